@@ -176,6 +176,18 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def(
       "packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, Tensor? norm, float eps, "
       "bool silu_mul, Tensor? plus, Tensor(a!) out) -> ()");
+  // All layers of a decoder on a CPU, one after another.  x and what a layer adds to it stay in x; a layer is
+  // packed_linear, rope_kv_write, paged_attention, and packed_linear three times.
+  //   x                 [T, hidden]
+  //   weights           of each layer 20 tensors.  Four norms: of the input, of each query head, of each key head, of what
+  //                     the second half takes in.  Then packed, scale, zero and bias of four products: q, k and v; o; gate
+  //                     and up, with silu(gate) * up; down.  Those that a layer lacks are None
+  //   caches, scales    of each layer, as above; inner: inputs of down; eps, head_eps: of norms, and of those of heads
+  //   windows           of each layer, as `window` of paged_attention
+  m.def(
+      "decoder_layers(Tensor(a!) x, Tensor cos, Tensor sin, Tensor?[] weights, Tensor(b!)[] k_caches, "
+      "Tensor(c!)[] v_caches, Tensor?[] scales, Tensor kv_indices, Tensor tables, Tensor rows, Tensor q_start, "
+      "Tensor lens, int heads, int inner, float eps, float head_eps, float scale, int[] windows) -> ()");
   // For weights of like's dtype, or int8 where like is u8: (columns, together), where packed is
   // [strips, steps, columns, together],
   // packed[s, k, c, t] = weight[s * columns + c, k * together + t]

@@ -24,11 +24,12 @@ typedef int16_t Shorts __attribute__((vector_size(2 * kLanes)));
 
 #if defined(__AVX512VNNI__)
 constexpr int kRows = 6;  // x 2 strips of lanes x 2 bytes of a number, and the weights
+constexpr int64_t kRun = 4096;  // numbers of `inner` whose sums fit into 32 bits: 4096 * 255 * 128, of either byte
 #else
 constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
+constexpr int64_t kRun = 256;  // numbers of `inner` whose sum fits into 32 bits: 256 * 255 * 32,639
 #endif
 constexpr int64_t kTaskRows = 8 * kRows;
-constexpr int64_t kRun = 256;  // numbers of `inner` whose sum fits into 32 bits: 256 * 255 * 32,639
 constexpr int64_t kStepBytes = kColumns * kInt8Together;  // of a strip
 constexpr int64_t kAhead = 1024;                          // bytes that weights are fetched ahead
 constexpr float kOffset = 128;  // of a stored weight
@@ -87,12 +88,16 @@ struct Sum {
   Words high{}, low{};
 
   void add(Words weights, const uint8_t* x) {
-    int32_t bytes[2];
-    std::memcpy(bytes, x, sizeof bytes);
-    high = multiply_add(high, weights, bytes[0]);
-    low = multiply_add(low, weights, bytes[1]);
+    int32_t high_bytes, low_bytes;  // GCC 12 takes one load of both apart in general registers, which is slow
+    std::memcpy(&high_bytes, x, sizeof high_bytes);
+    std::memcpy(&low_bytes, x + sizeof high_bytes, sizeof low_bytes);
+    high = multiply_add(high, weights, high_bytes);
+    low = multiply_add(low, weights, low_bytes);
   }
-  Ints total() const { return bit_cast<Ints>((high << 8) + low); }
+  Doubles total() const {
+    return __builtin_convertvector(bit_cast<Ints>(high), Doubles) * 256.0 +
+           __builtin_convertvector(bit_cast<Ints>(low), Doubles);
+  }
 };
 #else
 struct Sum {
@@ -103,7 +108,7 @@ struct Sum {
     std::memcpy(&pair, x, sizeof pair);
     all = multiply_add(all, weights, pair);
   }
-  Ints total() const { return bit_cast<Ints>(all); }
+  Doubles total() const { return __builtin_convertvector(bit_cast<Ints>(all), Doubles); }
 };
 #endif
 
@@ -124,7 +129,7 @@ void multiply(const uint8_t* x, int64_t stride, const uint8_t* weight, int64_t s
   unroll<rows>([&](auto i) {
     for (int half = 0; half < 2; ++half) {
       double* to = sums + i * kColumns + half * kLanes;
-      Doubles all = __builtin_convertvector(sum[i][half].total(), Doubles), before{};
+      Doubles all = sum[i][half].total(), before{};
       if (!first) std::memcpy(&before, to, sizeof before);
       all += before;
       std::memcpy(to, &all, sizeof all);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -579,6 +580,42 @@ def packed_linear(
         x, packed.numbers, packed.scale, packed.zero, bias, norm, eps, silu_mul, plus, y
     )
     return y
+
+
+@dataclass(frozen=True)
+class DecoderLayers:
+    """The layers of a decoder on a CPU, as the one operator that computes them all takes them."""
+
+    weights: list[torch.Tensor | None]  # of each layer 20: csrc/ops.cpp has their order
+    heads: int
+    inner: int  # inputs of the last product of a layer
+    eps: float  # of the norms, and of those of query and key heads
+    head_eps: float
+    scale: float
+    windows: list[int]
+
+
+def decoder_layers(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layers: DecoderLayers,
+    caches: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
+    kv_indices: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    q_start: torch.Tensor,
+    lens: torch.Tensor,
+) -> None:
+    """Compute all layers of a decoder on a CPU, in place of x [T, hidden].  Bits are those of the operators one by one.
+
+    caches: of each layer the keys', the values' and their scales.  Everything else as in `rope_kv_write` and
+    `paged_attention`.
+    """
+    keys, values, scales = zip(*caches, strict=True)
+    step = kv_indices, tables, rows, q_start, lens
+    sizes = layers.heads, layers.inner, layers.eps, layers.head_eps, layers.scale, layers.windows
+    torch.ops.quire.decoder_layers.default(x, cos, sin, layers.weights, keys, values, scales, *step, *sizes)
 
 
 def _library_linear(

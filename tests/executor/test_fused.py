@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from engine.executor import ops
 from engine.executor.models import fused
 from engine.executor.models.fused import Decoder
 from engine.executor.models.hf import load_model
-from engine.executor.models.linear import PackedLinear, Product
+from engine.executor.models.linear import PackedLinear, Product, Sharded
 from tests.checkpoints import FAMILIES
 from tests.executor.driver import Driver
 from tests.executor.test_worker import words
@@ -84,6 +86,77 @@ def test_swapped_decoders_compute_what_the_plain_ones_do(
     plain = logits()
     assert not torch.equal(swapped, plain)  # else one of them was tested twice
     torch.testing.assert_close(swapped, plain, rtol=1e-5, atol=4e-5)
+
+
+def decoder_of(driver: Driver) -> Decoder:
+    decoder = driver.worker._model.model
+    assert isinstance(decoder, Decoder)
+    return decoder
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "e4m3"])
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+@pytest.mark.parametrize("family", sorted(FUSED))
+def test_all_layers_as_one_operator_give_the_bits_of_the_operators_one_by_one(
+    checkpoint: Callable[[str], Path], family: str, quantize: Literal["none", "int8", "int4"], kv_dtype: str
+) -> None:
+    def logits(*, whole: bool) -> torch.Tensor:
+        path = str(checkpoint(family))
+        model = load_model(path, dtype="bfloat16", device=CPU, deterministic=True, quantize=quantize)
+        driver = Driver(model, kv_dtype=kv_dtype)
+        decoder = decoder_of(driver)
+        assert decoder.whole is not None
+        decoder.whole = decoder.whole if whole else None
+        driver.add(words(23), None, chunk=7, targets=True)
+        driver.add(words(5))
+        got: list[torch.Tensor] = []
+        while len(got) < 9:
+            driver.step()
+            got.append(driver.worker.logits)
+        return torch.cat(got)
+
+    assert torch.equal(logits(whole=True), logits(whole=False))
+
+
+class OnlyRank:
+    """A rank's part of a layer that is all of it."""
+
+    out_features, adds = 128, True
+
+    def combine(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+
+def test_layers_that_are_no_single_operator(checkpoint: Callable[[str], Path]) -> None:
+    decoder = decoder_of(Driver(load_model(str(checkpoint("llama")), dtype="float32", device=CPU, deterministic=True)))
+    layers = [layer for layer in decoder.layers if isinstance(layer, fused.Layer)]
+    assert fused.one_operator(layers) is not None
+    layers[1].attention.scale *= 2
+    assert fused.one_operator(layers) is None
+    assert fused.one_operator(layers[1:]) is not None
+    o_proj = layers[1].attention.o_proj
+    assert isinstance(o_proj, Product)
+    layers[1].attention.o_proj = Sharded(o_proj, OnlyRank())
+    assert fused.one_operator(layers[1:]) is None
+
+
+def test_wrong_layers_are_refused(checkpoint: Callable[[str], Path]) -> None:
+    driver = Driver(load_model(str(checkpoint("llama")), dtype="float32", device=CPU, deterministic=True))
+    decoder = decoder_of(driver)
+    right = decoder.whole
+    assert right is not None
+    for wrong, message in (
+        (replace(right, weights=right.weights[:-1]), "weights: has .* tensors, not 20 for each of"),
+        (replace(right, weights=[None] * len(right.weights)), "weights: layer 0 has no product 0"),
+        (replace(right, windows=right.windows[:1]), "layers is .*, windows has 1"),
+        (replace(right, inner=right.inner * 2), "packed: strips is .*, out has"),
+    ):
+        decoder.whole = wrong
+        driver.add(words(3))
+        with pytest.raises(ValueError, match=message):
+            driver.step()
+        driver.worker.reset()
+        driver.running.clear()
 
 
 def odd_activation(model: PreTrainedModel) -> None:

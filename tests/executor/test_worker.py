@@ -216,10 +216,10 @@ def test_scoring_a_long_prompt_takes_the_memory_of_a_short_one(
     driver = Driver(checkpoint(family))
     model = driver.worker._model
     head = model.model.head if fused.is_fused(model) else model.get_output_embeddings()
-    layers = model.model.layers if fused.is_fused(model) else decoder_layers(model)
+    layers = model.model if fused.is_fused(model) else decoder_layers(model)[0]  # a swapped decoder runs all in one
     asked, ran = [], []
     head.register_forward_hook(lambda module, given, logits: asked.append(logits.numel() // logits.shape[-1]))
-    layers[0].register_forward_hook(lambda *unused: ran.append(1))
+    layers.register_forward_hook(lambda *unused: ran.append(1))
     prompt = words(3 * TARGET_ROWS + 20)
     decoding, [slot] = driver.add(words(9, 1), n=2), driver.add(prompt, chunk=1000, targets=True)
     found = driver.step().prompt_logprobs[slot]

@@ -63,6 +63,14 @@ def test_bits_are_those_of_integers(dtype: torch.dtype, inner: int, features: in
     assert torch.equal(product(x, numbers, scale), in_integers(x, numbers, scale))
 
 
+@pytest.mark.parametrize("inner", [4095, 4096, 4097, 4102, 8200])
+def test_bits_where_a_run_of_vnni_ends(inner: int) -> None:
+    x, numbers, scale = made(7, inner, 40, torch.float32)
+    x[3] = x[4].abs().sign()
+    numbers[5], numbers[6] = 127, -128
+    assert torch.equal(product(x, numbers, scale), in_integers(x, numbers, scale))
+
+
 @pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-36, 3e38])
 def test_the_smallest_and_the_largest_numbers(size: float) -> None:
     x = torch.tensor([[size, -size / 2, 0.0]])

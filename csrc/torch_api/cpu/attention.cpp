@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "torch_api/attention.h"
+#include "torch_api/cpu/bindings.h"
 #include "torch_api/cpu/convert.h"
 
 namespace quire::cpu::torch_api {
@@ -35,6 +36,8 @@ void expect_indices(const AttentionArgs& a, int64_t tokens, int64_t max_rows, in
     }
   }
 }
+
+}  // namespace
 
 void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
                      const at::Tensor& tables, const at::Tensor& rows, const at::Tensor& q_start,
@@ -79,6 +82,8 @@ void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::T
     sizes.scales ? cpu::paged_attention<T, e4m3>(args) : cpu::paged_attention<T, T>(args);
   });
 }
+
+namespace {
 
 // A CPU needs no plan: its threads take work by ticket.
 void attention_plan(const at::Tensor&, const at::Tensor&, int64_t, int64_t, int64_t, int64_t, int64_t,

@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include "torch_api/cpu/bindings.h"
 #include "torch_api/cpu/convert.h"
 #include "torch_api/layers.h"
 
@@ -29,6 +30,8 @@ void silu_mul(const at::Tensor& gate_up, const at::Tensor& out) {
                      sizes.size, threads());
   });
 }
+
+}  // namespace
 
 void rope_kv_write(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& k_cache,
                    const at::Tensor& v_cache, const at::Tensor& kv_indices, const std::optional<at::Tensor>& q_norm,
@@ -63,6 +66,8 @@ void rope_kv_write(const at::Tensor& qkv, const at::Tensor& cos, const at::Tenso
     sizes.scales ? cpu::rope_kv_write<T, e4m3>(args) : cpu::rope_kv_write<T, T>(args);
   });
 }
+
+namespace {
 
 TORCH_LIBRARY_IMPL(quire, CPU, m) {
   m.impl("rms_norm", rms_norm);

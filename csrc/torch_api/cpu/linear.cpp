@@ -15,6 +15,7 @@
 #include "cpu/product.h"
 #include "cpu/product_int4.h"
 #include "cpu/product_int8.h"
+#include "torch_api/cpu/bindings.h"
 #include "torch_api/cpu/convert.h"
 
 namespace quire::cpu::torch_api {
@@ -169,6 +170,8 @@ void product_int4(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
   });
 }
 
+}  // namespace
+
 // One call for what a layer's product takes, since each call from Python costs as long as a small product.
 void packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scale,
                    const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias,
@@ -187,6 +190,8 @@ void packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::opt
   }
   if (silu_mul) silu_product(y, out);
 }
+
+namespace {
 
 // Every strip is one call of torch's small matrix product, whose weight lies as ours do.
 void product_on_tiles(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& out) {

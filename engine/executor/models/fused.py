@@ -25,12 +25,13 @@ experts stay where they are.  Those of gpt_oss are turned in place at load (`sto
 transformers' own experts, which compute many tokens, read them by rows.
 
 On a CPU with packed weights a product is one operator, packed_linear, or where the library's is faster up to three.
+Where all products are ours, all layers together are one operator, decoder_layers.
 A model is taken apart only if all its modules have exactly the expected names and types; any other runs as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -209,6 +210,38 @@ class Layer(nn.Module):
         return y
 
 
+def one_operator(layers: Sequence[Layer]) -> ops.DecoderLayers | None:
+    """Return the layers as one operator, which a CPU computes without coming back to Python.
+
+    None on a GPU, where a library's products are faster than ours, where ranks exchange parts of layers, and where
+    layers have sinks or experts, or differ in more than weights and windows."""
+    weights: list[Tensor | None] = []
+    kinds: set[tuple[int, int, float, float, float, float]] = set()
+    for layer in layers:
+        attention, mlp = layer.attention, layer.mlp
+        if not isinstance(mlp, MLP) or attention.sinks is not None:
+            return None
+        found = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+        products = [product for product in found if isinstance(product, Product)]
+        packs = [product.packed for product in products if product.packed is not None and product.packed.ordered]
+        if len(packs) < len(found):
+            return None
+        first, second = products[0].norm, products[2].norm
+        assert first is not None
+        assert second is not None
+        norms = first, attention.q_norm, attention.k_norm, second
+        weights += [None if norm is None else norm.weight for norm in norms]
+        for product, packed in zip(products, packs, strict=True):
+            weights += [packed.numbers, packed.scale, packed.zero, product.bias]
+        head_eps = 0.0 if attention.q_norm is None else attention.q_norm.eps
+        kinds.add((attention.heads, packs[2].size // 2, first.eps, second.eps, head_eps, attention.scale))
+    if len(kinds) != 1:
+        return None
+    heads, inner, eps, second_eps, head_eps, scale = kinds.pop()
+    windows = [layer.attention.window for layer in layers]
+    return ops.DecoderLayers(weights, heads, inner, eps, head_eps, scale, windows) if eps == second_eps else None
+
+
 class Decoder(nn.Module):
     """The whole model: a step -> hidden states -> logits of any of its tokens."""
 
@@ -222,10 +255,11 @@ class Decoder(nn.Module):
         angles = torch.stack(plain.rotary_emb(self.embed_tokens.weight[:1], positions[None]), 2)[0]
         halves = plain.layers[0].self_attn.head_dim // angles.shape[2]  # gpt_oss has the angles of half a head
         self.angles = angles.repeat(1, 1, halves)
-        self.layers = nn.ModuleList()
+        layers: list[Layer] = []
         for i, layer in enumerate(plain.layers):
-            self.layers.append(Layer(layer, window(layer.self_attn), linears, type(model)))
+            layers.append(Layer(layer, window(layer.self_attn), linears, type(model)))
             plain.layers[i] = nn.Identity()  # lets go of its weights: both copies exist of one layer at a time
+        self.layers, self.whole = nn.ModuleList(layers), one_operator(layers)
         # Logits in 16 bits would make likely tokens ties: at 20, neighbours in bfloat16 are an eighth apart.
         self.head = linears.product(model.lm_head, norm=RMSNorm(plain.norm), float32_out=True)
 
@@ -233,6 +267,10 @@ class Decoder(nn.Module):
         """Hidden states of a step, after all layers: [T, hidden]."""
         x: Tensor = self.embed_tokens(step.input_ids[0])
         cos, sin = self.angles.index_select(0, step.position_ids[0]).unbind(1)  # [T, D]
+        if self.whole is not None:
+            where = step.kv_indices, step.tables, step.rows, step.q_start, step.lens
+            ops.decoder_layers(x, cos, sin, self.whole, step.caches, *where)
+            return x
         for layer in self.layers:
             x = layer(x, cos, sin, step)
         return x
