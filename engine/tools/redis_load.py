@@ -147,6 +147,14 @@ class _Deployment:
                 await self.gateway.settle([(name, "", [1]) for name in ended])
 
 
+def _stored_bytes(client: redis.Redis) -> int:
+    """Return the bytes of all keys and their values.  Redis' total would count buffers of clients, which come and go."""
+    pipeline = client.pipeline(transaction=False)
+    for key in client.scan_iter(count=1000):
+        pipeline.memory_usage(key, samples=0)
+    return sum(size or 0 for size in pipeline.execute())
+
+
 async def measure(url: str, engines: int, sequences: int, prompt_tokens: int) -> dict[str, Any]:
     """Return the costs of one configuration."""
     deployment = _Deployment(url, engines, prompt_tokens)
@@ -164,10 +172,10 @@ async def measure(url: str, engines: int, sequences: int, prompt_tokens: int) ->
         for engine in deployment.engines:
             await engine.exchange(room=1)
     ring = mark().each(RINGS * engines)
-    memory = client.info("memory")["used_memory"]
+    memory = _stored_bytes(client)
     for _ in range(engines * sequences):
         await deployment.submit()
-    queued_bytes = (client.info("memory")["used_memory"] - memory) / (engines * sequences)
+    queued_bytes = (_stored_bytes(client) - memory) / (engines * sequences)
     submit = mark().each(engines * sequences)
     await deployment.fill(sequences)
     mark()
