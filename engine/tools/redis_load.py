@@ -148,7 +148,7 @@ class _Deployment:
 
 
 def _stored_bytes(client: redis.Redis) -> int:
-    """Return the bytes of all keys and their values.  Redis' total would count buffers of clients, which come and go."""
+    """Return the bytes of all keys and their values.  Redis' total has buffers of clients, which come and go."""
     pipeline = client.pipeline(transaction=False)
     for key in client.scan_iter(count=1000):
         pipeline.memory_usage(key, samples=0)
