@@ -233,8 +233,8 @@ local function chooser(me, now)
           end
         end
         if #words > 0 then
-          -- Redis keeps a small hash as a list, and would search it from its start for each request of a window.  A name
-          -- of more than 64 bytes ends that.
+          -- Redis keeps a small hash as a list, and would search it from its start for each request of a window.  A
+          -- name of more than 64 bytes ends that.
           local long = string.rep('-', 65)
           call('HSET', P .. 'passed', long, '', unpack(words))
           call('HDEL', P .. 'passed', long)
