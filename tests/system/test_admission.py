@@ -114,8 +114,9 @@ async def test_each_mode_keeps_its_rule_and_every_accepted_request_ends_well(
 async def test_two_gateways_never_overshoot_the_pool_by_more_than_one_admission(
     redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """No gateway may queue more than the room that the engine has announced.
+    """However much two gateways queue, the engine accepts no more than fills the pool.
 
+    A gateway whose reading is older than the engine's last claim may queue some requests more; they stay in the queue.
     The engine's pace is known from a first load: until then the queue may hold as much as the pool does.  Then the
     step of one request lasts until the engine has no room for another: it has claimed enough to fill the pool.  It
     claims what its next two steps compute, which measured times must not bound: a slow machine would claim less than
@@ -132,7 +133,7 @@ async def test_two_gateways_never_overshoot_the_pool_by_more_than_one_admission(
             first = asyncio.create_task(hammer(stack, 1, prompt=90))
             await asyncio.to_thread(inside.wait)
             others = asyncio.create_task(hammer(stack, 32, prompt=90))
-            await fleet_until(redis_server.url, namespace, lambda fleet: fleet.queued == 0 and fleet.room_tokens < 90)
+            await fleet_until(redis_server.url, namespace, lambda fleet: fleet.room_tokens < 90)
         assert await first + await others > 0, "no request was refused: nothing was tested"
         assert max(watch.accepted) > BLOCKS - each, "the pool was never full: nothing was tested"
         assert max(watch.accepted) <= BLOCKS + each
