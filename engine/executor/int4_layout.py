@@ -59,12 +59,12 @@ def pack(numbers: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, T
 
 
 def _numbers(numbers: Tensor) -> Tensor:
-    """Return [blocks, records, 1024] u8: the words of each lane, one byte of two rows after another."""
+    """Return [blocks, records, 1024] u8: the words of each lane, of two rows in turn."""
     single = torch.stack([numbers & 0xF, numbers >> 4], -1).flatten(1)
-    # Row 8 r + g of a block; column 64 half + 32 i + 8 t + 4 j + 2 p + c of a record.
-    split = single.view(-1, 2, 8, single.shape[1] // INPUTS, 2, 2, 4, 2, 2, 2)
-    block, r, g, record, half, i, t, j, p, c = range(10)
-    low, high = split.permute(r, block, record, half, g, t, i, j, c, p)
+    # Row 8 r + g of a block; column 64 half + 32 h + 8 t + 4 j + byte of a record, in word 2 j + r.
+    split = single.view(-1, 2, 8, single.shape[1] // INPUTS, 2, 2, 4, 2, 4)
+    block, r, g, record, half, h, t, j, byte = range(9)
+    low, high = split.permute(h, block, record, half, g, t, j, r, byte)
     packed: Tensor = low | high << 4
     return packed.flatten(2)
 

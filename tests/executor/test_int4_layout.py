@@ -33,14 +33,14 @@ def read(records: torch.Tensor, row: int, column: int) -> tuple[int, float, int]
     record = records[row // ROWS, column // INPUTS].numpy().tobytes()
     groups = (len(record) - 1024) // 48
     r, g = row % ROWS // 8, row % 8
-    half, i, t, j, p, c = (column % INPUTS // unit % count for unit, count in
-                           ((64, 2), (32, 2), (8, 4), (4, 2), (2, 2), (1, 2)))  # fmt: skip
-    [word] = struct.unpack_from("<I", record, 512 * half + 16 * (4 * g + t) + 4 * (2 * i + j))
-    group = {1: 0, 2: half, 4: 2 * half + i}[groups]
+    half, h, t, j, byte = (column % INPUTS // unit % count for unit, count in
+                           ((64, 2), (32, 2), (8, 4), (4, 2), (1, 4)))  # fmt: skip
+    [word] = struct.unpack_from("<I", record, 512 * half + 16 * (4 * g + t) + 4 * (2 * j + r))
+    group = {1: 0, 2: half, 4: 2 * half + h}[groups]
     of_half = 2 if groups == 4 else 1
     at = (group // of_half * 8 + g) * of_half * 2 + group % of_half * 2 + r
     [scale] = struct.unpack_from("<e", record, 1024 + 2 * at)
-    return word >> 4 * (r + 2 * p) + 16 * c & 15, scale, record[1024 + 32 * groups + at]
+    return word >> 8 * byte + 4 * h & 15, scale, record[1024 + 32 * groups + at]
 
 
 @pytest.mark.parametrize(("rows", "inner", "group"), SHAPES)

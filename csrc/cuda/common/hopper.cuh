@@ -102,6 +102,14 @@ __device__ inline void copy_with_policy(void* to, const CUtensorMap* map, uint64
       : "memory");
 }
 
+// Copies a run of bytes, in 16s of them.
+__device__ inline void copy_run(void* to, const void* from, uint64_t* bar, int bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(bar))
+               : "memory");
+}
+
 constexpr uint64_t kLeavesFirst = 0x12F0000000000000;
 
 __device__ inline void copy_once(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2) {

@@ -10,7 +10,7 @@ namespace {
 
 using namespace linears;
 
-constexpr int kWarp = 32, kDequantising = 256;  // threads of a block
+constexpr int kWarp = 32, kConverting = 256, kDequantising = 256;  // threads of a block
 
 CUtensorMap map_weight(const Int4Args& a, const Int4Params& p) {
   constexpr int kNumber = 8;  // bytes: as many at once as a box of records may have
@@ -24,11 +24,20 @@ CUtensorMap map_weight(const Int4Args& a, const Int4Params& p) {
                     {rows, rows * all, record}, box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-CUtensorMap map_x(const Int4Args& a, const Int4Params& p) {
+// x: bf16, or what it was converted to, which takes as many bytes.
+CUtensorMap map_x(const Int4Args& a, const Int4Params& p, const void* x, int64_t stride) {
   const cuuint32_t box[3] = {kInt4Inputs, static_cast<cuuint32_t>(p.depth), static_cast<cuuint32_t>(a.tokens)};
-  return tensor_map(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, a.x,
+  return tensor_map(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, x,
                     {kInt4Inputs, static_cast<cuuint64_t>(p.records), static_cast<cuuint64_t>(a.tokens)},
-                    {kXBytes, static_cast<cuuint64_t>(a.x_stride) * sizeof(bf16)}, box, CU_TENSOR_MAP_SWIZZLE_NONE);
+                    {kXBytes, static_cast<cuuint64_t>(stride) * sizeof(bf16)}, box, CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+
+// Whether each CTA converts the tokens' numbers, not a kernel in front.
+bool converts(int tokens, int inner) { return tokens * tiles_of(inner / kInt4Inputs, kRecordsAtOnce) <= kMostParts; }
+
+// Converted tokens come first, [tokens, inner].
+char* notes_of(const Int4Args& a) {
+  return static_cast<char*>(a.converted) + static_cast<int64_t>(a.tokens) * a.inner * static_cast<int>(sizeof(bf16));
 }
 
 Int4Params params_of(const Int4Args& a) {
@@ -43,14 +52,40 @@ Int4Params params_of(const Int4Args& a) {
   p.add = a.add;
   p.silu_mul = a.silu_mul;
   p.row_scale = a.row_scale;
+  p.x = a.x;
+  p.x_stride = a.x_stride;
   p.blocks = p.rows / kInt4Rows;
   p.records = a.inner / kInt4Inputs;
+  const bool converting = converts(a.tokens, a.inner);
+  if (!converting) p.notes = notes_of(a);
   // Copies of some 16 KB: what is multiplied after the last one has arrived is not hidden.
   constexpr int kCopyBytes = 16 << 10;
-  p.depth = std::clamp(kCopyBytes / (p.blocks * int4_record_bytes(a.groups) + a.tokens * kXBytes), 1, p.records);
+  const int record_bytes = p.blocks * int4_record_bytes(a.groups) + (converting ? 0 : a.tokens * kXBytes);
+  p.depth = std::clamp(kCopyBytes / record_bytes, 1, p.records);
   p.count = tiles_of(p.records, p.depth);
-  p.stages = std::min({kMaxStages, p.count, kRoom / stage_bytes(p, a.groups)});
+  const int room = int4_room(a.tokens) - (converting ? converted_bytes(a.tokens, p.records, a.groups) : 0);
+  p.stages = std::min({kMaxStages, p.count, room / stage_bytes(p, a.groups, converting)});
   return p;
+}
+
+// Eight lanes convert a token's numbers of a record.  Grid (tokens * records / as many as a block has).  Moves tokens * inner
+// * 4 bytes.
+template <int kGroups>
+__global__ void __launch_bounds__(kConverting) convert_kernel(Int4Args a, char* to, char* notes) {
+  let_next_kernel_start();
+  wait_for_previous_kernels();
+  const int at = (blockIdx.x * kConverting + threadIdx.x) / 8, record = at / a.tokens, token = at % a.tokens;
+  if (record >= a.inner / kInt4Inputs) return;
+  RecordOfX x;
+  x.load(static_cast<const char*>(a.x) + token * a.x_stride * sizeof(bf16) + record * kXBytes);
+  convert(x, to + (static_cast<int64_t>(token) * a.inner / kInt4Inputs + record) * kXBytes,
+          reinterpret_cast<XNote<kGroups>*>(notes) + at);
+}
+
+void convert_first(const Int4Args& a, cudaStream_t stream) {
+  const auto kernel = a.groups == 1 ? convert_kernel<1> : a.groups == 2 ? convert_kernel<2> : convert_kernel<4>;
+  const int blocks = tiles_of(a.inner / kInt4Inputs * a.tokens * 8, kConverting);
+  launch(kernel, dim3(blocks), dim3(kConverting), 0, stream, a, static_cast<char*>(a.converted), notes_of(a));
 }
 
 // A warp makes 16 rows x 128 inputs of a record.  Grid (records / warps of a block).  Moves the bytes of the weight, and two
@@ -80,8 +115,8 @@ __global__ void __launch_bounds__(kDequantising) dequantise_kernel(DequantiseArg
         const float scale = to_float(scales[pair + r]) * a.row_scale[row + 8 * r], zero = zeros[pair + r];
         float numbers[8];
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {  // 4 (j % 2) + 2 p + c
-          const uint32_t q = words.at[2 * i + n / 4] >> (4 * (r + 2 * (n / 2 % 2)) + 16 * (n % 2)) & 15;
+        for (int n = 0; n < 8; ++n) {
+          const uint32_t q = words.at[n / 4 * 2 + r] >> (8 * (n % 4) + 4 * i) & 15;
           numbers[n] = (static_cast<float>(q) - zero) * scale;
         }
         store_pack(out + 8 * r * a.inner + half * kUnit + i * 32, narrow<bf16>(numbers));
@@ -97,12 +132,21 @@ bool fits_int4(const Int4Args& a) {
          in_16_bytes(a.x, a.x_stride, 2) && in_16_bytes(a.out, a.out_stride, 2);
 }
 
+int64_t int4_converted_bytes(int tokens, int inner, int groups) {
+  return converts(tokens, inner) ? 0 : converted_bytes(tokens, inner / kInt4Inputs, groups);
+}
+
 void linear_int4(const Int4Args& a, cudaStream_t stream) {
+  const bool first = !converts(a.tokens, a.inner);
+  if (first) convert_first(a, stream);
   const Int4Params p = params_of(a);
-  const CUtensorMap weight_map = map_weight(a, p), x_map = map_x(a, p);
+  const CUtensorMap weight_map = map_weight(a, p);
+  const CUtensorMap x_map = map_x(a, p, first ? a.converted : a.x, first ? a.inner : a.x_stride);
   const int tiles = tiles_of(a.features, p.tile_features);
-  if (a.tokens <= 8) return run_int4<1>(weight_map, x_map, p, a.groups, tiles, stream);
-  run_int4<2>(weight_map, x_map, p, a.groups, tiles, stream);
+  if (!first) return run_int4<1>(weight_map, x_map, p, a.groups, tiles, stream);
+  if (a.tokens <= 8) return run_int4<2>(weight_map, x_map, p, a.groups, tiles, stream);
+  if (a.tokens <= 16) return run_int4<4>(weight_map, x_map, p, a.groups, tiles, stream);
+  run_int4<8>(weight_map, x_map, p, a.groups, tiles, stream);
 }
 
 void dequantise_int4(const DequantiseArgs& a, cudaStream_t stream) {

@@ -6,9 +6,9 @@
 // number and zero are 0 to 15; groups have 32, 64 or 128 inputs.  The packed weight is [rows / 16, inner / 128] records, each
 // of 16 rows and 128 inputs.  A record holds, without gaps:
 //
-//   numbers  [2 halves of the inputs, 8 g, 4 t, 4 j] words: what lane 4 g + t of a warp multiplies by mma.m16n8k16, j after j.
-//            Its bits 4 (r + 2 p) + 16 c and the three after them are the number of row g + 8 r and of input
-//            64 half + 32 (j / 2) + 8 t + 4 (j % 2) + 2 p + c
+//   numbers  [2 halves of the inputs, 8 g, 4 t, 4 w] words: what lane 4 g + t of a warp multiplies by mma.m16n8k32.  Byte b
+//            has in its lower half (h = 0) and in its upper half (h = 1) the number of row g + 8 (w % 2) and of input
+//            64 half + 32 h + 8 t + 4 (w / 2) + b
 //   scales   [halves, 8 g, groups of a half, 2 r] fp16; groups of 128 have one half here
 //   zeros    the same, u8
 //
@@ -31,16 +31,19 @@ struct Int4Args {
   const float* row_scale;  // [rows]
   int groups;              // of a record: 1, 2 or 4
   const void* bias;        // [rows] bf16, or null
+  void* converted;         // of int4_converted_bytes(), in 16 bytes, for the call's own use
   void* out;               // [tokens, features] bf16
   int64_t out_stride;
   int tokens, features, inner;
   bool add, silu_mul;      // as in linear.h
 };
 
-constexpr int kInt4MostTokens = 16;
+constexpr int kInt4MostTokens = 32;
 
 // Whether linear_int4() can take this product, whatever the number of tokens: a Hopper GPU, and x and out in 16 bytes.
 bool fits_int4(const Int4Args& args);
+
+int64_t int4_converted_bytes(int tokens, int inner, int groups);
 
 // For at most kInt4MostTokens.
 void linear_int4(const Int4Args& args, cudaStream_t stream);

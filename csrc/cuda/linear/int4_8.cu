@@ -1,2 +1,2 @@
-#define QUIRE_INT4_EIGHTS 1
+#define QUIRE_INT4_FOURS 2
 #include "cuda/linear/int4.cuh"

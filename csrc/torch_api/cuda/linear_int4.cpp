@@ -17,7 +17,7 @@ namespace quire::cuda::torch_api {
 namespace {
 
 // Up to so many tokens several calls of the kernel, each for some of them, read less than the weight in bfloat16 takes.
-constexpr int64_t kMostInCalls = 48;
+constexpr int64_t kMostInCalls = 64;
 
 // Groups of a record, by the bytes of a record.
 int groups_of(const at::Tensor& weight) {
@@ -63,8 +63,11 @@ Int4Args checked(const at::Tensor& x, const at::Tensor& weight, const at::Tensor
   };
 }
 
-void in_calls(Int4Args args, cudaStream_t stream) {
+void in_calls(Int4Args args, const at::TensorOptions& options, cudaStream_t stream) {
   constexpr int64_t kNumber = 2;  // bytes
+  const int64_t converted = int4_converted_bytes(std::min(args.tokens, kInt4MostTokens), args.inner, args.groups);
+  const at::Tensor room = at::empty({converted}, options.dtype(at::kByte));
+  args.converted = room.data_ptr();
   for (int left = args.tokens; left > 0; left -= kInt4MostTokens) {
     args.tokens = std::min(left, kInt4MostTokens);
     cuda::linear_int4(args, stream);
@@ -83,7 +86,7 @@ void linear_int4(const at::Tensor& x, const at::Tensor& weight, const at::Tensor
   if (x.size(0) <= kMostInCalls && !in_16_bytes(y.const_data_ptr(), y.stride(0), 2)) y = y.contiguous();
   args.x = y.const_data_ptr();
   args.x_stride = y.stride(0);
-  if (x.size(0) <= kMostInCalls && fits_int4(args)) return in_calls(args, stream_of(x));
+  if (x.size(0) <= kMostInCalls && fits_int4(args)) return in_calls(args, x.options(), stream_of(x));
   const at::Tensor plain = at::empty({weight.size(0) * kInt4Rows, x.size(1)}, x.options());
   dequantise_int4({.weight = args.weight,
                    .row_scale = args.row_scale,
