@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 c10d: Any = _distributed_c10d
 # Bytes that a rank sends to each other one.  Up to the first border every 8 bytes carry the number of the call, which
 # doubles what travels; beyond the second NCCL sums.
-MOST_WORDS_BYTES, MOST_BYTES = 512 << 10, 8 << 20
-WORDS_SHARE, BLOCKS_SHARE = 16 << 10, 32 << 10  # bytes that a CTA sends at most; an inbox takes 64 MiB with two ranks
+MOST_WORDS_BYTES, MOST_BYTES = 512 << 10, 16 << 20
+WORDS_SHARE, BLOCKS_SHARE = 16 << 10, 64 << 10  # bytes that a CTA sends at most; an inbox takes 96 MiB with two ranks
 # How far the kernel's sum may be from NCCL's, as a share of the largest: both round bfloat16 once or twice.
 MOST_DRIFT = 0.02
 
@@ -40,6 +40,7 @@ class OneShot:
         name: of the group of ranks, unique in the process.  host: their process group of the CPU.  multiprocessors: of
         the smallest GPU.  Raises RuntimeError where GPUs cannot write each other's memory."""
         OneShot.made = True
+        self.name = name
         if size > ops.MOST_SUM_RANKS:
             raise RuntimeError(f"{size} ranks; the kernel takes {ops.MOST_SUM_RANKS}")
         # torch finds the group by its name, and keeps no reference.
@@ -49,7 +50,8 @@ class OneShot:
         c10d._register_process_group(name, self._group)
         c10d._SymmetricMemory.set_group_info(name, rank, size, store)
         device = torch.device("cuda", torch.cuda.current_device())
-        bytes_ = ops.Inboxes.bytes_of(size, WORDS_SHARE, BLOCKS_SHARE)
+        blocks_share = max(BLOCKS_SHARE // (size - 1) // 16 * 16, WORDS_SHARE)
+        bytes_ = ops.Inboxes.bytes_of(size, WORDS_SHARE, blocks_share)
         inbox = c10d._SymmetricMemory.empty_strided_p2p([bytes_], [1], torch.uint8, device, name)
         inbox.zero_()
         torch.cuda.synchronize()  # before the other ranks, which wait in the next line, may write it
@@ -58,7 +60,7 @@ class OneShot:
         taken = [int(address) for address in self.memory.buffer_ptrs]
         addresses = [address + inbox.data_ptr() - taken[rank] for address in taken]
         calls = torch.zeros(ops.SUM_CTAS, dtype=torch.int32, device=device)
-        self.inboxes = ops.Inboxes(inbox, addresses, calls, rank, WORDS_SHARE, BLOCKS_SHARE, multiprocessors)
+        self.inboxes = ops.Inboxes(inbox, addresses, calls, rank, WORDS_SHARE, blocks_share, multiprocessors)
         # With more ranks each sends and reads more, so the borders are lower.
         self.most_words_bytes, self.most_bytes = MOST_WORDS_BYTES // (size - 1), MOST_BYTES // (size - 1)
 

@@ -413,6 +413,19 @@ def rank_sum(
     return (part if plus is None else plus), normed
 
 
+def torch_rank_sum(shared: torch.Tensor, part: torch.Tensor, group: str, *, two_shot: bool) -> torch.Tensor:
+    """The same sum by torch's kernels, to compare with: each rank reads all parts, or its share and writes the sums.
+
+    shared  of this rank's symmetric memory, shape and dtype of part: overwritten with the part, or (two_shot) holding it
+    group   name of the ranks for torch"""
+    y: torch.Tensor
+    if two_shot:
+        y = torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group)
+    else:
+        y = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, part, "sum", group)
+    return y
+
+
 # What a decoder layer does between its matrix products.  float32, bfloat16 or float16; arithmetic in float32.
 
 

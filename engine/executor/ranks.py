@@ -44,7 +44,7 @@ class Ranks:
         They are no global ones of torch.distributed, so a process may have several executors."""
         self.rank, self.size = rank, size
         self._host, self._device = host, device
-        self._one_shot: OneShot | None = None
+        self.one_shot: OneShot | None = None
 
     @classmethod
     def join(cls, rank: int, size: int, meeting: Path, kind: str, timeout_s: float) -> Self:
@@ -82,7 +82,7 @@ class Ranks:
             assert one_shot is not None
             reason = one_shot.wrong(self.all_reduce)
             if self.least(not reason):
-                self._one_shot = one_shot
+                self.one_shot = one_shot
                 return
         log.warning(
             "all sums of the ranks go through NCCL, which is slower up to a few MiB: %s",
@@ -105,8 +105,8 @@ class Ranks:
     def all_reduce(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' `part`, perhaps in its place.  All ranks get the same bits."""
         if self._sums_here(part.shape, part.dtype) and part.is_contiguous():
-            assert self._one_shot is not None
-            return self._one_shot.all_reduce(part)
+            assert self.one_shot is not None
+            return self.one_shot.all_reduce(part)
         if self.size > 1 and not part.is_cuda:
             return self._sum_in_order(part)
         if self.size > 1:
@@ -117,9 +117,9 @@ class Ranks:
 
     def _sums_here(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """Return whether our own kernel sums contiguous tensors of this shape.  The same on all ranks."""
-        if self._one_shot is None or not shape:
+        if self.one_shot is None or not shape:
             return False
-        return self._one_shot.takes(math.prod(shape[:-1]), shape[-1], dtype)
+        return self.one_shot.takes(math.prod(shape[:-1]), shape[-1], dtype)
 
     def fuses_norm(self, rows: int, size: int, dtype: torch.dtype) -> bool:
         """Return whether `add_and_norm` takes parts [rows, size].  The same on all ranks."""
@@ -129,8 +129,8 @@ class Ranks:
         """Return x plus the sum of all ranks' parts, in place of x, and that after an RMS norm.  See `fuses_norm`.
 
         x [rows, size] is equal on all ranks.  All ranks get the same bits."""
-        assert self._one_shot is not None
-        return self._one_shot.add(x, part, norm, eps)
+        assert self.one_shot is not None
+        return self.one_shot.add(x, part, norm, eps)
 
     def _sum_in_order(self, part: Tensor) -> Tensor:
         """Add up the ranks' parts in the order of ranks, so that a number's sum does not depend on its place.
@@ -208,7 +208,7 @@ class Ranks:
         for group in self._groups():
             with contextlib.suppress(RuntimeError):  # of ranks that are lost
                 group.shutdown()
-        self._host = self._device = self._one_shot = None
+        self._host = self._device = self.one_shot = None
 
     def _groups(self) -> list[Any]:
         groups = [self._device, self._host] if self._device is not self._host else [self._host]
