@@ -416,7 +416,7 @@ def rank_sum(
 def torch_rank_sum(shared: torch.Tensor, part: torch.Tensor, group: str, *, two_shot: bool) -> torch.Tensor:
     """The same sum by torch's kernels, to compare with: each rank reads all parts, or its share and writes the sums.
 
-    shared  of this rank's symmetric memory, shape and dtype of part: overwritten with the part, or (two_shot) holding it
+    shared  of this rank's symmetric memory, shape and dtype of part: it becomes the part, or (two_shot) holds it before
     group   name of the ranks for torch"""
     y: torch.Tensor
     if two_shot:

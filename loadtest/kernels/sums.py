@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -32,7 +33,7 @@ c10d: Any = _distributed_c10d
 RANKS, WIDTH, EPS = 2, 4096, 1e-5
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048)
 CALLS, REPLAYS = 40, 15
-LIMIT_S = 120.0
+LIMIT_S = 120
 MOST_ROWS_OF_TORCH = 512  # 4 MiB: torch's kernels are for small sums
 MOST_ROWS_OF_ONE_SHOT = 128  # 1 MiB: "then norm" is torch's 1-shot sum up to here, beyond it NCCL's, and a norm
 
@@ -54,7 +55,7 @@ def rows() -> Iterator[dict[str, Any]]:
             assert ranks[0].stdout is not None
             for line in ranks[0].stdout:
                 yield json.loads(line)
-            if any(rank.wait(LIMIT_S) for rank in ranks):
+            if any(rank.wait() for rank in ranks):
                 raise RuntimeError("a rank failed; why is printed above")
         finally:
             for rank in ranks:
@@ -105,16 +106,14 @@ def measure(ranks: Ranks) -> Iterator[dict[str, Any]]:
     sums = ranks.one_shot
     assert sums is not None, "these GPUs do not use our kernel; why is in the log"
     device, dtype = torch.device("cuda", ranks.rank), torch.bfloat16
-    shared = c10d._SymmetricMemory.empty_strided_p2p(
-        [MOST_ROWS_OF_TORCH * WIDTH], [1], dtype, device, sums.name
-    )  # of the group that ours uses: torch's kernels want their input there
+    # torch's kernels want their input in memory of the group, which ours uses, too.
+    shared = c10d._SymmetricMemory.empty_strided_p2p([MOST_ROWS_OF_TORCH * WIDTH], [1], dtype, device, sums.name)
     memory = c10d._SymmetricMemory.rendezvous(shared, sums.name)
     shared.zero_()
     norm = torch.ones(WIDTH, dtype=dtype, device=device)
     for count in ROWS:
         part = torch.zeros(count, WIDTH, dtype=dtype, device=device)  # sums of sums stay zero
         x = torch.ones_like(part)
-
         times: dict[str, Callable[[], object]] = {"nccl_us": partial(nccl, ranks, part)}
         if count <= MOST_ROWS_OF_TORCH:
             buffer = shared[: count * WIDTH].view(count, WIDTH)
@@ -139,6 +138,7 @@ def main() -> None:
     """Be one rank."""
     rank, meeting = int(sys.argv[1]), Path(sys.argv[2])
     ops.load()
+    signal.alarm(LIMIT_S)  # a rank that waits for one that failed never ends by itself
     ranks = Ranks.join(rank, RANKS, meeting, "cuda", 60.0)
     with torch.inference_mode():
         for row in measure(ranks):
