@@ -8,6 +8,7 @@ all ranks, so that all get the same bits.  The kernel also adds the residual and
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,11 +88,14 @@ class OneShot:
         assert normed is not None
         return y, normed
 
-    def wrong(self, reduce: Any) -> str:
-        """Return what is wrong with sums of each kind, compared with `reduce`; empty: nothing.  All ranks must call."""
-        for rows in (1, 32, 1, 200, 1):
+    def wrong(self, reduce: Callable[[Tensor], Tensor]) -> str:
+        """Return which sums differ from those of `reduce`; empty: none.
+
+        All ranks must call this, and each makes all calls whatever it finds."""
+        found = []
+        for rows in (1, 32, 1, 200, 1):  # sent in both ways
             part = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
-            wanted, found = reduce(part.clone()).float(), self.all_reduce(part).float()
-            if not ((found - wanted).abs().max() <= MOST_DRIFT * wanted.abs().max()):
-                return f"its sums of {rows} rows are wrong"
-        return ""
+            wanted, summed = reduce(part.clone()).float(), self.all_reduce(part).float()
+            if not ((summed - wanted).abs().max() <= MOST_DRIFT * wanted.abs().max()):
+                found.append(str(rows))
+        return f"its sums of {', '.join(found)} rows are wrong" if found else ""
