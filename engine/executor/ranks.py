@@ -104,7 +104,7 @@ class Ranks:
 
     def all_reduce(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' `part`, perhaps in its place.  All ranks get the same bits."""
-        if self._sums_here(part.shape, part.dtype) and part.is_contiguous():
+        if part.is_cuda and part.is_contiguous() and self._sums_here(part.shape, part.dtype):
             assert self.one_shot is not None
             return self.one_shot.all_reduce(part)
         if self.size > 1 and not part.is_cuda:
