@@ -131,6 +131,18 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
       "linear_int4(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
       "Tensor(a!) out) -> ()");
 
+  // The sum over the ranks of a model, on a GPU each, with what follows it.  All ranks make the same calls.
+  //   part     [rows, size] of this rank; without `plus` it becomes the sum.  size: 16 bytes or a multiple, at most 16384
+  //   plus     [rows, size], equal on all ranks: += the sum
+  //   norm     [size]; normed [rows, size] = rms_norm(result, norm, eps)
+  //   inbox    [bytes] u8 that the other ranks write; zeros at first.  inboxes: address of each rank's, as mapped here
+  //   calls    [256] i32 of this rank, zeros at first
+  //   ctas     of the call at most; all fit on each rank's GPU at once.  shares: bytes of part that each may send
+  //   words    with the call's number in every 8 bytes: sooner there, twice the bytes
+  m.def(
+      "rank_sum(Tensor(a!) part, Tensor(b!)? plus, Tensor? norm, float eps, Tensor(c!)? normed, Tensor(d!) inbox, "
+      "int[] inboxes, Tensor(e!) calls, int rank, int ctas, int words_share, int blocks_share, bool words) -> ()");
+
   // Mixtures of experts, for few tokens on a GPU, in bfloat16 or float16.
   //   logits     [T, E]
   //   chosen     [T, k] i32: the experts of the k largest logits, the largest first, of equal ones the first

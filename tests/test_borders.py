@@ -36,7 +36,8 @@ MAY_SEE: dict[str, set[str]] = {
     "grafana": {"grafana"},  # it knows metrics by name; that they exist is checked below
     "loadtest": {"loadtest"},  # a client: it knows our programs and their output, nothing inside
     # Times single operators, which no client can: it calls them through the wrappers that the engine itself uses.
-    "loadtest.kernels": {"loadtest", "engine.executor.ops"},
+    # Sums of ranks need the ranks.
+    "loadtest.kernels": {"loadtest", "engine.executor.ops", "engine.executor.ranks"},
 }
 # room -> heavy or impure packages it must not import.
 MAY_NOT_USE: dict[str, set[str]] = {

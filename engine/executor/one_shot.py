@@ -1,15 +1,14 @@
-"""The sum of small tensors of several GPUs, in one kernel: each rank reads all parts over NVLink and adds them itself.
+"""The sum of small and medium tensors of several GPUs, in one kernel of our own (csrc/cuda/ranks).
 
-Memory that all ranks map and the kernel are torch's (symmetric memory); NVLink multicast is not used.  It is faster
-than NCCL for small tensors: between two H200, in a graph, 7.4 us for 64 KiB and 10.6 us for 512 KiB; NCCL 13 and 17.
-Parts are added in the same order on all ranks, so that all get the same bits.
+Each rank writes its part into the inboxes of the others over NVLink, and adds up what arrives in its own.  The inboxes
+are torch's symmetric memory, which all ranks map; NVLink multicast is not used.  Parts are added in the same order on
+all ranks, so that all get the same bits.  The kernel also adds the residual and computes the norm that follows.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,65 +17,89 @@ from torch._C import _distributed_c10d
 from engine.executor import ops
 from engine.executor.errors import one_line
 
-log = logging.getLogger(__name__)
 c10d: Any = _distributed_c10d
-MOST_BYTES = 1 << 20  # of two ranks: with more, each reads more
-ALIGN = 16  # bytes that the kernel reads at once
+# Bytes of its part that a rank sends, to all others together.  Up to the first border every 8 bytes carry the number of
+# the call, which doubles what travels; beyond the second NCCL sums.
+MOST_WORDS_BYTES, MOST_BYTES = 512 << 10, 16 << 20
+WORDS_SHARE, BLOCKS_SHARE = 16 << 10, 64 << 10  # bytes that a CTA sends at most; an inbox takes 96 MiB with two ranks
 # How far the kernel's sum may be from NCCL's, as a share of the largest: both round bfloat16 once or twice.
 MOST_DRIFT = 0.02
 
 
 class OneShot:
-    """A buffer that all ranks read.
+    """The inboxes of all ranks, and which sums go through them.
 
     A process can have one only: torch numbers its meetings for the whole process, so those of a second one would wait
     for ranks that count from another number."""
 
     made = False  # whether this process has, or had, one
 
-    def __init__(self, name: str, store: Any, rank: int, size: int, host: Any) -> None:
-        """Take the buffer on the current GPU and map the others'.
+    def __init__(self, name: str, store: Any, rank: int, size: int, host: Any, multiprocessors: int) -> None:
+        """Take an inbox on the current GPU and map the others'.
 
-        name: of the group of ranks, unique in the process.  host: their process group of the CPU.
-        Raises RuntimeError where GPUs cannot read each other's memory."""
+        name: of the group of ranks, unique in the process.  host: their process group of the CPU.  multiprocessors: of
+        the smallest GPU.  Raises RuntimeError where GPUs cannot write each other's memory."""
         OneShot.made = True
-        self._name = name
+        self.name = name
+        if size > ops.MOST_SUM_RANKS:
+            raise RuntimeError(f"{size} ranks; the kernel takes {ops.MOST_SUM_RANKS}")
         # torch finds the group by its name, and keeps no reference.
         self._group = c10d.ProcessGroup(store, rank, size)
         self._group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, host)
         self._group._set_group_name(name)
         c10d._register_process_group(name, self._group)
         c10d._SymmetricMemory.set_group_info(name, rank, size, store)
-        self.most_bytes = MOST_BYTES * 2 // size
         device = torch.device("cuda", torch.cuda.current_device())
-        self._buffer = c10d._SymmetricMemory.empty_strided_p2p([self.most_bytes], [1], torch.uint8, device, name)
-        self.memory = c10d._SymmetricMemory.rendezvous(self._buffer, name)
+        blocks_share = max(BLOCKS_SHARE // (size - 1) // 16 * 16, WORDS_SHARE)
+        bytes_ = ops.Inboxes.bytes_of(size, WORDS_SHARE, blocks_share)
+        inbox = c10d._SymmetricMemory.empty_strided_p2p([bytes_], [1], torch.uint8, device, name)
+        inbox.zero_()
+        torch.cuda.synchronize()  # before the other ranks, which wait in the next line, may write it
+        self.memory = c10d._SymmetricMemory.rendezvous(inbox, name)
+        # Addresses of what torch took for each rank, in which the inbox has the same place.
+        taken = [int(address) for address in self.memory.buffer_ptrs]
+        addresses = [address + inbox.data_ptr() - taken[rank] for address in taken]
+        calls = torch.zeros(ops.SUM_CTAS, dtype=torch.int32, device=device)
+        self.inboxes = ops.Inboxes(inbox, addresses, calls, rank, WORDS_SHARE, blocks_share, multiprocessors)
+        self.most_words_bytes, self.most_bytes = MOST_WORDS_BYTES // (size - 1), MOST_BYTES // (size - 1)
 
-    def takes(self, part: Tensor) -> bool:
-        """Return whether the sum of tensors like this one can be computed here.  The same on all ranks."""
-        size = part.numel() * part.element_size()
-        return 0 < size <= self.most_bytes and size % ALIGN == 0 and part.is_contiguous() and part.dtype in DTYPES
+    def sends_words(self, rows: int, size: int, dtype: torch.dtype) -> bool:
+        """Return whether parts of this shape, which `takes` takes, travel with the call's number in every 8 bytes."""
+        few = rows * size * dtype.itemsize <= self.most_words_bytes
+        return few and self.inboxes.takes(rows, size, dtype, words=True)
+
+    def takes(self, rows: int, size: int, dtype: torch.dtype) -> bool:
+        """Return whether parts [rows, size] can be summed here.  The same on all ranks."""
+        fits = rows * size * dtype.itemsize <= self.most_bytes
+        return fits and (self.sends_words(rows, size, dtype) or self.inboxes.takes(rows, size, dtype, words=False))
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """Return the sum of all ranks' parts, in a new tensor."""
-        size = part.numel() * part.element_size()
-        return ops.one_shot_all_reduce(self._buffer[:size].view(part.dtype).view(part.shape), part, self._name)
+        """Return the sum of all ranks' parts [..., size], in place of this one, which is contiguous."""
+        rows = part.view(-1, part.shape[-1])
+        ops.rank_sum(rows, self.inboxes, words=self.sends_words(len(rows), rows.shape[1], part.dtype))
+        return part
 
-    @classmethod
-    def tried(
-        cls, name: str, store: Any, rank: int, size: int, host: Any, reduce: Callable[[Tensor], Tensor]
-    ) -> tuple[Self | None, str]:
-        """Return one whose sums are right, or None and why not.  reduce: sums all ranks' tensors by other means."""
+    def add(self, x: Tensor, part: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return x plus the sum of all ranks' parts [rows, size], in place of x, and that after an RMS norm."""
+        words = self.sends_words(len(part), part.shape[1], part.dtype)
+        y, normed = ops.rank_sum(part, self.inboxes, words=words, plus=x, norm=norm, eps=eps)
+        assert normed is not None
+        return y, normed
+
+    def wrong(self, reduce: Callable[[Tensor], Tensor]) -> str:
+        """Return which sums differ from those of `reduce`; empty: none.
+
+        All ranks must call this, and each makes all calls whatever it finds."""
+        found = []
         try:
-            made = cls(name, store, rank, size, host)
-            for rows in (1, 32):
-                part = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
-                found, wanted = made.all_reduce(part).float(), reduce(part.clone()).float()
-                if not ((found - wanted).abs().max() <= MOST_DRIFT * wanted.abs().max()):
-                    return None, "its sums are wrong"
-        except (RuntimeError, AttributeError, TypeError) as error:  # no peer access, or another version of torch
-            return None, one_line(error)
-        return made, ""
+            for rows in (1, 32, 1, 200, 1):  # sent in both ways
+                if not self._right(rows, reduce):
+                    found.append(str(rows))
+        except (RuntimeError, AttributeError, ValueError) as error:  # for example kernels without this one
+            return one_line(error)
+        return f"its sums of {', '.join(found)} rows are wrong" if found else ""
 
-
-DTYPES = {torch.bfloat16, torch.float32}  # of the kernel
+    def _right(self, rows: int, reduce: Callable[[Tensor], Tensor]) -> bool:
+        part = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
+        wanted, summed = reduce(part.clone()).float(), self.all_reduce(part).float()
+        return bool((summed - wanted).abs().max() <= MOST_DRIFT * wanted.abs().max())

@@ -339,13 +339,90 @@ def experts(
     return plus
 
 
-def one_shot_all_reduce(buffer: torch.Tensor, part: torch.Tensor, group: str) -> torch.Tensor:
-    """The sum of all ranks' `part`, by torch's kernel over memory that the ranks share.  float32 or bfloat16.
+# The sum over the ranks of a model, on a GPU each.
 
-    buffer  of this rank's shared memory, shape and dtype of part: overwritten with it
-    group   name of the ranks, as engine/executor/one_shot.py registered it
-    """
-    y: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, part, "sum", group)
+SUM_CTAS, MOST_SUM_RANKS, MOST_SUMMED = 256, 8, 16384  # of a call; ranks; numbers of a row
+_MARK_BYTES, _PACK_BYTES, _SUM_THREADS = 16, 16, 1024  # as in csrc/cuda/ranks
+
+
+@dataclass(frozen=True)
+class Inboxes:
+    """The memory through which ranks exchange parts: each rank writes the others' inboxes and reads its own."""
+
+    own: torch.Tensor  # [bytes] uint8 of this rank, zeros at first
+    addresses: list[int]  # of each rank's inbox, where this process has mapped it
+    calls: torch.Tensor  # [SUM_CTAS] int32, zeros at first
+    rank: int
+    words_share: int  # bytes of part that a CTA may send in a call, with the call's number in every 8 bytes
+    blocks_share: int  # and without
+    multiprocessors: int  # of the smallest GPU of the ranks: all CTAs of a call must run at once
+
+    @staticmethod
+    def bytes_of(ranks: int, words_share: int, blocks_share: int) -> int:
+        """Return the size of an inbox."""
+        return 2 * ranks * SUM_CTAS * (_MARK_BYTES + 2 * words_share + blocks_share)
+
+    def ctas(self, row_bytes: int) -> int:
+        """Return the most CTAs of a call: two on a multiprocessor, or one where rows take over half of its threads."""
+        each = 2 if row_bytes <= _PACK_BYTES * _SUM_THREADS // 2 else 1
+        return min(each * self.multiprocessors, SUM_CTAS)
+
+    def takes(self, rows: int, size: int, dtype: torch.dtype, *, words: bool) -> bool:
+        """Return whether `rank_sum` takes a part of this shape.  The same on all ranks."""
+        row_bytes = size * dtype.itemsize
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16) or row_bytes % _PACK_BYTES or size > MOST_SUMMED:
+            return False
+        return 0 < -(-rows // self.ctas(row_bytes)) * row_bytes <= (self.words_share if words else self.blocks_share)
+
+
+def rank_sum(
+    part: torch.Tensor,
+    inboxes: Inboxes,
+    *,
+    words: bool,
+    plus: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sum of all ranks' `part` [rows, size], in place, in one kernel on each GPU -> the sum, and it after a norm.
+
+    words  send the call's number in every 8 bytes: the shortest delay, twice the bytes.  Else one number a CTA
+    plus   [rows, size], equal on all ranks: the sum is added to it, in place, and it is what is returned
+    norm   [size]: also return rms_norm(the result, norm, eps); without it None
+
+    All ranks must make the same calls in the same order, with equal shapes, for which `inboxes` has room.  Parts are
+    added in the order of ranks, in float32, then `plus`; one rounding, equal bits on all ranks.  The kernel waits for
+    the other ranks, however long."""
+    normed = None if norm is None else torch.empty_like(part)
+    size = part.shape[-1]
+    torch.ops.quire.rank_sum.default(
+        part,
+        plus,
+        norm,
+        eps,
+        normed,
+        inboxes.own,
+        inboxes.addresses,
+        inboxes.calls,
+        inboxes.rank,
+        inboxes.ctas(size * part.element_size()),
+        inboxes.words_share,
+        inboxes.blocks_share,
+        words,
+    )
+    return (part if plus is None else plus), normed
+
+
+def torch_rank_sum(shared: torch.Tensor, part: torch.Tensor, group: str, *, two_shot: bool) -> torch.Tensor:
+    """The same sum by torch's kernels, to compare with: each rank reads all parts, or its share and writes the sums.
+
+    shared  of this rank's symmetric memory, shape and dtype of part: it becomes the part, or (two_shot) holds it before
+    group   name of the ranks for torch"""
+    y: torch.Tensor
+    if two_shot:
+        y = torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group)
+    else:
+        y = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, part, "sum", group)
     return y
 
 

@@ -24,7 +24,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
-from engine.executor import preload
+from engine.executor import ops, preload
 from engine.executor.base import ModelInfo, StepError
 from engine.executor.errors import ModelLoadError, one_line
 from engine.executor.local import LocalExecutor, device_kind
@@ -85,7 +85,10 @@ def digest(result: StepResult) -> int:
 
 
 def join(config: EngineConfig, rank: int, meeting: Path) -> Ranks:
-    """Meet the other ranks of an engine, whose `tensor_parallel` says how many there are."""
+    """Meet the other ranks of an engine, whose `tensor_parallel` says how many there are.
+
+    Loads the kernels first: ranks of GPUs try one of them as they meet.  Raises KernelBuildError without a compiler."""
+    ops.load(library=Path(config.kernels) if config.kernels else None)
     wait_s = max(START_TIMEOUT_S, 2 * config.step_timeout_s)
     return Ranks.join(rank, config.tensor_parallel, meeting, device_kind(config), wait_s)
 

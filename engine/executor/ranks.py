@@ -2,20 +2,22 @@
 
     on the device   all_reduce       the sum of all ranks' parts, after a product whose input is divided; on a CPU in
                                      the order of ranks, so that no sum depends on the batch
+                    add_and_norm     the same, added to the residual, and the norm after it
                     gather_columns   the ranks' columns next to each other: logits
     on the host     least, barrier   decisions that every rank must take alike
                     greatest         scales of rows of which each rank has a part
 
-torch.distributed carries both: NCCL between GPUs, gloo between CPUs and for what the host decides.  Small sums of GPUs
-go through `one_shot.py` where it works.  No other module names a collective.
+torch.distributed carries both: NCCL between GPUs, gloo between CPUs and for what the host decides.  Sums of GPUs up to
+a few MiB go through `one_shot.py` where it works.  No other module names a collective.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d
 
+from engine.executor.errors import one_line
 from engine.executor.one_shot import OneShot
 
 log = logging.getLogger(__name__)
@@ -41,7 +44,7 @@ class Ranks:
         They are no global ones of torch.distributed, so a process may have several executors."""
         self.rank, self.size = rank, size
         self._host, self._device = host, device
-        self._one_shot: OneShot | None = None
+        self.one_shot: OneShot | None = None
 
     @classmethod
     def join(cls, rank: int, size: int, meeting: Path, kind: str, timeout_s: float) -> Self:
@@ -65,15 +68,26 @@ class Ranks:
         return ranks
 
     def _use_one_shot(self, store: Any, name: str) -> None:
-        """Sum small tensors by a kernel of our choice, if it works on all ranks."""
+        """Sum tensors of up to a few MiB by a kernel of our own, if it works on all ranks."""
         if not self.least(not OneShot.made):
             log.info("sums of the ranks go through NCCL: another executor of this process has the faster way")
             return
-        one_shot, reason = OneShot.tried(name, store, self.rank, self.size, self._host, self.all_reduce)
-        if self.least(one_shot is not None):
-            self._one_shot = one_shot
-        elif self.first:
-            log.warning("all sums of the ranks go through NCCL, which is slower for small ones: %s", reason or "rank")
+        multiprocessors = self.least(torch.cuda.get_device_properties(self.rank).multi_processor_count)
+        one_shot, reason = None, ""
+        try:
+            one_shot = OneShot(name, store, self.rank, self.size, self._host, multiprocessors)
+        except (RuntimeError, AttributeError, TypeError) as error:  # no peer access, or another version of torch
+            reason = one_line(error)
+        if self.least(one_shot is not None):  # else a kernel would wait for a rank that never launches it
+            assert one_shot is not None
+            reason = one_shot.wrong(self.all_reduce)
+            if self.least(not reason):
+                self.one_shot = one_shot
+                return
+        log.warning(
+            "all sums of the ranks go through NCCL, which is slower up to a few MiB: %s",
+            reason or "another rank cannot use the faster kernel",
+        )
 
     @staticmethod
     def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
@@ -90,8 +104,9 @@ class Ranks:
 
     def all_reduce(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' `part`, perhaps in its place.  All ranks get the same bits."""
-        if self._one_shot is not None and self._one_shot.takes(part):
-            return self._one_shot.all_reduce(part)
+        if part.is_cuda and part.is_contiguous() and self._sums_here(part.shape, part.dtype):
+            assert self.one_shot is not None
+            return self.one_shot.all_reduce(part)
         if self.size > 1 and not part.is_cuda:
             return self._sum_in_order(part)
         if self.size > 1:
@@ -99,6 +114,23 @@ class Ranks:
             options.asyncOp = False  # on the stream that computes
             _finish(self._device.allreduce([part], options))
         return part
+
+    def _sums_here(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Return whether our own kernel sums contiguous tensors of this shape.  The same on all ranks."""
+        if self.one_shot is None or not shape:
+            return False
+        return self.one_shot.takes(math.prod(shape[:-1]), shape[-1], dtype)
+
+    def fuses_norm(self, rows: int, size: int, dtype: torch.dtype) -> bool:
+        """Return whether `add_and_norm` takes parts [rows, size].  The same on all ranks."""
+        return self._sums_here((rows, size), dtype)
+
+    def add_and_norm(self, x: Tensor, part: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return x plus the sum of all ranks' parts, in place of x, and that after an RMS norm.  See `fuses_norm`.
+
+        x [rows, size] is equal on all ranks.  All ranks get the same bits."""
+        assert self.one_shot is not None
+        return self.one_shot.add(x, part, norm, eps)
 
     def _sum_in_order(self, part: Tensor) -> Tensor:
         """Add up the ranks' parts in the order of ranks, so that a number's sum does not depend on its place.
@@ -176,7 +208,7 @@ class Ranks:
         for group in self._groups():
             with contextlib.suppress(RuntimeError):  # of ranks that are lost
                 group.shutdown()
-        self._host = self._device = self._one_shot = None
+        self._host = self._device = self.one_shot = None
 
     def _groups(self) -> list[Any]:
         groups = [self._device, self._host] if self._device is not self._host else [self._host]

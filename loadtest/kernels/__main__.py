@@ -36,6 +36,13 @@ SHOWN = {  # column of a row -> heading and format
     "bf16_us": ("bf16", ".1f"),
     "time_over_best": ("ours/best", ".2f"),
     "error": ("error", ".1e"),
+    "nccl_us": ("NCCL", ".1f"),
+    "torch_one_us": ("1-shot", ".1f"),
+    "torch_two_us": ("2-shot", ".1f"),
+    "words_us": ("words", ".1f"),
+    "blocks_us": ("blocks", ".1f"),
+    "before_us": ("then norm", ".1f"),
+    "fused_us": ("with norm", ".1f"),
 }
 
 
@@ -60,7 +67,7 @@ def table(title: str, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def measure_gpu(only: set[str], quick: bool) -> dict[str, Any]:
     """Every table of `only`."""
-    from loadtest.kernels import attention, layers
+    from loadtest.kernels import attention, layers, sums
     from loadtest.kernels.timing import measure_ceilings
 
     memory = attention.Memory((9 if "decode" in only and not quick else 2) << 20)
@@ -83,6 +90,11 @@ def measure_gpu(only: set[str], quick: bool) -> dict[str, Any]:
     }
     for name, (title, rows) in layers.TABLES.items():
         tables[name] = (title, functools.partial(rows, top, quick=quick))
+    if torch.cuda.device_count() > 1:
+        tables["sums"] = (
+            "sums over two GPUs, us a call in a graph: torch's (1- and 2-shot), ours; sum, += and norm: before, in one",
+            sums.rows,
+        )
     for name, (title, make_rows) in tables.items():
         if name in only:
             try:
@@ -105,6 +117,7 @@ TABLES = (
     "int4",
     "experts",
     "sampling",
+    "sums",
 )
 
 

@@ -17,7 +17,7 @@ from engine.executor import ops
 from engine.executor.models import fused
 from engine.executor.models.fused import Decoder
 from engine.executor.models.hf import load_model
-from engine.executor.models.linear import PackedLinear, Product, Sharded
+from engine.executor.models.linear import PackedLinear, Product, RMSNorm, Sharded
 from tests.checkpoints import FAMILIES
 from tests.executor.driver import Driver
 from tests.executor.test_worker import words
@@ -94,6 +94,56 @@ def decoder_of(driver: Driver) -> Decoder:
     return decoder
 
 
+class AddsAndNorms:
+    """The Shard of a rank whose part is the whole layer.
+
+    It computes the norm along with the sum, as ranks on GPUs do for parts of some sizes."""
+
+    adds = True
+
+    def __init__(self, out_features: int) -> None:
+        self.out_features = out_features
+        self.norms: list[torch.Tensor] = []  # weights, in the order of calls
+
+    def combine(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+    def fuses_norm(self, rows: int, dtype: torch.dtype) -> bool:
+        return rows % 2 == 0
+
+    def add_and_norm(self, x: torch.Tensor, part: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        self.norms.append(norm.weight)
+        return x.add_(part), ops.rms_norm(x, norm.weight, norm.eps)
+
+
+@pytest.mark.parametrize("family", sorted(FUSED))
+def test_norms_that_the_sum_of_ranks_computes(checkpoint: Callable[[str], Path], family: str) -> None:
+    """Steps of an even number of tokens get their norms from the sum, others from the products."""
+
+    def logits(shard: AddsAndNorms | None) -> torch.Tensor:
+        driver = Driver(checkpoint(family))
+        decoder = decoder_of(driver)
+        decoder.whole = None
+        layers = [layer for layer in decoder.layers if isinstance(layer, fused.Layer)]
+        for layer in layers:
+            for half, name in ((layer.attention, "o_proj"), (layer.mlp, "down_proj")):
+                if shard is not None:
+                    setattr(half, name, Sharded(getattr(half, name), shard))
+        driver.add(words(61), None, chunk=8, targets=True)
+        got = []
+        while driver.running[0].computed < 61:
+            driver.step()
+            got.append(driver.worker.logits)
+        if shard is not None:  # of each step of 8 tokens all norms but the first and the head's
+            weights = [norm.weight for layer in layers for norm in (layer.norm, layer.mlp.norm)][1:]
+            assert len(shard.norms) == 7 * len(weights)
+            assert all(found is wanted for found, wanted in zip(shard.norms, 7 * weights, strict=True))
+        return torch.cat(got)
+
+    hidden = decoder_of(Driver(checkpoint(family))).embed_tokens.embedding_dim
+    torch.testing.assert_close(logits(AddsAndNorms(hidden)), logits(None), rtol=1e-5, atol=4e-5)
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "e4m3"])
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 @pytest.mark.parametrize("family", sorted(FUSED))
@@ -118,15 +168,6 @@ def test_all_layers_as_one_operator_give_the_bits_of_the_operators_one_by_one(
     assert torch.equal(logits(whole=True), logits(whole=False))
 
 
-class OnlyRank:
-    """A rank's part of a layer that is all of it."""
-
-    out_features, adds = 128, True
-
-    def combine(self, part: torch.Tensor) -> torch.Tensor:
-        return part
-
-
 def test_layers_that_are_no_single_operator(checkpoint: Callable[[str], Path]) -> None:
     decoder = decoder_of(Driver(load_model(str(checkpoint("llama")), dtype="float32", device=CPU, deterministic=True)))
     layers = [layer for layer in decoder.layers if isinstance(layer, fused.Layer)]
@@ -136,7 +177,7 @@ def test_layers_that_are_no_single_operator(checkpoint: Callable[[str], Path]) -
     assert fused.one_operator(layers[1:]) is not None
     o_proj = layers[1].attention.o_proj
     assert isinstance(o_proj, Product)
-    layers[1].attention.o_proj = Sharded(o_proj, OnlyRank())
+    layers[1].attention.o_proj = Sharded(o_proj, AddsAndNorms(128))
     assert fused.one_operator(layers[1:]) is None
 
 

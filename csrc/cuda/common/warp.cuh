@@ -31,6 +31,21 @@ __device__ T sum_of_warp(T x) {
   return x;
 }
 
+// Over the threads of a row, blockDim.x of them: a power of two of neighbours in a warp, or all of a CTA in whole warps.
+// Every thread gets the sum.  A CTA that calls this again must synchronise in between.
+__device__ inline float sum_of_row(float x) {
+  constexpr int kWarp = 32;
+  const int threads = blockDim.x;
+  x = sum_of_lanes(x, min(threads, kWarp));
+  if (threads <= kWarp) return x;
+  __shared__ float of_warp[kWarp];
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  x = 0;
+  for (int warp = 0; warp < threads / kWarp; ++warp) x += of_warp[warp];  // quicker than shuffles: no read waits for another
+  return x;
+}
+
 template <class T>
 __device__ T max_of_warp(T x) {
   for (int step = 16; step > 0; step /= 2) x = max(x, __shfl_xor_sync(kAllLanes, x, step));

@@ -11,19 +11,6 @@ namespace {
 
 constexpr int kWarp = 32, kMostThreads = 1024, kManyRows = 512;
 
-// Of the threads of a row: a power of two of neighbours in a warp, or all of a block.  Every thread gets the sum.
-__device__ float sum_over_row(float x) {
-  const int threads = blockDim.x;
-  x = sum_of_lanes(x, min(threads, kWarp));
-  if (threads <= kWarp) return x;
-  __shared__ float of_warp[kWarp];
-  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
-  __syncthreads();
-  x = 0;
-  for (int warp = 0; warp < threads / kWarp; ++warp) x += of_warp[warp];  // quicker than shuffles: no read waits for another
-  return x;
-}
-
 /* x, out [tokens, heads, size] · weight [size], all T.   RMSNorm (Zhang, Sennrich 2019)
  * A row (one head of one token) belongs to blockDim.x threads, which keep it in registers: kPacks times kWidth numbers
  * each.  Short rows (heads) share a block, blockDim.y of them.  Grid: enough blocks for all rows.
@@ -59,7 +46,7 @@ __global__ void __launch_bounds__(kMaxNorm / kWidth / kPacks < kMostThreads ? kM
       for (int j = 0; j < kWidth; ++j) squares += x[j] * x[j];
     }
   }
-  const float scale = rsqrtf(sum_over_row(squares) / static_cast<float>(a.size) + a.eps);
+  const float scale = rsqrtf(sum_of_row(squares) / static_cast<float>(a.size) + a.eps);
   if (!exists) return;
   T* out = at(a.out);
 #pragma unroll

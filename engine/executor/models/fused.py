@@ -20,6 +20,9 @@ stream, which the last product of each half updates in place:
     silu, product                    part of the product before it
     down projection, addition        one product, added to x                    linear: product, plus
 
+Where ranks add up their parts of the o and down projections on GPUs, one kernel sums them, adds the sum to x and
+computes the norm that follows (`Residual.normed`).
+
 A mixture of experts routes its tokens with one operator and computes few of them with another (`Mixture`).  Weights of
 experts stay where they are.  Those of gpt_oss are turned in place at load (`store_rows`): both our operator and
 transformers' own experts, which compute many tokens, read them by rows.
@@ -96,8 +99,17 @@ LINEAR = (nn.Linear, QuantisedLinear)  # what `Linears.product` takes
 VECTOR = 64  # torch takes so many numbers, or half, at a time through an activation on a CPU; the rest one by one
 
 
+class Residual(NamedTuple):
+    """The residual stream between two halves of a layer."""
+
+    x: Tensor  # [T, hidden]
+    normed: Tensor | None  # x after the norm that follows, where the sum of ranks computed it; else a product does
+
+
 class Attention(nn.Module):
-    """x + attention(norm(x)), causal, over KV blocks: [T, hidden] -> [T, hidden]."""
+    """x + attention(norm(x)), causal, over KV blocks: [T, hidden] -> [T, hidden].
+
+    normed: norm(x), where it is there already.  then: the norm that follows."""
 
     def __init__(self, plain: Any, norm: RMSNorm, window: int | None, linears: Linears) -> None:
         super().__init__()
@@ -112,8 +124,10 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(plain.k_norm) if hasattr(plain, "k_norm") else None
         self.sinks: Tensor | None = getattr(plain, "sinks", None)  # gpt_oss
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, step: StepTensors) -> Tensor:
-        qkv = self.qkv_proj(x).view(len(x), -1, self.head_size)
+    def forward(
+        self, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor, step: StepTensors, then: RMSNorm
+    ) -> Residual:
+        qkv = self.qkv_proj(x, normed=normed).view(len(x), -1, self.head_size)
         cache = step.caches[self.layer]
         ops.rope_kv_write(
             qkv,
@@ -128,25 +142,26 @@ class Attention(nn.Module):
             scales=cache.scales,
         )
         out = attend(step, qkv[:, : self.heads], cache, self.scale, self.window, 0.0, self.sinks)
-        y: Tensor = self.o_proj(out.view(len(x), -1), plus=x)
-        return y
+        return Residual(*self.o_proj.add(out.view(len(x), -1), x, then))
 
 
 class MLP(nn.Module):
-    """x + down(silu(gate(norm(x))) * up(norm(x))): [T, hidden] -> [T, hidden]."""
+    """x + down(silu(gate(norm(x))) * up(norm(x))): [T, hidden] -> [T, hidden].  normed, then: as of Attention."""
 
     def __init__(self, plain: Any, norm: RMSNorm, linears: Linears) -> None:
         super().__init__()
+        self.norm = norm
         self.gate_up_proj = linears.product(plain.gate_proj, plain.up_proj, norm=norm, silu_mul=True)
         self.down_proj = linears.product(plain.down_proj)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(self.gate_up_proj(x), plus=x)
-        return y
+    def forward(self, x: Tensor, normed: Tensor | None, then: RMSNorm | None) -> Residual:
+        return Residual(*self.down_proj.add(self.gate_up_proj(x, normed=normed), x, then))
 
 
 class Mixture(nn.Module):
-    """x + the weighted sum of the experts of norm(x), on a GPU: [T, hidden] -> [T, hidden]."""
+    """x + the weighted sum of the experts of norm(x), on a GPU: [T, hidden] -> [T, hidden].
+
+    normed: as of Attention."""
 
     def __init__(self, plain: Any, norm: RMSNorm, family: MixtureFamily) -> None:
         super().__init__()
@@ -161,8 +176,11 @@ class Mixture(nn.Module):
             store_rows(experts)
             self.clamped = ops.Clamped(experts.alpha, experts.limit)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = ops.rms_norm(x, self.norm.weight, self.norm.eps)
+    def forward(self, x: Tensor, normed: Tensor | None, then: RMSNorm | None) -> Residual:
+        y = ops.rms_norm(x, self.norm.weight, self.norm.eps) if normed is None else normed
+        return Residual(self._add_experts(x, y), None)
+
+    def _add_experts(self, x: Tensor, y: Tensor) -> Tensor:
         logits = ops.linear(y, self.router, self.router_bias)
         chosen, weights = ops.route(logits, self.top, **self.routing._asdict())
         experts = self.experts
@@ -200,14 +218,18 @@ class Layer(nn.Module):
 
     def __init__(self, plain: Any, window: int | None, linears: Linears, family: type[PreTrainedModel]) -> None:
         super().__init__()
-        self.attention = Attention(plain.self_attn, RMSNorm(plain.input_layernorm), window, linears)
+        self.norm = RMSNorm(plain.input_layernorm)
+        self.attention = Attention(plain.self_attn, self.norm, window, linears)
         norm = RMSNorm(plain.post_attention_layernorm)
         mixed = hasattr(plain.mlp, "experts")
         self.mlp = Mixture(plain.mlp, norm, MIXTURES[family]) if mixed else MLP(plain.mlp, norm, linears)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, step: StepTensors) -> Tensor:
-        y: Tensor = self.mlp(self.attention(x, cos, sin, step))
-        return y
+    def forward(
+        self, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor, step: StepTensors, then: RMSNorm | None
+    ) -> Residual:
+        between = self.attention(x, normed, cos, sin, step, self.mlp.norm)
+        residual: Residual = self.mlp(*between, then)
+        return residual
 
 
 def one_operator(layers: Sequence[Layer]) -> ops.DecoderLayers | None:
@@ -260,6 +282,7 @@ class Decoder(nn.Module):
             layers.append(Layer(layer, window(layer.self_attn), linears, type(model)))
             plain.layers[i] = nn.Identity()  # lets go of its weights: both copies exist of one layer at a time
         self.layers, self.whole = nn.ModuleList(layers), one_operator(layers)
+        self.norms = [*(layer.norm for layer in layers[1:]), None]  # after each layer; the head has its own
         # Logits in 16 bits would make likely tokens ties: at 20, neighbours in bfloat16 are an eighth apart.
         self.head = linears.product(model.lm_head, norm=RMSNorm(plain.norm), float32_out=True)
 
@@ -271,8 +294,9 @@ class Decoder(nn.Module):
             where = step.kv_indices, step.tables, step.rows, step.q_start, step.lens
             ops.decoder_layers(x, cos, sin, self.whole, step.caches, *where)
             return x
-        for layer in self.layers:
-            x = layer(x, cos, sin, step)
+        normed: Tensor | None = None
+        for layer, then in zip(self.layers, self.norms, strict=True):
+            x, normed = layer(x, normed, cos, sin, step, then)
         return x
 
     def logits(self, x: Tensor, at: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -78,13 +78,21 @@ class Product(nn.Module):
         self.packed = weight if isinstance(weight, ops.Packed) else None
         self.weight = None if isinstance(weight, ops.Packed) else weight
 
-    def forward(self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """plus [T, out]: added, and perhaps overwritten.  out [T, out]: where to write the result."""
-        norm, eps = (self.norm.weight, self.norm.eps) if self.norm else (None, 0.0)
+    def forward(
+        self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None, normed: Tensor | None = None
+    ) -> Tensor:
+        """plus [T, out]: added, and perhaps overwritten.  out [T, out]: where to write the result.  normed: x after
+        the norm, where it was computed before."""
+        norm, eps = (self.norm.weight, self.norm.eps) if self.norm and normed is None else (None, 0.0)
+        x = x if normed is None else normed
         if self.weight is not None:
             return ops.linear(x, self.weight, self.bias, norm=norm, eps=eps, silu_mul=self.silu_mul, plus=plus, out=out)
         assert self.packed is not None
         return ops.packed_linear(x, self.packed, self.bias, plus, norm=norm, eps=eps, silu_mul=self.silu_mul)
+
+    def add(self, x: Tensor, plus: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None]:
+        """Return `plus` and the product, added, and None: the norm is left to the product that follows."""
+        return self(x, plus), None
 
 
 SHARD = "shard"  # attribute of a linear layer of which this rank holds a part that needs the others: its Shard
@@ -98,6 +106,12 @@ class Shard(Protocol):
 
     def combine(self, part: Tensor) -> Tensor:
         """Return the layer's output [T, out_features] from what this rank computed."""
+
+    def fuses_norm(self, rows: int, dtype: torch.dtype) -> bool:
+        """Return whether `add_and_norm` takes so many rows.  The same on all ranks."""
+
+    def add_and_norm(self, x: Tensor, part: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Return x [T, out_features] plus the layer's output, in place of x, and that after `norm`."""
 
 
 class Sharded(nn.Module):
@@ -114,10 +128,18 @@ class Sharded(nn.Module):
         y = self.shard.combine(self.part(x, plus) if plus is not None and self.shard.adds else self.part(x))
         return y if out is None else out.copy_(y)
 
+    def add(self, x: Tensor, plus: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None]:
+        """Return `plus` and the layer's output, added, perhaps in place, and that after `norm` where ranks that add up
+        their parts compute it along the way."""
+        if norm is None or not self.shard.fuses_norm(len(x), x.dtype):
+            return self(x, plus), None
+        return self.shard.add_and_norm(plus, self.part(x), norm)
 
-def shared_out(
-    part: Product | PackedLinear | QuantisedGpuLinear, plain: nn.Module
-) -> Product | PackedLinear | QuantisedGpuLinear | Sharded:
+
+Part = TypeVar("Part", bound=Product | PackedLinear | QuantisedGpuLinear)
+
+
+def shared_out(part: Part, plain: nn.Module) -> Part | Sharded:
     """Return `part`, which takes the place of the layer `plain`, with the exchange that `plain` has, if any."""
     shard: Shard | None = getattr(plain, SHARD, None)
     return part if shard is None else Sharded(part, shard)
@@ -135,7 +157,7 @@ class Linears:
         norm: RMSNorm | None = None,
         silu_mul: bool = False,
         float32_out: bool = False,
-    ) -> Product | PackedLinear | QuantisedGpuLinear | Sharded:
+    ) -> Product | Sharded:
         """Return one product of the layers' common input; their outputs follow one another.
 
         norm: applied to the input first.  silu_mul: return silu(gate) * up of the output's halves, gate and up.

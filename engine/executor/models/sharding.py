@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from engine.executor.attention import NAME
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.models.cuts import Cut
-from engine.executor.models.linear import SHARD
+from engine.executor.models.linear import SHARD, RMSNorm
 from engine.executor.models.quantised import QuantisedLinear
 from engine.executor.models.quantising import Quantising
 from engine.executor.models.shard_proof import kinds, prove_parts, shortened
@@ -83,6 +83,12 @@ class Summed:
     def combine(self, part: Tensor) -> Tensor:
         return self.ranks.all_reduce(part)
 
+    def fuses_norm(self, rows: int, dtype: torch.dtype) -> bool:
+        return self.ranks.fuses_norm(rows, self.out_features, dtype)
+
+    def add_and_norm(self, x: Tensor, part: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        return self.ranks.add_and_norm(x, part, norm.weight, norm.eps)
+
 
 @dataclass(frozen=True)
 class Gathered:
@@ -95,6 +101,12 @@ class Gathered:
     def combine(self, part: Tensor) -> Tensor:
         whole = self.ranks.gather_columns(part)
         return whole[..., : self.out_features].contiguous() if whole.shape[-1] > self.out_features else whole
+
+    def fuses_norm(self, rows: int, dtype: torch.dtype) -> bool:
+        return False
+
+    def add_and_norm(self, x: Tensor, part: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("columns that are gathered are added to nothing")
 
 
 @dataclass
