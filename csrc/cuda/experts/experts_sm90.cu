@@ -41,7 +41,7 @@ enum class Kind { silu, clamped, down };  // what becomes of the sums of a low a
 constexpr int kWarp = 32, kWarps = 8, kMultipliers = kWarps * kWarp, kThreads = kMultipliers + kWarp;
 constexpr int kSlab = 64, kSlabBytes = 128;
 constexpr int kRows = 16, kBlocks = kRows / 8;  // low rows of an item, and as many high ones; their 8s
-constexpr int kDepth = 4, kStages = 5;          // slabs of a stage, which the 8 warps share; stages of the ring
+constexpr int kDepth = 4, kStages = 10;         // slabs of a stage, which the 8 warps share; stages of the ring
 constexpr int kHalfBytes = kRows * kSlabBytes;  // low or high rows of a slab
 constexpr int kStageBytes = kDepth * 2 * kHalfBytes;
 constexpr int kRoom = kStages * kStageBytes + 1024;
@@ -137,31 +137,40 @@ struct Stages {
   hopper::Ring ring;
 };
 
-// sums[n][b]: the products of block b, 8 low and 8 high rows, with the pairs of tile n, over this warp's share of the
-// numbers.  x + from[n]: the numbers of pair g of tile n.  A lane's sums: its low row with pairs 2t and 2t + 1, then
-// its high row with them.
+// What a lane needs of x at once: 16 bytes of pair g of each tile.
+template <int kTiles>
+struct Inputs {
+  uint4 of_tile[kTiles];
+};
+
+// Where a lane's numbers of a stage lie in x, from a pair's first one.
+[[maybe_unused]] __device__ int place_in_stage() { return threadIdx.x / kWarp * kOfWarp + threadIdx.x % 4 * 8; }
+
+// The numbers of a stage of x, or whatever was there if a warp has none.
 template <class T, int kTiles>
-__device__ void multiply(const T* x, const int (&from)[kTiles], int size, Stages& s,
+__device__ void load_inputs(const T* x, const int (&from)[kTiles], int tiles, int stage, int size, Inputs<kTiles>& y) {
+  if (stage + place_in_stage() >= size) return;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    if (n < tiles) y.of_tile[n] = *reinterpret_cast<const uint4*>(x + (from[n] + stage + place_in_stage()));
+  }
+}
+
+// sums[n][b]: the products of block b, 8 low and 8 high rows, with the pairs of tile n, over this warp's share of the
+// numbers.  x + from[n]: the numbers of pair g of tile n.  first: those of the first stage.  A lane's sums: its low row with
+// pairs 2t and 2t + 1, then its high row with them.
+template <class T, int kTiles>
+__device__ void multiply(const T* x, const int (&from)[kMostTiles], const Inputs<kMostTiles>& first, int size, Stages& s,
                          float (&sums)[kTiles][kBlocks][4]) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = row_of_lane();
   const int chunk = warp % 2 * 4 + lane % 4;  // 16 bytes of a slab's row: at chunk ^ (row % 8)
   const int at = warp / 2 * 2 * kHalfBytes + row * kSlabBytes + (chunk ^ row) * 16;
-  const int of_warp = warp * kOfWarp, of_lane = of_warp + lane % 4 * 8;
-  constexpr bool kAhead = kTiles <= 2;  // else there are no registers for x of two stages
-  uint4 y[kTiles], next[kTiles] = {};
-  const auto load = [&](int stage) {
-    if (stage + of_warp >= size) return;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) next[n] = *reinterpret_cast<const uint4*>(x + (from[n] + stage + of_lane));
-  };
-  if (kAhead) load(0);
+  Inputs<kMostTiles> next = first;
   for (int stage = 0; stage < size; stage += kOfStage) {
-    if (!kAhead) load(stage);
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) y[n] = next[n];
-    if (kAhead) load(stage + kOfStage);
+    const Inputs<kMostTiles> y = next;
+    load_inputs(x, from, kTiles, stage + kOfStage, size, next);
     hopper::wait(&s.full[s.ring.at], s.ring.phase);
-    if (stage + of_warp < size) {
+    if (stage + warp * kOfWarp < size) {
       const char* const rows = s.stages + s.ring.at * kStageBytes + at;
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
@@ -169,8 +178,9 @@ __device__ void multiply(const T* x, const int (&from)[kTiles], int size, Stages
         const uint4 high = *reinterpret_cast<const uint4*>(rows + b * 8 * kSlabBytes + kHalfBytes);
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-          mma16816<T>(sums[n][b], {low.x, high.x, low.y, high.y}, {y[n].x, y[n].y});
-          mma16816<T>(sums[n][b], {low.z, high.z, low.w, high.w}, {y[n].z, y[n].w});
+          const uint4 of_tile = y.of_tile[n];
+          mma16816<T>(sums[n][b], {low.x, high.x, low.y, high.y}, {of_tile.x, of_tile.y});
+          mma16816<T>(sums[n][b], {low.z, high.z, low.w, high.w}, {of_tile.z, of_tile.w});
         }
       }
     }
@@ -214,6 +224,8 @@ __device__ void add_up(const float (&sums)[kTiles][kBlocks][4], int count, Parti
   }
 }
 
+constexpr int tiles_of(int count) { return (count + kTile - 1) / kTile; }
+
 // Calls run(tiles{}) with as many tiles as `count` pairs need.
 template <class Run>
 __device__ void by_tiles(int count, const Run& run) {
@@ -234,40 +246,67 @@ __device__ void store(const ExpertsArgs& a, int64_t pair, int row, float low, fl
   }
 }
 
+// An item with up to kMostAtOnce pairs of its expert.
+struct Pass {
+  int item, first;      // of the pairs
+  Chosen chosen;
+  const uint16_t* order;
+  int count;
+  int from[kMostTiles];  // of pair g of each tile: where its numbers begin in x; at most 512 * size
+
+  // pairs_of_input: pairs that share a row of x.
+  __device__ Pass(int item, int first, const Share& share, const Pairs& pairs, int size, int pairs_of_input)
+      : item(item), first(first), chosen(pairs.chosen[item / share.blocks]) {
+    order = pairs.order + chosen.first + first;
+    count = min(chosen.count - first, kMostAtOnce);
+#pragma unroll
+    for (int n = 0; n < kMostTiles; ++n) {
+      const int pair = order[min(n * kTile + static_cast<int>(threadIdx.x) % kWarp / 4, count - 1)];
+      from[n] = pair / pairs_of_input * size;
+    }
+  }
+  __device__ bool last_of_item() const { return first + count == chosen.count; }
+};
+
 // For the warps that multiply.
 template <class T, Kind kKind>
 __device__ void multiply_items(const Product& p, const ExpertsArgs& a, const Pairs& pairs, Stages s,
                                Partial (&partials)[2]) {
   const Share share(pairs.count, p.rows);
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  if (share.first == share.end) return;
+  const int warp = threadIdx.x / kWarp;
+  const T* const x = static_cast<const T*>(p.x);
+  const auto pass_at = [&](int item, int first) {
+    return Pass(item, first, share, pairs, p.size, kKind == Kind::down ? 1 : a.top);
+  };
   int round = 0;
-  for (int item = share.first; item < share.end; ++item) {
-    const Chosen chosen = pairs.chosen[item / share.blocks];
-    const int row = item % share.blocks * kRows + warp % kBlocks * 8 + row_of_lane();  // that this lane finishes
+  Pass pass = pass_at(share.first, 0);
+  Inputs<kMostTiles> first = {};
+  load_inputs(x, pass.from, tiles_of(pass.count), 0, p.size, first);
+  while (true) {
+    const int row = pass.item % share.blocks * kRows + warp % kBlocks * 8 + row_of_lane();  // that this lane finishes
     float low_bias = 0, high_bias = 0;
     if (p.bias != nullptr) {
-      const T* const bias = static_cast<const T*>(p.bias) + static_cast<int64_t>(chosen.expert) * 2 * p.rows;
+      const T* const bias = static_cast<const T*>(p.bias) + static_cast<int64_t>(pass.chosen.expert) * 2 * p.rows;
       low_bias = to_float(bias[kKind == Kind::clamped ? 2 * row : row]);
       high_bias = to_float(bias[kKind == Kind::clamped ? 2 * row + 1 : p.rows + row]);
     }
-    for (int first = 0; first < chosen.count; first += kMostAtOnce) {
-      const uint16_t* const order = pairs.order + chosen.first + first;
-      const int count = min(chosen.count - first, kMostAtOnce);
-      by_tiles(count, [&](auto tiles) {
-        constexpr int kTiles = tiles;
-        int from[kTiles];  // at most 512 * size numbers
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          const int pair = order[min(n * kTile + lane / 4, count - 1)];
-          from[n] = (kKind == Kind::down ? pair : pair / a.top) * p.size;
-        }
-        float sums[kTiles][kBlocks][4] = {};
-        multiply(static_cast<const T*>(p.x), from, p.size, s, sums);
-        add_up(sums, count, partials, round, [&](int i, float low, float high) {
-          store<T, kKind>(a, order[i], row, low + low_bias, high + high_bias);
-        });
+    const bool more = pass.last_of_item() ? pass.item + 1 < share.end : true;
+    Pass next = pass;
+    by_tiles(pass.count, [&](auto tiles) {
+      constexpr int kTiles = tiles;
+      float sums[kTiles][kBlocks][4] = {};
+      multiply<T>(x, pass.from, first, p.size, s, sums);
+      if (more) {  // before the end of this one: reads of x take long
+        next = pass.last_of_item() ? pass_at(pass.item + 1, 0) : pass_at(pass.item, pass.first + pass.count);
+        load_inputs(x, next.from, tiles_of(next.count), 0, p.size, first);
+      }
+      add_up(sums, pass.count, partials, round, [&](int i, float low, float high) {
+        store<T, kKind>(a, pass.order[i], row, low + low_bias, high + high_bias);
       });
-    }
+    });
+    if (!more) return;
+    pass = next;
   }
 }
 
@@ -280,7 +319,7 @@ __device__ void multiply_items(const Product& p, const ExpertsArgs& a, const Pai
      the memory of `chosen` is not used anew while `down` reads it.
    - No kernel writes weights. */
 template <class T, Kind kKind>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 1)
     product_kernel(const __grid_constant__ CUtensorMap map, const Product p, const ExpertsArgs a) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ char shared[];
