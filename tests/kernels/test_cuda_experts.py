@@ -84,10 +84,15 @@ def exact(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("count", "top", "hidden", "inner"),
-    [(4, 2, 64, 40), (8, 2, 256, 512), (128, 8, 2048, 768), (16, 4, 1000, 104), (8, 8, 8, 8)],
+    [
+        *((4, 2, 64, 40), (8, 2, 256, 512), (128, 8, 2048, 768), (16, 4, 1000, 104), (8, 8, 8, 8)),
+        # Rows of 1, 5, 7 and 9 slabs of 64 numbers, where a stage has 4.  With few rows some CTAs have no items.
+        *((1, 1, 64, 64), (300, 8, 320, 448), (5, 3, 576, 64)),
+    ],
 )
-@pytest.mark.parametrize("tokens", [1, 2, 5, 17, 64])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 9, 17, 33, 64])
 def test_experts(tokens: int, count: int, top: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+    """With sizes that are multiples of 64, which have kernels of their own on Hopper, and others."""
     x, plus = randn(tokens, hidden, dtype=dtype), randn(tokens, hidden, dtype=dtype)
     weights = made(count, hidden, inner, dtype)
     chosen, shares = ops.route(randn(tokens, count, dtype=dtype), top, normalise=True, rounded=False)
@@ -103,7 +108,7 @@ CLAMPED = ops.Clamped(alpha=1.702, limit=7.0)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("count", "top", "hidden", "inner"),
-    [(4, 2, 64, 40), (32, 4, 2880, 2880), (16, 4, 1000, 104), (8, 8, 8, 8), (20, 3, 512, 384)],
+    [(4, 2, 64, 40), (32, 4, 2880, 2880), (16, 4, 1000, 104), (8, 8, 8, 8), (20, 3, 512, 384), (7, 2, 320, 64)],
 )
 @pytest.mark.parametrize("tokens", [1, 2, 5, 17, 64])
 def test_clamped_experts_with_biases(
@@ -170,21 +175,27 @@ def test_clamping_keeps_nan_and_takes_infinities() -> None:
         torch.testing.assert_close(out[0].double(), wanted, rtol=0.01, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("tokens", [1, 6, 8, 9, 17, 33, 64, 170])
-def test_tokens_that_all_want_the_same_experts(tokens: int) -> None:
+@pytest.mark.parametrize(("hidden", "inner"), [(512, 384), (200, 72)])
+@pytest.mark.parametrize("tokens", [1, 6, 8, 9, 16, 17, 32, 33, 64, 65, 170])
+def test_tokens_that_all_want_the_same_experts(tokens: int, hidden: int, inner: int) -> None:
     """In tiles of up to eight pairs, up to four of them at once; the last one is not full."""
-    x, weights = randn(tokens, 512, dtype=torch.bfloat16), made(20, 512, 384, torch.bfloat16)
+    x, weights = randn(tokens, hidden, dtype=torch.bfloat16), made(20, hidden, inner, torch.bfloat16)
     chosen = torch.tensor([[19, 0, 7]] * tokens, dtype=torch.int32, device=CUDA)
     shares = torch.rand(tokens, 3, device=CUDA)
     out = ops.experts(x, chosen, shares, *weights, torch.zeros_like(x))
     assert error(out, exact(x, chosen, shares, *weights)) < 2 * torch.finfo(torch.bfloat16).eps
 
 
-def test_a_token_does_not_depend_on_the_others() -> None:
-    x, weights = randn(40, 512, dtype=torch.bfloat16), made(24, 512, 256, torch.bfloat16)
-    chosen, shares = ops.route(randn(40, 24, dtype=torch.bfloat16), 6, normalise=False, rounded=True)
-    bias = randn(24, 512, dtype=torch.bfloat16)
-    clamped: dict[str, Any] = {"gate_up_bias": bias, "down_bias": bias, "clamped": CLAMPED}
+@pytest.mark.parametrize(("count", "hidden", "inner"), [(24, 512, 256), (8, 512, 256), (24, 200, 72)])
+def test_a_token_does_not_depend_on_the_others(count: int, hidden: int, inner: int) -> None:
+    """Of 8 experts some have over 32 of the 240 pairs, which are computed 32 at a time."""
+    x, weights = randn(40, hidden, dtype=torch.bfloat16), made(count, hidden, inner, torch.bfloat16)
+    chosen, shares = ops.route(randn(40, count, dtype=torch.bfloat16), 6, normalise=False, rounded=True)
+    clamped: dict[str, Any] = {
+        "gate_up_bias": randn(count, 2 * inner, dtype=torch.bfloat16),
+        "down_bias": randn(count, hidden, dtype=torch.bfloat16),
+        "clamped": CLAMPED,
+    }
     for options in ({}, clamped):
         together = ops.experts(x, chosen, shares, *weights, torch.zeros_like(x), **options)
         for first, end in [(0, 1), (1, 3), (3, 20), (20, 40)]:
@@ -193,22 +204,34 @@ def test_a_token_does_not_depend_on_the_others() -> None:
             assert torch.equal(alone, together[part])
 
 
-def test_replayed_in_a_graph() -> None:
-    """With other experts than those that were chosen while it was captured."""
-    weights = made(32, 256, 128, torch.bfloat16)
-    x, logits = randn(9, 256, dtype=torch.bfloat16), randn(9, 32, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 128), (200, 72)])
+@pytest.mark.parametrize("tokens", [1, 9, 64])
+def test_replayed_in_a_graph(tokens: int, hidden: int, inner: int) -> None:
+    """Eight layers with other experts than those that were chosen while they were captured.
 
-    def run() -> torch.Tensor:
-        return ops.experts(x, *ops.route(logits, 4, normalise=True, rounded=True), *weights, torch.zeros_like(x))
+    Kernels start before those in front have ended.  A layer's choice is stored where that of the layer before was."""
+    layers = [made(32, hidden, inner, torch.bfloat16) for _ in range(8)]
+    x, logits = randn(tokens, hidden, dtype=torch.bfloat16), randn(8, tokens, 32, dtype=torch.bfloat16)
 
-    run()
+    def run(*, wait: bool) -> torch.Tensor:
+        y = x.clone()
+        for layer, weights in enumerate(layers):
+            chosen = ops.route(logits[layer], 4, normalise=True, rounded=True)
+            if wait:
+                torch.cuda.synchronize()
+            ops.experts(y, *chosen, *weights, y)
+            del chosen
+        return y
+
+    run(wait=False)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = run()
-    x.copy_(randn(9, 256, dtype=torch.bfloat16))
-    logits.copy_(randn(9, 32, dtype=torch.bfloat16))
-    graph.replay()
-    assert torch.equal(out, run())
+        out = run(wait=False)
+    for _ in range(20):
+        x.copy_(randn(tokens, hidden, dtype=torch.bfloat16))
+        logits.copy_(randn(8, tokens, 32, dtype=torch.bfloat16))
+        graph.replay()
+        assert torch.equal(out, run(wait=True))
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -125,6 +125,16 @@ __device__ inline void copy_once(void* to, const CUtensorMap* map, uint64_t* bar
       : "memory");
 }
 
+// And of a 5-dimensional one.
+__device__ inline void copy_once(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2, int c3,
+                                 int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
+      "%4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(kLeavesFirst)
+      : "memory");
+}
+
 __device__ inline void copy_often(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2) {
   copy_with_policy(to, map, bar, c0, c1, c2, 0x14F0000000000000);
 }

@@ -2,336 +2,22 @@
 //
 //   logits [tokens, experts] ── route ──> chosen, weights [tokens, top]: a pair is a token and one of its experts
 //
-//   gate_up   x ──> between [pairs, inner] = silu(gate) * up       grid (rows of inner, experts that can be chosen)
-//   down      between ──> sums [pairs, hidden], with biases         grid (rows of hidden, the same)
-//   combine   out += sum over a token's pairs of weight * sums      grid (parts of hidden, tokens)
+//   gate_up   x ──> between [pairs, inner] = silu(gate) * up        experts_sm90.cu, or elsewhere experts_mma.cu
+//   down      between ──> sums [pairs, hidden], with biases          the same
+//   combine   out += sum over a token's pairs of weight * sums       here: grid (parts of hidden, tokens)
 //
-// CTAs with blockIdx.y n compute all pairs with the n-th of the experts that any token has.  So its rows are read from
-// memory once for up to 32 pairs.  A group of warps multiplies 16 rows with the pairs, 8 at a time, on tensor cores.
-// Each warp of a group takes every kSlices-th chunk of the numbers.  Its lanes load them straight into registers:
-//
-//   16 rows   lane 4g + t: numbers 8t .. 8t + 7 of every 32, of rows g and g + 8     A of two mma16816
-//   8 pairs                the same numbers of pair g                                B
-//
-// The order in which a product adds up its numbers is free.  So the first mma takes four of a lane's eight numbers as
-// if they were its columns 2t, 2t + 1, 2t + 8 and 2t + 9, and the second mma the other four.  Sums are float32, in one
-// order that `hidden` and `inner` decide: results do not depend on the other tokens.
+// Sums are float32, in one order that `hidden` and `inner` decide: results do not depend on the other tokens.
 #include "cuda/experts/experts.h"
-
-#include <algorithm>
-#include <type_traits>
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
-#include "cuda/common/tensor_core.cuh"
-#include "cuda/common/warp.cuh"
+#include "cuda/experts/parts.cuh"
 
 namespace quire::cuda {
 namespace {
 
-constexpr int kWarp = 32, kWarps = 8, kThreads = kWarps * kWarp;
-constexpr int kWidth = 8;                        // numbers that a lane reads at once
-constexpr int kStep = 4 * kWidth, kSteps = 4;    // numbers of a row that a warp reads at once; loads in flight
-constexpr int kChunk = kSteps * kStep;           // what a warp takes of a row at a time
-constexpr int kPairs = 8, kMostTiles = 4;        // pairs of a tile; tiles that a loaded weight serves
-constexpr int kGateSlices = 4, kDownSlices = 2;  // warps that share the numbers of a row
-constexpr int kGateRows = 8, kDownRows = 16;     // rows of `between` and of `sums` that a group of warps makes
-constexpr int kGatesOfCta = kWarps / kGateSlices * kGateRows, kDownsOfCta = kWarps / kDownSlices * kDownRows;
-constexpr int kManyCtas = 1024, kMostTurns = 4;  // with n times so many, a CTA takes rows n times; at most kMostTurns
-
-__device__ float sum_of_warp(float x) {
-  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
-  return x;
-}
-
-__device__ float max_of_warp(float x) {
-  for (int step = kWarp / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
-  return x;
-}
-
-// Orders numbers by size, NaN apart, and equal ones by their place.  No two are equal, and none is 0.
-__device__ uint64_t order_of(float x, int place) {
-  const uint32_t bits = __float_as_uint(x + 0.0f);  // -0 becomes 0
-  const uint32_t ordered = bits & 0x80000000 ? ~bits : bits | 0x80000000;
-  return static_cast<uint64_t>(ordered) << 32 | static_cast<uint32_t>(~place);
-}
-
-/* Grid (tokens), a warp each, a lane for kPerLane experts.  Moves the logits. */
-template <class T, int kPerLane>
-__global__ void route_kernel(RouteArgs a) {
-  let_next_kernel_start();
-  wait_for_previous_kernels();
-  const int token = blockIdx.x, lane = threadIdx.x;
-  const T* const row = static_cast<const T*>(a.logits) + static_cast<int64_t>(token) * a.experts;
-  float x[kPerLane], largest = -INFINITY, sum = 0;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int expert = i * kWarp + lane;
-    x[i] = expert < a.experts ? to_float(row[expert]) : -INFINITY;
-    largest = fmaxf(largest, x[i]);
-  }
-  largest = max_of_warp(largest);
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) sum += i * kWarp + lane < a.experts ? expf(x[i] - largest) : 0;
-  sum = sum_of_warp(sum);
-
-  uint32_t taken = 0;  // bit i: x[i]
-  float mine = 0, chosen_sum = 0;
-  int expert_of_mine = 0;
-  for (int k = 0; k < a.top; ++k) {
-    uint64_t best = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int expert = i * kWarp + lane;
-      if (expert < a.experts && !(taken >> i & 1)) best = max(best, order_of(x[i], expert));
-    }
-    for (int step = kWarp / 2; step > 0; step /= 2) best = max(best, __shfl_xor_sync(kAllLanes, best, step));
-    const int expert = static_cast<int>(~static_cast<uint32_t>(best));
-    float weight = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      if (i * kWarp + lane != expert) continue;
-      taken |= 1u << i;
-      weight = expf(x[i] - largest) / sum;
-    }
-    weight = __shfl_sync(kAllLanes, weight, expert % kWarp);
-    chosen_sum += weight;
-    if (lane == k) mine = weight, expert_of_mine = expert;
-  }
-  if (lane >= a.top) return;
-  if (a.normalise) mine /= chosen_sum;
-  if (a.rounded) mine = to_float(from_float<T>(mine));
-  a.chosen[token * a.top + lane] = expert_of_mine;
-  a.weights[token * a.top + lane] = mine;
-}
-
-struct Pairs {
-  uint32_t chosen[kMostExperts / kWarp];  // bit e: a token has expert e
-  int counts[kMostPairs / kWarp];
-  int list[kMostPairs];  // of one expert: rising
-};
-
-// Finds the pairs of the expert that is number blockIdx.y, from 0, of those that have any.  Returns how many, or 0 if
-// there are fewer experts.
-__device__ int find_pairs(const int* chosen, int pairs, Pairs& found, int& expert) {
-  constexpr int kRounds = kMostPairs / kThreads, kWords = kMostExperts / kWarp;
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  if (threadIdx.x < kWords) found.chosen[threadIdx.x] = 0;
-  __syncthreads();
-  int of_pair[kRounds];
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    const int pair = round * kThreads + threadIdx.x;
-    of_pair[round] = pair < pairs ? chosen[pair] : -1;
-    if (of_pair[round] >= 0) atomicOr(&found.chosen[of_pair[round] / kWarp], 1u << of_pair[round] % kWarp);
-  }
-  __syncthreads();
-  expert = -1;
-  for (int word = 0, left = blockIdx.y; word < kWords && expert < 0; ++word) {
-    uint32_t bits = found.chosen[word];
-    if (left >= __popc(bits)) {
-      left -= __popc(bits);
-      continue;
-    }
-    for (; left > 0; --left) bits &= bits - 1;
-    expert = word * kWarp + __ffs(bits) - 1;
-  }
-  if (expert < 0) return 0;
-  unsigned with_expert[kRounds];
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    with_expert[round] = __ballot_sync(kAllLanes, of_pair[round] == expert);
-    if (lane == 0) found.counts[round * kWarps + warp] = __popc(with_expert[round]);
-  }
-  __syncthreads();
-  int count = 0;
-#pragma unroll
-  for (int i = 0; i < kRounds * kWarps; ++i) {
-    const int round = i / kWarps;
-    if (i % kWarps == warp && with_expert[round] >> lane & 1) {
-      found.list[count + __popc(with_expert[round] & ((1u << lane) - 1))] = round * kThreads + threadIdx.x;
-    }
-    count += found.counts[i];
-  }
-  __syncthreads();
-  return count;
-}
-
-// 16 bytes, or zeros unless `inside`: no branch, after which the lanes would have to meet again for an mma.
-__device__ uint4 load_inputs(const void* p, bool inside) {
-  uint4 numbers;
-  asm("{\n.reg .pred inside;\nsetp.ne.b32 inside, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
-      "mov.b32 %3, 0;\n@inside ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=&r"(numbers.x), "=&r"(numbers.y), "=&r"(numbers.z), "=&r"(numbers.w)
-      : "l"(p), "r"(static_cast<int>(inside)));
-  return numbers;
-}
-
-// The same of weights, which are read once, by one lane: they need no place in L1.
-__device__ uint4 load_weights(const void* p, bool inside) {
-  uint4 numbers;
-  asm("{\n.reg .pred inside;\nsetp.ne.b32 inside, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
-      "mov.b32 %3, 0;\n@inside ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=&r"(numbers.x), "=&r"(numbers.y), "=&r"(numbers.z), "=&r"(numbers.w)
-      : "l"(p), "r"(static_cast<int>(inside)));
-  return numbers;
-}
-
-// Adds to sums[n] the products of 16 rows with the pairs of tile n, over this warp's chunks of `size` numbers.
-// low, high: rows g and g + 8.  x[n]: pair g of tile n.  A lane's sums: row g with pairs 2t and 2t + 1, then row g + 8.
-template <int kSlices, class T, int kTiles>
-__device__ void multiply(const T* low, const T* high, const T* const (&x)[kTiles], int size, int slice,
-                         float (&sums)[kTiles][4]) {
-  const int of_lane = threadIdx.x % 4 * kWidth;
-  for (int chunk = slice * kChunk; chunk < size; chunk += kSlices * kChunk) {
-    uint4 of_low[kSteps], of_high[kSteps];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int at = chunk + step * kStep + of_lane;
-      of_low[step] = load_weights(low + at, at < size);
-      of_high[step] = load_weights(high + at, at < size);
-    }
-    constexpr int kAhead = kTiles > 2 ? 1 : kSteps;  // steps whose x there are registers for
-#pragma unroll
-    for (int first = 0; first < kSteps; first += kAhead) {
-      uint4 of_x[kAhead][kTiles];
-#pragma unroll
-      for (int i = 0; i < kAhead * kTiles; ++i) {
-        const int at = chunk + (first + i / kTiles) * kStep + of_lane;
-        of_x[i / kTiles][i % kTiles] = load_inputs(x[i % kTiles] + at, at < size);
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead * kTiles; ++i) {
-        const uint4 l = of_low[first + i / kTiles], h = of_high[first + i / kTiles], y = of_x[i / kTiles][i % kTiles];
-        mma16816<T>(sums[i % kTiles], {l.x, h.x, l.y, h.y}, {y.x, y.y});
-        mma16816<T>(sums[i % kTiles], {l.z, h.z, l.w, h.w}, {y.z, y.w});
-      }
-    }
-  }
-}
-
-// What an expert makes of these sums.  `silu` rounds as a chain of operators in T would, `clamped` once, at the end.
-template <class T, Activation kActivation>
-__device__ T activated(float gate, float up, const ExpertsArgs& a) {
-  if constexpr (kActivation == Activation::silu) {
-    gate = to_float(from_float<T>(gate)), up = to_float(from_float<T>(up));
-    return from_float<T>(to_float(from_float<T>(gate / (1 + __expf(-gate)))) * up);
-  }
-  // Not by fminf and fmaxf, which would hide NaN.
-  gate = gate > a.limit ? a.limit : gate;
-  up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
-  return from_float<T>((up + 1) * gate / (1 + __expf(-a.alpha * gate)));
-}
-
-using Partial = float[kWarps][kMostTiles * 4][kWarp];  // sums of warps, lane by lane
-
-// Multiplies 16 rows with the pairs of an expert.  of_pair(i): the numbers of pair i of the list.  One warp of a group
-// calls use(i, low, high) for each i, with the sums of rows g and g + 8.  All threads of the CTA must call.
-template <int kSlices, class T, class OfPair, class Use>
-__device__ void for_all_pairs(int count, const T* low, const T* high, int size, Partial& partial, const OfPair& of_pair,
-                              const Use& use) {
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, slice = warp % kSlices;
-  const auto run = [&](auto tiles, int first) {
-    constexpr int kTiles = tiles;
-    const T* x[kTiles];
-    float sums[kTiles][4] = {};
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) x[n] = of_pair(min(first + n * kPairs + lane / 4, count - 1));
-    multiply<kSlices>(low, high, x, size, slice, sums);
-    if (slice > 0) {
-#pragma unroll
-      for (int i = 0; i < kTiles * 4; ++i) partial[warp][i][lane] = sums[i / 4][i % 4];
-    }
-    __syncthreads();
-    if (slice == 0) {
-#pragma unroll
-      for (int i = 0; i < kTiles * 4; ++i) {
-#pragma unroll
-        for (int other = 1; other < kSlices; ++other) sums[i / 4][i % 4] += partial[warp + other][i][lane];
-      }
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int pair = first + n * kPairs + lane % 4 * 2 + j;
-          if (pair < count) use(pair, sums[n][j], sums[n][2 + j]);
-        }
-      }
-    }
-    __syncthreads();  // before the next sums take the place of these
-  };
-  for (int first = 0; first < count;) {
-    if (count - first <= kPairs) {
-      run(std::integral_constant<int, 1>{}, first), first += kPairs;
-    } else if (count - first <= 2 * kPairs) {
-      run(std::integral_constant<int, 2>{}, first), first += 2 * kPairs;
-    } else {
-      run(std::integral_constant<int, kMostTiles>{}, first), first += kMostTiles * kPairs;
-    }
-  }
-}
-
-// Rows g and g + 8 of the 16 are a gate row and its up row.
-template <class T, Activation kActivation>
-__global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(ExpertsArgs a) {
-  __shared__ Pairs found;
-  __shared__ Partial partial;
-  let_next_kernel_start();
-  wait_for_previous_kernels();
-  int expert;
-  const int count = find_pairs(a.chosen, a.tokens * a.top, found, expert);
-  if (count == 0) return;
-  constexpr bool kInTurn = kActivation == Activation::clamped;
-  const int group = threadIdx.x / kWarp / kGateSlices, lane = threadIdx.x % kWarp;
-  const int64_t first_row = static_cast<int64_t>(expert) * 2 * a.inner;
-  const T* const weight = static_cast<const T*>(a.gate_up);
-  const T* const bias = static_cast<const T*>(a.gate_up_bias);
-  for (int first = blockIdx.x * kGatesOfCta; first < a.inner; first += gridDim.x * kGatesOfCta) {
-    const int row = first + group * kGateRows + lane / 4, inside = min(row, a.inner - 1);
-    const int gate = kInTurn ? 2 * inside : inside, up = gate + (kInTurn ? 1 : a.inner);
-    const float gate_bias = bias == nullptr ? 0 : to_float(bias[first_row + gate]);
-    const float up_bias = bias == nullptr ? 0 : to_float(bias[first_row + up]);
-    for_all_pairs<kGateSlices>(
-        count, weight + (first_row + gate) * a.hidden, weight + (first_row + up) * a.hidden, a.hidden, partial,
-        [&](int i) {
-          return static_cast<const T*>(a.x) + static_cast<int64_t>(found.list[i] / a.top) * a.hidden;
-        },
-        [&](int i, float of_gate, float of_up) {
-          if (row >= a.inner) return;
-          T* const to = static_cast<T*>(a.between) + static_cast<int64_t>(found.list[i]) * a.inner;
-          to[row] = activated<T, kActivation>(of_gate + gate_bias, of_up + up_bias, a);
-        });
-  }
-}
-
-template <class T>
-__global__ void __launch_bounds__(kThreads, 2) down_kernel(ExpertsArgs a) {
-  __shared__ Pairs found;
-  __shared__ Partial partial;
-  let_next_kernel_start();
-  wait_for_previous_kernels();
-  int expert;
-  const int count = find_pairs(a.chosen, a.tokens * a.top, found, expert);
-  if (count == 0) return;
-  const int group = threadIdx.x / kWarp / kDownSlices, lane = threadIdx.x % kWarp;
-  const int64_t first_row = static_cast<int64_t>(expert) * a.hidden;
-  const T* const weight = static_cast<const T*>(a.down);
-  const T* const bias = static_cast<const T*>(a.down_bias);
-  for (int first = blockIdx.x * kDownsOfCta; first < a.hidden; first += gridDim.x * kDownsOfCta) {
-    const int low = first + group * kDownRows + lane / 4, high = low + kDownRows / 2;
-    const int64_t low_row = first_row + min(low, a.hidden - 1), high_row = first_row + min(high, a.hidden - 1);
-    const float low_bias = bias == nullptr ? 0 : to_float(bias[low_row]);
-    const float high_bias = bias == nullptr ? 0 : to_float(bias[high_row]);
-    for_all_pairs<kDownSlices>(
-        count, weight + low_row * a.inner, weight + high_row * a.inner, a.inner, partial,
-        [&](int i) { return static_cast<const T*>(a.between) + static_cast<int64_t>(found.list[i]) * a.inner; },
-        [&](int i, float of_low, float of_high) {
-          float* const to = a.sums + static_cast<int64_t>(found.list[i]) * a.hidden;
-          if (low < a.hidden) to[low] = of_low + low_bias;
-          if (high < a.hidden) to[high] = of_high + high_bias;
-        });
-  }
-}
+constexpr int kWidth = 8;  // numbers that a thread makes
+constexpr int kThreads = 128;
 
 template <class T>
 __global__ void combine_kernel(ExpertsArgs a) {
@@ -341,6 +27,7 @@ __global__ void combine_kernel(ExpertsArgs a) {
   if (at >= a.hidden) return;
   T* const out = static_cast<T*>(a.out) + static_cast<int64_t>(token) * a.hidden + at;
   float y[kWidth], total[kWidth] = {};
+#pragma unroll 4
   for (int k = 0; k < a.top; ++k) {
     const int pair = token * a.top + k;
     const float weight = a.weights[pair];
@@ -356,44 +43,15 @@ __global__ void combine_kernel(ExpertsArgs a) {
   store_pack(out, narrow<T>(y));
 }
 
-unsigned parts(int n, int size) { return static_cast<unsigned>((n + size - 1) / size); }
-
-// CTAs that share the `blocks` of rows of each expert.  With many, each takes several: it finds its pairs only once.
-unsigned shares(unsigned blocks, unsigned experts) {
-  const unsigned turns = std::clamp<unsigned>(blocks * experts / kManyCtas, 1, kMostTurns);
-  return (blocks + turns - 1) / turns;
-}
-
-template <class Run>
-void by_half_dtype(Dtype dtype, const Run& run) {
-  dtype == Dtype::fp16 ? run(fp16{}) : run(bf16{});
-}
-
 }  // namespace
-
-void route(const RouteArgs& a, cudaStream_t stream) {
-  if (a.tokens == 0) return;
-  by_half_dtype(a.dtype, [&](auto number) {
-    using T = decltype(number);
-    const auto kernel = a.experts <= 2 * kWarp   ? route_kernel<T, 2>
-                        : a.experts <= 4 * kWarp ? route_kernel<T, 4>
-                        : a.experts <= 8 * kWarp ? route_kernel<T, 8>
-                                                 : route_kernel<T, kMostExperts / kWarp>;
-    launch(kernel, dim3(a.tokens), dim3(kWarp), 0, stream, a);
-  });
-}
 
 void experts(const ExpertsArgs& a, cudaStream_t stream) {
   if (a.tokens == 0) return;
-  const unsigned most = std::min(a.tokens * a.top, a.experts);  // experts that are chosen
+  fits_experts_sm90(a) ? experts_sm90(a, stream) : experts_mma(a, stream);
   by_half_dtype(a.dtype, [&](auto number) {
-    using T = decltype(number);
-    const auto gate_up = a.activation == Activation::clamped ? gate_up_kernel<T, Activation::clamped>
-                                                             : gate_up_kernel<T, Activation::silu>;
-    launch(gate_up, dim3(shares(parts(a.inner, kGatesOfCta), most), most), dim3(kThreads), 0, stream, a);
-    launch(down_kernel<T>, dim3(shares(parts(a.hidden, kDownsOfCta), most), most), dim3(kThreads), 0, stream, a);
-    constexpr int kSmall = 128;
-    launch(combine_kernel<T>, dim3(parts(a.hidden, kSmall * kWidth), a.tokens), dim3(kSmall), 0, stream, a);
+    constexpr int kOfCta = kThreads * kWidth;
+    launch(combine_kernel<decltype(number)>, dim3((a.hidden + kOfCta - 1) / kOfCta, a.tokens), dim3(kThreads), 0,
+           stream, a);
   });
 }
 

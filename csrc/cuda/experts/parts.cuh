@@ -1,0 +1,33 @@
+// What the kernels for any GPU and those for Hopper share: dtypes, and what an expert makes of its sums.
+#pragma once
+
+#include "cuda/common/numbers.cuh"
+#include "cuda/experts/experts.h"
+
+namespace quire::cuda {
+
+// run(T{}) with the type behind `dtype`, bf16 or fp16.
+template <class Run>
+void by_half_dtype(Dtype dtype, const Run& run) {
+  dtype == Dtype::fp16 ? run(fp16{}) : run(bf16{});
+}
+
+// What an expert makes of these sums.  `silu` rounds as a chain of operators in T would, `clamped` once, at the end.
+template <class T, Activation kActivation>
+__device__ T activated(float gate, float up, const ExpertsArgs& a) {
+  if constexpr (kActivation == Activation::silu) {
+    gate = to_float(from_float<T>(gate)), up = to_float(from_float<T>(up));
+    return from_float<T>(to_float(from_float<T>(gate / (1 + __expf(-gate)))) * up);
+  }
+  // Not by fminf and fmaxf, which would hide NaN.
+  gate = gate > a.limit ? a.limit : gate;
+  up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
+  return from_float<T>((up + 1) * gate / (1 + __expf(-a.alpha * gate)));
+}
+
+// The two products of `experts`: x -> between, and between -> sums.
+void experts_mma(const ExpertsArgs& args, cudaStream_t stream);  // any GPU since Ampere, any sizes
+bool fits_experts_sm90(const ExpertsArgs& args);                 // the GPU has TMA, and the sizes are multiples of 64
+void experts_sm90(const ExpertsArgs& args, cudaStream_t stream);
+
+}  // namespace quire::cuda
