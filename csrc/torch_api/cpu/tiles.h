@@ -18,8 +18,8 @@ constexpr int64_t kTileRun = 1024;  // inputs whose weights stay in the cache un
 //
 // args: of x, rows and what `finish` takes.  inner is even and more than 0.
 // scale: of each feature [strips * kColumns], or null.
-// weight_of(strip, first, count, room): the strip's weights of inputs first .. first + count - 1, as `product` takes them.
-//     It may write them to `room`.
+// weight_of(strip, first, count, room): returns the strip's weights of inputs first .. first + count - 1, as `product`
+//     takes them.  It may write them to `room`.
 template <class Args, class WeightOf>
 void on_tiles(const Args& args, const float* scale, const WeightOf& weight_of) {
   const auto* x = reinterpret_cast<const at::BFloat16*>(args.x);
@@ -31,9 +31,9 @@ void on_tiles(const Args& args, const float* scale, const WeightOf& weight_of) {
         const int64_t count = std::min(kTileRun, args.inner - run);
         const auto* weight = reinterpret_cast<const at::BFloat16*>(weight_of(strip, run, count, room));
         for (int64_t row = 0; row < rows; row += kTileRows) {
-          at::native::cpublas::brgemm(std::min(kTileRows, rows - row), kColumns, count, args.x_stride, kColumns, kColumns,
-                                      run > 0, x + (first_row + row) * args.x_stride + run, weight,
-                                      sums + row * kColumns);
+          const auto* inputs = x + (first_row + row) * args.x_stride + run;
+          at::native::cpublas::brgemm(std::min(kTileRows, rows - row), kColumns, count, args.x_stride, kColumns,
+                                      kColumns, run > 0, inputs, weight, sums + row * kColumns);
         }
       }
       for (int64_t j = 0; scale && j < kColumns; j += kLanes) {
