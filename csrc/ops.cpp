@@ -174,11 +174,12 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   // rms_norm of x (where there is a norm), then one of the products above: `product` without scale, `product_int8` with a
   // scale [strips * columns], else `product_int4`.  silu_mul: then silu(gate) * up of the product's halves, without plus.
   // widen: with many rows of bfloat16, weights with a scale become bfloat16 and are multiplied as in `product_on_tiles`.
-  // Those of 8 bits stay exact, and x is not rounded.  A row's bits then depend on the number of rows
+  // Those of 8 bits stay exact, and x is not rounded.  A row's bits then depend on the number of rows.  Only where the CPU
+  // has AVX-512
   m.def(
       "packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, Tensor? norm, float eps, "
       "bool silu_mul, bool widen, Tensor? plus, Tensor(a!) out) -> ()");
-  // The fewest rows that `widen` concerns, with weights of 8 and of 4 bits; 0: this build lacks instructions for bfloat16
+  // The fewest rows that `widen` concerns, with weights of 8 and of 4 bits
   m.def("widened_rows() -> (int, int)");
   // All layers of a decoder on a CPU, one after another.  x and what a layer adds to it stay in x; a layer is
   // packed_linear, rope_kv_write, paged_attention, and packed_linear three times.

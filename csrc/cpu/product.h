@@ -21,13 +21,6 @@ template <>
 inline constexpr int64_t kTogether<bf16> = 2;
 #endif
 
-// Whether this build has widen_int8 and widen_int4, which make weights of 8 and 4 bits bfloat16 in this layout.
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
-constexpr bool kWidens = true;
-#else
-constexpr bool kWidens = false;
-#endif
-
 template <class T, class Out = T>
 struct ProductArgs {
   const T* x;  // [rows, inner]

@@ -12,7 +12,6 @@
 #include "cpu/product_int4.h"
 
 #include <algorithm>
-#include <array>
 
 #include "cpu/integers.h"
 #include "cpu/pool.h"
@@ -186,7 +185,6 @@ void task(const Args& args, const Scale* scale, int64_t first_row, int64_t rows,
   }
 }
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 // A block of half a strip.
 struct HalfBlock {
   Floats scale;
@@ -208,13 +206,7 @@ template <int half>
 inline Words as_bf16(Words step, const HalfBlock& block) {
   const Floats even = (number_of<half, 0>(step) - block.zero[0]) * block.scale;
   const Floats odd = (number_of<half, 1>(step) - block.zero[1]) * block.scale;
-  const auto apart = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
-  alignas(64) static constexpr auto kOrder = [] {
-    std::array<uint16_t, 2 * kLanes> order{};
-    for (int i = 0; i < 2 * kLanes; ++i) order[i] = static_cast<uint16_t>(i / 2 + i % 2 * kLanes);
-    return order;
-  }();
-  return bit_cast<Words>(_mm512_permutexvar_epi16(_mm512_load_si512(kOrder.data()), apart));
+  return bf16_pairs(even, odd);
 }
 
 template <int half, class Scale>
@@ -236,11 +228,9 @@ void widen_block(const uint8_t* weight, const Scale* scale, const uint8_t* zero,
     std::memcpy(to + step * kInt4Together * kColumns, pairs, sizeof pairs);
   }
 }
-#endif
 
 }  // namespace
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 template <class Out>
 void widen_int4(const Int4ProductArgs<bf16, Out>& args, int64_t strip, int64_t first, int64_t count, bf16* to) {
   const int64_t groups = args.inner / args.group, blocks = args.inner / kInt4Block;
@@ -259,7 +249,6 @@ void widen_int4(const Int4ProductArgs<bf16, Out>& args, int64_t strip, int64_t f
 
 template void widen_int4(const Int4ProductArgs<bf16>&, int64_t, int64_t, int64_t, bf16*);
 template void widen_int4(const Int4ProductArgs<bf16, float>&, int64_t, int64_t, int64_t, bf16*);
-#endif
 
 template <class T, class Out>
 void product_int4(const Int4ProductArgs<T, Out>& args) {

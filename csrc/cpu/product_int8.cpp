@@ -180,7 +180,6 @@ void task(const Args& args, int64_t first_row, int64_t rows, int64_t first_strip
   }
 }
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 // Byte `byte` (0 or 1) of each lane, a weight, as float.  Bits below an exponent read as an integer: no conversion.
 template <int byte>
 inline Floats weight_of(Words bytes) {
@@ -193,27 +192,30 @@ inline Floats weight_of(Words bytes) {
 inline Words as_bf16(Words bytes) {
   return bit_cast<Words>(weight_of<0>(bytes)) >> 16 | (bit_cast<Words>(weight_of<1>(bytes)) & 0xffff0000);
 }
-#endif
 
 }  // namespace
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 void widen_int8(const uint8_t* weight, int64_t inner, int64_t strip, int64_t first, int64_t count, bf16* to) {
   const int64_t all_steps = (inner + kInt8Together - 1) / kInt8Together;
   weight += (strip * all_steps + first / kInt8Together) * kStepBytes;
   for (int64_t k = 0; k < count; k += kInt8Together) {
     for (int64_t line = 0; line < kStepBytes; line += 64) __builtin_prefetch(weight + kAhead + line);
     for (int half = 0; half < 2; ++half) {
-      const Words bytes = load_weights(weight + half * kStepBytes / 2);
-      const Words pairs[2] = {as_bf16(bytes), as_bf16(bytes >> 16)};
-      std::memcpy(to + 2 * kLanes * half, &pairs[0], sizeof pairs[0]);
-      std::memcpy(to + 2 * kLanes * (half + 2), &pairs[1], sizeof pairs[1]);
+      Words bytes;  // kInt8Together of each lane
+      if constexpr (kInt8Together == 4) {
+        std::memcpy(&bytes, weight + half * kStepBytes / 2, sizeof bytes);
+      } else {
+        bytes = bit_cast<Words>(load(reinterpret_cast<const bf16*>(weight + half * kStepBytes / 2))) >> 16;
+      }
+      for (int64_t pair = 0; pair < kInt8Together / 2; ++pair) {
+        const Words numbers = as_bf16(bytes >> 16 * pair);
+        std::memcpy(to + (pair * 2 + half) * 2 * kLanes, &numbers, sizeof numbers);
+      }
     }
     weight += kStepBytes;
     to += kInt8Together * kColumns;
   }
 }
-#endif
 
 template <class T, class Out>
 void product_int8(const Int8ProductArgs<T, Out>& args) {

@@ -503,9 +503,12 @@ def pack_weight(weight: torch.Tensor, *, ordered: bool, float32_out: bool = Fals
 def widened_rows() -> tuple[int, int] | None:
     """The fewest rows of bfloat16 that meet weights of 8 and of 4 bits as bfloat16, where that is asked for.
 
-    None: never, since this build or this CPU lacks instructions for bfloat16."""
+    None: never, since this CPU has no instructions for bfloat16.  Without them the library is slower than integers."""
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if not (native and _onednn_bfloat16()):
+        return None
     of_int8, of_int4 = torch.ops.quire.widened_rows.default()
-    return (of_int8, of_int4) if of_int8 and _onednn_bfloat16() else None
+    return of_int8, of_int4
 
 
 def pack_int8(numbers: torch.Tensor, scale: torch.Tensor, *, ordered: bool = True, float32_out: bool = False) -> Packed:

@@ -72,13 +72,11 @@ const T* numbers(const std::optional<at::Tensor>& t) {
 }
 
 // Rows from which `widen` makes weights of 8 and of 4 bits bfloat16.  With fewer rows that takes longer than it saves.
-// Measured on one core of a Zen 4 with weights from memory, in turn with the products in integers, at 4 to 512 rows:
-// docs/notes/kernels/product_int8.md, "Many rows".
-constexpr int64_t kInt8WidenedRows = 48, kInt4WidenedRows = 20;
+// Measured on one core of a Zen 4 with weights from memory, in turn with the products in integers, at 4 to 512 rows, with
+// builds for AVX-512 and for AVX2: docs/notes/kernels/product_int8.md, "Many rows".
+constexpr int64_t kInt8WidenedRows = kLanes == 16 ? 48 : 12, kInt4WidenedRows = 20;
 
-std::tuple<int64_t, int64_t> widened_rows() {
-  return kWidens ? std::tuple{kInt8WidenedRows, kInt4WidenedRows} : std::tuple<int64_t, int64_t>{};
-}
+std::tuple<int64_t, int64_t> widened_rows() { return {kInt8WidenedRows, kInt4WidenedRows}; }
 
 void plain_product(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                    const std::optional<at::Tensor>& plus, const at::Tensor& out, bool tiles) {
@@ -156,7 +154,7 @@ void int8_product(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
         .features = sizes.features,
         .threads = threads(),
     };
-    if constexpr (kWidens && std::is_same_v<T, bf16>) {
+    if constexpr (std::is_same_v<T, bf16>) {
       if (widen && sizes.rows >= kInt8WidenedRows && sizes.inner % 2 == 0) {  // bfloat16 takes pairs
         return on_tiles(args, args.scale, [&](int64_t strip, int64_t first, int64_t count, bf16* room) {
           widen_int8(args.weight, args.inner, strip, first, count, room);
@@ -213,7 +211,7 @@ void int4_product(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
         .group = group,
         .threads = threads(),
     };
-    if constexpr (kWidens && std::is_same_v<T, bf16>) {
+    if constexpr (std::is_same_v<T, bf16>) {
       if (widen && sizes.rows >= kInt4WidenedRows) {
         return on_tiles(args, nullptr, [&](int64_t strip, int64_t first, int64_t count, bf16* room) {
           widen_int4(args, strip, first, count, room);
