@@ -155,7 +155,8 @@ void int8_product(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
         .threads = threads(),
     };
     if constexpr (std::is_same_v<T, bf16>) {
-      if (widen && sizes.rows >= kInt8WidenedRows && sizes.inner % 2 == 0) {  // bfloat16 takes pairs
+      const bool pairs = sizes.inner > 0 && sizes.inner % 2 == 0;
+      if (widen && pairs && sizes.rows >= kInt8WidenedRows) {
         return on_tiles(args, args.scale, [&](int64_t strip, int64_t first, int64_t count, bf16* room) {
           widen_int8(args.weight, args.inner, strip, first, count, room);
           return room;
