@@ -16,6 +16,7 @@ from engine.executor import ops
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.local import load
 from engine.executor.models.hf import load_model
+from engine.executor.models.linear import Product
 from engine.llm import LLM, Completion
 from engine.wire.messages import Sampling
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint
@@ -181,4 +182,7 @@ def test_without_the_flag_a_model_says_whether_it_depends_on_the_batch(checkpoin
         for deterministic in (False, True):
             options: dict[str, Any] = {"deterministic": deterministic, "quantize": "int8"}
             model = load_model(str(checkpoint("llama")), dtype=dtype, device=CPU, **options)
-            assert bool(model.batch_dependence) == (widens and not deterministic)
+            packs = [product.packed for product in model.module.modules() if isinstance(product, Product)]
+            assert any(packed is not None and packed.widen for packed in packs) == (widens and not deterministic)
+            assert model.batch_dependence == "" or not deterministic
+            assert model.batch_dependence or deterministic or not widens
