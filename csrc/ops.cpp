@@ -167,8 +167,8 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   //   plus, out  [rows, features]: out = x weight^T + bias + plus; out may be plus.  Both have x's dtype, or both f32
   // Sums in float32, rounded once.  A row's result is the same bit for bit whatever else is in the call.
   m.def("product(Tensor x, Tensor packed, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
-  // The same in float32, of bfloat16, on matrix tiles (AMX).  A row's bits may depend on the batch.
-  m.def("product_on_tiles(Tensor x, Tensor packed, Tensor(a!) out) -> ()");
+  // The same of bfloat16 on matrix tiles (AMX).  A row's bits may depend on the batch.
+  m.def("product_on_tiles(Tensor x, Tensor packed, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
   // `product` with int8 weights and x of any dtype, whose rows are rounded to 16 bits.  Sums are exact integers.
   //   packed     bytes w + 128, padded
   //   scale      [strips * columns] f32: the weight is w * scale, feature by feature
@@ -185,9 +185,14 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
       "()");
   // rms_norm of x (where there is a norm), then one of the products above: `product` without scale, `product_int8` with a
   // scale [strips * columns], else `product_int4`.  silu_mul: then silu(gate) * up of the product's halves, without plus.
+  // widen: with many rows of bfloat16, weights with a scale become bfloat16 and are multiplied as in `product_on_tiles`.
+  // Those of 8 bits stay exact, and x is not rounded.  A row's bits then depend on the number of rows.  Only where the CPU
+  // has AVX-512
   m.def(
       "packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, Tensor? norm, float eps, "
-      "bool silu_mul, Tensor? plus, Tensor(a!) out) -> ()");
+      "bool silu_mul, bool widen, Tensor? plus, Tensor(a!) out) -> ()");
+  // The fewest rows that `widen` concerns, with weights of 8 and of 4 bits
+  m.def("widened_rows() -> (int, int)");
   // All layers of a decoder on a CPU, one after another.  x and what a layer adds to it stay in x; a layer is
   // packed_linear, rope_kv_write, paged_attention, and packed_linear three times.
   //   x                 [T, hidden]
@@ -195,11 +200,11 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   //                     the second half takes in.  Then packed, scale, zero and bias of four products: q, k and v; o; gate
   //                     and up, with silu(gate) * up; down.  Those that a layer lacks are None
   //   caches, scales    of each layer, as above; inner: inputs of down; eps, head_eps: of norms, and of those of heads
-  //   windows           of each layer, as `window` of paged_attention
+  //   windows           of each layer, as `window` of paged_attention; widen: as in packed_linear
   m.def(
       "decoder_layers(Tensor(a!) x, Tensor cos, Tensor sin, Tensor?[] weights, Tensor(b!)[] k_caches, "
       "Tensor(c!)[] v_caches, Tensor?[] scales, Tensor kv_indices, Tensor tables, Tensor rows, Tensor q_start, "
-      "Tensor lens, int heads, int inner, float eps, float head_eps, float scale, int[] windows) -> ()");
+      "Tensor lens, int heads, int inner, float eps, float head_eps, float scale, int[] windows, bool widen) -> ()");
   // For weights of like's dtype, or int8 where like is u8: (columns, together), where packed is
   // [strips, steps, columns, together],
   // packed[s, k, c, t] = weight[s * columns + c, k * together + t]

@@ -185,7 +185,70 @@ void task(const Args& args, const Scale* scale, int64_t first_row, int64_t rows,
   }
 }
 
+// A block of half a strip.
+struct HalfBlock {
+  Floats scale;
+  Floats zero[2];  // of bytes 0 and 1 of a lane, with what kBase adds
+};
+
+// Of half a strip, the number of byte `byte` (0 or 1) as float, and what is added to it.  Bits below an exponent read as
+// an integer: no conversion.
+template <int half, int byte>
+constexpr float kBase = static_cast<float>(1 << (23 - 4 * half - 8 * byte));
+template <int half, int byte>
+inline Floats number_of(Words step) {
+  const Words bits = (step & 0xf << (4 * half + 8 * byte)) | bit_cast<uint32_t>(kBase<half, byte>);
+  return bit_cast<Floats>(bits);
+}
+
+// Two weights of each lane, rounded to bfloat16.
+template <int half>
+inline Words as_bf16(Words step, const HalfBlock& block) {
+  const Floats even = (number_of<half, 0>(step) - block.zero[0]) * block.scale;
+  const Floats odd = (number_of<half, 1>(step) - block.zero[1]) * block.scale;
+  return bf16_pairs(even, odd);
+}
+
+template <int half, class Scale>
+inline HalfBlock half_block(const Scale* scale, const uint8_t* zero) {
+  const Words zeros = zero ? load_zeros(zero + half * kLanes) : Words{} + 8;
+  const Floats number = __builtin_convertvector(bit_cast<Ints>(zeros), Floats);
+  return {load(scale + half * kLanes), {number + kBase<half, 0>, number + kBase<half, 1>}};
+}
+
+template <class Scale>
+void widen_block(const uint8_t* weight, const Scale* scale, const uint8_t* zero, bf16* to) {
+  const HalfBlock low = half_block<0>(scale, zero), high = half_block<1>(scale, zero);
+  for (int64_t line = 0; line < kBlockBytes; line += 64) __builtin_prefetch(weight + kAhead + line);
+  for (int64_t step = 0; step < kSteps; ++step) {
+    Words numbers;
+    std::memcpy(&numbers, weight + step * kStepBytes, sizeof numbers);
+    const Words pairs[] = {as_bf16<0>(numbers, low), as_bf16<1>(numbers, high), as_bf16<0>(numbers >> 16, low),
+                           as_bf16<1>(numbers >> 16, high)};
+    std::memcpy(to + step * kInt4Together * kColumns, pairs, sizeof pairs);
+  }
+}
+
 }  // namespace
+
+template <class Out>
+void widen_int4(const Int4ProductArgs<bf16, Out>& args, int64_t strip, int64_t first, int64_t count, bf16* to) {
+  const int64_t groups = args.inner / args.group, blocks = args.inner / kInt4Block;
+  for (int64_t block = first / kInt4Block; block < (first + count) / kInt4Block; ++block) {
+    const uint8_t* weight = args.weight + (strip * blocks + block) * kBlockBytes;
+    const int64_t at = (strip * groups + block * kInt4Block / args.group) * kColumns;
+    const uint8_t* zero = args.zero ? args.zero + at : nullptr;
+    if (args.scale) {
+      widen_block(weight, args.scale + at, zero, to);
+    } else {
+      widen_block(weight, args.wide_scale + at, zero, to);
+    }
+    to += kInt4Block * kColumns;
+  }
+}
+
+template void widen_int4(const Int4ProductArgs<bf16>&, int64_t, int64_t, int64_t, bf16*);
+template void widen_int4(const Int4ProductArgs<bf16, float>&, int64_t, int64_t, int64_t, bf16*);
 
 template <class T, class Out>
 void product_int4(const Int4ProductArgs<T, Out>& args) {

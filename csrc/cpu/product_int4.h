@@ -48,4 +48,9 @@ constexpr int64_t int4_row_bytes(int64_t inner, int64_t group) {
 template <class T, class Out>
 void product_int4(const Int4ProductArgs<T, Out>& args);
 
+// Writes the weights of inputs first .. first + count - 1 of a strip to `to`, rounded to bfloat16, as pairs of inputs:
+// [count / 2, kColumns, 2].  first, count: multiples of kInt4Block.
+template <class Out>
+void widen_int4(const Int4ProductArgs<bf16, Out>& args, int64_t strip, int64_t first, int64_t count, bf16* to);
+
 }  // namespace quire::cpu

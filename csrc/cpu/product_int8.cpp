@@ -180,7 +180,42 @@ void task(const Args& args, int64_t first_row, int64_t rows, int64_t first_strip
   }
 }
 
+// Byte `byte` (0 or 1) of each lane, a weight, as float.  Bits below an exponent read as an integer: no conversion.
+template <int byte>
+inline Floats weight_of(Words bytes) {
+  constexpr float kBase = byte == 0 ? 0x1p23f : 0x1p15f;
+  const Words bits = (bytes & 0xff << 8 * byte) | bit_cast<uint32_t>(kBase);
+  return bit_cast<Floats>(bits) - (kBase + kOffset);
+}
+
+// Two weights of each lane, which bfloat16 holds exactly.
+inline Words as_bf16(Words bytes) {
+  return bit_cast<Words>(weight_of<0>(bytes)) >> 16 | (bit_cast<Words>(weight_of<1>(bytes)) & 0xffff0000);
+}
+
 }  // namespace
+
+void widen_int8(const uint8_t* weight, int64_t inner, int64_t strip, int64_t first, int64_t count, bf16* to) {
+  const int64_t all_steps = (inner + kInt8Together - 1) / kInt8Together;
+  weight += (strip * all_steps + first / kInt8Together) * kStepBytes;
+  for (int64_t k = 0; k < count; k += kInt8Together) {
+    for (int64_t line = 0; line < kStepBytes; line += 64) __builtin_prefetch(weight + kAhead + line);
+    for (int half = 0; half < 2; ++half) {
+      Words bytes;  // kInt8Together of each lane
+      if constexpr (kInt8Together == 4) {
+        std::memcpy(&bytes, weight + half * kStepBytes / 2, sizeof bytes);
+      } else {
+        bytes = bit_cast<Words>(load(reinterpret_cast<const bf16*>(weight + half * kStepBytes / 2))) >> 16;
+      }
+      for (int64_t pair = 0; pair < kInt8Together / 2; ++pair) {
+        const Words numbers = as_bf16(bytes >> 16 * pair);
+        std::memcpy(to + (pair * 2 + half) * 2 * kLanes, &numbers, sizeof numbers);
+      }
+    }
+    weight += kStepBytes;
+    to += kInt8Together * kColumns;
+  }
+}
 
 template <class T, class Out>
 void product_int8(const Int8ProductArgs<T, Out>& args) {

@@ -44,4 +44,8 @@ constexpr int64_t int8_row_bytes(int64_t inner) { return (inner + 31) / 32 * 64 
 template <class T, class Out>
 void product_int8(const Int8ProductArgs<T, Out>& args);
 
+// Writes w of inputs first .. first + count - 1 of a strip to `to` as pairs of inputs in bfloat16, [count / 2, kColumns, 2]:
+// exact, and not scaled.  first: a multiple of kInt8Together.  to: room for count rounded up to kInt8Together.
+void widen_int8(const uint8_t* weight, int64_t inner, int64_t strip, int64_t first, int64_t count, bf16* to);
+
 }  // namespace quire::cpu

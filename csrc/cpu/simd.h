@@ -143,6 +143,23 @@ inline void store(bf16* p, Floats x) {
   std::memcpy(p, &half, sizeof half);
 }
 
+// even[0], odd[0], even[1], odd[1], ... as bfloat16, a pair in each lane: finite numbers, rounded to nearest, ties to even.
+template <int... i>
+inline Words bf16_pairs(Floats even, Floats odd, std::integer_sequence<int, i...>) {
+#if defined(__AVX512BF16__)
+  typedef uint16_t Order __attribute__((vector_size(64)));
+  const Order order{(i / 2 + i % 2 * kLanes)...};
+  const auto apart = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
+  return bit_cast<Words>(_mm512_permutexvar_epi16(bit_cast<__m512i>(order), apart));
+#else
+  const auto rounded = [](Words bits) { return bits + 0x7fff + ((bits >> 16) & 1); };
+  return rounded(bit_cast<Words>(even)) >> 16 | (rounded(bit_cast<Words>(odd)) & 0xffff0000);
+#endif
+}
+inline Words bf16_pairs(Floats even, Floats odd) {
+  return bf16_pairs(even, odd, std::make_integer_sequence<int, 2 * kLanes>{});
+}
+
 inline void store(fp16* p, Floats x) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));

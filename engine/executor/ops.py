@@ -546,10 +546,16 @@ class Packed:
 
     numbers: torch.Tensor
     size: int  # out
-    ordered: bool  # ours: a row's bits don't depend on the batch; else a library's
+    ordered: bool  # a row's bits don't depend on the batch
     float32_out: bool = False  # the result is not rounded to the weight's dtype
+    widen: bool = False  # many rows meet a weight of 8 or 4 bits as bfloat16
     scale: torch.Tensor | None = None  # of int8 weights [padded] float32, of int4 weights [strips, groups, columns]
     zero: torch.Tensor | None = None  # [strips, groups, columns] u8, of int4 weights with zero points
+
+    @property
+    def ours(self) -> bool:
+        """Whether our operators multiply with it, rather than a library's."""
+        return self.ordered or self.widen
 
 
 def pack_weight(weight: torch.Tensor, *, ordered: bool, float32_out: bool = False) -> Packed | None:
@@ -571,33 +577,50 @@ def pack_weight(weight: torch.Tensor, *, ordered: bool, float32_out: bool = Fals
     return None
 
 
-def pack_int8(numbers: torch.Tensor, scale: torch.Tensor, *, float32_out: bool = False) -> Packed:
+def widened_rows() -> tuple[int, int] | None:
+    """The fewest rows of bfloat16 that meet weights of 8 and of 4 bits as bfloat16, where that is asked for.
+
+    None: never, since this CPU has no instructions for bfloat16.  Without them the library is slower than integers."""
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if not (native and _onednn_bfloat16()):
+        return None
+    of_int8, of_int4 = torch.ops.quire.widened_rows.default()
+    return of_int8, of_int4
+
+
+def pack_int8(numbers: torch.Tensor, scale: torch.Tensor, *, ordered: bool = True, float32_out: bool = False) -> Packed:
     """A packed copy of the weight numbers [out, in] int8 times scale [out] float32, on a CPU.
 
-    float32_out: as in `pack_weight`.
+    ordered: for products whose bits don't depend on the batch.  Else many rows of bfloat16 meet the weight as bfloat16,
+    where that is faster (`widened_rows`).  float32_out: as in `pack_weight`.
 
     Its products take x of any dtype and round each of its rows to 16 bits.  They are at most inner / 65,000 of the
     largest |x| times the largest |weight| away from the product in float64, before the last rounding.  Bits of a row do
-    not depend on the batch, on threads or on the CPU."""
+    not depend on the batch, on threads or on the CPU.  Weights as bfloat16 are exact, x keeps its bits, and sums are
+    float32."""
+    widen = not ordered and widened_rows() is not None
     strips = _in_strips(numbers.view(torch.uint8) ^ 0x80)
     columns = strips.shape[0] * strips.shape[2]
     padded = torch.nn.functional.pad(scale, (0, columns - len(scale)))
-    return Packed(strips, len(numbers), True, float32_out, scale=padded)
+    return Packed(strips, len(numbers), not widen, float32_out, widen, scale=padded)
 
 
 INT4_BLOCK, INT4_LARGEST_GROUP = 32, 4096  # inputs: a group of int4 weights is a multiple of the one, up to the other
 
 
-def pack_int4(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> Packed:
+def pack_int4(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, *, ordered: bool = True) -> Packed:
     """A packed copy of a weight of 4 bits, on a CPU: (number - zero) * scale, in groups of consecutive inputs.
 
     numbers  [out, in / 2] u8: columns 2 i and 2 i + 1 in the low and the high half of byte i
     scale    [out, groups] float32; in / groups is 32, 64, .. 4,096
     zero     [out, groups] u8, 0 to 15; None: 8
+    ordered  as in `pack_int8`
 
     Products take x of any dtype and round each of its rows to 16 bits.  They are at most inner / 65,000 of the largest
     |x| times the largest |weight| away from the product in float64, and (2 + groups) / 16 million of the sum of all
-    |x| |weight|, before the last rounding.  Bits of a row do not depend on the batch, on threads or on the CPU."""
+    |x| |weight|, before the last rounding.  Bits of a row do not depend on the batch, on threads or on the CPU.
+    Weights as bfloat16 are rounded to it; then x keeps its bits, and sums are float32."""
+    widen = not ordered and widened_rows() is not None
     columns, _ = torch.ops.quire.product_layout.default(numbers)
     size, together = len(numbers), 4
     padded = torch.nn.functional.pad(numbers, (0, 0, 0, -size % columns))
@@ -611,9 +634,8 @@ def pack_int4(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | N
 
     half = scale.to(torch.float16)
     exact = torch.equal(half.to(torch.float32), scale)  # as most checkpoints have them
-    return Packed(
-        strips, size, True, scale=by_strip(half if exact else scale), zero=None if zero is None else by_strip(zero)
-    )
+    scales, zeros = by_strip(half if exact else scale), None if zero is None else by_strip(zero)
+    return Packed(strips, size, not widen, widen=widen, scale=scales, zero=zeros)
 
 
 def _in_strips(weight: torch.Tensor) -> torch.Tensor:
@@ -640,7 +662,7 @@ def packed_linear(
     `plus` has the dtype of the result.  norm, eps: of the `rms_norm` of x before it.  silu_mul: `silu_mul` of the
     result, without `plus`.
     """
-    if not packed.ordered:
+    if not packed.ours:
         x = x if norm is None else rms_norm(x, norm, eps)
         y = _library_linear(x, packed, bias, plus)
         return _silu_mul(y) if silu_mul else y
@@ -654,7 +676,7 @@ def packed_linear(
         size = packed.size // 2 if silu_mul else packed.size
         y = x.new_empty(x.shape[0], size, dtype=torch.float32 if packed.float32_out else None)
     torch.ops.quire.packed_linear.default(
-        x, packed.numbers, packed.scale, packed.zero, bias, norm, eps, silu_mul, plus, y
+        x, packed.numbers, packed.scale, packed.zero, bias, norm, eps, silu_mul, packed.widen, plus, y
     )
     return y
 
@@ -670,6 +692,7 @@ class DecoderLayers:
     head_eps: float
     scale: float
     windows: list[int]
+    widen: bool  # as in Packed, of all products
 
 
 def decoder_layers(
@@ -691,7 +714,7 @@ def decoder_layers(
     """
     keys, values, scales = zip(*caches, strict=True)
     step = kv_indices, tables, rows, q_start, lens
-    sizes = layers.heads, layers.inner, layers.eps, layers.head_eps, layers.scale, layers.windows
+    sizes = layers.heads, layers.inner, layers.eps, layers.head_eps, layers.scale, layers.windows, layers.widen
     torch.ops.quire.decoder_layers.default(x, cos, sin, layers.weights, keys, values, scales, *step, *sizes)
 
 
@@ -701,9 +724,8 @@ def _library_linear(
     y: torch.Tensor
     if packed.float32_out:
         y = x.new_empty(*x.shape[:-1], packed.size, dtype=torch.float32)
-        torch.ops.quire.product_on_tiles.default(x.reshape(-1, x.shape[-1]), packed.numbers, y.view(-1, packed.size))
-        for more in (bias, plus):
-            y = y if more is None else y.add_(more)
+        flat, added = x.reshape(-1, x.shape[-1]), None if plus is None else plus.view(-1, packed.size)
+        torch.ops.quire.product_on_tiles.default(flat, packed.numbers, bias, added, y.view(-1, packed.size))
     elif plus is None:
         y = torch.ops.mkldnn._linear_pointwise(x, packed.numbers, bias, "none", [], "")
     else:

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.executor import ops
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.local import load
 from engine.executor.models.hf import load_model
+from engine.executor.models.linear import Product
 from engine.llm import LLM, Completion
 from engine.wire.messages import Sampling
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint
@@ -176,3 +178,11 @@ def test_without_the_flag_a_model_says_whether_it_depends_on_the_batch(checkpoin
     assert model.batch_dependence == ""
     odd = make_checkpoint(tmp_path / "odd", "gpt2", n_inner=200)
     assert load_model(str(odd), dtype="float32", device=CPU).batch_dependence
+    for dtype, widens in (("bfloat16", ops.widened_rows() is not None), ("float32", False)):
+        for deterministic in (False, True):
+            options: dict[str, Any] = {"deterministic": deterministic, "quantize": "int8"}
+            model = load_model(str(checkpoint("llama")), dtype=dtype, device=CPU, **options)
+            packs = [product.packed for product in model.module.modules() if isinstance(product, Product)]
+            assert any(packed is not None and packed.widen for packed in packs) == (widens and not deterministic)
+            assert model.batch_dependence == "" or not deterministic
+            assert model.batch_dependence or deterministic or not widens

@@ -45,12 +45,16 @@ def test_packed_linear(rows: int, bias: bool, ordered: bool) -> None:
     assert (ours.float() - exact).abs().max() <= 2 * noise
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "quantize"),
+    [("qwen3", "none"), ("gpt_neox", "none"), ("gpt2", "none"), ("qwen3", "int8"), ("qwen3", "int4")],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_product_of_a_deterministic_model_is_ordered(
-    checkpoint: Callable[[str], Path], family: str, dtype: str
+    checkpoint: Callable[[str], Path], family: str, dtype: str, quantize: Literal["none", "int8", "int4"]
 ) -> None:
-    model = load_model(str(checkpoint(family)), dtype=dtype, device=CPU, deterministic=True).module
+    path = str(checkpoint(family))
+    model = load_model(path, dtype=dtype, device=CPU, deterministic=True, quantize=quantize).module
     products = [module for module in model.modules() if type(module) in PRODUCTS]
     assert len(products) > 8
     assert all(type(product) is not nn.Linear and product.packed.ordered for product in products)
@@ -164,6 +168,28 @@ def test_all_layers_as_one_operator_give_the_bits_of_the_operators_one_by_one(
             driver.step()
             got.append(driver.worker.logits)
         return torch.cat(got)
+
+    assert torch.equal(logits(whole=True), logits(whole=False))
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_many_rows_of_one_operator_have_the_bits_of_the_operators_one_by_one(
+    checkpoint: Callable[[str], Path], quantize: Literal["int8", "int4"]
+) -> None:
+    """A prompt long enough to meet the weights as bfloat16, where this CPU does that."""
+    model = load_model(str(checkpoint("llama")), dtype="bfloat16", device=CPU, quantize=quantize)
+
+    def logits(*, whole: bool) -> torch.Tensor:
+        driver = Driver(model)
+        decoder = decoder_of(driver)
+        assert decoder.whole is not None
+        assert decoder.whole.widen == (ops.widened_rows() is not None)
+        kept = decoder.whole
+        decoder.whole = kept if whole else None
+        driver.add(words(90), None, targets=True)
+        driver.step()
+        decoder.whole = kept
+        return driver.worker.logits.clone()
 
     assert torch.equal(logits(whole=True), logits(whole=False))
 

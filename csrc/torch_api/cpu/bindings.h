@@ -9,7 +9,7 @@ namespace quire::cpu::torch_api {
 
 void packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scale,
                    const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias,
-                   const std::optional<at::Tensor>& norm, double eps, bool silu_mul,
+                   const std::optional<at::Tensor>& norm, double eps, bool silu_mul, bool widen,
                    const std::optional<at::Tensor>& plus, const at::Tensor& out);
 
 void rope_kv_write(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& k_cache,

@@ -27,7 +27,7 @@ void decoder_layers(const at::Tensor& x, const at::Tensor& cos, const at::Tensor
                     at::TensorList k_caches, at::TensorList v_caches, const c10::List<Given>& scales,
                     const at::Tensor& kv_indices, const at::Tensor& tables, const at::Tensor& rows,
                     const at::Tensor& q_start, const at::Tensor& lens, int64_t heads, int64_t inner, double eps,
-                    double head_eps, double scale, at::IntArrayRef windows) {
+                    double head_eps, double scale, at::IntArrayRef windows, bool widen) {
   const int64_t layers = windows.size();
   Size tokens("tokens"), hidden("hidden size"), count("layers");
   expect("x", x, {tokens, hidden});
@@ -52,7 +52,7 @@ void decoder_layers(const at::Tensor& x, const at::Tensor& cos, const at::Tensor
       const int64_t first = 4 + i * kOfProduct;
       const PackedWeight w{weight(first), weight(first + 1), weight(first + 2), weight(first + 3)};
       TORCH_CHECK_VALUE(w.packed, "weights: layer ", layer, " has no product ", i);
-      packed_linear(from, *w.packed, w.scale, w.zero, w.bias, norm, eps, silu_mul, plus, out);
+      packed_linear(from, *w.packed, w.scale, w.zero, w.bias, norm, eps, silu_mul, widen, plus, out);
     };
     const at::Tensor &keys = k_caches[layer], &values = v_caches[layer];
     const Given of_cache = scales.get(layer);

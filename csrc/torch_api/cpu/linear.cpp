@@ -2,21 +2,19 @@
 
 #include "torch_api/linear.h"
 
-#include <ATen/native/CPUBlas.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <optional>
 #include <tuple>
 #include <utility>
 
-#include "cpu/pool.h"
 #include "cpu/product.h"
 #include "cpu/product_int4.h"
 #include "cpu/product_int8.h"
 #include "torch_api/cpu/bindings.h"
 #include "torch_api/cpu/convert.h"
+#include "torch_api/cpu/tiles.h"
 
 namespace quire::cpu::torch_api {
 namespace {
@@ -73,15 +71,22 @@ const T* numbers(const std::optional<at::Tensor>& t) {
   return t ? static_cast<const T*>(t->const_data_ptr()) : nullptr;
 }
 
-void product(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-             const std::optional<at::Tensor>& plus, const at::Tensor& out) {
+// Rows from which `widen` makes weights of 8 and of 4 bits bfloat16.  With fewer rows that takes longer than it saves.
+// Measured on one core of a Zen 4 with weights from memory, in turn with the products in integers, at 4 to 512 rows, with
+// builds for AVX-512 and for AVX2: docs/notes/kernels/product_int8.md, "Many rows".
+constexpr int64_t kInt8WidenedRows = kLanes == 16 ? 48 : 12, kInt4WidenedRows = 20;
+
+std::tuple<int64_t, int64_t> widened_rows() { return {kInt8WidenedRows, kInt4WidenedRows}; }
+
+void plain_product(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                   const std::optional<at::Tensor>& plus, const at::Tensor& out, bool tiles) {
   ProductSizes sizes;
   expect_dtype("packed", packed, x.scalar_type(), "x");
   check_product(sizes, x, packed, product_layout(packed), bias, plus, out);
   by_dtypes(x, out, [&](auto type, auto out_type) {
     using T = decltype(type);
     using Out = decltype(out_type);
-    cpu::product(cpu::ProductArgs<T, Out>{
+    const cpu::ProductArgs<T, Out> args{
         .x = numbers<T>(x),
         .x_stride = x.stride(0),
         .weight = numbers<T>(packed),
@@ -94,23 +99,46 @@ void product(const at::Tensor& x, const at::Tensor& packed, const std::optional<
         .inner = sizes.inner,
         .features = sizes.features,
         .threads = threads(),
-    });
+    };
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (tiles) {
+        return on_tiles(args, nullptr, [&](int64_t strip, int64_t first, int64_t, bf16*) {
+          return args.weight + (strip * args.inner + first) * kColumns;
+        });
+      }
+    }
+    cpu::product(args);
   });
 }
 
-void product_int8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
-                  const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& plus, const at::Tensor& out) {
+void product(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+             const std::optional<at::Tensor>& plus, const at::Tensor& out) {
+  plain_product(x, packed, bias, plus, out, false);
+}
+
+void product_on_tiles(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                      const std::optional<at::Tensor>& plus, const at::Tensor& out) {
+  expect_dtype("x", x, at::kBFloat16);
+  TORCH_CHECK_VALUE(kTogether<bf16> == 2, "packed: this build does not lay out pairs of bfloat16");
+  TORCH_CHECK_VALUE(x.dim() != 2 || (x.size(1) > 0 && x.size(1) % 2 == 0), "x: inner size ", x.size(-1),
+                    " is not even or 0");
+  plain_product(x, packed, bias, plus, out, true);
+}
+
+// widen: with many rows of bfloat16, by weights as bfloat16.
+void int8_product(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
+                  const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& plus, const at::Tensor& out,
+                  bool widen) {
   ProductSizes sizes;
   Size padded("padded features");
   expect_dtype("packed", packed, at::kByte);
   check_product(sizes, x, packed, product_layout(packed), bias, plus, out);
   padded.agree("packed", sizes.strips * kColumns);
   expect_plain("scale", scale, {padded}, at::kFloat, on_cpu());
-  const at::Tensor workspace = at::empty({sizes.rows, int8_row_bytes(sizes.inner)}, packed.options());
   by_dtypes(x, out, [&](auto type, auto out_type) {
     using T = decltype(type);
     using Out = decltype(out_type);
-    cpu::product_int8(cpu::Int8ProductArgs<T, Out>{
+    cpu::Int8ProductArgs<T, Out> args{
         .x = numbers<T>(x),
         .x_stride = x.stride(0),
         .weight = numbers<uint8_t>(packed),
@@ -120,18 +148,36 @@ void product_int8(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
         .plus_stride = plus ? plus->stride(0) : 0,
         .out = static_cast<Out*>(out.data_ptr()),
         .out_stride = out.stride(0),
-        .workspace = workspace.data_ptr<uint8_t>(),
+        .workspace = nullptr,
         .rows = sizes.rows,
         .inner = sizes.inner,
         .features = sizes.features,
         .threads = threads(),
-    });
+    };
+    if constexpr (std::is_same_v<T, bf16>) {
+      const bool pairs = sizes.inner > 0 && sizes.inner % 2 == 0;
+      if (widen && pairs && sizes.rows >= kInt8WidenedRows) {
+        return on_tiles(args, args.scale, [&](int64_t strip, int64_t first, int64_t count, bf16* room) {
+          widen_int8(args.weight, args.inner, strip, first, count, room);
+          return room;
+        });
+      }
+    }
+    const at::Tensor workspace = at::empty({sizes.rows, int8_row_bytes(sizes.inner)}, packed.options());
+    args.workspace = workspace.data_ptr<uint8_t>();
+    cpu::product_int8(args);
   });
 }
 
-void product_int4(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
+void product_int8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
+                  const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& plus, const at::Tensor& out) {
+  int8_product(x, packed, scale, bias, plus, out, false);
+}
+
+// widen: as above.
+void int4_product(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
                   const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias,
-                  const std::optional<at::Tensor>& plus, const at::Tensor& out) {
+                  const std::optional<at::Tensor>& plus, const at::Tensor& out, bool widen) {
   ProductSizes sizes;
   Size groups("groups"), wide("features of a strip");
   expect_dtype("packed", packed, at::kByte);
@@ -144,11 +190,10 @@ void product_int4(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
   TORCH_CHECK_VALUE(group % kInt4Block == 0 && group > 0 && group <= kInt4LargestGroup && group * groups == sizes.inner,
                     "scale: groups is ", int64_t{groups}, ", x has an inner size of ", int64_t{sizes.inner},
                     ", and a group has 32, 64, .. 4096 inputs");
-  const at::Tensor workspace = at::empty({sizes.rows, int4_row_bytes(sizes.inner, group)}, packed.options());
   by_dtypes(x, out, [&](auto type, auto out_type) {
     using T = decltype(type);
     using Out = decltype(out_type);
-    cpu::product_int4(cpu::Int4ProductArgs<T, Out>{
+    cpu::Int4ProductArgs<T, Out> args{
         .x = numbers<T>(x),
         .x_stride = x.stride(0),
         .weight = numbers<uint8_t>(packed),
@@ -160,14 +205,31 @@ void product_int4(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
         .plus_stride = plus ? plus->stride(0) : 0,
         .out = static_cast<Out*>(out.data_ptr()),
         .out_stride = out.stride(0),
-        .workspace = workspace.data_ptr<uint8_t>(),
+        .workspace = nullptr,
         .rows = sizes.rows,
         .inner = sizes.inner,
         .features = sizes.features,
         .group = group,
         .threads = threads(),
-    });
+    };
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (widen && sizes.rows >= kInt4WidenedRows) {
+        return on_tiles(args, nullptr, [&](int64_t strip, int64_t first, int64_t count, bf16* room) {
+          widen_int4(args, strip, first, count, room);
+          return room;
+        });
+      }
+    }
+    const at::Tensor workspace = at::empty({sizes.rows, int4_row_bytes(sizes.inner, group)}, packed.options());
+    args.workspace = workspace.data_ptr<uint8_t>();
+    cpu::product_int4(args);
   });
+}
+
+void product_int4(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
+                  const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias,
+                  const std::optional<at::Tensor>& plus, const at::Tensor& out) {
+  int4_product(x, packed, scale, zero, bias, plus, out, false);
 }
 
 }  // namespace
@@ -175,7 +237,7 @@ void product_int4(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
 // One call for what a layer's product takes, since each call from Python costs as long as a small product.
 void packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scale,
                    const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias,
-                   const std::optional<at::Tensor>& norm, double eps, bool silu_mul,
+                   const std::optional<at::Tensor>& norm, double eps, bool silu_mul, bool widen,
                    const std::optional<at::Tensor>& plus, const at::Tensor& out) {
   TORCH_CHECK_VALUE(!silu_mul || !plus, "plus: there is none with silu_mul");
   TORCH_CHECK_VALUE(out.dim() == 2, "out: ", out.dim(), " dimensions instead of 2");
@@ -184,51 +246,14 @@ void packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::opt
   if (!scale) {
     product(from, packed, bias, plus, y);
   } else if (scale->dim() == 1) {
-    product_int8(from, packed, *scale, bias, plus, y);
+    int8_product(from, packed, *scale, bias, plus, y, widen);
   } else {
-    product_int4(from, packed, *scale, zero, bias, plus, y);
+    int4_product(from, packed, *scale, zero, bias, plus, y, widen);
   }
   if (silu_mul) silu_product(y, out);
 }
 
 namespace {
-
-// Every strip is one call of torch's small matrix product, whose weight lies as ours do.
-void product_on_tiles(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& out) {
-  Size rows("rows"), inner("inner size"), features("features"), strips("strips"), steps("steps"), columns("columns"),
-      together("numbers together");
-  expect("x", x, {rows, inner});
-  expect_plain("out", out, {rows, features}, at::kFloat, on_cpu());
-  together.agree("matrix tiles", 2);
-  columns.agree("this build", kColumns);
-  strips.agree("out", (features + kColumns - 1) / kColumns);
-  steps.agree("x", inner / 2);
-  TORCH_CHECK_VALUE(inner % 2 == 0, "x: inner size ", int64_t{inner}, " is odd");
-  expect_plain("packed", packed, {strips, steps, columns, together}, at::kBFloat16, on_cpu());
-  expect_device("x", x, on_cpu());
-  expect_last_contiguous("x", x);
-  expect_dtype("x", x, at::kBFloat16);
-  const auto* numbers = x.const_data_ptr<at::BFloat16>();
-  const auto* weight = packed.const_data_ptr<at::BFloat16>();
-  float* sums = out.data_ptr<float>();
-  constexpr int64_t kMostRows = 64;
-  const int64_t chunks = (rows + kMostRows - 1) / kMostRows;  // of rows; all meet a strip while it is in the cache
-  share(strips * chunks, threads(), [&](Tickets& tickets) {
-    float rest[kMostRows * kColumns];
-    for (int64_t item; tickets.take(item);) {
-      const int64_t strip = item / chunks, row = item % chunks * kMostRows;
-      const int64_t count = std::min<int64_t>(kMostRows, rows - row), column = strip * kColumns;
-      const int64_t wide = std::min<int64_t>(kColumns, features - column);
-      float* to = wide == kColumns ? sums + row * features + column : rest;
-      at::native::cpublas::brgemm(count, kColumns, inner, x.stride(0), kColumns, wide == kColumns ? features : kColumns,
-                                  false, numbers + row * x.stride(0), weight + strip * inner * kColumns, to);
-      for (int64_t i = 0; to == rest && i < count; ++i) {
-        std::copy_n(rest + i * kColumns, wide, sums + (row + i) * features + column);
-      }
-    }
-    at::native::cpublas::brgemm_release();
-  });
-}
 
 TORCH_LIBRARY_IMPL(quire, CPU, m) {
   m.impl("linear", linear);
@@ -239,6 +264,8 @@ TORCH_LIBRARY_IMPL(quire, CPU, m) {
   m.impl("packed_linear", packed_linear);
   m.impl("product_layout", product_layout);
 }
+
+TORCH_LIBRARY_IMPL(quire, CompositeExplicitAutograd, m) { m.impl("widened_rows", widened_rows); }
 
 }  // namespace
 }  // namespace quire::cpu::torch_api

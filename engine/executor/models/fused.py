@@ -239,13 +239,14 @@ def one_operator(layers: Sequence[Layer]) -> ops.DecoderLayers | None:
     layers have sinks or experts, or differ in more than weights and windows."""
     weights: list[Tensor | None] = []
     kinds: set[tuple[int, int, float, float, float, float]] = set()
+    widen = False
     for layer in layers:
         attention, mlp = layer.attention, layer.mlp
         if not isinstance(mlp, MLP) or attention.sinks is not None:
             return None
         found = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
         products = [product for product in found if isinstance(product, Product)]
-        packs = [product.packed for product in products if product.packed is not None and product.packed.ordered]
+        packs = [product.packed for product in products if product.packed is not None and product.packed.ours]
         if len(packs) < len(found):
             return None
         first, second = products[0].norm, products[2].norm
@@ -255,13 +256,16 @@ def one_operator(layers: Sequence[Layer]) -> ops.DecoderLayers | None:
         weights += [None if norm is None else norm.weight for norm in norms]
         for product, packed in zip(products, packs, strict=True):
             weights += [packed.numbers, packed.scale, packed.zero, product.bias]
+            widen |= packed.widen
         head_eps = 0.0 if attention.q_norm is None else attention.q_norm.eps
         kinds.add((attention.heads, packs[2].size // 2, first.eps, second.eps, head_eps, attention.scale))
     if len(kinds) != 1:
         return None
     heads, inner, eps, second_eps, head_eps, scale = kinds.pop()
     windows = [layer.attention.window for layer in layers]
-    return ops.DecoderLayers(weights, heads, inner, eps, head_eps, scale, windows) if eps == second_eps else None
+    if eps != second_eps:
+        return None
+    return ops.DecoderLayers(weights, heads, inner, eps, head_eps, scale, windows, widen)
 
 
 class Decoder(nn.Module):
@@ -317,7 +321,7 @@ def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -
     ordered: on a CPU, use products whose bits do not depend on the batch even where others are faster.
     A model whose decoder was swapped works only through `Forward`.
     """
-    linears = Linears(ordered=ordered)
+    linears = Linears(ordered=ordered, dtype=model.dtype)
     if has_plain_decoder(model):
         model.model, model.lm_head = Decoder(model, max_model_len, linears), nn.Identity()
     head = None if is_fused(model) else model.get_output_embeddings()
@@ -356,7 +360,7 @@ def batch_dependence(model: PreTrainedModel) -> str:
     packs = [module.packed for module in model.modules() if isinstance(module, PackedLinear | Product)]
     packs += [None for module in model.modules() if isinstance(module, QuantisedLinear)]
     if not all(packed and packed.ordered for packed in packs):
-        return "the library's products are faster on this CPU and depend on the number of rows"
+        return "products of many rows are faster another way on this CPU, which rounds otherwise"
     if is_fused(model):
         return ""
     head = getattr(model, "lm_head", None)

@@ -150,6 +150,7 @@ class Linears:
     """Makes the linear layers of one model."""
 
     ordered: bool  # on a CPU: products whose bits do not depend on the batch even where others are faster
+    dtype: torch.dtype  # of the model
 
     def product(
         self,
@@ -183,11 +184,13 @@ class Linears:
 
     def _pack(self, weight: Tensor | Quantised, float32_out: bool) -> ops.Packed | ops.Fp8 | ops.Int4 | None:
         if isinstance(weight, Quantised):
+            ordered = self.ordered or self.dtype != torch.bfloat16  # only rows of bfloat16 have two ways
             if weight.numbers.dtype == torch.uint8:
-                pack = ops.pack_int4 if weight.numbers.device.type == "cpu" else ops.pack_int4_gpu
-                return pack(weight.numbers, weight.scale, weight.zero)
+                if weight.numbers.device.type != "cpu":
+                    return ops.pack_int4_gpu(weight.numbers, weight.scale, weight.zero)
+                return ops.pack_int4(weight.numbers, weight.scale, weight.zero, ordered=ordered)
             if weight.numbers.dtype == torch.int8:
-                return ops.pack_int8(weight.numbers, weight.scale, float32_out=float32_out)
+                return ops.pack_int8(weight.numbers, weight.scale, ordered=ordered, float32_out=float32_out)
             return ops.Fp8(weight.numbers, weight.scale)
         if weight.device.type != "cpu":
             return None
