@@ -20,7 +20,7 @@ from engine.executor.errors import one_line
 c10d: Any = _distributed_c10d
 # Bytes of its part that a rank sends, to all others together.  Up to the first border every 8 bytes carry the number of
 # the call, which doubles what travels; beyond the second NCCL sums.
-MOST_WORDS_BYTES, MOST_BYTES = 512 << 10, 16 << 20
+MOST_WORDS_BYTES, MOST_BYTES = 256 << 10, 16 << 20
 WORDS_SHARE, BLOCKS_SHARE = 16 << 10, 64 << 10  # bytes that a CTA sends at most; an inbox takes 96 MiB with two ranks
 # How far the kernel's sum may be from NCCL's, as a share of the largest: both round bfloat16 once or twice.
 MOST_DRIFT = 0.02

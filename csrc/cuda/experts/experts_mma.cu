@@ -210,9 +210,7 @@ __global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(ExpertsArgs a) {
     const float up_bias = bias == nullptr ? 0 : to_float(bias[first_row + up]);
     for_all_pairs<kGateSlices>(
         count, weight + (first_row + gate) * a.hidden, weight + (first_row + up) * a.hidden, a.hidden, partial,
-        [&](int i) {
-          return static_cast<const T*>(a.x) + static_cast<int64_t>(found.list[i] / a.top) * a.hidden;
-        },
+        [&](int i) { return static_cast<const T*>(a.x) + static_cast<int64_t>(found.list[i] / a.top) * a.hidden; },
         [&](int i, float of_gate, float of_up) {
           if (row >= a.inner) return;
           T* const to = static_cast<T*>(a.between) + static_cast<int64_t>(found.list[i]) * a.inner;

@@ -160,8 +160,8 @@ __device__ void load_inputs(const T* x, const int (&from)[kTiles], int tiles, in
 // numbers.  x + from[n]: the numbers of pair g of tile n.  first: those of the first stage.  A lane's sums: its low row with
 // pairs 2t and 2t + 1, then its high row with them.
 template <class T, int kTiles>
-__device__ void multiply(const T* x, const int (&from)[kMostTiles], const Inputs<kMostTiles>& first, int size, Stages& s,
-                         float (&sums)[kTiles][kBlocks][4]) {
+__device__ void multiply(const T* x, const int (&from)[kMostTiles], const Inputs<kMostTiles>& first, int size,
+                         Stages& s, float (&sums)[kTiles][kBlocks][4]) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = row_of_lane();
   const int chunk = warp % 2 * 4 + lane % 4;  // 16 bytes of a slab's row: at chunk ^ (row % 8)
   const int at = warp / 2 * 2 * kHalfBytes + row * kSlabBytes + (chunk ^ row) * 16;
@@ -248,7 +248,7 @@ __device__ void store(const ExpertsArgs& a, int64_t pair, int row, float low, fl
 
 // An item with up to kMostAtOnce pairs of its expert.
 struct Pass {
-  int item, first;      // of the pairs
+  int item, first;  // of the pairs
   Chosen chosen;
   const uint16_t* order;
   int count;

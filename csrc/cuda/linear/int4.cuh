@@ -36,7 +36,7 @@ constexpr int kMostParts = 4, kRecordsAtOnce = kMultipliers / 8;
 
 struct Int4Params : End {
   const float* row_scale;
-  const void* x;      // bf16, for CTAs that convert it
+  const void* x;  // bf16, for CTAs that convert it
   int64_t x_stride;
   const char* notes;  // [records, tokens] of what was converted before
   int blocks;         // 16s of rows of a tile; with silu_mul gate blocks, then as many up blocks
@@ -142,7 +142,8 @@ __device__ inline void to_bytes(uint32_t pair, uint32_t next_pair, float raise, 
 
 __device__ inline uint32_t largest_of(const uint4& pairs) {  // the largest magnitudes of even and of odd numbers
   constexpr uint32_t kMagnitude = 0x7fff7fff;
-  return __vmaxu2(__vmaxu2(pairs.x & kMagnitude, pairs.y & kMagnitude), __vmaxu2(pairs.z & kMagnitude, pairs.w & kMagnitude));
+  return __vmaxu2(__vmaxu2(pairs.x & kMagnitude, pairs.y & kMagnitude),
+                  __vmaxu2(pairs.z & kMagnitude, pairs.w & kMagnitude));
 }
 
 __device__ inline int sum_of(const uint4& bytes, int begin) {  // eight bytes
@@ -377,7 +378,8 @@ __device__ inline void for_bundles(const Run& run) {
 
 // A lane's sums as mma.m16n8k16 leaves them.  Up to four tokens: those of tokens 2 t and 2 t + 1 are in two other lanes.
 template <int kFours, int kBlocks>
-__device__ inline void order_sums(const float (&sums)[kBlocks][kFours][2], float (&ordered)[kBlocks][(kFours + 1) / 2][4]) {
+__device__ inline void order_sums(const float (&sums)[kBlocks][kFours][2],
+                                  float (&ordered)[kBlocks][(kFours + 1) / 2][4]) {
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
@@ -398,9 +400,10 @@ __device__ inline void order_sums(const float (&sums)[kBlocks][kFours][2], float
 // kFours: 4s of tokens, 1 or even.  kRowWarps: warps that share the rows.  kBlocks: 16s of rows of each.  kGroups: of a
 // record.
 template <int kFours, int kRowWarps, int kBlocks, int kGroups>
-__global__ __launch_bounds__(kThreads, kShared<kFours> ? 2 : 1) void int4_kernel(const __grid_constant__ CUtensorMap weight_map,
-                                                               const __grid_constant__ CUtensorMap x_map,
-                                                               const __grid_constant__ Int4Params p) {
+__global__ __launch_bounds__(kThreads,
+                             kShared<kFours> ? 2 : 1) void int4_kernel(const __grid_constant__ CUtensorMap weight_map,
+                                                                       const __grid_constant__ CUtensorMap x_map,
+                                                                       const __grid_constant__ Int4Params p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char stages[];
   __shared__ Int4Barriers barriers;
@@ -454,11 +457,11 @@ __global__ __launch_bounds__(kThreads, kShared<kFours> ? 2 : 1) void int4_kernel
     const unsigned records = min(p.depth, p.records - i * p.depth);
     for (; record < records; record += kShares) {
       const char* const weight = stage + weight_at + (record * p.blocks + first_block) * kRecord;
-      for_bundles<kBlocks, kBundle>([&](auto first, auto count) {  // one past the end is read from whatever is there, and
-        multiply_blocks<kFours, kGroups, count>(weight + kRowWarps * first * kRecord, kRowWarps * kRecord,  // never stored
-                                                x + record * kXBytes, at,
-                                                reinterpret_cast<const XNote<kGroups>*>(notes) + record * p.tokens,
-                                                sums + first);
+      for_bundles<kBlocks, kBundle>([&](auto first,
+                                        auto count) {  // one past the end is read from whatever is there, and
+        multiply_blocks<kFours, kGroups, count>(
+            weight + kRowWarps * first * kRecord, kRowWarps * kRecord,  // never stored
+            x + record * kXBytes, at, reinterpret_cast<const XNote<kGroups>*>(notes) + record * p.tokens, sums + first);
       });
     }
     record -= p.depth;
@@ -483,13 +486,14 @@ void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int
 
 #ifdef QUIRE_INT4_FOURS
 template <int kFours, int kRowWarps, int kBlocks, int kGroups>
-void start_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int tiles, cudaStream_t stream) {
+void start_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int tiles,
+                cudaStream_t stream) {
   const auto kernel = int4_kernel<kFours, kRowWarps, kBlocks, kGroups>;
   constexpr int kRead = kRowWarps * kBlocks;  // blocks that are read, where some may lie past the end of a stage
   constexpr int kEights = (kFours + 1) / 2;
   const int of_x = kConverts<kFours> ? converted_bytes(p.tokens, p.records, kGroups) : 0;
-  const int stages_bytes = p.stages * stage_bytes(p, kGroups, kConverts<kFours>) + of_x +
-                           (kRead - p.blocks) * int4_record_bytes(kGroups);
+  const int stages_bytes =
+      p.stages * stage_bytes(p, kGroups, kConverts<kFours>) + of_x + (kRead - p.blocks) * int4_record_bytes(kGroups);
   const int way_out_bytes = sums_bytes(p.rows, kEights, kWarps / kRowWarps) + kEights * 8 * product_stride(p.rows);
   static const bool allowed = [&] {
     constexpr int kMost = (kShared<kFours> ? kRoom : kWholeRoom) + kRead * int4_record_bytes(kGroups);
@@ -501,7 +505,8 @@ void start_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const I
 }
 
 template <int kFours, int kGroups>
-void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int tiles, cudaStream_t stream) {
+void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int tiles,
+              cudaStream_t stream) {
   const auto with = [&](auto row_warps, auto blocks) {
     start_int4<kFours, row_warps, blocks, kGroups>(weight_map, x_map, p, tiles, stream);
   };
@@ -533,7 +538,8 @@ void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int
   run_int4<kFours, 4>(weight_map, x_map, p, tiles, stream);
 }
 
-template void run_int4<QUIRE_INT4_FOURS>(const CUtensorMap&, const CUtensorMap&, const Int4Params&, int, int, cudaStream_t);
+template void run_int4<QUIRE_INT4_FOURS>(const CUtensorMap&, const CUtensorMap&, const Int4Params&, int, int,
+                                         cudaStream_t);
 #endif
 
 }  // namespace quire::cuda::linears

@@ -104,7 +104,8 @@ __global__ void __launch_bounds__(kMostThreads) rank_sum_kernel(const __grid_con
     char* const inbox = static_cast<char*>(a.inboxes[to]);
     struct {
       char *mark, *packs;
-    } found{inbox + own * kMarkBytes, inbox + (kWords ? words + own * 2 * a.words_share : blocks + own * a.blocks_share)};
+    } found{inbox + own * kMarkBytes,
+            inbox + (kWords ? words + own * 2 * a.words_share : blocks + own * a.blocks_share)};
     return found;
   };
   constexpr int kSent = kWords ? 2 * kPackBytes : kPackBytes;

@@ -15,15 +15,15 @@ constexpr int kMostRanks = 8, kSumCtas = 256, kMaxSummed = 16384;
 enum class Sending { words, blocks };
 
 struct RankSumArgs {
-  Dtype dtype;        // of everything: f32, bf16, fp16
-  void* part;         // [rows, size], this rank's part
-  void* plus;         // [rows, size], equal on all ranks: += the sum; or null: part = the sum
-  const void* norm;   // [size], then normed = rms_norm(the result, norm, eps); or null
-  void* normed;       // [rows, size]
+  Dtype dtype;       // of everything: f32, bf16, fp16
+  void* part;        // [rows, size], this rank's part
+  void* plus;        // [rows, size], equal on all ranks: += the sum; or null: part = the sum
+  const void* norm;  // [size], then normed = rms_norm(the result, norm, eps); or null
+  void* normed;      // [rows, size]
   float eps;
   int64_t rows;
-  int size;           // at most kMaxSummed; rows start at 16 bytes
-  int ctas;           // at most, up to kSumCtas; all must fit on each rank's GPU at once
+  int size;  // at most kMaxSummed; rows start at 16 bytes
+  int ctas;  // at most, up to kSumCtas; all must fit on each rank's GPU at once
   Sending sending;
   int64_t words_share, blocks_share;  // bytes of parts that a CTA may send in a call, either way; multiples of 16
   void* inboxes[kMostRanks];          // of each rank, inbox_bytes() that all ranks can write; zeros at first

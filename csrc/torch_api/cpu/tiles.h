@@ -10,7 +10,7 @@
 
 namespace quire::cpu::torch_api {
 
-constexpr int64_t kTileRows = 64;  // of a call of the library
+constexpr int64_t kTileRows = 64;                 // of a call of the library
 constexpr int64_t kTileTaskRows = 4096 / kLanes;  // a strip of few columns takes as long to widen as one of many
 constexpr int64_t kTileRun = 1024;  // inputs whose weights stay in the cache until all rows of a task have met them
 

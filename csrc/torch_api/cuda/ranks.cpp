@@ -15,7 +15,8 @@ namespace {
 
 void rank_sum(const at::Tensor& part, const std::optional<at::Tensor>& plus, const std::optional<at::Tensor>& norm,
               double eps, const std::optional<at::Tensor>& normed, const at::Tensor& inbox, at::IntArrayRef inboxes,
-              const at::Tensor& calls, int64_t rank, int64_t ctas, int64_t words_share, int64_t blocks_share, bool words) {
+              const at::Tensor& calls, int64_t rank, int64_t ctas, int64_t words_share, int64_t blocks_share,
+              bool words) {
   Size rows("rows"), size("size"), counters("counters");
   const Place place = on_gpu(part);
   const at::ScalarType dtype = part.scalar_type();
@@ -40,7 +41,8 @@ void rank_sum(const at::Tensor& part, const std::optional<at::Tensor>& plus, con
   TORCH_CHECK_VALUE(ctas > 0 && ctas <= kSumCtas, "ctas: ", ctas, " are not 1 to ", kSumCtas);
   TORCH_CHECK_VALUE(words_share % 16 == 0 && blocks_share % 16 == 0, "shares: no multiples of 16 bytes");
   const int64_t needed = inbox_bytes(static_cast<int>(ranks), words_share, blocks_share);
-  TORCH_CHECK_VALUE(static_cast<int64_t>(inbox.nbytes()) >= needed, "inbox: has ", inbox.nbytes(), " bytes, needs ", needed);
+  TORCH_CHECK_VALUE(static_cast<int64_t>(inbox.nbytes()) >= needed, "inbox: has ", inbox.nbytes(), " bytes, needs ",
+                    needed);
   TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(inbox.const_data_ptr()) == static_cast<uintptr_t>(inboxes[rank]),
                     "inboxes: that of rank ", rank, " is not inbox");
   const int64_t share = words ? words_share : blocks_share, sent = (rows + ctas - 1) / ctas * row_bytes;
