@@ -55,9 +55,7 @@ inline __host__ __device__ int note_bytes(int groups) {
   return static_cast<int>(groups == 4 ? sizeof(XNote<4>) : sizeof(XNote<1>));
 }
 
-// A stage: x [tokens, depth] times 128 numbers, then the records of the weight [depth, blocks], then notes [depth, tokens].
-// Where CTAs convert, a stage is records only, and behind all stages there are x [tokens, records] times 128 numbers and
-// notes [records, tokens].
+// Whether each CTA converts the tokens' numbers, not a kernel in front.
 template <int kFours>
 constexpr bool kConverts = kFours == 1;
 
@@ -68,6 +66,9 @@ constexpr bool kShared = kFours <= 2;
 constexpr int kWholeRoom = 190 << 10;
 constexpr int int4_room(int tokens) { return tokens <= 8 ? kRoom : kWholeRoom; }
 
+// A stage: x [tokens, depth] times 128 numbers, then the records of the weight [depth, blocks], then notes [depth, tokens].
+// Where CTAs convert, a stage is records only, and behind all stages there are x [tokens, records] times 128 numbers and
+// notes [records, tokens].
 inline __host__ __device__ int stage_x_bytes(const Int4Params& p) { return p.tokens * p.depth * kXBytes; }
 inline __host__ __device__ int weight_bytes(const Int4Params& p, int groups) {
   return p.blocks * p.depth * int4_record_bytes(groups);
@@ -152,8 +153,8 @@ __device__ inline int sum_of(const uint4& bytes, int begin) {  // eight bytes
                     : __dp4a(static_cast<int>(bytes.z), kOnes, __dp4a(static_cast<int>(bytes.w), kOnes, 0));
 }
 
-// A token's numbers of a record, in eight lanes: lane 4 h + t has those of half h that lanes t of a multiplier read,
-// 8 t to 8 t + 7 of each 32.
+// A token's numbers of a record, in eight lanes: lane 4 h + t has numbers 8 t to 8 t + 7 of each 32 of half h, which lanes of
+// the same t multiply.
 struct RecordOfX {
   uint4 a, b;
 
@@ -314,9 +315,10 @@ __device__ inline void add_group(const int (&of_group)[kFours][4], const GroupSc
   }
 }
 
-// Adds the products of a record with kBlocks times 16 rows, those from `first` on, kStep blocks apart, to their sums.  A
-// product waits for the one before it that adds to the same numbers, so those of several blocks are mixed.
-//   record  of block 0 of this warp    x  the tokens' bytes that meet it
+// Adds the products of a record with kBlocks times 16 rows to their sums.  A product waits for the one before it that adds to
+// the same numbers, so those of several blocks are mixed.
+//   record  of the first block; the next ones lie `step` bytes apart
+//   x       the tokens' bytes that meet it
 template <int kFours, int kGroups, int kBlocks>
 __device__ inline void multiply_blocks(const char* record, int step, const char* x, const Int4Lane<kFours>& at,
                                        const XNote<kGroups>* notes, float (*sums)[kFours][2]) {
@@ -366,7 +368,7 @@ __device__ inline void multiply_blocks(const char* record, int step, const char*
   }
 }
 
-// Calls run(integral constants b, b + 1, ..) for all of 0 to kBlocks - 1, in bundles of up to kMost: (first, count).
+// Calls run(first, count), which are integral constants, for bundles of up to kMost that make up 0 to kBlocks - 1.
 template <int kBlocks, int kMost, int kFrom = 0, class Run>
 __device__ inline void for_bundles(const Run& run) {
   if constexpr (kFrom < kBlocks) {
