@@ -10,7 +10,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +34,8 @@ def numbers(seed: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, width, generator=generator, device="cuda").to(dtype)
 
 
-def in_order(parts: list[Tensor]) -> Tensor:
+def in_order(parts: Sequence[Tensor]) -> Tensor:
+    """The parts added in this order, in float32, and rounded once."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.executor import ops
+from tests.kernels.rank_sum_process import in_order
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 CUDA = torch.device("cuda")
@@ -57,14 +58,6 @@ class OnOneGpu:
         return found
 
 
-def in_order(parts: Sequence[Tensor], plus: Tensor | None = None) -> Tensor:
-    """The parts added in the order of ranks, in float32, and rounded once."""
-    total = torch.zeros_like(parts[0], dtype=torch.float32)
-    for part in [*parts, *([] if plus is None else [plus])]:
-        total = total + part.float()
-    return total.to(parts[0].dtype)
-
-
 def parts_of(size: int, rows: int, width: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     return [torch.randn(rows, width, device=CUDA).to(dtype) for _ in range(size)]
 
@@ -72,7 +65,7 @@ def parts_of(size: int, rows: int, width: int, dtype: torch.dtype = torch.bfloat
 def check(ranks: OnOneGpu, parts: list[Tensor], *, words: bool, fused: bool = False) -> None:
     plus = torch.randn_like(parts[0]) if fused else None
     norm = torch.randn_like(parts[0][0]) if fused else None
-    wanted = in_order(parts, plus)
+    wanted = in_order(parts if plus is None else [*parts, plus])
     found = ranks.sums(parts, words=words, plus=plus, norm=norm)
     assert all(torch.equal(sums, wanted) for sums, _ in found)
     if norm is not None:

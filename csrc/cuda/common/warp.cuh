@@ -41,9 +41,8 @@ __device__ inline float sum_of_row(float x) {
   __shared__ float of_warp[kWarp];
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
   __syncthreads();
-  x = 0;
-  for (int warp = 0; warp < threads / kWarp; ++warp)
-    x += of_warp[warp];  // quicker than shuffles: no read waits for another
+  x = 0;  // a loop is quicker than shuffles: no read waits for another
+  for (int warp = 0; warp < threads / kWarp; ++warp) x += of_warp[warp];
   return x;
 }
 
