@@ -112,7 +112,8 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   //   norm      [inner]: x becomes rms_norm(x, norm, eps) first, rounded
   //   silu_mul  weight and bias hold size gate rows, then size up rows; out = silu(gate) * up, of gate and up rounded
   //   add       out += the result, which may be rounded first
-  // Sums in float32.  weight and bias must be at rest, like the weights of norms.
+  // Sums in float32.  weight and bias must be at rest, like the weights of norms.  On a GPU out may be float32 where x is not,
+  // without silu_mul and add: such a product is not rounded.
   m.def(
       "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
       "Tensor(a!) out) -> ()");

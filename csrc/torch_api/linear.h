@@ -21,15 +21,23 @@ struct LinearSizes {
   Size tokens{"tokens"}, inner{"inner size"}, features{"features"}, rows{"rows of the weight"};
 };
 
-// x and out, which set all sizes.
-inline LinearSizes check_ends(const at::Tensor& x, bool silu_mul, const at::Tensor& out, const Place& place) {
+// Whether out is float32 while x is not.
+inline bool float32_out(const at::Tensor& x, const at::Tensor& out, bool add, bool silu_mul) {
+  if (out.scalar_type() == x.scalar_type() || out.scalar_type() != at::kFloat) return false;
+  TORCH_CHECK_VALUE(!add && !silu_mul, "out: float32 takes neither add nor silu_mul");
+  return true;
+}
+
+// x and out, which set all sizes.  float32_out: out is float32, whatever x is.
+inline LinearSizes check_ends(const at::Tensor& x, bool silu_mul, const at::Tensor& out, const Place& place,
+                              bool float32_out) {
   LinearSizes sizes;
   for (const auto& [who, t, columns] : {std::tuple<const char*, const at::Tensor&, Size&>{"x", x, sizes.inner},
                                         {"out", out, sizes.features}}) {
     expect_device(who, t, place);
     expect(who, t, {sizes.tokens, columns});
     expect_last_contiguous(who, t);
-    expect_dtype(who, t, x.scalar_type(), "x");
+    if (!float32_out || &t == &x) expect_dtype(who, t, x.scalar_type(), "x");
   }
   sizes.rows.agree("out", sizes.features * (silu_mul ? 2 : 1));
   return sizes;
@@ -44,8 +52,8 @@ inline void check_around(LinearSizes& sizes, const at::Tensor& x, const std::opt
 // stored: the dtype of the weight.
 inline void check_linear(const at::Tensor& x, const at::Tensor& weight, at::ScalarType stored,
                          const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& norm, bool silu_mul,
-                         const at::Tensor& out, const Place& place) {
-  LinearSizes sizes = check_ends(x, silu_mul, out, place);
+                         const at::Tensor& out, const Place& place, bool float32_out = false) {
+  LinearSizes sizes = check_ends(x, silu_mul, out, place, float32_out);
   expect_plain("weight", weight, {sizes.rows, sizes.inner}, stored, place, stored == x.scalar_type() ? "x" : nullptr);
   check_around(sizes, x, bias, norm, place);
 }
@@ -71,6 +79,11 @@ inline void silu_product(const at::Tensor& gate_up, const at::Tensor& out) {
 inline void linear_chain(at::Tensor x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                          const std::optional<at::Tensor>& norm, double eps, bool add, bool silu_mul, at::Tensor out) {
   if (norm) x = normed(x, *norm, eps);
+  if (out.scalar_type() != x.scalar_type()) {  // float32, on a GPU
+    at::mm_out(out, x, weight.t(), at::kFloat);
+    if (bias) out.add_(*bias);
+    return;
+  }
   if (!bias && !silu_mul) {
     if (add) {
       at::addmm_out(out, out, x, weight.t());

@@ -250,16 +250,20 @@ def linear(
     silu_mul: bool = False,
     plus: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    float32_out: bool = False,
 ) -> torch.Tensor:
     """rms_norm(x, norm, eps) times the transposed weight, plus bias.  x [T, in], weight [size, in] -> [T, size].
 
     norm      [in]; None: x as it is
     silu_mul  weight and bias hold `size` gate rows, then as many up rows; the result is silu(gate) * up
     plus      [T, size], to which the result is added, in place: what is returned
-    out       [T, size], without `plus`: where the result goes
+    out       [T, size], without `plus`: where the result goes.  On a GPU it may be float32 if there is no silu_mul
 
-    With an Fp8 weight all else is bfloat16.  Up to 4 tokens x keeps its bits.  With more it is rounded to e4m3, too,
-    with a scale for each token, or for each 128 numbers of it where the weight has scales of blocks.
+    float32_out: make such an `out`; on a GPU, without silu_mul and plus.
+
+    With an Fp8 weight all else is bfloat16.  x keeps its bits where a CTA can hold all of it: one token of up to 16,384
+    numbers, 2 of 8,192, 4 of 4,096.  With more it is rounded to e4m3, too, with a scale for each token, or for each
+    128 numbers of it where the weight has scales of blocks.
 
     With an Int4 weight all else is bfloat16, too.  Up to 48 tokens only the result is rounded.  With more the weight is
     made bfloat16 first, in memory of the call's own.
@@ -268,7 +272,8 @@ def linear(
     if out is None:
         rows = len(weight) if isinstance(weight, torch.Tensor) else weight.rows
         size = rows // 2 if silu_mul else rows
-        out = torch.empty(x.shape[0], size, dtype=x.dtype, device=x.device) if plus is None else plus
+        dtype = torch.float32 if float32_out else x.dtype
+        out = torch.empty(x.shape[0], size, dtype=dtype, device=x.device) if plus is None else plus
     rest = (bias, norm, eps, plus is not None, silu_mul, out)
     if isinstance(weight, Fp8):
         torch.ops.quire.linear_fp8.default(x, weight.numbers, weight.scale, *rest)

@@ -131,9 +131,9 @@ class Worker:
         """Take the KV cache, the host's memory for swapped blocks, and the batch's tensors.  Raises NotEnoughMemory."""
         config, model = self._config, self._loaded
         kv_dtype = KV_DTYPES.get(config.kv_dtype, model.dtype)
-        # Where graphs leave the logits.
+        # Where graphs leave the logits, which are not rounded to the model's dtype.
         graph_rows = self._max_seqs if self._has_graphs else 0
-        self._graph_logits = torch.zeros(graph_rows, model.vocab_size, dtype=model.dtype, device=self.device)
+        self._graph_logits = torch.zeros(graph_rows, model.vocab_size, dtype=torch.float32, device=self.device)
         token_bytes = bytes_per_token(model.layers, kv_dtype)
         # Without a length in the configuration the cache decides: a model's own may be made for a larger machine.
         self.blocks = blocks_that_fit(

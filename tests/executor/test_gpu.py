@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -68,6 +69,23 @@ def test_logits_stay_within_the_noise_of_bfloat16(checkpoint: Checkpoint, refere
         got.append(driver.worker.logits)
     error = (torch.cat(got).float().cpu() - exact).pow(2).mean().sqrt()
     assert error <= 2 * noise
+
+
+@pytest.mark.parametrize("quantize", ["none", "fp8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2"])  # swapped whole, plain, with what follows the head
+def test_logits_are_not_rounded_to_sixteen_bits(
+    checkpoint: Checkpoint, family: str, quantize: Literal["none", "fp8", "int4"]
+) -> None:
+    device = torch.device("cuda")
+    for rows in (1, 40):  # our kernel, the library's products
+        model = load_model(str(checkpoint(family)), dtype="bfloat16", device=device, quantize=quantize)
+        driver = Driver(model, graph_seconds=0)
+        for row in range(rows):
+            driver.add(words(9, row))
+        driver.step()
+        logits = driver.worker.logits
+        assert logits.dtype == torch.float32
+        assert (logits != logits.bfloat16()).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("family", FAMILIES)

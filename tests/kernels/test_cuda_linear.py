@@ -109,6 +109,23 @@ def test_shapes_of_models(tokens: int) -> None:
     check(tokens, 1024, 151_936, torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5, 12, 32, 100])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_result_in_float32_is_not_rounded(tokens: int, dtype: torch.dtype, bias: bool) -> None:
+    for size in (1000, 1056, 40_000):
+        wide = torch.full((tokens + 1, size + 8), math.nan, device=CUDA)
+        x, (weight, exact) = randn(tokens, 512, dtype=dtype), plain_weight(size, 512, dtype)
+        biases = randn(size, dtype=dtype) if bias else None
+        out = ops.linear(x, weight, biases, out=wide[:tokens, :size])
+        y = x.double() @ exact.t() + (biases.double() if biases is not None else 0)
+        assert error(out, y) < 1e-5
+        assert wide[tokens:].isnan().all()
+        assert wide[:, size:].isnan().all()
+    with pytest.raises(ValueError, match="float32 takes neither add nor silu_mul"):
+        ops.linear(x, weight, plus=torch.zeros(tokens, size, device=CUDA))
+
+
 def test_unaligned_rows_and_float32() -> None:
     """What the kernel for few tokens does not take is computed all the same."""
     x, weight = randn(3, 129, dtype=torch.bfloat16)[:, 1:], randn(64, 128, dtype=torch.bfloat16)

@@ -89,6 +89,25 @@ def test_shapes_of_models(tokens: int) -> None:
             check(tokens, inter, hidden, group, plus=True)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 12, 40, 100])
+def test_a_result_in_float32(tokens: int) -> None:
+    """Inputs become integers of 16 bits, and over 64 tokens the weight is rounded: float32 keeps what that leaves."""
+    stored, exact = weight(1024, 512)
+    x = randn(tokens, 512, dtype=BF16)
+    out = ops.linear(x, stored, float32_out=True)
+    assert out.dtype == torch.float32
+    assert error(out, x.double() @ exact.t()) < (2e-4 if tokens <= 64 else EXACT)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4])
+@pytest.mark.parametrize("inner", [128, 1152, 4096, 8192, 14336])
+def test_a_norm_in_front(tokens: int, inner: int) -> None:
+    """Computed by each CTA where it holds all of x, else by a kernel of its own."""
+    for group in GROUPS:
+        check(tokens, inner, 512, group, norm=True)
+        check(tokens, inner, 512, group, norm=True, silu_mul=True)
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_each_number_of_a_weight_comes_out_as_it_is(group: int) -> None:
     """Rounded once, in the kernel and in the weight that it becomes for many tokens."""

@@ -34,11 +34,6 @@ __device__ inline void load_matrices(uint32_t (&r)[2], uint32_t address) {
                : "memory");
 }
 
-// What a lane needs of shared memory by itself: 8 bytes, aligned.
-__device__ inline void load_eight_bytes(uint32_t (&r)[2], uint32_t address) {
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address) : "memory");
-}
-
 __device__ inline void load_transposed(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -90,17 +90,17 @@ __global__ void __launch_bounds__(kMostThreads) quantise_rows_kernel(QuantiseArg
   }
 }
 
-/* product [tokens, columns] bf16 · out [tokens, features] bf16
+/* product [tokens, columns] T · out [tokens, features] T
  * Grid (packs of a row / threads, tokens): a thread makes one pack of kPack numbers.  Moves the product, out, and out once
  * more where it is added to. */
-template <int kPack, bool kSiluMul>
+template <class T, int kPack, bool kSiluMul>
 __global__ void scale_product_kernel(ScaleArgs a) {
   let_next_kernel_start();
   wait_for_previous_kernels();
   const int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kPack, token = blockIdx.y;
   if (at >= a.features) return;
   const float x_scale = a.x_scale != nullptr ? a.x_scale[token] : 1;
-  const bf16* const row = static_cast<const bf16*>(a.product) + token * a.features * (kSiluMul ? 2 : 1);
+  const T* const row = static_cast<const T*>(a.product) + token * a.features * (kSiluMul ? 2 : 1);
   const auto scaled = [&](int64_t column, float(&y)[kPack]) {
     widen(load_pack<kPack>(row + column), y);
     for (int j = 0; j < kPack; ++j) {
@@ -114,26 +114,26 @@ __global__ void scale_product_kernel(ScaleArgs a) {
     scaled(a.features + at, more);
     for (int j = 0; j < kPack; ++j) y[j] = __fdividef(y[j], 1.0f + expf(-y[j])) * more[j];
   }
-  bf16* const out = static_cast<bf16*>(a.out) + token * a.out_stride + at;
+  T* const out = static_cast<T*>(a.out) + token * a.out_stride + at;
   if (a.add) {
     widen(load_pack<kPack>(out), more);
     for (int j = 0; j < kPack; ++j) y[j] += more[j];
   }
-  store_pack(out, narrow<bf16>(y));
+  store_pack(out, narrow<T>(y));
 }
 
-template <int kPack>
+template <class T, int kPack>
 void launch_scale_product(const ScaleArgs& a, cudaStream_t stream) {
   constexpr int kThreads = 256, kMostTokens = 65535;  // of one grid
   const int64_t packs = (a.features + kPack - 1) / kPack;
   for (int64_t first = 0; first < a.tokens; first += kMostTokens) {
     ScaleArgs part = a;
     part.tokens = std::min<int64_t>(kMostTokens, a.tokens - first);
-    part.product = static_cast<const bf16*>(a.product) + first * a.features * (a.silu_mul ? 2 : 1);
+    part.product = static_cast<const T*>(a.product) + first * a.features * (a.silu_mul ? 2 : 1);
     part.x_scale = a.x_scale == nullptr ? nullptr : a.x_scale + first;
-    part.out = static_cast<bf16*>(a.out) + first * a.out_stride;
+    part.out = static_cast<T*>(a.out) + first * a.out_stride;
     const dim3 grid((packs + kThreads - 1) / kThreads, part.tokens);
-    const auto kernel = a.silu_mul ? scale_product_kernel<kPack, true> : scale_product_kernel<kPack, false>;
+    const auto kernel = a.silu_mul ? scale_product_kernel<T, kPack, true> : scale_product_kernel<T, kPack, false>;
     launch(kernel, grid, kThreads, 0, stream, part);
   }
 }
@@ -141,8 +141,15 @@ void launch_scale_product(const ScaleArgs& a, cudaStream_t stream) {
 }  // namespace
 
 void scale_product(const ScaleArgs& a, cudaStream_t stream) {
-  if (a.features % 8 == 0 && in_16_bytes(a.out, a.out_stride, 2)) return launch_scale_product<8>(a, stream);
-  launch_scale_product<1>(a, stream);
+  const auto with = [&](auto number) {
+    using T = decltype(number);
+    constexpr int kPack = 16 / sizeof(T);
+    if (a.features % kPack == 0 && in_16_bytes(a.out, a.out_stride, sizeof(T))) {
+      return launch_scale_product<T, kPack>(a, stream);
+    }
+    launch_scale_product<T, 1>(a, stream);
+  };
+  a.float32_out ? with(float{}) : with(bf16{});
 }
 
 void quantise_rows(const QuantiseArgs& a, cudaStream_t stream) {

@@ -25,13 +25,13 @@ constexpr int kMaxQuantised = 65536;
 void quantise_rows(const QuantiseArgs& args, cudaStream_t stream);
 
 struct ScaleArgs {
-  const void* product;         // [tokens, features, or 2 * features with silu_mul] bf16: gate, then up
+  const void* product;         // [tokens, features, or 2 * features with silu_mul], of out's dtype: gate, then up
   const float* x_scale;        // [tokens]; or null: the product is scaled
   const float* weight_scale;   // of each column of the product; or null
   const void* bias;            // likewise, bf16; or null
-  void* out;                   // [tokens, features] bf16
+  void* out;                   // [tokens, features] bf16, or float32
   int64_t out_stride, tokens, features;
-  bool add, silu_mul;          // as in linear.h
+  bool add, silu_mul, float32_out;  // as in linear.h
 };
 void scale_product(const ScaleArgs& args, cudaStream_t stream);
 

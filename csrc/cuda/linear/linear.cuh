@@ -1,24 +1,19 @@
 // The product of a few tokens with a weight matrix, at the speed at which the weight can be read.
 //
 //   x [tokens, inner] · weight [features, inner] · out [tokens, features], bf16 or fp16, sums in float32
-//   or, with x and out in bf16, a weight in e4m3 with a scale for each row, or for each 128 x 128 numbers: half of the bytes
 //
 // Every multiprocessor gets one CTA and an equal share of the weight's rows, over all of inner.  So no sums are added up
 // between CTAs, which would take 2 to 5 us.
 //
 //        inner ->
 //   f   |----|----|----|----|   a tile: p.rows rows of the weight, for one CTA
-//   e   |       CTA 0       |   a slab: 128 bytes a row of a tile, 64 numbers of inner (e4m3: 128)
+//   e   |       CTA 0       |   a slab: 128 bytes a row of a tile, 64 numbers of inner
 //   a   |----|----|----|----|   a stage: p.depth slabs, copied at once
 //   t   |       CTA 1       |
 //
 // In a CTA, one warp starts copies as far ahead as its half of the shared memory allows, and 8 warps multiply.  Each takes
 // its share of the 16s of inner, and of the 16s of rows if there are many.  The weight is the left operand of
 // mma.m16n8k16 and the tokens are the right one: 8 of them take as long as one.
-//
-// Numbers in e4m3 become fp16 in registers, by one instruction for two of them, right before they are multiplied.  So x
-// becomes fp16, too.  Of 16 numbers of inner a lane takes four neighbours for both operands; mma.m16n8k16 would have it take
-// two pairs, but their order does not change the sum.
 //
 // Copies of the weight start before the kernels in front have ended, because no kernel writes weights.  Two CTAs fit on a
 // multiprocessor.  So while one kernel ends, the next one's 100 KB are already copied or on their way.
@@ -50,7 +45,6 @@ constexpr int kThreads = kMultipliers + 32;
 constexpr int kMaxStages = 12;
 constexpr int kMaxRows = 224;       // of a tile
 constexpr int kManyTokensRows = 32;  // of a tile of 17 to 32 tokens: with more, sums no longer fit into registers
-constexpr int kFewTokens = 4;       // most with an e4m3 weight: every CTA reads all of x once more
 constexpr int kRoom = 110 << 10;    // of shared memory, for the stages
 
 inline int tiles_of(int n, int size) { return (n + size - 1) / size; }
@@ -71,29 +65,18 @@ struct End {
   int tile_features;     // of out that a tile makes: a multiple of 8
   int rows;              // of the weight that a tile reads: tile_features, or with silu_mul twice as many
   bool add, silu_mul;
+  bool float32_out;  // then neither of both
 };
 
 struct Params : End {
-  const void* x;
-  int64_t x_stride;
-  int inner;
-  const float* scale;  // of an e4m3 weight: [rows], or [rows / 128, inner / 128]
-  int table_at;          // of a table of blocks' scales, in bytes after the stages' start
-  int depth;             // slabs of a stage
-  int count, stages;     // stages of a tile; in shared memory
+  int depth;          // slabs of a stage
+  int count, stages;  // stages of a tile; in shared memory
 };
 
 // Shared memory on the way out: sums of every share, then the product [tokens, rows].  It has 8 numbers of padding, so
 // that tokens start in different banks.
 constexpr int product_stride(int rows) { return rows * 2 + 16; }
 constexpr int sums_bytes(int rows, int eights, int shares) { return shares * ((rows + 15) / 16) * eights * 32 * 16; }
-
-// The scales of the blocks that a tile's rows lie in, [kMostSets, slabs]: a slab is as wide as a block.  First those of its
-// rows, or gate rows, which lie in at most 3 (224 rows) or 2 (112) blocks, then those of its up rows.
-constexpr int kBlock = 128, kMostSets = 4;
-constexpr int sets_of_half(bool silu_mul) { return silu_mul ? 2 : 3; }
-inline __host__ __device__ int table_slabs(const Params& p) { return p.count * p.depth; }
-inline int table_bytes(const Params& p) { return kMostSets * table_slabs(p) * static_cast<int>(sizeof(float)); }
 
 __device__ inline void sync_multipliers() { hopper::named_sync(1, kMultipliers); }
 
@@ -196,88 +179,40 @@ __device__ void end_of_product(const End& p, int first_feature, int first_block,
       const int feature = first_feature + row - (up ? p.tile_features : 0);
       if (feature < p.features) {
         const int at = feature + (up ? p.features : 0);
-        scale = of_row(row, at);
+        scale = of_row(row);
         if (p.bias != nullptr) bias = to_float(static_cast<const T*>(p.bias)[at]);
       }
-      T* const to = reinterpret_cast<T*>(product + token * product_stride(p.rows)) + row;
-      to[0] = from_float<T>((r == 0 ? s.x : s.z) * scale + bias);
-      to[product_stride(p.rows) / 2] = from_float<T>((r == 0 ? s.y : s.w) * scale + bias);
+      const float y[2] = {(r == 0 ? s.x : s.z) * scale + bias, (r == 0 ? s.y : s.w) * scale + bias};  // of two tokens
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        if (!p.float32_out) {
+          reinterpret_cast<T*>(product + (token + t) * product_stride(p.rows))[row] = from_float<T>(y[t]);
+        } else if (token + t < p.tokens && feature < p.features) {
+          static_cast<float*>(p.out)[(token + t) * p.out_stride + feature] = y[t];
+        }
+      }
     }
   }
+  if (p.float32_out) return;
   sync_multipliers();
   store_product(p, first_feature, product, old);
 }
 
-// bf16 has more exponents than fp16.  So each token of x is multiplied by a power of two that brings its largest number
-// between 2^14 and 2^15.  Numbers 2^29 times as small still keep all of their bits, and only those 2^39 times as small
-// are lost.
-struct TokenScales {
-  uint32_t raise;  // two of bf16: what x is multiplied by
-  float lower;     // what the sums are multiplied by
-};
-
-__device__ inline TokenScales scales_of(uint32_t largest) {  // the magnitude of a bf16, in its bits
-  const int exponent = static_cast<int>(largest >> 7) - 127;
-  const int up = largest == 0 ? 0 : min(14 - exponent, 120);
-  return {static_cast<uint32_t>(up + 127) * 0x00800080u, exp2f(static_cast<float>(-up))};
-}
-
-__device__ inline uint32_t to_fp16(uint32_t pair, uint32_t raise) {  // two of bf16
-  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(raise));
-  return pack<fp16>(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000));
-}
-
-// The largest magnitude of each token of x, in largest[p.tokens], which held zeros.  All tokens at once: one after another,
-// each would take the time of a read from L2.
-__device__ inline void find_largest(const Params& p, uint32_t* largest) {
-  uint32_t most[kFewTokens] = {};
-#pragma unroll 4
-  for (int i = threadIdx.x; i < p.inner / 8; i += kMultipliers) {
-#pragma unroll
-    for (int token = 0; token < kFewTokens; ++token) {
-      if (token >= p.tokens) break;
-      const uint4 x = reinterpret_cast<const uint4*>(static_cast<const bf16*>(p.x) + token * p.x_stride)[i];
-      for (const uint32_t two : {x.x, x.y, x.z, x.w}) most[token] = __vmaxu2(most[token], two & 0x7fff7fff);
-    }
-  }
-#pragma unroll
-  for (int token = 0; token < kFewTokens; ++token) {
-    if (token >= p.tokens) break;
-    const uint32_t of_warp = __reduce_max_sync(~0u, max(most[token] & 0xffff, most[token] >> 16));
-    if (threadIdx.x % 32 == 0) atomicMax(&largest[token], of_warp);
-  }
-}
-
-// A slab past the end of the weight is read as zeros.  It gets the scale 0, because 0 times whatever is in shared memory
-// might be NaN.
-__device__ inline void fill_table(const Params& p, int first_feature, float* table) {
-  const int sets = sets_of_half(p.silu_mul), slabs = table_slabs(p), halves = p.silu_mul ? 2 : 1;
-  for (int i = threadIdx.x; i < halves * sets * slabs; i += kMultipliers) {
-    const int set = i / slabs, slab = i % slabs, half = set / sets;
-    const int block = (first_feature + half * p.features) / kBlock + set % sets;
-    const bool there = slab < p.inner / kBlock && block < halves * p.features / kBlock;
-    table[i] = there ? p.scale[block * (p.inner / kBlock) + slab] : 0;
-  }
-}
-
-// kEights: 8s of tokens.  kRowWarps: warps that share the rows.  kBlocks: 16s of rows of each.  kGrid: scales are of blocks.
-template <class T, class W, int kEights, int kRowWarps, int kBlocks, bool kGrid>
+// kEights: 8s of tokens.  kRowWarps: warps that share the rows.  kBlocks: 16s of rows of each.
+template <class T, int kEights, int kRowWarps, int kBlocks>
 __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_constant__ CUtensorMap weight_map,
                                                              const __grid_constant__ CUtensorMap x_map,
                                                              const Params p) {
 #if __CUDA_ARCH__ >= 900
-  constexpr int kXSlabs = sizeof(T) / sizeof(W);  // of x, for one of the weight
   extern __shared__ char shared[];
   __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
-  __shared__ uint32_t largest[kEights * 8];  // of a token
-  __shared__ float lower[kEights * 8];
   char* const stages = shared + (-shared_address(shared) & 1023);  // swizzled rows start at multiples of 1024
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int first_feature = blockIdx.x * p.tile_features;
   // Of a stage: [depth, rows] of the weight (with silu_mul: the gate rows of all slabs, then the up rows), then
   // [depth, tokens] of x.
   const int weight_bytes = p.depth * p.rows * kSlabBytes;
-  const int stage_bytes = weight_bytes + p.depth * kXSlabs * kEights * 8 * kSlabBytes;
+  const int stage_bytes = weight_bytes + p.depth * kEights * 8 * kSlabBytes;
 
   if (thread == kMultipliers) {
     hopper::prefetch_map(&weight_map);
@@ -288,7 +223,6 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     }
     hopper::fence_barrier_init();
   }
-  if (thread < kEights * 8) largest[thread] = 0;
   __syncthreads();
   let_next_kernel_start();
 
@@ -303,8 +237,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
       }
     };
     const auto copy_x = [&](int i, int stage) {
-      hopper::copy_often(stages + stage * stage_bytes + weight_bytes, &x_map, &full[stage], 0, 0,
-                         i * p.depth * kXSlabs);
+      hopper::copy_often(stages + stage * stage_bytes + weight_bytes, &x_map, &full[stage], 0, 0, i * p.depth);
     };
     const int early = min(p.count, p.stages);
     for (int i = 0; i < early; ++i) copy_weight(i, i);
@@ -323,9 +256,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
   // A row of a slab has four quarters of 32 bytes: a share is two of them, or one, or one of every other slab.
   constexpr int kShares = kWarps / kRowWarps, kQuarters = kShares < 4 ? 4 / kShares : 1;
   constexpr int kSlabStep = kShares > 4 ? kShares / 4 : 1;
-  // Of a scheduler's warps (every fourth), those of other shares take other rows: some have a block less to widen.
-  const int share = warp / kRowWarps, blocks = (p.rows + 15) / 16;
-  const int first_block = (warp + share * kRowWarps / 2) % kRowWarps;
+  const int share = warp / kRowWarps, first_block = warp % kRowWarps;
   const int first_slab = share / 4, quarter = share % 4 * kQuarters;
 
   // Where the lane's rows of the operands stand in a stage: 16-byte chunk c of row r at chunk c ^ (r % 8).
@@ -339,44 +270,10 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     if (row >= half) row += (p.depth - 1) * half;
     w_at[b] += row * kSlabBytes;
   }
-  // A quarter of the weight meets kXSlabs quarters of x.
-  const bool four = kXSlabs > 1;  // a lane reads four neighbours of its token; else two pairs, as ldmatrix gives them
-  const int x_row = four ? lane / 4 : lane % 8 + (kEights > 1 ? lane / 16 * 8 : 0), x_quarter = quarter * kXSlabs;
-  const int x_chunk = x_quarter % 4 * 2 + (four ? lane % 4 / 2 : lane / 8 % 2);
-  const int x_at = weight_bytes + (x_quarter / 4 * kEights * 8 + x_row) * kSlabBytes + (x_chunk ^ x_row % 8) * 16 +
-                   (four ? lane % 2 * 8 : 0);
-
-  // Where the scales of the lane's two rows of each block of 16 stand in the table.  8 rows never lie in two blocks.
-  const float* const table = reinterpret_cast<const float*>(stages + p.table_at);
-  [[maybe_unused]] int scale_at[kBlocks][2];
-  if constexpr (kGrid) {
-    fill_table(p, first_feature, reinterpret_cast<float*>(stages + p.table_at));
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = min((first_block + kRowWarps * b) * 16 + lane / 4 + 8 * r, p.rows - 1);
-        const bool up = row >= p.tile_features;
-        const int feature = first_feature + row - (up ? p.tile_features : 0);
-        const int set = (up ? sets_of_half(p.silu_mul) : 0) + feature / kBlock - first_feature / kBlock;
-        scale_at[b][r] = set * table_slabs(p);
-      }
-    }
-    sync_multipliers();
-  }
+  const int x_row = lane % 8 + (kEights > 1 ? lane / 16 * 8 : 0);
+  const int x_at = weight_bytes + x_row * kSlabBytes + ((quarter * 2 + lane / 8 % 2) ^ x_row % 8) * 16;
 
   wait_for_previous_kernels();
-  uint32_t raise[kEights];
-  if constexpr (kXSlabs > 1) {
-    find_largest(p, largest);
-    sync_multipliers();
-#pragma unroll
-    for (int e = 0; e < kEights; ++e) {
-      const TokenScales scales = scales_of(largest[e * 8 + lane / 4]);
-      raise[e] = scales.raise;
-      if (lane % 4 == 0) lower[e * 8 + lane / 4] = scales.lower;  // every warp writes the same
-    }
-  }
   const Pack<T, 8> old = read_out<T>(p, first_feature);
 
   float sums[kBlocks][kEights][4] = {};
@@ -386,67 +283,27 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     const uint32_t at = shared_address(stages + next.at * stage_bytes);
 #pragma unroll 4
     for (int d = first_slab; d < p.depth; d += kSlabStep) {
-      [[maybe_unused]] float of_slab[kGrid ? kBlocks : 1][kEights][4] = {};
 #pragma unroll
       for (int k = 0; k < kQuarters; ++k) {
         // Further quarters differ in bits that the swizzle only turns over.
-        uint32_t x[kXSlabs][kEights][2];
+        uint32_t x[kEights][2];
+        const uint32_t x_slab = at + x_at + d * kEights * 8 * kSlabBytes;
+        if constexpr (kEights == 1) {
+          load_matrices(x[0], x_slab ^ k * 32);
+        } else {
 #pragma unroll
-        for (int q = 0; q < kXSlabs; ++q) {
-          const uint32_t further = (k * kXSlabs + q) * 32;
-          const uint32_t x_slab = at + x_at + d * kXSlabs * kEights * 8 * kSlabBytes;
-          if constexpr (kXSlabs > 1) {
-#pragma unroll
-            for (int e = 0; e < kEights; ++e) {
-              load_eight_bytes(x[q][e], (x_slab + e * 8 * kSlabBytes) ^ further);
-              for (uint32_t& pair : x[q][e]) pair = to_fp16(pair, raise[e]);
-            }
-          } else if constexpr (kEights == 1) {
-            load_matrices(x[q][0], x_slab ^ further);
-          } else {
-#pragma unroll
-            for (int e = 0; e < kEights; e += 2) {
-              uint32_t two[4];
-              load_matrices(two, (x_slab + e * 8 * kSlabBytes) ^ further);
-              x[q][e][0] = two[0], x[q][e][1] = two[1], x[q][e + 1][0] = two[2], x[q][e + 1][1] = two[3];
-            }
+          for (int e = 0; e < kEights; e += 2) {
+            uint32_t two[4];
+            load_matrices(two, (x_slab + e * 8 * kSlabBytes) ^ k * 32);
+            x[e][0] = two[0], x[e][1] = two[1], x[e + 1][0] = two[2], x[e + 1][1] = two[3];
           }
         }
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
-          if (kXSlabs > 1 && b > 0 && first_block + kRowWarps * b >= blocks) break;
-          uint32_t read[4], w[kXSlabs][4];
-          load_matrices(read, (at + w_at[b] + d * half * kSlabBytes) ^ k * 32);
-          if constexpr (kXSlabs == 1) {
+          uint32_t w[4];
+          load_matrices(w, (at + w_at[b] + d * half * kSlabBytes) ^ k * 32);
 #pragma unroll
-            for (int r = 0; r < 4; ++r) w[0][r] = read[r];
-          } else {
-#pragma unroll
-            for (int r = 0; r < 4; ++r) widen_four(read[r], w[r / 2][r % 2], w[r / 2][r % 2 + 2]);
-          }
-#pragma unroll
-          for (int q = 0; q < kXSlabs; ++q) {
-#pragma unroll
-            for (int e = 0; e < kEights; ++e) {
-              float(&to)[4] = [&]() -> float(&)[4] {
-                if constexpr (kGrid) return of_slab[b][e];
-                else return sums[b][e];
-              }();
-              mma16816<std::conditional_t<(kXSlabs > 1), fp16, T>>(to, w[q], x[q][e]);
-            }
-          }
-        }
-      }
-      if constexpr (kGrid) {
-        const float* const scales = table + i * p.depth + d;
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-          const float first = scales[scale_at[b][0]], second = scales[scale_at[b][1]];
-#pragma unroll
-          for (int e = 0; e < kEights; ++e) {
-            sums[b][e][0] += of_slab[b][e][0] * first, sums[b][e][1] += of_slab[b][e][1] * first;
-            sums[b][e][2] += of_slab[b][e][2] * second, sums[b][e][3] += of_slab[b][e][3] * second;
-          }
+          for (int e = 0; e < kEights; ++e) mma16816<T>(sums[b][e], w, x[e]);
         }
       }
     }
@@ -455,58 +312,44 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
   }
 
   end_of_product<T, kRowWarps>(
-      p, first_feature, first_block, sums, stages, old, [&](int token) { return kXSlabs > 1 ? lower[token] : 1.0f; },
-      [&](int, int row) { return kXSlabs > 1 && !kGrid ? p.scale[row] : 1.0f; });
+      p, first_feature, first_block, sums, stages, old, [](int) { return 1.0f; }, [](int) { return 1.0f; });
 #endif
 }
 
 // Launches the kernel for p.rows, which with over 16 tokens are at most kManyTokensRows; defined in linear_*.cu.
-template <class T, class W, int kEights, bool kGrid>
+template <class T, int kEights>
 void run(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params& p, int tiles, cudaStream_t stream);
 
-// Of a stage's slab: the weight's, and those of x that it meets.
-template <class T, class W>
-constexpr int slab_bytes(int rows, int eights) {
-  return (rows + static_cast<int>(sizeof(T) / sizeof(W)) * eights * 8) * kSlabBytes;
-}
+// Of a stage's slab: the weight's, and those of x.
+constexpr int slab_bytes(int rows, int eights) { return (rows + eights * 8) * kSlabBytes; }
 
 #ifdef QUIRE_LINEAR_EIGHTS
-template <class T, class W, int kEights, int kRowWarps, int kBlocks, bool kGrid>
-void start(const CUtensorMap& weight_map, const CUtensorMap& x_map, Params p, int tiles, cudaStream_t stream) {
-  const auto kernel = linear_kernel<T, W, kEights, kRowWarps, kBlocks, kGrid>;
-  const int stages_bytes = p.stages * p.depth * slab_bytes<T, W>(p.rows, kEights);
+template <class T, int kEights, int kRowWarps, int kBlocks>
+void start(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params& p, int tiles, cudaStream_t stream) {
+  const auto kernel = linear_kernel<T, kEights, kRowWarps, kBlocks>;
+  const int stages_bytes = p.stages * p.depth * slab_bytes(p.rows, kEights);
   const int way_out_bytes = sums_bytes(p.rows, kEights, kWarps / kRowWarps) + kEights * 8 * product_stride(p.rows);
   static const bool allowed = [&] {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRoom + 1024), "linear");
     return true;
   }();
   static_cast<void>(allowed);
-  p.table_at = (std::max(stages_bytes, way_out_bytes) + 15) / 16 * 16;
-  const int bytes = 1024 + p.table_at + (kGrid ? table_bytes(p) : 0);
-  launch(kernel, dim3(tiles), dim3(kThreads), bytes, stream, weight_map, x_map, p);
+  launch(kernel, dim3(tiles), dim3(kThreads), 1024 + std::max(stages_bytes, way_out_bytes), stream, weight_map, x_map, p);
 }
 
-template <class T, class W, int kEights, bool kGrid>
+template <class T, int kEights>
 void run(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params& p, int tiles, cudaStream_t stream) {
-  if (p.rows <= 16) return start<T, W, kEights, 1, 1, kGrid>(weight_map, x_map, p, tiles, stream);
-  if (p.rows <= 32) return start<T, W, kEights, 1, 2, kGrid>(weight_map, x_map, p, tiles, stream);
+  if (p.rows <= 16) return start<T, kEights, 1, 1>(weight_map, x_map, p, tiles, stream);
+  if (p.rows <= 32) return start<T, kEights, 1, 2>(weight_map, x_map, p, tiles, stream);
   if constexpr (kEights <= 2) {
-    if (p.rows <= 64) return start<T, W, kEights, 1, 4, kGrid>(weight_map, x_map, p, tiles, stream);
-    if (p.rows <= 128) return start<T, W, kEights, 2, 4, kGrid>(weight_map, x_map, p, tiles, stream);
-    start<T, W, kEights, 4, 4, kGrid>(weight_map, x_map, p, tiles, stream);
+    if (p.rows <= 64) return start<T, kEights, 1, 4>(weight_map, x_map, p, tiles, stream);
+    if (p.rows <= 128) return start<T, kEights, 2, 4>(weight_map, x_map, p, tiles, stream);
+    start<T, kEights, 4, 4>(weight_map, x_map, p, tiles, stream);
   }
 }
 
-#define QUIRE_RUN(T, W, kGrid)                                                                                       \
-  template void run<T, W, QUIRE_LINEAR_EIGHTS, kGrid>(const CUtensorMap&, const CUtensorMap&, const Params&, int, \
-                                                      cudaStream_t)
-QUIRE_RUN(bf16, bf16, false);
-QUIRE_RUN(fp16, fp16, false);
-#if QUIRE_LINEAR_EIGHTS == 1
-QUIRE_RUN(bf16, e4m3, false);
-QUIRE_RUN(bf16, e4m3, true);
-#endif
-#undef QUIRE_RUN
+template void run<bf16, QUIRE_LINEAR_EIGHTS>(const CUtensorMap&, const CUtensorMap&, const Params&, int, cudaStream_t);
+template void run<fp16, QUIRE_LINEAR_EIGHTS>(const CUtensorMap&, const CUtensorMap&, const Params&, int, cudaStream_t);
 #endif
 
 }  // namespace quire::cuda::linears

@@ -14,14 +14,13 @@ struct LinearArgs {
   const void* x;       // [tokens, inner]
   int64_t x_stride;    // numbers between rows
   const void* weight;  // [features, inner]; with silu_mul features gate rows, then as many up rows
-  const float* scale;  // [rows of the weight], then the weight is e4m3 and all else is bf16; or null
-  bool blocks;         // scale is [rows of the weight / 128, inner / 128]
   const void* bias;    // [features, or 2 * features with silu_mul], or null
   void* out;           // [tokens, features]
   int64_t out_stride;
   int tokens, features, inner;
   bool add;       // out += the product, which is rounded first; else out = the product
   bool silu_mul;  // out = silu(gate) * up, of the rounded products
+  bool float32_out;  // out is float32, and neither of both
 };
 
 // Whether linear() can take this product.  It needs few enough tokens to beat the vendor's product, a GPU with bulk

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "cuda/linear/fp8.h"
+#include "cuda/linear/linear_fp8.h"
 #include "torch_api/cuda/convert.h"
 #include "torch_api/linear.h"
 
@@ -22,18 +23,20 @@ constexpr int64_t kScales = 4;    // and of so many scales in a row of blocks, b
 
 int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-LinearArgs args_of(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& scale,
-                   const std::optional<at::Tensor>& bias, bool add, bool silu_mul, const at::Tensor& out) {
+void check_sizes(const at::Tensor& x, const at::Tensor& weight) {
   constexpr int64_t kMost = std::numeric_limits<int>::max();
   TORCH_CHECK_VALUE(x.size(0) <= kMost && x.size(1) <= kMost && weight.size(0) <= kMost,
                     "x, weight: over 2^31 rows or columns");
+}
+
+LinearArgs args_of(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool add,
+                   bool silu_mul, const at::Tensor& out) {
+  check_sizes(x, weight);
   return {
       .dtype = model_dtype_of("x", x),
       .x = x.const_data_ptr(),
       .x_stride = x.stride(0),
       .weight = weight.const_data_ptr(),
-      .scale = scale ? scale->const_data_ptr<float>() : nullptr,
-      .blocks = scale && scale->dim() == 2,
       .bias = bias ? bias->const_data_ptr() : nullptr,
       .out = out.data_ptr(),
       .out_stride = out.stride(0),
@@ -42,10 +45,17 @@ LinearArgs args_of(const at::Tensor& x, const at::Tensor& weight, const std::opt
       .inner = static_cast<int>(x.size(1)),
       .add = add,
       .silu_mul = silu_mul,
+      .float32_out = out.scalar_type() != x.scalar_type(),
   };
 }
 
-void run_normed(LinearArgs args, const at::Tensor& x, const std::optional<at::Tensor>& norm, double eps) {
+void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+            const std::optional<at::Tensor>& norm, double eps, bool add, bool silu_mul, const at::Tensor& out) {
+  const bool wide = float32_out(x, out, add, silu_mul);
+  check_linear(x, weight, x.scalar_type(), bias, norm, silu_mul, out, on_gpu(x), wide);
+  const c10::cuda::CUDAGuard guard(x.device());
+  LinearArgs args = args_of(x, weight, bias, add, silu_mul, out);
+  if (!fits_linear(args)) return linear_chain(x, weight, bias, norm, eps, add, silu_mul, out);
   at::Tensor y;  // lives until the launch
   if (norm) {
     y = normed(x, *norm, eps);
@@ -53,15 +63,6 @@ void run_normed(LinearArgs args, const at::Tensor& x, const std::optional<at::Te
     args.x_stride = y.stride(0);
   }
   cuda::linear(args, stream_of(x));
-}
-
-void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-            const std::optional<at::Tensor>& norm, double eps, bool add, bool silu_mul, const at::Tensor& out) {
-  check_linear(x, weight, x.scalar_type(), bias, norm, silu_mul, out, on_gpu(x));
-  const c10::cuda::CUDAGuard guard(x.device());
-  const LinearArgs args = args_of(x, weight, std::nullopt, bias, add, silu_mul, out);
-  if (!fits_linear(args)) return linear_chain(x, weight, bias, norm, eps, add, silu_mul, out);
-  run_normed(args, x, norm, eps);
 }
 
 struct Quantised {
@@ -110,7 +111,8 @@ void linear_fp8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor&
                 const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& norm, double eps, bool add,
                 bool silu_mul, const at::Tensor& out) {
   expect_dtype("x", x, at::kBFloat16);
-  check_linear(x, weight, at::kFloat8_e4m3fn, bias, norm, silu_mul, out, on_gpu(x));
+  const bool wide = float32_out(x, out, add, silu_mul);
+  check_linear(x, weight, at::kFloat8_e4m3fn, bias, norm, silu_mul, out, on_gpu(x), wide);
   const bool blocks = scale.dim() == 2;
   if (blocks) {
     check_blocks(x, weight, scale);
@@ -120,13 +122,37 @@ void linear_fp8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor&
     expect_plain("scale", scale, {rows}, at::kFloat, on_gpu(x));
   }
   const c10::cuda::CUDAGuard guard(x.device());
-  const LinearArgs args = args_of(x, weight, scale, bias, add, silu_mul, out);
-  if (fits_linear(args)) return run_normed(args, x, norm, eps);
+  check_sizes(x, weight);
+  const LinearFp8Args args{
+      .x = x.const_data_ptr(),
+      .x_stride = x.stride(0),
+      .norm = norm ? norm->const_data_ptr() : nullptr,
+      .eps = static_cast<float>(eps),
+      .weight = weight.const_data_ptr(),
+      .scale = scale.const_data_ptr<float>(),
+      .blocks = blocks,
+      .bias = bias ? bias->const_data_ptr() : nullptr,
+      .out = out.data_ptr(),
+      .out_stride = out.stride(0),
+      .tokens = static_cast<int>(x.size(0)),
+      .features = static_cast<int>(out.size(1)),
+      .inner = static_cast<int>(x.size(1)),
+      .add = add,
+      .silu_mul = silu_mul,
+      .float32_out = wide,
+  };
   if (x.size(0) == 0) return;
+  if (fits_linear_fp8(args)) return cuda::linear_fp8(args, stream_of(x));
   // The library's products with one scale are faster than those with a scale for each row and column.
+  if (wide && blocks) {  // the library's products of blocks are bf16 in some releases
+    const at::Tensor narrow = at::empty(out.sizes(), x.options());
+    linear_fp8(x, weight, scale, bias, norm, eps, add, silu_mul, narrow);
+    out.copy_(narrow);
+    return;
+  }
   const auto [numbers, one, x_scale] = quantised(x, norm, eps, blocks);
   const at::Tensor y = at::_scaled_mm(numbers, weight.t(), blocks ? x_scale : one, blocks ? scale.t() : one, std::nullopt,
-                                      std::nullopt, at::kBFloat16, /*use_fast_accum=*/!blocks);
+                                      std::nullopt, wide ? at::kFloat : at::kBFloat16, /*use_fast_accum=*/!blocks);
   scale_product({.product = y.const_data_ptr(),
                  .x_scale = blocks ? nullptr : x_scale.const_data_ptr<float>(),
                  .weight_scale = blocks ? nullptr : args.scale,
@@ -136,7 +162,8 @@ void linear_fp8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor&
                  .tokens = x.size(0),
                  .features = out.size(1),
                  .add = add,
-                 .silu_mul = silu_mul},
+                 .silu_mul = silu_mul,
+                 .float32_out = wide},
                 stream_of(x));
 }
 

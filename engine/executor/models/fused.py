@@ -1,7 +1,7 @@
 """Swaps submodules of a transformers model for faster ones that compute the same.  Everything else stays as it is.
 
     nn.Linear, Conv1D,  -> PackedLinear        on a CPU: the weight is packed once, at load, in the layout of a product
-    QuantisedLinear     -> QuantisedGpuLinear  on a GPU: the same for weights in 8 or 4 bits
+    QuantisedLinear     -> GpuLinear           on a GPU: the same for weights in 8 or 4 bits
     the decoder of      -> Decoder             llama, mistral, qwen2, qwen3, on any device; mixtral, qwen3_moe, gpt_oss
     seven families                             on a GPU
 
@@ -308,7 +308,7 @@ class Decoder(nn.Module):
         if at is not None:
             x = x.index_select(0, at)
         if not len(x):
-            dtype = torch.float32 if self.head.packed else x.dtype
+            dtype = torch.float32 if self.head.packed or self.head.wide else x.dtype
             logits: Tensor = x.new_empty(0, self.head.out_features, dtype=dtype)
         else:
             logits = self.head(x, out=out)

@@ -32,18 +32,20 @@ class PackedLinear(nn.Module):
         return ops.packed_linear(x, self.packed, self.bias)
 
 
-class QuantisedGpuLinear(nn.Module):
-    """nn.Linear over a weight in e4m3 or of 4 bits, on a GPU: [..., in] -> [..., out], bfloat16."""
+class GpuLinear(nn.Module):
+    """nn.Linear on a GPU over a weight in e4m3 or of 4 bits, or with a result in float32: [..., in] -> [..., out]."""
 
-    def __init__(self, stored: ops.Fp8 | ops.Int4, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, stored: Tensor | ops.Fp8 | ops.Int4, bias: Tensor | None, dtype: torch.dtype, wide: bool) -> None:
+        """wide: the result is float32."""
         super().__init__()
-        self.out_features = stored.rows
+        self.out_features = len(stored) if isinstance(stored, Tensor) else stored.rows
         self.bias = bias
         self.stored = stored
+        self.wide = wide
         self.weight = torch.empty(0, dtype=dtype)  # as in PackedLinear
 
     def forward(self, x: Tensor) -> Tensor:
-        y = ops.linear(x.reshape(-1, x.shape[-1]), self.stored, self.bias)
+        y = ops.linear(x.reshape(-1, x.shape[-1]), self.stored, self.bias, float32_out=self.wide)
         return y.view(*x.shape[:-1], self.out_features)
 
 
@@ -69,12 +71,15 @@ class Product(nn.Module):
         out_features: int,
         norm: RMSNorm | None,
         silu_mul: bool,
+        wide: bool,
     ) -> None:
+        """wide: on a GPU, the result is float32."""
         super().__init__()
         self.bias = bias
         self.out_features = out_features
         self.norm = norm
         self.silu_mul = silu_mul
+        self.wide = wide
         self.packed = weight if isinstance(weight, ops.Packed) else None
         self.weight = None if isinstance(weight, ops.Packed) else weight
 
@@ -86,7 +91,8 @@ class Product(nn.Module):
         norm, eps = (self.norm.weight, self.norm.eps) if self.norm and normed is None else (None, 0.0)
         x = x if normed is None else normed
         if self.weight is not None:
-            return ops.linear(x, self.weight, self.bias, norm=norm, eps=eps, silu_mul=self.silu_mul, plus=plus, out=out)
+            rest: dict[str, Any] = {"silu_mul": self.silu_mul, "plus": plus, "out": out, "float32_out": self.wide}
+            return ops.linear(x, self.weight, self.bias, norm=norm, eps=eps, **rest)
         assert self.packed is not None
         return ops.packed_linear(x, self.packed, self.bias, plus, norm=norm, eps=eps, silu_mul=self.silu_mul)
 
@@ -117,11 +123,12 @@ class Shard(Protocol):
 class Sharded(nn.Module):
     """A rank's part of a layer, and after it the exchange with the other ranks.  Called like `Product`."""
 
-    def __init__(self, part: Product | PackedLinear | QuantisedGpuLinear, shard: Shard) -> None:
+    def __init__(self, part: Product | PackedLinear | GpuLinear, shard: Shard) -> None:
         super().__init__()
         self.part, self.shard = part, shard
         self.out_features = shard.out_features
         self.packed = getattr(part, "packed", None)
+        self.wide = getattr(part, "wide", False)
         self.weight = part.weight  # as other modules expect of a linear layer
 
     def forward(self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -136,7 +143,7 @@ class Sharded(nn.Module):
         return self.shard.add_and_norm(plus, self.part(x), norm)
 
 
-Part = TypeVar("Part", bound=Product | PackedLinear | QuantisedGpuLinear)
+Part = TypeVar("Part", bound=Product | PackedLinear | GpuLinear)
 
 
 def shared_out(part: Part, plain: nn.Module) -> Part | Sharded:
@@ -162,25 +169,35 @@ class Linears:
         """Return one product of the layers' common input; their outputs follow one another.
 
         norm: applied to the input first.  silu_mul: return silu(gate) * up of the output's halves, gate and up.
-        float32_out: on a CPU, don't round the result to the dtype of the weights."""
+        float32_out: don't round the result to the dtype of the weights."""
         weight, size = _joined(linears), sum(linear.out_features for linear in linears)
         biases = [linear.bias for linear in linears if linear.bias is not None]  # all layers have one, or none
         bias = torch.cat(biases) if biases else None
         packed = self._pack(weight, float32_out)
         made = packed if packed is not None else weight
         assert not isinstance(made, Quantised)  # every quantised weight is packed
-        return shared_out(Product(made, bias, size, norm, silu_mul), linears[0])
+        wide = float32_out and self._widens(weight)
+        return shared_out(Product(made, bias, size, norm, silu_mul, wide), linears[0])
 
     def alone(
         self, weight: Tensor | Quantised, bias: Tensor | None, dtype: torch.dtype, *, float32_out: bool = False
-    ) -> PackedLinear | QuantisedGpuLinear | None:
-        """Return a layer of weight [out, in] without norm; None: nothing is faster than what the model has.
+    ) -> PackedLinear | GpuLinear | None:
+        """Return a layer of weight [out, in] without norm; None: nothing is better than what the model has.
 
         dtype: what code that asks the layer for the dtype of its weight shall see."""
         packed = self._pack(weight, float32_out)
+        wide = float32_out and self._widens(weight)
         if isinstance(packed, ops.Fp8 | ops.Int4):
-            return QuantisedGpuLinear(packed, bias, dtype)
+            return GpuLinear(packed, bias, dtype, wide)
+        if wide:
+            assert isinstance(weight, Tensor)  # quantised weights are packed
+            return GpuLinear(weight.detach(), bias, dtype, wide)
         return None if packed is None else PackedLinear(packed, bias, dtype)
+
+    def _widens(self, weight: Tensor | Quantised) -> bool:
+        """Return whether a product's result in float32 differs from one in the model's dtype, on a GPU."""
+        device = weight.numbers.device if isinstance(weight, Quantised) else weight.device
+        return device.type != "cpu" and self.dtype != torch.float32
 
     def _pack(self, weight: Tensor | Quantised, float32_out: bool) -> ops.Packed | ops.Fp8 | ops.Int4 | None:
         if isinstance(weight, Quantised):

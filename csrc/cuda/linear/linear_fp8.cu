@@ -1,0 +1,331 @@
+// The product of up to four tokens with a weight in e4m3, at the speed at which the weight can be read.  linear.cuh has the
+// idea, the layout of stages and the end; here a slab is 128 numbers.
+//
+// A number of the weight becomes fp16 in registers, by one instruction for two of them, right before it is multiplied.  So x
+// becomes fp16, too: each CTA converts all of it at its start, into shared memory.
+//
+// Of 16 numbers of inner a lane takes four neighbours for both operands of mma.m16n8k16; the instruction would have it take
+// two pairs, but their order does not change the sum.  Shared memory has x in an order in which a lane reads its four of two
+// 16s at once.
+//
+// Grid (tiles).  Moves the bytes of the weight from memory, tokens * inner * 2 from L2 for each tile.
+#include "cuda/linear/linear_fp8.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "cuda/linear/linear.cuh"
+#include "cuda/linear/read_x.cuh"
+#include "cuda/linear/slabs.h"
+
+namespace quire::cuda {
+namespace {
+
+using namespace linears;
+
+constexpr int kSlabOfW = kSlab<e4m3>;
+constexpr int kXPadding = 64;    // bytes between tokens, so that they start in different banks
+constexpr int kQuarterOfX = 64;  // bytes: 32 numbers, which meet 32 bytes of the weight
+
+struct Fp8Params : End {
+  XArgs x;
+  const float* scale;
+  int x_at, table_at;        // in bytes after the stages' start
+  int slabs;                 // of a row
+  int depth, count, stages;  // slabs of a stage; stages of a tile; in shared memory
+};
+
+inline __host__ __device__ int x_row_bytes(int inner) { return inner * static_cast<int>(sizeof(fp16)) + kXPadding; }
+
+// The scales of the blocks that a tile's rows lie in, [kMostSets, slabs]: a slab is as wide as a block.  First those of its
+// rows, or gate rows, which lie in at most 3 (224 rows) or 2 (112) blocks, then those of its up rows.
+constexpr int kBlock = 128, kMostSets = 4;
+constexpr int sets_of_half(bool silu_mul) { return silu_mul ? 2 : 3; }
+
+__device__ void fill_table(const Fp8Params& p, int first_feature, float* table) {
+  const int sets = sets_of_half(p.silu_mul), halves = p.silu_mul ? 2 : 1;
+  for (int i = threadIdx.x; i < halves * sets * p.slabs; i += kMultipliers) {
+    const int set = i / p.slabs, slab = i % p.slabs, half = set / sets;
+    const int block = (first_feature + half * p.features) / kBlock + set % sets;
+    table[i] = block < halves * p.features / kBlock ? p.scale[block * p.slabs + slab] : 0;
+  }
+}
+
+// bf16 has more exponents than fp16.  So each token of x is multiplied by a power of two that brings its largest number
+// between 2^14 and 2^15.  Numbers 2^29 times as small still keep all of their bits, and only those 2^39 times as small
+// are lost.
+struct TokenScales {
+  uint32_t raise;  // two of bf16: what x is multiplied by
+  float lower;     // what the sums are multiplied by
+};
+
+__device__ TokenScales scales_of(uint32_t largest) {  // the magnitude of a bf16, in its bits
+  const int exponent = static_cast<int>(largest >> 7) - 127;
+  const int up = largest == 0 ? 0 : min(14 - exponent, 120);
+  return {static_cast<uint32_t>(up + 127) * 0x00800080u, exp2f(static_cast<float>(-up))};
+}
+
+__device__ uint32_t to_fp16(uint32_t pair, uint32_t raise) {  // two of bf16
+  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(raise));
+  return pack<fp16>(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000));
+}
+
+// Shared memory that the conversion of x needs.
+struct Conversion {
+  float squares[kMostTokens][kWarps];
+  uint32_t largest[kMostTokens];  // of a token, in its bits; first 0
+  float lower[8];                 // of a token; those that aren't there have sums, too
+};
+
+// Of the first 32 numbers of a half, and of the others: 8 t to 8 t + 7 are the four neighbours of two lanes of a product.
+__device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
+  const int t = threadIdx.x % 4, of_16 = t / 2, lane = t % 2 * 2;
+  char* const to = quarter + lane * 16 + of_16 * 8;
+  *reinterpret_cast<uint2*>(to) = make_uint2(to_fp16(eight.x, raise), to_fp16(eight.y, raise));
+  *reinterpret_cast<uint2*>(to + 16) = make_uint2(to_fp16(eight.z, raise), to_fp16(eight.w, raise));
+}
+
+// Reads and converts all of x, by the warps that multiply.
+__device__ void convert_all(const Fp8Params& p, char* to, Conversion& shared) {
+  RecordOfX x[kMostParts];
+  read_x(p.x, p.tokens, to, shared.squares, x);
+  uint32_t most[kMostTokens] = {};
+  for_parts(p.tokens, p.x.records, [&](int i, int token, int) {
+    const uint32_t largest = x[i].largest();
+#pragma unroll
+    for (int t = 0; t < kMostTokens; ++t) most[t] = __vmaxu2(most[t], t == token ? largest : 0);
+  });
+#pragma unroll
+  for (int token = 0; token < kMostTokens; ++token) {
+    if (token >= p.tokens) break;
+    const uint32_t of_warp = __reduce_max_sync(~0u, max(most[token] & 0xffff, most[token] >> 16));
+    if (threadIdx.x % 32 == 0) atomicMax(&shared.largest[token], of_warp);
+  }
+  sync_multipliers();
+  const int row_bytes = x_row_bytes(p.x.records * kRecordOfX);
+  for_parts(p.tokens, p.x.records, [&](int i, int token, int record) {
+    const uint32_t raise = scales_of(shared.largest[token]).raise;
+    char* const half = to + token * row_bytes + record * kXBytes + threadIdx.x % 8 / 4 * 2 * kQuarterOfX;
+    store_fp16(x[i].a, raise, half);
+    store_fp16(x[i].b, raise, half + kQuarterOfX);
+  });
+  if (threadIdx.x < 8) {
+    const bool there = threadIdx.x < p.tokens;
+    shared.lower[threadIdx.x] = there ? scales_of(shared.largest[threadIdx.x]).lower : 0;
+  }
+  sync_multipliers();
+}
+
+// What the warp that copies does.  The next kernel may start when the last copy was started: its own first copies arrive
+// while this one ends and the memory would have nothing to do.  Earlier, they would be done by then.
+__device__ void copy_stages(const CUtensorMap* map, const Fp8Params& p, int first_feature, char* stages, uint64_t* full,
+                            uint64_t* empty) {
+  const int stage_bytes = p.depth * p.rows * kSlabBytes;
+  hopper::Ring next;
+  for (int i = 0; i < p.count; ++i) {
+    hopper::wait(&empty[next.at], next.phase ^ 1);  // the first time round, this returns at once
+    char* const to = stages + next.at * stage_bytes;
+    hopper::arrive_expecting(&full[next.at], stage_bytes);
+    hopper::copy_once(to, map, &full[next.at], 0, first_feature, i * p.depth);
+    if (p.silu_mul) {
+      hopper::copy_once(to + stage_bytes / 2, map, &full[next.at], 0, p.features + first_feature, i * p.depth);
+    }
+    next.step(p.stages);
+  }
+  let_next_kernel_start();
+}
+
+// kRowWarps: warps that share the rows.  kBlocks: 16s of rows of each.  kGrid: scales are of blocks.
+template <int kRowWarps, int kBlocks, bool kGrid>
+__global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_constant__ CUtensorMap weight_map,
+                                                                 const __grid_constant__ Fp8Params p) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ char shared[];
+  __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
+  __shared__ float row_scales[kGrid ? 1 : kMaxRows];
+  __shared__ Conversion conversion;
+  char* const stages = shared + (-shared_address(shared) & 1023);  // swizzled rows start at multiples of 1024
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int first_feature = blockIdx.x * p.tile_features;
+
+  if (thread == kMultipliers) {
+    hopper::prefetch_map(&weight_map);
+    for (int i = 0; i < p.stages; ++i) {
+      hopper::barrier_init(&full[i], 1);
+      hopper::barrier_init(&empty[i], kWarps);
+    }
+    hopper::fence_barrier_init();
+  }
+  if (thread < kMostTokens) conversion.largest[thread] = 0;
+  __syncthreads();
+  if (warp == kWarps) {
+    if (lane == 0) copy_stages(&weight_map, p, first_feature, stages, full, empty);
+    return;
+  }
+
+  // A row of a slab has four quarters of 32 bytes: a share is two of them, or one, or one of every other slab.
+  constexpr int kShares = kWarps / kRowWarps, kQuarters = kShares < 4 ? 4 / kShares : 1;
+  constexpr int kSlabStep = kShares > 4 ? kShares / 4 : 1;
+  const int share = warp / kRowWarps, first_block = warp % kRowWarps;
+  const int first_slab = share / 4, quarter = share % 4 * kQuarters;
+
+  // Where the lane's rows stand in a stage: 16-byte chunk c of row r at chunk c ^ (r % 8).
+  const int half = p.silu_mul ? p.tile_features : p.rows;  // rows that stand together
+  int w_at[kBlocks];
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    // A block that isn't there is read from another's place, and its sums are never used.
+    int row = min((first_block + kRowWarps * b) * 16 + lane % 16, p.rows - 1);
+    w_at[b] = ((quarter * 2 + lane / 16) ^ row % 8) * 16;
+    if (row >= half) row += (p.depth - 1) * half;
+    w_at[b] += row * kSlabBytes;
+  }
+
+  // Where the scales of the lane's two rows of each block of 16 stand in the table.  8 rows never lie in two blocks.
+  float* const table = reinterpret_cast<float*>(stages + p.table_at);
+  [[maybe_unused]] int scale_at[kBlocks][2];
+  if constexpr (kGrid) {
+    fill_table(p, first_feature, table);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = min((first_block + kRowWarps * b) * 16 + lane / 4 + 8 * r, p.rows - 1);
+        const bool up = row >= p.tile_features;
+        const int feature = first_feature + row - (up ? p.tile_features : 0);
+        const int set = (up ? sets_of_half(p.silu_mul) : 0) + feature / kBlock - first_feature / kBlock;
+        scale_at[b][r] = set * p.slabs;
+      }
+    }
+  } else {
+    read_row_scales(p, first_feature, p.scale, row_scales);
+  }
+
+  convert_all(p, stages + p.x_at, conversion);
+  const Pack<bf16, 8> old = read_out<bf16>(p, first_feature);
+  // A token that isn't there is read from another's place, and its sums are never stored.
+  const char* const x = stages + p.x_at + min(lane / 4, p.tokens - 1) * x_row_bytes(p.slabs * kSlabOfW) + lane % 4 * 16 +
+                        quarter * kQuarterOfX;
+
+  float sums[kBlocks][1][4] = {};
+  hopper::Ring next;
+  for (int i = 0; i < p.count; ++i) {
+    hopper::wait(&full[next.at], next.phase);
+    const uint32_t at = shared_address(stages + next.at * (p.depth * p.rows * kSlabBytes));
+    const int first = i * p.depth, slabs = min(p.depth, p.slabs - first);
+#pragma unroll 4
+    for (int d = first_slab; d < slabs; d += kSlabStep) {
+      [[maybe_unused]] float of_slab[kGrid ? kBlocks : 1][4] = {};
+#pragma unroll
+      for (int k = 0; k < kQuarters; ++k) {
+        const auto fours = *reinterpret_cast<const uint4*>(x + (first + d) * kXBytes + k * kQuarterOfX);
+        const uint32_t first_four[2] = {fours.x, fours.y}, second_four[2] = {fours.z, fours.w};
+        // A product waits for the one before it that adds to the same numbers, so those of the blocks are mixed.
+        uint32_t bytes[kBlocks][4];
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {  // the swizzle turns over this bit only
+          load_matrices(bytes[b], (at + w_at[b] + d * half * kSlabBytes) ^ k * 32);
+        }
+#pragma unroll
+        for (int of_16 = 0; of_16 < 2; ++of_16) {
+#pragma unroll
+          for (int b = 0; b < kBlocks; ++b) {
+            uint32_t w[4];
+            widen_four(bytes[b][2 * of_16], w[0], w[2]);
+            widen_four(bytes[b][2 * of_16 + 1], w[1], w[3]);
+            float(&to)[4] = [&]() -> float(&)[4] {
+              if constexpr (kGrid) return of_slab[b];
+              else return sums[b][0];
+            }();
+            mma16816<fp16>(to, w, of_16 == 0 ? first_four : second_four);
+          }
+        }
+      }
+      if constexpr (kGrid) {
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+          for (int r = 0; r < 4; ++r) sums[b][0][r] += of_slab[b][r] * table[scale_at[b][r / 2] + first + d];
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) hopper::arrive(&empty[next.at]);
+    next.step(p.stages);
+  }
+
+  end_of_product<bf16, kRowWarps>(
+      p, first_feature, first_block, sums, stages, old, [&](int token) { return conversion.lower[token]; },
+      [&](int row) { return kGrid ? 1.0f : row_scales[row]; });
+#endif
+}
+
+// What shared memory holds after the stages: x, then the table of blocks' scales.
+int table_bytes(const LinearFp8Args& a) {
+  return a.blocks ? kMostSets * (a.inner / kSlabOfW) * static_cast<int>(sizeof(float)) : 0;
+}
+int beside_stages(const LinearFp8Args& a) { return a.tokens * x_row_bytes(a.inner) + table_bytes(a); }
+
+Fp8Params params_of(const LinearFp8Args& a) {
+  Fp8Params p;
+  p.bias = a.bias;
+  p.out = a.out;
+  p.out_stride = a.out_stride;
+  p.tokens = a.tokens;
+  p.features = a.features;
+  p.tile_features = features_of_tile(a.features, a.silu_mul, 8);
+  p.rows = p.tile_features * (a.silu_mul ? 2 : 1);
+  p.add = a.add;
+  p.silu_mul = a.silu_mul;
+  p.float32_out = a.float32_out;
+  p.x = {.x = a.x, .x_stride = a.x_stride, .norm = a.norm, .eps = a.eps, .records = a.inner / kRecordOfX};
+  p.scale = a.scale;
+  p.slabs = a.inner / kSlabOfW;
+  // Copies of some 16 KB: what is multiplied after the last one has arrived is not hidden.
+  constexpr int kCopyBytes = 16 << 10;
+  const int slab_bytes = p.rows * kSlabBytes;
+  p.depth = std::clamp(kCopyBytes / slab_bytes, 1, p.slabs);
+  p.count = tiles_of(p.slabs, p.depth);
+  p.stages = std::min({kMaxStages, p.count, (kRoom - beside_stages(a)) / (slab_bytes * p.depth)});
+  return p;
+}
+
+template <int kRowWarps, int kBlocks, bool kGrid>
+void start(const CUtensorMap& map, const LinearFp8Args& a, Fp8Params p, cudaStream_t stream) {
+  const auto kernel = linear_fp8_kernel<kRowWarps, kBlocks, kGrid>;
+  const int way_out_bytes = sums_bytes(p.rows, 1, kWarps / kRowWarps) + 8 * product_stride(p.rows);
+  p.x_at = std::max(p.stages * p.depth * p.rows * kSlabBytes, (way_out_bytes + 15) / 16 * 16);
+  p.table_at = p.x_at + a.tokens * x_row_bytes(a.inner);
+  static const bool allowed = [&] {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRoom + 1024), "linear_fp8");
+    return true;
+  }();
+  static_cast<void>(allowed);
+  launch(kernel, dim3(tiles_of(a.features, p.tile_features)), dim3(kThreads), 1024 + p.table_at + table_bytes(a), stream,
+         map, p);
+}
+
+template <bool kGrid>
+void run(const LinearFp8Args& a, cudaStream_t stream) {
+  const Fp8Params p = params_of(a);
+  const CUtensorMap map = map_slabs<e4m3>(a.inner, a.weight, a.silu_mul ? 2 * a.features : a.features, a.inner,
+                                          p.tile_features, p.depth);
+  if (p.rows <= 16) return start<1, 1, kGrid>(map, a, p, stream);
+  if (p.rows <= 32) return start<1, 2, kGrid>(map, a, p, stream);
+  if (p.rows <= 64) return start<1, 4, kGrid>(map, a, p, stream);
+  if (p.rows <= 128) return start<2, 4, kGrid>(map, a, p, stream);
+  start<4, 4, kGrid>(map, a, p, stream);
+}
+
+}  // namespace
+
+bool fits_linear_fp8(const LinearFp8Args& a) {
+  return a.tokens > 0 && a.features > 0 && a.features % 8 == 0 && a.inner % kSlabOfW == 0 &&
+         parts_of(a.tokens, a.inner) <= kMostParts && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 &&
+         (!a.blocks || a.features % kBlock == 0) && in_16_bytes(a.x, a.x_stride, 2) && in_16_bytes(a.norm, 0, 2) &&
+         in_16_bytes(a.weight, a.inner, 1) && in_16_bytes(a.out, a.out_stride, 2);
+}
+
+void linear_fp8(const LinearFp8Args& a, cudaStream_t stream) { a.blocks ? run<true>(a, stream) : run<false>(a, stream); }
+
+}  // namespace quire::cuda

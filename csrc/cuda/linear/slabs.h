@@ -1,0 +1,27 @@
+// How TMA sees a matrix whose rows are copied in slabs of kSlabBytes.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/linear/linear.cuh"
+#include "cuda/linear/tensor_map.h"
+
+namespace quire::cuda::linears {
+
+template <class T>
+constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_UINT8;  // e4m3: bytes
+template <>
+constexpr CUtensorMapDataType kMapType<bf16> = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+template <>
+constexpr CUtensorMapDataType kMapType<fp16> = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+
+// A matrix [rows, inner] of T seen as [slabs, rows, kSlab], in boxes of some slabs of some rows; outside it reads as zeros.
+template <class T>
+CUtensorMap map_slabs(int inner, const void* data, int64_t rows, int64_t stride, int box_rows, int depth) {
+  const cuuint64_t sizes[3] = {kSlab<T>, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(inner / kSlab<T>)};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(stride) * sizeof(T), kSlabBytes};
+  const cuuint32_t box[3] = {kSlab<T>, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(depth)};
+  return tensor_map(kMapType<T>, data, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+}  // namespace quire::cuda::linears
