@@ -186,6 +186,32 @@ def test_tokens_that_all_want_the_same_experts(tokens: int, hidden: int, inner: 
     assert error(out, exact(x, chosen, shares, *weights)) < 2 * torch.finfo(torch.bfloat16).eps
 
 
+def skewed(kind: str, tokens: int, count: int, top: int) -> torch.Tensor:
+    """The experts of each token, all different.  zipf: expert i is 1 / (i + 1) times as likely as expert 0.
+    hot: all tokens have the expert in the middle, and any of the others."""
+    share = torch.ones(count, device=CUDA)
+    if kind == "zipf":
+        share /= torch.arange(1, count + 1, device=CUDA)
+        return torch.multinomial(share.expand(tokens, -1), top).int()
+    share[count // 2] = 0
+    others = torch.multinomial(share.expand(tokens, -1), top - 1).int()
+    return torch.cat([others, torch.full_like(others[:, :1], count // 2)], 1)
+
+
+@pytest.mark.parametrize("kind", ["zipf", "hot"])
+@pytest.mark.parametrize(
+    ("count", "top", "hidden", "inner"),
+    [(128, 8, 2048, 768), (32, 4, 2880, 2880), (500, 3, 64, 128), (24, 6, 576, 320), (24, 6, 200, 72)],
+)
+@pytest.mark.parametrize("tokens", [2, 16, 33, 64])
+def test_skewed_routing(tokens: int, count: int, top: int, hidden: int, inner: int, kind: str) -> None:
+    """Experts with one pair and with as many as there are tokens, in one call."""
+    x, weights = randn(tokens, hidden, dtype=torch.bfloat16), made(count, hidden, inner, torch.bfloat16)
+    chosen, shares = skewed(kind, tokens, count, top), torch.rand(tokens, top, device=CUDA)
+    out = ops.experts(x, chosen, shares, *weights, torch.zeros_like(x))
+    assert error(out, exact(x, chosen, shares, *weights)) < 2 * torch.finfo(torch.bfloat16).eps
+
+
 @pytest.mark.parametrize(("count", "hidden", "inner"), [(24, 512, 256), (8, 512, 256), (24, 200, 72)])
 def test_a_token_does_not_depend_on_the_others(count: int, hidden: int, inner: int) -> None:
     """Of 8 experts some have over 32 of the 240 pairs, which are computed 32 at a time."""

@@ -9,7 +9,8 @@
 //   a slab    64 numbers, 128 bytes, of each of the 32 rows
 //   a stage   4 slabs, 16 KB, copied at once by TMA
 //
-// Every multiprocessor gets one CTA and an equal run of the items.  One warp starts copies as far ahead as the ring of
+// Every multiprocessor gets one CTA, and CTAs take the items in turn.  So they read neighbouring rows at the same time, and share
+// the items of an expert with many pairs, which take longer.  One warp starts copies as far ahead as the ring of
 // stages allows, across items, and 8 warps multiply.  Each takes half a slab of every stage, 32 numbers:
 //
 //   low, high rows   lane 4g + t: numbers 8t .. 8t + 7 of a low and of a high row      A of two mma16816, twice
@@ -102,14 +103,12 @@ using Partial = float4[kWarps][kBlocks][kWarp];
   return g / 2 + g % 2 * 4;
 }
 
-// The items of this CTA.  Item / blocks tells which of the chosen experts it is of, item % blocks which rows it has.
+// The items of this CTA: first, and every step-th after it below end.  Item / blocks tells which of the chosen experts it is of,
+// item % blocks which rows it has.
 struct Share {
-  int blocks, first, end;
-  __device__ Share(int chosen, int rows) : blocks(rows / kRows) {
-    const int64_t all = static_cast<int64_t>(chosen) * blocks;
-    first = static_cast<int>(all * blockIdx.x / gridDim.x);
-    end = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
-  }
+  int blocks, first, step, end;
+  __device__ Share(int chosen, int rows)
+      : blocks(rows / kRows), first(blockIdx.x), step(gridDim.x), end(chosen * blocks) {}
 };
 
 // For one thread.
@@ -117,7 +116,7 @@ struct Share {
                                               char* stages, uint64_t* full, uint64_t* empty) {
   const Share share(pairs.count, p.rows);
   hopper::Ring ring;
-  for (int item = share.first; item < share.end; ++item) {
+  for (int item = share.first; item < share.end; item += share.step) {
     const Chosen chosen = pairs.chosen[item / share.blocks];
     const int row = item % share.blocks * kRows;
     for (int pair = 0; pair < chosen.count; pair += kMostAtOnce) {
@@ -273,7 +272,7 @@ template <class T, Kind kKind>
 __device__ void multiply_items(const Product& p, const ExpertsArgs& a, const Pairs& pairs, Stages s,
                                Partial (&partials)[2]) {
   const Share share(pairs.count, p.rows);
-  if (share.first == share.end) return;
+  if (share.first >= share.end) return;
   const int warp = threadIdx.x / kWarp;
   const T* const x = static_cast<const T*>(p.x);
   const auto pass_at = [&](int item, int first) {
@@ -291,14 +290,14 @@ __device__ void multiply_items(const Product& p, const ExpertsArgs& a, const Pai
       low_bias = to_float(bias[kKind == Kind::clamped ? 2 * row : row]);
       high_bias = to_float(bias[kKind == Kind::clamped ? 2 * row + 1 : p.rows + row]);
     }
-    const bool more = pass.last_of_item() ? pass.item + 1 < share.end : true;
+    const bool more = pass.last_of_item() ? pass.item + share.step < share.end : true;
     Pass next = pass;
     by_tiles(pass.count, [&](auto tiles) {
       constexpr int kTiles = tiles;
       float sums[kTiles][kBlocks][4] = {};
       multiply<T>(x, pass.from, first, p.size, s, sums);
       if (more) {  // before the end of this one: reads of x take long
-        next = pass.last_of_item() ? pass_at(pass.item + 1, 0) : pass_at(pass.item, pass.first + pass.count);
+        next = pass.last_of_item() ? pass_at(pass.item + share.step, 0) : pass_at(pass.item, pass.first + pass.count);
         load_inputs(x, next.from, tiles_of(next.count), 0, p.size, first);
       }
       add_up(sums, pass.count, partials, round, [&](int i, float low, float high) {

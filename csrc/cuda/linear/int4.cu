@@ -15,12 +15,12 @@ constexpr int kWarp = 32, kConverting = 256, kDequantising = 256;  // threads of
 CUtensorMap map_weight(const Int4Args& a, const Int4Params& p) {
   constexpr int kNumber = 8;  // bytes: as many at once as a box of records may have
   const int halves = a.silu_mul ? 2 : 1;
-  const cuuint64_t record = int4_record_bytes(a.groups), rows = record * p.x.records;
+  const cuuint64_t record = int4_record_bytes(a.groups), rows = record * p.records;
   const cuuint64_t all = static_cast<cuuint64_t>(a.features / kInt4Rows);
   const cuuint32_t box[4] = {static_cast<cuuint32_t>(record / kNumber), static_cast<cuuint32_t>(p.blocks / halves),
                              static_cast<cuuint32_t>(halves), static_cast<cuuint32_t>(p.depth)};
   return tensor_map(CU_TENSOR_MAP_DATA_TYPE_INT64, a.weight,
-                    {record / kNumber, all, static_cast<cuuint64_t>(halves), static_cast<cuuint64_t>(p.x.records)},
+                    {record / kNumber, all, static_cast<cuuint64_t>(halves), static_cast<cuuint64_t>(p.records)},
                     {rows, rows * all, record}, box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
@@ -28,7 +28,7 @@ CUtensorMap map_weight(const Int4Args& a, const Int4Params& p) {
 CUtensorMap map_x(const Int4Args& a, const Int4Params& p, const void* x, int64_t stride) {
   const cuuint32_t box[3] = {kInt4Inputs, static_cast<cuuint32_t>(p.depth), static_cast<cuuint32_t>(a.tokens)};
   return tensor_map(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, x,
-                    {kInt4Inputs, static_cast<cuuint64_t>(p.x.records), static_cast<cuuint64_t>(a.tokens)},
+                    {kInt4Inputs, static_cast<cuuint64_t>(p.records), static_cast<cuuint64_t>(a.tokens)},
                     {kXBytes, static_cast<cuuint64_t>(stride) * sizeof(bf16)}, box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
@@ -53,16 +53,18 @@ Int4Params params_of(const Int4Args& a) {
   p.silu_mul = a.silu_mul;
   p.float32_out = a.float32_out;
   p.row_scale = a.row_scale;
-  p.x = {.x = a.x, .x_stride = a.x_stride, .norm = a.norm, .eps = a.eps, .records = a.inner / kRecordOfX};
+  p.x = a.x;
+  p.x_stride = a.x_stride;
   p.blocks = p.rows / kInt4Rows;
+  p.records = a.inner / kInt4Inputs;
   const bool converting = converts(a.tokens, a.inner);
   if (!converting) p.notes = notes_of(a);
   // Copies of some 16 KB: what is multiplied after the last one has arrived is not hidden.
   constexpr int kCopyBytes = 16 << 10;
   const int record_bytes = p.blocks * int4_record_bytes(a.groups) + (converting ? 0 : a.tokens * kXBytes);
-  p.depth = std::clamp(kCopyBytes / record_bytes, 1, p.x.records);
-  p.count = tiles_of(p.x.records, p.depth);
-  const int room = int4_room(a.tokens) - (converting ? converted_bytes(a.tokens, p.x.records, a.groups) : 0);
+  p.depth = std::clamp(kCopyBytes / record_bytes, 1, p.records);
+  p.count = tiles_of(p.records, p.depth);
+  const int room = int4_room(a.tokens) - (converting ? converted_bytes(a.tokens, p.records, a.groups) : 0);
   p.stages = std::min({kMaxStages, p.count, room / stage_bytes(p, a.groups, converting)});
   return p;
 }
@@ -130,8 +132,6 @@ bool fits_int4(const Int4Args& a) {
   return a.tokens > 0 && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 &&
          in_16_bytes(a.x, a.x_stride, 2) && in_16_bytes(a.out, a.out_stride, 2);
 }
-
-bool norms_int4(const Int4Args& a) { return converts(a.tokens, a.inner) && in_16_bytes(a.norm, 0, 2); }
 
 int64_t int4_converted_bytes(int tokens, int inner, int groups) {
   return converts(tokens, inner) ? 0 : converted_bytes(tokens, inner / kInt4Inputs, groups);

@@ -27,14 +27,16 @@
 namespace quire::cuda::linears {
 
 static_assert(kInt4Inputs == kRecordOfX);
-constexpr int kHalves = kInt4Inputs / kUnit;  // of a record; what a lane reads of a row at once, 16 of them
+constexpr int kHalves = kInt4Inputs / kUnit;  // of a record; of a half a lane reads 16 numbers of a row at once
 constexpr int kHalfBytes = kInt4Rows * kUnit / 2;
 
 struct Int4Params : End {
   const float* row_scale;
-  XArgs x;            // for CTAs that convert it; a row of the weight has as many records as a token
+  const void* x;  // bf16, for CTAs that convert it
+  int64_t x_stride;
   const char* notes;  // [records, tokens] of what was converted before
   int blocks;         // 16s of rows of a tile; with silu_mul gate blocks, then as many up blocks
+  int records;        // of a row
   int depth;          // records of a stage
   int count, stages;  // stages of a tile; in shared memory
 };
@@ -91,7 +93,7 @@ __device__ inline void copy_stages(const CUtensorMap* weight_map, const CUtensor
   constexpr bool kWithX = !kConverts<kFours>;
   const int x_bytes = kWithX ? stage_x_bytes(p) : 0, notes_of_record = p.tokens * note_bytes(kGroups);
   const auto stage_of = [&](int stage) { return stages + stage * stage_bytes(p, kGroups, kConverts<kFours>); };
-  const auto notes_of = [&](int i) { return kWithX ? min(p.depth, p.x.records - i * p.depth) * notes_of_record : 0; };
+  const auto notes_of = [&](int i) { return kWithX ? min(p.depth, p.records - i * p.depth) * notes_of_record : 0; };
   const auto copy_weight = [&](int i, int stage) {
     hopper::arrive_expecting(&barriers.full[stage], weight_bytes(p, kGroups) + x_bytes + notes_of(i));
     hopper::copy_once(stage_of(stage) + x_bytes, weight_map, &barriers.full[stage], 0, first_feature / kInt4Rows, 0,
@@ -179,15 +181,32 @@ __device__ inline void convert(const RecordOfX& x, char* to, XNote<kGroups>* not
   }
 }
 
-// Reads and converts all of x, by the warps that multiply.
+// Converts all of x, by the warps that multiply, after the kernels in front have ended.
 template <int kGroups>
-__device__ inline void convert_all(const Int4Params& p, char* to, char* notes, float (&squares)[kMostTokens][kWarps]) {
+__device__ inline void convert_all(const Int4Params& p, char* to, char* notes) {
+  struct Part {
+    int token = 0, record = threadIdx.x / 8;
+  } part[kMostParts];
+#pragma unroll
+  for (int i = 0; i + 1 < kMostParts; ++i) {
+    const bool of_token = part[i].record + kRecordsAtOnce < p.records;
+    part[i + 1].token = part[i].token + (of_token ? 0 : 1);
+    part[i + 1].record = of_token ? part[i].record + kRecordsAtOnce : threadIdx.x / 8;
+  }
+  const auto there = [&](int i) { return part[i].token < p.tokens && part[i].record < p.records; };
+  wait_for_previous_kernels();
   RecordOfX x[kMostParts];
-  read_x(p.x, p.tokens, to, squares, x);
-  for_parts(p.tokens, p.x.records, [&](int i, int token, int record) {
-    convert(x[i], to + (token * p.x.records + record) * kXBytes,
-            reinterpret_cast<XNote<kGroups>*>(notes) + record * p.tokens + token);
-  });
+#pragma unroll
+  for (int i = 0; i < kMostParts; ++i) {
+    const char* const of_token = static_cast<const char*>(p.x) + part[i].token * p.x_stride * sizeof(bf16);
+    if (there(i)) x[i].load(of_token + part[i].record * kXBytes);
+  }
+#pragma unroll
+  for (int i = 0; i < kMostParts; ++i) {
+    if (!there(i)) continue;
+    convert(x[i], to + (part[i].token * p.records + part[i].record) * kXBytes,
+            reinterpret_cast<XNote<kGroups>*>(notes) + part[i].record * p.tokens + part[i].token);
+  }
 }
 
 // The scales and zero points of a lane's two rows, of each group of a half (groups of 128: of the record).
@@ -358,7 +377,7 @@ __global__ __launch_bounds__(kThreads,
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char stages[];
   __shared__ Int4Barriers barriers;
-  __shared__ float row_scales[kMaxRows], squares[kMostTokens][kWarps];
+  __shared__ float row_scales[kMaxRows];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_feature = blockIdx.x * p.tile_features;
 
@@ -381,14 +400,14 @@ __global__ __launch_bounds__(kThreads,
   constexpr int kShares = kWarps / kRowWarps, kBundle = kFours == 1 ? 2 : 1, kRecord = int4_record_bytes(kGroups);
   const int share = warp / kRowWarps, first_block = warp % kRowWarps;
   constexpr bool kConverting = kConverts<kFours>;
-  const Int4Lane<kFours> at(p, (kConverting ? p.x.records : p.depth) * kXBytes);
+  const Int4Lane<kFours> at(p, (kConverting ? p.records : p.depth) * kXBytes);
   const int weight_at = kConverting ? 0 : stage_x_bytes(p), notes_at = weight_at + weight_bytes(p, kGroups);
   char* const all_x = stages + p.stages * stage_bytes(p, kGroups, true);
-  char* const all_notes = all_x + p.tokens * p.x.records * kXBytes;
+  char* const all_notes = all_x + p.tokens * p.records * kXBytes;
 
   read_row_scales(p, first_feature, p.row_scale, row_scales);
   if constexpr (kConverting) {
-    convert_all<kGroups>(p, all_x, all_notes, squares);
+    convert_all<kGroups>(p, all_x, all_notes);
     sync_multipliers();
   } else {
     wait_for_previous_kernels();
@@ -405,7 +424,7 @@ __global__ __launch_bounds__(kThreads,
     const char* const stage = stages + next.at * stage_bytes(p, kGroups, kConverting);
     const char* const x = kConverting ? all_x + i * p.depth * kXBytes : stage;
     const char* const notes = kConverting ? all_notes + i * p.depth * p.tokens * note_bytes(kGroups) : stage + notes_at;
-    const unsigned records = min(p.depth, p.x.records - i * p.depth);
+    const unsigned records = min(p.depth, p.records - i * p.depth);
     for (; record < records; record += kShares) {
       const char* const weight = stage + weight_at + (record * p.blocks + first_block) * kRecord;
       for_bundles<kBlocks, kBundle>([&](auto first,
@@ -442,7 +461,7 @@ void start_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const I
   const auto kernel = int4_kernel<kFours, kRowWarps, kBlocks, kGroups>;
   constexpr int kRead = kRowWarps * kBlocks;  // blocks that are read, where some may lie past the end of a stage
   constexpr int kEights = (kFours + 1) / 2;
-  const int of_x = kConverts<kFours> ? converted_bytes(p.tokens, p.x.records, kGroups) : 0;
+  const int of_x = kConverts<kFours> ? converted_bytes(p.tokens, p.records, kGroups) : 0;
   const int stages_bytes =
       p.stages * stage_bytes(p, kGroups, kConverts<kFours>) + of_x + (kRead - p.blocks) * int4_record_bytes(kGroups);
   const int way_out_bytes = sums_bytes(p.rows, kEights, kWarps / kRowWarps) + kEights * 8 * product_stride(p.rows);

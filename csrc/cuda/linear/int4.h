@@ -27,8 +27,6 @@ constexpr int int4_record_bytes(int groups) { return kInt4Rows * kInt4Inputs / 2
 struct Int4Args {
   const void* x;           // [tokens, inner] bf16
   int64_t x_stride;        // numbers between rows
-  const void* norm;        // [inner] bf16: each row of x becomes rms_norm(row, norm, eps) first, see norms_int4(); or null
-  float eps;
   const uint8_t* weight;   // records; with silu_mul of features gate rows, then of as many up rows
   const float* row_scale;  // [rows]
   int groups;              // of a record: 1, 2 or 4
@@ -44,9 +42,6 @@ constexpr int kInt4MostTokens = 32;
 
 // Whether linear_int4() can take this product, whatever the number of tokens: a Hopper GPU, and x and out in 16 bytes.
 bool fits_int4(const Int4Args& args);
-
-// Whether linear_int4() computes the norm in front of this product, too.
-bool norms_int4(const Int4Args& args);
 
 int64_t int4_converted_bytes(int tokens, int inner, int groups);
 

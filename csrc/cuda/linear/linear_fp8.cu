@@ -87,28 +87,34 @@ __device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
 
 // Reads and converts all of x, by the warps that multiply.
 __device__ void convert_all(const Fp8Params& p, char* to, Conversion& shared) {
-  RecordOfX x[kMostParts];
-  read_x(p.x, p.tokens, to, shared.squares, x);
-  uint32_t most[kMostTokens] = {};
-  for_parts(p.tokens, p.x.records, [&](int i, int token, int) {
-    const uint32_t largest = x[i].largest();
-#pragma unroll
-    for (int t = 0; t < kMostTokens; ++t) most[t] = __vmaxu2(most[t], t == token ? largest : 0);
-  });
-#pragma unroll
-  for (int token = 0; token < kMostTokens; ++token) {
-    if (token >= p.tokens) break;
-    const uint32_t of_warp = __reduce_max_sync(~0u, max(most[token] & 0xffff, most[token] >> 16));
+  const int row_bytes = x_row_bytes(p.x.records * kRecordOfX);
+  const unsigned together = 0xffu << (threadIdx.x % 32 & 24);  // lanes that have a record
+  read_x(p.x, p.tokens, to, row_bytes, shared.squares);
+#pragma unroll 1
+  for (int token = 0; token < p.tokens; ++token) {
+    uint32_t most = 0;
+    for_parts(p.x.records, [&](int record) {
+      RecordOfX x;
+      x.load(to + token * row_bytes + record * kXBytes);
+      most = __vmaxu2(most, x.largest());
+    });
+    const uint32_t of_warp = __reduce_max_sync(~0u, max(most & 0xffff, most >> 16));
     if (threadIdx.x % 32 == 0) atomicMax(&shared.largest[token], of_warp);
   }
   sync_multipliers();
-  const int row_bytes = x_row_bytes(p.x.records * kRecordOfX);
-  for_parts(p.tokens, p.x.records, [&](int i, int token, int record) {
+#pragma unroll 1
+  for (int token = 0; token < p.tokens; ++token) {
     const uint32_t raise = scales_of(shared.largest[token]).raise;
-    char* const half = to + token * row_bytes + record * kXBytes + threadIdx.x % 8 / 4 * 2 * kQuarterOfX;
-    store_fp16(x[i].a, raise, half);
-    store_fp16(x[i].b, raise, half + kQuarterOfX);
-  });
+    for_parts(p.x.records, [&](int record) {
+      RecordOfX x;
+      char* const place = to + token * row_bytes + record * kXBytes;
+      x.load(place);
+      __syncwarp(together);  // each writes where others have read
+      char* const half = place + threadIdx.x % 8 / 4 * 2 * kQuarterOfX;
+      store_fp16(x.a, raise, half);
+      store_fp16(x.b, raise, half + kQuarterOfX);
+    });
+  }
   if (threadIdx.x < 8) {
     const bool there = threadIdx.x < p.tokens;
     shared.lower[threadIdx.x] = there ? scales_of(shared.largest[threadIdx.x]).lower : 0;
@@ -204,8 +210,8 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
   convert_all(p, stages + p.x_at, conversion);
   const Pack<bf16, 8> old = read_out<bf16>(p, first_feature);
   // A token that isn't there is read from another's place, and its sums are never stored.
-  const char* const x = stages + p.x_at + min(lane / 4, p.tokens - 1) * x_row_bytes(p.slabs * kSlabOfW) + lane % 4 * 16 +
-                        quarter * kQuarterOfX;
+  const char* const x = stages + p.x_at + min(lane / 4, p.tokens - 1) * x_row_bytes(p.slabs * kSlabOfW) +
+                        lane % 4 * 16 + quarter * kQuarterOfX;
 
   float sums[kBlocks][1][4] = {};
   hopper::Ring next;
@@ -233,7 +239,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
             uint32_t w[4];
             widen_four(bytes[b][2 * of_16], w[0], w[2]);
             widen_four(bytes[b][2 * of_16 + 1], w[1], w[3]);
-            float(&to)[4] = [&]() -> float(&)[4] {
+            float (&to)[4] = [&]() -> float (&)[4] {
               if constexpr (kGrid) return of_slab[b];
               else return sums[b][0];
             }();
@@ -301,15 +307,15 @@ void start(const CUtensorMap& map, const LinearFp8Args& a, Fp8Params p, cudaStre
     return true;
   }();
   static_cast<void>(allowed);
-  launch(kernel, dim3(tiles_of(a.features, p.tile_features)), dim3(kThreads), 1024 + p.table_at + table_bytes(a), stream,
-         map, p);
+  launch(kernel, dim3(tiles_of(a.features, p.tile_features)), dim3(kThreads), 1024 + p.table_at + table_bytes(a),
+         stream, map, p);
 }
 
 template <bool kGrid>
 void run(const LinearFp8Args& a, cudaStream_t stream) {
   const Fp8Params p = params_of(a);
-  const CUtensorMap map = map_slabs<e4m3>(a.inner, a.weight, a.silu_mul ? 2 * a.features : a.features, a.inner,
-                                          p.tile_features, p.depth);
+  const CUtensorMap map =
+      map_slabs<e4m3>(a.inner, a.weight, a.silu_mul ? 2 * a.features : a.features, a.inner, p.tile_features, p.depth);
   if (p.rows <= 16) return start<1, 1, kGrid>(map, a, p, stream);
   if (p.rows <= 32) return start<1, 2, kGrid>(map, a, p, stream);
   if (p.rows <= 64) return start<1, 4, kGrid>(map, a, p, stream);
@@ -326,6 +332,8 @@ bool fits_linear_fp8(const LinearFp8Args& a) {
          in_16_bytes(a.weight, a.inner, 1) && in_16_bytes(a.out, a.out_stride, 2);
 }
 
-void linear_fp8(const LinearFp8Args& a, cudaStream_t stream) { a.blocks ? run<true>(a, stream) : run<false>(a, stream); }
+void linear_fp8(const LinearFp8Args& a, cudaStream_t stream) {
+  a.blocks ? run<true>(a, stream) : run<false>(a, stream);
+}
 
 }  // namespace quire::cuda

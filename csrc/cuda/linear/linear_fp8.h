@@ -8,15 +8,15 @@
 namespace quire::cuda {
 
 struct LinearFp8Args {
-  const void* x;       // [tokens, inner] bf16
-  int64_t x_stride;    // numbers between rows
-  const void* norm;    // [inner] bf16: each row of x becomes rms_norm(row, norm, eps) first; or null
+  const void* x;     // [tokens, inner] bf16
+  int64_t x_stride;  // numbers between rows
+  const void* norm;  // [inner] bf16: each row of x becomes rms_norm(row, norm, eps) first; or null
   float eps;
   const void* weight;  // [rows, inner] e4m3: features; with silu_mul gate rows, then as many up rows
   const float* scale;  // [rows], or with `blocks` [rows / 128, inner / 128]
   bool blocks;
-  const void* bias;    // [rows] bf16, or null
-  void* out;           // [tokens, features] bf16, or float32
+  const void* bias;  // [rows] bf16, or null
+  void* out;         // [tokens, features] bf16, or float32
   int64_t out_stride;
   int tokens, features, inner;
   bool add, silu_mul, float32_out;  // as in linear.h

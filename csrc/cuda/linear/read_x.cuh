@@ -1,8 +1,9 @@
-// How each CTA of a product reads x, where tokens are so few that it holds all of x: into registers of the warps that multiply,
-// which convert it and leave it in shared memory.  An RMS norm in front of the product is computed on the way.  That saves
-// a kernel, and what the weight of the norm says is there before the kernels in front have ended.
+// How each CTA of a product reads x, where tokens are so few that it holds all of x: eight lanes of the warps that multiply have 128
+// neighbouring numbers of a token.  read_x() leaves x in shared memory, where it is converted then, and computes an RMS norm in
+// front of the product on the way, which saves a kernel.
 #pragma once
 
+#include "cuda/common/async_copy.cuh"
 #include "cuda/common/warp.cuh"
 #include "cuda/linear/linear.cuh"
 
@@ -16,9 +17,9 @@ constexpr int kRecordsAtOnce = kMultipliers / 8;
 constexpr int kMostParts = 4, kMostTokens = kMostParts;
 
 struct XArgs {
-  const void* x;        // [tokens, 128 * records] bf16
-  int64_t x_stride;     // numbers
-  const void* norm;     // [128 * records] bf16; or null
+  const void* x;     // [tokens, 128 * records] bf16
+  int64_t x_stride;  // numbers
+  const void* norm;  // [128 * records] bf16; or null
   float eps;
   int records;  // of a token
 };
@@ -26,7 +27,8 @@ struct XArgs {
 // Parts of x that a thread has.
 inline int parts_of(int tokens, int inner) { return tokens * tiles_of(inner / kRecordOfX, kRecordsAtOnce); }
 
-__device__ inline uint32_t largest_of(const uint4& pairs) {  // the largest magnitudes of even and of odd numbers, in bits
+// The largest magnitudes of even and of odd numbers, in their bits.
+__device__ inline uint32_t largest_of(const uint4& pairs) {
   constexpr uint32_t kMagnitude = 0x7fff7fff;
   return __vmaxu2(__vmaxu2(pairs.x & kMagnitude, pairs.y & kMagnitude),
                   __vmaxu2(pairs.z & kMagnitude, pairs.w & kMagnitude));
@@ -70,60 +72,69 @@ struct RecordOfX {
   }
 };
 
-// Calls use(i, token, record) for each part that this thread has, i below kMostParts.
+// Calls use(record) for each part of a token that this thread has.
 template <class Use>
-__device__ inline void for_parts(int tokens, int records, const Use& use) {
-  int token = 0, record = threadIdx.x / 8;
+__device__ inline void for_parts(int records, const Use& use) {
+#pragma unroll 1
+  for (int record = threadIdx.x / 8; record < records; record += kRecordsAtOnce) use(record);
+}
+
+// Norms x in `room`, where each thread finds its own parts.  For the warps that multiply.
+//   squares  shared memory: of each token and warp
+__device__ inline void norm_x(const XArgs& a, int tokens, char* room, int row_bytes,
+                              float (&squares)[kMostTokens][kWarps]) {
+#pragma unroll 1
+  for (int token = 0; token < tokens; ++token) {
+    float of_thread = 0;
+    for_parts(a.records, [&](int record) {
+      RecordOfX x;
+      x.load(room + token * row_bytes + record * kXBytes);
+      of_thread += x.squares();
+    });
+    const float of_warp = sum_of_warp(of_thread);
+    if (threadIdx.x % 32 == 0) squares[token][threadIdx.x / 32] = of_warp;
+  }
+  sync_multipliers();
+#pragma unroll 1
+  for (int token = 0; token < tokens; ++token) {
+    float sum = 0;
 #pragma unroll
-  for (int i = 0; i < kMostParts; ++i) {
-    if (token < tokens && record < records) use(i, token, record);
-    record += kRecordsAtOnce;
-    if (record < records) continue;
-    ++token;
-    record = threadIdx.x / 8;
+    for (int warp = 0; warp < kWarps; ++warp) sum += squares[token][warp];
+    const float scale = rsqrtf(sum / static_cast<float>(a.records * kRecordOfX) + a.eps);
+    for_parts(a.records, [&](int record) {
+      RecordOfX x, weight;
+      char* const place = room + token * row_bytes + record * kXBytes;
+      weight.load(static_cast<const char*>(a.norm) + record * kXBytes);
+      x.load(place);
+      x.multiply(scale, weight);
+      x.store(place);
+    });
   }
 }
 
-// Waits for the kernels in front and reads x, by the warps that multiply.
-//   room     shared memory for [records] of a token.  Whoever writes there afterwards must first synchronise its warp
-//   squares  shared memory: of each token and warp.  Used only if there is a norm
-__device__ inline void read_x(const XArgs& a, int tokens, char* room, float (&squares)[kMostTokens][kWarps],
-                              RecordOfX (&x)[kMostParts]) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (a.norm != nullptr) {
-    for (int record = threadIdx.x / 8; record < a.records; record += kRecordsAtOnce) {
-      RecordOfX weight;
-      weight.load(static_cast<const char*>(a.norm) + record * kXBytes);
-      weight.store(room + record * kXBytes);
-    }
+// Waits for the kernels in front and reads x into `room`, normed if there is a norm: token after token, row_bytes apart.  Each thread
+// then finds its own parts there; others' only after a barrier.  For the warps that multiply.
+__device__ inline void read_x(const XArgs& a, int tokens, char* room, int row_bytes,
+                              float (&squares)[kMostTokens][kWarps]) {
+  if (a.norm != nullptr) {  // the norm's weight, into L1, while the kernels in front still run
+    for_parts(a.records, [&](int record) {
+      const char* const weight = static_cast<const char*>(a.norm) + record * kXBytes + RecordOfX::place();
+      asm volatile("prefetch.global.L1 [%0];" ::"l"(weight));
+      asm volatile("prefetch.global.L1 [%0];" ::"l"(weight + kUnit));
+    });
   }
   wait_for_previous_kernels();
-  for_parts(tokens, a.records, [&](int i, int token, int record) {
-    x[i].load(static_cast<const char*>(a.x) + token * a.x_stride * sizeof(bf16) + record * kXBytes);
-  });
-  if (a.norm == nullptr) return;
-  float of_thread[kMostTokens] = {};
-  for_parts(tokens, a.records, [&](int i, int token, int) {
-    const float sum = x[i].squares();
-#pragma unroll
-    for (int t = 0; t < kMostTokens; ++t) of_thread[t] += t == token ? sum : 0;
-  });
-#pragma unroll
-  for (int token = 0; token < kMostTokens; ++token) {
-    if (token >= tokens) break;
-    const float of_warp = sum_of_warp(of_thread[token]);
-    if (lane == 0) squares[token][warp] = of_warp;
+  for (int token = 0; token < tokens; ++token) {
+    for_parts(a.records, [&](int record) {
+      const int place = record * kXBytes + RecordOfX::place();
+      const char* const from = static_cast<const char*>(a.x) + token * a.x_stride * sizeof(bf16) + place;
+      const uint32_t to = shared_address(room + token * row_bytes + place);
+      copy_async_16(to, from, true);
+      copy_async_16(to + kUnit, from + kUnit, true);
+    });
   }
-  sync_multipliers();
-  const float size = static_cast<float>(a.records * kRecordOfX);
-  for_parts(tokens, a.records, [&](int i, int token, int record) {
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += squares[token][w];
-    RecordOfX weight;  // as this thread left it
-    weight.load(room + record * kXBytes);
-    x[i].multiply(rsqrtf(sum / size + a.eps), weight);
-  });
+  wait_for_all_copies();
+  if (a.norm != nullptr) norm_x(a, tokens, room, row_bytes, squares);
 }
 
 // Scales of a tile's rows, into shared memory: read at the end, they would take as long as any read from memory.

@@ -29,8 +29,8 @@ int groups_of(const at::Tensor& weight) {
 }
 
 Int4Args checked(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale,
-                 const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& norm, double eps, bool add,
-                 bool silu_mul, const at::Tensor& out) {
+                 const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& norm, bool add, bool silu_mul,
+                 const at::Tensor& out) {
   const Place place = on_gpu(x);
   expect_dtype("x", x, at::kBFloat16);
   const bool wide = float32_out(x, out, add, silu_mul);
@@ -50,8 +50,6 @@ Int4Args checked(const at::Tensor& x, const at::Tensor& weight, const at::Tensor
   return {
       .x = x.const_data_ptr(),
       .x_stride = x.stride(0),
-      .norm = norm ? norm->const_data_ptr() : nullptr,
-      .eps = static_cast<float>(eps),
       .weight = weight.const_data_ptr<uint8_t>(),
       .row_scale = scale.const_data_ptr<float>(),
       .groups = groups_of(weight),
@@ -83,17 +81,14 @@ void in_calls(Int4Args args, const at::TensorOptions& options, cudaStream_t stre
 void linear_int4(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale,
                  const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& norm, double eps, bool add,
                  bool silu_mul, const at::Tensor& out) {
-  Int4Args args = checked(x, weight, scale, bias, norm, eps, add, silu_mul, out);
+  Int4Args args = checked(x, weight, scale, bias, norm, add, silu_mul, out);
   const c10::cuda::CUDAGuard guard(x.device());
   if (out.numel() == 0) return;
-  const bool few = x.size(0) <= kMostInCalls;
-  if (few && norms_int4(args) && fits_int4(args)) return in_calls(args, x.options(), stream_of(x));
   at::Tensor y = norm ? normed(x, *norm, eps) : x;
-  if (few && !in_16_bytes(y.const_data_ptr(), y.stride(0), 2)) y = y.contiguous();
+  if (x.size(0) <= kMostInCalls && !in_16_bytes(y.const_data_ptr(), y.stride(0), 2)) y = y.contiguous();
   args.x = y.const_data_ptr();
   args.x_stride = y.stride(0);
-  args.norm = nullptr;
-  if (few && fits_int4(args)) return in_calls(args, x.options(), stream_of(x));
+  if (x.size(0) <= kMostInCalls && fits_int4(args)) return in_calls(args, x.options(), stream_of(x));
   const at::Tensor plain = at::empty({weight.size(0) * kInt4Rows, x.size(1)}, x.options());
   dequantise_int4({.weight = args.weight,
                    .row_scale = args.row_scale,

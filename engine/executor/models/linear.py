@@ -35,7 +35,9 @@ class PackedLinear(nn.Module):
 class GpuLinear(nn.Module):
     """nn.Linear on a GPU over a weight in e4m3 or of 4 bits, or with a result in float32: [..., in] -> [..., out]."""
 
-    def __init__(self, stored: Tensor | ops.Fp8 | ops.Int4, bias: Tensor | None, dtype: torch.dtype, wide: bool) -> None:
+    def __init__(
+        self, stored: Tensor | ops.Fp8 | ops.Int4, bias: Tensor | None, dtype: torch.dtype, *, wide: bool
+    ) -> None:
         """wide: the result is float32."""
         super().__init__()
         self.out_features = len(stored) if isinstance(stored, Tensor) else stored.rows
@@ -188,10 +190,10 @@ class Linears:
         packed = self._pack(weight, float32_out)
         wide = float32_out and self._widens(weight)
         if isinstance(packed, ops.Fp8 | ops.Int4):
-            return GpuLinear(packed, bias, dtype, wide)
+            return GpuLinear(packed, bias, dtype, wide=wide)
         if wide:
             assert isinstance(weight, Tensor)  # quantised weights are packed
-            return GpuLinear(weight.detach(), bias, dtype, wide)
+            return GpuLinear(weight.detach(), bias, dtype, wide=wide)
         return None if packed is None else PackedLinear(packed, bias, dtype)
 
     def _widens(self, weight: Tensor | Quantised) -> bool:
