@@ -37,17 +37,36 @@ struct Fp8Params : End {
 
 inline __host__ __device__ int x_row_bytes(int inner) { return inner * static_cast<int>(sizeof(fp16)) + kXPadding; }
 
+// Kernels for GPUs before Hopper are empty: hence [[maybe_unused]].
+
 // The scales of the blocks that a tile's rows lie in, [kMostSets, slabs]: a slab is as wide as a block.  First those of its
 // rows, or gate rows, which lie in at most 3 (224 rows) or 2 (112) blocks, then those of its up rows.
 constexpr int kBlock = 128, kMostSets = 4;
 constexpr int sets_of_half(bool silu_mul) { return silu_mul ? 2 : 3; }
 
-__device__ void fill_table(const Fp8Params& p, int first_feature, float* table) {
+[[maybe_unused]] __device__ void fill_table(const Fp8Params& p, int first_feature, float* table) {
   const int sets = sets_of_half(p.silu_mul), halves = p.silu_mul ? 2 : 1;
   for (int i = threadIdx.x; i < halves * sets * p.slabs; i += kMultipliers) {
     const int set = i / p.slabs, slab = i % p.slabs, half = set / sets;
     const int block = (first_feature + half * p.features) / kBlock + set % sets;
     table[i] = block < halves * p.features / kBlock ? p.scale[block * p.slabs + slab] : 0;
+  }
+}
+
+// Where the scales of the lane's two rows of each block of 16 stand in the table.  8 rows never lie in two blocks of scales.
+template <int kRowWarps, int kBlocks>
+__device__ void find_scales(const Fp8Params& p, int first_feature, int first_block, int (&scale_at)[kBlocks][2]) {
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row =
+          min((first_block + kRowWarps * b) * 16 + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * r, p.rows - 1);
+      const bool up = row >= p.tile_features;
+      const int feature = first_feature + row - (up ? p.tile_features : 0);
+      const int set = (up ? sets_of_half(p.silu_mul) : 0) + feature / kBlock - first_feature / kBlock;
+      scale_at[b][r] = set * p.slabs;
+    }
   }
 }
 
@@ -86,7 +105,7 @@ __device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
 }
 
 // Reads and converts all of x, by the warps that multiply.
-__device__ void convert_all(const Fp8Params& p, char* to, Conversion& shared) {
+[[maybe_unused]] __device__ void convert_all(const Fp8Params& p, char* to, Conversion& shared) {
   const int row_bytes = x_row_bytes(p.x.records * kRecordOfX);
   const unsigned together = 0xffu << (threadIdx.x % 32 & 24);  // lanes that have a record
   read_x(p.x, p.tokens, to, row_bytes, shared.squares);
@@ -124,8 +143,8 @@ __device__ void convert_all(const Fp8Params& p, char* to, Conversion& shared) {
 
 // What the warp that copies does.  The next kernel may start when the last copy was started: its own first copies arrive
 // while this one ends and the memory would have nothing to do.  Earlier, they would be done by then.
-__device__ void copy_stages(const CUtensorMap* map, const Fp8Params& p, int first_feature, char* stages, uint64_t* full,
-                            uint64_t* empty) {
+[[maybe_unused]] __device__ void copy_stages(const CUtensorMap* map, const Fp8Params& p, int first_feature,
+                                             char* stages, uint64_t* full, uint64_t* empty) {
   const int stage_bytes = p.depth * p.rows * kSlabBytes;
   hopper::Ring next;
   for (int i = 0; i < p.count; ++i) {
@@ -187,22 +206,11 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
     w_at[b] += row * kSlabBytes;
   }
 
-  // Where the scales of the lane's two rows of each block of 16 stand in the table.  8 rows never lie in two blocks.
   float* const table = reinterpret_cast<float*>(stages + p.table_at);
   [[maybe_unused]] int scale_at[kBlocks][2];
   if constexpr (kGrid) {
     fill_table(p, first_feature, table);
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = min((first_block + kRowWarps * b) * 16 + lane / 4 + 8 * r, p.rows - 1);
-        const bool up = row >= p.tile_features;
-        const int feature = first_feature + row - (up ? p.tile_features : 0);
-        const int set = (up ? sets_of_half(p.silu_mul) : 0) + feature / kBlock - first_feature / kBlock;
-        scale_at[b][r] = set * p.slabs;
-      }
-    }
+    find_scales<kRowWarps>(p, first_feature, first_block, scale_at);
   } else {
     read_row_scales(p, first_feature, p.scale, row_scales);
   }
