@@ -150,12 +150,18 @@ class Ranks:
             _finish(self._device._allgather_base(gathered.view(-1), part.contiguous().view(-1), options))
         return gathered
 
-    def gather_columns(self, part: Tensor) -> Tensor:
-        """Return all ranks' columns in the order of ranks: [..., C] -> [..., size * C]."""
-        if self.size == 1:
-            return part
-        gathered = self._gather(part)
-        return gathered.movedim(0, -2).reshape(*part.shape[:-1], self.size * part.shape[-1])
+    def gather_columns(self, part: Tensor, columns: int, out: Tensor | None = None) -> Tensor:
+        """Return the first `columns` of all ranks' columns, in the order of ranks: [..., C] -> [..., columns].
+
+        columns: at most size * C.  out [..., columns]: where they go, of any strides."""
+        gathered = part[None] if self.size == 1 else self._gather(part)
+        if out is None:
+            out = part.new_empty(*part.shape[:-1], columns)
+        each = part.shape[-1]
+        for rank, theirs in enumerate(gathered):  # one pass over the numbers: logits are many
+            place = out[..., rank * each : (rank + 1) * each]
+            place.copy_(theirs[..., : place.shape[-1]])
+        return out
 
     def copy_from_first(self, tensor: Tensor) -> None:
         """Overwrite `tensor`, which is contiguous, with rank 0's."""

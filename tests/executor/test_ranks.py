@@ -64,8 +64,25 @@ def test_the_largest_number_of_all_ranks(tmp_path: Path) -> None:
 
 
 def test_columns_of_all_ranks(tmp_path: Path) -> None:
-    found = of_all_ranks(tmp_path / "meeting", lambda ranks: ranks.gather_columns(part(ranks.rank, 5)))
     wanted = torch.cat([part(rank, 5) for rank in range(SIZE)], 1)
+    whole = wanted.shape[1]
+    found = of_all_ranks(tmp_path / "meeting", lambda ranks: ranks.gather_columns(part(ranks.rank, 5), whole))
     assert all(torch.equal(each, wanted) for each in found)
-    none = of_all_ranks(tmp_path / "other", lambda ranks: ranks.gather_columns(part(ranks.rank, 0)))
-    assert all(each.shape == (0, SIZE * 96) for each in none)
+    none = of_all_ranks(tmp_path / "other", lambda ranks: ranks.gather_columns(part(ranks.rank, 0), whole))
+    assert all(each.shape == (0, whole) for each in none)
+
+
+@pytest.mark.parametrize("left_out", [1, 96, 100])
+def test_columns_that_are_padding_are_left_out(tmp_path: Path, left_out: int) -> None:
+    """The last rank's end, all of it, and some of the rank before; into a tensor that has other columns, too."""
+    wanted = torch.cat([part(rank, 5) for rank in range(SIZE)], 1)[:, :-left_out]
+
+    def compute(ranks: Ranks) -> Tensor:
+        whole = torch.full((5, wanted.shape[1] + 3), -1.0)
+        out = ranks.gather_columns(part(ranks.rank, 5), wanted.shape[1], whole[:, :-3])
+        assert out.data_ptr() == whole.data_ptr()
+        return whole
+
+    for whole in of_all_ranks(tmp_path / "meeting", compute):
+        assert torch.equal(whole[:, :-3], wanted)
+        assert whole[:, -3:].eq(-1).all()

@@ -112,8 +112,8 @@ class Shard(Protocol):
     out_features: int  # of the whole layer
     adds: bool  # this rank's part is the one that other numbers may be added to before `combine`
 
-    def combine(self, part: Tensor) -> Tensor:
-        """Return the layer's output [T, out_features] from what this rank computed."""
+    def combine(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the layer's output [T, out_features] from what this rank computed, in `out` where given."""
 
     def fuses_norm(self, rows: int, dtype: torch.dtype) -> bool:
         """Return whether `add_and_norm` takes so many rows.  The same on all ranks."""
@@ -134,8 +134,7 @@ class Sharded(nn.Module):
         self.weight = part.weight  # as other modules expect of a linear layer
 
     def forward(self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        y = self.shard.combine(self.part(x, plus) if plus is not None and self.shard.adds else self.part(x))
-        return y if out is None else out.copy_(y)
+        return self.shard.combine(self.part(x, plus) if plus is not None and self.shard.adds else self.part(x), out)
 
     def add(self, x: Tensor, plus: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None]:
         """Return `plus` and the layer's output, added, perhaps in place, and that after `norm` where ranks that add up

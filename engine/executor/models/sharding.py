@@ -80,8 +80,9 @@ class Summed:
     def adds(self) -> bool:
         return self.ranks.first
 
-    def combine(self, part: Tensor) -> Tensor:
-        return self.ranks.all_reduce(part)
+    def combine(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        total = self.ranks.all_reduce(part)
+        return total if out is None else out.copy_(total)
 
     def fuses_norm(self, rows: int, dtype: torch.dtype) -> bool:
         return self.ranks.fuses_norm(rows, self.out_features, dtype)
@@ -98,9 +99,8 @@ class Gathered:
     out_features: int
     adds: bool = False
 
-    def combine(self, part: Tensor) -> Tensor:
-        whole = self.ranks.gather_columns(part)
-        return whole[..., : self.out_features].contiguous() if whole.shape[-1] > self.out_features else whole
+    def combine(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.ranks.gather_columns(part, self.out_features, out)
 
     def fuses_norm(self, rows: int, dtype: torch.dtype) -> bool:
         return False
