@@ -44,7 +44,7 @@ from engine.executor.followers import Follower
 from engine.executor.masks import Masks
 from engine.wire.messages import Sampling, TokenLogprob
 
-# Prompt positions whose logits exist at one time, in the model's dtype and as a float32 log-softmax.  128 rows of 256k
+# Prompt positions whose logits exist at one time, and their log-softmax, both in float32.  128 rows of 256k
 # tokens take 0.3 GB.  Reading the head again for every 128 rows takes a GPU a few per cent of a scoring step.
 TARGET_ROWS = 128
 
@@ -265,7 +265,7 @@ class SamplerBank:
     def run(self, logits: Tensor, slots: Tensor, known: Tensor, tokens: Tensor, outcome: Tensor, general: bool) -> None:
         """Choose one token for each row; only launches.
 
-        logits   [N, V] of the model's dtype, not changed
+        logits   [N, V] float32, or of the model's dtype; not changed
         slots    [N] i64, the slot that each row samples for; -1: padding, whose token is 0 and whose outcome is CHOSEN
         known    [N] i64, tokens before the one chosen now
         tokens   [N] i64, written
