@@ -109,8 +109,8 @@ class AddsAndNorms:
         self.out_features = out_features
         self.norms: list[torch.Tensor] = []  # weights, in the order of calls
 
-    def combine(self, part: torch.Tensor) -> torch.Tensor:
-        return part
+    def combine(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return part if out is None else out.copy_(part)
 
     def fuses_norm(self, rows: int, dtype: torch.dtype) -> bool:
         return rows % 2 == 0
