@@ -308,22 +308,24 @@ def test_the_ranks_of_a_spare_without_devices_end(checkpoint: Checkpoint, monkey
     assert process.returncode == -signal.SIGKILL
 
 
-def test_the_process_ends_though_an_abort_never_returns() -> None:
-    """NCCL's may wait for a kernel that waits for the lost rank.  The rank here is stopped: it lives, and is silent."""
+@pytest.mark.parametrize("abort", ["time.sleep(1000)", "ctypes.PyDLL(None).sleep(1000)"])
+def test_the_process_ends_though_an_abort_never_returns(abort: str) -> None:
+    """NCCL's may wait for a kernel that waits for the lost rank, and hold the interpreter meanwhile, so that no other
+    thread of Python runs.  The rank here is stopped: it lives, and is silent."""
     code = (
-        "import signal, socket, subprocess, sys, time\n"
+        "import ctypes, signal, socket, subprocess, sys, time\n"
         "from types import SimpleNamespace\n"
         "from engine.executor.parallel import Rank, Watch\n"
         "process = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)\n"
         "process.send_signal(signal.SIGSTOP)\n"
         "life, _theirs = socket.socketpair()\n"
-        "ranks = SimpleNamespace(abort=lambda: time.sleep(1000))\n"
+        f"ranks = SimpleNamespace(abort=lambda: {abort})\n"
         "watch = Watch([Rank(1, process, None, life)], 0.05, beating=True, ranks=ranks)\n"
         "watch.start()\n"
         "with watch.using():\n"
         "    time.sleep(1000)\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     assert found.returncode == 1, found.stderr
     assert "rank 1 does not answer" in found.stderr
 
