@@ -18,6 +18,7 @@ import msgspec
 
 from engine.bus_thread import BusThread
 from engine.common import logs, open_files, readiness, settings
+from engine.common.deadline import ends_process
 from engine.common.errors import OperatorError
 from engine.common.tracing import Tracing
 from engine.config import EngineConfig
@@ -39,6 +40,8 @@ from engine.watchdog import Watchdog
 from engine.wire.link import BusDown
 
 log = logging.getLogger("quire.engine")
+
+CLOSE_S = 10.0  # that an executor which failed gets to let go of its device
 
 
 class Stopwatch:
@@ -197,7 +200,11 @@ class Server:
 
     def _close(self, died: bool) -> None:
         self._bus.stop(died=died)
-        with contextlib.suppress(*([RuntimeError] if died else [])):  # of a GPU that is lost
+        if died:
+            # A GPU that is lost may raise here, or never answer: a kernel that waits for another rank has no end.
+            with contextlib.suppress(RuntimeError), ends_process(CLOSE_S):
+                self._executor.close()
+        else:
             self._executor.close()
         for part in (self._page, self._flight, self._requests, self._tracing):
             if part is not None:

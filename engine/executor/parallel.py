@@ -15,7 +15,6 @@ A rank whose process ends, does not beat for `lease_ms`, fails alone or computes
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import os
 import selectors
@@ -35,6 +34,7 @@ from typing import Self
 import msgspec
 import torch
 
+from engine.common.deadline import ends_process
 from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
 from engine.executor import preload
@@ -65,7 +65,6 @@ log = logging.getLogger(__name__)
 BEATS = 5  # in a lease: a rank that leaves out so many is lost
 SHARED, SHARED_BYTES = Path("/dev/shm"), 32 << 20  # where NCCL keeps buffers, and what a rank may need of it
 END_S = 2.0  # that a call which uses a lost rank gets to return before the process ends without it
-STDERR = 2
 GRACE_S = 2.0  # more, where not even the thread that would end the process gets to run
 
 
@@ -202,20 +201,20 @@ class Watch:
         calls = self.calls
         for rank in self.others:
             rank.kill()
-        if self.ranks is not None:
+        if self.beating:
             log.error("%s: exchanges with it are aborted", reason)
-            # NCCL's abort waits for a kernel that may wait for the lost rank, so it has a thread of its own.  Should it
-            # hold the interpreter meanwhile, this timer, which does not need it, ends the process.
-            faulthandler.dump_traceback_later(END_S + GRACE_S, exit=True, file=STDERR)
-            threading.Thread(target=self.ranks.abort, name="abort", daemon=True).start()
-        until = time.monotonic() + END_S
-        while calls % 2 and self.calls == calls:
-            if time.monotonic() > until:
-                log.critical("%s, and this step never returns: the engine ends, its requests move on", reason)
-                logging.shutdown()
-                os._exit(1)
-            time.sleep(0.05)
-        faulthandler.cancel_dump_traceback_later()
+        with ends_process(END_S + GRACE_S):
+            if self.ranks is not None:
+                # NCCL's abort waits for a kernel that may wait for the lost rank, so it has a thread of its own.  It
+                # might hold the interpreter meanwhile, and this thread with it.
+                threading.Thread(target=self.ranks.abort, name="abort", daemon=True).start()
+            until = time.monotonic() + END_S
+            while calls % 2 and self.calls == calls:
+                if time.monotonic() > until:
+                    log.critical("%s, and this step never returns: the engine ends, its requests move on", reason)
+                    logging.shutdown()
+                    os._exit(1)
+                time.sleep(0.05)
 
 
 class ParallelExecutor:

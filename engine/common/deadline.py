@@ -1,0 +1,42 @@
+"""The process ends when something that nothing can interrupt takes too long: a call into a GPU that is lost, say.
+
+The timer is faulthandler's.  It needs no thread of Python, so it works while a call holds the interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import threading
+import time
+from collections.abc import Iterator
+
+STDERR = 2
+
+_lock = threading.Lock()
+_ends: list[float] = []  # of the blocks that run now; faulthandler has one timer for all
+
+
+@contextlib.contextmanager
+def ends_process(after_s: float) -> Iterator[None]:
+    """End the process with status 1, and print where its threads were, unless the block ends within `after_s` seconds.
+
+    Blocks may overlap, on any threads."""
+    end = time.monotonic() + after_s
+    with _lock:
+        _ends.append(end)
+        _set_timer()
+    try:
+        yield
+    finally:
+        with _lock:
+            _ends.remove(end)
+            _set_timer()
+
+
+def _set_timer() -> None:
+    if _ends:
+        left = max(0.001, min(_ends) - time.monotonic())
+        faulthandler.dump_traceback_later(left, exit=True, file=STDERR)
+    else:
+        faulthandler.cancel_dump_traceback_later()
