@@ -1,4 +1,4 @@
-"""A process ends in time, whoever holds the interpreter: each case in a process of its own."""
+"""A process ends in time while a call holds the interpreter.  Each case has a process of its own."""
 
 from __future__ import annotations
 

@@ -171,9 +171,9 @@ __device__ void add_shares(const End& p, int first_feature, const float4* all_su
 // The end of a product, for the warps that multiply: the sums of all shares of inner are added, scaled, and stored with
 // bias, activation and addition.  Warp w has share w / kRowWarps of inner, and of each of its 16s of rows, first_block and
 // every kRowWarps-th after it, the sums that mma.m16n8k16 leaves: rows times tokens.
-//   stages       shared memory that nobody copies to any more: [shares, blocks, kEights, 32 lanes] of 4 sums, then the product
+//   stages       shared memory that no copy writes any more: [shares, blocks, kEights, 32 lanes] of 4 sums, then the product
 //   of_token     what the sums of a token are multiplied by
-//   of_row       what those of a row of the tile, which is a row of the weight, are multiplied by
+//   of_row       what the sums of a row of the tile are multiplied by
 template <class T, int kRowWarps, int kEights, int kBlocks, class OfToken, class OfRow>
 __device__ void end_of_product(const End& p, int first_feature, int first_block, const float (&sums)[kBlocks][kEights][4],
                                char* stages, const Pack<T, 8>& old, const OfToken& of_token, const OfRow& of_row) {
