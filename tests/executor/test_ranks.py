@@ -22,6 +22,7 @@ def of_all_ranks(meeting: Path, compute: Callable[[Ranks], Any]) -> list[Any]:
     def run(rank: int) -> Any:
         ranks = Ranks.join(rank, SIZE, meeting, "cpu", 60.0)
         try:
+            ranks.barrier()  # one that exchanges nothing would leave while others still connect to it
             return compute(ranks)
         finally:
             ranks.leave()
