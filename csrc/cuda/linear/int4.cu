@@ -41,17 +41,7 @@ char* notes_of(const Int4Args& a) {
 }
 
 Int4Params params_of(const Int4Args& a) {
-  Int4Params p;
-  p.bias = a.bias;
-  p.out = a.out;
-  p.out_stride = a.out_stride;
-  p.tokens = a.tokens;
-  p.features = a.features;
-  p.tile_features = features_of_tile(a.features, a.silu_mul, kInt4Rows);
-  p.rows = p.tile_features * (a.silu_mul ? 2 : 1);
-  p.add = a.add;
-  p.silu_mul = a.silu_mul;
-  p.float32_out = a.float32_out;
+  Int4Params p{end_of(a, kInt4Rows)};
   p.row_scale = a.row_scale;
   p.x = a.x;
   p.x_stride = a.x_stride;

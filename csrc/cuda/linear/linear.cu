@@ -10,23 +10,11 @@ namespace {
 
 using namespace linears;
 
-int tile_features(const LinearArgs& a) { return features_of_tile(a.features, a.silu_mul, 8); }
-
-int tile_rows(const LinearArgs& a) { return tile_features(a) * (a.silu_mul ? 2 : 1); }
+constexpr int kUnit = 8;  // features
 
 template <class T, int kEights>
 void run(const LinearArgs& a, cudaStream_t stream) {
-  Params p;
-  p.bias = a.bias;
-  p.out = a.out;
-  p.out_stride = a.out_stride;
-  p.tokens = a.tokens;
-  p.features = a.features;
-  p.add = a.add;
-  p.silu_mul = a.silu_mul;
-  p.float32_out = a.float32_out;
-  p.tile_features = tile_features(a);
-  p.rows = tile_rows(a);
+  Params p{end_of(a, kUnit)};
   // Copies of some 32 KB: smaller ones cost more waiting for each other, larger ones leave too few on their way.
   constexpr int kCopyBytes = 32 << 10;
   const int slabs = a.inner / kSlab<T>, bytes = slab_bytes(p.rows, kEights);
@@ -53,7 +41,7 @@ bool fits_linear(const LinearArgs& a) {
   return a.tokens > 0 && a.features > 0 && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 &&
          (a.dtype == Dtype::bf16 || a.dtype == Dtype::fp16) && a.features % 8 == 0 && a.inner % kSlab<bf16> == 0 &&
          copies(a.x, a.x_stride) && copies(a.weight, a.inner) && copies(a.out, a.out_stride) &&
-         a.tokens <= (tile_rows(a) <= kManyTokensRows ? 32 : 16);
+         a.tokens <= (end_of(a, kUnit).rows <= kManyTokensRows ? 32 : 16);
 }
 
 void linear(const LinearArgs& a, cudaStream_t stream) {

@@ -68,6 +68,22 @@ struct End {
   bool float32_out;  // then neither of both
 };
 
+// What the arguments of any product say of its end.  unit: a tile has a multiple of so many features.
+template <class Args>
+End end_of(const Args& a, int unit) {
+  const int tile_features = features_of_tile(a.features, a.silu_mul, unit);
+  return {.bias = a.bias,
+          .out = a.out,
+          .out_stride = a.out_stride,
+          .tokens = a.tokens,
+          .features = a.features,
+          .tile_features = tile_features,
+          .rows = tile_features * (a.silu_mul ? 2 : 1),
+          .add = a.add,
+          .silu_mul = a.silu_mul,
+          .float32_out = a.float32_out};
+}
+
 struct Params : End {
   int depth;          // slabs of a stage
   int count, stages;  // stages of a tile; in shared memory

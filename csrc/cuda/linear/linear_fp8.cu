@@ -281,17 +281,8 @@ int table_bytes(const LinearFp8Args& a) {
 int beside_stages(const LinearFp8Args& a) { return a.tokens * x_row_bytes(a.inner) + table_bytes(a); }
 
 Fp8Params params_of(const LinearFp8Args& a) {
-  Fp8Params p;
-  p.bias = a.bias;
-  p.out = a.out;
-  p.out_stride = a.out_stride;
-  p.tokens = a.tokens;
-  p.features = a.features;
-  p.tile_features = features_of_tile(a.features, a.silu_mul, 8);
-  p.rows = p.tile_features * (a.silu_mul ? 2 : 1);
-  p.add = a.add;
-  p.silu_mul = a.silu_mul;
-  p.float32_out = a.float32_out;
+  constexpr int kUnit = 8;  // features
+  Fp8Params p{end_of(a, kUnit)};
   p.x = {.x = a.x, .x_stride = a.x_stride, .norm = a.norm, .eps = a.eps, .records = a.inner / kRecordOfX};
   p.scale = a.scale;
   p.slabs = a.inner / kSlabOfW;
