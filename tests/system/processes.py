@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -128,6 +129,22 @@ def at_rest(fleet: Fleet) -> bool:
         load.free_blocks == load.total_blocks and load.running == load.waiting == load.waiting_tokens == 0
         for load in fleet.engines
     )
+
+
+async def metric(client: aiohttp.ClientSession, url: str, start: str) -> float:
+    """Return the sum of a gateway's series whose name and labels match the pattern `start`."""
+    async with client.get(f"{url}/metrics") as response:
+        page = await response.text()
+    return sum(float(value) for value in re.findall(rf"^{start}\S* (\S+)$", page, re.MULTILINE))
+
+
+async def open_requests(url: str, count: int, seconds: float = 100.0) -> None:
+    """Wait until `count` requests are open at a gateway.  Fails with their number after `seconds`."""
+    deadline = time.monotonic() + seconds
+    async with aiohttp.ClientSession() as client:
+        while (found := await metric(client, url, "quire_open_requests")) != count:
+            assert time.monotonic() < deadline, found
+            await asyncio.sleep(0.01)
 
 
 async def sse_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

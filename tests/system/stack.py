@@ -7,11 +7,13 @@ other tests this stack runs the same code in a tenth of the time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +22,7 @@ import msgspec
 
 from engine.bus_thread import BusThread
 from engine.config import EngineConfig
+from engine.core.plan import StepResult
 from engine.executor.base import Executor, ScriptedExecutor
 from engine.executor.local import load
 from engine.hot_prefixes import warm
@@ -185,3 +188,20 @@ class Stack:
             gateway.stop()
         for engine in self.engines:
             engine.stop()
+
+
+@contextlib.contextmanager
+def a_long_step(executor: Executor) -> Iterator[threading.Event]:
+    """Make the next step last until the end of this context.  Yields an event that is set when the step begins."""
+    inside, over, collect = threading.Event(), threading.Event(), executor.collect
+
+    def slowly() -> StepResult:
+        inside.set()
+        over.wait()
+        return collect()
+
+    executor.collect = slowly  # type: ignore[method-assign]
+    try:
+        yield inside
+    finally:
+        over.set()

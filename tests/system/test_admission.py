@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,14 +13,13 @@ import pytest
 
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.core.limits import Admission
-from engine.core.plan import StepPlan, StepResult
+from engine.core.plan import StepPlan
 from engine.core.policy.admission import WATERMARK
 from engine.core.scheduler import Scheduler
-from engine.executor.base import Executor
 from engine.wire.messages import Generate
 from engine.wire.records import Fleet
 from tests.system.processes import at_rest, fleet_until
-from tests.system.stack import Stack
+from tests.system.stack import Stack, a_long_step
 
 pytestmark = [pytest.mark.system, pytest.mark.alone]
 
@@ -92,6 +89,8 @@ async def test_each_mode_keeps_its_rule_and_every_accepted_request_ends_well(
         "kv_blocks": BLOCKS,
         "max_seqs": 64,
         "admission": mode,
+        "itl_stretch": 0.0,  # only step_tokens bounds claims: by measured times a slow machine would claim too little
+        "step_target_s": 0.0,
     }
     waits = {"late_wait_s": 1000.0}  # the gateway refuses no request, so only the engine's rule acts
     with Stack(redis_server.url, namespace, checkpoint("llama"), gateway_options=waits, **engine) as stack:
@@ -209,20 +208,3 @@ async def test_a_long_step_refuses_nobody_while_there_is_room(
                 assert not first.done()
             assert [await each for each in (first, *others)] == [200] * 4
             assert stack.engines[0].engine._dropped == 0, "the engine lost its lease during the step"
-
-
-@contextlib.contextmanager
-def a_long_step(executor: Executor) -> Iterator[threading.Event]:
-    """Make the next step last until the end of this context.  Yields an event that is set when the step begins."""
-    inside, over, collect = threading.Event(), threading.Event(), executor.collect
-
-    def slowly() -> StepResult:
-        inside.set()
-        over.wait()
-        return collect()
-
-    executor.collect = slowly  # type: ignore[method-assign]
-    try:
-        yield inside
-    finally:
-        over.set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import random
-import re
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.records import Fleet
 from tests.checkpoints import VOCAB
-from tests.system.processes import Process, at_rest, ending, fleet_until, sse_events, wait_until_ready
+from tests.system.processes import Process, at_rest, ending, fleet_until, metric, sse_events, wait_until_ready
 from tests.system.stack import free_port
 
 pytestmark = pytest.mark.system
@@ -190,13 +189,6 @@ async def tokens_of(response: aiohttp.ClientResponse, count: int) -> None:
         if max(received.values(), default=0) >= count:
             return
     raise AssertionError("the answer was complete before its client left")
-
-
-async def metric(client: aiohttp.ClientSession, url: str, start: str) -> float:
-    """Return the sum of a gateway's series whose name and labels match the pattern `start`."""
-    async with client.get(f"{url}/metrics") as response:
-        page = await response.text()
-    return sum(float(value) for value in re.findall(rf"^{start}\S* (\S+)$", page, re.MULTILINE))
 
 
 async def cancelled(deployment: Deployment, client: aiohttp.ClientSession) -> float:
