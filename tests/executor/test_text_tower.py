@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,17 +13,13 @@ from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.models import hf, overrides, sharding, text_tower
 from engine.executor.models.fused import is_fused
 from engine.executor.ranks import Ranks
-from engine.tools.models import EQUAL, Verdict, judge, model_class
-from engine.tools.tiny_checkpoints import make_checkpoint
+from engine.tools.models import EQUAL, Verdict, judge
+from tests.towers import make, reorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 FUSED = {"internvl", "llava", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
-
-
-def make(directory: Path, family: str, **fields: Any) -> Path:
-    return make_checkpoint(directory / family, family, model_class=model_class(family), **fields)
 
 
 def load(directory: Path, **options: object) -> hf.LoadedModel:
@@ -97,13 +92,9 @@ def test_tensors_under_the_names_of_newer_versions(tmp_path: Path) -> None:
     """Files have language_model.model.layers for what transformers calls model.language_model.layers."""
     directory = make(tmp_path, "llava")
     wanted = load(directory).module.state_dict()
-    file = directory / "model.safetensors"
-    renamed = {
-        name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head.", "lm_head."): w
-        for name, w in load_file(file).items()
-    }
-    assert renamed.keys() != load_file(file).keys()
-    save_file(renamed, file, {"format": "pt"})
+    before = load_file(directory / "model.safetensors").keys()
+    reorder(directory, "new")
+    assert not before & load_file(directory / "model.safetensors").keys()
     found = load(directory).module.state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())

@@ -123,13 +123,14 @@ def load_model(
     if not random:
         check_files(directory)
     config = served_part(whole, directory)
+    part = config is not whole
     max_model_len = check_length(config, max_model_len, overrides.load_config(directory, {}) if changes else None)
     quantising = Quantising(quantize, device)
     if random:
         module = random_model(directory, config, dtype, device, quantising, ranks)
     else:
         options: dict[str, Any] = {"device": device, "ranks": ranks, "quantising": quantising}
-        module = read_weights(directory, config, dtype, part=config is not whole, **options)
+        module = read_weights(directory, config, dtype, part=part, **options)
     check_computed_dtype(config.model_type, module.dtype, device)
     module = module.to(device).eval().requires_grad_(False)
     fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
@@ -151,7 +152,9 @@ def load_model(
         | when(fixed, "angles of a sequence of", max_model_len)
         | when(random and ranks.size > 1, "ranks that made up weights", ranks.size),
         batch_dependence=dependence_of(module, deterministic),
-        kv_scales=None if random else read_kv_scales(directory, text.model_type, proof.layers, ranks),
+        kv_scales=None
+        if random
+        else read_kv_scales(directory, text.model_type, proof.layers, ranks, text_tower.names_of(part)),
     )
 
 
@@ -250,11 +253,10 @@ def read_weights(
     all weights become plain ones.  Raises ModelLoadError."""
     if dtype == "auto":
         check_dtype(config.model_type, config.dtype)
+    names = text_tower.names_of(part)
     if how := read_quantisation(directory, config.model_type):
-        if part:
-            raise UnsupportedModel(f"{config.model_type}: quantised weights of a multimodal checkpoint")
         wanted = (config.dtype or torch.bfloat16) if dtype == "auto" else getattr(torch, dtype)
-        stored = StoredWeights(directory, config, how)
+        stored = StoredWeights(directory, config, how, names)
         model = read_tensors(directory, config, wanted, stored, device=device, ranks=ranks, quantising=quantising)
         if quantising is None or not (quantising.kept or quantising.kind):
             log.info("weights quantised by %s are dequantised to %s, so they take its memory", how.method, wanted)
@@ -262,7 +264,7 @@ def read_weights(
     check_stored_dtypes(directory, config.model_type)
     if ranks.size == 1:
         return read_whole(directory, config, dtype, quantising, part=part)
-    weights = PlainWeights(directory, text_tower.name_in_text if part else str)
+    weights = PlainWeights(directory, names)
     wanted = (config.dtype or weights.dtype) if dtype == "auto" else getattr(torch, dtype)
     return read_tensors(directory, config, wanted, weights, device=device, ranks=ranks, quantising=quantising)
 

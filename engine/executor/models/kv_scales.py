@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.executor.errors import UnsupportedModel
 from engine.executor.kv_cache import KVShape
 from engine.executor.models.quantisation import method_of, quantisation_config
-from engine.executor.models.weights import Stored, stored_tensors, weight_files
+from engine.executor.models.weights import UNCHANGED, Names, Stored, stored_tensors, weight_files
 from engine.executor.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ SIDES = {"k": [KEYS], "v": [VALUES], None: [KEYS, VALUES]}
 
 
 def read_kv_scales(
-    directory: Path, kind: str, layers: Sequence[KVShape], ranks: Ranks = ALONE
+    directory: Path, kind: str, layers: Sequence[KVShape], ranks: Ranks = ALONE, names: Names = UNCHANGED
 ) -> list[Tensor | None] | None:
     """Return each layer's scales [2, Hkv] in float32, of keys and of values; None: the checkpoint has none for e4m3.
 
@@ -46,21 +46,18 @@ def read_kv_scales(
     described = quantisation_config(directory)
     if described is None:
         return None
-    found = {match: each for name, each in _tensors(directory).items() if (match := OF_LAYER.fullmatch(name))}
+    stored = stored_tensors(weight_files(directory), names)
+    found = {match: each for name, each in stored.items() if (match := OF_LAYER.fullmatch(name))}
     if not found:
         return None
     if not _are_of_e4m3(described):
         log.warning("the scales of keys and values in this checkpoint are not used: its config has no e4m3 KV cache")
         return None
     places: dict[tuple[int, int], dict[str, Stored]] = defaultdict(dict)  # layer, side -> the tensors that say it
-    for match, stored in found.items():
+    for match, tensor in found.items():
         for side in SIDES[match["own"] or match["of"] or match["output"]]:
-            places[int(match["layer"]), side][match[0]] = stored
+            places[int(match["layer"]), side][match[0]] = tensor
     return [_of_layer(number, layer, places, kind, ranks) for number, layer in enumerate(layers)]
-
-
-def _tensors(directory: Path) -> dict[str, Stored]:
-    return stored_tensors(weight_files(directory))
 
 
 def _are_of_e4m3(described: dict[str, Any]) -> bool:
@@ -90,7 +87,7 @@ def _of_layer(
 def _read(name: str, stored: Stored, layer: KVShape, kind: str, ranks: Ranks) -> Tensor:
     """Return the scales of this rank's KV heads [Hkv]."""
     with safe_open(stored.file, "pt") as file:
-        scales: Tensor = file.get_tensor(name).float().flatten()
+        scales: Tensor = file.get_tensor(stored.name).float().flatten()
     if scales.numel() == 1:
         scales = scales.expand(layer.heads)
     else:  # ranks have heads of their own, or where there are more ranks than heads some share one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from engine.executor.models.cuts import Cut, part_of
 from engine.executor.models.dequantise import Kept
 from engine.executor.models.quantising import Quantising
-from engine.executor.models.weights import stored_tensors, weight_files
+from engine.executor.models.weights import UNCHANGED, Names, stored_tensors, weight_files
 
 SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -46,11 +46,10 @@ class Weights(Protocol):
 class PlainWeights:
     """Weights that are not quantised."""
 
-    def __init__(self, directory: Path, name_of: Callable[[str], str] = str) -> None:
-        """Read the headers.  name_of: the model's name of a tensor; empty: the model does not need it."""
-        stored = stored_tensors(weight_files(directory))
-        self._stored = {own: (name, each) for name, each in stored.items() if (own := name_of(name))}
-        self.sizes = {own: each.bytes for own, (_, each) in self._stored.items()}
+    def __init__(self, directory: Path, names: Names = UNCHANGED) -> None:
+        """Read the headers."""
+        self._stored = stored_tensors(weight_files(directory), names)
+        self.sizes = {name: each.bytes for name, each in self._stored.items()}
 
     @property
     def names(self) -> set[str]:
@@ -60,7 +59,7 @@ class PlainWeights:
     @property
     def dtype(self) -> torch.dtype:
         """That of the first tensor of floating-point numbers."""
-        found = [each.dtype for _, each in self._stored.values() if each.dtype in SAFETENSORS_DTYPES]
+        found = [each.dtype for each in self._stored.values() if each.dtype in SAFETENSORS_DTYPES]
         return SAFETENSORS_DTYPES[[*found, "F32"][0]]
 
     def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
@@ -71,11 +70,11 @@ class PlainWeights:
     def opened(self, cuts: Mapping[str, Cut], dtype: torch.dtype, quantising: Quantising) -> Iterator[dict[str, Any]]:
         """The tensors, read when they are indexed, while the files are open."""
         with contextlib.ExitStack() as stack:
-            found = {each.file for _, each in self._stored.values()}
+            found = {each.file for each in self._stored.values()}
             files = {file: stack.enter_context(safe_open(file, "pt")) for file in sorted(found)}
             yield {
-                own: part_of(files[each.file].get_slice(name), each.shape, cuts.get(own))
-                for own, (name, each) in self._stored.items()
+                name: part_of(files[each.file].get_slice(each.name), each.shape, cuts.get(name))
+                for name, each in self._stored.items()
             }
 
     def without_meaning(self, unexpected: Collection[str], tensors: Mapping[str, Any]) -> set[str]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,12 +45,23 @@ class Quantisation:
     rounds_inputs: bool = False  # inputs of the products, too, are rounded to 8 bits
     ignored: tuple[str, ...] = ()  # names of modules that are not quantised; "re:": a regular expression
 
-    def ignores(self, module: str) -> bool:
-        """Return whether the config names `module` as not quantised."""
+    def ignores(self, module: str, whole: Sequence[str] = ()) -> bool:
+        """Return whether the config names `module` as not quantised.
+
+        whole: what versions of transformers call it in the whole model, if this is a part.  A regular expression must
+        match under all of these names: for which version it was written is not known, and `^(?!.*language_model)`
+        ignores other towers in one of them, and the text in another."""
         return any(
-            re.match(name.removeprefix("re:"), module) is not None if name.startswith("re:") else name == module
+            all(re.match(name.removeprefix("re:"), each) for each in whole or [module])
+            if name.startswith("re:")
+            else name == module
             for name in self.ignored
         )
+
+    def renamed(self, own: Callable[[str], str]) -> Quantisation:
+        """Return the same with `own` names of ignored modules, given those of the files.  Regular expressions stay."""
+        changed = [name if name.startswith("re:") else own(f"{name}.").removesuffix(".") for name in self.ignored]
+        return replace(self, ignored=tuple(changed))
 
 
 def read_quantisation(directory: Path, kind: str) -> Quantisation | None:

@@ -44,7 +44,7 @@ from engine.executor.models.quantisation import Format, Quantisation
 from engine.executor.models.quantised import BLOCK, Quantised
 from engine.executor.models.quantising import Quantising
 from engine.executor.models.stored_areas import read_area, shape_of
-from engine.executor.models.weights import Stored, stored_tensors, weight_files
+from engine.executor.models.weights import UNCHANGED, Names, Stored, stored_tensors, weight_files
 
 # The name of a stored tensor: of which weight it is a part, and of which kind.
 PARTS: dict[Format, str] = {
@@ -110,19 +110,18 @@ class QuantisedWeight:
 class StoredWeights:
     """The tensors of a quantised checkpoint, in the names and shapes of the model."""
 
-    def __init__(self, directory: Path, config: PretrainedConfig, how: Quantisation) -> None:
+    def __init__(self, directory: Path, config: PretrainedConfig, how: Quantisation, names: Names = UNCHANGED) -> None:
         """Read the headers.  Raises UnsupportedModel for tensors that `how` does not explain."""
-        self.kind, self.how = config.model_type, how
-        tensors = stored_tensors(weight_files(directory))
-        self._files = {name: stored.file for name, stored in tensors.items()}
+        self.kind, self.how, self._names = config.model_type, how.renamed(names.own), names
+        self._tensors = tensors = stored_tensors(weight_files(directory), names)
         self._weights: dict[str, dict[str, str]] = defaultdict(dict)  # weight, kind of part -> name of the tensor
         self._plain: list[str] = []
         for name, stored in tensors.items():
-            self._sort(name, stored, tensors)
+            self._sort(name, stored)
         self._numbers: dict[str, tuple[str, Shape]] = {}  # dtype and shape of each weight's numbers
         self._shapes: dict[str, Shape] = {}  # of each of the model's tensors
         for weight, parts in self._weights.items():
-            self._check(weight, {part: tensors[name] for part, name in parts.items()})
+            self._check(weight, parts)
             named = [parts[part] for part in ("weight", "packed", "qweight") if part in parts]
             first = tensors[named[0] if named else min(parts.values())]
             self._numbers[weight] = first.dtype, first.shape
@@ -131,9 +130,9 @@ class StoredWeights:
         self.sizes = {name: tensors[name].bytes for name in self._plain}  # bytes to read for each of the model's
         self.sizes |= {name: sum(tensors[one].bytes for one in parts.values()) for name, parts in self._weights.items()}
 
-    def _sort(self, name: str, stored: Stored, tensors: dict[str, Stored]) -> None:
+    def _sort(self, name: str, stored: Stored) -> None:
         """Note what a tensor is: part of a quantised weight, for activations only, or what its name says."""
-        part = re.fullmatch(PARTS[self.how.format], name)
+        tensors, part = self._tensors, re.fullmatch(PARTS[self.how.format], name)
         if OF_ACTIVATIONS.fullmatch(name):
             return
         if self.how.format != "scaled":
@@ -150,8 +149,9 @@ class StoredWeights:
             raise UnsupportedModel(f"{self.kind}: {name} is {stored.dtype}, and its scales are not in the weight files")
         self._plain.append(name)
 
-    def _check(self, weight: str, parts: dict[str, Stored]) -> None:
-        """Raise UnsupportedModel unless these parts make a weight."""
+    def _check(self, weight: str, named: dict[str, str]) -> None:
+        """Raise UnsupportedModel unless the parts of these names make a weight."""
+        parts = {part: self._tensors[name] for part, name in named.items()}
         try:
             check_shapes(self.how, {part: stored.shape for part, stored in parts.items()})
             if self.how.format == "scaled" and parts["weight"].dtype not in EIGHT_BITS:
@@ -159,10 +159,15 @@ class StoredWeights:
             scale = parts.get("scale") or parts["scales"]
             if scale.dtype not in (PLAIN | {"F8_E8M0"} if self.how.format != "mxfp4" else {"U8"}):
                 raise ValueError(f"its scale is {scale.dtype}")
-            if self.how.ignores(weight.removesuffix(".weight")):
+            if self._is_ignored(weight.removesuffix(".weight"), min(named.values())):
                 raise ValueError("the config says that it is not")
         except ValueError as error:
             raise UnsupportedModel(f"{self.kind}: {weight} is quantised by {self.how.method}, but {error}") from error
+
+    def _is_ignored(self, module: str, tensor: str) -> bool:
+        """Whether the config says that a module is not quantised; tensor: one of its own."""
+        in_file = self._tensors[tensor].name.removesuffix(tensor.removeprefix(module))
+        return self.how.ignores(module, [in_file, self._names.whole(module)])
 
     @property
     def names(self) -> set[str]:
@@ -180,8 +185,8 @@ class StoredWeights:
             if kind is None or not self._divides(kind, cuts.get(weight), self._shapes[weight]):
                 continue
             if kind == "int4" and (name := parts.get("g_idx")):
-                with safe_open(self._files[name], "pt") as file:
-                    if not in_order_of_groups(file.get_tensor(name), self.how):
+                with safe_open(self._tensors[name].file, "pt") as file:
+                    if not in_order_of_groups(file.get_tensor(self._tensors[name].name), self.how):
                         continue
             found[weight.removesuffix(".weight")] = kind
         return found
@@ -202,8 +207,9 @@ class StoredWeights:
 
         cuts: what this rank holds of some.  dtype: of weights that are dequantised."""
         with contextlib.ExitStack() as stack:
-            opened = {file: stack.enter_context(safe_open(file, "pt")) for file in sorted(set(self._files.values()))}
-            slices = {name: opened[file].get_slice(name) for name, file in self._files.items()}
+            files = sorted({each.file for each in self._tensors.values()})
+            opened = {file: stack.enter_context(safe_open(file, "pt")) for file in files}
+            slices = {own: opened[each.file].get_slice(each.name) for own, each in self._tensors.items()}
             tensors = {name: part_of(slices[name], self._shapes[name], cuts.get(name)) for name in self._plain}
             for weight, parts in self._weights.items():
                 stored = {part: slices[name] for part, name in parts.items()}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from engine.executor.models.weights import stored_tensors, weight_files
+from engine.executor.models.weights import UNCHANGED, Names, stored_tensors, weight_files
 
 # Multimodal model type -> causal model type that computes its text; "": the type of its own text config.
 TOWERS = {
@@ -40,6 +40,7 @@ OTHER_TOWERS = re.compile(
     r"(model\.)?(visual|vision_tower|vision_model|vision_embedder|multi_modal_projector|embed_vision|image_newline"
     r"|audio_tower|embed_audio)(\.|$)"
 )
+HEAD = re.compile(r"(^|\.)lm_head\.(weight|qweight)")  # or a part of its weight, such as `weight_packed`
 M_ROPE = ("mrope_section", "mrope_interleaved")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -67,7 +68,7 @@ def text_config(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
     if text.dtype is None:
         text.dtype = config.dtype
     names = stored_tensors(weight_files(directory)) if any(directory.glob("*.safetensors")) else {}
-    text.update({"tie_word_embeddings": not any(re.search(r"(^|\.)lm_head\.weight$", name) for name in names)})
+    text.update({"tie_word_embeddings": not any(HEAD.search(name) for name in names)})
     return text
 
 
@@ -80,3 +81,13 @@ def name_in_text(name: str) -> str:
     for pattern, own in RENAMED.items():
         name = re.sub(pattern, own, name)
     return name
+
+
+def name_in_whole(name: str) -> str:
+    """Return what transformers calls a tensor or module of the text model in the whole one, whatever the files say."""
+    return re.sub(r"^model\.", "model.language_model.", name)
+
+
+def names_of(part: bool) -> Names:
+    """Return how a checkpoint's names become those of the served model; part: that is the text part."""
+    return Names(own=name_in_text, whole=name_in_whole) if part else UNCHANGED

@@ -12,7 +12,9 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,21 +51,39 @@ class Stored(NamedTuple):
     """What a weight file's header says of one tensor."""
 
     file: Path
+    name: str  # in the file
     dtype: str  # in the words of safetensors
     shape: tuple[int, ...]
     bytes: int
 
 
-def stored_tensors(files: list[Path]) -> dict[str, Stored]:
-    """The tensors of these files by name.  The files must have been checked."""
-    found = {}
+@dataclass(frozen=True)
+class Names:
+    """How names of tensors and modules in a checkpoint become those of the served model: here they are the same."""
+
+    own: Callable[[str], str] = str  # the served model's name of a tensor in the files; empty: it has no such tensor
+    whole: Callable[[str], str] = str  # what transformers calls it in the model of the checkpoint
+
+
+UNCHANGED = Names()
+
+
+def stored_tensors(files: list[Path], names: Names = UNCHANGED) -> dict[str, Stored]:
+    """The tensors of these files that the served model has, by its names.  The files must have been checked.
+
+    Raises ModelLoadError for two tensors that would have one name."""
+    found: dict[str, Stored] = {}
     for file in files:
         with file.open("rb") as stream:  # a header in JSON, after its length in 8 bytes, before the tensors
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         for name, described in header.items():
-            if name != "__metadata__":
-                first, end = described["data_offsets"]
-                found[name] = Stored(file, described["dtype"], tuple(described["shape"]), end - first)
+            if name == "__metadata__" or not (own := names.own(name)):
+                continue
+            if own in found and found[own].name != name:
+                both = " and ".join(sorted([name, found[own].name]))
+                raise ModelLoadError(f"{file}: {both} are both {own} of the model")
+            first, end = described["data_offsets"]
+            found[own] = Stored(file, name, described["dtype"], tuple(described["shape"]), end - first)
     return found
 
 
