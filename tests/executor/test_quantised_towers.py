@@ -26,8 +26,8 @@ from tests.executor.test_quantised_ranks import texts_of
 from tests.executor.test_quantize import at_all_tokens, mean_square
 from tests.executor.test_text_tower import load
 from tests.executor.test_worker import words
-from tests.quantised import WIDE
-from tests.towers import ORDERS, describe, in_order, in_text, is_of_text, make_quantised, reorder
+from tests.quantised import WIDE, quantise_checkpoint
+from tests.towers import ORDERS, describe, in_order, in_text, is_of_text, make, make_quantised, reorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -150,7 +150,8 @@ def test_a_head_that_is_quantised(tmp_path: Path) -> None:
     """Its weight has another name in the files, by which the model is known to have a head of its own."""
     directory, exact = make_quantised(tmp_path, "qwen2_5_vl", "awq-32", keep=())
     assert "lm_head.qweight" in load_file(directory / "model.safetensors")
-    check_served(directory, "qwen2_5_vl", exact, tmp_path)
+    model = check_served(directory, "qwen2_5_vl", exact, tmp_path)
+    assert not model.module.config.tie_word_embeddings
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -352,3 +353,69 @@ def test_ranks_keep_the_parts_of_one(order: str, tmp_path: Path, monkeypatch: py
         dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
         numbers = torch.cat([part[name].numbers for part in parts], dim)
         assert torch.equal(numbers, weight.numbers), name
+
+
+EXPERTS = "language_model.model.layers.0.feed_forward.experts."  # layer 1 has none
+
+
+def split_experts(tensors: dict[str, Tensor]) -> None:
+    """Store the experts of Llama 4 one by one, as tools that quantise it do."""
+    for name in [name for name in tensors if ".experts." in name]:
+        before, _, part = name.rpartition(".")
+        for number, expert in enumerate(tensors.pop(name)):
+            parts = expert.T.chunk(2) if part == "gate_up_proj" else [expert.T]
+            names = ["gate_proj", "up_proj"] if part == "gate_up_proj" else [part]
+            for own, weight in zip(names, parts, strict=True):
+                tensors[f"{before}.{number}.{own}.weight"] = weight.contiguous()
+
+
+def with_experts_in_one(exact: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors as the model has them."""
+    found = {name: tensor for name, tensor in exact.items() if ".experts." not in name}
+    gate, up, down = (
+        torch.stack([exact[f"{EXPERTS}{number}.{part}_proj.weight"].T.double() for number in range(4)])
+        for part in ("gate", "up", "down")
+    )
+    found |= {f"{EXPERTS}gate_up_proj": torch.cat([gate, up], 2), f"{EXPERTS}down_proj": down}
+    return found
+
+
+def make_llama4(directory: Path, kind: str) -> tuple[Path, dict[str, Tensor]]:
+    """As its checkpoints are published: experts one by one, attention and routers in floating point."""
+    plain = make(directory / "plain", "llama4")
+    rewrite(plain, split_experts)
+    keep = ("lm_head", "router", "self_attn", "vision_model", "multi_modal_projector")
+    exact = quantise_checkpoint(plain, directory / kind, kind, keep=keep)
+    ignored = ["re:.*lm_head", "re:.*self_attn", "re:.*router", "re:vision_model.*", "re:multi_modal_projector.*"]
+    return describe(directory / kind, kind, ignore=ignored), exact
+
+
+@pytest.mark.parametrize("order", ["old", "new"])
+@pytest.mark.parametrize("kind", ["ct-fp8-channel", "w4-32"])
+def test_experts_of_llama4(kind: str, order: str, tmp_path: Path) -> None:
+    """The model holds all experts of a layer in two tensors, transposed."""
+    directory, exact = make_llama4(tmp_path, kind)
+    assert sum(".experts." in name for name in exact) == 4 * 3
+    model = check_served(reorder(directory, order), "llama4", with_experts_in_one(exact), tmp_path)
+    assert bool(model.changes) == (kind == "w4-32")  # of the shared expert
+
+
+def test_experts_of_llama4_in_one_tensor(tmp_path: Path) -> None:
+    """They are in floating point there, and the shared expert is not."""
+    directory, exact = make_quantised(tmp_path, "llama4", "ct-fp8-channel", keep=("lm_head", "router"))
+    assert EXPERTS + "gate_up_proj" in exact
+    check_served(directory, "llama4", exact, tmp_path)
+
+
+def test_an_expert_that_is_not_in_the_files(tmp_path: Path) -> None:
+    directory, _ = make_llama4(tmp_path, "w4-32")
+    name = EXPERTS + "2.up_proj"
+    rewrite(directory, lambda tensors: keep_only(tensors, [each for each in tensors if not each.startswith(name)]))
+    lacking = "the weight files lack model.layers.0.feed_forward.experts.2.up_proj.weight"
+    assert refusal(directory) == f"llama4_text: {lacking}"
+
+
+def test_other_experts_than_the_config_says(tmp_path: Path) -> None:
+    directory, _ = make_llama4(tmp_path, "w4-32")
+    rewrite(directory, lambda tensors: keep_only(tensors, [each for each in tensors if ".experts.3." not in each]))
+    assert "experts.down_proj has shape [3, 192, 128], the config says [4, 192, 128]" in refusal(directory)

@@ -123,14 +123,13 @@ def load_model(
     if not random:
         check_files(directory)
     config = served_part(whole, directory)
-    part = config is not whole
+    names = text_tower.names_of(part := config is not whole)
     max_model_len = check_length(config, max_model_len, overrides.load_config(directory, {}) if changes else None)
     quantising = Quantising(quantize, device)
     if random:
         module = random_model(directory, config, dtype, device, quantising, ranks)
     else:
-        options: dict[str, Any] = {"device": device, "ranks": ranks, "quantising": quantising}
-        module = read_weights(directory, config, dtype, part=part, **options)
+        module = read_weights(directory, config, dtype, part=part, device=device, ranks=ranks, quantising=quantising)
     check_computed_dtype(config.model_type, module.dtype, device)
     module = module.to(device).eval().requires_grad_(False)
     fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
@@ -152,9 +151,7 @@ def load_model(
         | when(fixed, "angles of a sequence of", max_model_len)
         | when(random and ranks.size > 1, "ranks that made up weights", ranks.size),
         batch_dependence=dependence_of(module, deterministic),
-        kv_scales=None
-        if random
-        else read_kv_scales(directory, text.model_type, proof.layers, ranks, text_tower.names_of(part)),
+        kv_scales=None if random else read_kv_scales(directory, text.model_type, proof.layers, ranks, names),
     )
 
 

@@ -39,6 +39,7 @@ from engine.executor.models.dequantise import (
     in_order_of_groups,
     stored_as,
 )
+from engine.executor.models.joined_experts import join_experts, joined_name
 from engine.executor.models.precision import PLAIN, is_scaleless
 from engine.executor.models.quantisation import Format, Quantisation
 from engine.executor.models.quantised import BLOCK, Quantised
@@ -127,8 +128,9 @@ class StoredWeights:
             self._numbers[weight] = first.dtype, first.shape
             self._shapes[weight] = shape_of(how, {part: tensors[name].shape for part, name in parts.items()})
         self._shapes |= {name: tensors[name].shape for name in self._plain}
-        self.sizes = {name: tensors[name].bytes for name in self._plain}  # bytes to read for each of the model's
-        self.sizes |= {name: sum(tensors[one].bytes for one in parts.values()) for name, parts in self._weights.items()}
+        self.sizes: dict[str, int] = defaultdict(int)  # bytes to read for each of the model's
+        for name, parts in [*((name, {"": name}) for name in self._plain), *self._weights.items()]:
+            self.sizes[joined_name(self.kind, name)] += sum(tensors[one].bytes for one in parts.values())
 
     def _sort(self, name: str, stored: Stored) -> None:
         """Note what a tensor is: part of a quantised weight, for activations only, or what its name says."""
@@ -215,7 +217,7 @@ class StoredWeights:
                 stored = {part: slices[name] for part, name in parts.items()}
                 module, shape = weight.removesuffix(".weight"), self._shapes[weight]
                 tensors[weight] = QuantisedWeight(self.how, module, stored, shape, dtype, quantising, cuts.get(weight))
-            yield tensors
+            yield join_experts(self.kind, tensors, dtype)
 
     def without_meaning(self, unexpected: Collection[str], tensors: Mapping[str, Any]) -> set[str]:
         """Return the tensors that the model does not have and that change nothing: biases of zeros.

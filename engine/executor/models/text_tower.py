@@ -5,6 +5,9 @@
 
 Without images every token of these models has one position on all axes.  So rotary embeddings in several dimensions
 (M-RoPE) turn by the same angles as plain ones, and the text models of Qwen's are Qwen2 and Qwen3.
+
+Quantised tensors are renamed in the same way (`Names`): stored_weights.py, plain_weights.py and kv_scales.py see the
+names of the text model only.
 """
 
 from __future__ import annotations
