@@ -77,6 +77,8 @@ class Rank:
     commands: Connection
     life: socket.socket
     silent: int = 0  # beats left out, or said while a step of its own was failing
+    _ready: Ready | None = None  # what it said at the end of its start
+    _reading: threading.Lock = field(default_factory=threading.Lock)  # while a thread reads a message of the start
 
     @classmethod
     def start(cls, number: int, log_format: str) -> Self:
@@ -104,13 +106,26 @@ class Rank:
             return f"rank {self.number} ended with status {self.process.wait(1)}"
         return f"rank {self.number} closed its end"
 
+    def wait_until_here(self) -> None:
+        """Wait until the process has imported what it needs.  Raises EOFError or OSError when it ends before."""
+        with self._reading:
+            self.commands.recv_bytes()
+
+    def wait_until_ready(self) -> Ready:
+        """Wait until the rank is loaded, or cannot be.  Raises EOFError or OSError when its process ends before."""
+        with self._reading:
+            if self._ready is None:
+                self._ready = msgspec.msgpack.decode(self.commands.recv_bytes(), type=Ready)
+            return self._ready
+
     def start_error(self) -> str:
-        """Return the line of a rank that could not start; empty: it has not said so."""
-        with contextlib.suppress(OSError, EOFError, msgspec.DecodeError):
-            if self.commands.poll():
-                ready = msgspec.msgpack.decode(self.commands.recv_bytes(), type=Ready)
-                return f"rank {self.number}: {ready.error}" if ready.error else ""
-        return ""
+        """Return the line of a rank that could not start; empty: it has not said so.
+
+        Any thread may ask, and again: the message is read once and kept."""
+        with self._reading, contextlib.suppress(OSError, EOFError, msgspec.DecodeError):
+            if self._ready is None and self.commands.poll():
+                self._ready = msgspec.msgpack.decode(self.commands.recv_bytes(), type=Ready)
+        return f"rank {self.number}: {self._ready.error}" if self._ready is not None and self._ready.error else ""
 
     def kill(self) -> None:
         """End the process now.  A read from its connection then returns an end of file."""
@@ -131,12 +146,13 @@ class Watch:
     beat_s: float
     lost: str = ""  # why no further step can run; empty: all ranks live
     beating: bool = False  # the ranks are loaded, so they must beat
-    calls: int = 0  # that use the ranks, begun and ended: odd while one runs
     ranks: Ranks | None = None
     _stopped: threading.Event = field(default_factory=threading.Event)
+    _unused: threading.Event = field(default_factory=threading.Event)  # no call uses the ranks
 
     def start(self) -> None:
         """Begin to watch the ranks, whose processes have started."""
+        self._unused.set()
         threading.Thread(target=self._run, name="ranks", daemon=True).start()
 
     def stop(self) -> None:
@@ -146,10 +162,10 @@ class Watch:
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
         """A call that needs all ranks.  Raises ExecutorLost in place of what the loss of one makes it raise."""
-        if self.lost:
-            raise ExecutorLost(self.lost)
-        self.calls += 1
+        self._unused.clear()  # before `lost` is read: `_lose` sets that first and then waits for this call
         try:
+            if self.lost:
+                raise ExecutorLost(self.lost)
             yield
         except ExecutorLost as error:
             self.lost = self.lost or str(error)
@@ -162,7 +178,7 @@ class Watch:
                 raise
             raise ExecutorLost(self.lost or one_line(error)) from error
         finally:
-            self.calls += 1
+            self._unused.set()
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as lines:
@@ -198,7 +214,6 @@ class Watch:
         if self._stopped.is_set():
             return
         self.lost = reason  # first: a call that begins after this line ends at once
-        calls = self.calls
         for rank in self.others:
             rank.kill()
         if self.beating:
@@ -208,13 +223,10 @@ class Watch:
                 # NCCL's abort waits for a kernel that may wait for the lost rank, so it has a thread of its own.  It
                 # might hold the interpreter meanwhile, and this thread with it.
                 threading.Thread(target=self.ranks.abort, name="abort", daemon=True).start()
-            until = time.monotonic() + END_S
-            while calls % 2 and self.calls == calls:
-                if time.monotonic() > until:
-                    log.critical("%s, and this step never returns: the engine ends, its requests move on", reason)
-                    logging.shutdown()
-                    os._exit(1)
-                time.sleep(0.05)
+            if not self._unused.wait(END_S):
+                log.critical("%s, and this step never returns: the engine ends, its requests move on", reason)
+                logging.shutdown()
+                os._exit(1)
 
 
 class ParallelExecutor:
@@ -242,13 +254,7 @@ class ParallelExecutor:
 
     def _start(self, config: EngineConfig, meeting: Path) -> None:
         size = config.tensor_parallel
-        for number in range(1, size):
-            rank = self._waiting.pop(number, None)
-            if rank is not None and rank.process.poll() is not None:
-                log.warning("rank %d of this spare ended with status %d: another starts", number, rank.process.poll())
-                rank.release()
-                rank = None
-            self._others.append(rank or Rank.start(number, config.log_format))
+        self._start_processes(config)
         self._watch.start()
         try:
             with self._watch.using():
@@ -256,17 +262,15 @@ class ParallelExecutor:
                     task = Task(rank.number, str(meeting), self._watch.beat_s, config)
                     rank.commands.send_bytes(BEGIN + msgspec.msgpack.encode(task))
                 for rank in self._others:
-                    rank.commands.recv_bytes()  # HERE: else the others would wait for it for long
+                    rank.wait_until_here()  # else the others would wait for it for long
                 self._ranks = self._watch.ranks = join(config, 0, meeting)
                 local = self._local = LocalExecutor(config, self._ranks)
-                readies = [msgspec.msgpack.decode(rank.commands.recv_bytes(), type=Ready) for rank in self._others]
+                readies = [rank.wait_until_ready() for rank in self._others]
         except (ExecutorLost, RuntimeError, ModelLoadError) as error:
-            # A rank that fails alone breaks the others' exchanges, so that they fail, too.  It said why before.
-            own = [found for rank in self._others if not (found := rank.start_error()).endswith(str(error))]
-            reason = next(filter(None, own), "")
-            if not reason and not isinstance(error, ExecutorLost):
+            cause = self._cause_of(error)
+            if not cause and not isinstance(error, ExecutorLost):
                 raise
-            raise ModelLoadError(f"{OPTION} {size}: {reason or error}") from error
+            raise ModelLoadError(f"{OPTION} {size}: {cause or error}") from error
         for rank, ready in zip(self._others, readies, strict=True):
             if ready.facts is None:
                 raise ModelLoadError(f"{OPTION} {size}: rank {rank.number}: {ready.error}")
@@ -278,6 +282,27 @@ class ParallelExecutor:
         self.swap_bytes_per_s = size * min([local.swap_bytes_per_s, *(ready.swap_bytes_per_s for ready in readies)])
         self.start_parts = local.start_parts
         log.info("%d ranks hold the model and %d KV blocks", size, self.blocks)
+
+    def _start_processes(self, config: EngineConfig) -> None:
+        """Start the other ranks' processes.  Those of a spare that still run are used."""
+        for number in range(1, config.tensor_parallel):
+            rank = self._waiting.pop(number, None)
+            if rank is not None and rank.process.poll() is not None:
+                log.warning("rank %d of this spare ended with status %d: another starts", number, rank.process.poll())
+                rank.release()
+                rank = None
+            self._others.append(rank or Rank.start(number, config.log_format))
+
+    def _cause_of(self, error: Exception) -> str:
+        """Return the line of a rank that failed for a reason of its own; empty: none did.
+
+        A rank that fails alone breaks the others' exchanges, so rank 0's `error` is then a consequence.  Where all
+        fail alike, for example at a model that no rank can load, rank 0's own error is the one to print."""
+        for rank in self._others:
+            line = rank.start_error()
+            if line and not line.endswith(str(error)):
+                return line
+        return ""
 
     @property
     def _mine(self) -> LocalExecutor:
