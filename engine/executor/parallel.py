@@ -8,8 +8,9 @@ Rank 0's process has the only scheduler and allocator: every rank keeps its part
 ids.  All ranks have all logits and draw by the same hash, so they choose the same tokens, and none is sent.  With each
 step a rank returns a checksum of its tokens.
 
-A rank whose process ends, does not beat for `lease_ms`, fails alone or computes other tokens ends the engine
+A rank whose process ends, sends no beat for 1.2 times `lease_ms`, fails alone or computes other tokens ends the engine
 (ExecutorLost): other engines, or its restart, take its requests from the token log.  Its processes end with it.
+While the model loads the same happens after a longer silence (`START_SILENCE_S`, `LOAD_SILENCE_S`).
 """
 
 from __future__ import annotations
@@ -62,7 +63,12 @@ from engine.executor.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-BEATS = 5  # in a lease: a rank that leaves out so many is lost
+BEATS = 5  # in a lease: a rank that leaves out more is lost
+# A rank beats from its first message on, by a thread.  While the model loads, a call may hold the interpreter for long:
+# the first one that uses a GPU, or one that maps a library.  Before its first message a rank imports torch: it reads
+# gigabytes of libraries, perhaps from a slow disk, and sends nothing.
+START_SILENCE_S = 300.0  # until the first message
+LOAD_SILENCE_S, LEASES_OF_SILENCE = 60.0, 10  # from then on until the model is loaded: whichever is longer
 SHARED, SHARED_BYTES = Path("/dev/shm"), 32 << 20  # where NCCL keeps buffers, and what a rank may need of it
 END_S = 2.0  # that a call which uses a lost rank gets to return before the process ends without it
 GRACE_S = 2.0  # more, where not even the thread that would end the process gets to run
@@ -145,15 +151,24 @@ class Watch:
     others: Sequence[Rank]
     beat_s: float
     lost: str = ""  # why no further step can run; empty: all ranks live
-    beating: bool = False  # the ranks are loaded, so they must beat
+    silence_s: float = START_SILENCE_S  # a rank that leaves out the beats of a longer time is lost
+    loading: bool = True  # not all ranks are loaded
     ranks: Ranks | None = None
     _stopped: threading.Event = field(default_factory=threading.Event)
     _unused: threading.Event = field(default_factory=threading.Event)  # no call uses the ranks
+    _counting: threading.Lock = field(default_factory=threading.Lock)  # while `silent` and `silence_s` are compared
 
     def start(self) -> None:
         """Begin to watch the ranks, whose processes have started."""
         self._unused.set()
         threading.Thread(target=self._run, name="ranks", daemon=True).start()
+
+    def expect_beats(self, silence_s: float, *, loading: bool = False) -> None:
+        """From now on let no rank be silent for longer than `silence_s` seconds, whatever it was before."""
+        with self._counting:
+            self.silence_s, self.loading = silence_s, loading
+            for rank in self.others:
+                rank.silent = 0
 
     def stop(self) -> None:
         """End: the ranks are about to leave."""
@@ -171,14 +186,18 @@ class Watch:
             self.lost = self.lost or str(error)
             raise
         except (OSError, EOFError, RuntimeError) as error:  # of a socket, or of an exchange
-            until = time.monotonic() + 2 * self.beat_s
-            while not self.lost and time.monotonic() < until:  # a process that died breaks an exchange first
-                time.sleep(0.02)
+            self.wait_for_loss()
             if not self.lost and isinstance(error, RuntimeError):
                 raise
             raise ExecutorLost(self.lost or one_line(error)) from error
         finally:
             self._unused.set()
+
+    def wait_for_loss(self) -> None:
+        """Wait until a loss is noted, for two beats at most.  A process that died breaks an exchange before that."""
+        until = time.monotonic() + 2 * self.beat_s
+        while not self.lost and time.monotonic() < until:
+            time.sleep(0.02)
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as lines:
@@ -196,11 +215,21 @@ class Watch:
                     continue
                 # Ticks count, not seconds: this process may have been stopped together with the ranks.
                 tick = time.monotonic() + self.beat_s
-                for rank in self.others:
-                    rank.silent += self.beating
-                    if rank.silent > BEATS:
-                        return self._lose(f"rank {rank.number} does not answer, or failed alone")
+                if reason := self._count_silence():
+                    return self._lose(reason)
         return None
+
+    def _count_silence(self) -> str:
+        """Count one more beat that each rank may have left out.  Returns why a rank is lost; empty: none is."""
+        with self._counting:
+            for rank in self.others:
+                rank.silent += 1
+                if rank.silent <= round(self.silence_s / self.beat_s):
+                    continue
+                if self.loading:
+                    return f"rank {rank.number} has sent nothing for {self.silence_s:g} s while the model loads"
+                return f"rank {rank.number} does not answer, or failed alone"
+        return ""
 
     @staticmethod
     def _hear(rank: Rank) -> bytes:
@@ -216,7 +245,7 @@ class Watch:
         self.lost = reason  # first: a call that begins after this line ends at once
         for rank in self.others:
             rank.kill()
-        if self.beating:
+        if not self.loading:
             log.error("%s: exchanges with it are aborted", reason)
         with ends_process(END_S + GRACE_S):
             if self.ranks is not None:
@@ -224,7 +253,8 @@ class Watch:
                 # might hold the interpreter meanwhile, and this thread with it.
                 threading.Thread(target=self.ranks.abort, name="abort", daemon=True).start()
             if not self._unused.wait(END_S):
-                log.critical("%s, and this step never returns: the engine ends, its requests move on", reason)
+                waits = "rank 0 waits for it" if self.loading else "this step never returns"
+                log.critical("%s, and %s: the engine ends, its requests move on", reason, waits)
                 logging.shutdown()
                 os._exit(1)
 
@@ -263,6 +293,8 @@ class ParallelExecutor:
                     rank.commands.send_bytes(BEGIN + msgspec.msgpack.encode(task))
                 for rank in self._others:
                     rank.wait_until_here()  # else the others would wait for it for long
+                silence_s = max(LOAD_SILENCE_S, LEASES_OF_SILENCE * self._patience_s)
+                self._watch.expect_beats(silence_s, loading=True)
                 self._ranks = self._watch.ranks = join(config, 0, meeting)
                 local = self._local = LocalExecutor(config, self._ranks)
                 readies = [rank.wait_until_ready() for rank in self._others]
@@ -275,7 +307,7 @@ class ParallelExecutor:
             if ready.facts is None:
                 raise ModelLoadError(f"{OPTION} {size}: rank {rank.number}: {ready.error}")
             check_equal(rank.number, ready.facts, Facts.of(local))
-        self._watch.beating = True
+        self._watch.expect_beats(self._patience_s)
         self.info, self.blocks, self.host_blocks = local.info, local.blocks, local.host_blocks
         self.max_seqs, self.step_tokens, self.depth = local.max_seqs, local.step_tokens, local.depth
         # All move their parts of a block at once.
@@ -294,15 +326,14 @@ class ParallelExecutor:
             self._others.append(rank or Rank.start(number, config.log_format))
 
     def _cause_of(self, error: Exception) -> str:
-        """Return the line of a rank that failed for a reason of its own; empty: none did.
+        """Return why a rank failed or was lost for a reason of its own; empty: none was.
 
-        A rank that fails alone breaks the others' exchanges, so rank 0's `error` is then a consequence.  Where all
-        fail alike, for example at a model that no rank can load, rank 0's own error is the one to print."""
-        for rank in self._others:
-            line = rank.start_error()
-            if line and not line.endswith(str(error)):
-                return line
-        return ""
+        Such a rank breaks the others' exchanges, so rank 0's `error` is then a consequence: of an exchange, or that its
+        part of the model does not work.  Where all fail alike, rank 0's own error is the one to print."""
+        if isinstance(error, ModelLoadError):
+            self._watch.wait_for_loss()
+        lines = [*(rank.start_error() for rank in self._others), self._watch.lost]
+        return next((line for line in lines if line and not line.endswith(str(error))), "")
 
     @property
     def _mine(self) -> LocalExecutor:

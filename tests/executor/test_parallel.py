@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -289,7 +290,7 @@ def test_a_spare_whose_model_cannot_be_divided_says_so_at_its_takeover(checkpoin
     process = waiting._ranks[0].process
     with pytest.raises(ModelLoadError, match="gpt2: --tensor-parallel: transformers has no table"):
         waiting.load(config)
-    assert process.returncode == -signal.SIGKILL
+    assert process.returncode in (2, -signal.SIGKILL)  # by itself, for the same reason, or killed before
 
 
 def test_the_ranks_of_a_spare_without_devices_end(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +309,51 @@ def test_the_ranks_of_a_spare_without_devices_end(checkpoint: Checkpoint, monkey
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(
+    ("how", "where"), [("SIGSTOP", "join"), ("SIGSTOP", "LocalExecutor"), ("SIGKILL", "LocalExecutor")]
+)
+def test_a_rank_that_hangs_or_dies_while_the_model_loads_ends_the_start(
+    checkpoint: Checkpoint, how: str, where: str
+) -> None:
+    """As the ranks meet nothing can interrupt rank 0, so its process ends.  As they read their parts, it raises."""
+    code = (
+        "import logging, os, signal, sys\n"
+        "from engine.config import EngineConfig\n"
+        "from engine.executor import parallel\n"
+        "from engine.executor.errors import ModelLoadError\n"
+        "logging.basicConfig()\n"
+        "parallel.LOAD_SILENCE_S = parallel.LEASES_OF_SILENCE = 3.0\n"
+        "begun, (_, model, how, where) = [], sys.argv\n"
+        "start, real = parallel.Rank.start, getattr(parallel, where)\n"
+        "parallel.Rank.start = lambda *args: begun.append(start(*args)) or begun[-1]\n"
+        "def lose_and_go_on(*args):\n"
+        "    os.kill(begun[0].process.pid, signal.Signals[how])\n"
+        "    print(begun[0].process.pid, flush=True)\n"
+        "    return real(*args)\n"
+        "setattr(parallel, where, lose_and_go_on)\n"
+        "config = EngineConfig(model=model, tensor_parallel=2, threads=1, kv_blocks=80, lease_ms=1000)\n"
+        "try:\n"
+        "    parallel.ParallelExecutor(config)\n"
+        "except ModelLoadError as error:\n"
+        "    sys.exit(str(error))\n"
+    )
+    words = [sys.executable, "-c", code, str(checkpoint("llama")), how, where]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        pid = int(engine.stdout.readline())
+        stopped = [psutil.Process(pid)] if how == "SIGSTOP" else []
+        try:
+            said = engine.communicate(timeout=30)[1]  # it ends after 3 s of silence and END_S
+        finally:
+            engine.kill()
+            for rank in stopped:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rank.kill()
+    assert engine.returncode == 1
+    silent = "rank 1 has sent nothing for 3 s while the model loads"
+    assert said.count(silent if how == "SIGSTOP" else "rank 1 ended with status -9") == 1
+
+
 @pytest.mark.parametrize("abort", ["time.sleep(1000)", "ctypes.PyDLL(None).sleep(1000)"])
 def test_the_process_ends_though_an_abort_never_returns(abort: str) -> None:
     """NCCL's may wait for a kernel that waits for the lost rank, and hold the interpreter meanwhile, so that no other
@@ -320,8 +366,9 @@ def test_the_process_ends_though_an_abort_never_returns(abort: str) -> None:
         "process.send_signal(signal.SIGSTOP)\n"
         "life, _theirs = socket.socketpair()\n"
         f"ranks = SimpleNamespace(abort=lambda: {abort})\n"
-        "watch = Watch([Rank(1, process, None, life)], 0.05, beating=True, ranks=ranks)\n"
+        "watch = Watch([Rank(1, process, None, life)], 0.05, ranks=ranks)\n"
         "watch.start()\n"
+        "watch.expect_beats(0.25)\n"
         "with watch.using():\n"
         "    time.sleep(1000)\n"
     )
