@@ -159,14 +159,18 @@ def test_a_step_that_fails_on_all_ranks_is_void_and_the_next_one_runs(checkpoint
     assert token_ids(two.generate(prompts(2), max_new_tokens=5))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe", "gpt2"])
 def test_the_text_of_one_rank_of_other_families(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
-    """An embedding that is also the head, soft caps after the head, experts that are stored one by one."""
+    """An embedding that is also the head, soft caps after the head, experts that are stored one by one, weights that
+    are stored transposed.  The pool holds 192 tokens, and eight sequences end with more than 400."""
     directory = make_tiny(tmp_path / family, family) if family == "qwen3_moe" else checkpoint(family)
+    settings = Sampling(temperature=0, ignore_eos=True)
+    by_tokens = {"itl_stretch": 0.0, "step_target_s": 0.0}  # no measured time decides how much a step computes
     texts = []
     for ranks in (1, 2):
-        llm = opened(directory, ranks)
-        texts.append(token_ids(llm.generate(prompts(4), max_new_tokens=20)))
+        llm = opened(directory, ranks, kv_blocks=24, **by_tokens)
+        texts.append(token_ids(llm.generate(prompts(), settings, max_new_tokens=20)))
+        assert llm.engine.core.report.totals.swap_preemptions > 0
         llm.close()
     assert texts[0] == texts[1]
 
@@ -217,10 +221,17 @@ def test_made_up_weights(tmp_path: Path) -> None:
     llm.close()
 
 
-@pytest.mark.parametrize("how", ["killed while idle", "stopped"])
-def test_a_rank_that_dies_or_hangs_ends_the_engine_within_the_lease(checkpoint: Checkpoint, how: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [("llama", "killed while idle"), ("llama", "stopped"), ("qwen3_moe", "killed while idle"), ("qwen3_moe", "killed")],
+)
+def test_a_rank_that_dies_or_hangs_ends_the_engine(
+    checkpoint: Checkpoint, tmp_path: Path, family: str, how: str
+) -> None:
+    """Of a stopped one 1.2 leases pass: that many beats are missed.  The rest is for a slow machine."""
     lease_s = 2.0
-    llm = opened(checkpoint("llama"), 2, lease_ms=int(lease_s * 1000))
+    directory = make_tiny(tmp_path / family, family) if family == "qwen3_moe" else checkpoint(family)
+    llm = opened(directory, 2, lease_ms=int(lease_s * 1000))
     executor = two_of(llm)
     rank = executor._others[0].process
     for prompt in prompts(4):
@@ -284,11 +295,11 @@ def test_a_takeover_ends_the_preparation(checkpoint: Checkpoint) -> None:
 
 
 def test_a_spare_whose_model_cannot_be_divided_says_so_at_its_takeover(checkpoint: Checkpoint) -> None:
-    config = EngineConfig(model=str(checkpoint("gpt2")), tensor_parallel=2, standby=True, **CROWDED)
+    config = EngineConfig(model=str(checkpoint("opt")), tensor_parallel=2, standby=True, **CROWDED)
     waiting = WaitingRanks()
     list(waiting.prepare(config))
     process = waiting._ranks[0].process
-    with pytest.raises(ModelLoadError, match="gpt2: --tensor-parallel: transformers has no table"):
+    with pytest.raises(ModelLoadError, match="opt: --tensor-parallel: transformers has no table"):
         waiting.load(config)
     assert process.returncode in (2, -signal.SIGKILL)  # by itself, for the same reason, or killed before
 
@@ -391,7 +402,7 @@ def test_a_rank_that_chooses_other_tokens_ends_the_engine(
 
 
 @pytest.mark.parametrize("alone", [0, 1])
-def test_a_rank_that_fails_alone_ends_the_engine_within_the_lease(
+def test_a_rank_that_fails_alone_ends_the_engine(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, alone: int
 ) -> None:
     """The others wait in an exchange that it never reaches.  One rank gets a plan with a block that does not exist."""
@@ -452,8 +463,8 @@ def test_one_line_where_rank_1_has_other_files(
 
 def test_one_line_where_no_rank_can_start(checkpoint: Checkpoint) -> None:
     """The error is every rank's, and rank 0's own line counts."""
-    with pytest.raises(ModelLoadError, match=r"^gpt2: --tensor-parallel: transformers has no table"):
-        opened(checkpoint("gpt2"), 2)
+    with pytest.raises(ModelLoadError, match=r"^opt: --tensor-parallel: transformers has no table"):
+        opened(checkpoint("opt"), 2)
 
 
 def test_ranks_that_loaded_something_else_are_refused(one: LLM) -> None:
