@@ -189,11 +189,12 @@ def test_the_text_of_one_rank_of_multimodal_models(tmp_path: Path, family: str) 
     assert len(set(texts[0][1])) > 5
 
 
-def test_more_ranks_than_kv_heads_and_a_vocabulary_that_is_not_divisible(tmp_path: Path) -> None:
-    """Four ranks share two KV heads, and 641 tokens: the last rank's logits are padded."""
-    directory = make_checkpoint(tmp_path / "odd", "llama", vocab_size=VOCAB + 1)
+@pytest.mark.parametrize("size", [4, 8])
+def test_more_ranks_than_kv_heads_and_a_vocabulary_that_is_not_divisible(tmp_path: Path, size: int) -> None:
+    """Ranks share two KV heads, and 641 tokens: the last rank's logits are padded."""
+    directory = make_checkpoint(tmp_path / "odd", "llama", vocab_size=VOCAB + 1, num_attention_heads=size)
     texts = []
-    for ranks in (1, 4):
+    for ranks in (1, size):
         llm = opened(directory, ranks)
         settings = [Sampling(temperature=0), Sampling(temperature=2, seed=3)]
         texts.append(token_ids(llm.generate(prompts(2), settings, max_new_tokens=20)))
