@@ -64,9 +64,10 @@ from engine.executor.ranks import Ranks
 log = logging.getLogger(__name__)
 
 BEATS = 5  # in a lease: a rank that leaves out more is lost
-# A rank beats from its first message on, by a thread.  While the model loads, a call may hold the interpreter for long:
-# the first one that uses a GPU, or one that maps a library.  Before its first message a rank imports torch: it reads
-# gigabytes of libraries, perhaps from a slow disk, and sends nothing.
+# A rank beats from its first message on, by a thread, so only a call that holds the interpreter silences it.  While the
+# model loads some do: the first one that uses a GPU, one that maps a library, the meeting of ranks that share GPU
+# memory.  Most release it: reading weights, exchanges, graphs, a compiler.  Before its first message a rank
+# imports torch: it reads gigabytes of libraries, perhaps from a slow disk, and sends nothing.
 START_SILENCE_S = 300.0  # until the first message
 LOAD_SILENCE_S, LEASES_OF_SILENCE = 60.0, 10  # from then on until the model is loaded: whichever is longer
 SHARED, SHARED_BYTES = Path("/dev/shm"), 32 << 20  # where NCCL keeps buffers, and what a rank may need of it

@@ -7,10 +7,13 @@ import os
 import random
 import shutil
 import signal
+import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +30,7 @@ from engine.executor.base import ExecutorLost, StepError
 from engine.executor.errors import ModelLoadError
 from engine.executor.local import load
 from engine.executor.parallel import ParallelExecutor, WaitingRanks, check_equal
-from engine.executor.rank_process import SUBMIT, Facts, Task
+from engine.executor.rank_process import CLOSE, SUBMIT, Facts, Task
 from engine.llm import LLM, Completion
 from engine.tools.models import model_class
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
@@ -489,3 +492,34 @@ def test_a_gpu_and_shared_memory_for_each_rank(monkeypatch: pytest.MonkeyPatch) 
         ModelLoadError, match=r"63 MiB are free in /dev/shm, 2 ranks need 64 MiB: docker run --shm-size"
     ):
         load(EngineConfig(tensor_parallel=2))
+
+
+@pytest.mark.perf
+@pytest.mark.parametrize("edits", [0, 16, 256])
+def test_a_plan_reaches_a_rank_in_microseconds(edits: int) -> None:
+    """A step of 256 slots that decode, of which none, a usual number or all take a block.  `-s` prints the times."""
+    code = (
+        "import sys, msgspec\n"
+        "from multiprocessing.connection import Connection\n"
+        "from engine.core.plan import StepPlan\n"
+        "commands, decoder = Connection(int(sys.argv[1])), msgspec.msgpack.Decoder(StepPlan)\n"
+        "while (message := commands.recv_bytes())[:1] == b'S':\n"
+        "    decoder.decode(memoryview(message)[1:])\n"
+        "    commands.send_bytes(b'decoded')\n"
+    )
+    plan = StepPlan(1000, edits=[(slot, 40, 5000 + slot) for slot in range(edits)])
+    ours, theirs = socket.socketpair()
+    words = [sys.executable, "-c", code, str(theirs.fileno())]
+    with theirs, Connection(ours.detach()) as commands, subprocess.Popen(words, pass_fds=[theirs.fileno()]) as rank:
+        times = []
+        for _ in range(3000):
+            times.append([time.perf_counter()])
+            commands.send_bytes(message := SUBMIT + msgspec.msgpack.encode(plan))
+            times[-1].append(time.perf_counter())
+            commands.recv_bytes()
+            times[-1].append(time.perf_counter())
+        commands.send_bytes(CLOSE)
+        assert rank.wait(30) == 0
+    sent, decoded = (statistics.median(each[i] - each[0] for each in times) * 1e6 for i in (1, 2))
+    print(f"{edits} edits, {len(message)} bytes: sent in {sent:.1f} us, decoded and answered after {decoded:.1f} us")
+    assert decoded < 500

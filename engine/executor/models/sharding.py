@@ -161,7 +161,7 @@ class Sharding:
             if isinstance(module, nn.Linear) and kind == "weight":
                 module.out_features, module.in_features = shape
             if isinstance(module, Conv1D) and kind == "weight":
-                module.nx, module.nf = shape
+                module.nf = shape[1]
         for path, size in self.split_sizes.items():
             attention: Any = model.get_submodule(path)
             attention.split_size = size
