@@ -8,8 +8,9 @@ Rank 0's process has the only scheduler and allocator: every rank keeps its part
 ids.  All ranks have all logits and draw by the same hash, so they choose the same tokens, and none is sent.  With each
 step a rank returns a checksum of its tokens.
 
-A rank whose process ends, does not beat for `lease_ms`, fails alone or computes other tokens ends the engine
+A rank whose process ends, sends no beat for 1.2 times `lease_ms`, fails alone or computes other tokens ends the engine
 (ExecutorLost): other engines, or its restart, take its requests from the token log.  Its processes end with it.
+While the model loads the same happens after a longer silence (`START_SILENCE_S`, `LOAD_SILENCE_S`).
 """
 
 from __future__ import annotations
@@ -62,7 +63,13 @@ from engine.executor.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-BEATS = 5  # in a lease: a rank that leaves out so many is lost
+BEATS = 5  # in a lease: a rank that leaves out more is lost
+# A rank beats from its first message on, by a thread, so only a call that holds the interpreter silences it.  While the
+# model loads some do: the first one that uses a GPU, one that maps a library, the meeting of ranks that share GPU
+# memory.  Most release it: reading weights, exchanges, graphs, a compiler.  Before its first message a rank
+# imports torch: it reads gigabytes of libraries, perhaps from a slow disk, and sends nothing.
+START_SILENCE_S = 300.0  # until the first message
+LOAD_SILENCE_S, LEASES_OF_SILENCE = 60.0, 10  # from then on until the model is loaded: whichever is longer
 SHARED, SHARED_BYTES = Path("/dev/shm"), 32 << 20  # where NCCL keeps buffers, and what a rank may need of it
 END_S = 2.0  # that a call which uses a lost rank gets to return before the process ends without it
 GRACE_S = 2.0  # more, where not even the thread that would end the process gets to run
@@ -77,6 +84,8 @@ class Rank:
     commands: Connection
     life: socket.socket
     silent: int = 0  # beats left out, or said while a step of its own was failing
+    _ready: Ready | None = None  # what it said at the end of its start
+    _reading: threading.Lock = field(default_factory=threading.Lock)  # while a thread reads a message of the start
 
     @classmethod
     def start(cls, number: int, log_format: str) -> Self:
@@ -104,13 +113,26 @@ class Rank:
             return f"rank {self.number} ended with status {self.process.wait(1)}"
         return f"rank {self.number} closed its end"
 
+    def wait_until_here(self) -> None:
+        """Wait until the process has imported what it needs.  Raises EOFError or OSError when it ends before."""
+        with self._reading:
+            self.commands.recv_bytes()
+
+    def wait_until_ready(self) -> Ready:
+        """Wait until the rank is loaded, or cannot be.  Raises EOFError or OSError when its process ends before."""
+        with self._reading:
+            if self._ready is None:
+                self._ready = msgspec.msgpack.decode(self.commands.recv_bytes(), type=Ready)
+            return self._ready
+
     def start_error(self) -> str:
-        """Return the line of a rank that could not start; empty: it has not said so."""
-        with contextlib.suppress(OSError, EOFError, msgspec.DecodeError):
-            if self.commands.poll():
-                ready = msgspec.msgpack.decode(self.commands.recv_bytes(), type=Ready)
-                return f"rank {self.number}: {ready.error}" if ready.error else ""
-        return ""
+        """Return the line of a rank that could not start; empty: it has not said so.
+
+        Any thread may ask, and again: the message is read once and kept."""
+        with self._reading, contextlib.suppress(OSError, EOFError, msgspec.DecodeError):
+            if self._ready is None and self.commands.poll():
+                self._ready = msgspec.msgpack.decode(self.commands.recv_bytes(), type=Ready)
+        return f"rank {self.number}: {self._ready.error}" if self._ready is not None and self._ready.error else ""
 
     def kill(self) -> None:
         """End the process now.  A read from its connection then returns an end of file."""
@@ -130,14 +152,24 @@ class Watch:
     others: Sequence[Rank]
     beat_s: float
     lost: str = ""  # why no further step can run; empty: all ranks live
-    beating: bool = False  # the ranks are loaded, so they must beat
-    calls: int = 0  # that use the ranks, begun and ended: odd while one runs
+    silence_s: float = START_SILENCE_S  # a rank that leaves out the beats of a longer time is lost
+    loading: bool = True  # not all ranks are loaded
     ranks: Ranks | None = None
     _stopped: threading.Event = field(default_factory=threading.Event)
+    _unused: threading.Event = field(default_factory=threading.Event)  # no call uses the ranks
+    _counting: threading.Lock = field(default_factory=threading.Lock)  # while `silent` and `silence_s` are compared
 
     def start(self) -> None:
         """Begin to watch the ranks, whose processes have started."""
+        self._unused.set()
         threading.Thread(target=self._run, name="ranks", daemon=True).start()
+
+    def expect_beats(self, silence_s: float, *, loading: bool = False) -> None:
+        """From now on let no rank be silent for longer than `silence_s` seconds, whatever it was before."""
+        with self._counting:
+            self.silence_s, self.loading = silence_s, loading
+            for rank in self.others:
+                rank.silent = 0
 
     def stop(self) -> None:
         """End: the ranks are about to leave."""
@@ -146,23 +178,27 @@ class Watch:
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
         """A call that needs all ranks.  Raises ExecutorLost in place of what the loss of one makes it raise."""
-        if self.lost:
-            raise ExecutorLost(self.lost)
-        self.calls += 1
+        self._unused.clear()  # before `lost` is read: `_lose` sets that first and then waits for this call
         try:
+            if self.lost:
+                raise ExecutorLost(self.lost)
             yield
         except ExecutorLost as error:
             self.lost = self.lost or str(error)
             raise
         except (OSError, EOFError, RuntimeError) as error:  # of a socket, or of an exchange
-            until = time.monotonic() + 2 * self.beat_s
-            while not self.lost and time.monotonic() < until:  # a process that died breaks an exchange first
-                time.sleep(0.02)
+            self.wait_for_loss()
             if not self.lost and isinstance(error, RuntimeError):
                 raise
             raise ExecutorLost(self.lost or one_line(error)) from error
         finally:
-            self.calls += 1
+            self._unused.set()
+
+    def wait_for_loss(self) -> None:
+        """Wait until a loss is noted, for two beats at most.  A process that died breaks an exchange before that."""
+        until = time.monotonic() + 2 * self.beat_s
+        while not self.lost and time.monotonic() < until:
+            time.sleep(0.02)
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as lines:
@@ -180,11 +216,21 @@ class Watch:
                     continue
                 # Ticks count, not seconds: this process may have been stopped together with the ranks.
                 tick = time.monotonic() + self.beat_s
-                for rank in self.others:
-                    rank.silent += self.beating
-                    if rank.silent > BEATS:
-                        return self._lose(f"rank {rank.number} does not answer, or failed alone")
+                if reason := self._count_silence():
+                    return self._lose(reason)
         return None
+
+    def _count_silence(self) -> str:
+        """Count one more beat that each rank may have left out.  Returns why a rank is lost; empty: none is."""
+        with self._counting:
+            for rank in self.others:
+                rank.silent += 1
+                if rank.silent <= round(self.silence_s / self.beat_s):
+                    continue
+                if self.loading:
+                    return f"rank {rank.number} has sent nothing for {self.silence_s:g} s while the model loads"
+                return f"rank {rank.number} does not answer, or failed alone"
+        return ""
 
     @staticmethod
     def _hear(rank: Rank) -> bytes:
@@ -198,23 +244,20 @@ class Watch:
         if self._stopped.is_set():
             return
         self.lost = reason  # first: a call that begins after this line ends at once
-        calls = self.calls
         for rank in self.others:
             rank.kill()
-        if self.beating:
+        if not self.loading:
             log.error("%s: exchanges with it are aborted", reason)
         with ends_process(END_S + GRACE_S):
             if self.ranks is not None:
                 # NCCL's abort waits for a kernel that may wait for the lost rank, so it has a thread of its own.  It
                 # might hold the interpreter meanwhile, and this thread with it.
                 threading.Thread(target=self.ranks.abort, name="abort", daemon=True).start()
-            until = time.monotonic() + END_S
-            while calls % 2 and self.calls == calls:
-                if time.monotonic() > until:
-                    log.critical("%s, and this step never returns: the engine ends, its requests move on", reason)
-                    logging.shutdown()
-                    os._exit(1)
-                time.sleep(0.05)
+            if not self._unused.wait(END_S):
+                waits = "rank 0 waits for it" if self.loading else "this step never returns"
+                log.critical("%s, and %s: the engine ends, its requests move on", reason, waits)
+                logging.shutdown()
+                os._exit(1)
 
 
 class ParallelExecutor:
@@ -242,13 +285,7 @@ class ParallelExecutor:
 
     def _start(self, config: EngineConfig, meeting: Path) -> None:
         size = config.tensor_parallel
-        for number in range(1, size):
-            rank = self._waiting.pop(number, None)
-            if rank is not None and rank.process.poll() is not None:
-                log.warning("rank %d of this spare ended with status %d: another starts", number, rank.process.poll())
-                rank.release()
-                rank = None
-            self._others.append(rank or Rank.start(number, config.log_format))
+        self._start_processes(config)
         self._watch.start()
         try:
             with self._watch.using():
@@ -256,28 +293,48 @@ class ParallelExecutor:
                     task = Task(rank.number, str(meeting), self._watch.beat_s, config)
                     rank.commands.send_bytes(BEGIN + msgspec.msgpack.encode(task))
                 for rank in self._others:
-                    rank.commands.recv_bytes()  # HERE: else the others would wait for it for long
+                    rank.wait_until_here()  # else the others would wait for it for long
+                silence_s = max(LOAD_SILENCE_S, LEASES_OF_SILENCE * self._patience_s)
+                self._watch.expect_beats(silence_s, loading=True)
                 self._ranks = self._watch.ranks = join(config, 0, meeting)
                 local = self._local = LocalExecutor(config, self._ranks)
-                readies = [msgspec.msgpack.decode(rank.commands.recv_bytes(), type=Ready) for rank in self._others]
+                readies = [rank.wait_until_ready() for rank in self._others]
         except (ExecutorLost, RuntimeError, ModelLoadError) as error:
-            # A rank that fails alone breaks the others' exchanges, so that they fail, too.  It said why before.
-            own = [found for rank in self._others if not (found := rank.start_error()).endswith(str(error))]
-            reason = next(filter(None, own), "")
-            if not reason and not isinstance(error, ExecutorLost):
+            cause = self._cause_of(error)
+            if not cause and not isinstance(error, ExecutorLost):
                 raise
-            raise ModelLoadError(f"{OPTION} {size}: {reason or error}") from error
+            raise ModelLoadError(f"{OPTION} {size}: {cause or error}") from error
         for rank, ready in zip(self._others, readies, strict=True):
             if ready.facts is None:
                 raise ModelLoadError(f"{OPTION} {size}: rank {rank.number}: {ready.error}")
             check_equal(rank.number, ready.facts, Facts.of(local))
-        self._watch.beating = True
+        self._watch.expect_beats(self._patience_s)
         self.info, self.blocks, self.host_blocks = local.info, local.blocks, local.host_blocks
         self.max_seqs, self.step_tokens, self.depth = local.max_seqs, local.step_tokens, local.depth
         # All move their parts of a block at once.
         self.swap_bytes_per_s = size * min([local.swap_bytes_per_s, *(ready.swap_bytes_per_s for ready in readies)])
         self.start_parts = local.start_parts
         log.info("%d ranks hold the model and %d KV blocks", size, self.blocks)
+
+    def _start_processes(self, config: EngineConfig) -> None:
+        """Start the other ranks' processes.  Those of a spare that still run are used."""
+        for number in range(1, config.tensor_parallel):
+            rank = self._waiting.pop(number, None)
+            if rank is not None and rank.process.poll() is not None:
+                log.warning("rank %d of this spare ended with status %d: another starts", number, rank.process.poll())
+                rank.release()
+                rank = None
+            self._others.append(rank or Rank.start(number, config.log_format))
+
+    def _cause_of(self, error: Exception) -> str:
+        """Return why a rank failed or was lost for a reason of its own; empty: none was.
+
+        Such a rank breaks the others' exchanges, so rank 0's `error` is then a consequence: of an exchange, or that its
+        part of the model does not work.  Where all fail alike, rank 0's own error is the one to print."""
+        if isinstance(error, ModelLoadError):
+            self._watch.wait_for_loss()
+        lines = [*(rank.start_error() for rank in self._others), self._watch.lost]
+        return next((line for line in lines if line and not line.endswith(str(error))), "")
 
     @property
     def _mine(self) -> LocalExecutor:

@@ -99,7 +99,7 @@ class Life:
     def __init__(self, line: socket.socket) -> None:
         self.failing = False  # said with every beat
         self._line = line
-        self._beat_s = 0.0  # 0: none yet; the process may be busy for long
+        self._beat_s = 0.0  # 0: none yet; rank 0 has not said how often
         threading.Thread(target=self._run, name="life", daemon=True).start()
 
     def beat(self, every_s: float) -> None:
@@ -113,7 +113,7 @@ class Life:
                 if not self._line.recv(1):
                     break
             except TimeoutError:
-                with contextlib.suppress(BlockingIOError, TimeoutError):
+                with contextlib.suppress(OSError):  # rank 0 reads no more; the next `recv` tells whether it is gone
                     if self._beat_s:
                         self._line.send(FAILING if self.failing else WELL)
             except OSError:
@@ -129,6 +129,7 @@ def serve(commands: Connection, life: Life) -> int:
             _prepare(msgspec.msgpack.decode(message[1:], type=Task), commands)
             message = commands.recv_bytes()
         task = msgspec.msgpack.decode(message[1:], type=Task)
+        life.beat(task.beat_s)
         commands.send_bytes(HERE)
     except (EOFError, OSError):  # rank 0 is gone: of a spare that was not needed
         return 1
@@ -144,7 +145,6 @@ def serve(commands: Connection, life: Life) -> int:
         commands.send_bytes(msgspec.msgpack.encode(ready))
         if executor is None or ranks is None:
             return 2
-        life.beat(task.beat_s)
         _obey(commands, life, executor, ranks)
     except (EOFError, OSError):  # rank 0 is gone
         return 1

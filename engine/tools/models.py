@@ -2,6 +2,7 @@
 
     python -m engine.tools models                     every causal family; takes about ten minutes on two cores
     python -m engine.tools models --only llama,gpt2   some of them; prints the table and writes no page
+    python -m engine.tools models --tensor-parallel 2  texts of two ranks, compared with those of one; writes no page
 
 For each family a tiny checkpoint with random weights is made, in float32, and three prompts are continued greedily on a
 CPU, as `transformers.generate` continues them: whole and in one batch, again with their prefixes cached, and in chunks
@@ -79,18 +80,24 @@ def model_class(family: str) -> Any:
     return AutoModelForImageTextToText if family in text_tower.TOWERS else AutoModelForCausalLM
 
 
-def judge(family: str, directory: Path) -> Verdict:
-    """Make the family's tiny checkpoint in `directory`, and compare."""
+def judge(family: str, directory: Path, ranks: int = 1) -> Verdict:
+    """Make the family's tiny checkpoint in `directory`, and compare its texts with those of transformers.
+
+    With several ranks compare them with the texts of one rank."""
     try:
         make_checkpoint(directory, family, model_class=model_class(family))
     except Exception as error:  # whatever a config class or a model raises for sizes it doesn't like
         return Verdict(family, NOT_MADE, one_line(error))
     try:
-        ours = our_texts(directory)
+        alone = our_texts(directory) if ranks > 1 else {}
+        ours = our_texts(directory, tensor_parallel=ranks)
     except ModelLoadError as error:
         return Verdict(family, REFUSED, str(error).replace(str(directory), "checkpoint"))
     except Exception as error:
         return Verdict(family, FAILS, one_line(error))
+    if ranks > 1:
+        odd = [name for name, texts in ours.items() if texts != alone[name]]
+        return Verdict(family, DIFFERENT, ", ".join(odd)) if odd else Verdict(family, EQUAL)
     try:
         wanted = own_texts(directory, model_class=model_class(family))
     except Exception as error:
@@ -190,12 +197,12 @@ def row(verdict: Verdict) -> str:
     return f"| `{verdict.family}` | {reason if len(reason) <= 160 else reason[:157] + '...'} |"
 
 
-def compare(names: list[str]) -> list[Verdict]:
+def compare(names: list[str], ranks: int = 1) -> list[Verdict]:
     """Judge these families, one after another; print each outcome to stderr."""
     verdicts = []
     for name in names:
         with tempfile.TemporaryDirectory(prefix="quire-models-") as folder:
-            verdicts.append(judge(name, Path(folder) / name))
+            verdicts.append(judge(name, Path(folder) / name, ranks))
         print(f"{name}: {verdicts[-1].outcome} {verdicts[-1].reason}".rstrip(), file=sys.stderr, flush=True)
         gc.collect()
     return verdicts
@@ -207,13 +214,17 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--only", default="", help="families, separated by commas; the page is not written then")
     parser.add_argument("--out", type=Path, default=PAGE, help="the page to write")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="compare this many CPU ranks with one rank")
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     torch.set_num_threads(1)  # more only wait for each other in models of this size
     transformers.logging.set_verbosity_error()
-    verdicts = compare(options.only.split(",") if options.only else families())
-    if options.only:
+    verdicts = compare(options.only.split(",") if options.only else families(), ranks := options.tensor_parallel)
+    if ranks > 1:
+        counts = collections.Counter(verdict.outcome for verdict in verdicts)
+        print(f"{ranks} ranks:", ", ".join(f"{outcome} {count}" for outcome, count in counts.items()))
+    elif options.only:
         print(page(verdicts))
     else:
         options.out.write_text(page(verdicts), encoding="utf-8")

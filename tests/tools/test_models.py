@@ -39,15 +39,22 @@ def test_families_that_are_refused_say_why(family: str, reason: str, tmp_path: P
 
 def test_a_text_that_differs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [[1, 2]]
-    monkeypatch.setattr(models, "our_texts", lambda directory: {"whole": texts, "repeated": [[1, 3]]})
+    monkeypatch.setattr(models, "our_texts", lambda directory, **options: {"whole": texts, "repeated": [[1, 3]]})
     monkeypatch.setattr(models, "own_texts", lambda directory, **options: texts)
     assert judge("llama", tmp_path / "llama") == Verdict("llama", models.DIFFERENT, "repeated")
 
-    def broken(directory: Path) -> None:
+    def broken(directory: Path, **options: int) -> None:
         raise RuntimeError("no logits\nat all")
 
     monkeypatch.setattr(models, "our_texts", broken)
     assert judge("llama", tmp_path / "again") == Verdict("llama", FAILS, "RuntimeError: no logits")
+
+
+def test_texts_of_several_ranks_are_compared_with_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {1: {"whole": [[1]], "repeated": [[1]]}, 2: {"whole": [[1]], "repeated": [[2]]}, 4: {"whole": [[1]]}}
+    monkeypatch.setattr(models, "our_texts", lambda directory, tensor_parallel=1: texts[tensor_parallel])
+    assert judge("llama", tmp_path / "two", 2) == Verdict("llama", models.DIFFERENT, "repeated")
+    assert judge("llama", tmp_path / "four", 4) == Verdict("llama", EQUAL)
 
 
 def test_the_page_hides_no_family() -> None:

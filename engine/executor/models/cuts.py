@@ -3,6 +3,7 @@
 Cut(-2, 4, 8)               rows 4 to 7 of [.., out, in]
 Cut(-1, 4, 8)               columns 4 to 7
 Cut(-2, 4, 8, halves=2)     rows 4 to 7 of gate and of up, which are one parameter: two pieces
+Cut(-1, 4, 8, halves=3)     columns 4 to 7 of q, of k and of v
 """
 
 from __future__ import annotations

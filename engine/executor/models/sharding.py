@@ -11,9 +11,13 @@ config, `_tp_plan` of a class).  For N ranks and a layer of weight [out, in]:
     replicate, replicated_* all of it                                 -
 
 KV heads are divided, or each is held by N / heads ranks where there are fewer heads than ranks.  Other words of the
-table, and architectures without one, are refused by name.  For gpt_oss the table is here (OWN_TABLES), with words of
-its own: `pairs` is columns / N of a transpose [experts, in, out], gate and up in turn, `rows` is in / N rows of one,
-`heads` is one number a head, `first` is a bias that rank 0 alone adds.
+table, and architectures without one, are refused by name.  For gpt_oss and gpt2 the tables are here (OWN_TABLES), with
+words of their own, most of them for transposes [.., in, out]:
+
+    columns     out / N columns, or as much of a bias             rows    in / N rows
+    pairs       the same of gate and up in turn                   heads   one number for each head of attention
+    thirds      out / N columns of each of three parts: q, k, v   first   a bias that rank 0 alone adds
+    split_size  the module splits an output by this attribute     sum     all-reduce of the module's output
 
 Only a rank's part of each tensor is read.  Embeddings, norms and routers are whole on every rank.
 """
@@ -30,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.pytorch_utils import Conv1D
 
 from engine.executor.attention import NAME
 from engine.executor.errors import ModelLoadError, UnsupportedModel
@@ -64,9 +69,24 @@ OWN_TABLES = {
         "layers.*.mlp.experts.down_proj": "rows",
         "layers.*.mlp.experts.down_proj_bias": "first",
         "layers.*.mlp.experts": "moe_tp_experts",
-    }
+    },
+    "gpt2": {
+        "h.*.attn": "split_size",
+        "h.*.attn.c_attn.weight": "thirds",
+        "h.*.attn.c_attn.bias": "thirds",
+        "h.*.mlp.c_fc.weight": "columns",
+        "h.*.mlp.c_fc.bias": "columns",
+        **{
+            f"h.*.{part}.c_proj{ending}": style
+            for part in ("attn", "mlp")
+            for ending, style in {"": "sum", ".weight": "rows", ".bias": "first"}.items()
+        },
+    },
 }
-EVEN = {"heads": (-1, 1), "pairs": (-1, 2), "rows": (-2, 1)}  # own words: the dimension that is divided, and its unit
+OWN_HEAD = {"lm_head": "colwise_gather_output"}  # with a table of ours, where transformers' class says nothing of it
+# Own words: the dimension that is divided, its unit, and of how many equal parts a rank has its share.
+EVEN = {"heads": (-1, 1, 1), "columns": (-1, 1, 1), "pairs": (-1, 2, 1), "thirds": (-1, 1, 3), "rows": (-2, 1, 1)}
+SUMS = {"moe_tp_experts", "sum"}
 
 
 @dataclass(frozen=True)
@@ -116,6 +136,7 @@ class Sharding:
     cuts: dict[str, Cut] = field(default_factory=dict)  # by parameter
     summed: list[str] = field(default_factory=list)  # modules
     of_first: list[str] = field(default_factory=list)  # parameters that only rank 0 adds
+    split_sizes: dict[str, int] = field(default_factory=dict)  # by module: its attribute of this name
     gathered: str = ""  # the head; empty: every rank has all of it
     vocab_size: int = 0
 
@@ -139,6 +160,11 @@ class Sharding:
             setattr(module, kind, nn.Parameter(whole.new_empty(shape), requires_grad=whole.requires_grad))
             if isinstance(module, nn.Linear) and kind == "weight":
                 module.out_features, module.in_features = shape
+            if isinstance(module, Conv1D) and kind == "weight":
+                module.nf = shape[1]
+        for path, size in self.split_sizes.items():
+            attention: Any = model.get_submodule(path)
+            attention.split_size = size
 
     def connect(self, model: PreTrainedModel, ranks: Ranks) -> None:
         """Let the layers of a loaded model exchange their outputs."""
@@ -151,6 +177,8 @@ class Sharding:
                 if not ranks.first:
                     module.bias = None  # rank 0 adds it
                 setattr(module, SHARD, Summed(ranks, module.out_features))
+            elif isinstance(module, Conv1D):
+                setattr(module, SHARD, Summed(ranks, module.nf))
             module.register_forward_hook(lambda _module, _inputs, output: ranks.all_reduce(output))
         if self.gathered:
             head: Any = model.get_submodule(self.gathered)
@@ -176,11 +204,13 @@ def plan_shards(model: PreTrainedModel, ranks: Ranks) -> Sharding:
     model: whole, without weights (on the meta device).  Raises UnsupportedModel for a table that is not followed here,
     and ModelLoadError where the sizes of the model are not divisible."""
     kind, text = model.config.model_type, model.config.get_text_config()
-    if not (table := OWN_TABLES.get(text.model_type) or getattr(text, "base_model_tp_plan", None)):
+    own = OWN_TABLES.get(text.model_type)
+    if not (table := own or getattr(text, "base_model_tp_plan", None)):
         raise UnsupportedModel(f"{kind}: {OPTION}: transformers has no table of how its layers are divided")
     check_heads(kind, text, ranks.size)
     prefix = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"  # llama4_text
-    styles = {f"{prefix}.{name}": style for name, style in table.items()} | dict(type(model)._tp_plan or {})
+    head = type(model)._tp_plan or (OWN_HEAD if own else {})
+    styles = {f"{prefix}.{name}": style for name, style in table.items()} | dict(head)
     sharding = Sharding(vocab_size=text.vocab_size)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for pattern, style in styles.items():
@@ -221,8 +251,11 @@ def _place(sharding: Sharding, model: PreTrainedModel, path: str, style: str, ra
     module, kind = model.get_submodule(path), model.config.model_type
     if style in WHOLE or (style == DIVIDED_EMBEDDING and isinstance(module, nn.Embedding)):
         return
-    if style == "moe_tp_experts":
+    if style in SUMS:
         sharding.summed.append(path)
+        return
+    if style == "split_size":
+        sharding.split_sizes[path] = module.split_size // ranks.size  # whole heads, by `check_heads`
         return
     refusal = UnsupportedModel(f"{kind}: {OPTION}: {path} is divided as {style!r}, which is not implemented")
     if type(module) is not nn.Linear:
@@ -284,10 +317,10 @@ def _cut_experts(kind: str, path: str, parameter: nn.Parameter, style: str, rank
 
 def _cut_evenly(kind: str, path: str, parameter: nn.Parameter, style: str, ranks: Ranks) -> Cut:
     """Return a rank's part of a parameter in the words of OWN_TABLES."""
-    dim, unit = EVEN[style]
+    dim, unit, parts = EVEN[style]
     size = parameter.shape[dim]
-    check_width(kind, path, size, unit * ranks.size)
-    return replace(divide(size, ranks), dim=dim)
+    check_width(kind, path, size, unit * parts * ranks.size)
+    return replace(divide(size, ranks, halves=parts), dim=dim)
 
 
 def check_width(kind: str, path: str, size: int, parts: int) -> None:
