@@ -399,6 +399,9 @@ def read_config(directory: Path, changes: dict[str, Any] | None = None) -> Pretr
     text = config.get_text_config()
     read_quantisation(directory, config.model_type)
     for described in (config, text):
+        if named := getattr(described, "transformers_weights", None):
+            reason = "which is not read; name it model.safetensors, or list it in model.safetensors.index.json"
+            raise UnsupportedModel(f"{directory}/config.json: transformers_weights names {named}, {reason}")
         vars(described).pop("quantization_config", None)  # transformers need not know: the weights are dequantised
     padding = getattr(text, "pad_token_id", None)
     if padding is not None and not 0 <= padding < text.vocab_size:

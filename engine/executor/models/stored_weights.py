@@ -2,7 +2,7 @@
 
     files      layers.0.mlp.up_proj.weight_packed ┐
                layers.0.mlp.up_proj.weight_scale  ├─ QuantisedWeight ─ [...] ─> layers.0.mlp.up_proj.weight, bfloat16
-               layers.0.mlp.up_proj.check_shapes  ┘
+               layers.0.mlp.up_proj.weight_shape  ┘
                norm.weight ──────────────────────── as it is ─────────────────> norm.weight
 
 The headers of the files have all names, types and shapes.  What does not fit is refused before a tensor is read.
