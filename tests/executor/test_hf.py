@@ -19,6 +19,8 @@ from engine.executor.kv_cache import KVShape, bytes_per_token
 from engine.executor.models import hf, hub
 from engine.executor.models.linear import PackedLinear
 from engine.executor.models.probe import probe
+from engine.executor.ranks import Ranks
+from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.checkpoints import FAMILIES, MAX_LEN, VOCAB, config_of, make_checkpoint, tokenizer
 
 CPU = torch.device("cpu")
@@ -377,6 +379,37 @@ def test_weights_of_few_bits_without_a_config_are_refused(copy: Path, dtype: tor
     rewrite(copy, lambda weights: weights.update({name: weights[name].to(dtype)}))
     assert refusal(copy).startswith(f"llama: {name} is ")
     assert refusal(copy).endswith("and the config says nothing of quantised weights")
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen2", "model.layers.1.self_attn.q_proj.bias"),
+        ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj"),
+        ("gpt_oss", "model.layers.1.mlp.experts.down_proj"),
+        ("gpt2", "transformer.h.1.attn.c_attn.bias"),  # its class drops what matches `attn.bias`
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_integers_of_any_name_are_refused_where_the_model_has_a_parameter(
+    family: str, name: str, ranks: int, tmp_path: Path
+) -> None:
+    directory = make_tiny(tmp_path / family, family)
+    rewrite(directory, lambda weights: weights.update({name: weights[name].to(torch.int8)}))
+    with pytest.raises(UnsupportedModel) as caught:
+        hf.read_weights(directory, hf.read_config(directory), "auto", ranks=Ranks(0, ranks))
+    reason = "is I8 in the weight files, and the config says nothing of quantised weights"
+    assert str(caught.value) == f"{family}: {name} {reason}"
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_integers_are_read_where_the_model_has_a_buffer(prefix: str, tmp_path: Path) -> None:
+    """Old files of GPT-2 hold its masks."""
+    directory = make_tiny(tmp_path / "gpt2", "gpt2")
+    wanted = load(directory).module.state_dict()
+    masks = {f"{prefix}h.{layer}.attn.bias": torch.ones(1, 1, 512, 512, dtype=torch.uint8) for layer in (0, 1)}
+    rewrite(directory, lambda weights: weights.update(masks))
+    assert all(map(torch.equal, load(directory).module.state_dict().values(), wanted.values()))
 
 
 def test_tensors_that_the_config_denies_are_refused(copy: Path) -> None:

@@ -495,6 +495,11 @@ UP = "model.layers.1.mlp.up_proj"
             "is F8_E4M3, and its scales are not in the weight files",
         ),
         ("ct-int8", lambda t: t.pop(f"{UP}.weight_scale"), "is I8, and its scales are not in the weight files"),
+        (
+            "awq-32",
+            lambda t: t.update({f"{UP}.bias": torch.ones(256, dtype=torch.int8)}),
+            "is I8, and its scales are not in the weight files",
+        ),
         ("awq-32", lambda t: t.pop(f"{UP}.qzeros"), "its qzeros is not in the files"),
         ("w4-32", lambda t: t.pop(f"{UP}.weight_scale"), "its scale is not in the files"),
         (

@@ -88,6 +88,14 @@ def test_tensors_of_no_known_part_are_refused_by_ranks(tmp_path: Path, monkeypat
         hf.read_weights(directory, config, "auto", part=True, ranks=Ranks(0, 2))
 
 
+def test_integers_of_other_towers_do_not_matter(tmp_path: Path) -> None:
+    directory = make(tmp_path, "llava")
+    file = directory / "model.safetensors"
+    positions = {"model.vision_tower.vision_model.embeddings.position_ids": torch.arange(4)[None]}
+    save_file(load_file(file) | positions, file, {"format": "pt"})
+    assert load(directory).max_model_len == 512
+
+
 def test_tensors_under_the_names_of_newer_versions(tmp_path: Path) -> None:
     """Files have language_model.model.layers for what transformers calls model.language_model.layers."""
     directory = make(tmp_path, "llava")

@@ -258,7 +258,7 @@ def read_weights(
         if quantising is None or not (quantising.kept or quantising.kind):
             log.info("weights quantised by %s are dequantised to %s, so they take its memory", how.method, wanted)
         return model
-    check_stored_dtypes(directory, config.model_type)
+    check_stored_dtypes(directory, config, names)
     if ranks.size == 1:
         return read_whole(directory, config, dtype, quantising, part=part)
     weights = PlainWeights(directory, names)

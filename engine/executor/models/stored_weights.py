@@ -40,7 +40,7 @@ from engine.executor.models.dequantise import (
     stored_as,
 )
 from engine.executor.models.joined_experts import join_experts, joined_name
-from engine.executor.models.precision import PLAIN, is_scaleless
+from engine.executor.models.precision import PLAIN, check_plain
 from engine.executor.models.quantisation import Format, Quantisation
 from engine.executor.models.quantised import BLOCK, Quantised
 from engine.executor.models.quantising import Quantising
@@ -119,6 +119,8 @@ class StoredWeights:
         self._plain: list[str] = []
         for name, stored in tensors.items():
             self._sort(name, stored)
+        plain = {name: tensors[name] for name in self._plain}
+        check_plain(plain, config, ", and its scales are not in the weight files")
         self._numbers: dict[str, tuple[str, Shape]] = {}  # dtype and shape of each weight's numbers
         self._shapes: dict[str, Shape] = {}  # of each of the model's tensors
         for weight, parts in self._weights.items():
@@ -147,8 +149,6 @@ class StoredWeights:
             return
         elif stored.dtype in EIGHT_BITS and any(name + suffix in tensors for suffix in ("_scale", "_scale_inv")):
             return  # its scale brings it in
-        if is_scaleless(name, stored.dtype):
-            raise UnsupportedModel(f"{self.kind}: {name} is {stored.dtype}, and its scales are not in the weight files")
         self._plain.append(name)
 
     def _check(self, weight: str, named: dict[str, str]) -> None:
