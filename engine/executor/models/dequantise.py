@@ -48,6 +48,8 @@ def check_shapes(how: Quantisation, shapes: dict[str, Shape]) -> None:
     """Raise ValueError when a part of a weight is absent, or when its shape does not fit the others."""
     if absent := sorted(NEEDED[how.format] - shapes.keys()):
         raise ValueError(f"its {absent[0]} is not in the files")
+    if absent := sorted(how.demanded - shapes.keys()):
+        raise ValueError(f"its {absent[0]}, which the config demands, is not in the files")
     if how.format == "mxfp4":
         experts, out, groups, half = shapes["blocks"]
         _check("scales", shapes["scales"], (experts, out, groups))

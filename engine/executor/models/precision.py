@@ -51,7 +51,8 @@ def check_plain(stored: Mapping[str, Stored], config: PretrainedConfig, reason: 
 def other_tensors(config: PretrainedConfig) -> Callable[[str], bool]:
     """Return a test of a tensor's name: whether it is called as a buffer of the model, or one that its class drops.
 
-    Buffers have moved between modules, so the last part of the name decides.  Makes the model without memory.  Raises ModelLoadError where its class refuses the config."""
+    Buffers have moved between modules, so the last part of the name decides.  Makes the model, without memory.  Raises
+    ModelLoadError where its class refuses the config."""
     own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
         with torch.device("meta"):
