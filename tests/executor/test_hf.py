@@ -263,6 +263,25 @@ def test_broken_config(copy: Path) -> None:
         load(copy)
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"max_position_embeddings": -5}, "max_position_embeddings is -5; it must be at least 1"),
+        ({"text_config": []}, "llama has no text_config, and the file holds [] there"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "factor of rotary embeddings is 'x'; it must be a "),
+    ],
+)
+@pytest.mark.parametrize("random", [False, True])
+def test_a_config_with_values_that_make_no_model(
+    copy: Path, changes: dict[str, object], line: str, random: bool
+) -> None:
+    described = json.loads((copy / "config.json").read_bytes())
+    (copy / "config.json").write_text(json.dumps(described | changes))
+    with pytest.raises(ModelLoadError) as caught:
+        load(copy, random=random)
+    assert str(caught.value).startswith(f"{copy}/config.json: {line}")
+
+
 @pytest.mark.parametrize("name", ["/no/such/directory", "./nowhere", "a/b/c", "sp ace", "~/nowhere-at-all"])
 def test_unknown_directory(name: str) -> None:
     with pytest.raises(ModelLoadError, match=rf"^{name}: no such directory$"):
@@ -469,3 +488,12 @@ def test_the_end_token_of_the_tokenizer_ends_an_answer_too(copy: Path) -> None:
     assert load(copy).eos_ids == [7, 5, 2]
     (copy / "tokenizer_config.json").write_text("{")
     assert load(copy).eos_ids == [7, 5]
+
+
+@pytest.mark.parametrize("found", ["x", ["x"], 2.0, True])
+def test_an_end_token_that_is_none(copy: Path, found: object) -> None:
+    described = json.loads((copy / "generation_config.json").read_bytes())
+    (copy / "generation_config.json").write_text(json.dumps(described | {"eos_token_id": found}))
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json: .*eos_token_id") as caught:
+        load(copy)
+    assert "\n" not in str(caught.value)
