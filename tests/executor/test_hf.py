@@ -282,6 +282,25 @@ def test_a_config_with_values_that_make_no_model(
     assert str(caught.value).startswith(f"{copy}/config.json: {line}")
 
 
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_adapters_are_refused(copy: Path, alone: bool, name: str) -> None:
+    if alone:
+        for file in copy.iterdir():
+            file.unlink()
+    (copy / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/name"}')
+    save_file({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 4)}, copy / name)
+    reason = "an adapter, which is not applied; serve its model with the adapter merged, and without this file"
+    assert refusal(copy) == f"{copy}/{name}: {reason}"
+
+
+def test_a_description_of_a_merged_adapter_is_a_warning(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (copy / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/name"}')
+    assert load(copy).max_model_len == 1024
+    [line] = [each.getMessage() for each in caplog.records if "adapter" in each.getMessage()]
+    assert line == f"{copy}/adapter_config.json is not read: no adapter is applied; the weights must have it merged"
+
+
 @pytest.mark.parametrize("name", ["/no/such/directory", "./nowhere", "a/b/c", "sp ace", "~/nowhere-at-all"])
 def test_unknown_directory(name: str) -> None:
     with pytest.raises(ModelLoadError, match=rf"^{name}: no such directory$"):

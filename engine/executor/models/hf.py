@@ -117,7 +117,7 @@ def load_model(
 
     The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator."""
     check_options(quantize, deterministic, device)
-    directory = find(name)
+    check_adapter(directory := find(name))
     changes = overrides.parse(hf_overrides)
     whole = read_config(directory, changes)
     if not random:
@@ -510,6 +510,17 @@ def check_length(config: PretrainedConfig, asked: int, own: PretrainedConfig | N
     if asked > most:
         raise ModelLoadError(f"max_model_len {asked} is over the {most} positions {config.model_type} can serve{hint}")
     return asked or rope.short_reach(text, made_for)
+
+
+def check_adapter(directory: Path) -> None:
+    """Raise UnsupportedModel for weights of an adapter (LoRA and others, by PEFT), alone or beside those of a model.
+
+    Without weights adapter_config.json is left over from an adapter that was merged: then log a warning."""
+    if weights := sorted(directory.glob("adapter_model*")):
+        reason = "an adapter, which is not applied; serve its model with the adapter merged, and without this file"
+        raise UnsupportedModel(f"{weights[0]}: {reason}")
+    if (file := directory / "adapter_config.json").is_file():
+        log.warning("%s is not read: no adapter is applied; the weights must have it merged", file)
 
 
 def check_files(directory: Path) -> None:
