@@ -122,8 +122,7 @@ def load_model(
     whole = read_config(directory, changes)
     if not random:
         check_files(directory)
-    config = served_part(whole, directory)
-    check_effect(directory, changes)
+    config = served_part(whole, directory, changes)
     names = text_tower.names_of(part := config is not whole)
     max_model_len = check_length(config, max_model_len, overrides.load_config(directory, {}) if changes else None)
     quantising = Quantising(quantize, device)
@@ -415,8 +414,13 @@ def read_config(directory: Path, changes: dict[str, Any] | None = None) -> Pretr
     return config
 
 
-def served_part(whole: PretrainedConfig, directory: Path) -> PretrainedConfig:
-    """The config of what is served: the text part of a multimodal model, else the whole.  Raises UnsupportedModel."""
+def served_part(whole: PretrainedConfig, directory: Path, changes: dict[str, Any] | None = None) -> PretrainedConfig:
+    """The config of what is served: the text part of a multimodal model, else the whole.
+
+    changes: the operator's, which `whole` has.  Raises UnsupportedModel, and ModelLoadError for changes without
+    effect."""
+    if changes:
+        check_effect(directory, changes)
     if not text_tower.has_tower(whole):
         check_architecture(whole)
         return without_temperature(whole)
@@ -432,8 +436,6 @@ def check_effect(directory: Path, changes: dict[str, Any]) -> None:
     """Raise ModelLoadError for a change of the operator's that leaves the served model as it is.
 
     Such are fields of a part that is not loaded, and what weight files decide.  `eos_ids` reads its field by itself."""
-    if not changes:
-        return
     whole, served = fields_of(directory, changes)
     for path, others in overrides.each_left_out(changes, overrides.load_config(directory, {})):
         if path.endswith("eos_token_id"):
