@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
-from engine.executor.models.weights import UNCHANGED, Names, Stored, stored_tensors, weight_files
+from engine.executor.models.weights import UNCHANGED, Names, StoredTensor, stored_tensors, weight_files
 
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 PLAIN = {"F64", "F32", "F16", "BF16"}  # how safetensors calls types of numbers that need no scale
@@ -37,7 +37,7 @@ def check_stored_dtypes(directory: Path, config: PretrainedConfig, names: Names 
     check_plain(stored_tensors(weight_files(directory), names), config, reason)
 
 
-def check_plain(stored: Mapping[str, Stored], config: PretrainedConfig, reason: str) -> None:
+def check_plain(stored: Mapping[str, StoredTensor], config: PretrainedConfig, reason: str) -> None:
     """Raise UnsupportedModel for a tensor that would need a scale to be a parameter.
 
     reason: the end of the message, after the tensor's name and type."""

@@ -74,7 +74,7 @@ def read_quantisation(directory: Path, kind: str) -> Quantisation | None:
     if described is None:
         return None
     method = method_of(described)
-    reader = READERS.get(method)
+    reader = CONFIG_READERS.get(method)
     try:
         if reader is None:
             raise Unread(str(described.get("quant_algo") or ""))
@@ -248,7 +248,7 @@ def _pair(value: Any) -> tuple[int, int]:
     return _positive(rows), _positive(columns)
 
 
-READERS: dict[str, Callable[[dict[str, Any]], Quantisation]] = {
+CONFIG_READERS: dict[str, Callable[[dict[str, Any]], Quantisation]] = {
     "fp8": _read_fp8,
     "compressed-tensors": _read_compressed,
     "modelopt": _read_modelopt,

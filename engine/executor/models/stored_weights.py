@@ -45,7 +45,7 @@ from engine.executor.models.quantisation import Format, Quantisation
 from engine.executor.models.quantised import BLOCK, Quantised
 from engine.executor.models.quantising import Quantising
 from engine.executor.models.stored_areas import read_area, shape_of
-from engine.executor.models.weights import UNCHANGED, Names, Stored, stored_tensors, weight_files
+from engine.executor.models.weights import UNCHANGED, Names, StoredTensor, stored_tensors, weight_files
 
 # The name of a stored tensor: of which weight it is a part, and of which kind.
 PARTS: dict[Format, str] = {
@@ -134,7 +134,7 @@ class StoredWeights:
         for name, parts in [*((name, {"": name}) for name in self._plain), *self._weights.items()]:
             self.sizes[joined_name(self.kind, name)] += sum(tensors[one].bytes for one in parts.values())
 
-    def _sort(self, name: str, stored: Stored) -> None:
+    def _sort(self, name: str, stored: StoredTensor) -> None:
         """Note what a tensor is: part of a quantised weight, for activations only, or what its name says."""
         tensors, part = self._tensors, re.fullmatch(PARTS[self.how.format], name)
         if OF_ACTIVATIONS.fullmatch(name):

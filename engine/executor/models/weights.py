@@ -59,7 +59,7 @@ def _shards(index: Path) -> list[Path]:
     return sorted(shards)
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """What a weight file's header says of one tensor."""
 
     file: Path
@@ -80,11 +80,11 @@ class Names:
 UNCHANGED = Names()
 
 
-def stored_tensors(files: list[Path], names: Names = UNCHANGED) -> dict[str, Stored]:
+def stored_tensors(files: list[Path], names: Names = UNCHANGED) -> dict[str, StoredTensor]:
     """The tensors of these files that the served model has, by its names.  The files must have been checked.
 
     Raises ModelLoadError for two tensors that would have one name."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for file in files:
         with file.open("rb") as stream:  # a header in JSON, after its length in 8 bytes, before the tensors
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
@@ -95,7 +95,7 @@ def stored_tensors(files: list[Path], names: Names = UNCHANGED) -> dict[str, Sto
                 both = " and ".join(sorted([name, found[own].name]))
                 raise ModelLoadError(f"{file}: {both} are both {own} of the model")
             first, end = described["data_offsets"]
-            found[own] = Stored(file, name, described["dtype"], tuple(described["shape"]), end - first)
+            found[own] = StoredTensor(file, name, described["dtype"], tuple(described["shape"]), end - first)
     return found
 
 
