@@ -28,7 +28,9 @@ def read(config: GatewayConfig) -> Sampling:
 
 
 def _text(model: str) -> str:
-    """Return the file of a directory or hub name; "{}" for a model without one.  May use the network."""
+    """Return the file of a directory or hub name; "{}" for a model without one.  May use the network.
+
+    Raises ModelError for one that is no text."""
     # Imported here: it takes over a second, which `import service` must not.
     from transformers.utils import cached_file
 
@@ -36,8 +38,11 @@ def _text(model: str) -> str:
         path = cached_file(model, NAME)
     except OSError:  # it has none
         return "{}"
-    with open(path, encoding="utf-8") as file:
-        return file.read()
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise _unusable(f"is not UTF-8: {error.reason} at byte {error.start:,}") from None
 
 
 def parse(text: str, config: GatewayConfig) -> Sampling:

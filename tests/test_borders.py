@@ -20,7 +20,7 @@ MAY_SEE: dict[str, set[str]] = {
     # Clients for a terminal.  They know the names of the gateway's metrics; bench is made of the load test's parts.
     "service.terminal": {"service.terminal", "service.metrics", "engine.common", "loadtest"},
     "engine.common": {"engine.common", "engine.wire.messages"},
-    # The tokenizer of a checkpoint, which gateways and the offline API must read alike.
+    # The tokenizer of a checkpoint, which gateways, engines and the offline API must read alike.
     "engine.tokenizers": {"engine.tokenizers", "engine.common.errors"},
     "engine.wire": {"engine.common", "engine.wire"},
     "engine.config": set(),
@@ -31,6 +31,7 @@ MAY_SEE: dict[str, set[str]] = {
         "engine.common.errors",
         "engine.config",
         "engine.core.plan",
+        "engine.tokenizers.ends",
         "engine.wire.messages",
     },
     "engine": {"engine"},  # loop, __main__, offline: the rooms that put the others together

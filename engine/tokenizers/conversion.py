@@ -272,9 +272,25 @@ def prove(
             raise Unconverted(f"its conversion would write the tokens of {text[:40]!r} in another way")
 
 
+def declared_tokens(described: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the tokens that tokenizer_config.json declares, by id.  Raises Unconverted for what is no token."""
+    place = "its tokenizer_config.json: added_tokens_decoder"
+    declared = described.get("added_tokens_decoder")
+    if declared is None:
+        return {}
+    if not isinstance(declared, dict):
+        raise Unconverted(f"{place} is {declared!r}; it must be an object")
+    for at, token in declared.items():
+        if not (at.isascii() and at.isdecimal()):
+            raise Unconverted(f"{place} names a token {at!r}; its name must be a number")
+        if not isinstance(token, dict) or not isinstance(token.get("content"), str):
+            raise Unconverted(f"{place} has a token {at} without content")
+    return {int(at): token for at, token in declared.items()}
+
+
 def add_declared(backend: Backend, described: dict[str, Any]) -> None:
     """Add the tokens that tokenizer_config.json declares, under their ids.  Raises Unconverted if others have these."""
-    declared = {int(at): token for at, token in (described.get("added_tokens_decoder") or {}).items()}
+    declared = declared_tokens(described)
     size = backend.get_vocab_size()
     for at in range(size, max(declared, default=0) + 1):
         token = declared.get(at, {"content": f"<|unnamed_{at}|>", "special": True})

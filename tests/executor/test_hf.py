@@ -19,6 +19,8 @@ from engine.executor.kv_cache import KVShape, bytes_per_token
 from engine.executor.models import hf, hub
 from engine.executor.models.linear import PackedLinear
 from engine.executor.models.probe import probe
+from engine.executor.ranks import Ranks
+from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.checkpoints import FAMILIES, MAX_LEN, VOCAB, config_of, make_checkpoint, tokenizer
 
 CPU = torch.device("cpu")
@@ -261,6 +263,44 @@ def test_broken_config(copy: Path) -> None:
         load(copy)
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"max_position_embeddings": -5}, "max_position_embeddings is -5; it must be at least 1"),
+        ({"text_config": []}, "llama has no text_config, and the file holds [] there"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "factor of rotary embeddings is 'x'; it must be a "),
+    ],
+)
+@pytest.mark.parametrize("random", [False, True])
+def test_a_config_with_values_that_make_no_model(
+    copy: Path, changes: dict[str, object], line: str, random: bool
+) -> None:
+    described = json.loads((copy / "config.json").read_bytes())
+    (copy / "config.json").write_text(json.dumps(described | changes))
+    with pytest.raises(ModelLoadError) as caught:
+        load(copy, random=random)
+    assert str(caught.value).startswith(f"{copy}/config.json: {line}")
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_adapters_are_refused(copy: Path, alone: bool, name: str) -> None:
+    if alone:
+        for file in copy.iterdir():
+            file.unlink()
+    (copy / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/name"}')
+    save_file({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 4)}, copy / name)
+    reason = "an adapter, which is not applied; serve its model with the adapter merged, and without this file"
+    assert refusal(copy) == f"{copy}/{name}: {reason}"
+
+
+def test_a_description_of_a_merged_adapter_is_a_warning(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (copy / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/name"}')
+    assert load(copy).max_model_len == 1024
+    [line] = [each.getMessage() for each in caplog.records if "adapter" in each.getMessage()]
+    assert line == f"{copy}/adapter_config.json is not read: no adapter is applied; the weights must have it merged"
+
+
 @pytest.mark.parametrize("name", ["/no/such/directory", "./nowhere", "a/b/c", "sp ace", "~/nowhere-at-all"])
 def test_unknown_directory(name: str) -> None:
     with pytest.raises(ModelLoadError, match=rf"^{name}: no such directory$"):
@@ -379,6 +419,37 @@ def test_weights_of_few_bits_without_a_config_are_refused(copy: Path, dtype: tor
     assert refusal(copy).endswith("and the config says nothing of quantised weights")
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen2", "model.layers.1.self_attn.q_proj.bias"),
+        ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj"),
+        ("gpt_oss", "model.layers.1.mlp.experts.down_proj"),
+        ("gpt2", "transformer.h.1.attn.c_attn.bias"),  # its class drops what matches `attn.bias`
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_integers_of_any_name_are_refused_where_the_model_has_a_parameter(
+    family: str, name: str, ranks: int, tmp_path: Path
+) -> None:
+    directory = make_tiny(tmp_path / family, family)
+    rewrite(directory, lambda weights: weights.update({name: weights[name].to(torch.int8)}))
+    with pytest.raises(UnsupportedModel) as caught:
+        hf.read_weights(directory, hf.read_config(directory), "auto", ranks=Ranks(0, ranks))
+    reason = "is I8 in the weight files, and the config says nothing of quantised weights"
+    assert str(caught.value) == f"{family}: {name} {reason}"
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_integers_are_read_where_the_model_has_a_buffer(prefix: str, tmp_path: Path) -> None:
+    """Old files of GPT-2 hold its masks."""
+    directory = make_tiny(tmp_path / "gpt2", "gpt2")
+    wanted = load(directory).module.state_dict()
+    masks = {f"{prefix}h.{layer}.attn.bias": torch.ones(1, 1, 512, 512, dtype=torch.uint8) for layer in (0, 1)}
+    rewrite(directory, lambda weights: weights.update(masks))
+    assert all(map(torch.equal, load(directory).module.state_dict().values(), wanted.values()))
+
+
 def test_tensors_that_the_config_denies_are_refused(copy: Path) -> None:
     """A model with attention biases whose config says that it has none would be served without them."""
     name = "model.layers.{}.self_attn.q_proj.bias"
@@ -436,3 +507,12 @@ def test_the_end_token_of_the_tokenizer_ends_an_answer_too(copy: Path) -> None:
     assert load(copy).eos_ids == [7, 5, 2]
     (copy / "tokenizer_config.json").write_text("{")
     assert load(copy).eos_ids == [7, 5]
+
+
+@pytest.mark.parametrize("found", ["x", ["x"], 2.0, True])
+def test_an_end_token_that_is_none(copy: Path, found: object) -> None:
+    described = json.loads((copy / "generation_config.json").read_bytes())
+    (copy / "generation_config.json").write_text(json.dumps(described | {"eos_token_id": found}))
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json: .*eos_token_id") as caught:
+        load(copy)
+    assert "\n" not in str(caught.value)

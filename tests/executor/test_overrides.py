@@ -16,6 +16,7 @@ from engine.executor.models import hf, overrides, rope
 from engine.executor.models.weights import fingerprint
 from engine.tools.models import our_texts, own_texts
 from engine.tools.tiny_checkpoints import make_checkpoint
+from tests.towers import make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -147,10 +148,65 @@ def test_how_far_scaling_reaches(llama: Path, changes: dict[str, Any], most: int
         ({"rope_scaling": {"rope_type": "linear"}}, "--hf-overrides: KeyError: "),
         ({"model_type": "qwen2"}, "--hf-overrides: model_type cannot be changed"),
         ({"hidden_size": "big"}, "--hf-overrides: "),
+        (
+            {"rope_scaling": YARN | {"factor": "x"}},
+            "--hf-overrides: factor of rotary embeddings is 'x'; it must be a number over 0",
+        ),
+        (
+            {"rope_scaling": YARN | {"factor": -4.0}},
+            "--hf-overrides: factor of rotary embeddings is -4.0; it must be a number over 0",
+        ),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": True}},
+            "--hf-overrides: original_max_position_embeddings of rotary embeddings is True; it must be a number over 0",
+        ),
+        ({"rope_theta": "x"}, "--hf-overrides: rope_theta of rotary embeddings is 'x'; it must be a number over 0"),
+        ({"max_position_embeddings": -5}, "--hf-overrides: max_position_embeddings is -5; it must be at least 1"),
+        ({"hidden_act": "nonsense"}, "/"),
     ],
 )
 def test_what_is_refused(llama: Path, changes: dict[str, Any] | str, line: str) -> None:
     assert refusal(llama, changes).startswith(line)
+
+
+def test_an_activation_that_does_not_exist_with_weights_made_up(llama: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"llama: KeyError: 'nonsense'$"):
+        load(llama, {"hidden_act": "nonsense"}, random=True)
+
+
+def test_scaling_of_one_kind_of_layer_with_an_impossible_factor(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "gemma3", "gemma3_text")
+    changes = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": -8.0}}}
+    assert refusal(directory, changes).startswith("--hf-overrides: factor of rotary embeddings is -8.0; ")
+
+
+def test_the_end_token_of_the_operator_wins_over_both_files(llama: Path, tmp_path: Path) -> None:
+    assert load(llama, {}).eos_ids == [1]
+    assert load(llama, {"eos_token_id": 5}).eos_ids == [5]
+    assert load(llama, {"eos_token_id": [5, 6]}).eos_ids == [5, 6]
+    tower = make(tmp_path, "gemma3")
+    described = json.loads((tower / "config.json").read_bytes())
+    (tower / "config.json").write_text(json.dumps(described | {"eos_token_id": [1]}))  # as in published files
+    assert load(tower, {"eos_token_id": 5}).eos_ids == [5]
+    assert load(tower, {"text_config": {"eos_token_id": 6}}).eos_ids == [6]
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({"text_config": {"tie_word_embeddings": True}}, "text_config.tie_word_embeddings"),
+        ({"vision_config": {"image_size": 28}}, "vision_config.image_size"),
+        ({"text_config": {"rms_norm_eps": 1e-3}, "spatial_merge_size": 4}, "spatial_merge_size"),
+    ],
+)
+def test_a_change_of_what_is_not_served_is_refused(changes: dict[str, Any], path: str, tmp_path: Path) -> None:
+    directory = make(tmp_path, "mistral3")
+    assert refusal(directory, changes) == f"--hf-overrides: {path} changes nothing of the model that is served"
+
+
+def test_a_change_to_what_is_there_already(llama: Path) -> None:
+    assert load(llama, {"max_position_embeddings": MADE_FOR}).max_model_len == MADE_FOR
 
 
 def test_a_change_that_another_field_undoes_is_refused(longrope: Path) -> None:

@@ -59,7 +59,19 @@ READ = {
     "gptq-64-asym": Quantisation("gptq", "gptq", "group", 4, group=64, zero_shift=1),
     "gptq-v2": Quantisation("gptq", "gptq", "group", 4, group=32),
     "gptq-all": Quantisation("gptq", "gptq", "channel", 4, zero_shift=1),
-    "w4-128-order": Quantisation("compressed-tensors", "packed", "group", 4, group=128, ignored=("lm_head",)),
+    "gptq-128-order": Quantisation("gptq", "gptq", "group", 4, group=128, zero_shift=1, demanded=frozenset({"g_idx"})),
+    "w4-64-asym": Quantisation(
+        "compressed-tensors",
+        "packed",
+        "group",
+        4,
+        group=64,
+        ignored=("lm_head",),
+        demanded=frozenset({"zero_point"}),
+    ),
+    "w4-128-order": Quantisation(
+        "compressed-tensors", "packed", "group", 4, group=128, ignored=("lm_head",), demanded=frozenset({"g_idx"})
+    ),
     "w4-all": Quantisation("compressed-tensors", "packed", "channel", 4, ignored=("lm_head",)),
     "w8-64": Quantisation("compressed-tensors", "packed", "group", 8, group=64, ignored=("lm_head",)),
 }
@@ -98,6 +110,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**w4(128), "config_groups": {}}, "compressed-tensors (without weights)"),
     (compressed("marlin-24", "group"), "compressed-tensors (marlin-24)"),
     (w4(128, num_bits=3), "compressed-tensors (pack-quantized: int of 3 bits)"),
+    (
+        w4(128) | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+        "compressed-tensors (transform_config: rotations of inputs and weights)",
+    ),
     (compressed("float-quantized", "token"), "compressed-tensors (float-quantized, token)"),
     (
         {
@@ -107,6 +123,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "compressed-tensors (groups of several kinds)",
     ),
 ]
+
+
+@pytest.mark.parametrize("order", [None, "weight", "static", False])
+def test_an_order_that_needs_no_groups_of_columns(tmp_path: Path, order: object) -> None:
+    described = w4(128, actorder=order) | {"transform_config": {}}
+    found = read_quantisation(written(tmp_path, described), "llama")
+    assert found is not None
+    assert not found.demanded
 
 
 @pytest.mark.parametrize(("config", "named"), REFUSED)
@@ -495,8 +519,28 @@ UP = "model.layers.1.mlp.up_proj"
             "is F8_E4M3, and its scales are not in the weight files",
         ),
         ("ct-int8", lambda t: t.pop(f"{UP}.weight_scale"), "is I8, and its scales are not in the weight files"),
+        (
+            "awq-32",
+            lambda t: t.update({f"{UP}.bias": torch.ones(256, dtype=torch.int8)}),
+            "is I8, and its scales are not in the weight files",
+        ),
         ("awq-32", lambda t: t.pop(f"{UP}.qzeros"), "its qzeros is not in the files"),
         ("w4-32", lambda t: t.pop(f"{UP}.weight_scale"), "its scale is not in the files"),
+        (
+            "gptq-128-order",
+            lambda t: t.pop(f"{UP}.g_idx"),
+            "its g_idx, which the config demands, is not in the files",
+        ),
+        (
+            "w4-128-order",
+            lambda t: t.pop(f"{UP}.weight_g_idx"),
+            "its g_idx, which the config demands, is not in the files",
+        ),
+        (
+            "w4-64-asym",
+            lambda t: t.pop(f"{UP}.weight_zero_point"),
+            "its zero_point, which the config demands, is not in the files",
+        ),
         (
             "gptq-32",
             lambda t: t.update({f"{UP}.scales": t[f"{UP}.scales"][:2].clone()}),

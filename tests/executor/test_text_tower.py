@@ -88,6 +88,14 @@ def test_tensors_of_no_known_part_are_refused_by_ranks(tmp_path: Path, monkeypat
         hf.read_weights(directory, config, "auto", part=True, ranks=Ranks(0, 2))
 
 
+def test_integers_of_other_towers_do_not_matter(tmp_path: Path) -> None:
+    directory = make(tmp_path, "llava")
+    file = directory / "model.safetensors"
+    positions = {"model.vision_tower.vision_model.embeddings.position_ids": torch.arange(4)[None]}
+    save_file(load_file(file) | positions, file, {"format": "pt"})
+    assert load(directory).max_model_len == 512
+
+
 def test_tensors_under_the_names_of_newer_versions(tmp_path: Path) -> None:
     """Files have language_model.model.layers for what transformers calls model.language_model.layers."""
     directory = make(tmp_path, "llava")
@@ -131,6 +139,12 @@ def test_llama4_is_served_within_one_chunk(tmp_path: Path) -> None:
     text = {"attention_chunk_size": 64, "floor_scale": 60, "max_position_embeddings": 512}
     directory = make(tmp_path, "llama4", text_config=text)
     assert load(directory).max_model_len == 59
-    with pytest.raises(ModelLoadError, match=r"max_model_len 60 is over the 59 positions llama4_text can serve"):
+    bound = "the positions before its attention's temperature changes"
+    with pytest.raises(ModelLoadError, match=rf"60 is over the 59 positions llama4_text can serve; .* within {bound}$"):
         load(directory, max_model_len=60)
     assert not load(directory).module.config.attn_temperature_tuning
+    directory = make(tmp_path / "chunk", "llama4")
+    with pytest.raises(
+        ModelLoadError, match=r"513 is over the 512 positions .* within the first chunk of its attention$"
+    ):
+        load(directory, max_model_len=513)

@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from engine.executor.models import weights
-from engine.executor.models.weights import fingerprint
+from engine.executor.errors import ModelLoadError
+from engine.executor.models import hf, weights
+from engine.executor.models.plain_weights import PlainWeights
+from engine.executor.models.quantising import Quantising
+from engine.executor.models.weights import fingerprint, weight_files
 
 
 @pytest.fixture
@@ -77,3 +82,37 @@ def test_of_random_weights_those_in_files_count(model: Path, tmp_path: Path) -> 
     both = fingerprint(model, torch.float32, tmp_path / "cache", random=True)
     (model / "model.safetensors").unlink()
     assert fingerprint(model, torch.float32, tmp_path / "cache", random=True) != both
+
+
+def test_a_whole_file_wins_over_an_index_and_its_shards(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """As in transformers.  Both kinds lie in directories whose files were converted twice."""
+    both = Path(shutil.copytree(checkpoint("qwen3"), tmp_path / "both"))
+    AutoModelForCausalLM.from_pretrained(both).save_pretrained(tmp_path / "shards", max_shard_size="200KB")
+    tensors = load_file(both / "model.safetensors")
+    changed = {name: tensor * 1.5 for name, tensor in tensors.items()}
+    for shard in (tmp_path / "shards").glob("model*"):
+        shutil.copy(shard, both)
+    before = fingerprint(both, torch.float32, tmp_path / "cache")
+    save_file(changed, both / "model.safetensors", {"format": "pt"})
+    assert weight_files(both) == [both / "model.safetensors"]
+    assert fingerprint(both, torch.float32, tmp_path / "cache") != before
+    name = "model.layers.1.self_attn.o_proj.weight"
+    config = hf.read_config(both)
+    assert torch.equal(hf.read_weights(both, config, "auto").state_dict()[name], changed[name])
+    with PlainWeights(both).opened({}, torch.float32, Quantising("none", torch.device("cpu"))) as stored:
+        assert torch.equal(stored[name][...], changed[name])
+
+
+def test_an_index_that_names_no_file(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(ModelLoadError, match=r"index\.json: it names no weight file$"):
+        weight_files(model)
+
+
+def test_weights_that_the_config_names_are_refused(model: Path) -> None:
+    """transformers would load that file, and nothing else here would know of it."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
+    with pytest.raises(ModelLoadError, match=r"config\.json: transformers_weights names other\.safetensors"):
+        hf.read_config(model)

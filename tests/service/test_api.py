@@ -277,6 +277,9 @@ def test_a_generation_config_is_read_from_the_models_directory(tmp_path: Path) -
     (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
     assert generation_config.read(GatewayConfig(model=str(tmp_path))) == Sampling(top_k=7)
     assert generation_config.read(GatewayConfig(model=str(tmp_path), generation_config="none")) == Sampling()
+    (tmp_path / "generation_config.json").write_bytes(b'{"top_k": 7, "a": "\xff"}')
+    with pytest.raises(ModelError, match=r"is not UTF-8: invalid start byte at byte 19; correct it, or start with"):
+        generation_config.read(GatewayConfig(model=str(tmp_path)))
 
 
 def test_another_model_is_not_found() -> None:

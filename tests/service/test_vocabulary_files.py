@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import GemmaTokenizer, LlamaTokenizer
 
 from engine.tokenizers import conversion
+from engine.tokenizers.ends import end_token
 from engine.tokenizers.files import byte_level_alphabet, load_tokenizer
 from service.text_stream import TextStream
 from service.tokenizer import ModelError, Tokenizer
@@ -158,6 +159,22 @@ def test_tokens_that_the_configuration_adds_have_its_ids(tmp_path: Path) -> None
         Tokenizer(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("declared", "reason"),
+    [
+        ([], r"is \[\]; it must be an object"),
+        ({"x": {}}, "names a token 'x'; its name must be a number"),
+        ({"-1": {"content": "a"}}, "names a token '-1'; its name must be a number"),
+        ({"700": {}}, "has a token 700 without content"),
+        ({"700": "<tool>"}, "has a token 700 without content"),
+    ],
+)
+def test_declared_tokens_that_are_none(tmp_path: Path, declared: object, reason: str) -> None:
+    folder = trained(tmp_path / "model", AS_LLAMA | {"added_tokens_decoder": declared}, **LLAMA)
+    with pytest.raises(ModelError, match=rf"its tokenizer_config\.json: added_tokens_decoder {reason}; serve a copy"):
+        Tokenizer(str(folder))
+
+
 UNIGRAM = LLAMA | {"model_type": "unigram", "vocab_size": 600, "hard_vocab_limit": False}
 
 
@@ -262,3 +279,69 @@ def test_a_repository_of_the_hub_is_converted_as_a_directory_is(tmp_path: Path) 
     environment = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == Tokenizer(str(folder))._encode("double  fox", special=True)
+
+
+# --------------------------------------------------------------------------------------------------------- end tokens
+
+
+def test_the_end_token_of_a_sentencepiece_model(made: Made, tmp_path: Path) -> None:
+    """By the name in the configuration, or as the model itself says it."""
+    assert end_token(made.folder) == made.library.eos_id()
+    (tmp_path / "tokenizer.model").write_bytes((made.folder / "tokenizer.model").read_bytes())
+    assert end_token(tmp_path) == made.library.eos_id()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": made.library.id_to_piece(9)}))
+    assert end_token(tmp_path) == 9
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<no such token>"}))
+    assert end_token(tmp_path) is None
+
+
+def test_the_end_token_of_a_tiktoken_file(tiktoken_model: Path, ranked: Callable[..., Path], tmp_path: Path) -> None:
+    assert end_token(tiktoken_model) is None
+    named = ranked(tmp_path / "model", eos_token=HEADER)
+    assert end_token(named) == Tokenizer(str(named))._encode(HEADER, special=True)[-1]
+
+
+END = {"eos_token": "</s>"}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": END | {"added_tokens_decoder": {"7": {"content": "</s>"}}}},
+        {"tokenizer_config": {"eos_token": {"content": "</s>"}}, "vocab": {"a": 0, "</s>": 7}},
+        {"special_tokens_map": END, "vocab": {"</s>": 7}},
+        {"special_tokens_map": END, "vocab": {"a": 0}, "added_tokens": {"</s>": 7}},
+        {"special_tokens_map": END, "tokenizer": {"added_tokens": [{"id": 7, "content": "</s>"}]}},
+        {"special_tokens_map": END, "tokenizer": {"model": {"vocab": {"a": 0, "</s>": 7}}}},
+        {"special_tokens_map": END, "tokenizer": {"model": {"vocab": [["a", -1.0]] * 7 + [["</s>", 0.0]]}}},
+        {"tokenizer_config": {"eos_token": None}, "special_tokens_map": {"eos_token": "</s>"}, "vocab": {"</s>": 7}},
+    ],
+)
+def test_the_end_token_of_other_files(files: dict[str, object], tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert end_token(tmp_path) == 7
+
+
+def test_the_end_token_of_a_vocabulary_of_words(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("[PAD]\na\u2028\n[SEP]\n", encoding="utf-8")
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "[SEP]"}))
+    assert end_token(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"tokenizer_config": [], "tokenizer": {"added_tokens": [5, {"content": "</s>"}], "model": []}},
+        {"tokenizer_config": END | {"added_tokens_decoder": {"x": {"content": "</s>"}, "8": "</s>>"}}},
+        {"tokenizer_config": END, "vocab": {"</s>": "7"}, "tokenizer": {"model": {"vocab": [[["</s>"], 0.0], []]}}},
+        {"vocab": {"</s>": 7}},
+    ],
+)
+def test_files_that_name_no_end_token(files: dict[str, object], tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    for name in ("tokenizer.model", "vocab.txt"):
+        (tmp_path / name).write_bytes(b"\xff\xfe")
+    assert end_token(tmp_path) is None

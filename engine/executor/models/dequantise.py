@@ -48,6 +48,8 @@ def check_shapes(how: Quantisation, shapes: dict[str, Shape]) -> None:
     """Raise ValueError when a part of a weight is absent, or when its shape does not fit the others."""
     if absent := sorted(NEEDED[how.format] - shapes.keys()):
         raise ValueError(f"its {absent[0]} is not in the files")
+    if absent := sorted(how.demanded - shapes.keys()):
+        raise ValueError(f"its {absent[0]}, which the config demands, is not in the files")
     if how.format == "mxfp4":
         experts, out, groups, half = shapes["blocks"]
         _check("scales", shapes["scales"], (experts, out, groups))
@@ -96,12 +98,12 @@ def _check(part: str, shape: Shape, *wanted: Shape) -> None:
 def dequantise(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Return the weight of these parts, whose shapes were checked.  Raises ValueError for values that do not fit."""
     if how.format == "mxfp4":
-        return _mxfp4(parts["blocks"], parts["scales"], dtype)
+        return _dequantise_mxfp4(parts["blocks"], parts["scales"], dtype)
     if how.format == "scaled":
-        return _scaled(how, parts["weight"], parts["scale"], parts.get("zero_point"), dtype)
+        return _dequantise_scaled(how, parts["weight"], parts["scale"], parts.get("zero_point"), dtype)
     if how.format == "packed":
-        return _packed(how, parts, dtype)
-    return _by_columns(how, parts, dtype)
+        return _dequantise_packed(how, parts, dtype)
+    return _dequantise_transposed(how, parts, dtype)
 
 
 def as_stored(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
@@ -179,11 +181,15 @@ def stored_as(how: Quantisation, parts: Collection[str], dtype: str, shape: Shap
     return "fp8 blocks" if how.block == (BLOCK, BLOCK) and dtype == "F8_E4M3" and how.rounds_inputs else None
 
 
-def _scaled(how: Quantisation, weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _dequantise_scaled(
+    how: Quantisation, weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     result = torch.empty(weight.shape, dtype=dtype)
     if weight.dim() == 3:
         for expert, place in enumerate(result):
-            place.copy_(_scaled(how, weight[expert], scale[expert], None if zero is None else zero[expert], dtype))
+            place.copy_(
+                _dequantise_scaled(how, weight[expert], scale[expert], None if zero is None else zero[expert], dtype)
+            )
         return result
     rows, columns = weight.shape
     high, wide = how.block if how.strategy == "block" else (1 if how.strategy == "channel" else rows, columns)
@@ -203,7 +209,7 @@ def _widen(grid: Tensor, wide: int, columns: int) -> Tensor:
     return grid if grid.shape[1] == 1 else grid.repeat_interleave(wide, 1)[:, :columns]
 
 
-def _packed(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+def _dequantise_packed(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     rows, columns = shape = parts["shape"].tolist()
     words, scale = parts["packed"], parts["scale"]
     check_packed(how, shape, words.shape)
@@ -214,7 +220,7 @@ def _packed(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> 
     return _grouped(how, unpack(words, how.bits)[:, :columns], zero, scale, parts.get("g_idx"), dtype)
 
 
-def _by_columns(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+def _dequantise_transposed(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Dequantise awq and gptq, which store the transpose of a weight."""
     words = parts["qweight"]
     if how.format == "awq":
@@ -269,7 +275,7 @@ def _grouped(
     return result
 
 
-def _mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def _dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [experts, in, out]: gpt-oss multiplies with the transpose."""
     experts, out, groups, _ = blocks.shape
     numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])

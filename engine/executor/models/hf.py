@@ -10,7 +10,6 @@ A model is served only if it is proved, at load, to compute what its authors mea
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
 import time
@@ -46,6 +45,7 @@ from engine.executor.models.stored_weights import StoredWeights, in_this_thread
 from engine.executor.models.weights import stored_tensors, weight_files
 from engine.executor.progress import Progress
 from engine.executor.ranks import ALONE, Ranks
+from engine.tokenizers.ends import end_token
 
 log = logging.getLogger(__name__)
 
@@ -117,12 +117,12 @@ def load_model(
 
     The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator."""
     check_options(quantize, deterministic, device)
-    directory = find(name)
+    check_adapter(directory := find(name))
     changes = overrides.parse(hf_overrides)
     whole = read_config(directory, changes)
     if not random:
         check_files(directory)
-    config = served_part(whole, directory)
+    config = served_part(whole, directory, changes)
     names = text_tower.names_of(part := config is not whole)
     max_model_len = check_length(config, max_model_len, overrides.load_config(directory, {}) if changes else None)
     quantising = Quantising(quantize, device)
@@ -145,7 +145,7 @@ def load_model(
         layers=proof.layers,
         vocab_size=proof.vocab_size,
         max_model_len=max_model_len,
-        eos_ids=eos_ids(module, directory),
+        eos_ids=eos_ids(module, directory, changes),
         changes=changes
         | quantising.changes
         | when(fixed, "angles of a sequence of", max_model_len)
@@ -214,9 +214,14 @@ def random_model(
         if files := sorted(directory.glob("*.safetensors")):
             raise UnsupportedModel(f"--load random with {OPTION}: {files[0]} holds weights, which would not be used")
         return random_shard(config, wanted, device, ranks, quantising)
-    with fork_rng(device), device:
-        torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=NAME)
+    try:
+        with fork_rng(device), device:
+            torch.manual_seed(0)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=NAME)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # model classes raise whatever their authors liked
+        raise ModelLoadError(f"{directory}: {one_line(error)}") from error
     made_up = model.state_dict()
     for file in sorted(directory.glob("*.safetensors")):
         try:
@@ -258,7 +263,7 @@ def read_weights(
         if quantising is None or not (quantising.kept or quantising.kind):
             log.info("weights quantised by %s are dequantised to %s, so they take its memory", how.method, wanted)
         return model
-    check_stored_dtypes(directory, config.model_type)
+    check_stored_dtypes(directory, config, names)
     if ranks.size == 1:
         return read_whole(directory, config, dtype, quantising, part=part)
     weights = PlainWeights(directory, names)
@@ -399,6 +404,9 @@ def read_config(directory: Path, changes: dict[str, Any] | None = None) -> Pretr
     text = config.get_text_config()
     read_quantisation(directory, config.model_type)
     for described in (config, text):
+        if named := getattr(described, "transformers_weights", None):
+            reason = "which is not read; name it model.safetensors, or list it in model.safetensors.index.json"
+            raise UnsupportedModel(f"{directory}/config.json: transformers_weights names {named}, {reason}")
         vars(described).pop("quantization_config", None)  # transformers need not know: the weights are dequantised
     padding = getattr(text, "pad_token_id", None)
     if padding is not None and not 0 <= padding < text.vocab_size:
@@ -406,8 +414,13 @@ def read_config(directory: Path, changes: dict[str, Any] | None = None) -> Pretr
     return config
 
 
-def served_part(whole: PretrainedConfig, directory: Path) -> PretrainedConfig:
-    """The config of what is served: the text part of a multimodal model, else the whole.  Raises UnsupportedModel."""
+def served_part(whole: PretrainedConfig, directory: Path, changes: dict[str, Any] | None = None) -> PretrainedConfig:
+    """The config of what is served: the text part of a multimodal model, else the whole.
+
+    changes: the operator's, which `whole` has.  Raises UnsupportedModel, and ModelLoadError for changes without
+    effect."""
+    if changes:
+        check_effect(directory, changes)
     if not text_tower.has_tower(whole):
         check_architecture(whole)
         return without_temperature(whole)
@@ -417,6 +430,28 @@ def served_part(whole: PretrainedConfig, directory: Path) -> PretrainedConfig:
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{whole.model_type}: its text part: {error}") from None
     return without_temperature(text)
+
+
+def check_effect(directory: Path, changes: dict[str, Any]) -> None:
+    """Raise ModelLoadError for a change of the operator's that leaves the served model as it is.
+
+    Such are fields of a part that is not loaded, and what weight files decide.  `eos_ids` reads its field by itself."""
+    whole, served = fields_of(directory, changes)
+    for path, others in overrides.each_left_out(changes, overrides.load_config(directory, {})):
+        if path.endswith("eos_token_id"):
+            continue
+        try:
+            whole_without, served_without = fields_of(directory, others)
+        except ModelLoadError:  # without it there is no model
+            continue
+        if whole != whole_without and served == served_without:
+            raise ModelLoadError(f"{overrides.OPTION}: {path} changes nothing of the model that is served")
+
+
+def fields_of(directory: Path, changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of a checkpoint's config with these changes, and of the config of what is served."""
+    whole = overrides.load_config(directory, changes).to_dict()
+    return whole, served_part(read_config(directory, changes), directory).to_dict()
 
 
 def without_temperature(text: PretrainedConfig) -> PretrainedConfig:
@@ -447,13 +482,15 @@ def positions_of(text: PretrainedConfig) -> int:
     return getattr(text, "max_position_embeddings", None) or 0
 
 
-def plain_positions(text: PretrainedConfig) -> int | None:
-    """How many positions have plain attention; None: all.  In Llama 4: one chunk, while its temperature is one."""
+def plain_positions(text: PretrainedConfig) -> tuple[int, str] | None:
+    """How many positions have plain attention, and what ends them; None: all.
+
+    In Llama 4: one chunk, while its temperature is one."""
     bounds = []
     if CHUNKED in (getattr(text, "layer_types", None) or []):
-        bounds.append(int(text.attention_chunk_size))
+        bounds.append((int(text.attention_chunk_size), "the first chunk of its attention"))
     if hasattr(text, "attn_temperature_tuning"):
-        bounds.append(int(text.floor_scale) - 1)
+        bounds.append((int(text.floor_scale) - 1, "the positions before its attention's temperature changes"))
     return min(bounds, default=None)
 
 
@@ -467,12 +504,25 @@ def check_length(config: PretrainedConfig, asked: int, own: PretrainedConfig | N
     if not made_for:
         raise UnsupportedModel(f"{config.model_type}: the config does not say for how many positions it was made")
     most = rope.reach(text, made_for, own and own.get_text_config())
+    hint = f"; {overrides.OPTION} with rope scaling extends models with rotary embeddings"
     if plain is not None:
-        made_for, most = min(made_for, plain), min(most, plain)
+        made_for = min(made_for, plain[0])
+        if plain[0] <= most:
+            most, hint = plain[0], f"; it is served within {plain[1]}"
     if asked > most:
-        hint = f"; {overrides.OPTION} with rope scaling extends models with rotary embeddings"
         raise ModelLoadError(f"max_model_len {asked} is over the {most} positions {config.model_type} can serve{hint}")
     return asked or rope.short_reach(text, made_for)
+
+
+def check_adapter(directory: Path) -> None:
+    """Raise UnsupportedModel for weights of an adapter (LoRA and others, by PEFT), alone or beside those of a model.
+
+    Without weights adapter_config.json is left over from an adapter that was merged: then log a warning."""
+    if weights := sorted(directory.glob("adapter_model*")):
+        reason = "an adapter, which is not applied; serve its model with the adapter merged, and without this file"
+        raise UnsupportedModel(f"{weights[0]}: {reason}")
+    if (file := directory / "adapter_config.json").is_file():
+        log.warning("%s is not read: no adapter is applied; the weights must have it merged", file)
 
 
 def check_files(directory: Path) -> None:
@@ -485,30 +535,21 @@ def check_files(directory: Path) -> None:
             raise ModelLoadError(f"{file}: {one_line(error)}") from error
 
 
-def eos_ids(module: PreTrainedModel, directory: Path) -> list[int]:
-    """End-of-sequence tokens: those of generation_config.json, else of config.json, and the tokenizer's own."""
-    ids: list[int] = []
-    for source in (module.generation_config, module.config.get_text_config()):
-        found = getattr(source, "eos_token_id", None)
-        if found is not None:
-            ids = list(found) if isinstance(found, (list, tuple)) else [int(found)]
+def eos_ids(module: PreTrainedModel, directory: Path, changes: dict[str, Any] | None = None) -> list[int]:
+    """End-of-sequence tokens: those of generation_config.json, else of config.json, and the tokenizer's own.
+
+    changes: the operator's; their field wins over both files.  Raises ModelLoadError for what is no token."""
+    changes = changes or {}
+    for place in (changes.get("text_config") or {}, changes):
+        if "eos_token_id" in place:
+            found = place["eos_token_id"]
             break
-    own = tokenizer_end(directory)
-    return ids if own is None or own in ids else [*ids, own]
-
-
-def tokenizer_end(directory: Path) -> int | None:
-    """The token that the tokenizer of a checkpoint calls its end; None where its files don't say."""
-    try:
-        described = json.loads((directory / "tokenizer_config.json").read_bytes())
-        end = described.get("eos_token")
-        name = end.get("content") if isinstance(end, dict) else end
-        for number, token in (described.get("added_tokens_decoder") or {}).items():
-            if token["content"] == name:
-                return int(number)
-        for token in json.loads((directory / "tokenizer.json").read_bytes()).get("added_tokens") or []:
-            if token["content"] == name:
-                return int(token["id"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # absent, or not what we know
-        pass
-    return None
+    else:
+        own = getattr(module.generation_config, "eos_token_id", None)
+        found = own if own is not None else getattr(module.config.get_text_config(), "eos_token_id", None)
+    ids = list(found) if isinstance(found, (list, tuple)) else [] if found is None else [found]
+    if odd := [each for each in ids if type(each) is not int]:
+        file = directory / "generation_config.json"  # config classes check their own
+        raise ModelLoadError(f"{file}: eos_token_id holds {odd[0]!r}; it must be a token's number, or a list of them")
+    end = end_token(directory)
+    return ids if end is None or end in ids else [*ids, end]

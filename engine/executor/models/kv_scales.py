@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.executor.errors import UnsupportedModel
 from engine.executor.kv_cache import KVShape
 from engine.executor.models.quantisation import method_of, quantisation_config
-from engine.executor.models.weights import UNCHANGED, Names, Stored, stored_tensors, weight_files
+from engine.executor.models.weights import UNCHANGED, Names, StoredTensor, stored_tensors, weight_files
 from engine.executor.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def read_kv_scales(
     if not _are_of_e4m3(described):
         log.warning("the scales of keys and values in this checkpoint are not used: its config has no e4m3 KV cache")
         return None
-    places: dict[tuple[int, int], dict[str, Stored]] = defaultdict(dict)  # layer, side -> the tensors that say it
+    places: dict[tuple[int, int], dict[str, StoredTensor]] = defaultdict(dict)  # layer, side -> the tensors that say it
     for match, tensor in found.items():
         for side in SIDES[match["own"] or match["of"] or match["output"]]:
             places[int(match["layer"]), side][match[0]] = tensor
@@ -71,7 +71,7 @@ def _are_of_e4m3(described: dict[str, Any]) -> bool:
 
 
 def _of_layer(
-    number: int, layer: KVShape, places: dict[tuple[int, int], dict[str, Stored]], kind: str, ranks: Ranks
+    number: int, layer: KVShape, places: dict[tuple[int, int], dict[str, StoredTensor]], kind: str, ranks: Ranks
 ) -> Tensor | None:
     """Return [2, Hkv] of one layer; None: it has no scales."""
     said = [places.get((number, side), {}) for side in (KEYS, VALUES)]
@@ -84,7 +84,7 @@ def _of_layer(
     return torch.stack([_read(*next(iter(tensors.items())), layer, kind, ranks) for tensors in said])
 
 
-def _read(name: str, stored: Stored, layer: KVShape, kind: str, ranks: Ranks) -> Tensor:
+def _read(name: str, stored: StoredTensor, layer: KVShape, kind: str, ranks: Ranks) -> Tensor:
     """Return the scales of this rank's KV heads [Hkv]."""
     with safe_open(stored.file, "pt") as file:
         scales: Tensor = file.get_tensor(stored.name).float().flatten()

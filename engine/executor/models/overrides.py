@@ -3,7 +3,8 @@
     {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
 
 Objects are merged field by field.  Only fields that the model's config class or its config.json knows can be changed.
-A change that the config class does not honour is refused, too: after the merge each changed field is read back.
+A change that the config class does not honour is refused, too: after the merge each changed field is read back.  So is
+one that changes nothing of the model that is served (hf.py, by `each_left_out`), as of a part that is not loaded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from engine.executor.errors import ModelLoadError, one_line
+from engine.executor.models import rope
 
 OPTION = "--hf-overrides"
 # How config.json names the parameters of rotary position embeddings: before transformers 5, and since.
@@ -55,6 +57,17 @@ def load_config(directory: Path, changes: dict[str, Any]) -> PretrainedConfig:
     return changed
 
 
+def each_left_out(changes: dict[str, Any], config: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the path of each changed field, and the changes without it."""
+    for name, value in changes.items():
+        others = {other: each for other, each in changes.items() if other != name}
+        if isinstance(getattr(config, name, None), PretrainedConfig):
+            for field in value:
+                yield f"{name}.{field}", others | {name: {other: value[other] for other in value if other != field}}
+        else:
+            yield name, others
+
+
 def merged(directory: Path, config: PretrainedConfig, changes: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with `changes`; `config`: as it is without them.  Raises ModelLoadError for an unknown field.
 
@@ -67,6 +80,13 @@ def _read(directory: Path, source: str) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # config classes raise whatever their authors liked
         raise ModelLoadError(f"{source}: {one_line(error)}") from error
+    text = config.get_text_config()
+    if not isinstance(text, PretrainedConfig):
+        raise ModelLoadError(f"{source}: {config.model_type} has no text_config, and the file holds {text!r} there")
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is not None and positions < 1:
+        raise ModelLoadError(f"{source}: max_position_embeddings is {positions}; it must be at least 1")
+    rope.check(text, source)
     return config
 
 
@@ -81,8 +101,8 @@ def _merge(described: dict[str, Any], changes: dict[str, Any], config: Pretraine
         if name in ROPE:
             at = next((each for each in ROPE if described.get(each)), name)
             found[at] = _merge_rope(found.get(at) or {}, value, config, f"{path}{name}")
-        elif name == "rope_theta" and (rope := found.get("rope_parameters")) and "rope_theta" in rope:
-            found["rope_parameters"] = rope | {name: value}  # where it wins over the field of this name
+        elif name == "rope_theta" and (angles := found.get("rope_parameters")) and "rope_theta" in angles:
+            found["rope_parameters"] = angles | {name: value}  # where it wins over the field of this name
         elif isinstance(inner, PretrainedConfig):
             if not isinstance(value, dict):
                 raise ModelLoadError(f"{OPTION}: {path}{name} must be an object")
@@ -129,9 +149,9 @@ def _merge_rope(before: dict[str, Any], value: Any, config: PretrainedConfig, pa
     return old | new
 
 
-def _with_type(rope: dict[str, Any]) -> dict[str, Any]:
+def _with_type(angles: dict[str, Any]) -> dict[str, Any]:
     """Parameters with their kind under the name that it has since transformers 5."""
-    return {("rope_type" if name == "type" else name): value for name, value in rope.items()}
+    return {("rope_type" if name == "type" else name): value for name, value in angles.items()}
 
 
 def _fields(config: PretrainedConfig) -> set[str]:
@@ -160,9 +180,9 @@ def _check_honoured(config: PretrainedConfig, changes: dict[str, Any], path: str
         if name in CONVERTED:
             continue
         if name in ROPE or (name == "rope_theta" and "rope_theta" not in vars(config)):
-            rope = getattr(config, "rope_parameters", None) or getattr(text, "rope_parameters", None) or {}
+            angles = getattr(config, "rope_parameters", None) or getattr(text, "rope_parameters", None) or {}
             wanted = {name: value} if name == "rope_theta" else _with_type(value or {})
-            for place, field, asked in _leaves(wanted, rope, f"{path}{name}"):
+            for place, field, asked in _leaves(wanted, angles, f"{path}{name}"):
                 if asked != field:
                     raise ModelLoadError(f"{OPTION}: {place} is {field!r} in spite of it: another field decides")
         elif isinstance(inner, PretrainedConfig):

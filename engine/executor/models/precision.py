@@ -3,36 +3,73 @@
 transformers casts what it does not know as quantised, without its scales: every token is then wrong.  So a checkpoint
 whose config names no quantisation (`quantisation.py`) is refused by name, before any tensor is read, when
 
-    a weight has fewer than 16 bits, or is an integer
+    a weight, bias or other parameter has fewer than 16 bits, or is an integer
     its numbers are of a type that no kernel here computes with
+
+Of a quantised checkpoint the same holds for the tensors that belong to no quantised weight.  Buffers may be integers:
+positions, masks.
 """
 
 from __future__ import annotations
 
+import copy
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from engine.executor.errors import UnsupportedModel
-from engine.executor.models.weights import stored_tensors, weight_files
+from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
+from engine.executor.models.weights import UNCHANGED, Names, StoredTensor, stored_tensors, weight_files
 
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 PLAIN = {"F64", "F32", "F16", "BF16"}  # how safetensors calls types of numbers that need no scale
 CHOOSE = "choose --dtype float32, bfloat16 or float16"
 
 
-def check_stored_dtypes(directory: Path, kind: str) -> None:
-    """Raise UnsupportedModel for a weight that is no plain floating-point number.  The files must have been checked."""
-    for name, stored in sorted(stored_tensors(weight_files(directory)).items()):
-        if is_scaleless(name, stored.dtype):
-            reason = "and the config says nothing of quantised weights"
-            raise UnsupportedModel(f"{kind}: {name} is {stored.dtype} in the weight files, {reason}")
+def check_stored_dtypes(directory: Path, config: PretrainedConfig, names: Names = UNCHANGED) -> None:
+    """Raise UnsupportedModel for a parameter that is no plain floating-point number.  The files must have been checked.
+
+    config: of the model that is served, by whose `names` the tensors go."""
+    reason = " in the weight files, and the config says nothing of quantised weights"
+    check_plain(stored_tensors(weight_files(directory), names), config, reason)
 
 
-def is_scaleless(name: str, stored: str) -> bool:
-    """Whether a tensor of the stored type would need a scale to be a weight."""
-    # Integer tensors of other names are buffers: positions, masks.
-    return stored not in PLAIN and (stored.startswith("F") or name.endswith("weight"))
+def check_plain(stored: Mapping[str, StoredTensor], config: PretrainedConfig, reason: str) -> None:
+    """Raise UnsupportedModel for a tensor that would need a scale to be a parameter.
+
+    reason: the end of the message, after the tensor's name and type."""
+    odd = {name: tensor.dtype for name, tensor in sorted(stored.items()) if tensor.dtype not in PLAIN}
+    others = other_tensors(config) if odd else None
+    for name, dtype in odd.items():
+        if dtype.startswith("F") or name.endswith("weight") or others is None or not others(name):
+            raise UnsupportedModel(f"{config.model_type}: {name} is {dtype}{reason}")
+
+
+def other_tensors(config: PretrainedConfig) -> Callable[[str], bool]:
+    """Return a test of a tensor's name: whether it is called as a buffer of the model, or one that its class drops.
+
+    Buffers have moved between modules, so the last part of the name decides.  Makes the model, without memory.  Raises
+    ModelLoadError where its class refuses the config."""
+    own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    try:
+        with torch.device("meta"):
+            model = own(copy.deepcopy(config))
+    except Exception as error:  # model classes raise whatever their authors liked
+        raise ModelLoadError(f"{config.model_type}: {one_line(error)}") from error
+    prefix = own.base_model_prefix + "."  # which names in files may lack
+    parameters = {name.removeprefix(prefix) for name, _ in model.named_parameters()}
+    buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    dropped = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+
+    def is_other(name: str) -> bool:
+        if name.removeprefix(prefix) in parameters:
+            return False
+        return name.rpartition(".")[2] in buffers or any(each.search(name) for each in dropped)
+
+    return is_other
 
 
 def check_dtype(kind: str, dtype: object) -> None:

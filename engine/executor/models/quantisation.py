@@ -44,6 +44,7 @@ class Quantisation:
     zero_shift: int = 0  # added to a stored zero point
     rounds_inputs: bool = False  # inputs of the products, too, are rounded to 8 bits
     ignored: tuple[str, ...] = ()  # names of modules that are not quantised; "re:": a regular expression
+    demanded: frozenset[str] = frozenset()  # kinds of parts that each weight has, besides those of the format
 
     def ignores(self, module: str, whole: Sequence[str] = ()) -> bool:
         """Return whether the config names `module` as not quantised.
@@ -73,7 +74,7 @@ def read_quantisation(directory: Path, kind: str) -> Quantisation | None:
     if described is None:
         return None
     method = method_of(described)
-    reader = READERS.get(method)
+    reader = CONFIG_READERS.get(method)
     try:
         if reader is None:
             raise Unread(str(described.get("quant_algo") or ""))
@@ -141,7 +142,9 @@ def _read_compressed(described: dict[str, Any]) -> Quantisation:
         raise Unread(str(stored))
     if (described.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise Unread("sparse weights")
-    bits, number, strategy, group, block = _kind(kinds[0])
+    if (described.get("transform_config") or {}).get("config_groups"):
+        raise Unread("transform_config: rotations of inputs and weights")
+    bits, number, strategy, group, block, demanded = _kind(kinds[0])
     packed = stored == "pack-quantized"
     if number not in ("int", "float") or bits not in ((4, 8) if packed else (8,)) or (packed and number == "float"):
         raise Unread(f"{stored}: {number} of {bits} bits")
@@ -156,16 +159,21 @@ def _read_compressed(described: dict[str, Any]) -> Quantisation:
         block=_pair(block) if strategy == "block" else (0, 0),
         ignored=tuple(described.get("ignore") or ()),
         rounds_inputs=all(group.get("input_activations") for group in groups),
+        demanded=demanded,
     )
 
 
-def _kind(weights: dict[str, Any]) -> tuple[int, str, Any, Any, Any]:
-    """Return bits, type, strategy, group size and block of compressed-tensors' weights."""
+def _kind(weights: dict[str, Any]) -> tuple[int, str, Any, Any, Any, frozenset[str]]:
+    """Return bits, type, strategy, group size, block and demanded parts of compressed-tensors' weights."""
     group, block = weights.get("group_size"), weights.get("block_structure")
     strategy = weights.get("strategy")
     if strategy is None:
         strategy = "tensor" if group is None else "channel" if group == -1 else "group"
-    return int(weights["num_bits"]), str(weights["type"]), strategy, group, block
+    demanded = {"zero_point"} if weights.get("symmetric") is False else set()
+    order = weights.get("actorder")
+    if strategy == "group" and (order is True or str(order).lower() in ("group", "dynamic")):
+        demanded.add("g_idx")
+    return int(weights["num_bits"]), str(weights["type"]), strategy, group, block, frozenset(demanded)
 
 
 def _read_modelopt(described: dict[str, Any]) -> Quantisation:
@@ -205,7 +213,8 @@ def _read_gptq(described: dict[str, Any]) -> Quantisation:
         raise Unread("modules of several kinds")
     ignored = tuple("re:" + rule.removeprefix("-:") for rule in rules)
     # The first version stored every zero point less one.
-    return _grouped("gptq", bits, described["group_size"], ignored, int(layout == "gptq"))
+    how = _grouped("gptq", bits, described["group_size"], ignored, int(layout == "gptq"))
+    return replace(how, demanded=frozenset({"g_idx"})) if described.get("desc_act") and how.group else how
 
 
 def _grouped(
@@ -239,7 +248,7 @@ def _pair(value: Any) -> tuple[int, int]:
     return _positive(rows), _positive(columns)
 
 
-READERS: dict[str, Callable[[dict[str, Any]], Quantisation]] = {
+CONFIG_READERS: dict[str, Callable[[dict[str, Any]], Quantisation]] = {
     "fp8": _read_fp8,
     "compressed-tensors": _read_compressed,
     "modelopt": _read_modelopt,

@@ -1,9 +1,17 @@
 """Quantises linear layers while weights are read, so that the host holds one float weight at a time.
 
-transformers makes the model     nn.Linear on the meta device ─> Awaiting: its weight is not there yet
-and sets its weights one by one  a float weight ──────────────> rounded to 8 or 4 bits at once
-                                 numbers stored so ───────────> kept, with their scales
-then the model is settled        Awaiting ────────────────────> QuantisedLinear
+`Quantising` belongs to one model.  hf.py calls its methods in this order:
+
+    keep           which modules keep their stored numbers: those that the device multiplies with
+    divide         of which modules each rank has a part of every row, so that ranks agree on the scale of a row
+    while_loading  a class for transformers, which
+                     makes the model       nn.Linear on the meta device ─> Awaiting: its weight is not there yet
+                     sets each weight      a float weight ──────────────> rounded to 8 or 4 bits at once
+                                           numbers stored so ───────────> kept; stored_weights.py notes their `scales`
+    settle         makes it computable     Awaiting ────────────────────> QuantisedLinear
+
+Only quantised checkpoints have numbers to `keep`, only ranks `divide`.  A model that has its weights is quantised by
+`quantise`, which needs neither `keep` nor `while_loading`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ for every sequence.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,16 +17,35 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from engine.executor.errors import ModelLoadError
+
 log = logging.getLogger(__name__)
+
+OVER_0 = ("rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+
+
+def check(text: PretrainedConfig, source: str) -> None:
+    """Raise ModelLoadError for a parameter of rotary embeddings that makes no angles.  source: for the message."""
+    for _, rope in all_parameters(text):
+        for name in OVER_0:
+            value = rope.get(name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < math.inf):
+                raise ModelLoadError(f"{source}: {name} of rotary embeddings is {value!r}; it must be a number over 0")
+
+
+def all_parameters(text: PretrainedConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Return each kind of layer ("" for all) with its parameters."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    several = [(name, each) for name, each in rope.items() if isinstance(each, dict)]
+    return several or [("", rope)]
 
 
 def parameters(text: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each kind of layer ("" for all) with its parameters, the scaled ones only."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    several = {name: each for name, each in rope.items() if isinstance(each, dict)}
-    for name, each in several.items() or [("", rope)]:
-        if each.get("rope_type", "default") != "default":
-            yield name, each
+    for name, rope in all_parameters(text):
+        if rope.get("rope_type", "default") != "default":
+            yield name, rope
 
 
 def reach(text: PretrainedConfig, made_for: int, before: PretrainedConfig | None = None) -> int:

@@ -22,7 +22,7 @@ from engine.executor.models.cuts import Where
 from engine.executor.models.dequantise import WORD, Shape, check_packed
 from engine.executor.models.quantisation import Format, Quantisation
 
-Stored = Mapping[str, Any]  # slices of files by kind of part, which read nothing until they are indexed
+PartSlices = Mapping[str, Any]  # slices of files by kind of part, which read nothing until they are indexed
 Parts = dict[str, Tensor]
 
 
@@ -51,7 +51,7 @@ def units(how: Quantisation) -> tuple[int, int]:
     return word, how.group or 1 if how.format == "awq" else math.lcm(how.group or 1, word)
 
 
-def read_area(how: Quantisation, stored: Stored, where: Where) -> tuple[Parts, Where]:
+def read_area(how: Quantisation, stored: PartSlices, where: Where) -> tuple[Parts, Where]:
     """Return the parts of an area that holds `where` of a weight, and where that lies in it.
 
     where: a slice for each dimension of the weight; of the first of three, all."""
@@ -60,7 +60,7 @@ def read_area(how: Quantisation, stored: Stored, where: Where) -> tuple[Parts, W
         slice(place.start - read.start, place.stop - read.start)
         for place, read in zip(where[-2:], (rows, columns), strict=True)
     ]
-    return READERS[how.format](how, stored, rows, columns), (*where[:-2], *inner)
+    return AREA_READERS[how.format](how, stored, rows, columns), (*where[:-2], *inner)
 
 
 def _widened(place: slice, unit: int) -> slice:
@@ -73,7 +73,7 @@ def _shrunk(place: slice, unit: int) -> slice:
     return slice(place.start // unit, math.ceil(place.stop / unit))
 
 
-def _scaled(how: Quantisation, stored: Stored, rows: slice, columns: slice) -> Parts:
+def _area_of_scaled(how: Quantisation, stored: PartSlices, rows: slice, columns: slice) -> Parts:
     lead = len(stored["weight"].get_shape()) - 2
     parts = {"weight": stored["weight"][(*[slice(None)] * lead, rows, columns)]}
     for part in stored.keys() - {"weight"}:
@@ -86,12 +86,12 @@ def _scaled(how: Quantisation, stored: Stored, rows: slice, columns: slice) -> P
     return parts
 
 
-def _mxfp4(how: Quantisation, stored: Stored, rows: slice, columns: slice) -> Parts:
+def _area_of_mxfp4(how: Quantisation, stored: PartSlices, rows: slice, columns: slice) -> Parts:
     where = (slice(None), columns, _shrunk(rows, how.group))
     return {part: stored[part][where] for part in ("blocks", "scales")}
 
 
-def _packed(how: Quantisation, stored: Stored, rows: slice, columns: slice) -> Parts:
+def _area_of_packed(how: Quantisation, stored: PartSlices, rows: slice, columns: slice) -> Parts:
     shape = stored["shape"][...].tolist()
     check_packed(how, shape, stored["packed"].get_shape())
     rows, columns = (
@@ -110,7 +110,7 @@ def _packed(how: Quantisation, stored: Stored, rows: slice, columns: slice) -> P
     return parts
 
 
-def _by_columns(how: Quantisation, stored: Stored, rows: slice, columns: slice) -> Parts:
+def _area_of_transposed(how: Quantisation, stored: PartSlices, rows: slice, columns: slice) -> Parts:
     """Read awq and gptq, which store the transpose of a weight."""
     numbers = WORD // how.bits
     words = _shrunk(rows, numbers)
@@ -124,7 +124,7 @@ def _by_columns(how: Quantisation, stored: Stored, rows: slice, columns: slice) 
     } | order
 
 
-def _order(stored: Stored, columns: slice) -> Parts:
+def _order(stored: PartSlices, columns: slice) -> Parts:
     """Return the groups of columns, where they do not follow one another."""
     order = stored["g_idx"][columns] if "g_idx" in stored else None
     return {} if order is None or int(order[0]) < 0 else {"g_idx": order}
@@ -135,10 +135,10 @@ def _groups(how: Quantisation, order: Parts, columns: slice) -> slice:
     return slice(None) if order or not how.group else _shrunk(columns, how.group)
 
 
-READERS: dict[Format, Callable[[Quantisation, Stored, slice, slice], Parts]] = {
-    "scaled": _scaled,
-    "packed": _packed,
-    "awq": _by_columns,
-    "gptq": _by_columns,
-    "mxfp4": _mxfp4,
+AREA_READERS: dict[Format, Callable[[Quantisation, PartSlices, slice, slice], Parts]] = {
+    "scaled": _area_of_scaled,
+    "packed": _area_of_packed,
+    "awq": _area_of_transposed,
+    "gptq": _area_of_transposed,
+    "mxfp4": _area_of_mxfp4,
 }

@@ -2,7 +2,7 @@
 
     files      layers.0.mlp.up_proj.weight_packed ┐
                layers.0.mlp.up_proj.weight_scale  ├─ QuantisedWeight ─ [...] ─> layers.0.mlp.up_proj.weight, bfloat16
-               layers.0.mlp.up_proj.check_shapes  ┘
+               layers.0.mlp.up_proj.weight_shape  ┘
                norm.weight ──────────────────────── as it is ─────────────────> norm.weight
 
 The headers of the files have all names, types and shapes.  What does not fit is refused before a tensor is read.
@@ -40,12 +40,12 @@ from engine.executor.models.dequantise import (
     stored_as,
 )
 from engine.executor.models.joined_experts import join_experts, joined_name
-from engine.executor.models.precision import PLAIN, is_scaleless
+from engine.executor.models.precision import PLAIN, check_plain
 from engine.executor.models.quantisation import Format, Quantisation
 from engine.executor.models.quantised import BLOCK, Quantised
 from engine.executor.models.quantising import Quantising
 from engine.executor.models.stored_areas import read_area, shape_of
-from engine.executor.models.weights import UNCHANGED, Names, Stored, stored_tensors, weight_files
+from engine.executor.models.weights import UNCHANGED, Names, StoredTensor, stored_tensors, weight_files
 
 # The name of a stored tensor: of which weight it is a part, and of which kind.
 PARTS: dict[Format, str] = {
@@ -119,6 +119,8 @@ class StoredWeights:
         self._plain: list[str] = []
         for name, stored in tensors.items():
             self._sort(name, stored)
+        plain = {name: tensors[name] for name in self._plain}
+        check_plain(plain, config, ", and its scales are not in the weight files")
         self._numbers: dict[str, tuple[str, Shape]] = {}  # dtype and shape of each weight's numbers
         self._shapes: dict[str, Shape] = {}  # of each of the model's tensors
         for weight, parts in self._weights.items():
@@ -132,7 +134,7 @@ class StoredWeights:
         for name, parts in [*((name, {"": name}) for name in self._plain), *self._weights.items()]:
             self.sizes[joined_name(self.kind, name)] += sum(tensors[one].bytes for one in parts.values())
 
-    def _sort(self, name: str, stored: Stored) -> None:
+    def _sort(self, name: str, stored: StoredTensor) -> None:
         """Note what a tensor is: part of a quantised weight, for activations only, or what its name says."""
         tensors, part = self._tensors, re.fullmatch(PARTS[self.how.format], name)
         if OF_ACTIVATIONS.fullmatch(name):
@@ -147,8 +149,6 @@ class StoredWeights:
             return
         elif stored.dtype in EIGHT_BITS and any(name + suffix in tensors for suffix in ("_scale", "_scale_inv")):
             return  # its scale brings it in
-        if is_scaleless(name, stored.dtype):
-            raise UnsupportedModel(f"{self.kind}: {name} is {stored.dtype}, and its scales are not in the weight files")
         self._plain.append(name)
 
     def _check(self, weight: str, named: dict[str, str]) -> None:

@@ -30,24 +30,36 @@ NOT_MATHEMATICS = {"transformers_version", "_name_or_path"}
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted.  Raises ModelLoadError when there is none or a shard is absent."""
+    """The safetensors files of a checkpoint, sorted.  Raises ModelLoadError when there is none or a shard is absent.
+
+    Where several would do, the choice is that of transformers: `model.safetensors`, else the shards that the index
+    names.  Without either, all files count."""
     whole = directory / "model.safetensors"  # a directory may have another copy, such as consolidated.safetensors
-    files = [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
+    if whole.is_file():
+        return [whole]
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        try:
-            shards = {directory / name for name in json.loads(index.read_bytes())["weight_map"].values()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelLoadError(f"{index}: not a weight index: {error!r}") from error
-        if missing := sorted(shard.name for shard in shards if not shard.exists()):
-            raise ModelLoadError(f"{directory}: {index.name} names {missing[0]}, which is not there")
-        files = sorted(shards)
+        return _shards(index)
+    files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ModelLoadError(f"{directory}: no *.safetensors file (pickled checkpoints are not loaded)")
     return files
 
 
-class Stored(NamedTuple):
+def _shards(index: Path) -> list[Path]:
+    """Return the files that an index names, sorted."""
+    try:
+        shards = {index.parent / name for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{index}: not a weight index: {error!r}") from error
+    if missing := sorted(shard.name for shard in shards if not shard.exists()):
+        raise ModelLoadError(f"{index.parent}: {index.name} names {missing[0]}, which is not there")
+    if not shards:
+        raise ModelLoadError(f"{index}: it names no weight file")
+    return sorted(shards)
+
+
+class StoredTensor(NamedTuple):
     """What a weight file's header says of one tensor."""
 
     file: Path
@@ -68,11 +80,11 @@ class Names:
 UNCHANGED = Names()
 
 
-def stored_tensors(files: list[Path], names: Names = UNCHANGED) -> dict[str, Stored]:
+def stored_tensors(files: list[Path], names: Names = UNCHANGED) -> dict[str, StoredTensor]:
     """The tensors of these files that the served model has, by its names.  The files must have been checked.
 
     Raises ModelLoadError for two tensors that would have one name."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for file in files:
         with file.open("rb") as stream:  # a header in JSON, after its length in 8 bytes, before the tensors
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
@@ -83,7 +95,7 @@ def stored_tensors(files: list[Path], names: Names = UNCHANGED) -> dict[str, Sto
                 both = " and ".join(sorted([name, found[own].name]))
                 raise ModelLoadError(f"{file}: {both} are both {own} of the model")
             first, end = described["data_offsets"]
-            found[own] = Stored(file, name, described["dtype"], tuple(described["shape"]), end - first)
+            found[own] = StoredTensor(file, name, described["dtype"], tuple(described["shape"]), end - first)
     return found
 
 
