@@ -387,7 +387,7 @@ def test_the_process_ends_though_an_abort_never_returns(abort: str) -> None:
         "with watch.using():\n"
         "    time.sleep(1000)\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert found.returncode == 1, found.stderr
     assert "rank 1 does not answer" in found.stderr
 

@@ -641,16 +641,29 @@ def test_quantised_checkpoints_on_a_gpu(
     """The answer is that of the same weights in a checkpoint that is not quantised."""
     directory, exact = quantised(kind)
     write_exact(plain, exact, tmp_path / "exact", torch.bfloat16)
+    assert answer_on_gpu(directory) == answer_on_gpu(tmp_path / "exact")
 
-    def answer(path: Path) -> list[int]:
-        model = hf.load_model(str(path), dtype="bfloat16", device=torch.device("cuda"))
-        driver = Driver(model, graph_seconds=0)
-        driver.add(words(40))
-        while len(driver.running[0].output) < NEW:
-            driver.step()
-        return driver.running[0].output[:NEW]
 
-    assert answer(directory) == answer(tmp_path / "exact")
+@pytest.mark.gpu
+def test_experts_in_mxfp4_on_a_gpu(gpt_oss: Path, tmp_path: Path) -> None:
+    """The answer is that of the same weights in a checkpoint that is not quantised."""
+    options: dict[str, Any] = {"quantization_config": Mxfp4Config(dequantize=True)}
+    exact = AutoModelForCausalLM.from_pretrained(gpt_oss, dtype=torch.bfloat16, **options)
+    shutil.copytree(gpt_oss, tmp_path / "exact")
+    described = json.loads((gpt_oss / "config.json").read_bytes())
+    del described["quantization_config"]
+    (tmp_path / "exact" / "config.json").write_text(json.dumps(described))
+    save_file(exact.state_dict(), tmp_path / "exact" / "model.safetensors", {"format": "pt"})
+    assert answer_on_gpu(gpt_oss) == answer_on_gpu(tmp_path / "exact")
+
+
+def answer_on_gpu(directory: Path) -> list[int]:
+    model = hf.load_model(str(directory), dtype="bfloat16", device=torch.device("cuda"))
+    driver = Driver(model, graph_seconds=0)
+    driver.add(words(40))
+    while len(driver.running[0].output) < NEW:
+        driver.step()
+    return driver.running[0].output[:NEW]
 
 
 @pytest.mark.gpu
