@@ -12,7 +12,7 @@ import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.engine_side import EngineSide
-from engine.wire.layout import PACE_TOKENS, PREFIX_COUNT, RECOMPUTE, STALE_MS, WINDOW
+from engine.wire.layout import PACE_TOKENS, PREFIX_COUNT, RECOMPUTE, STALE_MS, TRIES, WINDOW
 from engine.wire.messages import Generate, Sampling
 from engine.wire.prefixes import LENGTHS, PrefixReport, prefix_digests, split
 from engine.wire.records import ExchangeReply, QueueBounds
@@ -281,6 +281,37 @@ async def test_the_window_is_bounded(bus: Bus) -> None:
     await gateway.submit(ask("held", prompt(1, 1024)), bounds=LATE)
     assert ids(await exchange(engine, "e1", requests=1)) == ["cold 0"]
     assert ids(await exchange(engine, "e1", requests=1)) == ["held"]
+
+
+async def test_an_exchange_that_leaves_many_tenants_requests_goes_on_in_the_queues_order(bus: Bus) -> None:
+    """It tries TRIES requests in vain.  Beyond them tenants keep their turns, and an engine with room has work."""
+    gateway = await bus.gateway()
+    _, other = await two(bus, SLOW)  # e1 is idle
+    busy = PrefixReport(token_us=1e6, step_us=10_000.0, backlog=1_000_000)
+    names = [f"r{at:03}" for at in range(TRIES + 10)]
+    for name in names:
+        await gateway.submit(ask(name, prompt(1, 100), tenant=f"tenant of {name}"))
+    got = await exchange(other, "e2", busy, requests=1)
+    assert (ids(got), got.retry_ms > 0) == ([names[TRIES]], True)
+    assert ids(await exchange(other, "e2", busy, requests=5)) == names[TRIES + 1 : TRIES + 6]
+    # A tenant whose window has room for more tries is tried to its end.
+    for at in range(3):
+        await gateway.submit(ask(f"first {at}", prompt(1, 100), tenant=f"tenant of {names[0]}"))
+    assert ids(await exchange(other, "e2", busy, requests=1)) == [names[TRIES - 3]]
+
+
+async def test_one_exchange_may_pass_over_thousands(bus: Bus, redis_server: EmbeddedRedis) -> None:
+    """More than Lua takes as the arguments of one command."""
+    gateway, tenants = await bus.gateway(), 135
+    engine, _ = await two(bus, holding(prompt(1, 1024)), None)
+    for tenant in range(tenants):
+        work = [ask(f"{tenant} {at}", prompt(9, 64), tenant=f"t{tenant}") for at in range(WINDOW - 1)]
+        await asyncio.gather(*(gateway.submit(request, bounds=LATE) for request in work))
+        await gateway.submit(ask(f"{tenant} held", prompt(1, 64), tenant=f"t{tenant}"), bounds=LATE)
+    got = await exchange(engine, "e1", requests=tenants)
+    assert set(ids(got)) == {f"{tenant} held" for tenant in range(tenants)}
+    with redis.Redis.from_url(redis_server.url) as client:
+        assert client.hlen(f"{{{bus.namespace}}}:passed") == tenants * (WINDOW - 1)
 
 
 # ----------------------------------------------------------------------------------------------------------- bursts

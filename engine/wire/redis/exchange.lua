@@ -105,25 +105,26 @@ end
 -- Where several engines publish their prefixes, they choose within what fairness and lanes allow (locality.lua).
 -- Returns the ms after which the engine should ask again, 0 for no such time.
 local function claim_share(waiting, engines)
-  local most, left, me = math.min(room_requests, math.ceil(waiting / math.max(1, engines))), {}, nil
+  local most, left_out, me = math.min(room_requests, math.ceil(waiting / math.max(1, engines))), {}, nil
   local choose, note_claim, note_passed
   if publishes ~= '' and engines > 1 and most > 0 and call('EXISTS', P .. 'prefixes') == 1 then
-    me = {name = engine, token_us = tonumber(token_us), step_us = tonumber(step_us), backlog = tonumber(backlog)}
+    me = {name = engine, token_us = tonumber(token_us), step_us = tonumber(step_us), backlog = tonumber(backlog),
+          tried = 0}
     choose, note_claim, note_passed = chooser(me, now_ms())
   end
   while #claimed < most and claim_tokens > 0 do
-    local lane, id, size, tenant, due = next_request(late_share, left)
+    local lane, id, size, tenant, due = next_request(late_share, left_out)
     if not id or size > room_tokens then break end
     if not me then
       claim(lane, id, size)
     else
       local request = choose(lane, tenant, {id = id, size = size, due = due}, room_tokens)
       if not request then
-        left[lane] = left[lane] or {}
-        left[lane][tenant] = true
+        leave_out(left_out, lane, tenant)
       else
         if not claim(lane, request.id, request.size, request) then break end
         note_claim(lane, request)
+        note_turn(left_out, lane, tenant)
       end
     end
   end
@@ -204,7 +205,9 @@ local left = #claimed < room_requests and room_tokens or 0  -- without a slot th
 -- Where no other engine has room, claim for tenants outside the crowd, as far as requests of the crowd would yield.
 if waiting > 0 and yield_tokens > 0 and not closed then
   local crowd = {}
-  for _, tenant in ipairs(cmsgpack.unpack(load).crowd or {}) do crowd[tenant] = true end
+  for _, tenant in ipairs(cmsgpack.unpack(load).crowd or {}) do
+    for _, lane in ipairs(LANES) do leave_out(crowd, lane, tenant) end
+  end
   room_tokens = yield_tokens
   while room_tokens > 0 and claim_tokens > 0 do
     local lane, id, size = 'on_time', head('on_time', crowd)

@@ -7,6 +7,8 @@
 --   whose prefix is held longest? ------> would another engine with room begin it sooner?
 --                                           no:  claimed
 --                                           yes: left, for as long as that engine is ahead; then the next one is tried
+--
+-- After TRIES requests tried in vain an exchange claims in the queue's order.
 
 local function prefix_tokens(count)  -- tokens of the `count`-th length at which prefixes have digests
   if count <= PREFIX_DENSE then return count * PREFIX_BLOCK end
@@ -38,8 +40,8 @@ local function add_prefixes(engine, prefixes, held)
 end
 
 -- What an engine chooses with that publishes its prefixes: the functions choose, note_claim and note_passed, see below.
--- `me`: {name, token_us, step_us, backlog}.  They keep `backlog` true, and set `me.retry`: when the engine should ask
--- again, unix ms.
+-- `me`: {name, token_us, step_us, backlog, tried}.  They keep `backlog` true, count in `tried` the requests that choose
+-- tried in vain, and set `me.retry`: when the engine should ask again, unix ms.
 local function chooser(me, now)
   local windows, fresh = {}, {}  -- of tenants in lanes; digests that the engine holds since its last choice
   local passed = {on_time = {}, late = {}}  -- ids that could have been claimed now, and were not
@@ -166,6 +168,7 @@ local function chooser(me, now)
   -- The request that the engine claims next of a tenant's window, with room for `most` tokens; nil: it leaves them all.
   -- `first`: the head of the queue, which fits: {id, size, due}.
   local function choose(lane, tenant, first, most)
+    if me.tried >= TRIES then return {id = first.id, size = first.size, held = 0} end
     if next(fresh) then  -- requests of the windows whose prefix has been claimed since count as held
       for _, window in pairs(windows) do
         for at, prefixes in ipairs(window.prefixes) do
@@ -186,6 +189,7 @@ local function chooser(me, now)
       elseif not at then
         return nil
       end
+      me.tried = me.tried + 1
       local id, size, due = window.ids[at], first.size, first.due
       if id ~= first.id then size, due = claimable(id, now) end
       window.skip[at] = true
@@ -201,6 +205,7 @@ local function chooser(me, now)
             if not window.skip[i] and not window.passed[i] then passed[lane][window.ids[i]] = true end
           end
           window.claimed = true
+          me.tried = me.tried - 1
           return request
         end
       elseif urgent and size and size > most then
@@ -217,29 +222,38 @@ local function chooser(me, now)
     for at = request.held + 1, #prefixes / DIGEST_BYTES do fresh[prefix_digest(prefixes, at)] = true end
   end
 
+  local function note_some(lane, ids)  -- enter them in `passed`
+    local entries = call('HMGET', P .. 'waiting', unpack(ids))
+    local ages = call('ZMSCORE', P .. 'ages:' .. lane, unpack(ids))
+    local dues = lane == 'on_time' and call('ZMSCORE', P .. 'due', unpack(ids)) or {}
+    local words = {}
+    for i, id in ipairs(ids) do
+      if entries[i] then
+        local size, due = tonumber(string.match(entries[i], '^%d+')), tonumber(dues[i] or nil)
+        words[#words + 1] = id
+        words[#words + 1] = patience_end(size, ages[i], due) .. ' ' .. now
+      end
+    end
+    if #words > 0 then
+      -- Redis keeps a small hash as a list, and would search it from its start for each request of a window.  A name
+      -- of more than 64 bytes ends that.
+      local long = string.rep('-', 65)
+      call('HSET', P .. 'passed', long, '', unpack(words))
+      call('HDEL', P .. 'passed', long)
+    end
+  end
+
   local function note_passed()  -- requests that could have been claimed now, and were not
     for lane, found in pairs(passed) do
-      local ids, words = {}, {}
-      for id in pairs(found) do ids[#ids + 1] = id end
-      if #ids > 0 then
-        local entries = call('HMGET', P .. 'waiting', unpack(ids))
-        local ages = call('ZMSCORE', P .. 'ages:' .. lane, unpack(ids))
-        local dues = lane == 'on_time' and call('ZMSCORE', P .. 'due', unpack(ids)) or {}
-        for i, id in ipairs(ids) do
-          if entries[i] then
-            local size, due = tonumber(string.match(entries[i], '^%d+')), tonumber(dues[i] or nil)
-            words[#words + 1] = id
-            words[#words + 1] = patience_end(size, ages[i], due) .. ' ' .. now
-          end
-        end
-        if #words > 0 then
-          -- Redis keeps a small hash as a list, and would search it from its start for each request of a window.  A
-          -- name of more than 64 bytes ends that.
-          local long = string.rep('-', 65)
-          call('HSET', P .. 'passed', long, '', unpack(words))
-          call('HDEL', P .. 'passed', long)
+      local ids = {}
+      for id in pairs(found) do
+        ids[#ids + 1] = id
+        if #ids == 1000 then  -- a command takes no more than thousands of arguments
+          note_some(lane, ids)
+          ids = {}
         end
       end
+      if #ids > 0 then note_some(lane, ids) end
     end
   end
 
