@@ -156,18 +156,23 @@ def test_an_exchange_sends_what_changed_and_everything_after_a_lapse() -> None:
     published = PublishedPrefixes()
     one, two, three = b"1" * 8, b"2" * 8, b"3" * 8
     assert published.update(PrefixReport([one, two])) in (("afresh", one + two, b""), ("afresh", two + one, b""))
-    published.sent()
+    published.sent(vanished=False)
     published.claimed(three)
     # Redis has a claim's digests already, and never had the other one: neither is sent.
     assert published.update(PrefixReport([three], [one, b"4" * 8])) == ("1", b"", one)
-    published.sent()
+    published.sent(vanished=False)
     published.start_afresh()
     how, added, removed = published.update(PrefixReport())
     assert (how, set(split(added)), removed) == ("afresh", {two, three}, b"")
     assert published.update(None) == ("", b"", b"")
     published.claimed(one)
     assert published.update(PrefixReport()) == ("afresh", b"", b"")
-    published.sent()
+    published.sent(vanished=False)
+    published.sent(vanished=True)  # it holds nothing, so nothing is missing
+    assert published.update(PrefixReport([two])) == ("1", two, b"")
+    published.sent(vanished=True)
+    assert published.update(PrefixReport([], [two])) == ("afresh", b"", b"")
+    published.sent(vanished=False)
     published.claimed(bytes(8 * (prefixes.MOST_PUBLISHED // 2)))  # all the same
     published.claimed(struct.pack(f"<{prefixes.MOST_PUBLISHED}Q", *range(1, prefixes.MOST_PUBLISHED + 1)))
     assert published.update(PrefixReport([two])) == ("afresh", two, b"")

@@ -74,7 +74,7 @@ class PublishedPrefixes:
         self._publishes = False  # the last report was one
 
     def start_afresh(self) -> None:
-        """Send everything in the next exchange: the lease lapsed, or Redis lost data."""
+        """Send everything in the next exchange: it follows a rejoin."""
         self._afresh = True
 
     def update(self, report: PrefixReport | None) -> tuple[str, bytes, bytes]:
@@ -95,9 +95,11 @@ class PublishedPrefixes:
             return "afresh", b"".join(self._held), b""
         return "1", b"".join(added), b"".join(removed)
 
-    def sent(self) -> None:
-        """Redis has what update() returned."""
-        self._afresh = False
+    def sent(self, *, vanished: bool) -> None:
+        """Redis has what update() returned.  `vanished`: it had nothing before, so the next exchange sends everything.
+
+        The digests expire with the lease.  An exchange that comes before a gateway notices the lapse is accepted."""
+        self._afresh = vanished and bool(self._held)
 
     def claimed(self, digests: bytes) -> None:
         """A claim made this engine a holder of a request's prefixes."""

@@ -12,7 +12,8 @@
 --   {{payload, listeners, {{tokens, Finish} of each continuation}, prompt tokens held, 1 if it was passed over before}
 --     for each claimed request; no continuations where no engine has held it before},
 --   orders, requests waiting, engines, Redis' unix ms, 1 if a gateway watches the engines' blocks,
---   ms after which the engine should ask again, because it has left a request to another one; 0: it has left none
+--   ms after which the engine should ask again, because it has left a request to another one; 0: it has left none,
+--   1 if Redis had no digests of this engine: they expire with a lease that it did not renew in time
 -- }.
 local engine, session, seq, epoch, lease_ms, load = unpack(ARGV, 1, 6)
 local room_tokens, room_requests, claim_tokens, finished, produced, pieces = unpack(ARGV, 7, 12)
@@ -147,15 +148,17 @@ end
 call('PEXPIRE', state, MEMORY_MS)  -- a first write that full memory never refuses: exchanges are what empties Redis
 call('SET', P .. 'lease:' .. engine, load, 'PX', lease_ms)
 local waiting, engines = call('HLEN', P .. 'waiting'), call('SCARD', P .. 'engines')
+-- The digests are renewed with the lease.  The engine sends differences, so it must learn where there are none.
+local vanished = publishes ~= '' and 1 - call('PEXPIRE', P .. 'prefixes:' .. engine, lease_ms) or 0
 if repeated then
-  if publishes ~= '' then call('PEXPIRE', P .. 'prefixes:' .. engine, lease_ms) end
-  local retry
-  claimed, orders, retry = unpack(cmsgpack.unpack(call('HGET', state, 'reply')))
+  local retry, before
+  claimed, orders, retry, before = unpack(cmsgpack.unpack(call('HGET', state, 'reply')))
   for _, one in ipairs(claimed) do
     local payload, names, from = unpack(call('HMGET', P .. 'req:' .. one[1], 'payload', 'listeners', 'from'))
     if payload then works[#works + 1] = work(payload, names, from, unpack(one)) end  -- else withdrawn: an abort follows
   end
-  return {works, orders, waiting, engines, now_ms(), call('EXISTS', P .. 'watch'), retry}
+  vanished = math.max(vanished, before)
+  return {works, orders, waiting, engines, now_ms(), call('EXISTS', P .. 'watch'), retry, vanished}
 end
 
 -- Charge the output, enter it in the logs, send it.
@@ -228,13 +231,19 @@ if rare then
   for id, names in pairs(routed) do send_log_ends(id, names) end
 end
 
+if publishes == 'afresh' or vanished == 1 and (added ~= '' or #claimed > 0) then  -- the key is new
+  call('PEXPIRE', P .. 'prefixes:' .. engine, lease_ms)
+  if publishes == 'afresh' then vanished = 0 end
+end
+
 -- What a retry of this exchange gets, and for submits and other engines how many prompt tokens it would still claim.
-call('HSET', state, 'seq', seq, 'reply', cmsgpack.pack({claimed, orders, retry}), 'room', left, 'heard', now_ms())
+call('HSET', state, 'seq', seq, 'reply', cmsgpack.pack({claimed, orders, retry, vanished}), 'room', left,
+     'heard', now_ms())
 if publishes ~= '' and left > 0 then
   call('HSET', P .. 'spare', engine, struct.pack('<ddddd', left, now_ms(), token_us, step_us, backlog))
 elseif known_room ~= '0' then  -- with 0 it is not there
   call('HDEL', P .. 'spare', engine)
 end
-if publishes ~= '' then call('PEXPIRE', P .. 'prefixes:' .. engine, lease_ms) end
 if seq == '1' then engines = engines + call('SADD', P .. 'engines', engine) end  -- REJOIN does it later
-return {works, orders, waiting - LEFT, engines, now_ms(), rare and call('EXISTS', P .. 'watch') or 0, retry}
+return {works, orders, waiting - LEFT, engines, now_ms(), rare and call('EXISTS', P .. 'watch') or 0, retry,
+        vanished}
