@@ -115,6 +115,32 @@ def test_the_number_of_digests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 @given(
     work=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 2), st.sampled_from((0, 256, 512)), st.integers(64, 1000)),
+        min_size=4,
+        max_size=12,
+    )
+)
+def test_beyond_the_bound_the_longest_prefixes_leave_first(work: list[tuple[int, int, int, int]]) -> None:
+    """An engine that looks for what another one holds asks for the shortest prefix first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.prefix_reports.MOST_HELD", 20)
+        rig, prompts = Rig(1024), list[list[int]]()
+        for number, (trunk, branch, common, length) in enumerate(work):
+            prompts.append((tokens(trunk, common) + tokens(100 + branch, 1000))[:length])
+            rig.claim(f"r{number}", prompts[-1])
+            if number % 3:  # some end together
+                rig.finish()
+        rig.finish()
+    distinct = {digest for prompt in prompts for digest in split(prefix_digests(prompt, ""))}
+    assert len(rig.known) == min(20, len(distinct))
+    for prompt in prompts:
+        known = [digest in rig.known for digest in split(prefix_digests(prompt, ""))]
+        assert known == sorted(known, reverse=True)
+    assert split(prefix_digests(prompts[-1], ""))[0] in rig.known
+
+
+@given(
+    work=st.lists(
         st.tuples(st.integers(0, 4), st.sampled_from((50, 64, 200, 600, 900)), st.booleans(), st.booleans()),
         max_size=12,
     )
