@@ -101,7 +101,7 @@ async def test_a_claim_by_prefix(own_bus: Bus, client: redis.Redis) -> None:
 def tenants_read(client: redis.Redis, waiting: int) -> Iterator[list[int]]:
     """Count how many tenants scripts ask of `turns:` in each command; `waiting`: as many as there are."""
     found: list[int] = []
-    with client.monitor() as monitor:
+    with client.monitor() as monitor:  # type: ignore[no-untyped-call]
         yield found
         client.echo("end")
         while not (command := monitor.next_command()["command"]).startswith("ECHO"):

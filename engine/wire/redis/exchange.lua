@@ -36,23 +36,24 @@ local claimed, works = {}, {}  -- {id, prompt tokens held, 1 if it was passed ov
 local orders = {}
 
 -- What the engine gets of a claimed request.  `from`: false if no engine has held it before, so its log has nothing.
-local function work(payload, names, from, id, held, passed)
+local function work(payload, names, from, id, held, waited)
   local outputs, log = {}, P .. 'log:' .. id
   if from then
     for i = 0, continuations(id) - 1 do
       outputs[i + 1] = {call('GET', log .. ':' .. i), call('HGET', log, 'finish:' .. i)}
     end
   end
-  return {payload, names, outputs, held, passed}
+  return {payload, names, outputs, held, waited}
 end
 
--- Returns whether there was room for its `size` prompt tokens.  `lane`: nil for a suspect.
+-- Returns whether there was room for its `size` prompt tokens.  `lane`: nil for a suspect.  `request`: what choose has
+-- returned (locality.lua); nil where nothing was chosen.
 local function claim(lane, id, size, request)
   if size > room_tokens then return false end
   room_tokens = room_tokens - size
   local payload, names, from, place, tenant, dropped, prefixes = unpack(call('HMGET', P .. 'req:' .. id,
     'payload', 'listeners', 'from', 'place', 'tenant', 'dropped', 'prefixes'))
-  local held, passed = request and request.held or 0, request and request.passed and 1 or 0
+  local held, waited = request and request.held or 0, request and request.waited and 1 or 0
   if publishes ~= '' and prefixes then add_prefixes(engine, prefixes, held) end
   if lane then leave_queue(lane, tenant, id, size, #payload) else call('ZREM', P .. 'suspects', id) end
   count_share(late_share, lane, size)
@@ -62,8 +63,8 @@ local function claim(lane, id, size, request)
   end
   held = held > 0 and prefix_tokens(held) or 0
   claim_tokens = claim_tokens - (size - held)
-  claimed[#claimed + 1] = {id, held, passed}
-  works[#claimed] = work(payload, names, from, id, held, passed)
+  claimed[#claimed + 1] = {id, held, waited}
+  works[#claimed] = work(payload, names, from, id, held, waited)
   return true
 end
 
@@ -106,17 +107,16 @@ end
 -- Where several engines publish their prefixes, they choose within what fairness and lanes allow (locality.lua).
 -- Returns the ms after which the engine should ask again, 0 for no such time.
 local function claim_share(waiting, engines)
-  local most, left_out, me = math.min(room_requests, math.ceil(waiting / math.max(1, engines))), {}, nil
-  local choose, note_claim, note_passed
+  local most, left_out = math.min(room_requests, math.ceil(waiting / math.max(1, engines))), {}
+  local choose, note_claim, finish
   if publishes ~= '' and engines > 1 and most > 0 and call('EXISTS', P .. 'prefixes') == 1 then
-    me = {name = engine, token_us = tonumber(token_us), step_us = tonumber(step_us), backlog = tonumber(backlog),
-          tried = 0}
-    choose, note_claim, note_passed = chooser(me, now_ms())
+    local me = {name = engine, token_us = tonumber(token_us), step_us = tonumber(step_us), backlog = tonumber(backlog)}
+    choose, note_claim, finish = chooser(me, now_ms())
   end
   while #claimed < most and claim_tokens > 0 do
     local lane, id, size, tenant, due = next_request(late_share, left_out)
     if not id or size > room_tokens then break end
-    if not me then
+    if not choose then
       claim(lane, id, size)
     else
       local request = choose(lane, tenant, {id = id, size = size, due = due}, room_tokens)
@@ -129,10 +129,10 @@ local function claim_share(waiting, engines)
       end
     end
   end
-  if not me then return 0 end
-  backlog = me.backlog
-  note_passed()
-  return me.retry and math.max(1, math.ceil(me.retry - now_ms())) or 0
+  if not choose then return 0 end
+  local retry
+  retry, backlog = finish()
+  return retry
 end
 
 local known_session, known_seq, known_epoch, trial, known_room = unpack(
@@ -203,7 +203,7 @@ if added ~= '' then each_part('SADD', P .. 'prefixes:' .. engine, added) end
 local rare = call('EXISTS', P .. 'suspects', P .. 'orders:' .. engine, P .. 'watch') > 0
 local closed, retry = (trial or rare) and tries_suspect(trial), 0
 if closed then room_tokens = 0 elseif waiting > 0 then retry = claim_share(waiting, engines) end
-local left = #claimed < room_requests and room_tokens or 0  -- without a slot the room is of no use
+local room_left = #claimed < room_requests and room_tokens or 0  -- without a slot the room is of no use
 
 -- Where no other engine has room, claim for tenants outside the crowd, as far as requests of the crowd would yield.
 if waiting > 0 and yield_tokens > 0 and not closed then
@@ -237,10 +237,10 @@ if publishes == 'afresh' or vanished == 1 and (added ~= '' or #claimed > 0) then
 end
 
 -- What a retry of this exchange gets, and for submits and other engines how many prompt tokens it would still claim.
-call('HSET', state, 'seq', seq, 'reply', cmsgpack.pack({claimed, orders, retry, vanished}), 'room', left,
+call('HSET', state, 'seq', seq, 'reply', cmsgpack.pack({claimed, orders, retry, vanished}), 'room', room_left,
      'heard', now_ms())
-if publishes ~= '' and left > 0 then
-  call('HSET', P .. 'spare', engine, struct.pack('<ddddd', left, now_ms(), token_us, step_us, backlog))
+if publishes ~= '' and room_left > 0 then
+  call('HSET', P .. 'spare', engine, struct.pack('<ddddd', room_left, now_ms(), token_us, step_us, backlog))
 elseif known_room ~= '0' then  -- with 0 it is not there
   call('HDEL', P .. 'spare', engine)
 end
