@@ -27,8 +27,10 @@ class PrefixSink(Protocol):
 
 
 class HeldPrefixes:
-    """Observer that knows which published digests the prefix cache would find: MOST_HELD at most, least recently used
-    ones leave first.  A turn costs O(requests that ended and blocks that were evicted)."""
+    """Observer that knows which published digests the prefix cache would find, MOST_HELD at most.
+
+    Beyond that the least recently used leave, of a prompt the longest first.  A turn costs O(requests that ended and
+    blocks that were evicted)."""
 
     def __init__(self, pool: BlockPool, sink: PrefixSink) -> None:
         """From now on `pool` notes what it evicts, and this takes it."""
@@ -57,9 +59,12 @@ class HeldPrefixes:
             self._sink.put_prefixes(list(gained), list(lost))
 
     def _judge(self, event: Event, gained: dict[bytes, None], lost: dict[bytes, None]) -> None:
-        """Find out which prefixes of an ended request the cache has: the longest ones are evicted first."""
+        """Find out which prefixes of an ended request the cache has.
+
+        The shortest counts as used last: other engines ask for it first, so without it the others would be no use."""
         size, blocks = self._pool.block_size, event.digests
-        for length, digest in zip(LENGTHS, split(event.request.prefixes), strict=False):
+        prefixes = list(zip(LENGTHS, split(event.request.prefixes), strict=False))
+        for length, digest in reversed(prefixes):
             place = length // size - 1
             if place >= len(blocks) or not self._pool.lookup([blocks[place]]):
                 _move(digest, lost, gained)

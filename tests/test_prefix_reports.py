@@ -115,6 +115,32 @@ def test_the_number_of_digests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 @given(
     work=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 2), st.sampled_from((0, 256, 512)), st.integers(64, 1000)),
+        min_size=4,
+        max_size=12,
+    )
+)
+def test_beyond_the_bound_the_longest_prefixes_leave_first(work: list[tuple[int, int, int, int]]) -> None:
+    """An engine that looks for what another one holds asks for the shortest prefix first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.prefix_reports.MOST_HELD", 20)
+        rig, prompts = Rig(1024), list[list[int]]()
+        for number, (trunk, branch, common, length) in enumerate(work):
+            prompts.append((tokens(trunk, common) + tokens(100 + branch, 1000))[:length])
+            rig.claim(f"r{number}", prompts[-1])
+            if number % 3:  # some end together
+                rig.finish()
+        rig.finish()
+    distinct = {digest for prompt in prompts for digest in split(prefix_digests(prompt, ""))}
+    assert len(rig.known) == min(20, len(distinct))
+    for prompt in prompts:
+        known = [digest in rig.known for digest in split(prefix_digests(prompt, ""))]
+        assert known == sorted(known, reverse=True)
+    assert split(prefix_digests(prompts[-1], ""))[0] in rig.known
+
+
+@given(
+    work=st.lists(
         st.tuples(st.integers(0, 4), st.sampled_from((50, 64, 200, 600, 900)), st.booleans(), st.booleans()),
         max_size=12,
     )
@@ -156,18 +182,23 @@ def test_an_exchange_sends_what_changed_and_everything_after_a_lapse() -> None:
     published = PublishedPrefixes()
     one, two, three = b"1" * 8, b"2" * 8, b"3" * 8
     assert published.update(PrefixReport([one, two])) in (("afresh", one + two, b""), ("afresh", two + one, b""))
-    published.sent()
+    published.sent(vanished=False)
     published.claimed(three)
     # Redis has a claim's digests already, and never had the other one: neither is sent.
     assert published.update(PrefixReport([three], [one, b"4" * 8])) == ("1", b"", one)
-    published.sent()
+    published.sent(vanished=False)
     published.start_afresh()
     how, added, removed = published.update(PrefixReport())
     assert (how, set(split(added)), removed) == ("afresh", {two, three}, b"")
     assert published.update(None) == ("", b"", b"")
     published.claimed(one)
     assert published.update(PrefixReport()) == ("afresh", b"", b"")
-    published.sent()
+    published.sent(vanished=False)
+    published.sent(vanished=True)  # it holds nothing, so nothing is missing
+    assert published.update(PrefixReport([two])) == ("1", two, b"")
+    published.sent(vanished=True)
+    assert published.update(PrefixReport([], [two])) == ("afresh", b"", b"")
+    published.sent(vanished=False)
     published.claimed(bytes(8 * (prefixes.MOST_PUBLISHED // 2)))  # all the same
     published.claimed(struct.pack(f"<{prefixes.MOST_PUBLISHED}Q", *range(1, prefixes.MOST_PUBLISHED + 1)))
     assert published.update(PrefixReport([two])) == ("afresh", two, b"")

@@ -126,7 +126,7 @@ class EngineSide:
             batches = [(gateway, _without(batch, gone)) for gateway, batch in batches]
             finished = [request_id for request_id in finished if request_id not in gone]
         self._forget(finished)
-        works, orders, queued, engines, _, watched, retry_ms = reply
+        works, orders, queued, engines, _, watched, retry_ms, _ = reply
         self.queue_share, self.watched = queued / max(1, engines), bool(watched)
         reset = RESET_ORDER in orders
         received = ExchangeReply([], [], reassigned, retry_ms=retry_ms, reset_prefix_cache=reset)
@@ -211,7 +211,7 @@ class EngineSide:
         if reply is not None:
             tail_bytes = sum(len(one) for lasting, one in zip(words[1::3], words[2::3], strict=True) if lasting)
             self._journal.entered(logged, tail_bytes)
-            self._prefixes.sent()
+            self._prefixes.sent(vanished=bool(reply[7]))
             self.clock.sample(sent, reply[4])
         return reply
 

@@ -35,6 +35,9 @@ PREFIX_DENSE = 16  # so many lengths are one PREFIX_BLOCK apart, beginning with 
 PREFIX_STEPS = 8  # lengths in each doubling after them
 PREFIX_COUNT = 64  # most lengths, up to 65,536 tokens
 WINDOW = 32  # requests at the head of a tenant's queue among which an engine chooses by prefix
+# Requests that one exchange tries and does not claim, after which it claims in the queue's order.  Each takes Redis
+# about 20 us, and where each of many tenants has one, all of them would be tried.
+TRIES = 128
 PATIENCE_PERCENT = 75  # of the time until its target, after which an on-time request that was passed over goes first
 RECOMPUTE = 2  # what a token costs that another engine holds: its time, and the cached token that it evicts
 PACE_TOKENS = 32  # output tokens for which the step time of an engine counts in its cost

@@ -38,7 +38,8 @@ def prefix_digests(token_ids: Sequence[int], salt: str) -> bytes:
     """Return the digests of a prompt's prefixes, DIGEST_BYTES each, shortest first; none of a prompt under 64 tokens.
 
     Equal digests mean equal tokens under an equal salt.  A collision (2**-64 for two prefixes) costs time only: engines
-    look their cache up by digests of 32 bytes.  O(tokens): 0.1 ms for 65,536."""
+    look their cache up by digests of 32 bytes.  O(tokens): 0.02 ms for 1,000 and 0.85 ms for 65,536, the best of 200 on
+    one core of an AMD EPYC."""
     state = blake2b(f"{len(salt)}:{salt}".encode(), digest_size=DIGEST_BYTES)
     found, begin = bytearray(), 0
     for length in LENGTHS:
@@ -74,7 +75,7 @@ class PublishedPrefixes:
         self._publishes = False  # the last report was one
 
     def start_afresh(self) -> None:
-        """Send everything in the next exchange: the lease lapsed, or Redis lost data."""
+        """Send everything in the next exchange: it follows a rejoin."""
         self._afresh = True
 
     def update(self, report: PrefixReport | None) -> tuple[str, bytes, bytes]:
@@ -95,9 +96,11 @@ class PublishedPrefixes:
             return "afresh", b"".join(self._held), b""
         return "1", b"".join(added), b"".join(removed)
 
-    def sent(self) -> None:
-        """Redis has what update() returned."""
-        self._afresh = False
+    def sent(self, *, vanished: bool) -> None:
+        """Redis has what update() returned.  `vanished`: it had nothing before, so the next exchange sends everything.
+
+        The digests expire with the lease.  An exchange that comes before a gateway notices the lapse is accepted."""
+        self._afresh = vanished and bool(self._held)
 
     def claimed(self, digests: bytes) -> None:
         """A claim made this engine a holder of a request's prefixes."""

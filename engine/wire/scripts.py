@@ -23,7 +23,19 @@ from engine.wire import layout
 
 FILES = resources.files("engine.wire") / "redis"
 # Each uses only those before it.
-SHARED = ("base", "log", "queue", "listeners", "endings", "lanes", "engines", "locality", "quotas", "responses")
+SHARED = (
+    "base",
+    "log",
+    "queue",
+    "turns",
+    "listeners",
+    "endings",
+    "lanes",
+    "engines",
+    "locality",
+    "quotas",
+    "responses",
+)
 
 
 def constants() -> dict[str, int]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Awaitable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
+from engine.wire.layout import TRIES
 from engine.wire.messages import Delta, Finish, TokenBatch
-from tests.wire.sides import LATE, Bus, batch, generate, ids, load, take
+from engine.wire.prefixes import PrefixReport
+from tests.wire.sides import LATE, PLENTY, Bus, batch, generate, ids, load, take
 from tests.wire.test_locality import SLOW, ask, prompt
 
 QUEUED = 600  # more than Redis keeps as one list
@@ -90,6 +95,52 @@ async def test_a_claim_by_prefix(own_bus: Bus, client: redis.Redis) -> None:
         done = ids(got)
         assert len(done) == 1
         assert count <= 54
+
+
+@contextlib.contextmanager
+def tenants_read(client: redis.Redis, waiting: int) -> Iterator[list[int]]:
+    """Count how many tenants scripts ask of `turns:` in each command; `waiting`: as many as there are."""
+    found: list[int] = []
+    with client.monitor() as monitor:  # type: ignore[no-untyped-call]
+        yield found
+        client.echo("end")
+        while not (command := monitor.next_command()["command"]).startswith("ECHO"):
+            if match := re.search(r"zrange \S*:turns:\S+ (\d+) (-?\d+)", command, re.IGNORECASE):
+                first, last = int(match[1]), int(match[2])
+                found.append(min(waiting, last + 1 if last >= 0 else waiting) - first)
+
+
+async def test_requests_of_many_tenants_that_are_left_to_another_engine(own_bus: Bus, client: redis.Redis) -> None:
+    """What one exchange tries is bounded, and it goes through the tenants once."""
+    gateway, engine, other = await own_bus.gateway(), await own_bus.engine("e1"), await own_bus.engine("e2")
+    await engine.exchange([], [], load("e1"), 0, 0, SLOW)
+    busy = PrefixReport(token_us=1e6, step_us=10_000.0, backlog=1_000_000)
+    waiting = 0
+    for more in (2 * TRIES, TRIES):
+        for at in range(waiting, waiting + more):
+            await gateway.submit(ask(f"r{at}", prompt(1, 100), tenant=f"t{at}"))
+        waiting += more
+        await other.exchange([], [], load("e2"), *PLENTY, SLOW, claim_tokens=0)  # it has room, and claims nothing
+        with tenants_read(client, waiting) as read:
+            got, count = await commands(client, engine.exchange([], [], load("e1"), 1_000_000, 2, busy))
+        assert len(ids(got)) == 2
+        assert sum(read) <= 2 * TRIES + 4
+        assert count <= 11 * TRIES
+
+
+async def test_claims_outside_a_crowd_go_through_the_tenants_once(own_bus: Bus, client: redis.Redis) -> None:
+    gateway, engine = await own_bus.gateway(), await own_bus.engine()
+    crowd = [f"loud {at}" for at in range(100)]
+    for tenant in crowd:
+        await gateway.submit(generate(tenant, tenant=tenant))
+    for at in range(20):
+        await gateway.submit(generate(f"quiet {at:02}", tenant=f"quiet {at:02}"))
+    full = msgspec.structs.replace(load("e1"), crowd=crowd, yield_tokens=1000)
+    with tenants_read(client, 120) as read:
+        got, count = await commands(client, engine.exchange([], [], full, 0, 0))
+    assert ids(got) == [f"quiet {at:02}" for at in range(20)]
+    assert sum(read) <= 2 * (len(crowd) + 1) + 20  # of both lanes
+    assert count <= 20 * 24
 
 
 async def test_output_of_many_sequences_takes_no_more_commands_than_that_of_one(

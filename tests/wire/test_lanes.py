@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 
 import pytest
 import redis
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.layout import MOVES
 from engine.wire.messages import Beams, Finish, Generate, Sampling
 from engine.wire.records import ANY_TOKENS, LaneQueue, Place, QueueBounds
+from engine.wire.scripts import Script
 from tests.wire.sides import LATE, Bus, batch, generate, ids, load, read, take, within
 
 
@@ -263,3 +267,51 @@ async def test_an_engine_claims_what_it_can_compute_soon_and_the_rest_stays_in_t
     assert await claim(1) == ["c"]
     assert await claim(1) == ["e"]
     assert await claim(1) == ["d"]  # however long it is
+
+
+WALK = """
+local left_out, waits = {}, {}
+for at = 1, 8 do
+  call('HSET', P .. 'counters', 't' .. at, 10 * (at % 3))
+  enter_lane('on_time', 't' .. at, 'on ' .. at, at, 1, 0)
+  if at <= 3 then enter_lane('late', 't' .. at, 'late ' .. at, at, 1, 0) end
+end
+local function agrees(lane)
+  local wanted, without = nil, left_out[lane]
+  for _, tenant in ipairs(call('ZRANGE', P .. 'turns:' .. lane, 0, -1)) do
+    if not wanted and not (without and without.names[tenant]) then wanted = tenant end
+  end
+  local found = next_tenant(lane, left_out)
+  if found ~= wanted then error(tostring(found) .. ' instead of ' .. tostring(wanted)) end
+  return found
+end
+for at = 1, #ARGV, 2 do
+  local what, lane = ARGV[at], ARGV[at + 1]
+  local tenant = agrees(lane)
+  if tenant and what == 'leave out' then leave_out(left_out, lane, tenant) end
+  if tenant and what == 'claim' then
+    charge(tenant, 15)
+    note_turn(left_out, lane, tenant)
+  end
+  tenant = what == 'move' and agrees('on_time')
+  if tenant then
+    enter_lane('late', tenant, 'on ' .. tenant, 9, 1, 0)
+    note_entry(left_out, 'late')
+  end
+end
+return agrees('on_time') and agrees('late') and 1 or 0
+"""
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["leave out", "claim", "move"]), st.sampled_from(["on_time", "late"])), max_size=30
+    )
+)
+def test_the_walk_through_the_tenants_that_goes_on_finds_the_one_that_a_new_one_would(
+    redis_server: EmbeddedRedis, steps: list[tuple[str, str]]
+) -> None:
+    """Also where tenants are left out in one lane and claimed in the other, or enter a lane in front."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        words = [word for step in steps for word in step]
+        assert client.eval(Script(WALK).source, 1, f"{{{uuid.uuid4().hex}}}:", *words) in (0, 1)

@@ -7,12 +7,14 @@ import itertools
 import random
 import struct
 import time
+from typing import Any
 
+import pytest
 import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.engine_side import EngineSide
-from engine.wire.layout import PACE_TOKENS, PREFIX_COUNT, RECOMPUTE, STALE_MS, WINDOW
+from engine.wire.layout import PACE_TOKENS, PREFIX_COUNT, RECOMPUTE, STALE_MS, TRIES, WINDOW
 from engine.wire.messages import Generate, Sampling
 from engine.wire.prefixes import LENGTHS, PrefixReport, prefix_digests, split
 from engine.wire.records import ExchangeReply, QueueBounds
@@ -283,6 +285,39 @@ async def test_the_window_is_bounded(bus: Bus) -> None:
     assert ids(await exchange(engine, "e1", requests=1)) == ["held"]
 
 
+async def test_an_exchange_that_leaves_many_tenants_requests_goes_on_in_the_queues_order(bus: Bus) -> None:
+    """It tries TRIES requests in vain.  Beyond them tenants keep their turns, and an engine with room has work."""
+    gateway = await bus.gateway()
+    _, other = await two(bus, SLOW)  # e1 is idle
+    busy = PrefixReport(token_us=1e6, step_us=10_000.0, backlog=1_000_000)
+    names = [f"r{at:03}" for at in range(TRIES + 10)]
+    for name in names:
+        await gateway.submit(ask(name, prompt(1, 100), tenant=f"tenant of {name}"))
+    got = await exchange(other, "e2", busy, requests=1)
+    assert (ids(got), got.retry_ms > 0) == ([names[TRIES]], True)
+    assert ids(await exchange(other, "e2", busy, requests=5)) == names[TRIES + 1 : TRIES + 6]
+    # A tenant whose window has room for more tries is tried to its end.
+    for at in range(3):
+        await gateway.submit(ask(f"first {at}", prompt(1, 100), tenant=f"tenant of {names[0]}"))
+    assert ids(await exchange(other, "e2", busy, requests=1)) == [names[TRIES - 3]]
+
+
+async def test_one_exchange_may_pass_over_thousands(bus: Bus, redis_server: EmbeddedRedis) -> None:
+    """More than Lua takes as the arguments of one command."""
+    gateway, tenants = await bus.gateway(), 135
+    engine = await bus.engine("e1", lease_ms=600_000)
+    await exchange(engine, "e1", holding(prompt(1, 1024)))
+    await exchange(await bus.engine("e2"), "e2", None)
+    for tenant in range(tenants):
+        work = [ask(f"{tenant} {at}", prompt(9, 64), tenant=f"t{tenant}") for at in range(WINDOW - 1)]
+        await asyncio.gather(*(gateway.submit(request, bounds=LATE) for request in work))
+        await gateway.submit(ask(f"{tenant} held", prompt(1, 64), tenant=f"t{tenant}"), bounds=LATE)
+    got = await exchange(engine, "e1", requests=tenants)
+    assert set(ids(got)) == {f"{tenant} held" for tenant in range(tenants)}
+    with redis.Redis.from_url(redis_server.url) as client:
+        assert client.hlen(f"{{{bus.namespace}}}:passed") == tenants * (WINDOW - 1)
+
+
 # ----------------------------------------------------------------------------------------------------------- bursts
 
 
@@ -393,6 +428,51 @@ async def test_a_dead_engines_prefixes_go_with_its_lease_and_come_back_when_it_r
         assert client.scard(key) == 16
     await gateway.submit(ask("b", prompt(1, 1000) + prompt(5, 2000)))
     assert ids(await exchange(holder, "e1")) == ["b"]
+
+
+@pytest.mark.parametrize("lost", ["", "reply", "reply, and then the digests"])
+@pytest.mark.parametrize("gains", [False, True])
+async def test_digests_that_expire_before_a_gateway_notices_the_lapse_are_published_afresh(
+    bus: Bus, redis_server: EmbeddedRedis, lost: str, gains: bool
+) -> None:
+    """Redis stood still for longer than the lease, or all gateways were away.  The engine has sent what it holds."""
+    gateway = await bus.gateway()
+    holder, other = await two(bus, holding(prompt(1, 1024)))
+    more = PrefixReport(split(prefix_digests(prompt(2, 640), "")) if gains else [], [], SLOW.token_us, SLOW.step_us)
+    with redis.Redis.from_url(redis_server.url) as client:
+
+        def lapse() -> None:
+            client.delete(f"{{{bus.namespace}}}:prefixes:e1", f"{{{bus.namespace}}}:lease:e1")
+
+        key = f"{{{bus.namespace}}}:prefixes:e1"
+        await gateway.submit(ask("before", prompt(3, 128)))
+        if lost != "reply, and then the digests":
+            lapse()
+        run, repeat = holder._link.run_script, bool(lost)
+
+        async def send(*words: Any, **more: Any) -> Any:
+            nonlocal repeat
+            reply = await run(*words, **more)
+            if repeat:
+                repeat = False
+                if lost == "reply, and then the digests":
+                    lapse()
+                return await run(*words, **more)  # the first reply was lost
+            return reply
+
+        holder._link.run_script = send  # type: ignore[method-assign]
+        got = await exchange(holder, "e1", more)
+        assert (ids(got), got.reassigned) == (["before"], [])
+        assert client.pttl(key) != -1
+        await exchange(holder, "e1")
+        assert client.smembers(key) == holder._prefixes._held
+        assert client.scard(key) == 16 + 10 * gains + 2
+        assert 0 < client.pttl(key) <= 5000
+        await gateway.fleet()
+        await gateway.submit(ask("a", prompt(1, 1100)))
+        assert ids(await exchange(other, "e2")) == []
+        assert ids(await exchange(holder, "e1")) == ["a"]
+        assert holder._epoch == "0"
 
 
 async def test_a_second_engine_of_the_same_name_begins_without_prefixes(bus: Bus) -> None:

@@ -12,7 +12,8 @@
 --   {{payload, listeners, {{tokens, Finish} of each continuation}, prompt tokens held, 1 if it was passed over before}
 --     for each claimed request; no continuations where no engine has held it before},
 --   orders, requests waiting, engines, Redis' unix ms, 1 if a gateway watches the engines' blocks,
---   ms after which the engine should ask again, because it has left a request to another one; 0: it has left none
+--   ms after which the engine should ask again, because it has left a request to another one; 0: it has left none,
+--   1 if Redis had no digests of this engine: they expire with a lease that it did not renew in time
 -- }.
 local engine, session, seq, epoch, lease_ms, load = unpack(ARGV, 1, 6)
 local room_tokens, room_requests, claim_tokens, finished, produced, pieces = unpack(ARGV, 7, 12)
@@ -35,23 +36,24 @@ local claimed, works = {}, {}  -- {id, prompt tokens held, 1 if it was passed ov
 local orders = {}
 
 -- What the engine gets of a claimed request.  `from`: false if no engine has held it before, so its log has nothing.
-local function work(payload, names, from, id, held, passed)
+local function work(payload, names, from, id, held, waited)
   local outputs, log = {}, P .. 'log:' .. id
   if from then
     for i = 0, continuations(id) - 1 do
       outputs[i + 1] = {call('GET', log .. ':' .. i), call('HGET', log, 'finish:' .. i)}
     end
   end
-  return {payload, names, outputs, held, passed}
+  return {payload, names, outputs, held, waited}
 end
 
--- Returns whether there was room for its `size` prompt tokens.  `lane`: nil for a suspect.
+-- Returns whether there was room for its `size` prompt tokens.  `lane`: nil for a suspect.  `request`: what choose has
+-- returned (locality.lua); nil where nothing was chosen.
 local function claim(lane, id, size, request)
   if size > room_tokens then return false end
   room_tokens = room_tokens - size
   local payload, names, from, place, tenant, dropped, prefixes = unpack(call('HMGET', P .. 'req:' .. id,
     'payload', 'listeners', 'from', 'place', 'tenant', 'dropped', 'prefixes'))
-  local held, passed = request and request.held or 0, request and request.passed and 1 or 0
+  local held, waited = request and request.held or 0, request and request.waited and 1 or 0
   if publishes ~= '' and prefixes then add_prefixes(engine, prefixes, held) end
   if lane then leave_queue(lane, tenant, id, size, #payload) else call('ZREM', P .. 'suspects', id) end
   count_share(late_share, lane, size)
@@ -61,8 +63,8 @@ local function claim(lane, id, size, request)
   end
   held = held > 0 and prefix_tokens(held) or 0
   claim_tokens = claim_tokens - (size - held)
-  claimed[#claimed + 1] = {id, held, passed}
-  works[#claimed] = work(payload, names, from, id, held, passed)
+  claimed[#claimed + 1] = {id, held, waited}
+  works[#claimed] = work(payload, names, from, id, held, waited)
   return true
 end
 
@@ -105,32 +107,32 @@ end
 -- Where several engines publish their prefixes, they choose within what fairness and lanes allow (locality.lua).
 -- Returns the ms after which the engine should ask again, 0 for no such time.
 local function claim_share(waiting, engines)
-  local most, left, me = math.min(room_requests, math.ceil(waiting / math.max(1, engines))), {}, nil
-  local choose, note_claim, note_passed
+  local most, left_out = math.min(room_requests, math.ceil(waiting / math.max(1, engines))), {}
+  local choose, note_claim, finish
   if publishes ~= '' and engines > 1 and most > 0 and call('EXISTS', P .. 'prefixes') == 1 then
-    me = {name = engine, token_us = tonumber(token_us), step_us = tonumber(step_us), backlog = tonumber(backlog)}
-    choose, note_claim, note_passed = chooser(me, now_ms())
+    local me = {name = engine, token_us = tonumber(token_us), step_us = tonumber(step_us), backlog = tonumber(backlog)}
+    choose, note_claim, finish = chooser(me, now_ms())
   end
   while #claimed < most and claim_tokens > 0 do
-    local lane, id, size, tenant, due = next_request(late_share, left)
+    local lane, id, size, tenant, due = next_request(late_share, left_out)
     if not id or size > room_tokens then break end
-    if not me then
+    if not choose then
       claim(lane, id, size)
     else
       local request = choose(lane, tenant, {id = id, size = size, due = due}, room_tokens)
       if not request then
-        left[lane] = left[lane] or {}
-        left[lane][tenant] = true
+        leave_out(left_out, lane, tenant)
       else
         if not claim(lane, request.id, request.size, request) then break end
         note_claim(lane, request)
+        note_turn(left_out, lane, tenant)
       end
     end
   end
-  if not me then return 0 end
-  backlog = me.backlog
-  note_passed()
-  return me.retry and math.max(1, math.ceil(me.retry - now_ms())) or 0
+  if not choose then return 0 end
+  local retry
+  retry, backlog = finish()
+  return retry
 end
 
 local known_session, known_seq, known_epoch, trial, known_room = unpack(
@@ -146,15 +148,17 @@ end
 call('PEXPIRE', state, MEMORY_MS)  -- a first write that full memory never refuses: exchanges are what empties Redis
 call('SET', P .. 'lease:' .. engine, load, 'PX', lease_ms)
 local waiting, engines = call('HLEN', P .. 'waiting'), call('SCARD', P .. 'engines')
+-- The digests are renewed with the lease.  The engine sends differences, so it must learn where there are none.
+local vanished = publishes ~= '' and 1 - call('PEXPIRE', P .. 'prefixes:' .. engine, lease_ms) or 0
 if repeated then
-  if publishes ~= '' then call('PEXPIRE', P .. 'prefixes:' .. engine, lease_ms) end
-  local retry
-  claimed, orders, retry = unpack(cmsgpack.unpack(call('HGET', state, 'reply')))
+  local retry, before
+  claimed, orders, retry, before = unpack(cmsgpack.unpack(call('HGET', state, 'reply')))
   for _, one in ipairs(claimed) do
     local payload, names, from = unpack(call('HMGET', P .. 'req:' .. one[1], 'payload', 'listeners', 'from'))
     if payload then works[#works + 1] = work(payload, names, from, unpack(one)) end  -- else withdrawn: an abort follows
   end
-  return {works, orders, waiting, engines, now_ms(), call('EXISTS', P .. 'watch'), retry}
+  vanished = math.max(vanished, before)
+  return {works, orders, waiting, engines, now_ms(), call('EXISTS', P .. 'watch'), retry, vanished}
 end
 
 -- Charge the output, enter it in the logs, send it.
@@ -199,12 +203,14 @@ if added ~= '' then each_part('SADD', P .. 'prefixes:' .. engine, added) end
 local rare = call('EXISTS', P .. 'suspects', P .. 'orders:' .. engine, P .. 'watch') > 0
 local closed, retry = (trial or rare) and tries_suspect(trial), 0
 if closed then room_tokens = 0 elseif waiting > 0 then retry = claim_share(waiting, engines) end
-local left = #claimed < room_requests and room_tokens or 0  -- without a slot the room is of no use
+local room_left = #claimed < room_requests and room_tokens or 0  -- without a slot the room is of no use
 
 -- Where no other engine has room, claim for tenants outside the crowd, as far as requests of the crowd would yield.
 if waiting > 0 and yield_tokens > 0 and not closed then
   local crowd = {}
-  for _, tenant in ipairs(cmsgpack.unpack(load).crowd or {}) do crowd[tenant] = true end
+  for _, tenant in ipairs(cmsgpack.unpack(load).crowd or {}) do
+    for _, lane in ipairs(LANES) do leave_out(crowd, lane, tenant) end
+  end
   room_tokens = yield_tokens
   while room_tokens > 0 and claim_tokens > 0 do
     local lane, id, size = 'on_time', head('on_time', crowd)
@@ -225,13 +231,19 @@ if rare then
   for id, names in pairs(routed) do send_log_ends(id, names) end
 end
 
+if publishes == 'afresh' or vanished == 1 and (added ~= '' or #claimed > 0) then  -- the key is new
+  call('PEXPIRE', P .. 'prefixes:' .. engine, lease_ms)
+  if publishes == 'afresh' then vanished = 0 end
+end
+
 -- What a retry of this exchange gets, and for submits and other engines how many prompt tokens it would still claim.
-call('HSET', state, 'seq', seq, 'reply', cmsgpack.pack({claimed, orders, retry}), 'room', left, 'heard', now_ms())
-if publishes ~= '' and left > 0 then
-  call('HSET', P .. 'spare', engine, struct.pack('<ddddd', left, now_ms(), token_us, step_us, backlog))
+call('HSET', state, 'seq', seq, 'reply', cmsgpack.pack({claimed, orders, retry, vanished}), 'room', room_left,
+     'heard', now_ms())
+if publishes ~= '' and room_left > 0 then
+  call('HSET', P .. 'spare', engine, struct.pack('<ddddd', room_left, now_ms(), token_us, step_us, backlog))
 elseif known_room ~= '0' then  -- with 0 it is not there
   call('HDEL', P .. 'spare', engine)
 end
-if publishes ~= '' then call('PEXPIRE', P .. 'prefixes:' .. engine, lease_ms) end
 if seq == '1' then engines = engines + call('SADD', P .. 'engines', engine) end  -- REJOIN does it later
-return {works, orders, waiting - LEFT, engines, now_ms(), rare and call('EXISTS', P .. 'watch') or 0, retry}
+return {works, orders, waiting - LEFT, engines, now_ms(), rare and call('EXISTS', P .. 'watch') or 0, retry,
+        vanished}

@@ -46,21 +46,19 @@ local function claimable(id, now)
   if tokens then end_with(id, {'deadline'}) end
 end
 
--- The next request of the lane, of tenants not in `crowd`: its id, prompt tokens, tenant and due time.  On the way
+-- The next request of the lane: its id, prompt tokens, tenant and due time.  `left_out`: as in turns.lua.  On the way
 -- on-time requests past their due time move to the late lane, MOVES of them at most.
-local function head(lane, crowd)
+local function head(lane, left_out)
   local now, moved = now_ms(), 0
   while true do
-    local tenant
-    for _, name in ipairs(call('ZRANGE', P .. 'turns:' .. lane, '0', crowd and '-1' or '0')) do
-      if not (crowd and crowd[name]) then tenant = name break end
-    end
+    local tenant = next_tenant(lane, left_out)
     if not tenant then return nil end
     local id = call('ZRANGE', P .. 'queue:' .. lane .. ':' .. tenant, '0', '0')[1]
     local tokens, due = claimable(id, now)
     if tokens then
       if lane == 'late' or not due or due > now or moved == MOVES then return id, tokens, tenant, due end
       move_to_late(id)
+      note_entry(left_out, 'late')
       moved = moved + 1
     end
   end

@@ -6,14 +6,14 @@
 -- is empty is not held against it.  It grows no further than the first late request needs, because nothing else is
 -- claimed from then on.  It ends with the late lane.
 
--- The request to claim next: lane, id, prompt tokens, tenant and due time; nil: none waits.  `left`: of each lane, the
--- tenants that are left out; nil: none.
-local function next_request(share, left)
-  local id, tokens, tenant, due = head('on_time', left.on_time)
+-- The request to claim next: lane, id, prompt tokens, tenant and due time; nil: none waits.  `left_out`: as in
+-- turns.lua.
+local function next_request(share, left_out)
+  local id, tokens, tenant, due = head('on_time', left_out)
   if late_waits() then
     local credit = id and share > 0 and tonumber(call('GET', P .. 'late_credit') or 0) or 0
     if not id or credit > 0 then
-      local late, size, other = head('late', left.late)
+      local late, size, other = head('late', left_out)
       if late and (not id or credit >= (1 - share) * size) then return 'late', late, size, other end
     end
   end

@@ -7,6 +7,8 @@
 --   whose prefix is held longest? ------> would another engine with room begin it sooner?
 --                                           no:  claimed
 --                                           yes: left, for as long as that engine is ahead; then the next one is tried
+--
+-- After TRIES requests tried in vain an exchange claims in the queue's order.
 
 local function prefix_tokens(count)  -- tokens of the `count`-th length at which prefixes have digests
   if count <= PREFIX_DENSE then return count * PREFIX_BLOCK end
@@ -37,13 +39,22 @@ local function add_prefixes(engine, prefixes, held)
   each_part('SADD', P .. 'prefixes:' .. engine, string.sub(prefixes, held * DIGEST_BYTES + 1))
 end
 
--- What an engine chooses with that publishes its prefixes: the functions choose, note_claim and note_passed, see below.
--- `me`: {name, token_us, step_us, backlog}.  They keep `backlog` true, and set `me.retry`: when the engine should ask
--- again, unix ms.
+-- How an engine that publishes its prefixes claims.  Returns three functions: an exchange calls choose for the tenant
+-- whose turn it is, note_claim after each claim, and finish once at the end.
+-- `me`: {name, token_us, step_us, backlog} of the engine.  `now`: unix ms.
+--
+-- They are made here, not among the shared functions: only claims by prefix pay for making them (scripts.py).
 local function chooser(me, now)
-  local windows, fresh = {}, {}  -- of tenants in lanes; digests that the engine holds since its last choice
-  local passed = {on_time = {}, late = {}}  -- ids that could have been claimed now, and were not
-  local others  -- engines with room, once they are needed
+  -- The claim so far:
+  --   windows      'LANE TENANT' -> what read_window has found
+  --   new_digests  digest -> true, of what the engine has claimed since its last choice
+  --   passed_over  lane -> {id = true}, requests that the engine could have claimed and has not
+  --   tried        requests that choose has tried in vain
+  --   retry_at     unix ms at which the engine should ask again; nil: it has left no request
+  --   backlog      prompt tokens that it has still to compute, with those of its claims
+  --   others       what engines_with_room has found; nil until it is needed
+  local so_far = {windows = {}, new_digests = {}, passed_over = {on_time = {}, late = {}}, tried = 0,
+                  backlog = me.backlog}
 
   -- Of each request of a window: how many of its digests the engine holds.  Most prefixes are held nowhere, which the
   -- shortest one shows.  Then a binary search for all at once: an engine that holds a prefix holds the shorter ones.
@@ -82,22 +93,23 @@ local function chooser(me, now)
     return found
   end
 
-  local function tokens_to_compute(request, held)  -- of the prompt, by an engine that holds so many of its digests
-    return math.max(PREFIX_BLOCK, request.size - (held > 0 and prefix_tokens(held) or 0))
+  local function tokens_to_compute(size, held)  -- of a prompt, by an engine that holds so many of its digests
+    return math.max(PREFIX_BLOCK, size - (held > 0 and prefix_tokens(held) or 0))
   end
 
-  -- What an engine that holds `held` digests has to do for the request, in microseconds: its backlog, the prompt, and
-  -- its pace for the first PACE_TOKENS tokens.  A token that it has to compute counts RECOMPUTE times, and the busier
-  -- the engine is the more, since it delays whatever follows.
-  local function start_cost(engine, request, held)
-    local tokens = tokens_to_compute(request, held)
-    local waited = RECOMPUTE * tokens + engine.backlog * (1 + tokens / request.size)
+  -- What an engine that holds `held` digests has to do for a prompt of `size` tokens, in microseconds: its backlog, the
+  -- prompt, and its pace for the first PACE_TOKENS tokens.  A token that it has to compute counts RECOMPUTE times, and
+  -- the busier the engine is the more, since it delays whatever follows.
+  local function start_cost(engine, backlog, size, held)
+    local tokens = tokens_to_compute(size, held)
+    local waited = RECOMPUTE * tokens + backlog * (1 + tokens / size)
     return waited * engine.token_us + PACE_TOKENS * engine.step_us
   end
 
-  -- The first requests of a tenant's queue, of the priority class of `first`, its head: {ids, prefixes, shortest,
-  -- passed, held, skip}, each an array in their order, and `elsewhere`: engine -> what it holds of each.  nil where
-  -- none has a prefix that could be held.
+  -- The first requests of a tenant's queue, of the priority class of `first`, its head.  Arrays in their order: ids;
+  -- prefixes: their digests; shortest: the first digest of each; entries: what the hash `passed` has of them, or false;
+  -- held: how many digests the engine holds; done: true once tried or claimed.  elsewhere: engine -> held of that one.
+  -- nil where none has a prefix that could be held.
   local function read_window(lane, tenant, first)
     local queue = P .. 'queue:' .. lane .. ':' .. tenant
     local class = math.floor(call('ZSCORE', queue, first) / PLACES)
@@ -109,20 +121,24 @@ local function chooser(me, now)
       prefixes[i], shortest[i], any = digests, string.sub(digests, 1, DIGEST_BYTES), any or digests ~= ''
     end
     if not any then return nil end
-    local window = {ids = ids, prefixes = prefixes, shortest = shortest, skip = {}, elsewhere = {},
-                    passed = call('HMGET', P .. 'passed', unpack(ids))}
+    local window = {ids = ids, prefixes = prefixes, shortest = shortest, done = {}, elsewhere = {},
+                    entries = call('HMGET', P .. 'passed', unpack(ids))}
     window.held = held_counts(me.name, window)
     return window
   end
 
-  -- The place in a window of the request to claim: the first one that was passed over for too long, else the one of
-  -- which the engine holds most; nil: none is left.
+  -- Entries of `passed` are 'UNTIL MS', with as many digits as `now`: as texts they are in the order of UNTIL.  Making
+  -- numbers of all entries of a window would take Redis as long as several commands.
+  local last_overdue = now .. ' ~'
+
+  -- The place in a window of the request to try next, and whether it goes first because it was passed over for too
+  -- long: the first such request, else the one of which the engine holds most; nil: all are done.
   local function next_place(window)
-    local best, latest = nil, now .. ' ~'  -- `passed` begins with as many digits
+    local best
     for at = 1, #window.ids do
-      if not window.skip[at] then
-        local before = window.passed[at]
-        if before and before <= latest then return at, true end
+      if not window.done[at] then
+        local entry = window.entries[at]
+        if entry and entry <= last_overdue then return at, true end
         if not best or window.held[at] > window.held[best] then best = at end
       end
     end
@@ -131,119 +147,156 @@ local function chooser(me, now)
 
   -- The unix ms from which a request that is first passed over now goes first: it has waited as long again, at least
   -- the time to compute its prompt after the backlog, or on time PATIENCE_PERCENT of what it has left.
-  local function patience_end(size, since, due)
-    local patience = math.max(now - since, (size + me.backlog) * me.token_us / 1000)
+  -- `submitted`, `due`: unix ms; `due`: nil in the late lane.
+  local function patience_end(size, submitted, due)
+    local patience = math.max(now - submitted, (size + so_far.backlog) * me.token_us / 1000)
     if due then patience = math.min(patience, PATIENCE_PERCENT / 100 * (due - now)) end
     return math.min(math.ceil(now + patience), now + MEMORY_MS)
   end
 
-  -- Until when (unix ms) the engine leaves a request to another one, which has less to do for it; nil: it does not.  No
-  -- longer than the other is ahead, nor than this engine would need for what it does not hold of the prompt.
-  local function left_until(lane, window, at, request)
-    if request.urgent or request.prefixes == '' or me.token_us == 0 then return nil end
-    others = others or engines_with_room()
-    if #others == 0 then return nil end
-    local mine, ahead = start_cost(me, request, request.held), 0
-    local most = tokens_to_compute(request, request.held) * me.token_us
-    for _, other in ipairs(others) do
+  -- Microseconds by which another engine with room is ahead for a request of a window, at most what this engine would
+  -- need for what it does not hold of the prompt; 0: none is ahead.
+  local function time_ahead(window, at, size)
+    local held = window.held[at]
+    local mine, ahead = start_cost(me, so_far.backlog, size, held), 0
+    local most = tokens_to_compute(size, held) * me.token_us
+    for _, other in ipairs(so_far.others) do
       if ahead >= most then break end
-      if other.room >= request.size then
+      if other.room >= size then
         -- Asked once for the whole window: with many engines, one request at a time is what a claim would cost.
-        local held = window.elsewhere[other.name] or held_counts(other.name, window)
-        window.elsewhere[other.name] = held
-        ahead = math.max(ahead, mine - start_cost(other, request, held[at]))
+        local theirs = window.elsewhere[other.name] or held_counts(other.name, window)
+        window.elsewhere[other.name] = theirs
+        ahead = math.max(ahead, mine - start_cost(other, other.backlog, size, theirs[at]))
       end
     end
+    return math.min(ahead, most)
+  end
+
+  -- Until when (unix ms) the engine leaves a request of a window to another one; nil: it does not.
+  local function left_until(lane, window, at, size, due)
+    if window.prefixes[at] == '' or me.token_us == 0 then return nil end
+    so_far.others = so_far.others or engines_with_room()
+    if #so_far.others == 0 then return nil end
+    local ahead = time_ahead(window, at, size)
     if ahead == 0 then return nil end
-    ahead = math.min(ahead, most)
-    local latest, since = string.match(request.passed or '', '^(%d+) (%d+)$')
-    local age = latest or call('ZSCORE', P .. 'ages:' .. lane, request.id)
-    latest = latest or patience_end(request.size, age, request.due)
-    local limit = math.min((since or now) + ahead / 1000, latest)
+    local goes_first, since = string.match(window.entries[at] or '', '^(%d+) (%d+)$')
+    if goes_first then
+      goes_first, since = tonumber(goes_first), tonumber(since)
+    else
+      since = now
+      goes_first = patience_end(size, tonumber(call('ZSCORE', P .. 'ages:' .. lane, window.ids[at])), due)
+    end
+    local limit = math.min(since + ahead / 1000, goes_first)
     return limit > now and limit or nil
   end
 
-  -- The request that the engine claims next of a tenant's window, with room for `most` tokens; nil: it leaves them all.
-  -- `first`: the head of the queue, which fits: {id, size, due}.
-  local function choose(lane, tenant, first, most)
-    if next(fresh) then  -- requests of the windows whose prefix has been claimed since count as held
-      for _, window in pairs(windows) do
-        for at, prefixes in ipairs(window.prefixes) do
-          while fresh[prefix_digest(prefixes, window.held[at] + 1)] do window.held[at] = window.held[at] + 1 end
+  local function hold_new_digests()  -- requests of the windows whose prefix has been claimed since count as held
+    if not next(so_far.new_digests) then return end
+    for _, window in pairs(so_far.windows) do
+      for at, prefixes in ipairs(window.prefixes) do
+        while so_far.new_digests[prefix_digest(prefixes, window.held[at] + 1)] do
+          window.held[at] = window.held[at] + 1
         end
       end
-      fresh = {}
     end
-    local key = lane .. ' ' .. tenant
-    local window = windows[key] or read_window(lane, tenant, first.id)
-    if not window then return {id = first.id, size = first.size, held = 0} end
-    windows[key] = window
+    so_far.new_digests = {}
+  end
+
+  -- The request of a window that the engine claims next, see choose; nil: it leaves all that are not done.
+  local function choose_of(window, lane, first, most)
+    local passed_over = so_far.passed_over[lane]
     while true do
       local at, urgent = next_place(window)
-      if not at and window.claimed then  -- more may wait behind it
-        windows[key] = nil
-        return choose(lane, tenant, first, most)
-      elseif not at then
-        return nil
-      end
+      if not at then return nil end
+      window.done[at] = true
+      so_far.tried = so_far.tried + 1
       local id, size, due = window.ids[at], first.size, first.due
       if id ~= first.id then size, due = claimable(id, now) end
-      window.skip[at] = true
-      if size and size <= most and (lane == 'late' or not due or due > now or id == first.id) then
-        local request = {id = id, size = size, due = lane == 'on_time' and due, prefixes = window.prefixes[at],
-                         held = window.held[at], passed = window.passed[at], urgent = urgent}
-        local limit = left_until(lane, window, at, request)
-        if limit then
-          me.retry = math.min(me.retry or limit, limit)
-          if not request.passed then passed[lane][id] = true end
-        else
+      local in_lane = lane == 'late' or not due or due > now or id == first.id
+      if size and size <= most and in_lane then
+        local limit = not urgent and left_until(lane, window, at, size, lane == 'on_time' and due or nil)
+        if not limit then
           for i = 1, at - 1 do
-            if not window.skip[i] and not window.passed[i] then passed[lane][window.ids[i]] = true end
+            if not window.done[i] and not window.entries[i] then passed_over[window.ids[i]] = true end
           end
-          window.claimed = true
-          return request
+          window.claims = true
+          so_far.tried = so_far.tried - 1
+          return {id = id, size = size, prefixes = window.prefixes[at], held = window.held[at],
+                  waited = window.entries[at] ~= false}
         end
+        so_far.retry_at = math.min(so_far.retry_at or limit, limit)
+        if not window.entries[at] then passed_over[id] = true end
       elseif urgent and size and size > most then
-        return {id = id, size = size, held = 0}  -- it does not fit, which ends the claim
+        return {id = id, size = size, prefixes = '', held = 0}  -- it does not fit, which ends the claim
       end
     end
   end
 
-  -- The engine has claimed a request that it chose: others with the same prefix count as held from now on.
-  local function note_claim(lane, request)
-    me.backlog = me.backlog + math.max(0, request.size - (request.held > 0 and prefix_tokens(request.held) or 0))
-    passed[lane][request.id] = nil
-    local prefixes = request.prefixes or ''
-    for at = request.held + 1, #prefixes / DIGEST_BYTES do fresh[prefix_digest(prefixes, at)] = true end
+  -- The request that the engine claims next of a tenant's queue: {id, size, prefixes, held: how many of its digests the
+  -- engine holds, waited: whether it was passed over before}; nil: the engine leaves the tenant's requests.
+  -- `first`: the head of the queue, which fits: {id, size, due}.  `most`: prompt tokens for which the engine has room.
+  local function choose(lane, tenant, first, most)
+    hold_new_digests()
+    local key = lane .. ' ' .. tenant
+    while so_far.tried < TRIES do
+      local window = so_far.windows[key] or read_window(lane, tenant, first.id)
+      if not window then break end
+      so_far.windows[key] = window
+      local request = choose_of(window, lane, first, most)
+      if request or not window.claims then return request end
+      so_far.windows[key] = nil  -- more may wait behind a window of which it has claimed some
+    end
+    return {id = first.id, size = first.size, prefixes = '', held = 0}
   end
 
-  local function note_passed()  -- requests that could have been claimed now, and were not
-    for lane, found in pairs(passed) do
-      local ids, words = {}, {}
-      for id in pairs(found) do ids[#ids + 1] = id end
-      if #ids > 0 then
-        local entries = call('HMGET', P .. 'waiting', unpack(ids))
-        local ages = call('ZMSCORE', P .. 'ages:' .. lane, unpack(ids))
-        local dues = lane == 'on_time' and call('ZMSCORE', P .. 'due', unpack(ids)) or {}
-        for i, id in ipairs(ids) do
-          if entries[i] then
-            local size, due = tonumber(string.match(entries[i], '^%d+')), tonumber(dues[i] or nil)
-            words[#words + 1] = id
-            words[#words + 1] = patience_end(size, ages[i], due) .. ' ' .. now
-          end
-        end
-        if #words > 0 then
-          -- Redis keeps a small hash as a list, and would search it from its start for each request of a window.  A
-          -- name of more than 64 bytes ends that.
-          local long = string.rep('-', 65)
-          call('HSET', P .. 'passed', long, '', unpack(words))
-          call('HDEL', P .. 'passed', long)
-        end
-      end
+  local function note_claim(lane, request)  -- the engine has claimed what choose has returned
+    so_far.backlog = so_far.backlog
+                     + math.max(0, request.size - (request.held > 0 and prefix_tokens(request.held) or 0))
+    so_far.passed_over[lane][request.id] = nil
+    for at = request.held + 1, #request.prefixes / DIGEST_BYTES do
+      so_far.new_digests[prefix_digest(request.prefixes, at)] = true
     end
   end
 
-  return choose, note_claim, note_passed
+  local function note_passed_over(lane, ids)  -- enter them in the hash `passed`
+    local waiting = call('HMGET', P .. 'waiting', unpack(ids))
+    local submitted = call('ZMSCORE', P .. 'ages:' .. lane, unpack(ids))
+    local dues = lane == 'on_time' and call('ZMSCORE', P .. 'due', unpack(ids)) or {}
+    local words = {}
+    for i, id in ipairs(ids) do
+      if waiting[i] then
+        local size = tonumber(string.match(waiting[i], '^%d+'))
+        words[#words + 1] = id
+        words[#words + 1] = patience_end(size, tonumber(submitted[i]), tonumber(dues[i] or nil)) .. ' ' .. now
+      end
+    end
+    if #words > 0 then
+      -- Redis keeps a small hash as a list, and would search it from its start for each request of a window.  A name
+      -- of more than 64 bytes ends that.
+      local long = string.rep('-', 65)
+      call('HSET', P .. 'passed', long, '', unpack(words))
+      call('HDEL', P .. 'passed', long)
+    end
+  end
+
+  -- Enter the requests that were passed over.  Returns the ms after which the engine should ask again, 0 where it has
+  -- left none, and its backlog with what it has claimed.
+  local function finish()
+    for lane, found in pairs(so_far.passed_over) do
+      local ids = {}
+      for id in pairs(found) do
+        ids[#ids + 1] = id
+        if #ids == 1000 then  -- a command takes no more than thousands of arguments
+          note_passed_over(lane, ids)
+          ids = {}
+        end
+      end
+      if #ids > 0 then note_passed_over(lane, ids) end
+    end
+    return so_far.retry_at and math.max(1, math.ceil(so_far.retry_at - now)) or 0, so_far.backlog
+  end
+
+  return choose, note_claim, finish
 end
 
 local function sweep_prefixes()  -- remove what a process of an earlier release left behind when it took a request
