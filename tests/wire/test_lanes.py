@@ -315,3 +315,17 @@ def test_the_walk_through_the_tenants_that_goes_on_finds_the_one_that_a_new_one_
     with redis.Redis.from_url(redis_server.url) as client:
         words = [word for step in steps for word in step]
         assert client.eval(Script(WALK).source, 1, f"{{{uuid.uuid4().hex}}}:", *words) in (0, 1)
+
+
+def test_the_queues_state_names_more_tenants_than_lua_passes_arguments(redis_server: EmbeddedRedis) -> None:
+    prefix, names = f"{{{uuid.uuid4().hex}}}:", [f"t{at:05}" for at in range(9000)]
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.zadd(prefix + "turns:late", dict.fromkeys(names, 1.0))
+        client.zadd(prefix + "ages:late", {"r": 1000.0})
+        client.hset(prefix + "queued_tokens:late", mapping={name: at for at, name in enumerate(names)})
+        on_time, late = client.eval(Script("return queue_state()").source, 1, prefix)
+        client.delete(*(prefix + key for key in ("turns:late", "ages:late", "queued_tokens:late")))
+    assert on_time == [0, 0, [], [], []]
+    assert late[2][::2] == [name.encode() for name in names]
+    assert late[3] == [str(at).encode() for at in range(9000)]
+    assert late[4] == [None] * 9000

@@ -15,7 +15,7 @@ local shared = {
   "expire_with_log", "continuations", "append_tokens", "append_logprobs", "fold", "fold_for", "logged_tokens",
   "generated_tokens", "finish_open", "keep",
   "LANES", "LATE", "late_waits", "charge", "in_queue", "lift", "on_time_behind", "enter_lane", "leave_lane",
-  "waiting_entry", "enqueue", "LEFT", "leave_queue", "dequeue", "move_to_late", "lane_tokens", "lane_state", "queue_state",
+  "waiting_entry", "enqueue", "LEFT", "leave_queue", "dequeue", "move_to_late", "lane_tokens", "values_of", "lane_state", "queue_state",
   "leave_out", "next_tenant", "note_entry", "note_turn",
   "listeners", "each_of", "other_listeners", "route", "send_log_ends",
   "bury", "withdraw", "unlisten", "end_with", "claimable", "head", "first_suspect",

@@ -126,6 +126,17 @@ local function lane_tokens(lane)  -- prompt tokens that wait in the lane
   return tokens
 end
 
+-- The values of a hash in the order of these fields.  Lua passes no more than 8,000 arguments at once.
+local function values_of(key, fields)
+  if #fields <= 1000 then return call('HMGET', key, unpack(fields)) end
+  local values = {}
+  for first = 1, #fields, 1000 do
+    local part = call('HMGET', key, unpack(fields, first, math.min(first + 999, #fields)))
+    for i, value in ipairs(part) do values[first + i - 1] = value end
+  end
+  return values
+end
+
 -- {requests, ms since the oldest was submitted, {tenant, counter, ...}, {queued tokens, ...}, {weight, ...}} of the
 -- lane, its tenants with the smallest counter first.
 local function lane_state(lane)
@@ -134,7 +145,7 @@ local function lane_state(lane)
   for i = 1, #tenants, 2 do names[#names + 1] = tenants[i] end
   local oldest = call('ZRANGE', P .. 'ages:' .. lane, 0, 0, 'WITHSCORES')[2]
   return {call('ZCARD', P .. 'ages:' .. lane), now_ms() - oldest, tenants,
-          call('HMGET', P .. 'queued_tokens:' .. lane, unpack(names)), call('HMGET', P .. 'weights', unpack(names))}
+          values_of(P .. 'queued_tokens:' .. lane, names), values_of(P .. 'weights', names)}
 end
 
 local function queue_state()  -- the states of both lanes
