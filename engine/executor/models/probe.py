@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from engine.executor.attention import NAME
+from engine.executor.attention import NAME, window_of
 from engine.executor.batch import Plans, StepTensors
 from engine.executor.errors import UnsupportedModel, one_line
 from engine.executor.kv_cache import KVShape, allocate
 from engine.executor.models.fused import Forward
 
 PROBE = "kv_blocks_probe"
+SLIDING = "sliding_attention"  # a kind of layer, in the words of transformers
 MAX_HEAD_SIZE = 512  # of the kernels for a CPU
 # How far logits may differ, as a share of the largest, between two runs of the same shapes: dense models don't differ.
 LEAK = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -39,10 +40,14 @@ class Probe:
 
     starts: list[int]  # first token of each sequence, then the total
     layers: dict[int, KVShape] = field(default_factory=dict)  # by layer index
+    windows: dict[int, int] = field(default_factory=dict)
     cached: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of layers with a cache of their own
 
-    def record(self, index: int, key: Tensor, value: Tensor) -> None:
-        """Note what a layer caches: keys and values [1, Hkv, T, D] of its own, or those of an earlier layer."""
+    def record(self, index: int, key: Tensor, value: Tensor, window: int) -> None:
+        """Note what a layer caches: keys and values [1, Hkv, T, D] of its own, or those of an earlier layer.
+
+        window: tokens that a query sees; 0: all."""
+        self.windows[index] = window
         shares = next((at for at, (k, v) in self.cached.items() if k is key and v is value), None)
         if shares is None:
             self.cached[index] = key, value
@@ -51,6 +56,7 @@ class Probe:
     def clear(self) -> None:
         """Forget what a forward recorded."""
         self.layers.clear()
+        self.windows.clear()
         self.cached.clear()
 
 
@@ -63,7 +69,6 @@ def probe_attention(
     *,
     probe: Probe | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
@@ -71,8 +76,10 @@ def probe_attention(
 ) -> tuple[Tensor, None]:
     """Plain causal attention within each packed sequence; raises UnsupportedModel for what `kv_blocks` cannot do.
 
-    Shapes as `attention.kv_blocks`.  Windows are left out: the packed sequences are shorter than any.
+    Shapes as `attention.kv_blocks`.  Windows are noted only: the packed sequences are shorter than any.
     """
+    window = window_of(module, others)
+    others.pop("sliding_window", None)
     if probe is None:
         raise UnsupportedModel("the model keeps keywords from its attention layers")
     if attention_mask is not None:
@@ -92,7 +99,7 @@ def probe_attention(
         raise UnsupportedModel(f"head size {query.shape[3]} of queries, {size} of keys, {value.shape[3]} of values")
     if size > MAX_HEAD_SIZE:
         raise UnsupportedModel(f"head size {size} is over {MAX_HEAD_SIZE}")
-    probe.record(index, key, value)
+    probe.record(index, key, value, window)
     return plain_attention(query, key, value, probe.starts, scaling, softcap, s_aux), None
 
 
@@ -187,6 +194,7 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
         raise UnsupportedModel(
             f"{kind}: {len(seen.layers)} of {text.num_hidden_layers} layers went through the attention interface"
         )
+    check_windows(module.config, seen.windows, max_model_len)
     if logits[0].shape[:2] != (1, SECOND):
         raise UnsupportedModel(f"{kind}: computes logits of tokens that were not asked for")
     if device.type != "meta":
@@ -199,6 +207,18 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
             raise UnsupportedModel(f"{kind}: takes a token's position from its place in the batch ({drift:.0e})")
     layers = [seen.layers[i] for i in range(text.num_hidden_layers)]
     return Proof(layers, logits[0].shape[2], ids, positions, logits[0])
+
+
+def check_windows(config: PretrainedConfig, windows: dict[int, int], max_model_len: int) -> None:
+    """Raise UnsupportedModel for layers that leave their sliding window to a mask: none is built here."""
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None) or 0
+    if not 0 < window < max_model_len or getattr(text, "use_sliding_window", None) is False:
+        return
+    kinds = getattr(text, "layer_types", None) or [SLIDING] * len(windows)
+    if lacking := [index for index, found in sorted(windows.items()) if kinds[index] == SLIDING and not found]:
+        reason = f"the window of {window} tokens of layer {lacking[0]} does not reach the attention interface"
+        raise UnsupportedModel(f"{config.model_type}: {reason}; a max_model_len of {window} needs no window")
 
 
 def drift_of(logits: Tensor, wanted: Tensor) -> Tensor:
