@@ -34,6 +34,7 @@ from engine.executor.models.bars import no_bars
 from engine.executor.models.builtin import builtin
 from engine.executor.models.demo import demo
 from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
+from engine.executor.models.host_memory import returned_when_freed
 from engine.executor.models.kv_scales import read_kv_scales
 from engine.executor.models.plain_weights import PlainWeights, Weights
 from engine.executor.models.precision import check_dtype, check_stored_dtypes
@@ -93,6 +94,7 @@ def find(name: str) -> Path:
         raise ModelLoadError(f"{name}: no such directory, and not found on the hub: {one_line(error)}") from error
 
 
+@returned_when_freed()
 def load_model(
     name: str,
     *,
