@@ -90,6 +90,8 @@ def find(name: str) -> Path:
         raise ModelLoadError(f"{name}: no such directory")
     try:
         return hub.fetch(name)
+    except ModelLoadError:
+        raise
     except Exception as error:  # the hub client raises its own, httpx's and OSError's, as the weather is
         raise ModelLoadError(f"{name}: no such directory, and not found on the hub: {one_line(error)}") from error
 
@@ -261,7 +263,7 @@ def read_weights(
             log.info("weights quantised by %s are dequantised to %s, so they take its memory", how.method, wanted)
         return model
     check_stored_dtypes(directory, config.model_type)
-    if ranks.size == 1:
+    if ranks.size == 1 and any((directory / name).exists() for name in (hub.WHOLE, hub.INDEX)):
         return read_whole(directory, config, dtype, quantising, part=part)
     weights = PlainWeights(directory, names)
     wanted = (config.dtype or weights.dtype) if dtype == "auto" else getattr(torch, dtype)
@@ -271,7 +273,8 @@ def read_weights(
 def read_whole(
     directory: Path, config: PretrainedConfig, dtype: str, quantising: Quantising | None, *, part: bool
 ) -> PreTrainedModel:
-    """The model of a checkpoint that is not quantised, by transformers' own reader.  Raises ModelLoadError."""
+    """The model of a checkpoint that is not quantised, by transformers' own reader, which finds files by their
+    usual names only.  Raises ModelLoadError."""
     rounding = quantising if quantising is not None and quantising.kind else None
     own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if rounding else AutoModelForCausalLM
     try:
