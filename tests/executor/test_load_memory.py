@@ -92,7 +92,7 @@ def quantised(plain: Path, kind: str, quantise: Callable[[Tensor], dict[str, Ten
     """Write a copy of a checkpoint, shard by shard, whose linear layers but the head are quantised."""
     directory = plain.with_name(kind)
     directory.mkdir()
-    weights = {}
+    weights: dict[str, str] = {}
     for file in sorted(plain.glob("*.safetensors")):
         stored: dict[str, Tensor] = {}
         for name, tensor in load_file(file).items():

@@ -140,8 +140,7 @@ def load_model(
     proof = probe(module, max_model_len)
     check_caches(config.model_type, proof.layers, device)
     fuse(module, max_model_len, ordered=deterministic)
-    if not quantising.rounds_inputs:  # no bound of `prove_served` allows for that
-        prove_served(module, proof)
+    prove_served(module, proof, rounds_inputs=quantising.rounds_inputs)
     return LoadedModel(
         module=module,
         directory=directory,

@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import DryRunFileInfo, snapshot_download
 from tqdm import tqdm
 
 from engine.executor.errors import ModelLoadError
@@ -40,18 +40,19 @@ def fetch(name: str) -> Path:
     others: dict[str, Any] = {"allow_patterns": ["*.safetensors"], "ignore_patterns": [*WITHIN_FOLDERS, FOREIGN]}
     if snapshot(**others, dry_run=True):
         snapshot(**others)
-    elif foreign := snapshot(allow_patterns=[FOREIGN], ignore_patterns=WITHIN_FOLDERS, dry_run=True):
+    elif files := snapshot(allow_patterns=[FOREIGN], ignore_patterns=WITHIN_FOLDERS, dry_run=True):
+        foreign = min(file.filename for file in files if isinstance(file, DryRunFileInfo))
         reason = "whose tensors have other names than those of transformers; it has no model.safetensors"
-        raise ModelLoadError(f"{name}: its weights are in {min(file.filename for file in foreign)}, {reason}")
+        raise ModelLoadError(f"{name}: its weights are in {foreign}, {reason}")
     return directory
 
 
-def progress_lines(what: str) -> type[tqdm[Any]]:
+def progress_lines(what: str) -> Any:
     """Return a bar that the hub client takes for its own, and that logs the bytes of all files in whole lines.
 
     The client's own bars are shown on a terminal only."""
 
-    class Lines(tqdm):  # type: ignore[type-arg]
+    class Lines(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options | {"disable": True})
             of_bytes = options.get("unit") == "B" and str(options.get("desc", "")).startswith("Downloading")
