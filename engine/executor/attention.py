@@ -12,6 +12,8 @@ mask for a name that its mask registry lacks.  None is needed: the kernel is cau
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -32,23 +34,29 @@ def kv_blocks(
     *,
     step: StepTensors,
     scaling: float,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **unused: object,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of one layer over the KV blocks.
 
     query [1, H, T, D], key and value [1, Hkv, T, D]: views, usually a transposed [1, T, H, D].  T: all tokens of the
     step, sequence after sequence.  Returns [1, T, H, D] and no attention weights.
-    `scaling`, `sliding_window` (tokens a query sees, itself included), `softcap` and `s_aux` (sinks [H])
-    are what the model passes.
+    `scaling`, `softcap`, `s_aux` (sinks [H]) and among others `sliding_window` are what the model passes.
     Keywords a model may add and that would change the result are refused once, at load (`models/hf.py`), not here.
     """
     cache = step.caches[module.layer_idx]  # type: ignore[index]  # an int on every attention module
     q = query[0].transpose(0, 1)  # the kernels take any strides, as long as a head's vector is contiguous
     ops.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), cache.k, cache.v, step.kv_indices, cache.scales)
-    return attend(step, q, cache, scaling, sliding_window or 0, softcap or 0.0, s_aux)[None], None
+    return attend(step, q, cache, scaling, window_of(module, others), softcap or 0.0, s_aux)[None], None
+
+
+def window_of(module: nn.Module, keywords: dict[str, Any]) -> int:
+    """Return how many tokens a query of an attention layer sees, itself included; 0: all before it.
+
+    Some models (qwen2_moe) leave the window to a mask: their layers know it and do not pass it."""
+    found: int | None = keywords.get("sliding_window", getattr(module, "sliding_window", None))
+    return found or 0
 
 
 def attend(

@@ -643,12 +643,20 @@ def pack_int4(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | N
     return Packed(strips, size, not widen, widen=widen, scale=scales, zero=zeros)
 
 
+PACKED_AT_ONCE = 1 << 20  # numbers
+
+
 def _in_strips(weight: torch.Tensor) -> torch.Tensor:
     """A copy of weight [out, in] in the layout of `product`, padded with zeros."""
     size, inner = weight.shape
     columns, together = torch.ops.quire.product_layout.default(weight)
-    padded = torch.nn.functional.pad(weight, (0, -inner % together, 0, -size % columns))
-    return padded.view(len(padded) // columns, columns, -1, together).transpose(1, 2).contiguous()
+    strips = weight.new_empty(-(-size // columns), -(-inner // together), columns, together)
+    step = max(1, PACKED_AT_ONCE // (columns * inner))  # the padded copy of a piece is small
+    for first in range(0, len(strips), step):
+        rows = weight[first * columns : (first + step) * columns]
+        padded = torch.nn.functional.pad(rows, (0, -inner % together, 0, -len(rows) % columns))
+        strips[first : first + step] = padded.view(-1, columns, strips.shape[1], together).transpose(1, 2)
+    return strips
 
 
 def packed_linear(

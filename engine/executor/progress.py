@@ -18,6 +18,10 @@ class Progress:
         self._done = 0
         self._reported = time.monotonic()
 
+    def expect(self, total: int) -> None:
+        """Correct the total, where the work turns out to be more."""
+        self._total = total
+
     def advance(self, amount: int = 1) -> None:
         """Count `amount` more parts as done."""
         self._done += amount

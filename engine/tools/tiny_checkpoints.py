@@ -44,23 +44,84 @@ SIZES: list[tuple[str, int]] = [
     (r"(index_n_heads|index_topk)", 4),
     (r"(mamba_n_heads|linear_num_value_heads|linear_num_key_heads|mamba_num_heads)", HEADS),
     (r"(mamba_d_head|linear_key_head_dim|linear_value_head_dim|mamba_head_dim)", 64),
-    (r"(num_mem_blocks|num_kv_shared_layers|num_nextn_predict_layers|first_k_dense_replace|num_dense_layers)", 0),
+    (r"(num_kv_shared_layers|num_nextn_predict_layers)", 0),
+    (r"(num_mem_blocks|first_k_dense_replace|num_dense_layers)", 1),
 ]
-# Fields that no pattern can know: of families whose parts must suit each other.
+# Fields that no pattern can know: of families whose parts must suit each other, or whose own defaults lack a kind of
+# layer.  They also hold for such a config inside another one.
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_CONV, _HYBRID = "conv", "hybrid"
+
+
+def _layers(*kinds: str, **fields: Any) -> dict[str, Any]:
+    """Return the fields of layers of these kinds of attention, and further ones."""
+    return {"layer_types": list(kinds), "num_hidden_layers": len(kinds)} | fields
+
+
+_MROPE = _ROPE | {"mrope_section": [4, 6, 6]}
+_WINDOWS = _layers(_FULL, _SLIDING, use_sliding_window=True)
+_MIXTURE = {"mlp_layer_types": ["dense", "sparse"]}
+# The last two layers use keys and values of the first two.
+_SHARING = _layers(_SLIDING, _FULL, _SLIDING, _FULL, num_kv_shared_layers=2)
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 32,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
 FIELDS: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {
-        "text_config": {"rope_parameters": _ROPE | {"mrope_section": [4, 6, 6]}},
-        "vision_config": {"embed_dim": 64, "num_heads": 4, "depth": 1},
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere2_moe": _MIXTURE,
+    "cohere_compass_text": _layers(_FULL, _SLIDING, rope_parameters={_FULL: _ROPE, _SLIDING: _ROPE}),
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
+    "dots1": _layers(_FULL, _SLIDING, n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2),
+    "dots3_note": {
+        "vision_config": {"adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN, "pyramid_num_routed": [-1, 4]},
+        "audio_config": {"adapter_input_size": HIDDEN, "adapter_out_dim": HIDDEN},
     },
-    "qwen2_5_vl": {
-        "text_config": {"rope_parameters": _ROPE | {"mrope_section": [4, 6, 6]}},
-        "vision_config": {"depth": 1},
+    "dots3_note_text": _layers("indexed_attention", _SLIDING, **_MIXTURE)
+    | {"num_key_value_heads": HEADS, "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS}
+    | {"swa_q_lora_rank": 32, "swa_kv_lora_rank": 32, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16},
+    "falcon_h1": {"mamba_d_ssm": HEADS * 64},
+    "gemma3n_text": _SHARING | {"intermediate_size": [192] * 4, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
+    "gemma4_text": _SHARING,
+    "gemma4_unified_text": _SHARING,
+    "gemma4_assistant": {
+        "text_config": _layers(_SLIDING, _FULL, _SLIDING, _FULL, num_kv_shared_layers=4)
+        | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     },
-    "qwen3_vl": {
-        "text_config": {"rope_parameters": _ROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}},
-        "vision_config": {"depth": 1, "deepstack_visual_indexes": [0]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": _layers(_LINEAR, _FULL),
+    "laguna": _layers(_FULL, _SLIDING, **_MIXTURE),
+    "lfm2": _layers(_CONV, _FULL, _CONV),
+    "lfm2_moe": _layers(_CONV, _FULL, _CONV),
+    "mamba2": {"head_dim": 2 * HIDDEN // HEADS},
+    "mellum": _layers(_FULL, _SLIDING, **_MIXTURE),
+    "minimax_m3_vl_text": _layers(_FULL, "minimax_m3_sparse", **_MIXTURE),
+    "ministral": _layers(_FULL, _SLIDING),
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen2": _WINDOWS,
+    "qwen2_moe": _WINDOWS,
+    "qwen2_vl": {"vision_config": {"embed_dim": 64, "num_heads": 4, "depth": 1}},
+    "qwen2_vl_text": _WINDOWS | {"rope_parameters": _MROPE},
+    "qwen2_5_vl": {"vision_config": {"depth": 1}},
+    "qwen2_5_vl_text": _WINDOWS | {"rope_parameters": _MROPE},
+    "qwen3": _WINDOWS,
+    "qwen3_vl": {"vision_config": {"depth": 1, "deepstack_visual_indexes": [0]}},
+    "qwen3_vl_text": {"rope_parameters": _ROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}},
+    "qwen4_exp_text": _INDEXER,
+    "reformer": {
+        "is_decoder": True,
+        "attn_layers": ["local", "lsh"],
+        "attention_head_size": HIDDEN // HEADS,
+        "axial_pos_embds_dim": [HIDDEN // 2, HIDDEN // 2],
     },
+    "smollm3": _layers(_FULL, _SLIDING, use_sliding_window=True, sliding_window=24, no_rope_layers=[1, 0]),
+    "zamba": _layers(_LINEAR, _HYBRID, _LINEAR, _HYBRID),
+    "zamba2": _layers(_LINEAR, _HYBRID, _LINEAR, _HYBRID),
+    "zaya": {"num_experts_per_tok": 1},
 }
 # The tokens that a model may add by itself all exist in the tiny vocabulary.
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
@@ -70,19 +131,28 @@ def tiny_config(family: str, **fields: Any) -> PretrainedConfig:
     """Return the config of a tiny model; `fields` override or add to it, an object field by field.
 
     Raises whatever the config class raises for values that it doesn't like."""
-    found = changes(AutoConfig.for_model(family))
-    for name, value in (FIELDS.get(family, {}) | fields).items():
+    try:
+        own = AutoConfig.for_model(family)
+    except Exception:  # a family may refuse its own defaults
+        own = AutoConfig.for_model(family, **FIELDS[family])
+    return AutoConfig.for_model(family, **with_fields(changes(own), fields))
+
+
+def with_fields(found: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config with others in their place or added, an object field by field."""
+    merged = dict(found)
+    for name, value in fields.items():
         within = isinstance(value, dict) and isinstance(found.get(name), dict)
-        found[name] = found[name] | value if within else value
-    return AutoConfig.for_model(family, **found)
+        merged[name] = found[name] | value if within else value
+    return merged
 
 
 def changes(config: PretrainedConfig) -> dict[str, Any]:
     """Return the fields to change in a config, those of the configs in it included."""
     own = config.to_dict()
     names = [*own, *config.attribute_map]
-    fixed = {name for name in names if isinstance(getattr(type(config), name, None), property)}
-    settable = [name for name in names if name not in fixed and config.attribute_map.get(name) not in fixed]
+    own_name = {name: config.attribute_map.get(name, name) for name in names}
+    settable = [name for name in names if not isinstance(getattr(type(config), own_name[name], None), property)]
     found: dict[str, Any] = {}
     for name in settable:
         value = own[name] if name in own else getattr(config, name, None)
@@ -93,7 +163,7 @@ def changes(config: PretrainedConfig) -> dict[str, Any]:
         elif name in config.attribute_map and config.attribute_map[name] in names:
             continue  # another name of a field that is changed already
         elif isinstance(value, int) and not isinstance(value, bool) and (size := size_of(name)) is not None:
-            found[name] = min(size, value) if name.startswith("num_dense") else size
+            found[name] = size
     if "head_dim" in inspect.signature(type(config)).parameters:  # often None by default, with a size computed from it
         found["head_dim"] = HIDDEN // HEADS
     if "layer_types" in settable and (kinds := getattr(config, "layer_types", None)):
@@ -106,7 +176,7 @@ def changes(config: PretrainedConfig) -> dict[str, Any]:
             if name != "layer_types" and isinstance(value, list) and len(value) == len(kinds):
                 found[name] = [value[kinds.index(kind)] for kind in found["layer_types"]]
     found |= {name: value for name, value in SPECIAL.items() if name in settable}
-    return found
+    return with_fields(found, FIELDS.get(config.model_type, {}))
 
 
 def size_of(name: str) -> int | None:

@@ -21,6 +21,7 @@ from engine.executor.models.linear import PackedLinear
 from engine.executor.models.probe import probe
 from engine.executor.ranks import Ranks
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from engine.tools.tiny_checkpoints import tiny_config
 from tests.checkpoints import FAMILIES, MAX_LEN, VOCAB, config_of, make_checkpoint, tokenizer
 
 CPU = torch.device("cpu")
@@ -154,6 +155,17 @@ def test_positions_from_the_place_in_the_batch_are_refused() -> None:
             tensor.data.normal_(std=0.2)
     with pytest.raises(UnsupportedModel, match=r"^llama4_text: takes a token's position from its place in the batch"):
         probe(model.eval(), 64)
+
+
+def test_a_window_that_only_a_mask_knows_is_refused() -> None:
+    """No mask is built here, so all tokens would be seen."""
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(
+            tiny_config("phimoe", sliding_window=24), attn_implementation=attention.NAME
+        ).eval()
+    with pytest.raises(UnsupportedModel, match=r"^phimoe: the window of 24 tokens of layer 0 does not reach"):
+        probe(model, 25)
+    assert len(probe(model, 24).layers) == 2
 
 
 def test_what_fails_only_after_modules_are_swapped_is_refused_at_load(

@@ -10,18 +10,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.executor import ops
 from engine.executor.errors import UnsupportedModel
 from engine.executor.local import load
+from engine.executor.models import hf
 from engine.executor.models.fused import is_fused
 from engine.executor.models.hf import LoadedModel, load_model
 from engine.executor.models.linear import PackedLinear, Product
-from engine.executor.models.quantised import DTYPE, LARGEST, Quantised
-from engine.executor.models.quantising import check_kind
+from engine.executor.models.quantised import DTYPE, LARGEST, Quantised, QuantisedLinear
+from engine.executor.models.quantising import Quantising, check_kind
 from engine.executor.models.weights import fingerprint
 from engine.llm import LLM
 from engine.tools.models import model_class
@@ -83,6 +84,29 @@ def test_rounding_to_4_bits_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(whole.dequantised(torch.float32), pieces.dequantised(torch.float32))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("given_as", [torch.float32, torch.bfloat16])
+def test_rounding_to_8_bits_in_pieces(
+    dtype: torch.dtype, given_as: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).to(given_as)
+    weight[4] = 0
+    whole = Quantised.of(weight, dtype)
+    monkeypatch.setattr("engine.executor.models.quantised.PIECE", 128)
+    pieces = Quantised.of(weight, dtype, lambda largest: largest)
+    assert torch.equal(pieces.numbers.view(torch.uint8), whole.numbers.view(torch.uint8))
+    assert torch.equal(pieces.scale, whole.scale)
+    assert torch.equal(pieces.dequantised(torch.bfloat16), (whole.numbers.float() * whole.scale[:, None]).bfloat16())
+
+
+def test_blocks_are_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = torch.randn(256, 384, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 3, generator=torch.Generator().manual_seed(2))
+    wanted = numbers.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    monkeypatch.setattr("engine.executor.models.quantised.PIECE", 100 * 384)
+    assert torch.equal(Quantised(numbers, scale).dequantised(torch.float32), wanted)
+
+
 def test_joined_weights_of_4_bits_have_groups_that_fit_all() -> None:
     rng = torch.Generator().manual_seed(1)
     parts = []
@@ -140,6 +164,61 @@ def test_greedy_text_is_that_of_the_rounded_weights(
     directory = checkpoint(family)
     model = load_model(str(directory), dtype="float32", device=CPU, quantize=kind)
     assert served(model, words(40)) == greedy(as_served(directory, DTYPE[kind]), words(40))
+
+
+def round_to_e4m3(x: Tensor) -> Tensor:
+    """Rows of x as a GPU's product with many rows takes them."""
+    scale = x.abs().amax(-1, keepdim=True) / LARGEST[torch.float8_e4m3fn]
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+@pytest.fixture
+def rounded(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[Tensor], Tensor]]:
+    """Serve as on a GPU whose products round their inputs: through these functions, one after another."""
+    through: list[Callable[[Tensor], Tensor]] = [round_to_e4m3]
+
+    def swap(model: PreTrainedModel, max_model_len: int, *, ordered: bool) -> None:
+        for function in through:
+            for module in model.modules():
+                if isinstance(module, QuantisedLinear):
+                    module.register_forward_pre_hook(lambda module, inputs, own=function: (own(inputs[0]),))
+
+    monkeypatch.setattr(hf, "fuse", swap)
+    monkeypatch.setattr(Quantising, "rounds_inputs", True)
+    return through
+
+
+def test_products_that_round_their_inputs_are_proved_with_a_wider_bound(
+    checkpoint: Callable[[str], Path],
+    rounded: list[Callable[[Tensor], Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def serve() -> None:
+        load_model(str(checkpoint("llama")), dtype="float32", device=CPU, quantize="int8")
+
+    serve()
+    monkeypatch.setattr(Quantising, "rounds_inputs", False)
+    with pytest.raises(UnsupportedModel, match=r"^llama: as it would be served its logits differ"):
+        serve()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "reason"),
+    [
+        (lambda x: x[..., :-1], "fails as it would be served: RuntimeError"),
+        (lambda x: x * float("inf"), "as it would be served some of its logits are not finite"),
+        (lambda x: x.roll(1, -1), "as it would be served its logits differ from the model's own"),
+    ],
+)
+def test_mistakes_are_found_where_products_round_their_inputs(
+    checkpoint: Callable[[str], Path],
+    rounded: list[Callable[[Tensor], Tensor]],
+    mistake: Callable[[Tensor], Tensor],
+    reason: str,
+) -> None:
+    rounded.append(mistake)
+    with pytest.raises(UnsupportedModel, match=f"^llama: {reason}"):
+        load_model(str(checkpoint("llama")), dtype="float32", device=CPU, quantize="int8")
 
 
 def test_a_layer_of_odd_width_keeps_its_dtype_with_int4(tmp_path: Path) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 
 import pytest
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from engine.tools import models
 from engine.tools.models import EQUAL, FAILS, REFUSED, Verdict, judge, page
-from engine.tools.tiny_checkpoints import make_checkpoint
+from engine.tools.tiny_checkpoints import tiny_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FAMILIES = """
     llama mistral qwen2 qwen3 qwen2_moe qwen3_moe gemma gemma2 gemma3_text gemma3 phi phi3 gpt2 gpt_neox opt mixtral
     gpt_oss olmo2 olmo3 olmoe granite granitemoe cohere cohere2 glm4 glm4_moe starcoder2 smollm3 exaone4 hunyuan_v1_moe
-    gemma4_text llama4_text
+    gemma4_text gemma3n_text llama4_text dots1 dbrx
 """
 
 
@@ -29,6 +32,9 @@ def test_texts_of_a_family_equal_those_of_transformers(family: str, tmp_path: Pa
     [
         ("deepseek_v3", "head size"),
         ("mamba", "computes attention by itself"),
+        ("gpt_neo", "computes attention by itself"),
+        ("lfm2", "layers of type conv"),
+        ("musicgen", "several text models"),
     ],
 )
 def test_families_that_are_refused_say_why(family: str, reason: str, tmp_path: Path) -> None:
@@ -65,8 +71,32 @@ def test_the_page_hides_no_family() -> None:
     assert "a \\| b" in page_text
 
 
-def test_a_tiny_checkpoint_has_every_kind_of_layer(tmp_path: Path) -> None:
-    directory = make_checkpoint(tmp_path / "gemma3", "gemma3_text")
-    text = (directory / "config.json").read_text()
-    assert "sliding_attention" in text
-    assert "full_attention" in text
+def kinds_of_layers(family: str) -> tuple[set[str], set[str]]:
+    """Kinds of layers that the code of a family's text part names, and those of its tiny checkpoint."""
+    text = tiny_config(family).get_text_config()
+    code = Path(inspect.getfile(type(text)))
+    modeling = code.with_name(code.name.replace("configuration_", "modeling_"))
+    source = "".join(file.read_text() for file in (code, modeling) if file.exists())
+    named = {kind for kind in ALLOWED_LAYER_TYPES if kind and f'"{kind}"' in source}
+    fields = ("layer_types", "mlp_layer_types")
+    return named, {kind for field in fields for kind in getattr(text, field, None) or []}
+
+
+def test_tiny_checkpoints_of_served_families_have_every_kind_of_layer() -> None:
+    equal = models.PAGE.read_text().partition("## Equal")[2].partition("## ")[0]
+    families = re.findall("`([^`]+)`", equal)
+    assert len(families) > 90
+    lacking = {}
+    for family in families:
+        named, found = kinds_of_layers(family)
+        if named - found:
+            lacking[family] = named - found
+    assert not lacking
+
+
+def test_every_family_is_tried_but_those_that_transformers_cannot_make() -> None:
+    untried = models.PAGE.read_text().partition("## Not tried")[2]
+    assert set(re.findall("^. `([^`]+)`", untried, re.MULTILINE)) == {"gemma3n", "gemma4_assistant"}
+    reasons = re.findall(r"^\| `[^`]+` \| (.*) \|$", models.PAGE.read_text(), re.MULTILINE)
+    assert len(reasons) > 80
+    assert all(reasons)

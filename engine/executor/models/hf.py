@@ -33,6 +33,7 @@ from engine.executor.models.bars import no_bars
 from engine.executor.models.builtin import builtin
 from engine.executor.models.demo import demo
 from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
+from engine.executor.models.host_memory import returned_when_freed
 from engine.executor.models.kv_scales import read_kv_scales
 from engine.executor.models.plain_weights import PlainWeights, Weights
 from engine.executor.models.precision import check_dtype, check_stored_dtypes
@@ -89,10 +90,13 @@ def find(name: str) -> Path:
         raise ModelLoadError(f"{name}: no such directory")
     try:
         return hub.fetch(name)
+    except ModelLoadError:
+        raise
     except Exception as error:  # the hub client raises its own, httpx's and OSError's, as the weather is
         raise ModelLoadError(f"{name}: no such directory, and not found on the hub: {one_line(error)}") from error
 
 
+@returned_when_freed()
 def load_model(
     name: str,
     *,
@@ -136,8 +140,7 @@ def load_model(
     proof = probe(module, max_model_len)
     check_caches(config.model_type, proof.layers, device)
     fuse(module, max_model_len, ordered=deterministic)
-    if not quantising.rounds_inputs:  # no bound of `prove_served` allows for that
-        prove_served(module, proof)
+    prove_served(module, proof, rounds_inputs=quantising.rounds_inputs)
     return LoadedModel(
         module=module,
         directory=directory,
@@ -264,7 +267,7 @@ def read_weights(
             log.info("weights quantised by %s are dequantised to %s, so they take its memory", how.method, wanted)
         return model
     check_stored_dtypes(directory, config, names)
-    if ranks.size == 1:
+    if ranks.size == 1 and any((directory / name).exists() for name in (hub.WHOLE, hub.INDEX)):
         return read_whole(directory, config, dtype, quantising, part=part)
     weights = PlainWeights(directory, names)
     wanted = (config.dtype or weights.dtype) if dtype == "auto" else getattr(torch, dtype)
@@ -274,7 +277,8 @@ def read_weights(
 def read_whole(
     directory: Path, config: PretrainedConfig, dtype: str, quantising: Quantising | None, *, part: bool
 ) -> PreTrainedModel:
-    """The model of a checkpoint that is not quantised, by transformers' own reader.  Raises ModelLoadError."""
+    """The model of a checkpoint that is not quantised, by transformers' own reader, which finds files by their
+    usual names only.  Raises ModelLoadError."""
     rounding = quantising if quantising is not None and quantising.kind else None
     own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if rounding else AutoModelForCausalLM
     try:
@@ -401,7 +405,11 @@ def read_config(directory: Path, changes: dict[str, Any] | None = None) -> Pretr
     if not (directory / "config.json").is_file():
         raise ModelLoadError(f"{directory}: no config.json")
     config = overrides.load_config(directory, changes or {})
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError as error:  # musicgen has an encoder and a decoder of text
+        reason = "its config has several text models; only decoder-only language models are served"
+        raise UnsupportedModel(f"{config.model_type}: {reason}") from error
     read_quantisation(directory, config.model_type)
     for described in (config, text):
         if named := getattr(described, "transformers_weights", None):

@@ -169,9 +169,12 @@ class Linears:
     ) -> Product | Sharded:
         """Return one product of the layers' common input; their outputs follow one another.
 
+        The layers lose their weights, so that two copies exist of those of one product only.
+
         norm: applied to the input first.  silu_mul: return silu(gate) * up of the output's halves, gate and up.
         float32_out: don't round the result to the dtype of the weights."""
         weight, size = _joined(linears), sum(linear.out_features for linear in linears)
+        _let_go(linears)
         biases = [linear.bias for linear in linears if linear.bias is not None]  # all layers have one, or none
         bias = torch.cat(biases) if biases else None
         packed = self._pack(weight, float32_out)
@@ -213,6 +216,13 @@ class Linears:
         if weight.device.type != "cpu":
             return None
         return ops.pack_weight(weight, ordered=self.ordered, float32_out=float32_out)
+
+
+def _let_go(linears: Sequence[nn.Linear | QuantisedLinear]) -> None:
+    """Take their weights from these layers.  Where one is an embedding's, too, the embedding keeps it."""
+    for linear in linears:
+        if isinstance(linear, nn.Linear):
+            linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
 
 
 def _joined(linears: Sequence[nn.Linear | QuantisedLinear]) -> Tensor | Quantised:

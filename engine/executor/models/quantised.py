@@ -12,7 +12,7 @@ the weights that are served.  `fuse` then makes products of it (linear.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
 
@@ -27,7 +27,7 @@ BITS = {torch.int8: 8, torch.float8_e4m3fn: 8, torch.uint8: 4}
 BLOCK = 128  # rows and columns of a block that has one scale
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what the largest number of a row becomes
 MIDDLE = 8  # the zero point of 4 bits where there is none
-PIECE = 1 << 18  # numbers of a weight that are rounded at a time: what is freed in between is small
+PIECE = 1 << 18  # numbers of a weight that are rounded or widened at a time
 
 
 class Scales(NamedTuple):
@@ -73,12 +73,15 @@ class Quantised:
         2^-14."""
         if dtype == torch.uint8:
             return cls._of_4_bits(weight.detach())
-        wide = weight.detach().to(torch.float32)
-        largest = wide.abs().amax(1)
+        weight = weight.detach()
+        largest = torch.cat([weight[piece].to(torch.float32).abs().amax(1) for piece in _pieces(weight)])
         scale = (largest if largest_of_rows is None else largest_of_rows(largest)) / LARGEST[dtype]
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # a row of zeros
-        shrunk = wide / scale[:, None]
-        return cls((shrunk.round_() if dtype == torch.int8 else shrunk).to(dtype), scale)
+        numbers = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        for piece in _pieces(weight):
+            shrunk = weight[piece].to(torch.float32) / scale[piece, None]
+            numbers[piece] = (shrunk.round_() if dtype == torch.int8 else shrunk).to(dtype)
+        return cls(numbers, scale)
 
     @classmethod
     def _of_4_bits(cls, weight: Tensor) -> Self:
@@ -87,9 +90,8 @@ class Quantised:
         numbers = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
         scales = torch.empty(rows, groups, device=weight.device)
         zeros = torch.empty(rows, groups, dtype=torch.uint8, device=weight.device)
-        step = max(1, PIECE // columns)
-        for first in range(0, rows, step):
-            piece = weight[first : first + step].to(torch.float32).view(-1, groups, ops.INT4_BLOCK)
+        for rows_of_piece in _pieces(weight):
+            piece = weight[rows_of_piece].to(torch.float32).view(-1, groups, ops.INT4_BLOCK)
             low, high = piece.amin(2).clamp_(max=0), piece.amax(2).clamp_(min=0)
             scale = (high - low) / 15
             half = scale.to(torch.float16).to(torch.float32)
@@ -97,8 +99,8 @@ class Quantised:
             scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # a group of zeros
             zero = (low / -scale).round_()
             found = (piece / scale[..., None]).round_().add_(zero[..., None]).clamp_(0, 15).to(torch.uint8).flatten(1)
-            numbers[first : first + step] = found[:, ::2] | found[:, 1::2] << 4
-            scales[first : first + step], zeros[first : first + step] = scale, zero
+            numbers[rows_of_piece] = found[:, ::2] | found[:, 1::2] << 4
+            scales[rows_of_piece], zeros[rows_of_piece] = scale, zero
         return cls(numbers, scales, zeros)
 
     @staticmethod
@@ -128,22 +130,38 @@ class Quantised:
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in], computed in float32 and rounded once."""
-        if self.numbers.dtype == torch.uint8:
-            return self._dequantised_4_bits(dtype)
-        scale = self.scale[:, None]
-        if self.scale.dim() == 2:
-            scale = self.scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-        return self.numbers.to(torch.float32).mul_(scale).to(dtype)
+        result = torch.empty(self.shape, dtype=dtype, device=self.numbers.device)
+        widen = self._widened_4_bits if self.numbers.dtype == torch.uint8 else self._widened_8_bits
+        for rows in _pieces(self.numbers):
+            result[rows] = widen(rows)
+        return result
 
-    def _dequantised_4_bits(self, dtype: torch.dtype) -> Tensor:
-        wide = torch.stack([self.numbers & 0xF, self.numbers >> 4], -1).to(torch.float32)
-        groups = wide.view(*self.scale.shape, -1)
-        groups.sub_(MIDDLE if self.zero is None else self.zero[..., None]).mul_(self.scale[..., None])
-        return groups.flatten(1).to(dtype)
+    def _widened_8_bits(self, rows: slice) -> Tensor:
+        if self.scale.dim() == 2:
+            blocks = torch.arange(rows.start, rows.stop, device=self.scale.device) // BLOCK
+            scale = self.scale[blocks].repeat_interleave(BLOCK, 1)
+        else:
+            scale = self.scale[rows, None]
+        return self.numbers[rows].to(torch.float32).mul_(scale)
+
+    def _widened_4_bits(self, rows: slice) -> Tensor:
+        numbers, scale = self.numbers[rows], self.scale[rows, :, None]
+        wide = torch.stack([numbers & 0xF, numbers >> 4], -1).to(torch.float32)
+        groups = wide.view(*scale.shape[:2], -1)
+        groups.sub_(MIDDLE if self.zero is None else self.zero[rows, :, None]).mul_(scale)
+        return groups.flatten(1)
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Self:
         """Return the weight with `move` applied to all its parts."""
         return type(self)(move(self.numbers), move(self.scale), None if self.zero is None else move(self.zero))
+
+
+def _pieces(weight: Tensor) -> Iterator[slice]:
+    """Cut the rows of a matrix into pieces of about PIECE numbers, at least one."""
+    rows, columns = weight.shape
+    step = max(1, PIECE // columns)
+    for first in range(0, max(1, rows), step):
+        yield slice(first, min(first + step, rows))
 
 
 class QuantisedLinear(nn.Module):

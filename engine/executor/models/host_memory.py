@@ -1,0 +1,33 @@
+"""Returns freed host memory to the system while a model is loaded.
+
+Loading allocates and frees a temporary copy for each weight: wide ones to round, joined ones to pack.  glibc raises its
+threshold for mmap to the largest block freed so far, up to 32 MiB.  From then on it takes such copies from its heap,
+where those that are freed between weights that stay leave holes.  They held as much as the weights themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+
+# Parameters of glibc's mallopt, from malloc.h.
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+WHILE_LOADING = 128 << 10  # bytes, where glibc begins: larger blocks are mapped, and unmapped when they are freed
+AFTERWARDS = 32 << 20  # bytes: where glibc's own threshold ends once such blocks were freed
+
+
+@contextlib.contextmanager
+def returned_when_freed() -> Iterator[None]:
+    """Map each block of 128 KiB or more by itself meanwhile.  With a C library other than glibc, change nothing."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallopt") or not hasattr(library, "malloc_trim"):
+        yield
+        return
+    library.mallopt(MMAP_THRESHOLD, WHILE_LOADING)
+    try:
+        yield
+    finally:
+        library.mallopt(MMAP_THRESHOLD, AFTERWARDS)
+        library.mallopt(TRIM_THRESHOLD, 2 * AFTERWARDS)  # as glibc has it then: steps reuse their memory
+        library.malloc_trim(ctypes.c_size_t(0))
