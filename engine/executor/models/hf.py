@@ -405,11 +405,7 @@ def read_config(directory: Path, changes: dict[str, Any] | None = None) -> Pretr
     if not (directory / "config.json").is_file():
         raise ModelLoadError(f"{directory}: no config.json")
     config = overrides.load_config(directory, changes or {})
-    try:
-        text = config.get_text_config()
-    except ValueError as error:  # musicgen has an encoder and a decoder of text
-        reason = "its config has several text models; only decoder-only language models are served"
-        raise UnsupportedModel(f"{config.model_type}: {reason}") from error
+    text = config.get_text_config()
     read_quantisation(directory, config.model_type)
     for described in (config, text):
         if named := getattr(described, "transformers_weights", None):

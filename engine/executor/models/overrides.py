@@ -20,7 +20,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from engine.executor.errors import ModelLoadError, one_line
+from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
 from engine.executor.models import rope
 
 OPTION = "--hf-overrides"
@@ -80,7 +80,11 @@ def _read(directory: Path, source: str) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # config classes raise whatever their authors liked
         raise ModelLoadError(f"{source}: {one_line(error)}") from error
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError as error:  # musicgen has an encoder and a decoder of text
+        reason = "its config has several text models; only decoder-only language models are served"
+        raise UnsupportedModel(f"{config.model_type}: {reason}") from error
     if not isinstance(text, PretrainedConfig):
         raise ModelLoadError(f"{source}: {config.model_type} has no text_config, and the file holds {text!r} there")
     positions = getattr(text, "max_position_embeddings", None)
