@@ -87,7 +87,7 @@ def _read(directory: Path, source: str) -> PretrainedConfig:
         raise UnsupportedModel(f"{config.model_type}: {reason}") from error
     if not isinstance(text, PretrainedConfig):
         raise ModelLoadError(f"{source}: {config.model_type} has no text_config, and the file holds {text!r} there")
-    positions = getattr(text, "max_position_embeddings", None)
+    positions = vars(text).get("max_position_embeddings")  # xlnet's class has -1 there
     if positions is not None and positions < 1:
         raise ModelLoadError(f"{source}: max_position_embeddings is {positions}; it must be at least 1")
     rope.check(text, source)
