@@ -36,7 +36,7 @@ from engine.executor.errors import ModelLoadError, one_line
 from engine.executor.models import text_tower
 from engine.executor.models.bars import no_bars
 from engine.llm import LLM
-from engine.tools.tiny_checkpoints import VOCAB, make_checkpoint
+from engine.tools.tiny_checkpoints import MORE_LAYERS, VOCAB, make_checkpoint
 from engine.wire.messages import Sampling
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -61,8 +61,6 @@ MEANING = {
     NOT_MADE: "no tiny checkpoint could be made, or transformers cannot generate with it",
 }
 
-# Mixtures of experts whose first layer may be dense, which no kind of layer in their config says.
-ONE_DENSE: dict[str, dict[str, Any]] = {family: {"mlp_only_layers": [0]} for family in ("qwen2_moe", "qwen3_moe")}
 # Their config is that of a whole model, which the causal class cannot be made from.
 WHOLE_IS_AUDIO = {"musicgen", "musicgen_melody"}
 
@@ -92,7 +90,7 @@ def judge(family: str, directory: Path, ranks: int = 1) -> Verdict:
 
     With several ranks compare them with the texts of one rank."""
     try:
-        make_checkpoint(directory, family, model_class=model_class(family), **ONE_DENSE.get(family, {}))
+        make_checkpoint(directory, family, model_class=model_class(family), **MORE_LAYERS.get(family, {}))
     except Exception as error:  # whatever a config class or a model raises for sizes it doesn't like
         return Verdict(family, NOT_MADE, one_line(error))
     try:

@@ -62,8 +62,6 @@ def _layers(*kinds: str, **fields: Any) -> dict[str, Any]:
 _MROPE = _ROPE | {"mrope_section": [4, 6, 6]}
 _WINDOWS = _layers(_FULL, _SLIDING, use_sliding_window=True)
 _MIXTURE = {"mlp_layer_types": ["dense", "sparse"]}
-# The last two layers use keys and values of the first two.
-_SHARING = _layers(_SLIDING, _FULL, _SLIDING, _FULL, num_kv_shared_layers=2)
 _INDEXER = {
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
@@ -85,9 +83,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": HEADS, "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS}
     | {"swa_q_lora_rank": 32, "swa_kv_lora_rank": 32, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16},
     "falcon_h1": {"mamba_d_ssm": HEADS * 64},
-    "gemma3n_text": _SHARING | {"intermediate_size": [192] * 4, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
-    "gemma4_text": _SHARING,
-    "gemma4_unified_text": _SHARING,
     "gemma4_assistant": {
         "text_config": _layers(_SLIDING, _FULL, _SLIDING, _FULL, num_kv_shared_layers=4)
         | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
@@ -122,6 +117,20 @@ FIELDS: dict[str, dict[str, Any]] = {
     "zamba": _layers(_LINEAR, _HYBRID, _LINEAR, _HYBRID),
     "zamba2": _layers(_LINEAR, _HYBRID, _LINEAR, _HYBRID),
     "zaya": {"num_experts_per_tok": 1},
+}
+# The last two layers use keys and values of the first two.
+_SHARING = _layers(_SLIDING, _FULL, _SLIDING, _FULL, num_kv_shared_layers=2)
+_ONE_DENSE = {"mlp_only_layers": [0]}
+# Further fields for kinds of layers that no `layer_types` has.
+MORE_LAYERS: dict[str, dict[str, Any]] = {
+    "gemma3n_text": _SHARING | {"intermediate_size": [192] * 4, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
+    "gemma4": {"text_config": _SHARING},
+    "gemma4_text": _SHARING,
+    "gemma4_unified": {"text_config": _SHARING},
+    "gemma4_unified_assistant": {"text_config": _SHARING},
+    "gemma4_unified_text": _SHARING,
+    "qwen2_moe": _ONE_DENSE,
+    "qwen3_moe": _ONE_DENSE,
 }
 # The tokens that a model may add by itself all exist in the tiny vocabulary.
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}

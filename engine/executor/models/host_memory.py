@@ -13,18 +13,20 @@ from collections.abc import Iterator
 
 # Parameters of glibc's mallopt, from malloc.h.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-WHILE_LOADING = 128 << 10  # bytes, where glibc begins: larger blocks are mapped, and unmapped when they are freed
+WHILE_LOADING = 160 << 10  # bytes: larger blocks are mapped, and unmapped when freed; pieces of weights are smaller
+HEAP_KEEPS = 1 << 20  # bytes at its end meanwhile, for the next piece
 AFTERWARDS = 32 << 20  # bytes: where glibc's own threshold ends once such blocks were freed
 
 
 @contextlib.contextmanager
 def returned_when_freed() -> Iterator[None]:
-    """Map each block of 128 KiB or more by itself meanwhile.  With a C library other than glibc, change nothing."""
+    """Map each block of 160 KiB or more by itself meanwhile.  With a C library other than glibc, change nothing."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt") or not hasattr(library, "malloc_trim"):
         yield
         return
     library.mallopt(MMAP_THRESHOLD, WHILE_LOADING)
+    library.mallopt(TRIM_THRESHOLD, HEAP_KEEPS)
     try:
         yield
     finally:

@@ -27,7 +27,8 @@ BITS = {torch.int8: 8, torch.float8_e4m3fn: 8, torch.uint8: 4}
 BLOCK = 128  # rows and columns of a block that has one scale
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what the largest number of a row becomes
 MIDDLE = 8  # the zero point of 4 bits where there is none
-PIECE = 1 << 18  # numbers of a weight that are rounded or widened at a time
+PIECE = 1 << 15  # numbers of a weight that are rounded or widened at a time: in float32 less than the heap returns
+PIECE_ON_GPU = 1 << 18
 
 
 class Scales(NamedTuple):
@@ -157,9 +158,9 @@ class Quantised:
 
 
 def _pieces(weight: Tensor) -> Iterator[slice]:
-    """Cut the rows of a matrix into pieces of about PIECE numbers, at least one."""
+    """Cut the rows of a matrix into pieces of about PIECE numbers, or PIECE_ON_GPU; at least one."""
     rows, columns = weight.shape
-    step = max(1, PIECE // columns)
+    step = max(1, (PIECE if weight.device.type == "cpu" else PIECE_ON_GPU) // columns)
     for first in range(0, max(1, rows), step):
         yield slice(first, min(first + step, rows))
 

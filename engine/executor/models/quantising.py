@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from engine.executor import ops
 from engine.executor.errors import UnsupportedModel
 from engine.executor.models.dequantise import Kept
-from engine.executor.models.quantised import BITS, DTYPE, PIECE, Kind, Quantised, QuantisedLinear, Scales
+from engine.executor.models.quantised import BITS, DTYPE, Kind, Quantised, QuantisedLinear, Scales
 from engine.executor.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
@@ -85,8 +85,7 @@ def _round_head(model: PreTrainedModel, device: torch.device) -> bool:
     kind: Kind = "int8" if device.type == "cpu" else "fp8"
     if type(head) is not nn.Linear or not _fits(head, kind, device):
         return False
-    rows = max(1, PIECE // head.in_features)
-    rounded = Quantised.join(Quantised.of(part, DTYPE[kind]) for part in head.weight.detach().split(rows))
+    rounded = Quantised.of(head.weight, DTYPE[kind])
     model.set_output_embeddings(QuantisedLinear(rounded, head.bias, head.weight.dtype))
     return True
 
