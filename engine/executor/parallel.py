@@ -15,6 +15,7 @@ While the model loads the same happens after a longer silence (`START_SILENCE_S`
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -185,14 +186,22 @@ class Watch:
             yield
         except ExecutorLost as error:
             self.lost = self.lost or str(error)
+            self.kill()
             raise
         except (OSError, EOFError, RuntimeError) as error:  # of a socket, or of an exchange
             self.wait_for_loss()
             if not self.lost and isinstance(error, RuntimeError):
                 raise
-            raise ExecutorLost(self.lost or one_line(error)) from error
+            self.lost = self.lost or one_line(error)
+            self.kill()
+            raise ExecutorLost(self.lost) from error
         finally:
             self._unused.set()
+
+    def kill(self) -> None:
+        """End the other ranks now, one that is stopped as well."""
+        for rank in self.others:
+            rank.kill()
 
     def wait_for_loss(self) -> None:
         """Wait until a loss is noted, for two beats at most.  A process that died breaks an exchange before that."""
@@ -241,11 +250,10 @@ class Watch:
 
     def _lose(self, reason: str) -> None:
         """Note the loss, and free the thread that may wait for the lost rank in a socket or in an exchange."""
-        if self._stopped.is_set():
+        if self._stopped.is_set() or self.lost:  # that thread has found a loss by itself, and waits for no rank
             return
         self.lost = reason  # first: a call that begins after this line ends at once
-        for rank in self.others:
-            rank.kill()
+        self.kill()
         if not self.loading:
             log.error("%s: exchanges with it are aborted", reason)
         with ends_process(END_S + GRACE_S):
@@ -277,6 +285,7 @@ class ParallelExecutor:
         self._ranks: Ranks | None = None
         self._others: list[Rank] = []
         self._watch = Watch(self._others, self._patience_s / BEATS)
+        atexit.register(self._at_exit)
         try:
             self._start(config, Path(self._folder.name) / "meeting")
         except BaseException:
@@ -406,6 +415,16 @@ class ParallelExecutor:
         """Let every rank free its memory and leave.  Harmless when called twice."""
         self._end(kill=bool(self._watch.lost))
 
+    def _at_exit(self) -> None:
+        """End a process whose ranks were lost and never closed, with status 1.
+
+        A kernel that waits for a lost rank has no end, so what lets go of a GPU's memory after this would wait forever."""
+        if self._watch.lost:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
     def _end(self, *, kill: bool) -> None:
         self._watch.stop()
         for rank in self._others:
@@ -429,6 +448,7 @@ class ParallelExecutor:
         self._local, self._ranks = None, None
         self._others.clear()
         self._folder.cleanup()
+        atexit.unregister(self._at_exit)
 
 
 class WaitingRanks:

@@ -59,8 +59,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 
 @pytest.fixture(scope="session")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny gpt-oss whose experts are stored as mxfp4."""
-    directory = make_tiny(tmp_path_factory.mktemp("gpt_oss") / "gpt_oss", "gpt_oss")
+    """A tiny gpt-oss whose experts are stored as mxfp4.  Heads of 64, as gpt-oss has: GPU kernels take no smaller ones."""
+    directory = make_tiny(tmp_path_factory.mktemp("gpt_oss") / "gpt_oss", "gpt_oss", head_dim=64)
     store_experts_in_mxfp4(directory)
     return directory
 

@@ -255,6 +255,38 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine(
     assert rank.returncode == -signal.SIGKILL
 
 
+def test_a_process_that_does_not_close_a_lost_executor_ends(checkpoint: Checkpoint) -> None:
+    """What lets go of a GPU at the end of a process would wait for a kernel, which waits for the lost rank."""
+    code = (
+        "import os, signal, sys, time\n"
+        "from engine.llm import LLM\n"
+        "from engine.wire.messages import Sampling\n"
+        "class Kernel:\n"
+        "    def __init__(self): self.sleep = time.sleep\n"
+        "    def __del__(self): self.sleep(1000)\n"
+        "llm = LLM(sys.argv[1], tensor_parallel=2, threads=1, kv_blocks=80, lease_ms=2000)\n"
+        "llm.executor.kernel = Kernel()\n"
+        "llm.submit([5], Sampling(temperature=0, ignore_eos=True), max_new_tokens=100)\n"
+        "rank = llm.executor._others[0].process\n"
+        "os.kill(rank.pid, signal.SIGSTOP)\n"
+        "print(rank.pid, flush=True)\n"
+        "while True: llm.step()\n"
+    )
+    words = [sys.executable, "-c", code, str(checkpoint("llama"))]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        rank = psutil.Process(int(process.stdout.readline()))
+        try:
+            said = process.communicate(timeout=60)[1]
+            assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
+        finally:
+            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
+    assert process.returncode == 1
+    assert "ExecutorLost: rank 1 " in said
+
+
 def maps_the_kernels(process: psutil.Process) -> bool:
     return any("quire" in Path(each.path).name and each.path.endswith(".so") for each in process.memory_maps())
 
