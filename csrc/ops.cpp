@@ -101,6 +101,12 @@ TORCH_LIBRARY(quire, m) {
   m.def(
       "sample(Tensor logits, Tensor slots, Tensor known, Tensor table, bool general, Tensor(a!) tokens, "
       "Tensor(b!) outcome) -> ()");
+
+  // The same without `general`, in two steps, where the columns of the logits are divided among ranks.
+  //   logits  [N, C]: those of tokens first, first + 1, ...
+  //   keys    [N] i64: the largest keys of all parts are those of the whole logits
+  m.def("likeliest(Tensor logits, int first, Tensor(a!) keys) -> ()");
+  m.def("chosen(Tensor keys, Tensor slots, Tensor(a!) tokens, Tensor(b!) outcome) -> ()");
 }
 
 // Matrix products.

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <limits>
 
 #ifdef __CUDACC__
@@ -78,6 +79,26 @@ QUIRE_SHARED float adjusted(float x, uint32_t mark, float bias, const Settings& 
   }
   return add(x, bias);
 }
+
+// A number and its place, in one integer.  Order: by number, the largest first; among equals the lower place.  NaN comes
+// before all.  0, which no number has, comes last.
+QUIRE_SHARED uint64_t key_of(float x, int64_t place) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t ordered = x != x ? ~0u : (bits & 0x80000000u) ? ~bits : bits | 0x80000000u;
+  return static_cast<uint64_t>(ordered) << 32 | ~static_cast<uint32_t>(place);
+}
+QUIRE_SHARED int64_t place_of(uint64_t key) { return static_cast<int64_t>(~static_cast<uint32_t>(key)); }
+QUIRE_SHARED float number_of(uint64_t key) {
+  const uint32_t ordered = key >> 32, bits = (ordered & 0x80000000u) ? ordered & 0x7fffffffu : ~ordered;
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// Keys as signed numbers in the same order, for exchanges between ranks that know no others.
+QUIRE_SHARED int64_t to_signed(uint64_t key) { return static_cast<int64_t>(key ^ (uint64_t{1} << 63)); }
+QUIRE_SHARED uint64_t from_signed(int64_t key) { return static_cast<uint64_t>(key) ^ (uint64_t{1} << 63); }
 
 // Of a row's seed, sibling and output position: no state, so any position can be drawn at any time.
 // Three rounds of the SplitMix64 finaliser (Steele, Lea, Flood, OOPSLA 2014).

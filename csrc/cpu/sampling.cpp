@@ -230,6 +230,29 @@ void sample(const T* logits, const SampleArgs& a, int threads) {
   });
 }
 
+template <class T>
+void likeliest(const T* logits, int64_t row_stride, int64_t first, int64_t* keys, int64_t rows, int64_t size,
+               int threads) {
+  std::vector<float> values(rows);
+  row_max(logits, row_stride, values.data(), keys, rows, size, threads);
+  for (int64_t i = 0; i < rows; ++i) {
+    keys[i] = sampling::to_signed(sampling::key_of(values[i] + 0.0f, first + keys[i]));  // + 0: no -0
+  }
+}
+
+void chosen(const int64_t* keys, const int64_t* slots, int64_t* tokens, uint8_t* outcome, int64_t rows) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const uint64_t key = sampling::from_signed(keys[i]);
+    const bool finite = std::isfinite(sampling::number_of(key));
+    tokens[i] = finite && slots[i] >= 0 ? sampling::place_of(key) : 0;
+    outcome[i] = finite || slots[i] < 0 ? sampling::kChosen : sampling::kNotFinite;
+  }
+}
+
+template void likeliest<float>(const float*, int64_t, int64_t, int64_t*, int64_t, int64_t, int);
+template void likeliest<bf16>(const bf16*, int64_t, int64_t, int64_t*, int64_t, int64_t, int);
+template void likeliest<fp16>(const fp16*, int64_t, int64_t, int64_t*, int64_t, int64_t, int);
+
 template void sample<float>(const float*, const SampleArgs&, int);
 template void sample<bf16>(const bf16*, const SampleArgs&, int);
 template void sample<fp16>(const fp16*, const SampleArgs&, int);

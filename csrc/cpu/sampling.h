@@ -23,4 +23,13 @@ struct SampleArgs {
 template <class T>
 void sample(const T* logits, const SampleArgs& args, int threads);
 
+// logits [rows, size]: columns of the whole logits, of token `first` and those after it.  keys [rows]: sampling::to_signed
+// of the largest key of each row.
+template <class T>
+void likeliest(const T* logits, int64_t row_stride, int64_t first, int64_t* keys, int64_t rows, int64_t size,
+               int threads);
+
+// Of keys [rows]: the token and outcome that `sample` would choose from the raw logits that they are of.
+void chosen(const int64_t* keys, const int64_t* slots, int64_t* tokens, uint8_t* outcome, int64_t rows);
+
 }  // namespace quire::cpu

@@ -31,4 +31,25 @@ inline SampleSizes check_sample(const at::Tensor& logits, const at::Tensor& slot
   return sizes;
 }
 
+inline SampleSizes check_likeliest(const at::Tensor& logits, int64_t first, const at::Tensor& keys, const Place& place) {
+  SampleSizes sizes;
+  expect_device("logits", logits, place);
+  expect("logits", logits, {sizes.rows, sizes.size});
+  expect_last_contiguous("logits", logits);
+  TORCH_CHECK_VALUE(first >= 0 && sizes.size > 0 && first + sizes.size < 1 << 22, "logits: tokens ", first, " to ",
+                    first + sizes.size, ", not 0 to 4194303");
+  expect_plain("keys", keys, {sizes.rows}, at::kLong, place);
+  return sizes;
+}
+
+inline SampleSizes check_chosen(const at::Tensor& keys, const at::Tensor& slots, const at::Tensor& tokens,
+                                const at::Tensor& outcome, const Place& place) {
+  SampleSizes sizes;
+  for (const auto& [who, t] : {std::pair{"keys", keys}, {"slots", slots}, {"tokens", tokens}}) {
+    expect_plain(who, t, {sizes.rows}, at::kLong, place);
+  }
+  expect_plain("outcome", outcome, {sizes.rows}, at::kByte, place);
+  return sizes;
+}
+
 }  // namespace quire

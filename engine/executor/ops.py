@@ -541,6 +541,19 @@ def sample(
     torch.ops.quire.sample.default(logits, slots, known, table, general, tokens, outcome)
 
 
+def likeliest(logits: torch.Tensor, first: int, keys: torch.Tensor) -> None:
+    """Find the likeliest token of each row of logits [N, C], which are the columns of tokens first, first + 1, ...
+
+    keys  [N] int64, out: the number and its token.  The greatest key of several parts of a row is that of the likeliest
+          token, of equals the first; a row with NaN has the greatest of all.  `chosen` reads them"""
+    torch.ops.quire.likeliest.default(logits, first, keys)
+
+
+def chosen(keys: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, outcome: torch.Tensor) -> None:
+    """Write what `sample` would, with `general` false, from the keys [N] of the whole logits."""
+    torch.ops.quire.chosen.default(keys, slots, tokens, outcome)
+
+
 # Products on a CPU with a weight that is packed once, at load.  Torch's own linear converts the weight in every call.
 # For the few rows of a decode step that takes as long as the product itself.
 

@@ -418,7 +418,7 @@ class ParallelExecutor:
     def _at_exit(self) -> None:
         """End a process whose ranks were lost and never closed, with status 1.
 
-        A kernel that waits for a lost rank has no end, so what lets go of a GPU's memory after this would wait forever."""
+        A kernel that waits for a lost rank has no end, so what lets go of a GPU's memory would then wait forever."""
         if self._watch.lost:
             logging.shutdown()
             sys.stdout.flush()

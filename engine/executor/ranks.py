@@ -4,6 +4,7 @@
                                      the order of ranks, so that no sum depends on the batch
                     add_and_norm     the same, added to the residual, and the norm after it
                     gather_columns   the ranks' columns next to each other: logits
+                    keep_greatest    the likeliest token of each row of logits
     on the host     least, barrier   decisions that every rank must take alike
                     greatest         scales of rows of which each rank has a part
 
@@ -162,6 +163,13 @@ class Ranks:
             place = out[..., rank * each : (rank + 1) * each]
             place.copy_(theirs[..., : place.shape[-1]])
         return out
+
+    def keep_greatest(self, values: Tensor) -> None:
+        """Replace each number, on the device, with the greatest of the ranks'."""
+        if self.size > 1:
+            options = c10d.AllreduceOptions()
+            options.reduceOp, options.asyncOp = c10d.ReduceOp.MAX, False
+            _finish(self._device.allreduce([values], options))
 
     def copy_from_first(self, tensor: Tensor) -> None:
         """Overwrite `tensor`, which is contiguous, with rank 0's."""

@@ -28,13 +28,14 @@ from engine.executor import ops
 from engine.executor.batch import Batch, Mixed, Shape, StepTensors, Targets
 from engine.executor.beam_candidates import BeamCandidates, find_candidates
 from engine.executor.constraints import IMPOSSIBLE, Constraints
+from engine.executor.divided_logits import DividedLogits
 from engine.executor.followers import Follower, advance, forced_tokens
 from engine.executor.grammars import Grammars
 from engine.executor.graphs import Graphs, SecondUse, Where, capture_all, ladder, mixed_ladder, rung, urgent
 from engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, by_shape, bytes_per_token
 from engine.executor.masks import Masks
 from engine.executor.memory_plan import MemoryPlan
-from engine.executor.models.fused import Forward
+from engine.executor.models.fused import Forward, own_columns
 from engine.executor.models.hf import LoadedModel
 from engine.executor.ranks import ALONE, Ranks
 from engine.executor.sampling import (
@@ -77,7 +78,7 @@ class Launched:
     """A step whose model is launched and whose sampling is not."""
 
     step: int
-    logits: Tensor | None = None  # [N, V] of the slots that sample; None: nothing is computed
+    logits: Tensor | None = None  # [N, V] of the slots that sample, or a rank's own columns; None: nothing is computed
     sample: Callable[[], None] | None = None  # launches their sampling; None: no slot samples
     prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one slot
     beams: tuple[tuple[int, int], ...] = ()  # slots that want candidates, and how many: the rows behind those
@@ -104,6 +105,8 @@ class Worker:
         vocab_size, masks = model.vocab_size, Masks(max_seqs, model.vocab_size, device)
         if Grammars.supported(model.directory, model.eos_ids):
             self.grammars = Grammars(model.directory, vocab_size=vocab_size, eos_ids=model.eos_ids, mask=masks.host)
+        columns = own_columns(self._model) if ranks.size > 1 else 0
+        self._divided = DividedLogits(ranks, vocab_size, columns) if columns else None
         following = Constraints(masks.host, vocab_size, self.grammars), masks
         self._samplers = SamplerBank(max_seqs=max_seqs, vocab_size=vocab_size, device=device, following=following)
         # Room for a full prompt step (at most 56 bytes a token) and for some thousands of table entries.
@@ -133,7 +136,8 @@ class Worker:
         kv_dtype = KV_DTYPES.get(config.kv_dtype, model.dtype)
         # Where graphs leave the logits, which are not rounded to the model's dtype.
         graph_rows = self._max_seqs if self._has_graphs else 0
-        self._graph_logits = torch.zeros(graph_rows, model.vocab_size, dtype=torch.float32, device=self.device)
+        columns = self._divided.columns if self._divided is not None else model.vocab_size
+        self._graph_logits = torch.zeros(graph_rows, columns, dtype=torch.float32, device=self.device)
         token_bytes = bytes_per_token(model.layers, kv_dtype)
         # Without a length in the configuration the cache decides: a model's own may be made for a larger machine.
         self.blocks = blocks_that_fit(
@@ -399,25 +403,31 @@ class Worker:
         """Number of rows that a step of `count` rows computes, padding included."""
         return rung(self._sizes, count) or count
 
-    def _logits(self, forward: Forward, at: Tensor | None) -> Tensor:
-        """Logits [., V] of tokens `at` of a step (None: of all).  Every step without a graph uses this."""
-        return forward.logits(at)
+    def _logits(self, forward: Forward, at: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Logits [., V] of tokens `at` of a step (None: of all), or a rank's columns of them, to choose from."""
+        return forward.logits(at, out, own=self._divided is not None)
 
     def _score(self, forward: Forward, asked: Targets) -> Logprobs:
         """Prompt logprobs of one slice, TARGET_ROWS positions at a time, so that long prompts fit."""
         entries = [Report(asked.slot, asked.top)] * len(asked.ids)
-        return logprobs_from(lambda part: self._logits(forward, asked.at[part]), asked.ids, entries)
+        return logprobs_from(lambda part: forward.logits(asked.at[part]), asked.ids, entries)
 
     def _sample(self, step: StepTensors, logits: Tensor, general: bool) -> None:
-        """Choose a token for each slot from logits [N, V], and make it the next step's input."""
+        """Choose a token for each slot from the step's logits, and make it the next step's input."""
         count = len(step.sample_slots)
         tokens, outcomes = self._output.tokens[:count], self._output.outcomes[:count]
-        self._samplers.run(logits, step.sample_slots, step.known, tokens, outcomes, general)
+        if self._divided is not None and not general:
+            self._divided.choose_likeliest(logits, step.sample_slots, tokens, outcomes)
+        else:
+            whole = logits if self._divided is None else self._divided.whole(logits)
+            self._samplers.run(whole, step.sample_slots, step.known, tokens, outcomes, general)
         self._batch.finish(tokens)
 
     def _pending(self, launched: Launched, logits: Tensor) -> Pending:
         """Copy the step's output to the host, in the background."""
         slots = self._batch.decoding_slots
+        if self._divided is not None and (self._samplers.reporting or launched.beams):
+            logits = self._divided.whole(logits[: len(slots) + len(launched.beams)])
         logprobs = self._samplers.logprobs(logits, slots, self._output.tokens)
         candidates = find_candidates(logits, len(slots), launched.beams)
         at = self._launches = self._next()
@@ -448,7 +458,7 @@ class Worker:
         logits = self._logits(forward, step.logits_at)
         self._sample(step, logits, general=True)
         piece = torch.zeros(TARGET_ROWS, dtype=torch.int64, device=self.device)
-        scored = self._score(forward, Targets(0, piece, piece, min(MOST_LOGPROBS, logits.shape[1])))
+        scored = self._score(forward, Targets(0, piece, piece, min(MOST_LOGPROBS, self._loaded.vocab_size)))
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         del step, forward, logits, scored
@@ -462,14 +472,14 @@ class Worker:
         def decode(size: int) -> None:
             step = batch.decode_step(size)
             batch.gather(step)
-            Forward(self._model, step).logits(None, self._graph_logits[:size])
+            self._logits(Forward(self._model, step), None, self._graph_logits[:size])
 
         def sample(general: bool) -> Callable[[int], None]:
             return lambda size: self._sample(batch.decode_step(size), self._graph_logits[:size], general)
 
         def mixed(shape: Shape) -> None:
             step = batch.mixed_step(self._idle[shape])
-            Forward(self._model, step).logits(step.logits_at, self._graph_logits[: shape.samples])
+            self._logits(Forward(self._model, step), step.logits_at, self._graph_logits[: shape.samples])
 
         self._idle: dict[Shape, Mixed] = {}
         where = Where()

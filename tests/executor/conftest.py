@@ -59,7 +59,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 
 @pytest.fixture(scope="session")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny gpt-oss whose experts are stored as mxfp4.  Heads of 64, as gpt-oss has: GPU kernels take no smaller ones."""
+    """A tiny gpt-oss whose experts are stored as mxfp4.  Its heads are of 64, which GPUs take."""
     directory = make_tiny(tmp_path_factory.mktemp("gpt_oss") / "gpt_oss", "gpt_oss", head_dim=64)
     store_experts_in_mxfp4(directory)
     return directory

@@ -31,6 +31,7 @@ from engine.executor.errors import ModelLoadError
 from engine.executor.local import load
 from engine.executor.parallel import ParallelExecutor, WaitingRanks, check_equal
 from engine.executor.rank_process import CLOSE, SUBMIT, Facts, Task
+from engine.executor.ranks import Ranks
 from engine.llm import LLM, Completion
 from engine.tools.models import model_class
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
@@ -206,6 +207,13 @@ def test_more_ranks_than_kv_heads_and_a_vocabulary_that_is_not_divisible(tmp_pat
         llm.close()
         assert [process.returncode for process in processes] == [0] * (ranks - 1)
     assert texts[0] == texts[1]
+
+
+def test_greedy_steps_exchange_no_logits(two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a key for each row, of all ranks."""
+    wanted = token_ids(two.generate(prompts(3), Sampling(temperature=0), max_new_tokens=10))
+    monkeypatch.delattr(Ranks, "gather_columns")
+    assert token_ids(two.generate(prompts(3), Sampling(temperature=0), max_new_tokens=10)) == wanted
 
 
 def until_it_raises(use: Callable[[], object]) -> None:

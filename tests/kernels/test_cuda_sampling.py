@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import Sampler
+from engine.executor import ops
 from engine.executor.sampling import CHOSEN, NOT_FINITE, NOTHING_ALLOWED, SamplerBank
 from engine.wire.messages import Sampling
 
@@ -161,6 +162,32 @@ def test_greedy_is_argmax(dtype: torch.dtype, vocab: int, rows: int) -> None:
         assert torch.equal(outcome == CHOSEN, sound)
         assert torch.equal(outcome == NOT_FINITE, ~sound)
         assert torch.equal(tokens, first.masked_fill(~sound, 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "parts"), [(5, 1), (1003, 2), (32_001, 3), (151_936, 2)])
+@pytest.mark.parametrize("rows", [1, 9, 300])
+def test_the_greatest_keys_of_parts_are_those_of_whole_rows(
+    dtype: torch.dtype, vocab: int, parts: int, rows: int
+) -> None:
+    logits = nasty(rows, vocab, dtype, 3)
+    slots = torch.arange(rows)
+    slots[rows // 2] = -1
+    keys = {device: torch.empty(parts, rows, dtype=torch.int64, device=device) for device in ("cpu", "cuda")}
+    found = {}
+    for device, own in keys.items():
+        at, there = slots.to(device), logits.to(device)
+        for part in range(parts):
+            first, end = vocab * part // parts, vocab * (part + 1) // parts
+            ops.likeliest(there[:, first:end], first, own[part])
+        tokens, outcome = torch.full_like(at, -7), torch.full_like(at, 7, dtype=torch.uint8)
+        ops.chosen(own.amax(0), at, tokens, outcome)
+        found[device] = tokens.tolist(), outcome.tolist()
+    assert found["cuda"] == found["cpu"]
+    peak = logits.amax(-1)
+    sound = peak.isfinite() & (slots >= 0)
+    first = (logits == peak[:, None]).int().argmax(-1).masked_fill(~sound, 0)
+    assert found["cuda"][0] == first.tolist()
 
 
 def test_rows_that_do_not_start_at_16_bytes_and_rows_without_a_slot() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.executor import ops
@@ -151,6 +154,40 @@ def test_padded_rows_and_views() -> None:
         best = logits[::2, 100:250].argmax(-1)
         assert tokens.tolist() == [int(best[0]), 0, int(best[2])]
         assert not outcome.any()
+
+
+@given(st.integers(0, 2**31), st.integers(1, 5), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_the_greatest_keys_of_parts_are_those_of_whole_rows(seed: int, parts: int, dtype: torch.dtype) -> None:
+    """With ties within parts and across them, numbers of both signs, zeros of both, and rows that are not finite."""
+    rng = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-3, 4, (40, 97), generator=rng).to(dtype) / 2 - 2 * (seed % 2)
+    logits[torch.rand(40, 97, generator=rng) < 0.05] *= -0.0
+    for row, value in ((3, math.nan), (4, math.inf), (5, -math.inf)):
+        logits[row, int(torch.randint(97, (), generator=rng))] = value
+    logits[6] = -math.inf
+    logits[7, 50:] = -math.inf
+    slots = torch.arange(40) - 1
+    wanted = torch.empty(40, dtype=torch.int64), torch.empty(40, dtype=torch.uint8)
+    ops.sample(logits, slots, slots, torch.zeros(40, WORDS, dtype=torch.int64), False, *wanted)
+    found = torch.empty(40, dtype=torch.int64), torch.empty(40, dtype=torch.uint8)
+    borders = [97 * part // parts for part in range(parts + 1)]
+    keys = torch.empty(parts, 40, dtype=torch.int64)
+    for part, (first, end) in enumerate(itertools.pairwise(borders)):
+        ops.likeliest(logits[:, first:end], first, keys[part])
+    ops.chosen(keys.amax(0), slots, *found)
+    assert torch.equal(found[1], wanted[1])
+    assert wanted[1].bool().sum() == 3
+    assert torch.equal(found[0], wanted[0])
+
+
+def test_tokens_of_parts_are_checked() -> None:
+    logits, keys = torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="logits: tokens 4194300 to 4194309, not 0 to 4194303"):
+        ops.likeliest(logits, 4194300, keys)
+    with pytest.raises(ValueError, match="keys: rows is 1, logits has 2"):
+        ops.likeliest(logits, 0, keys[:1])
+    with pytest.raises(ValueError, match="slots: rows is 1, keys has 2"):
+        ops.chosen(keys, keys[:1], keys.clone(), torch.zeros(2, dtype=torch.uint8))
 
 
 def test_shapes_and_indices_are_checked() -> None:

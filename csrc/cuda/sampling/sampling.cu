@@ -32,6 +32,9 @@
 namespace quire::cuda {
 namespace {
 
+using sampling::key_of;
+using sampling::number_of;
+using sampling::place_of;
 using sampling::Settings;
 
 constexpr int kThreads = 512;
@@ -126,18 +129,6 @@ __device__ float larger(float a, float b) {
 
 __device__ uint32_t weight(float w) {
   return static_cast<uint32_t>(static_cast<int32_t>(__fmaf_rn(w, sampling::kOne, sampling::kRounding)));
-}
-
-// Order of keys: by number, the largest first; among equals the lower place.  NaN comes before all.
-__device__ uint64_t key_of(float x, int place) {
-  const uint32_t bits = __float_as_uint(x);
-  const uint32_t ordered = x != x ? kAll : (bits & 0x80000000u) ? ~bits : bits | 0x80000000u;
-  return static_cast<uint64_t>(ordered) << 32 | ~static_cast<uint32_t>(place);
-}
-__device__ int place_of(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
-__device__ float number_of(uint64_t key) {
-  const uint32_t ordered = key >> 32;
-  return __uint_as_float((ordered & 0x80000000u) ? ordered & 0x7fffffffu : ~ordered);
 }
 
 // --- histograms -----------------------------------------------------------------------------------------------------
@@ -431,7 +422,7 @@ struct Choice {
 };
 __device__ Choice choice_of(uint64_t key) {
   const bool finite = isfinite(number_of(key));
-  return {finite ? place_of(key) : 0, finite ? sampling::kChosen : sampling::kNotFinite};
+  return {finite ? static_cast<int>(place_of(key)) : 0, finite ? sampling::kChosen : sampling::kNotFinite};
 }
 
 // --- weights --------------------------------------------------------------------------------------------------------
@@ -726,16 +717,62 @@ __global__ void __launch_bounds__(kThreads, general ? 2 : 4) sample_kernel(Sampl
   wait_until_peers_are_done();
 }
 
+template <class T>
+__global__ void __launch_bounds__(kThreads, 4) likeliest_kernel(LikeliestArgs a, bool packs) {
+  __shared__ Shared shared;
+  let_next_kernel_start();
+  wait_for_previous_kernels();
+  const int index = blockIdx.x / cluster_size();
+  const Row<T> row{static_cast<const T*>(a.logits) + index * a.row_stride, a.size, packs};
+  const Piece piece(a.size, cluster_rank() * kWarps + static_cast<int>(threadIdx.x) / 32);
+  const uint64_t best = cluster_max(best_of(row, piece), shared);
+  done_with_peers();
+  if (cluster_rank() == 0 && threadIdx.x == 0) {
+    a.keys[index] = sampling::to_signed(best == 0 ? 0 : key_of(number_of(best), a.first + place_of(best)));
+  }
+  wait_until_peers_are_done();
+}
+
+__global__ void __launch_bounds__(kThreads) chosen_kernel(const int64_t* keys, SampleArgs a) {
+  let_next_kernel_start();
+  wait_for_previous_kernels();
+  const int row = blockIdx.x * kThreads + threadIdx.x;
+  if (row >= a.rows) return;
+  write(a, row, a.slots[row] < 0 ? Choice{0, sampling::kChosen} : choice_of(sampling::from_signed(keys[row])));
+}
+
+// CTAs of a row.  Few rows get many.  A larger cluster synchronises more slowly; this rule was measured to pick the best
+// size at each of 1 to 1024 rows.  Rows that are read again take two CTAs, so that the rows under way fit into L2.
+int cluster_of(int64_t rows, bool again) {
+  const int most = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? kMaxCluster : 1;
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount);
+  int cluster = again ? std::min(2, most) : 1;
+  while (cluster < most && rows * cluster * cluster <= sms) cluster *= 2;
+  return cluster;
+}
+
 }  // namespace
+
+void likeliest(const LikeliestArgs& a, cudaStream_t stream) {
+  if (a.rows == 0) return;
+  const int cluster = cluster_of(a.rows, false);
+  by_dtype(a.dtype, [&](auto type) {
+    using T = decltype(type);
+    launch_clusters(likeliest_kernel<T>, cluster, static_cast<int>(a.rows) * cluster, kThreads, 0, stream, a,
+                    in_16_bytes(a.logits, a.row_stride, sizeof(T)));
+  });
+}
+
+void chosen(const int64_t* keys, const int64_t* slots, int64_t* tokens, uint8_t* outcome, int64_t rows,
+            cudaStream_t stream) {
+  if (rows == 0) return;
+  const SampleArgs a{.slots = slots, .tokens = tokens, .outcome = outcome, .rows = rows};
+  launch(chosen_kernel, dim3(static_cast<int>((rows + kThreads - 1) / kThreads)), dim3(kThreads), 0, stream, keys, a);
+}
 
 void sample(const SampleArgs& a, cudaStream_t stream) {
   if (a.rows == 0) return;
-  // Few rows get many CTAs each.  A larger cluster synchronises more slowly; this rule was measured to pick the best size
-  // at each of 1 to 1024 rows.  Rows that are read again take two CTAs, so that the rows under way fit into L2.
-  const int most = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? kMaxCluster : 1;
-  const int sms = device_attribute(cudaDevAttrMultiProcessorCount);
-  int cluster = a.general ? std::min(2, most) : 1;
-  while (cluster < most && a.rows * cluster * cluster <= sms) cluster *= 2;
+  const int cluster = cluster_of(a.rows, a.general);
   by_dtype(a.dtype, [&](auto type) {
     using T = decltype(type);
     const auto kernel = a.general ? sample_kernel<T, true> : sample_kernel<T, false>;

@@ -27,4 +27,20 @@ struct SampleArgs {
 // Counts each token in the marks of its row.
 void sample(const SampleArgs& args, cudaStream_t stream);
 
+struct LikeliestArgs {
+  Dtype dtype;  // of the logits: f32, bf16, fp16
+  const void* logits;  // [rows, size]: some columns of the whole logits
+  int64_t row_stride;  // in numbers
+  int64_t first;       // token of the first column
+  int64_t* keys;       // [rows]: sampling::to_signed of the largest key of each row
+  int64_t rows;
+  int size;
+};
+
+void likeliest(const LikeliestArgs& args, cudaStream_t stream);
+
+// Of keys [rows]: the token and outcome that `sample` would choose from the raw logits that they are of.
+void chosen(const int64_t* keys, const int64_t* slots, int64_t* tokens, uint8_t* outcome, int64_t rows,
+            cudaStream_t stream);
+
 }  // namespace quire::cuda

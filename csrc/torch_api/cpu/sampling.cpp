@@ -28,7 +28,25 @@ void sample(const at::Tensor& logits, const at::Tensor& slots, const at::Tensor&
   });
 }
 
-TORCH_LIBRARY_IMPL(quire, CPU, m) { m.impl("sample", sample); }
+void likeliest(const at::Tensor& logits, int64_t first, const at::Tensor& keys) {
+  const SampleSizes sizes = check_likeliest(logits, first, keys, on_cpu());
+  by_dtype("logits", logits, [&](auto type) {
+    cpu::likeliest(static_cast<const decltype(type)*>(logits.const_data_ptr()), logits.stride(0), first,
+                   keys.data_ptr<int64_t>(), sizes.rows, sizes.size, threads());
+  });
+}
+
+void chosen(const at::Tensor& keys, const at::Tensor& slots, const at::Tensor& tokens, const at::Tensor& outcome) {
+  const SampleSizes sizes = check_chosen(keys, slots, tokens, outcome, on_cpu());
+  cpu::chosen(keys.const_data_ptr<int64_t>(), slots.const_data_ptr<int64_t>(), tokens.data_ptr<int64_t>(),
+              outcome.data_ptr<uint8_t>(), sizes.rows);
+}
+
+TORCH_LIBRARY_IMPL(quire, CPU, m) {
+  m.impl("sample", sample);
+  m.impl("likeliest", likeliest);
+  m.impl("chosen", chosen);
+}
 
 }  // namespace
 }  // namespace quire::cpu::torch_api

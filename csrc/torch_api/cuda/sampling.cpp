@@ -30,7 +30,33 @@ void sample(const at::Tensor& logits, const at::Tensor& slots, const at::Tensor&
   cuda::sample(args, stream_of(logits));
 }
 
-TORCH_LIBRARY_IMPL(quire, CUDA, m) { m.impl("sample", sample); }
+void likeliest(const at::Tensor& logits, int64_t first, const at::Tensor& keys) {
+  const SampleSizes sizes = check_likeliest(logits, first, keys, on_gpu(logits));
+  const LikeliestArgs args{
+      .dtype = model_dtype_of("logits", logits),
+      .logits = logits.const_data_ptr(),
+      .row_stride = logits.stride(0),
+      .first = first,
+      .keys = keys.data_ptr<int64_t>(),
+      .rows = sizes.rows,
+      .size = static_cast<int>(sizes.size),
+  };
+  const c10::cuda::CUDAGuard guard(logits.device());
+  cuda::likeliest(args, stream_of(logits));
+}
+
+void chosen(const at::Tensor& keys, const at::Tensor& slots, const at::Tensor& tokens, const at::Tensor& outcome) {
+  const SampleSizes sizes = check_chosen(keys, slots, tokens, outcome, on_gpu(keys));
+  const c10::cuda::CUDAGuard guard(keys.device());
+  cuda::chosen(keys.const_data_ptr<int64_t>(), slots.const_data_ptr<int64_t>(), tokens.data_ptr<int64_t>(),
+               outcome.data_ptr<uint8_t>(), sizes.rows, stream_of(keys));
+}
+
+TORCH_LIBRARY_IMPL(quire, CUDA, m) {
+  m.impl("sample", sample);
+  m.impl("likeliest", likeliest);
+  m.impl("chosen", chosen);
+}
 
 }  // namespace
 }  // namespace quire::cuda::torch_api

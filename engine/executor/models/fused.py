@@ -56,7 +56,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.executor import ops
 from engine.executor.attention import attend
 from engine.executor.batch import StepTensors
-from engine.executor.models.linear import Linears, PackedLinear, Product, RMSNorm, shared_out
+from engine.executor.models.linear import Linears, PackedLinear, Product, RMSNorm, Sharded, shared_out
 from engine.executor.models.quantised import Quantised, QuantisedLinear
 
 # The attention window of a layer of each family, read from its own attention module.
@@ -303,16 +303,24 @@ class Decoder(nn.Module):
             x, normed = layer(x, normed, cos, sin, step, then)
         return x
 
-    def logits(self, x: Tensor, at: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Logits [., V] of tokens `at` (None: of all) from the hidden states x; in `out` where given."""
+    def logits(self, x: Tensor, at: Tensor | None, out: Tensor | None = None, *, own: bool = False) -> Tensor:
+        """Logits [., V] of tokens `at` (None: of all) from the hidden states x; in `out` where given.
+
+        own: only the columns that this rank has, where `own_columns` says how many."""
+        head = self.head.part if own else self.head
         if at is not None:
             x = x.index_select(0, at)
         if not len(x):
             dtype = torch.float32 if self.head.packed or self.head.wide else x.dtype
-            logits: Tensor = x.new_empty(0, self.head.out_features, dtype=dtype)
+            logits: Tensor = x.new_empty(0, head.out_features, dtype=dtype)
         else:
-            logits = self.head(x, out=out)
+            logits = head(x, out=out)
         return logits
+
+    @property
+    def own_columns(self) -> int:
+        """Columns of the logits that each rank computes; 0 where every rank computes all."""
+        return self.head.part.out_features if isinstance(self.head, Sharded) else 0
 
 
 def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -> None:
@@ -387,13 +395,15 @@ class Forward:
         self._step = step
         self._hidden: Any = None  # hidden states; None: the layers have not run
 
-    def logits(self, at: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Logits [., V] of the step's tokens `at`, i64 (None: of all), in `out` where given."""
+    def logits(self, at: Tensor | None, out: Tensor | None = None, *, own: bool = False) -> Tensor:
+        """Logits [., V] of the step's tokens `at`, i64 (None: of all), in `out` where given.
+
+        own: only this rank's columns, where `own_columns` of the model is not 0."""
         logits: Tensor
         if is_fused(self._model):
             if self._hidden is None:
                 self._hidden = self._model.model(self._step)
-            logits = self._model.model.logits(self._hidden, at, out)
+            logits = self._model.model.logits(self._hidden, at, out, own=own)
             return logits
         logits = self._plain(0 if at is None else at)
         return logits if out is None else out.copy_(logits)
@@ -425,6 +435,13 @@ class Forward:
         finally:
             vars(decoder).pop("forward", None)
         return logits
+
+
+def own_columns(model: PreTrainedModel) -> int:
+    """Columns of the logits that each of several ranks can compute for itself; 0: the model gives all or none.
+
+    Transformers' own forward may do anything with the logits after its head, so only a `Decoder` has some."""
+    return model.model.own_columns if is_fused(model) else 0
 
 
 def has_plain_decoder(model: PreTrainedModel) -> bool:

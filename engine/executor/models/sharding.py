@@ -185,6 +185,7 @@ class Sharding:
             if len(head.weight) == self.vocab_size:  # it is the embedding, which is whole
                 cut = divide(self.vocab_size, ranks, padded=True)
                 head.weight = nn.Parameter(cut.take(head.weight.data, tuple(head.weight.shape)), requires_grad=False)
+                head.out_features = len(head.weight)
             shard = Gathered(ranks, self.vocab_size)
             setattr(head, SHARD, shard)
             head.register_forward_hook(lambda _module, _inputs, output: shard.combine(output))
