@@ -403,14 +403,16 @@ class Worker:
         """Number of rows that a step of `count` rows computes, padding included."""
         return rung(self._sizes, count) or count
 
-    def _logits(self, forward: Forward, at: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Logits [., V] of tokens `at` of a step (None: of all), or a rank's columns of them, to choose from."""
-        return forward.logits(at, out, own=self._divided is not None)
+    def _logits(self, forward: Forward, at: Tensor | None, out: Tensor | None = None, *, whole: bool = False) -> Tensor:
+        """Logits [., V] of tokens `at` of a step (None: of all), in `out` where given.
+
+        Of several ranks only this one's columns, where the model has those, unless `whole`."""
+        return forward.logits(at, out, own=self._divided is not None and not whole)
 
     def _score(self, forward: Forward, asked: Targets) -> Logprobs:
         """Prompt logprobs of one slice, TARGET_ROWS positions at a time, so that long prompts fit."""
         entries = [Report(asked.slot, asked.top)] * len(asked.ids)
-        return logprobs_from(lambda part: forward.logits(asked.at[part]), asked.ids, entries)
+        return logprobs_from(lambda part: self._logits(forward, asked.at[part], whole=True), asked.ids, entries)
 
     def _sample(self, step: StepTensors, logits: Tensor, general: bool) -> None:
         """Choose a token for each slot from the step's logits, and make it the next step's input."""
@@ -503,7 +505,9 @@ class Worker:
         decodes: list[Callable[[], None]] = [
             partial(decode, graphs, size) for size in urgent(self._sizes) for graphs in kinds
         ]
-        return decodes, [partial(mixed, shape) for shape in self._batch.shapes]
+        # The one with most tokens first: the others then find their memory in the pool.
+        shapes = sorted(self._batch.shapes, key=lambda shape: shape.decodes + shape.tokens, reverse=True)
+        return decodes, [partial(mixed, shape) for shape in [*shapes[:1], *shapes[:0:-1]]]
 
     def _use_captured(self) -> bool:
         """From now on use only the sizes that have all their graphs.  False: no size has."""

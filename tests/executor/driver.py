@@ -34,8 +34,10 @@ class RecordingWorker(Worker):
         self.pieces = []
         return super().launch_model(plan, all_collected=all_collected)
 
-    def _logits(self, forward: Forward, at: torch.Tensor | None) -> torch.Tensor:
-        self.pieces.append(super()._logits(forward, at).clone())
+    def _logits(
+        self, forward: Forward, at: torch.Tensor | None, out: torch.Tensor | None = None, *, whole: bool = False
+    ) -> torch.Tensor:
+        self.pieces.append(super()._logits(forward, at, out, whole=whole).clone())
         return self.pieces[-1]
 
     @property

@@ -153,7 +153,7 @@ def test_scoring_stays_within_the_memory_plan(tmp_path: Path, family: str) -> No
     model = load_model(str(made), dtype="bfloat16", device=torch.device("cuda"))
     driver = Driver(model, graph_seconds=0)
     worker = driver.worker
-    worker._logits = lambda forward, at: forward.logits(at)  # type: ignore[method-assign]  # without its copies
+    worker._logits = lambda forward, at, **_: forward.logits(at)  # type: ignore[method-assign]  # without its copies
     planned = worker._activation_bytes()
     slots = [driver.add(words(1000, i), chunk=1000, targets=True)[0] for i in range(2)]
     plan = driver.plan()

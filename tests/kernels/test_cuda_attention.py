@@ -94,6 +94,12 @@ def test_scale_is_applied() -> None:
         ([100] * 1024, 8, 8),
         ([1 + 37 * i % 400 for i in range(500)], 8, 4),
         ([32768] + [512] * 31, 32, 8),
+        # Parts that end where head groups do: one of each, several, and an empty one at the beginning and elsewhere.
+        ([64 + 45 * i % 640 for i in range(8)], 32, 8),
+        ([500 + 61 * i % 1000 for i in range(16)], 32, 8),
+        ([64 + 45 * i % 640 for i in range(40)], 32, 8),
+        ([16 * tiles for tiles in [83, 18, 10, 23, 83, 47, 6, 8, 39, 6, 46, 62, 37, 70, 5, 80, 67]], 32, 8),
+        ([16 * tiles for tiles in (3, 90, 4, 88, 5, 86, 7, 90, 2) * 3], 32, 8),
     ],
 )
 def test_work_is_shared_out(lens: list[int], heads: int, kv_heads: int) -> None:

@@ -186,8 +186,8 @@ def test_the_greatest_keys_of_parts_are_those_of_whole_rows(
     assert found["cuda"] == found["cpu"]
     peak = logits.amax(-1)
     sound = peak.isfinite() & (slots >= 0)
-    first = (logits == peak[:, None]).int().argmax(-1).masked_fill(~sound, 0)
-    assert found["cuda"][0] == first.tolist()
+    likeliest = (logits == peak[:, None]).int().argmax(-1).masked_fill(~sound, 0)
+    assert found["cuda"][0] == likeliest.tolist()
 
 
 def test_rows_that_do_not_start_at_16_bytes_and_rows_without_a_slot() -> None:

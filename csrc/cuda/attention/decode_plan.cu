@@ -18,7 +18,11 @@ namespace {
 constexpr int kThreads = 1024;
 constexpr int kCtas = 2;
 constexpr int kMinTiles = 16;     // of a CTA: with fewer, merging takes longer than waiting for fewer CTAs
-constexpr int kWholeTiles = 32;   // of a head group: up to this many, one CTA is as fast as several that merge
+// Tiles of a head group: up to this many, one CTA is as fast as several that merge.  Where some have fewer, the merging
+// that more would need is not worth it either.
+constexpr int kWholeTiles = 32, kWholeUnequalTiles = 64;
+// Of an equal part of all tiles: with longer head groups, too much waits for the longest part if none is cut.
+constexpr int kWholeParts = 2;
 constexpr int kEvenTiles = 1024;  // of a CTA: with more, four idle multiprocessors lose more than merging takes
 
 // Where `position`, counted in tiles over all head groups of all sequences, lies.
@@ -37,40 +41,61 @@ __device__ Place find(int64_t position, const int* before, int seqs, int groups)
   return {low, inside / tiles, inside % tiles, tiles};
 }
 
-// How all tiles are cut into the CTAs' parts: equally, or (`whole`) one head group each.
+// How all tiles are cut into the CTAs' parts.
 //
 // A head group that several CTAs share is merged through memory, which takes 3 to 4 us.  To avoid that, parts end where
 // head groups end, even if some parts are then longer than others or some CTAs stay idle.
 struct Cut {
+  enum class Ends {
+    kAnywhere,     // parts are equal
+    kNearest,      // at the end of a head group that is nearest to that of an equal part
+    kOfEachGroup,  // a part is a head group
+  };
+
   const int* before;
   int64_t all;  // tiles
+  int seqs;
   int groups;   // of a sequence
   int ctas;
-  bool whole;
+  Ends ends = Ends::kAnywhere;
 
   // `filled`: sequences with keys, each with `fewest` to `most` tiles a head group.
-  __device__ Cut(const int* before, int groups, int filled, int fewest, int most, int grid)
-      : before(before), all(int64_t{before[kDecodeMaxSeqs]} * groups), groups(groups) {
+  __device__ Cut(const int* before, int seqs, int groups, int filled, int fewest, int most, int grid)
+      : before(before), all(int64_t{before[kDecodeMaxSeqs]} * groups), seqs(seqs), groups(groups) {
     const int head_groups = filled * groups;
-    whole = head_groups <= grid && most <= kWholeTiles && before[filled] == before[kDecodeMaxSeqs];
-    ctas = whole ? head_groups : static_cast<int>(min(int64_t{grid}, (all + kMinTiles - 1) / kMinTiles));
-    if (whole || fewest < most || all > int64_t{kEvenTiles} * ctas) return;
-    // All head groups are equally long: the nearest number of CTAs that divides them, or that they divide.
-    const int wanted = ctas, least = wanted < grid ? wanted / 2 : wanted - wanted / 16;
-    for (int step = 0; wanted - step >= least; ++step) {
-      for (const int ctas_then : {wanted - step, wanted + step}) {
-        if (ctas_then < 1 || ctas_then > grid) continue;
-        if (head_groups % ctas_then == 0 || ctas_then % head_groups == 0) {
-          ctas = ctas_then;
-          return;
-        }
-      }
+    const bool equal = fewest == most;
+    ctas = static_cast<int>(min(int64_t{grid}, (all + kMinTiles - 1) / kMinTiles));
+    const bool even = !equal && int64_t{most} * grid <= kWholeParts * all;
+    const bool first = before[filled] == before[kDecodeMaxSeqs];  // the filled ones come first
+    if (head_groups <= grid && first && (even || most <= (equal ? kWholeTiles : kWholeUnequalTiles))) {
+      ends = Ends::kOfEachGroup;
+      ctas = head_groups;
+    } else if (even) {
+      ends = Ends::kNearest;
+    } else if (equal && all <= int64_t{kEvenTiles} * ctas) {
+      ctas = nearest_even(head_groups, ctas, grid);
     }
   }
   __device__ int64_t begin(int cta) const {
-    if (!whole) return all * cta / ctas;
-    const int seq = cta / groups;
-    return int64_t{before[seq]} * groups + cta % groups * (before[seq + 1] - before[seq]);
+    if (ends == Ends::kOfEachGroup) {
+      const int seq = cta / groups;
+      return int64_t{before[seq]} * groups + cta % groups * (before[seq + 1] - before[seq]);
+    }
+    const int64_t at = all * cta / ctas;
+    if (ends == Ends::kAnywhere || cta == 0 || cta == ctas) return at;
+    const Place place = find(at, before, seqs, groups);
+    return 2 * place.tile < place.tiles ? at - place.tile : at - place.tile + place.tiles;
+  }
+  // The number of CTAs nearest to `wanted` that divides equally long head groups, or that they divide.
+  static __device__ int nearest_even(int head_groups, int wanted, int grid) {
+    const int least = wanted < grid ? wanted / 2 : wanted - wanted / 16;
+    for (int step = 0; wanted - step >= least; ++step) {
+      for (const int ctas : {wanted - step, wanted + step}) {
+        if (ctas < 1 || ctas > grid) continue;
+        if (head_groups % ctas == 0 || ctas % head_groups == 0) return ctas;
+      }
+    }
+    return wanted;
   }
   // Who has that tile; only asked where head groups are shared.
   __device__ int cta_of(int64_t position) const { return static_cast<int>(((position + 1) * ctas - 1) / all); }
@@ -133,7 +158,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(DecodePlanArgs args, Dec
 
   const int thread = blockIdx.x * kThreads + threadIdx.x;
   constexpr int kAll = kCtas * kThreads;
-  const Cut cut(before, groups, filled, fewest, most, shape.grid);
+  const Cut cut(before, args.seqs, groups, filled, fewest, most, shape.grid);
   if (thread == 0) *plan.header = {.ctas = cut.ctas, .empty = empty};
   const auto share_at = [&](int64_t from, int64_t to) {
     DecodeShare share{};
@@ -162,9 +187,11 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(DecodePlanArgs args, Dec
       ends.first_owner = cut.cta_of(group_begin);
       ends.first_last = cut.cta_of(group_begin + first.tiles - 1);
     }
-    const Place last = find(end - 1, before, args.seqs, groups);
-    const int64_t group_begin = end - 1 - last.tile, group_end = group_begin + last.tiles;
-    if (group_begin >= begin && group_end > end) ends.last_last = cut.cta_of(group_end - 1);
+    if (end > begin) {  // else the part is empty, since long head groups are in front and behind
+      const Place last = find(end - 1, before, args.seqs, groups);
+      const int64_t group_begin = end - 1 - last.tile, group_end = group_begin + last.tiles;
+      if (group_begin >= begin && group_end > end) ends.last_last = cut.cta_of(group_end - 1);
+    }
     plan.ends[cta] = ends;
     plan.arrived[cta] = 0;
   }

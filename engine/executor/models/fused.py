@@ -307,7 +307,7 @@ class Decoder(nn.Module):
         """Logits [., V] of tokens `at` (None: of all) from the hidden states x; in `out` where given.
 
         own: only the columns that this rank has, where `own_columns` says how many."""
-        head = self.head.part if own else self.head
+        head: Any = self.head.part if own else self.head
         if at is not None:
             x = x.index_select(0, at)
         if not len(x):
