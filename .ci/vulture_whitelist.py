@@ -63,6 +63,7 @@ _.MAX_ATTEMPTS
 _.QUARANTINE
 _.QUARANTINED_MS
 _.RESPONSE_BYTES
+_.COMMAND_WORDS
 
 _.exit_status  # engine/common/errors.py
 _.logged_tokens  # engine/wire/records.py: a field of Quarantined

@@ -204,6 +204,41 @@ def test_an_exchange_sends_what_changed_and_everything_after_a_lapse() -> None:
     assert published.update(PrefixReport([two])) == ("afresh", two, b"")
 
 
+class ExchangingRig(Rig):
+    """A rig whose reports reach Redis by exchanges: `known` is what Redis has after them."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self.published = PublishedPrefixes()
+        self.put_prefixes([], [])
+
+    def put_prefixes(self, gained: list[bytes], lost: list[bytes]) -> None:
+        how, added, removed = self.published.update(PrefixReport(gained, lost))
+        self.published.sent(vanished=False)
+        self.known = (set() if how == "afresh" else self.known - set(split(removed))) | set(split(added))
+
+    def claim(self, name: str, tokens: list[int], salt: str = "", outputs: int = 2) -> None:
+        super().claim(name, tokens, salt, outputs)
+        self.published.claimed(prefix_digests(tokens, salt))
+
+
+def test_claims_beyond_the_bound_leave_in_redis_what_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HeldPrefixes reports a digest once, so an engine that forgot it would publish it no more."""
+    monkeypatch.setattr("engine.wire.prefixes.MOST_PUBLISHED", 40)
+    rig, digests = ExchangingRig(1024), [set(split(prefix_digests(tokens(seed, 1000), ""))) for seed in range(4)]
+    rig.claim("r0", tokens(0, 1000))
+    rig.finish()
+    for seed in (1, 2, 3):
+        rig.claim(f"r{seed}", tokens(seed, 1000))
+    rig.put_prefixes([], [])
+    assert rig.known == digests[0]
+    rig.finish()
+    assert rig.known == set.union(*digests)
+    rig.core.reset_prefix_cache()
+    rig.turn()
+    assert rig.known == set()
+
+
 def test_the_backlog_counts_what_has_no_token_yet() -> None:
     backlog = PromptBacklog()
     backlog.add("a", 100)

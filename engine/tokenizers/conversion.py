@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from engine.tokenizers.files import byte_level_alphabet
+from engine.tokenizers.files import MOST_TOKENS, byte_level_alphabet, token_number
 
 BLANK = "\u2581"  # stands for a blank in the pieces of SentencePiece
 # Classes whose token ids are the places of the pieces in the file; others move them.
@@ -283,6 +283,9 @@ def declared_tokens(described: dict[str, Any]) -> dict[int, dict[str, Any]]:
     for at, token in declared.items():
         if not (at.isascii() and at.isdecimal()):
             raise Unconverted(f"{place} names a token {at!r}; its name must be a number")
+        if token_number(at) is None:
+            shown = at if len(at) <= 20 else f"{at[:20]}..."
+            raise Unconverted(f"{place} names the token {shown}; numbers of tokens must be below {MOST_TOKENS:,}")
         if not isinstance(token, dict) or not isinstance(token.get("content"), str):
             raise Unconverted(f"{place} has a token {at} without content")
     return {int(at): token for at, token in declared.items()}
@@ -291,13 +294,12 @@ def declared_tokens(described: dict[str, Any]) -> dict[int, dict[str, Any]]:
 def add_declared(backend: Backend, described: dict[str, Any]) -> None:
     """Add the tokens that tokenizer_config.json declares, under their ids.  Raises Unconverted if others have these."""
     declared = declared_tokens(described)
-    size = backend.get_vocab_size()
-    for at in range(size, max(declared, default=0) + 1):
+    added = []
+    for at in range(backend.get_vocab_size(), max(declared, default=0) + 1):
         token = declared.get(at, {"content": f"<|unnamed_{at}|>", "special": True})
-        special = bool(token.get("special"))
-        flags = {name: bool(token.get(name)) for name in ("single_word", "lstrip", "rstrip")}
-        added = AddedToken(token["content"], normalized=False, special=special, **flags)
-        (backend.add_special_tokens if special else backend.add_tokens)([added])
+        flags = {name: bool(token.get(name)) for name in ("special", "single_word", "lstrip", "rstrip")}
+        added.append(AddedToken(token["content"], normalized=False, **flags))
+    backend.add_tokens(added)  # at once: each call builds the search for all added tokens anew
     for at, token in declared.items():
         if backend.token_to_id(token["content"]) != at:
             found = backend.id_to_token(at)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.tokenizers.conversion import is_tiktoken
-from engine.tokenizers.files import CONVERTED_FILES, READ_FILES, read_json
+from engine.tokenizers.files import CONVERTED_FILES, READ_FILES, read_json, token_number
 
 
 def end_token(directory: Path) -> int | None:
@@ -43,7 +43,7 @@ def vocabularies(directory: Path, described: dict[str, Any]) -> Iterator[dict[An
     """Yield token to number, of one file after another.  described: tokenizer_config.json."""
     declared = described.get("added_tokens_decoder")
     if isinstance(declared, dict):
-        yield {text_of(token): int(at) for at, token in declared.items() if str(at).isdecimal()}
+        yield {text_of(token): token_number(at) for at, token in declared.items() if at.isdecimal()}
     whole = read_json(str(directory / "tokenizer.json"))
     added, model = whole.get("added_tokens"), whole.get("model")
     if isinstance(added, list):

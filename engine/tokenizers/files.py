@@ -12,6 +12,7 @@ READ_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # which transformers
 # SentencePiece models and tiktoken files, by the names that transformers has for them.
 CONVERTED_FILES = ("tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model")
 TEKKEN = "tekken.json"
+MOST_TOKENS = 2**19  # numbers of tokens are below this; the largest published vocabularies have about half of it
 ADVICE = "serve a copy that has a tokenizer.json"
 
 
@@ -101,6 +102,15 @@ def read_json(path: str | None) -> dict[str, Any]:
     except (OSError, ValueError):
         found = {}
     return found if isinstance(found, dict) else {}
+
+
+def token_number(written: str) -> int | None:
+    """Return the number of a token that a file writes as decimal digits; None if it is not below MOST_TOKENS."""
+    digits = written.lstrip("0")
+    if len(digits) > len(str(MOST_TOKENS)):  # Python reads no number of thousands of digits
+        return None
+    number = int(digits or "0")
+    return number if number < MOST_TOKENS else None
 
 
 def byte_level_alphabet() -> dict[str, int]:

@@ -19,7 +19,7 @@ import msgspec
 from engine.wire.layout import DIGEST_BYTES, PREFIX_BLOCK, PREFIX_COUNT, PREFIX_DENSE, PREFIX_STEPS
 
 MOST_HELD = 8192  # digests of ended requests that an engine publishes at most: about 0.6 MB in Redis
-MOST_PUBLISHED = 2**17  # with those of the requests that it has: beyond this it begins with none again
+MOST_PUBLISHED = 2**17  # with those of its open requests: beyond this it forgets them until these requests end
 
 
 def _lengths() -> list[int]:
@@ -71,6 +71,7 @@ class PublishedPrefixes:
 
     def __init__(self) -> None:
         self._held: set[bytes] = set()
+        self._reported: set[bytes] = set()  # those of them that reports added: they come only once
         self._afresh = True  # Redis may have something else, or nothing
         self._publishes = False  # the last report was one
 
@@ -82,16 +83,19 @@ class PublishedPrefixes:
         """Take a report in; return the words of EXCHANGE: how it publishes, digests to add and to remove."""
         self._publishes = report is not None
         if len(self._held) > MOST_PUBLISHED:
-            self._held.clear()
+            self._held = set(self._reported)
             self._afresh = True
         if report is None:
             self._held.clear()
+            self._reported.clear()
             self._afresh = True
             return "", b"", b""
         removed = [digest for digest in report.removed if digest in self._held]
         self._held.difference_update(removed)
         added = [digest for digest in report.added if digest not in self._held]
         self._held.update(added)
+        self._reported.difference_update(report.removed)
+        self._reported.update(report.added)
         if self._afresh:
             return "afresh", b"".join(self._held), b""
         return "1", b"".join(added), b"".join(removed)

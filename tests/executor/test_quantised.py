@@ -28,7 +28,7 @@ from tests.executor.driver import NEW, Driver, greedy, served
 from tests.executor.test_hf import refusal, rewrite
 from tests.executor.test_quantize import at_all_tokens, mean_square, stored_on_gpu
 from tests.executor.test_worker import words
-from tests.quantised import KINDS, WIDE, Written, compressed, pack_quantised, quantise_checkpoint, w4
+from tests.quantised import GPTQ, KINDS, WIDE, Written, compressed, pack_quantised, quantise_checkpoint, w4
 
 CPU = torch.device("cpu")
 
@@ -105,7 +105,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "awq", "bits": 3, "group_size": 128}, "awq (3 bits)"),
     ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "gptq (3 bits)"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "gptq (marlin)"),
-    ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:x": {}}}, "gptq (modules of several kinds)"),
+    (GPTQ | {"dynamic": {"-:x": {}, "+:y": {"bits": 8}}}, "gptq (the rule +:y in dynamic: bits 8)"),
+    (GPTQ | {"dynamic": {"y": {"bits": 4, "group_size": 64}}}, "gptq (the rule y in dynamic: group_size 64)"),
+    (GPTQ | {"dynamic": {"+:y": {"desc_act": True}}}, "gptq (the rule +:y in dynamic: desc_act True)"),
+    (GPTQ | {"dynamic": {"+:y": {"adapter": None}}}, "gptq (the rule +:y in dynamic: adapter None)"),
     (compressed("nvfp4-pack-quantized", "tensor_group"), "compressed-tensors (nvfp4-pack-quantized)"),
     ({**w4(128), "config_groups": {}}, "compressed-tensors (without weights)"),
     (compressed("marlin-24", "group"), "compressed-tensors (marlin-24)"),
@@ -157,6 +160,27 @@ def test_a_config_that_cannot_be_read(tmp_path: Path, config: Any) -> None:
     with pytest.raises(ModelLoadError) as caught:
         read_quantisation(written(tmp_path, config), "llama")
     assert "\n" not in str(caught.value)
+
+
+SAME = {name: GPTQ[name] for name in ("bits", "group_size", "sym", "desc_act")}
+
+
+@pytest.mark.parametrize(
+    ("rules", "ignored"),
+    [
+        (None, set()),
+        ({r"+:.*\.up_proj": SAME, "lm_head": {}}, set()),
+        ({r"-:.*\.up_proj": {}, r"-:nothing": {}}, {"up_proj"}),
+        ({r"+:.*\.up_proj": SAME, r"-:.*\.(up|down)_proj": {}}, {"down_proj"}),
+        ({r".*\.x|.*\.up_proj": SAME, r"-:.*\.x|.*\.(up|down)_proj": {}}, {"down_proj"}),
+        ({r"-:.*\.(up|down)_proj": {}, r"+:.*\.up_proj": SAME}, {"up_proj", "down_proj"}),
+    ],
+)
+def test_the_first_rule_of_gptq_that_matches_a_module_decides(tmp_path: Path, rules: Any, ignored: set[str]) -> None:
+    found = read_quantisation(written(tmp_path, GPTQ | {"dynamic": rules}), "llama")
+    assert found is not None
+    names = {"up_proj", "down_proj", "gate_proj"}
+    assert {name for name in names if found.ignores(f"model.layers.0.mlp.{name}")} == ignored
 
 
 def test_modules_that_a_config_ignores() -> None:
@@ -584,6 +608,20 @@ def test_a_module_that_is_quantised_and_ignored_is_refused(
     config = KINDS["fp8-block"].config | {"modules_to_not_convert": [UP]}
     rewrite(damaged, lambda weights: None, quantization_config=config)
     assert refusal(damaged) == f"llama: {UP}.weight is quantised by fp8, but the config says that it is not"
+
+
+def test_a_rule_of_gptq_that_leaves_layers_unquantised(plain: Path, tmp_path: Path) -> None:
+    """It is accepted where the layers are stored as plain weights, and refused where they are quantised."""
+    rules = {r"+:.*\.q_proj": SAME, r"-:.*\.down_proj": {}, r"-:.*\.router": {}}
+    exact = quantise_checkpoint(plain, tmp_path / "gptq", "gptq-32", keep=("lm_head", "down_proj"))
+    rewrite(tmp_path / "gptq", lambda weights: None, quantization_config=GPTQ | {"dynamic": rules})
+    found = loaded(tmp_path / "gptq", "float32")
+    assert found.keys() == exact.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor.double(), exact[name].double(), rtol=1e-7, atol=0)
+    rules = {r"-:.*\.1\..*up_proj": {}} | rules
+    rewrite(tmp_path / "gptq", lambda weights: None, quantization_config=GPTQ | {"dynamic": rules})
+    assert refusal(tmp_path / "gptq") == f"llama: {UP}.weight is quantised by gptq, but the config says that it is not"
 
 
 def test_groups_that_do_not_exist(quantised: Callable[[str], tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:

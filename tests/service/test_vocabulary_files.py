@@ -159,6 +159,15 @@ def test_tokens_that_the_configuration_adds_have_its_ids(tmp_path: Path) -> None
         Tokenizer(str(folder))
 
 
+def test_numbers_that_no_token_has_below_one_that_the_configuration_adds(tmp_path: Path) -> None:
+    """They are added at once: one by one, these would take minutes."""
+    added = {"20000": {"content": "<|im_end|>", "special": True}, "20001": {"content": "<tool>", "special": False}}
+    folder = trained(tmp_path / "model", AS_LLAMA | {"added_tokens_decoder": added}, **LLAMA)
+    tokenizer = Tokenizer(str(folder))
+    assert tokenizer._encode("fox<|im_end|><tool>", special=False)[-2:] == [20000, 20001]
+    assert tokenizer.text_of([700, 19_999, 20_000, 20_001]) == "<tool>"
+
+
 @pytest.mark.parametrize(
     ("declared", "reason"),
     [
@@ -167,6 +176,9 @@ def test_tokens_that_the_configuration_adds_have_its_ids(tmp_path: Path) -> None
         ({"-1": {"content": "a"}}, "names a token '-1'; its name must be a number"),
         ({"700": {}}, "has a token 700 without content"),
         ({"700": "<tool>"}, "has a token 700 without content"),
+        ({"524288": {"content": "a"}}, r"names the token 524288; numbers of tokens must be below 524,288"),
+        ({str(10**12): {"content": "a"}}, r"names the token 1000000000000; numbers of tokens must be below 524,288"),
+        ({"9" * 5000: {"content": "a"}}, r"names the token 9{20}\.\.\.; numbers of tokens must be below 524,288"),
     ],
 )
 def test_declared_tokens_that_are_none(tmp_path: Path, declared: object, reason: str) -> None:
@@ -336,6 +348,8 @@ def test_the_end_token_of_a_vocabulary_of_words(tmp_path: Path) -> None:
         {"tokenizer_config": [], "tokenizer": {"added_tokens": [5, {"content": "</s>"}], "model": []}},
         {"tokenizer_config": END | {"added_tokens_decoder": {"x": {"content": "</s>"}, "8": "</s>>"}}},
         {"tokenizer_config": END, "vocab": {"</s>": "7"}, "tokenizer": {"model": {"vocab": [[["</s>"], 0.0], []]}}},
+        {"tokenizer_config": END | {"added_tokens_decoder": {str(10**12): {"content": "</s>"}}}},
+        {"tokenizer_config": END | {"added_tokens_decoder": {"9" * 5000: {"content": "</s>"}}}},
         {"vocab": {"</s>": 7}},
     ],
 )

@@ -19,7 +19,7 @@ from engine.core.scheduler import Scheduler
 from engine.wire.messages import Generate
 from engine.wire.records import Fleet
 from tests.system.processes import at_rest, fleet_until
-from tests.system.stack import Stack, a_long_step
+from tests.system.stack import CLAIMS_BY_TOKENS, Stack, a_long_step
 
 pytestmark = [pytest.mark.system, pytest.mark.alone]
 
@@ -91,8 +91,8 @@ async def test_each_mode_keeps_its_rule_and_every_accepted_request_ends_well(
         "admission": mode,
     }
     bounds = {"threshold": 0.9 * BLOCKS, "watermark": (1 - WATERMARK) * BLOCKS, "none": float(BLOCKS)}
-    if mode in bounds:  # only step_tokens bounds claims: by measured times a slow machine would claim too little
-        engine |= {"itl_stretch": 0.0, "step_target_s": 0.0}
+    if mode in bounds:
+        engine |= CLAIMS_BY_TOKENS
     waits = {"late_wait_s": 1000.0}  # the gateway refuses no request, so only the engine's rule acts
     with Stack(redis_server.url, namespace, checkpoint("llama"), gateway_options=waits, **engine) as stack:
         watch = Watch(stack.core)
@@ -121,7 +121,7 @@ async def test_two_gateways_never_overshoot_the_pool_by_more_than_one_admission(
     claims what its next two steps compute, which measured times must not bound: a slow machine would claim less than
     the pool holds, and wait for the end of the step."""
     engine: dict[str, Any] = {"executor": "scripted", "scripted_step_ms": 3.0, "kv_blocks": BLOCKS, "max_seqs": 64}
-    engine |= {"itl_stretch": 0.0, "step_target_s": 0.0, "step_tokens": BLOCKS * SIZE}
+    engine |= CLAIMS_BY_TOKENS | {"step_tokens": BLOCKS * SIZE}
     each = -(-90 // SIZE)
     none = {"ttft_target_s": 0.001, "late_wait_s": 0.0}
     with Stack(redis_server.url, namespace, checkpoint("llama"), gateways=2, gateway_options=none, **engine) as stack:

@@ -20,7 +20,7 @@ from engine.tools import tiny_checkpoints
 from tests.checkpoints import FAMILIES, VOCAB
 from tests.service.test_vocabulary_files import AS_LLAMA, LLAMA, trained
 from tests.system.processes import open_requests
-from tests.system.stack import Stack, a_long_step
+from tests.system.stack import CLAIMS_BY_TOKENS, Stack, a_long_step
 
 pytestmark = pytest.mark.system
 
@@ -114,8 +114,7 @@ def test_greedy_text_equals_transformers(
 ) -> None:
     want = expected(family)
     patient = {"late_wait_s": 1000.0}  # a pool this small would otherwise, rightly, answer 429
-    # Claims are bounded by a step's tokens alone.  By measured times a slow machine would claim too little to preempt.
-    eager: dict[str, Any] = {"admission": "none", "itl_stretch": 0.0, "step_target_s": 0.0}
+    eager: dict[str, Any] = {"admission": "none", **CLAIMS_BY_TOKENS}
     with Stack(
         redis_server.url, namespace, checkpoint(family), gateway_options=patient, **eager, **SHAPES[shape]
     ) as stack:

@@ -24,6 +24,7 @@ from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
 Format = Literal["scaled", "packed", "awq", "gptq", "mxfp4"]
 Strategy = Literal["tensor", "channel", "group", "block"]
 COMPRESSED_FORMATS = {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized"}
+RULE_FIELDS = {"bits", "group_size", "sym", "desc_act"}  # of GPTQ's `dynamic`
 MODELOPT_STRATEGIES: dict[str, Strategy] = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel"}
 
 
@@ -208,13 +209,28 @@ def _read_gptq(described: dict[str, Any]) -> Quantisation:
         raise Unread("marlin" if described.get("is_marlin_format") else str(layout))
     if described.get("pack_dtype", "int32") not in ("int32", "torch.int32"):
         raise Unread(f"packed into {described['pack_dtype']}")
-    rules = described.get("dynamic") or {}
-    if any(not rule.startswith("-:") for rule in rules):
-        raise Unread("modules of several kinds")
-    ignored = tuple("re:" + rule.removeprefix("-:") for rule in rules)
+    ignored = _excluded_by_rules(described)
     # The first version stored every zero point less one.
     how = _grouped("gptq", bits, described["group_size"], ignored, int(layout == "gptq"))
     return replace(how, demanded=frozenset({"g_idx"})) if described.get("desc_act") and how.group else how
+
+
+def _excluded_by_rules(described: dict[str, Any]) -> tuple[str, ...]:
+    """Return the modules that GPTQ's `dynamic` rules leave unquantised, as regular expressions.
+
+    The first rule that matches the start of a module's name decides: `-:` excludes the module, any other rule gives it
+    fields of its own.  Raises Unread for fields that are not the checkpoint's own."""
+    excluded, quantised = list[str](), ""
+    for rule, fields in (described.get("dynamic") or {}).items():
+        pattern = rule.removeprefix("-:")
+        if pattern != rule:
+            excluded.append(f"re:{quantised}(?:{pattern})" if quantised else f"re:{pattern}")
+            continue
+        for name, value in fields.items():
+            if name not in RULE_FIELDS or described.get(name) != value:
+                raise Unread(f"the rule {rule} in dynamic: {name} {value}")
+        quantised += f"(?!{rule.removeprefix('+:')})"
+    return tuple(excluded)
 
 
 def _grouped(

@@ -25,7 +25,7 @@ local function each_part(command, key, digests)  -- run a command on a key with 
   local words = {}
   for at = 1, #digests / DIGEST_BYTES do
     words[#words + 1] = prefix_digest(digests, at)
-    if #words == 1000 then
+    if #words == COMMAND_WORDS then
       call(command, key, unpack(words))
       words = {}
     end
@@ -286,7 +286,7 @@ local function chooser(me, now)
       local ids = {}
       for id in pairs(found) do
         ids[#ids + 1] = id
-        if #ids == 1000 then  -- a command takes no more than thousands of arguments
+        if #ids == COMMAND_WORDS then
           note_passed_over(lane, ids)
           ids = {}
         end

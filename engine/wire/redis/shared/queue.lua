@@ -126,12 +126,12 @@ local function lane_tokens(lane)  -- prompt tokens that wait in the lane
   return tokens
 end
 
--- The values of a hash in the order of these fields.  Lua passes no more than 8,000 arguments at once.
+-- The values of a hash in the order of these fields.
 local function values_of(key, fields)
-  if #fields <= 1000 then return call('HMGET', key, unpack(fields)) end
+  if #fields <= COMMAND_WORDS then return call('HMGET', key, unpack(fields)) end
   local values = {}
-  for first = 1, #fields, 1000 do
-    local part = call('HMGET', key, unpack(fields, first, math.min(first + 999, #fields)))
+  for first = 1, #fields, COMMAND_WORDS do
+    local part = call('HMGET', key, unpack(fields, first, math.min(first + COMMAND_WORDS - 1, #fields)))
     for i, value in ipairs(part) do values[first + i - 1] = value end
   end
   return values
