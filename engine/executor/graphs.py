@@ -57,6 +57,15 @@ def mixed_ladder(max_seqs: int, step_tokens: int) -> list[Shape]:
     return shapes
 
 
+def memory_first(shapes: Sequence[Shape]) -> list[Shape]:
+    """The order of captures of mixed steps: the one with most tokens, so that all others find their memory in the pool,
+    then from the smallest on, in case time runs out.
+
+    From the smallest to the largest, those of a mixture of 30B parameters did not fit beside it in 80 GB."""
+    by_tokens = sorted(shapes, key=lambda shape: shape.decodes + shape.tokens)
+    return [*by_tokens[-1:], *by_tokens[:-1]]
+
+
 class Where:
     """What graphs of one process share: memory, and the stream they are captured on (cuBLAS takes memory for each)."""
 

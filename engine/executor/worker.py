@@ -31,7 +31,17 @@ from engine.executor.constraints import IMPOSSIBLE, Constraints
 from engine.executor.divided_logits import DividedLogits
 from engine.executor.followers import Follower, advance, forced_tokens
 from engine.executor.grammars import Grammars
-from engine.executor.graphs import Graphs, SecondUse, Where, capture_all, ladder, mixed_ladder, rung, urgent
+from engine.executor.graphs import (
+    Graphs,
+    SecondUse,
+    Where,
+    capture_all,
+    ladder,
+    memory_first,
+    mixed_ladder,
+    rung,
+    urgent,
+)
 from engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, by_shape, bytes_per_token
 from engine.executor.masks import Masks
 from engine.executor.memory_plan import MemoryPlan
@@ -505,9 +515,7 @@ class Worker:
         decodes: list[Callable[[], None]] = [
             partial(decode, graphs, size) for size in urgent(self._sizes) for graphs in kinds
         ]
-        # The one with most tokens first: the others then find their memory in the pool.
-        shapes = sorted(self._batch.shapes, key=lambda shape: shape.decodes + shape.tokens, reverse=True)
-        return decodes, [partial(mixed, shape) for shape in [*shapes[:1], *shapes[:0:-1]]]
+        return decodes, [partial(mixed, shape) for shape in memory_first(self._batch.shapes)]
 
     def _use_captured(self) -> bool:
         """From now on use only the sizes that have all their graphs.  False: no size has."""

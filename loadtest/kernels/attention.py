@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ DECODES = [(32, 8, batch, context) for context in CONTEXTS for batch in BATCHES]
     *((64, 8, *point) for point in ((1, 2048), (1, 32768), (32, 2048), (32, 8192), (128, 8192))),
     *((40, 40, *point) for point in ((1, 2048), (32, 2048), (32, 8192), (128, 2048))),
 ]
+# Sequences, and the lengths between which theirs are drawn.
+UNEQUAL = ((4, 64, 700), (16, 64, 700), (32, 64, 700), (256, 64, 700), (16, 200, 1000), (64, 200, 1000), (24, 64, 3000))
 PREFILLS = list(peer_figures.PREFILL)
 
 
@@ -226,6 +229,11 @@ def decode_variants(memory: Memory, top: Ceilings) -> Iterator[Row]:
     ragged = Case(32, 8, (32768,) + (512,) * 255)
     calls = paged(ragged, memory, 2)
     yield _decode_row("32/8 one of 32768 among 255 of 512", ragged, graph_us(calls), top)
+    for batch, least, most in UNEQUAL:
+        rng = random.Random(batch)
+        unequal = Case(32, 8, tuple(rng.randint(least, most) for _ in range(batch)))
+        us = graph_us(paged(unequal, memory, sets_for(unequal.kv_bytes)))
+        yield _decode_row(f"32/8 {batch} of {least} to {most}", unequal, us, top)
     for batch in (1, 32, 256, 1024):
         (call,) = paged(Case(32, 8, (512,) * batch), memory, 1)
         yield {"case": f"plan of {batch} decodes, once a step", "us": graph_us([call.make_plan])}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.executor.batch import Shape
-from engine.executor.graphs import SecondUse, capture_all, ladder, mixed_ladder, rung, urgent
+from engine.executor.graphs import SecondUse, capture_all, ladder, memory_first, mixed_ladder, rung, urgent
 
 
 @pytest.mark.parametrize("most", [1, 3, 40, 256, 1000, 1024])
@@ -47,6 +47,15 @@ def test_a_step_with_slices_is_padded_to_the_fewest_tokens(decodes: int, tokens:
     assert padded.decodes + padded.tokens == min(
         shape.decodes + shape.tokens for shape in shapes if shape.decodes >= decodes and shape.tokens >= tokens
     )
+
+
+def test_the_mixed_step_of_most_tokens_gives_the_others_their_memory() -> None:
+    shapes = mixed_ladder(256, 8192)
+    order = [shape.decodes + shape.tokens for shape in memory_first(shapes)]
+    assert order[0] == max(order)
+    assert order[1:] == sorted(order[1:])
+    assert sorted(memory_first(shapes)) == sorted(shapes)
+    assert memory_first([]) == []
 
 
 def test_running_out_of_time_keeps_what_was_captured() -> None:
