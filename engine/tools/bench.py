@@ -58,18 +58,31 @@ class Options(msgspec.Struct):
     long_prompt_steps: int = 0  # measured at each quarter of it; 0: all of it is, and without a bound, too
 
 
+def read_jobs(path: Path) -> list[Job]:
+    """Read a file of requests.  Raises ConfigError, with its line, where one is no Job."""
+    jobs: list[Job] = []
+    try:
+        for line in path.read_bytes().splitlines():
+            jobs.append(msgspec.json.decode(line, type=Job))
+    except OSError as error:
+        raise ConfigError(f"--requests {path}: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--requests {path}, line {len(jobs) + 1}: {error}") from None
+    return jobs
+
+
 def bench(config: EngineConfig, options: Options) -> dict[str, float]:
     """Load once, measure everything asked for; for --swap and --long-prompt load anew."""
+    jobs = read_jobs(options.requests) if options.requests else []
     begin = time.perf_counter()
     llm = LLM.over(config, local.load(all_cores(config)))
     keep_what_is_loaded()
-    figures = {"start_s": time.perf_counter() - begin}
+    figures = {"start_s": time.perf_counter() - begin, "kv_tokens": llm.executor.blocks * config.block_size}
     vocab = llm.executor.info.vocab_size
     llm.generate([prompt(16, vocab, seed=-1)], GREEDY, max_new_tokens=1)
     figures["first_token_at"] = time.time()  # unix time; the caller knows when it started this process
     llm.generate([prompt(16, vocab, seed) for seed in range(-5, -1)], GREEDY, max_new_tokens=8)
-    if options.requests:
-        jobs = [msgspec.json.decode(line, type=Job) for line in options.requests.read_bytes().splitlines()]
+    if jobs:
         pool = llm.engine.core.pool
         with_cache, without = [], []
         for turn in range(options.rounds):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine.config import EngineConfig
-from engine.tools.bench import Options, bench, stall, stall_sampled, swap
+from engine.tools.bench import Options, bench, main, stall, stall_sampled, swap
 from loadtest import shapes, trace
 from loadtest.roofline import Machine, Shape
 
@@ -43,11 +43,34 @@ def test_bench_measures_a_trace_and_the_latency_of_batches(tmp_path: Path) -> No
     trace.write_requests(trace.lognormal(3, 8, 6, seed=1), 100, requests)
     options = Options(requests, rounds=2, latency=[2], compare_prefix_cache=True, slots=True)
     figures = bench(EngineConfig(threads=1, kv_blocks=128), options)
+    assert figures["kv_tokens"] == 128 * 16
     lines = [msgspec.json.decode(line) for line in requests.read_bytes().splitlines()]
     assert figures["output_tokens"] == sum(line["max_new_tokens"] for line in lines)
     assert figures["output_tokens_without_prefix_cache"] == figures["output_tokens"]
     assert figures["batch2_ms_per_token"] > 0
     assert 0 < figures["slots_filled"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (
+            '{"token_ids": [1], "max_new_tokens": 2}\n{"prompt_len": 7}\n',
+            "line 2: Object missing required field",
+        ),
+        ("not json", "line 1: JSON is malformed"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_a_file_of_other_requests_is_refused_before_the_model_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, wanted: str
+) -> None:
+    if text is not None:
+        (tmp_path / "requests.jsonl").write_text(text)
+    assert main(["--requests", str(tmp_path / "requests.jsonl"), "--model", "/nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert wanted in said
+    assert said.count("\n") == 1
 
 
 def test_bench_measures_swaps_and_stalls() -> None:
