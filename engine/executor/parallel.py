@@ -73,6 +73,7 @@ START_SILENCE_S = 300.0  # until the first message
 LOAD_SILENCE_S, LEASES_OF_SILENCE = 60.0, 10  # from then on until the model is loaded: whichever is longer
 SHARED, SHARED_BYTES = Path("/dev/shm"), 32 << 20  # where NCCL keeps buffers, and what a rank may need of it
 END_S = 2.0  # that a call which uses a lost rank gets to return before the process ends without it
+CLOSE_S = 20.0  # that an executor which lost a rank gets to let go of its GPU, whose kernels may wait for that rank
 GRACE_S = 2.0  # more, where not even the thread that would end the process gets to run
 
 
@@ -412,8 +413,13 @@ class ParallelExecutor:
             return False
 
     def close(self) -> None:
-        """Let every rank free its memory and leave.  Harmless when called twice."""
-        self._end(kill=bool(self._watch.lost))
+        """Let every rank free its memory and leave.  Harmless when called twice.
+
+        Ends the process where a rank is lost and this one cannot let go of its GPU."""
+        if not self._watch.lost:
+            return self._end(kill=False)
+        with ends_process(CLOSE_S):
+            return self._end(kill=True)
 
     def _at_exit(self) -> None:
         """End a process whose ranks were lost and never closed, with status 1.

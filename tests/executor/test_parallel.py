@@ -295,6 +295,27 @@ def test_a_process_that_does_not_close_a_lost_executor_ends(checkpoint: Checkpoi
     assert "ExecutorLost: rank 1 " in said
 
 
+def test_a_process_ends_that_cannot_close_a_lost_executor(checkpoint: Checkpoint) -> None:
+    code = (
+        "import sys, time\n"
+        "from engine.executor import parallel\n"
+        "from engine.llm import LLM\n"
+        "parallel.CLOSE_S = 1.0\n"
+        "llm = LLM(sys.argv[1], tensor_parallel=2, threads=1, kv_blocks=80)\n"
+        "llm.executor._others[0].process.kill()\n"
+        "try:\n"
+        "    while True: llm.executor.catch_up()\n"
+        "except parallel.ExecutorLost:\n"
+        "    print('lost', flush=True)\n"
+        "llm.executor._local.close = lambda: time.sleep(1000)\n"
+        "llm.close()\n"
+    )
+    words = [sys.executable, "-c", code, str(checkpoint("llama"))]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert found.stdout == "lost\n", found.stderr
+    assert found.returncode == 1
+
+
 def maps_the_kernels(process: psutil.Process) -> bool:
     return any("quire" in Path(each.path).name and each.path.endswith(".so") for each in process.memory_maps())
 
