@@ -204,6 +204,16 @@ class Watch:
         for rank in self.others:
             rank.kill()
 
+    def at_exit(self) -> None:
+        """End a process that has lost a rank and not closed its executor, with status 1.
+
+        A kernel that waits for a lost rank has no end, so what lets go of a GPU's memory would then wait forever."""
+        if self.lost:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
     def wait_for_loss(self) -> None:
         """Wait until a loss is noted, for two beats at most.  A process that died breaks an exchange before that."""
         until = time.monotonic() + 2 * self.beat_s
@@ -286,7 +296,7 @@ class ParallelExecutor:
         self._ranks: Ranks | None = None
         self._others: list[Rank] = []
         self._watch = Watch(self._others, self._patience_s / BEATS)
-        atexit.register(self._at_exit)
+        atexit.register(self._watch.at_exit)
         try:
             self._start(config, Path(self._folder.name) / "meeting")
         except BaseException:
@@ -421,16 +431,6 @@ class ParallelExecutor:
         with ends_process(CLOSE_S):
             return self._end(kill=True)
 
-    def _at_exit(self) -> None:
-        """End a process whose ranks were lost and never closed, with status 1.
-
-        A kernel that waits for a lost rank has no end, so what lets go of a GPU's memory would then wait forever."""
-        if self._watch.lost:
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-
     def _end(self, *, kill: bool) -> None:
         self._watch.stop()
         for rank in self._others:
@@ -454,7 +454,7 @@ class ParallelExecutor:
         self._local, self._ranks = None, None
         self._others.clear()
         self._folder.cleanup()
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self._watch.at_exit)
 
 
 class WaitingRanks:
