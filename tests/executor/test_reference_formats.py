@@ -1,8 +1,8 @@
 """Checkpoints that compressed-tensors itself writes mean the same to Quire and to that package.
 
-llm-compressor, too, has this package pack its weights and write its configs.  Scales and zero points are chosen here,
-by the package's formula, from the smallest and the largest weight that share one.  The package no longer writes `g_idx`
-(`actorder: group`), so that part stays hand-made: `tests/quantised.py`."""
+llm-compressor, too, has this package pack its weights and write its configs.  Tests choose scales and zero points by
+the package's formula.  The package no longer writes `g_idx` (`actorder: group`), so that part stays hand-made:
+`tests/quantised.py`."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Kind:
     changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
 
 
-# down_proj has 132 inputs: the last word of 8 numbers is not full, and no product of 4 bits takes them.  up_proj has as
-# many outputs, so the last word of its zero points is not full.
+# down_proj has 132 inputs: the last word of 8 numbers is not full.  No product of 4 bits takes that size, which is no
+# multiple of 32.  up_proj has 132 outputs, so the last word of its zero points is not full.
 ODD: dict[str, Any] = {"intermediate_size": 132}
 BLOCKS: dict[str, Any] = {"type": "float", "strategy": "block", "block_structure": [128, 128]}
 KINDS = {
