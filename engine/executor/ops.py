@@ -640,11 +640,15 @@ def pack_int4(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | N
     Weights as bfloat16 are rounded to it; then x keeps its bits, and sums are float32."""
     widen = not ordered and widened_rows() is not None
     columns, _ = torch.ops.quire.product_layout.default(numbers)
-    size, together = len(numbers), 4
-    padded = torch.nn.functional.pad(numbers, (0, 0, 0, -size % columns))
-    single = torch.stack([padded & 0xF, padded >> 4], -1)  # [padded, in / 2, 2]
-    low, high = single.view(-1, 2, columns // 2, numbers.shape[1] * 2 // together, together).unbind(1)
-    strips = (low | high << 4).transpose(1, 2).contiguous()
+    size, inner, together = len(numbers), 2 * numbers.shape[1], 4
+    strips = numbers.new_empty(-(-size // columns), inner // together, columns // 2, together)
+    step = max(1, PACKED_AT_ONCE // (columns * inner))
+    for first in range(0, len(strips), step):
+        rows = numbers[first * columns : (first + step) * columns]
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % columns))
+        single = torch.stack([padded & 0xF, padded >> 4], -1)  # [padded, in / 2, 2]
+        low, high = single.view(-1, 2, columns // 2, inner // together, together).unbind(1)
+        strips[first : first + step] = (low | high << 4).transpose(1, 2)
 
     def by_strip(of_groups: torch.Tensor) -> torch.Tensor:
         wide = torch.nn.functional.pad(of_groups, (0, 0, 0, -size % columns))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -32,6 +31,7 @@ from tests.service.fakes import (
     sentencepiece_like,
     with_template,
 )
+from tests.system.stack import free_port
 
 
 @pytest.fixture(scope="session")
@@ -127,15 +127,9 @@ def engine(redis_server: EmbeddedRedis, namespace: str) -> Callable[..., FakeEng
     return make
 
 
-def a_free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        number: int = probe.getsockname()[1]
-        return number
-
-
 @pytest.fixture
 def port() -> int:
-    return a_free_port()
+    return free_port()
 
 
 class Logged(subprocess.Popen[str]):

@@ -15,9 +15,9 @@ from aiohttp import ClientError, ClientSession
 
 from engine.wire.messages import Finish, Generate
 from service.tokenizer import Tokenizer
-from tests.service.conftest import a_free_port
 from tests.service.fakes import FakeEngine, settled
 from tests.service.test_process import answers
+from tests.system.stack import free_port
 
 EngineMaker = Callable[..., FakeEngine]
 Launch = Callable[..., subprocess.Popen[str]]
@@ -135,7 +135,7 @@ async def test_a_rolling_restart_under_load_aborts_nothing(
 ) -> None:
     """Answers longer than the grace period move on to the other gateway, those of plain clients fit into it."""
     url = f"http://127.0.0.1:{port}"
-    pages = {name: a_free_port() for name in ("g0", "g1")}
+    pages = {name: free_port() for name in ("g0", "g1")}
     long, short = 450, 10  # tokens: at 15 ms each more than twice the grace period, and a twentieth of it
 
     def start(name: str) -> subprocess.Popen[str]:

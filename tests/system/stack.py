@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
 import threading
 import time
@@ -36,11 +37,16 @@ from service.config import GatewayConfig
 CLAIMS_BY_TOKENS = {"itl_stretch": 0.0, "step_target_s": 0.0}
 
 
+RANDOM = random.SystemRandom()  # not one that tests seed alike
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port that is free, and that no client of another test is given: those of clients are from 32,768 on."""
+    while True:
+        port = RANDOM.randint(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
 
 
 class EngineThread:
