@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from engine.common import readiness, settings
+from engine.common import child_python, readiness, settings
 from engine.common.embedded_redis import EmbeddedRedis, die_with_parent
 from engine.common.errors import OperatorError
 from engine.config import EngineConfig
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in CLIENTS:
         return client(command, rest)
     if command in PROCESSES:
-        os.execv(sys.executable, [sys.executable, "-m", PROCESSES[command], *rest])
+        os.execve(sys.executable, child_python.command("-m", PROCESSES[command], *rest), child_python.environment())
     asked = command in ("-h", "--help")
     print(USAGE, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
@@ -296,8 +296,9 @@ def find_model(name: str) -> str:
     if name not in INCLUDED:
         return name
     made = subprocess.run(
-        [sys.executable, "-m", *INCLUDED[name]],
+        child_python.command("-m", *INCLUDED[name]),
         stdout=subprocess.PIPE,
+        env=child_python.environment(),
         text=True,
         check=False,
         preexec_fn=die_with_parent(),
@@ -422,12 +423,10 @@ class Child:
 
     async def _start(self, listener: readiness.ReadinessListener, *words: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            sys.executable,
-            *self._words,
-            *words,
+            *child_python.command(*self._words, *words),
             stdin=subprocess.PIPE if words else subprocess.DEVNULL,
             stdout=sys.stderr,
-            env={**os.environ, readiness.VARIABLE: listener.address},
+            env={**child_python.environment(), readiness.VARIABLE: listener.address},
             process_group=0,  # Ctrl-C reaches only the supervisor, which stops its children in order
             preexec_fn=die_with_parent(),
         )

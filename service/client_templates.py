@@ -11,11 +11,11 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+from engine.common import child_python
 from service.history import Dialect
 from service.refusal import Refusal
 from service.template_worker import MEMORY_BYTES, Job, Reply, receive, send
@@ -106,9 +106,10 @@ class ClientTemplates:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+            inherited = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+            environment = child_python.environment(inherited)
             environment["TRANSFORMERS_VERBOSITY"] = "error"
-            command = [sys.executable, "-m", "service.template_worker", str(theirs.fileno())]
+            command = child_python.command("-m", "service.template_worker", str(theirs.fileno()))
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
             )

@@ -27,6 +27,7 @@ MAY_SEE: dict[str, set[str]] = {
     "engine.core": {"engine.core", "engine.wire.messages"},
     "engine.executor": {
         "engine.executor",
+        "engine.common.child_python",
         "engine.common.deadline",
         "engine.common.errors",
         "engine.config",

@@ -36,6 +36,7 @@ from typing import Self
 import msgspec
 import torch
 
+from engine.common import child_python
 from engine.common.deadline import ends_process
 from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
@@ -94,15 +95,13 @@ class Rank:
         """Start a process, which imports what it needs and waits for its task."""
         ours, theirs = socket.socketpair()
         life, their_life = socket.socketpair()
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         descriptors = (theirs.fileno(), their_life.fileno())
         with theirs, their_life:
             process = subprocess.Popen(
-                [sys.executable, "-m", "engine.rank", *map(str, descriptors), log_format],
+                child_python.command("-m", "engine.rank", *map(str, descriptors), log_format),
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
-                env=os.environ | {"PYTHONPATH": path},
+                env=child_python.environment(),
                 start_new_session=True,  # signals of a terminal are for rank 0
             )
         return cls(number, process, Connection(ours.detach()), life)

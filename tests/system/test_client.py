@@ -182,7 +182,7 @@ async def test_a_seed_gives_the_same_text_whatever_else_runs(server: Server) -> 
         engine, _spare = [
             child
             for child in psutil.Process(server.process.popen.pid).children()
-            if child.cmdline()[1:3] == ["-m", "engine"]
+            if child.cmdline()[2:4] == ["-m", "engine"]
         ]
         engine.kill()
         with server.client(max_retries=100) as patient:

