@@ -17,8 +17,9 @@ from typing import Any, Literal
 import msgspec
 
 from service.grammar import CallRules, Constraint, Parameters
-from service.history import Dialect, for_template
+from service.history import for_template
 from service.regions import Reading, ResponseTemplate
+from service.template_probe import Dialect
 from service.tools import ChatOptions
 
 NAME, KEY, VALUE = "quireprobename", "quireprobekey", "quireprobevalue"

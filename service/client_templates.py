@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine.common import child_python
-from service.history import Dialect
 from service.refusal import Refusal
+from service.template_probe import Dialect
 from service.template_worker import MEMORY_BYTES, Job, Reply, receive, send
 
 FIELD = "chat_template"

@@ -2,7 +2,7 @@
 
     Message --plain_messages--> {"role", "content", ...} --for_template, what the model's template reads--> the template
 
-Templates differ in what they read.  `Dialect` holds what was found out by rendering, when the model was loaded.
+Templates differ in what they read: `template_probe.py` finds it out when the model is loaded.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import msgspec
 from service.config import GatewayConfig
 from service.limits import ROLE_CHARS
 from service.refusal import bad_request, check
+from service.template_probe import TEMPLATES_KEPT, Dialect
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # of OpenAI's API; a template may know more
 ROLE = rf"[A-Za-z][A-Za-z0-9_-]{{0,{ROLE_CHARS - 1}}}"  # what a role of a template may be
-TEMPLATES_KEPT = 4  # that were read last: the model's, and those of clients
-PROBE = "quireprobe"
 
 
 class Part(msgspec.Struct):
@@ -41,15 +40,6 @@ class Message(msgspec.Struct):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-
-
-class Dialect(msgspec.Struct, frozen=True):
-    """What a chat template reads."""
-
-    parts: bool = False  # content as a list of parts
-    text: bool = True  # content as a string
-    arguments: bool = True  # arguments of tool calls as an object; else as JSON in a string
-    tools: bool = False  # `tools` changes the prompt
 
 
 def plain_messages(messages: list[Message], config: GatewayConfig) -> list[dict[str, Any]]:
@@ -89,16 +79,8 @@ def unknown_role(name: str, role: str) -> Exception:
 
 
 @lru_cache(maxsize=TEMPLATES_KEPT)
-def names_in(template: str) -> frozenset[str]:
-    """Return the words of a template's source: all variables that it can read.
-
-    A client may send thousands of arguments with a long template of its own, so this is read once, not once each."""
-    return frozenset(re.findall(r"\w+", template))
-
-
-@lru_cache(maxsize=TEMPLATES_KEPT)
 def roles_in(template: str) -> frozenset[str]:
-    """Return what a template's source has in quotes and may be a role, for the same reason."""
+    """Return what a template's source has in quotes and may be a role; once, as `template_probe.names_in`."""
     return frozenset(re.findall(rf"(?=['\"]({ROLE})['\"])", template))
 
 
@@ -136,49 +118,3 @@ def _call(call: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
     elif isinstance(arguments, dict) and not dialect.arguments:
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-# --------------------------------------------------------------------------------------------- what a template reads
-
-
-def dialect_of(render: Any) -> Dialect:
-    """Return what a chat template reads: `render(messages, tools)` returns its text, or raises.
-
-    A template that rejects a probe for other reasons counts as one that does not read it."""
-    user = {"role": "user", "content": PROBE}
-    parts = {"role": "user", "content": [{"type": "text", "text": PROBE}]}
-    of_text, of_parts = _rendered(render, [user]), _rendered(render, [parts])
-    reads_text = PROBE in of_text
-    # A template that takes a list for text shows it as Python or JSON would.
-    reads_parts = PROBE in of_parts and (of_parts == of_text or not (reads_text or "'type'" in of_parts))
-    question = user if reads_text or not reads_parts else parts
-    return Dialect(
-        parts=reads_parts,
-        text=reads_text or not reads_parts,
-        arguments=_reads_objects(render, question),
-        tools=_rendered(render, [question], [_tool()]) not in ("", _rendered(render, [question])),
-    )
-
-
-def _tool() -> dict[str, Any]:
-    schema = {"type": "object", "properties": {PROBE: {"type": "string", "description": PROBE}}, "required": [PROBE]}
-    return {"type": "function", "function": {"name": PROBE, "description": PROBE, "parameters": schema}}
-
-
-def _reads_objects(render: Any, question: dict[str, Any]) -> bool:
-    """Return whether the template writes arguments from an object, and not as Python would show it."""
-    texts = []
-    for arguments in ({PROBE: "x"}, json.dumps({PROBE: "x"})):
-        function = {"name": PROBE, "arguments": arguments}
-        call = {"id": "quire0123", "type": "function", "function": function}
-        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-        result = {"role": "tool", "tool_call_id": "quire0123", "name": PROBE, "content": "1"}
-        texts.append(_rendered(render, [question, answer, result], [_tool()]))
-    return not texts[1] or (bool(texts[0]) and f"{{'{PROBE}'" not in texts[0])
-
-
-def _rendered(render: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
-    try:
-        return str(render(messages, tools))
-    except Exception:  # whatever a template raises: it does not read this
-        return ""

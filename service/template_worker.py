@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from service.history import Dialect, dialect_of
+from service.template_probe import Dialect, probe
 
 MEMORY_BYTES = 128 * 2**20  # that a child may take beyond what it starts with
 HEAD = 4  # bytes of length before each frame
@@ -40,7 +40,7 @@ class Job(msgspec.Struct, frozen=True):
 class Hopeless(BaseException):
     """A template failed in a way that no other messages would change: its syntax, memory, depth.
 
-    It is no Exception, so that a probe of what the template reads (`history.dialect_of`) ends too: a template that
+    It is no Exception, so that a probe of what the template reads (`template_probe.probe`) ends too: a template that
     doubles a text until memory is full does so once, not at each probe."""
 
 
@@ -115,15 +115,15 @@ def _serve(sock: socket.socket) -> None:
         return
     _limit(job.cpu_s)
     render = _renderer(job.template, job.variables)
-    send(sock, _opened(render))
+    send(sock, _opened(render, job.template))
     while (asked := receive(sock, dict[str, Any])) is not None:
         send(sock, _outcome(render, asked, job.most_chars))
 
 
-def _opened(render: Callable[..., str]) -> Reply:
+def _opened(render: Callable[..., str], template: str) -> Reply:
     """Return what the template reads, or why it is of no use."""
     try:
-        return Reply(dialect=dialect_of(render))
+        return Reply(dialect=probe(render, template))
     except Hopeless as error:
         return Reply(error=str(error))
 

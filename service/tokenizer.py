@@ -31,11 +31,12 @@ from service.config import GatewayConfig
 from service.echo import aligned
 from service.format import Prompted
 from service.grammar import Constraint
-from service.history import Dialect, dialect_of, for_template, names_in
+from service.history import for_template
 from service.limits import WORD_TOKENS
 from service.literal import LiteralContent, Span
 from service.refusal import limit_refusal
 from service.regions import Reading, find
+from service.template_probe import EFFORT, Dialect, effort_variables, names_in, probe, thinking_variables
 from service.thinking_budget import thinking_rules, unserved
 from service.tools import ChatOptions, reduced
 
@@ -275,7 +276,7 @@ class Tokenizer:
         self._marked = self._visible
         if not self._template:
             return
-        self._dialect = dialect_of(partial(self._hf.apply_chat_template, tokenize=False))
+        self._dialect = probe(partial(self._hf.apply_chat_template, tokenize=False), self._template)
         self.responses = find(self._template, getattr(self._hf, "response_template", None))
         if self.responses is not None:
             added = backend.get_added_tokens_decoder()
@@ -382,6 +383,9 @@ class Tokenizer:
         """Return the text of messages, and the spans in which special tokens stay text.  Raises Refusal."""
         self._check_options(options, template)
         variables = {**self._thinking(options, template), **options.arguments}
+        if isinstance(effort := variables.get(EFFORT), str):
+            del variables[EFFORT]
+            variables = {**effort_variables(template.dialect, effort), **variables}
         messages = for_template(messages, template.dialect, template.text)
         if options.documents:  # they take part in the search for special tokens, like content
             messages = [*messages, {"role": "documents", "documents": options.documents}]
@@ -420,7 +424,9 @@ class Tokenizer:
             raise _unsupported(options.strict, f"{NO_FORM}, so arguments are not held to their schema")
         if options.documents and not template.reads("documents"):
             raise _unsupported("documents", "the model's chat template does not read them")
-        for name in options.arguments:
+        for name, value in options.arguments.items():
+            if name == EFFORT and isinstance(value, str) and effort_variables(template.dialect, value):
+                continue
             if not template.reads(name):
                 field = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
                 raise _unsupported(field, "the model's chat template does not read it")
@@ -431,8 +437,8 @@ class Tokenizer:
         A template without it is fine where the model thinks in any case, or shall not think.  Raises Refusal."""
         if options.thinking is None:
             return {}
-        if template.reads("enable_thinking"):
-            return {"enable_thinking": options.thinking}
+        if variables := thinking_variables(template.dialect, options.thinking):
+            return variables
         if options.thinking and (self.responses is None or not self.responses.has_reasoning):
             raise _unsupported("thinking", "no reasoning of this model is known")
         return {}

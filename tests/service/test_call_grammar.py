@@ -16,8 +16,8 @@ from llguidance import LLMatcher
 
 from service.call_grammar import CallForm, Reasoning, call_rules, form_of
 from service.grammar import BOUNDS, Constraint, NotServed, byte_tokenizer, compile_grammar
-from service.history import dialect_of
 from service.regions import Reading, ResponseTemplate, known
+from service.template_probe import probe
 from service.tools import ChatOptions
 
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
@@ -134,7 +134,7 @@ def form(name: str) -> tuple[CallForm | None, ResponseTemplate]:
     described, template, _ = MODELS[name]
     responses = ResponseTemplate(known().response_templates[described])
     render = renderer(template)
-    return form_of(render, dialect_of(render), template, responses, ENDS), responses
+    return form_of(render, probe(render, template), template, responses, ENDS), responses
 
 
 FORMS = {name: form(name) for name in MODELS}
@@ -155,13 +155,13 @@ def test_arguments_in_another_notation_have_no_form() -> None:
     )
     render = renderer(tags)
     responses = ResponseTemplate(known().response_templates["function-tags"])
-    assert form_of(render, dialect_of(render), tags, responses, ENDS) is None
+    assert form_of(render, probe(render, tags), tags, responses, ENDS) is None
 
 
 def test_a_form_that_the_response_template_would_not_read_is_none() -> None:
     render = renderer(CHATML.replace("<tool_call>", "<call>"))
     responses = ResponseTemplate(known().response_templates["hermes"])
-    assert form_of(render, dialect_of(render), CHATML, responses, ENDS) is None
+    assert form_of(render, probe(render, CHATML), CHATML, responses, ENDS) is None
 
 
 def rules(name: str, reasoning: Reasoning = "", answer: Constraint | None = None, **options: Any) -> str:

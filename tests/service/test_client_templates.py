@@ -14,9 +14,10 @@ import pytest
 from jinja2 import TemplateSyntaxError
 
 from service.client_templates import ClientTemplates
-from service.history import Dialect, names_in, roles_in
+from service.history import roles_in
 from service.limits import CLIENT_TEMPLATE_CHARS
 from service.refusal import Refusal
+from service.template_probe import Dialect, names_in
 from service.template_worker import _opened, _renderer
 from service.tokenizer import Tokenizer
 from service.tools import ChatOptions
@@ -124,13 +125,14 @@ def test_the_first_hopeless_failure_ends_the_probes(
         raise error
 
     monkeypatch.setattr("transformers.utils.chat_template_utils.render_jinja_template", fail)
-    assert _opened(_renderer("", {})).error
+    assert _opened(_renderer("", {}), "").error
     assert len(calls) == 1
 
 
 def test_another_failure_is_of_the_probe_alone() -> None:
     """As of a template that raises where roles do not alternate."""
-    opened = _opened(_renderer("{{ raise_exception('x') if messages | length > 1 else messages[0].content }}", {}))
+    template = "{{ raise_exception('x') if messages | length > 1 else messages[0].content }}"
+    opened = _opened(_renderer(template, {}), template)
     assert opened.dialect is not None
     assert opened.dialect.text
 

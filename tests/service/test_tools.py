@@ -415,6 +415,10 @@ def test_the_template_gets_tools_documents_and_arguments(tools_tokenizer: Tokeni
     assert "[wet]" in text
     text = prompt(tools_tokenizer, [USER], chat_template_kwargs={"enable_thinking": False})
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert prompt(tools_tokenizer, [USER], reasoning_effort="none") == text
+    assert (
+        prompt(tools_tokenizer, [USER], reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}) != text
+    )
     assert prompt(tools_tokenizer, [USER], add_generation_prompt=False).endswith("Rain?<|im_end|>\n")
     begun = [USER, {"role": "assistant", "content": "It"}]
     assert prompt(tools_tokenizer, begun, continue_final_message=True).endswith("<|im_start|>assistant\nIt")
