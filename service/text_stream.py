@@ -23,6 +23,7 @@ from service.open_request import OpenRequest
 from service.orders import REQUEST_LOST
 from service.queue_updates import Waiting
 from service.regions import Part, Reading, ResponseTemplate, split
+from service.stop_strings import StopSearch, StopStrings
 from service.tokenizer import Tokenizer
 
 Taken = tuple[list[int], list[TokenLogprob] | None, Finish | None]  # what a mailbox held
@@ -38,8 +39,6 @@ class TextStream:
 
     __slots__ = (
         "_decoder",
-        "_held",
-        "_include_stop",
         "_markers",
         "_min_tokens",
         "_offsets",
@@ -49,7 +48,6 @@ class TextStream:
         "_stops",
         "_tokenizer",
         "chars",
-        "matched",
         "tokens",
     )
 
@@ -57,7 +55,7 @@ class TextStream:
         self,
         tokenizer: Tokenizer,
         *,
-        stop: tuple[str, ...] = (),
+        stop: tuple[str, ...] | StopStrings = (),
         include_stop: bool = False,
         skip_special: bool = True,
         min_tokens: int = 0,
@@ -68,13 +66,17 @@ class TextStream:
         self._tokenizer, self._skip_special, self._markers = tokenizer, skip_special, markers
         self._starts = tokenizer.spaced  # no token was text yet, and the first one is written in another way
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stops, self._include_stop, self._min_tokens = stop, include_stop, min_tokens
-        self._held = ""  # the end of the text so far, while it may be the beginning of a stop string
-        self.chars = 0  # decoded so far, those in `_held` included
-        self._offsets: list[int] | None = [] if track_offsets else None
         self._simple = not stop and not track_offsets
+        stops = stop if isinstance(stop, StopStrings) else StopStrings(stop)
+        self._stops, self._min_tokens = StopSearch(stops, include=include_stop), min_tokens
+        self.chars = 0  # decoded so far, those that are held back included
+        self._offsets: list[int] | None = [] if track_offsets else None
         self.tokens = 0  # consumed; after a match, up to and including the token that completed it
-        self.matched: str | None = None  # the stop string that ended the text; `push` must not be called any more
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text; `push` must not be called any more."""
+        return self._stops.matched
 
     def push(self, tokens: list[int]) -> str:
         """Consume tokens, up to a match; return the text that may be sent now."""
@@ -95,42 +97,20 @@ class TextStream:
             if self.tokens <= self._min_tokens:
                 out += new  # too early to stop: this text is part of no match
             else:
-                out += self._release(new)
-            if self.matched is not None:
+                out += self._stops.push(new)
+            if self._stops.matched is not None:
                 break
         return out
 
     def finish(self) -> str:
         """End the text: return all that is still held, an unfinished character as U+FFFD."""
         tail = self._decoder.decode(b"", final=True)
-        out = self._release(tail) if self._stops else tail
-        if self.matched is None:
-            out += self._held
-        self._held = ""
-        return out
+        return self._stops.push(tail) + self._stops.flush()
 
     def take_offsets(self) -> list[int]:
         """Return the number of characters before each token consumed since the last call."""
         offsets, self._offsets = self._offsets or [], []
         return offsets
-
-    def _release(self, new: str) -> str:
-        """Add text; return what can no longer be part of a stop string, or everything before the match."""
-        text = self._held + new
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            at, self.matched = min(found)
-            self._held = ""
-            return text[: at + len(self.matched)] if self._include_stop else text[:at]
-        keep = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(text)), keep, -1):
-                if text.endswith(stop[:length]):
-                    keep = length
-                    break
-        split = len(text) - keep
-        self._held = text[split:]
-        return text[:split]
 
 
 class RegionStream:
@@ -218,7 +198,9 @@ async def decode(
 
     Ends when every choice has finished.  A stop string closes its choice, and the whole request once all are closed.
     Raises Refusal when a continuation fails: the request has one answer, so one failure ends it."""
-    streams = [stream_of(valid, tokenizer) for _ in opened.mailboxes]
+    stops = StopStrings(valid.stop)
+    await stops.prepare()
+    streams = [stream_of(valid, tokenizer, stops) for _ in opened.mailboxes]
     async for changed in opened:
         pieces, tokens = [], 0
         for mailbox in changed:
@@ -246,11 +228,11 @@ def _singly(taken: Taken, valid: ValidRequest) -> list[Taken]:
     return found if finish is None else [*found, (tokens[shown:], None, finish)]
 
 
-def stream_of(valid: ValidRequest, tokenizer: Tokenizer) -> TextStream | RegionStream:
-    """Return the decoder of one choice, at its start."""
+def stream_of(valid: ValidRequest, tokenizer: Tokenizer, stops: StopStrings | None = None) -> TextStream | RegionStream:
+    """Return the decoder of one choice, at its start.  `stops`: the stop strings of `valid`, shared by its choices."""
     text = TextStream(
         tokenizer,
-        stop=valid.stop,
+        stop=valid.stop if stops is None else stops,
         include_stop=valid.include_stop,
         skip_special=valid.skip_special,
         min_tokens=valid.sampling.min_tokens,
