@@ -37,13 +37,14 @@ FETCHED := .venv-clients/openai-2.fetched .venv-clients/openai-3.fetched
 serve: $(KERNELS)
 	@$(RUN) -m service.cli serve $(MODEL) $(ARGS)
 
-# Most tests wait for processes, so three files run at a time on two cores.  Those marked `alone` compare times of one load
-# with those of another, and run before.  What ARGS names runs one by one.
+# Most tests wait for processes, so three files run at a time on two cores: `auto` follows the cores of this container
+# (tests/pace.py).  Those marked `alone` compare times of one load with those of another, and run before.  What ARGS names
+# runs one by one.
 HERE := not gpu and not multi_gpu and not perf
 test: $(INSTALLED) $(KERNELS)
 ifeq ($(ARGS),)
 	@$(RUN) -m pytest -q -m "alone and $(HERE)"
-	@$(RUN) -m pytest -m "not alone and $(HERE)" -n 3 --dist loadfile
+	@$(RUN) -m pytest -m "not alone and $(HERE)" -n auto --dist loadfile
 else
 	@$(RUN) -m pytest -m "$(HERE)" $(ARGS)
 endif

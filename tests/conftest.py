@@ -19,6 +19,13 @@ from engine.common.embedded_redis import EmbeddedRedis, server_binaries, server_
 from engine.executor.models import demo
 from engine.executor.models.demo import DemoModelUnavailable
 from tests.checkpoints import make_checkpoint
+from tests.verdicts import (  # noqa: F401  hooks
+    pytest_runtest_protocol,
+    pytest_sessionstart,
+    pytest_terminal_summary,
+    pytest_timeout_set_timer,
+    pytest_xdist_auto_num_workers,
+)
 
 collect_ignore = ["clients"]  # `make clients` runs them, in environments of their own
 
