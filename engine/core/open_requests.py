@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from engine.core.limits import Limits
 from engine.core.sequence import Sequence, State
-from engine.wire.messages import Generate
+from engine.wire.messages import Generate, Sampling
 
 Outputs = list[list[int] | None]  # of each continuation, what an earlier engine has emitted; None: it has finished
 
@@ -108,9 +108,28 @@ def refusal(request: Generate, outputs: Outputs | None, limits: Limits, room: in
         return f"the prompt must hold token ids from 0 to {limits.vocab_size - 1}, at least one"
     if request.sampling.grammar and not limits.grammars:
         return "the answer must match a grammar, and this engine cannot enforce one"
-    for ids in (*request.sampling.bad_words, request.sampling.logprob_token_ids or [0]):
-        if not ids or max(ids) >= limits.vocab_size or min(ids) < 0:
-            return f"bad_words and logprob_token_ids must hold token ids from 0 to {limits.vocab_size - 1}"
+    if outside := tokens_outside(request.sampling, limits.vocab_size):
+        return outside
     if request.n > limits.max_seqs:
         return f"n is {request.n}; this engine runs at most {limits.max_seqs} sequences"
+    return ""
+
+
+def tokens_outside(sampling: Sampling, vocab_size: int) -> str:
+    """Return which field of a request's sampling names a token that the model does not have; '' if none does.
+
+    A token id past the vocabulary would fail the step of all sequences: masks and logits have no place for it."""
+    fields = (
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+        ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("logprob_token_ids", sampling.logprob_token_ids),
+        *(("bad_words", word) for word in sampling.bad_words),
+    )
+    for name, ids in fields:
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            odd = next(token for token in ids if not 0 <= token < vocab_size)
+            return f"{name}: token ids are 0 to {vocab_size - 1}, got {odd}"
+        if name == "bad_words" and not ids:
+            return "bad_words: each entry needs at least 1 token id, got 0"
     return ""

@@ -20,6 +20,8 @@ class NotEnoughMemory(ModelLoadError):
 
 
 def one_line(error: BaseException) -> str:
-    """The first line that is not empty."""
+    """The first line that is not empty, and the next one after a line that only announces it by a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        lines[0] = f"{lines[0]} {lines[1]}"
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

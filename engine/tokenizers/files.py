@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer as Backend
+
 from engine.common.errors import OperatorError
+from engine.tokenizers.config_fields import odd_field
+from engine.tokenizers.pipeline import difference
+
+log = logging.getLogger(__name__)
 
 READ_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # which transformers reads
 # SentencePiece models and tiktoken files, by the names that transformers has for them.
 CONVERTED_FILES = ("tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model")
 TEKKEN = "tekken.json"
+CONFIG = "tokenizer_config.json"
 MOST_TOKENS = 2**19  # numbers of tokens are below this; the largest published vocabularies have about half of it
 ADVICE = "serve a copy that has a tokenizer.json"
 
@@ -23,29 +31,71 @@ class TokenizerError(OperatorError):
 def load_tokenizer(source: str) -> Any:
     """Return transformers' tokenizer of a directory or hub name.  Takes seconds, may use the network.
 
-    Raises TokenizerError, also for files of which transformers makes a tokenizer that gives other tokens."""
-    # Imported here: it takes over a second, which `import service` must not.
-    from transformers import AutoTokenizer
-
+    Its token ids are those of tokenizer.json, if the checkpoint has one.  No text is truncated or padded, whatever the
+    file says: those settings are left over from calibration or training.  Raises TokenizerError, also for files of
+    which transformers makes a tokenizer that gives other ids."""
     here = Path(source).is_dir()
     name = vocabulary_file(source) if here else ""  # of a hub name that is wrong, each file would be asked for in vain
     if name in CONVERTED_FILES:
         return converted(source, name)
     try:
-        found = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        made = made_by_transformers(source)
     except Exception as error:  # transformers raises a dozen types for a directory that holds no model
         if "trust_remote_code" in str(error):
             message = "its tokenizer needs code from the model's repository, which Quire does not run"
             raise TokenizerError(f"model {source}: {message}") from None
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         unread = unread_file(name) if here else ""
-        raise TokenizerError(f"model {source}: {unread or reason}") from None
+        odd = odd_field(read_json(file_of(source, CONFIG)))
+        raise TokenizerError(f"model {source}: {unread or (f'{CONFIG}: {odd}' if odd else reason)}") from None
     name = name or vocabulary_file(source)
     if name in CONVERTED_FILES:
         return converted(source, name)
     if unread := unread_file(name):
         raise TokenizerError(f"model {source}: {unread}")
-    return found
+    if name == "tokenizer.json":
+        made = as_in_file(source, made)
+    if (backend := getattr(made, "backend_tokenizer", None)) is not None:
+        backend.no_truncation()
+        backend.no_padding()
+    return made
+
+
+def made_by_transformers(source: str) -> Any:
+    """Return the tokenizer that transformers makes.  Raises whatever transformers raises."""
+    # Imported here: it takes over a second, which `import service` must not.
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+
+
+def as_in_file(source: str, made: Any) -> Any:
+    """Return `made`, or another tokenizer of the same checkpoint, with the token ids of tokenizer.json.
+
+    The class that tokenizer_config.json names may rebuild the pipeline otherwise than the file has it.  transformers'
+    generic class reads the file as it is.  Raises TokenizerError if it differs, too."""
+    from transformers import PreTrainedTokenizerFast
+
+    path = file_of(source, "tokenizer.json")
+    assert path is not None  # `vocabulary_file` has found it
+    own = Backend.from_file(path)
+    described = read_json(file_of(source, CONFIG))
+    explicit = "add_bos_token" in described or "add_eos_token" in described
+    backend = getattr(made, "backend_tokenizer", None)
+    if backend is not None and not difference(own, backend, ends=not explicit):
+        return made
+    generic: Any = PreTrainedTokenizerFast.from_pretrained(source)
+    if differs := difference(own, generic.backend_tokenizer, ends=not explicit):
+        message = f"transformers' tokenizer has another {differs} than tokenizer.json, so token ids would differ"
+        raise TokenizerError(f"model {source}: {message}; correct {CONFIG}")
+    if explicit and backend is not None:  # the generic class does not read it
+        generic.backend_tokenizer.post_processor = backend.post_processor
+    for field, token in made.special_tokens_map.items():  # the defaults of the class, which chat templates may read
+        if isinstance(token, str) and getattr(generic, field, None) is None and own.token_to_id(token) is not None:
+            setattr(generic, field, token)
+    message = "%s: transformers' %s rebuilds the tokenizer otherwise than tokenizer.json has it: the file's is used"
+    log.warning(message, source, type(made).__name__)
+    return generic
 
 
 def vocabulary_file(source: str) -> str:
@@ -85,7 +135,7 @@ def converted(source: str, name: str) -> Any:
     """Return the tokenizer of a vocabulary file that Quire converts.  Raises TokenizerError."""
     from engine.tokenizers import conversion
 
-    described = read_json(file_of(source, "tokenizer_config.json"))
+    described = read_json(file_of(source, CONFIG))
     family = str(read_json(file_of(source, "config.json")).get("model_type"))
     path = file_of(source, name)
     assert path is not None  # `vocabulary_file` has found it

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from engine.executor import attention, ops
 from engine.executor.errors import ModelLoadError, UnsupportedModel
-from engine.executor.models import hf
+from engine.executor.models import end_tokens, hf
 from engine.executor.models.dequantise import as_stored, dequantise
 from engine.executor.models.quantisation import Quantisation, read_quantisation
 from engine.executor.models.quantised import DTYPE, Quantised, QuantisedLinear
@@ -662,7 +662,7 @@ def test_quantised_shards_and_the_end_token_of_generation(
     (copy / "generation_config.json").write_text(json.dumps(described | {"eos_token_id": [7, 5]}))
     module = hf.read_weights(copy, hf.read_config(copy), "auto")
     assert all(map(torch.equal, module.state_dict().values(), loaded(whole, "auto").values()))
-    assert hf.eos_ids(module, copy)[:2] == [7, 5]
+    assert end_tokens.eos_ids(module, copy, module.config.vocab_size)[:2] == [7, 5]
     assert module.config._attn_implementation == attention.NAME
 
 

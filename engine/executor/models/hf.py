@@ -31,7 +31,9 @@ from engine.executor.kv_cache import KVShape
 from engine.executor.models import hub, overrides, rope, text_tower
 from engine.executor.models.bars import no_bars
 from engine.executor.models.builtin import builtin
+from engine.executor.models.config_errors import field_reason
 from engine.executor.models.demo import demo
+from engine.executor.models.end_tokens import eos_ids
 from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
 from engine.executor.models.host_memory import returned_when_freed
 from engine.executor.models.kv_scales import read_kv_scales
@@ -46,7 +48,6 @@ from engine.executor.models.stored_weights import StoredWeights, in_this_thread
 from engine.executor.models.weights import stored_tensors, weight_files
 from engine.executor.progress import Progress
 from engine.executor.ranks import ALONE, Ranks
-from engine.tokenizers.ends import end_token
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def load_model(
         layers=proof.layers,
         vocab_size=proof.vocab_size,
         max_model_len=max_model_len,
-        eos_ids=eos_ids(module, directory, changes),
+        eos_ids=eos_ids(module, directory, proof.vocab_size, changes),
         changes=changes
         | quantising.changes
         | when(fixed, "angles of a sequence of", max_model_len)
@@ -224,7 +225,7 @@ def random_model(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # model classes raise whatever their authors liked
-        raise ModelLoadError(f"{directory}: {one_line(error)}") from error
+        raise ModelLoadError(f"{directory}: {field_reason(config.to_dict(), error)}") from error
     made_up = model.state_dict()
     for file in sorted(directory.glob("*.safetensors")):
         try:
@@ -295,7 +296,7 @@ def read_whole(
                 key_mapping=text_tower.RENAMED if part else None,
             )
     except Exception as error:  # config and model classes raise whatever their authors liked
-        raise ModelLoadError(f"{directory}: {one_line(error)}") from error
+        raise ModelLoadError(f"{directory}: {field_reason(config.to_dict(), error)}") from error
     if part:
         others = text_tower.OTHER_TOWERS
         report["unexpected_keys"] = {name for name in report["unexpected_keys"] if not others.match(name)}
@@ -348,7 +349,7 @@ def read_tensors(
     except ModelLoadError:
         raise
     except Exception as error:  # config and model classes raise whatever their authors liked
-        raise ModelLoadError(f"{directory}: {one_line(error)}") from error
+        raise ModelLoadError(f"{directory}: {field_reason(config.to_dict(), error)}") from error
     check_report(directory, config, report)
     quantising.settle(module, own)
     sharding.connect(module, ranks)
@@ -530,30 +531,15 @@ def check_adapter(directory: Path) -> None:
 
 
 def check_files(directory: Path) -> None:
-    """Open every weight file.  Raises ModelLoadError naming one that is truncated or damaged."""
-    for file in weight_files(directory):
+    """Open every weight file.  Raises ModelLoadError naming one that is truncated or damaged, or an empty weight."""
+    files = weight_files(directory)
+    for file in files:
         try:
             with safe_open(file, "pt"):  # reads the header and compares it with the file's size
                 pass
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{file}: {one_line(error)}") from error
-
-
-def eos_ids(module: PreTrainedModel, directory: Path, changes: dict[str, Any] | None = None) -> list[int]:
-    """End-of-sequence tokens: those of generation_config.json, else of config.json, and the tokenizer's own.
-
-    changes: the operator's; their field wins over both files.  Raises ModelLoadError for what is no token."""
-    changes = changes or {}
-    for place in (changes.get("text_config") or {}, changes):
-        if "eos_token_id" in place:
-            found = place["eos_token_id"]
-            break
-    else:
-        own = getattr(module.generation_config, "eos_token_id", None)
-        found = own if own is not None else getattr(module.config.get_text_config(), "eos_token_id", None)
-    ids = list(found) if isinstance(found, (list, tuple)) else [] if found is None else [found]
-    if odd := [each for each in ids if type(each) is not int]:
-        file = directory / "generation_config.json"  # config classes check their own
-        raise ModelLoadError(f"{file}: eos_token_id holds {odd[0]!r}; it must be a token's number, or a list of them")
-    end = end_token(directory)
-    return ids if end is None or end in ids else [*ids, end]
+    for stored in stored_tensors(files).values():
+        if not stored.bytes and stored.name.endswith("weight"):
+            why = "holds no values, as placeholders of sharded training (ZeRO-3) do; save the gathered weights"
+            raise ModelLoadError(f"{stored.file}: {stored.name} of shape {list(stored.shape)} {why}")

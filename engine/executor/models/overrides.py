@@ -20,8 +20,9 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
+from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.models import rope
+from engine.executor.models.config_errors import field_reason
 
 OPTION = "--hf-overrides"
 # How config.json names the parameters of rotary position embeddings: before transformers 5, and since.
@@ -79,7 +80,7 @@ def _read(directory: Path, source: str) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # config classes raise whatever their authors liked
-        raise ModelLoadError(f"{source}: {one_line(error)}") from error
+        raise ModelLoadError(f"{source}: {field_reason(_described(directory), error)}") from error
     try:
         text = config.get_text_config()
     except ValueError as error:  # musicgen has an encoder and a decoder of text
@@ -92,6 +93,15 @@ def _read(directory: Path, source: str) -> PretrainedConfig:
         raise ModelLoadError(f"{source}: max_position_embeddings is {positions}; it must be at least 1")
     rope.check(text, source)
     return config
+
+
+def _described(directory: Path) -> dict[str, Any]:
+    """Return the object in config.json; an empty one if the file holds none."""
+    try:
+        described = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError):
+        described = {}
+    return described if isinstance(described, dict) else {}
 
 
 def _merge(described: dict[str, Any], changes: dict[str, Any], config: PretrainedConfig, path: str) -> dict[str, Any]:

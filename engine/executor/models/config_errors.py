@@ -1,0 +1,43 @@
+"""The field of a config that made transformers fail: its exceptions often hold the value alone, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from engine.executor.errors import one_line
+
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim")
+ANGLES = {"rope_parameters", "rope_scaling", "rope_theta"}
+# Of rotary embeddings: null without them or without scaling, and names of kinds of scaling.
+NO_NUMBER = {"rope_parameters", "rope_scaling", "rope_type", "type"}
+
+
+def field_reason(described: dict[str, Any], error: Exception) -> str:
+    """Return one line that names the field of a config, with its value, if the error shows it; else the error's own.
+
+    described: the config, as the file or its class has it."""
+    fields = list(leaves(described))
+    for path, value in fields:
+        name = path.rsplit(".", 1)[-1]
+        if name in SIZES and isinstance(value, int) and value < 1:
+            return f"{path} is {value}; it must be at least 1"
+    if isinstance(error, KeyError) and error.args:
+        for path, value in fields:
+            if type(value) is type(error.args[0]) and value == error.args[0]:
+                return f"{path} is {value!r}, which transformers does not know"
+    for path, value in fields:
+        *_, name = parts = path.split(".")
+        odd = value is None or isinstance(value, str)
+        if odd and name not in NO_NUMBER and ANGLES.intersection(parts):
+            return f"{path} is {value!r}; it must be a number"
+    return one_line(error)
+
+
+def leaves(described: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of each field of nested objects that is no object itself."""
+    if not isinstance(described, dict):
+        yield path, described
+        return
+    for name, value in described.items():
+        yield from leaves(value, f"{path}.{name}" if path else str(name))
