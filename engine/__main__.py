@@ -175,6 +175,9 @@ class Server:
                 self._flight = Recorder(Path(config.flight_log), config, self._executor, config.flight_log_mib << 20)
             if config.request_log:
                 self._requests = RequestLog(Path(config.request_log), config.request_log_mib << 20)
+            for name, part in (("flight", self._flight), ("requests", self._requests)):
+                if part is not None:
+                    self._telemetry.dropped_lines[name] = part.dropped_lines
         except OSError as error:
             raise ConfigError(f"cannot write a log: {error}") from None
 
@@ -196,6 +199,7 @@ class Server:
             log.critical("a step has not returned for %.0f s: the engine ends, its requests move on", seconds)
             self._bus.stop(died=True)
         finally:
+            logging.shutdown()
             os._exit(1)  # the main thread is inside the step
 
     def _close(self, died: bool) -> None:

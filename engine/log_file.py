@@ -5,15 +5,19 @@ the loop --write()--> queue --> writer thread --> FILE, and FILE.1 before it
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 log = logging.getLogger("quire.engine")
 
+CLOSE_S = 10.0  # longest wait for the disk when the log is closed
 QUEUE = 10_000  # records that may wait for the disk; beyond it they are dropped, and counted
 
 
@@ -33,6 +37,8 @@ class LogFile:
         self._path, self._max_bytes, self._rotates = path, max_bytes, rotates
         self._queue: queue.Queue[Callable[[], bytes] | None] = queue.Queue(QUEUE)
         self.dropped = 0  # records since start, because the queue was full
+        if path.exists() and not path.is_file():
+            raise FileExistsError(errno.EEXIST, "not a regular file", str(path))  # a pipe could stop the start
         if rotates and path.exists():
             os.replace(path, self.previous)
         self._open()
@@ -54,9 +60,13 @@ class LogFile:
                 log.warning("%s ends here: the disk is too slow", self._path)
 
     def close(self) -> None:
-        """Write what has gathered."""
-        self._queue.put(None)
-        self._thread.join()
+        """Write what has gathered, for CLOSE_S at most: the disk may have stopped."""
+        end = time.monotonic() + CLOSE_S
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=CLOSE_S)
+        self._thread.join(max(0.0, end - time.monotonic()))
+        if self._thread.is_alive():
+            log.error("%s lacks its last lines: the disk did not take them in %g s", self._path, CLOSE_S)
 
     def _open(self) -> None:
         self._file = self._path.open("wb")

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from engine.canary import CanaryCounts
-from engine.common import histograms
+from engine.common import histograms, log_queue
 from engine.common.histograms import Tally
 from engine.common.tracing import Tracing
 from engine.config import EngineConfig
@@ -91,6 +91,7 @@ class Telemetry(Collector):
         self.claims = dict.fromkeys(("held", "waited", "none"), 0)  # by Claim.reason
         self.clock_skew_s = 0.0  # set by the bus thread
         self._turned = time.monotonic()
+        self.dropped_lines: dict[str, Callable[[], int]] = {"stderr": log_queue.dropped_lines}  # by log
         self._tables = TABLE + (VLLM_TABLE if vllm else ())
         self.registry = CollectorRegistry()  # has this collector only
         self.registry.register(self)
@@ -351,6 +352,14 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "quire_start_takeover", "gauge", "1 if this engine took over from one that died, else 0.", lambda t: t.takeover
+    ),
+    Row(
+        "quire_log_lines_dropped",
+        "counter",
+        "Lines dropped from stderr, from the request log and from the flight log: their reader or disk was too slow, "
+        "had stopped or was full.",
+        lambda t: {log: count() for log, count in t.dropped_lines.items()},
+        "log",
     ),
     Row("quire_generated_tokens", "counter", "Output tokens.", lambda t: t.totals.generated_tokens),
     Row(

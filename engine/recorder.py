@@ -114,6 +114,10 @@ class Recorder:
         if not (record.was_idle and record.idle and not record.orders):
             self._file.write(partial(self._line, record))
 
+    def dropped_lines(self) -> int:
+        """Return the number of lines that are missing because the disk was too slow."""
+        return self._file.dropped
+
     def close(self) -> None:
         """Write what has gathered."""
         self._file.close()

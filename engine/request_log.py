@@ -62,6 +62,10 @@ class RequestLog:
             if (line := self._open.pop(request_id, None)) is not None:
                 self._file.write(partial(encode, line))
 
+    def dropped_lines(self) -> int:
+        """Return the number of lines that are missing because the disk was too slow."""
+        return self._file.dropped
+
     def close(self) -> None:
         """Write what has gathered."""
         self._file.close()

@@ -418,6 +418,12 @@ engine = Board(
                 "Failed steps", {"{{engine}}": rate("quire_step_failures_total", "engine")}, "cps", text="Must stay 0."
             ),
             Panel("Exchange with Redis", quantiles("quire_exchange_seconds"), "s"),
+            Panel(
+                "Log lines dropped by engines",
+                {"{{engine}} {{log}}": rate("quire_log_lines_dropped_total", "engine, log")},
+                "cps",
+                text="The reader of stderr, or the disk of a log file, is too slow or has stopped. Steps go on.",
+            ),
         ],
         "A request's time": [
             Panel("In the queue", quantiles("quire_queue_seconds"), "s"),
@@ -483,6 +489,12 @@ gateway = Board(
                 },
                 "s",
                 text="Nothing moves in a gateway meanwhile. What it did not compute itself, other processes took.",
+            ),
+            Panel(
+                "Log lines dropped by gateways",
+                {"{{gateway}}": rate("quire_gateway_log_lines_dropped_total", "gateway")},
+                "cps",
+                text="The reader of stderr is too slow or has stopped. Requests do not wait for it.",
             ),
         ],
         "Answers and refusals": [

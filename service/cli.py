@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from engine.common import child_python, readiness, settings
+from engine.common import child_python, log_queue, readiness, settings
 from engine.common.embedded_redis import EmbeddedRedis, die_with_parent
 from engine.common.errors import OperatorError
 from engine.config import EngineConfig
@@ -253,7 +253,7 @@ def serve(argv: Sequence[str]) -> int:
             for named in [(f"--gateway-id={gateway.gateway_id or name}-{i}", f"--metrics-port={pages[1 + i]}")]
         ]
         shown = gateway.served_name or served_name(model), example_of(model)
-        asyncio.run(Supervisor(engine, gateways, embedded, gateway.host, port, *shown).run(interrupt))
+        supervise(Supervisor(engine, gateways, embedded, gateway.host, port, *shown), interrupt)
     except OperatorError as error:
         settings.stop(prog, str(error), 1)
     except KeyboardInterrupt:  # before the supervisor took over the signals
@@ -263,6 +263,12 @@ def serve(argv: Sequence[str]) -> int:
         if embedded is not None:
             embedded.close()
     return 0
+
+
+def supervise(supervisor: Supervisor, interrupt: Interrupt) -> None:
+    """Run the supervisor.  A reader of its output that stops does not stop it."""
+    with log_queue.installed():
+        asyncio.run(supervisor.run(interrupt))
 
 
 def metrics_pages(gateway: GatewayConfig, gateways: int, host: str) -> tuple[list[int], list[str]]:

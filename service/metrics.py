@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from engine.common import histograms
+from engine.common import histograms, log_queue
 from engine.common.histograms import Tally
 from engine.common.tracing import Tracing
 from engine.wire.clock import steady_ms
@@ -281,6 +281,10 @@ LOOP_BUSY = _histogram(
     "The part of each delay in which this process computed, seconds.  Other processes took the rest.",
     histograms.STALL_S,
 )
+LOG_LINES_DROPPED = _counter(
+    "quire_gateway_log_lines_dropped",
+    "Lines of the log that were dropped: the reader of stderr was too slow, had stopped, or its disk was full.",
+)
 REDIS_SECONDS = _histogram(
     "quire_redis_seconds",
     "Seconds of a round trip to Redis: to submit a request, or to read fleet and queue.",
@@ -317,6 +321,7 @@ class Telemetry(Collector):
         self._tenants: set[str] = set()  # those that have series of their own
         self._engines: dict[str, EngineLoad] = {}  # as of the last reading
         self._fingerprint = ""  # of the model that answers now
+        self._dropped_lines = 0  # of the log, as of the last scrape
         for metric in TABLE:
             self._create(metric)
         self.set(GATEWAY_INFO, 1, *histograms.build().values())
@@ -434,6 +439,9 @@ class Telemetry(Collector):
 
     def expose(self) -> bytes:
         """Return the page in Prometheus' text format 0.0.4."""
+        dropped = log_queue.dropped_lines()
+        self.count(LOG_LINES_DROPPED, dropped - self._dropped_lines)
+        self._dropped_lines = dropped
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Family]:

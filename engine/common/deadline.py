@@ -10,8 +10,9 @@ import faulthandler
 import threading
 import time
 from collections.abc import Iterator
+from functools import cache
 
-STDERR = 2
+from engine.common.log_queue import descriptor_for_crashes
 
 _lock = threading.Lock()
 _ends: list[float] = []  # of the blocks that run now; faulthandler has one timer for all
@@ -37,6 +38,12 @@ def ends_process(after_s: float) -> Iterator[None]:
 def _set_timer() -> None:
     if _ends:
         left = max(0.001, min(_ends) - time.monotonic())
-        faulthandler.dump_traceback_later(left, exit=True, file=STDERR)
+        faulthandler.dump_traceback_later(left, exit=True, file=_stderr())
     else:
         faulthandler.cancel_dump_traceback_later()
+
+
+@cache
+def _stderr() -> int:
+    """One descriptor for the life of the process: faulthandler keeps its number."""
+    return descriptor_for_crashes()

@@ -11,9 +11,11 @@ import logging
 import re
 import sys
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import msgspec
+
+from engine.common import log_queue
 
 Format = Literal["text", "json"]
 
@@ -57,8 +59,29 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
     return found
 
 
+class Handler(logging.StreamHandler[TextIO]):
+    """Writes records to a stream that queues them.  flush() waits for the queue, for DRAIN_S at most."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.stream.write(self.format(record) + self.terminator)  # not the flush of StreamHandler: that would wait
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """logging.shutdown() calls it: before the process ends, also by os._exit()."""
+        log_queue.drain()
+
+
 def start(form: Format) -> None:
-    """Write records from INFO on to stderr.  Call it once a process."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if form == "json" else KeyValues())
+    """Write records from INFO on to stderr.  Printing and logging never block from now on.  Call it once a process."""
+    formatter = JsonLines() if form == "json" else KeyValues()
+
+    def notice(dropped: int) -> str:
+        text = log_queue.plain_notice(dropped)
+        return formatter.format(logging.LogRecord("quire.log", logging.WARNING, __file__, 0, text, (), None))
+
+    log_queue.install(notice)
+    handler = Handler(sys.stderr)
+    handler.setFormatter(formatter)
     logging.basicConfig(level=logging.INFO, handlers=[handler])

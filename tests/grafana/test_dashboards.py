@@ -28,6 +28,8 @@ MAY_STAY_ZERO = {
     ("Tokens lost, tokens repeated", "repeated"),
     ("Resumed answers", "{{gateway}}"),
     ("Failed steps", "{{engine}}"),
+    ("Log lines dropped by gateways", "{{gateway}}"),
+    ("Log lines dropped by engines", "{{engine}} {{log}}"),
     ("Audits, and accounting errors found", "error: {{kind}}"),
     ("Engines lost, and their requests", "engines lost without a drain"),
     ("Engines lost, and their requests", "requests resumed on another engine"),

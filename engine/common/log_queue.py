@@ -1,0 +1,215 @@
+"""Standard output and error that never block: a reader that stops costs log lines, never a loop.
+
+    print, logging, warnings --> sys.stderr: QueuedStream --> queue --> writer thread --> file descriptor 2
+
+A pipe holds 64 KiB.  When its reader has stopped (a stuck collector, a paused terminal), write() blocks until it reads
+on.  The queue takes MAX_LINES or MAX_BYTES; further lines are dropped and counted.  Once half of it is free again, one
+line says how many were dropped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import select
+import stat
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+MAX_LINES, MAX_BYTES = 10_000, 4 << 20  # of one stream's queue
+WRITE_BYTES = 1 << 16  # largest write; the capacity of a pipe
+DRAIN_S = 2.0  # longest wait at the end of the process for lines that are still queued
+
+Notice = Callable[[int], str]  # number of dropped lines -> the line that reports them
+
+
+def plain_notice(count: int) -> str:
+    """Return the text that reports `count` dropped lines."""
+    return f"{count} log lines were dropped: the reader of this log was too slow, or had stopped"
+
+
+class QueuedWriter:
+    """Writes to a file descriptor from a thread of its own.  write() never waits and never raises."""
+
+    def __init__(self, descriptor: int, notice: Notice = plain_notice) -> None:
+        self.notice = notice
+        self.dropped = 0  # lines since start
+        self._descriptor = descriptor
+        self._changed = threading.Condition()  # its lock is reentrant: a finalizer may log while this thread logs
+        self._queue: deque[bytes] = deque()
+        self._bytes = 0
+        self._writing = False  # the thread has taken lines that are not written yet
+        self._full = False  # until half of the queue is free, all lines are dropped
+        self._unreported = 0  # dropped lines that no notice has reported
+        self._failing = False  # the last write failed: no notice until one succeeds
+        self._thread: threading.Thread | None = None
+
+    def write(self, data: bytes) -> None:
+        """Queue `data`, which is one line or several."""
+        with self._changed:
+            if self._full or len(self._queue) >= MAX_LINES or self._bytes + len(data) > MAX_BYTES:
+                self._full = bool(self._queue)  # a line that is longer than an empty queue stops no other
+                lines = max(1, data.count(b"\n"))
+                self.dropped += lines
+                self._unreported += lines
+                return
+            self._report()
+            self._append(data)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="log writer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def drain(self, seconds: float = DRAIN_S) -> bool:
+        """Wait until all lines are written, for `seconds` at most.  Returns whether they are."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._queue or self._writing), seconds)
+
+    def _append(self, data: bytes) -> None:
+        self._queue.append(data)
+        self._bytes += len(data)
+
+    def _report(self) -> None:
+        if self._unreported and not self._failing:
+            self._append(f"{self.notice(self._unreported)}\n".encode())
+            self._unreported = 0
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue:
+                    self._changed.wait()
+                taken = self._take()
+            lost = self._put(taken)
+            with self._changed:
+                self._writing, self._failing = False, bool(lost)
+                self.dropped += lost
+                self._unreported += lost
+                self._full = self._full and (len(self._queue) > MAX_LINES // 2 or self._bytes > MAX_BYTES // 2)
+                if not self._full:
+                    self._report()
+                self._changed.notify_all()
+
+    def _take(self) -> bytes:
+        taken = [self._queue.popleft()]
+        size = len(taken[0])
+        while self._queue and size + len(self._queue[0]) <= WRITE_BYTES:
+            taken.append(self._queue.popleft())
+            size += len(taken[-1])
+        self._bytes -= size
+        self._writing = True
+        return b"".join(taken)
+
+    def _put(self, data: bytes) -> int:
+        """Write all of `data`, however long that takes.  Returns the lines that were lost: a full disk, no reader."""
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._descriptor, view) :]
+            except BlockingIOError:  # another process has made the terminal or the pipe non-blocking
+                select.select([], [self._descriptor], [], 1.0)
+            except OSError:
+                return max(1, bytes(view).count(b"\n"))
+        return 0
+
+
+class QueuedStream(io.TextIOBase):
+    """A text stream over a QueuedWriter, in the place of sys.stdout or sys.stderr.
+
+    write() queues complete lines and keeps the rest until its line ends or flush() is called.  flush() does not wait:
+    print(flush=True) and handlers of libraries call it on event loops."""
+
+    def __init__(self, original: TextIO, notice: Notice = plain_notice) -> None:
+        self.original = original
+        self.queue = QueuedWriter(original.fileno(), notice)
+        self._lock = threading.RLock()
+        self._rest = ""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # a constant in typeshed
+        return self.original.encoding
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            lines, end, self._rest = (self._rest + text).rpartition("\n")
+            if end:
+                self.queue.write(self._encode(lines + end))
+        return len(text)
+
+    def flush(self) -> None:
+        with self._lock:
+            rest, self._rest = self._rest, ""
+            if rest:
+                self.queue.write(self._encode(rest))
+
+    def fileno(self) -> int:
+        return self.original.fileno()
+
+    def isatty(self) -> bool:
+        return self.original.isatty()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+    def _encode(self, text: str) -> bytes:
+        return text.encode(self.encoding, "backslashreplace")
+
+
+def install(notice: Notice = plain_notice) -> None:
+    """Replace sys.stdout and sys.stderr by queued streams, for the rest of the process.
+
+    A stream that is closed, or that something else has replaced already, stays as it is."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, QueuedStream):
+            stream.queue.notice = notice
+        elif stream is not None and stream is getattr(sys, f"__{name}__"):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+                setattr(sys, name, QueuedStream(stream, notice))
+    atexit.register(drain)
+
+
+def drain(seconds: float = DRAIN_S) -> None:
+    """Wait until what was printed and logged is written, for `seconds` at most in total.  For the end of a process."""
+    end = time.monotonic() + seconds
+    for stream in _installed():
+        stream.flush()
+        stream.queue.drain(max(0.0, end - time.monotonic()))
+
+
+def dropped_lines() -> int:
+    """Return the number of lines that this process has dropped since it started."""
+    return sum(stream.queue.dropped for stream in _installed())
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """A context in which sys.stdout and sys.stderr are queued streams; they are drained at its end."""
+    before = sys.stdout, sys.stderr
+    install()
+    try:
+        yield
+    finally:
+        drain()
+        sys.stdout, sys.stderr = before
+
+
+def descriptor_for_crashes() -> int:
+    """Return a descriptor of standard error whose writes never block, for code that cannot use a queue.
+
+    A pipe is opened once more, because its flags belong to all processes that share it.  Anything else is 2 itself."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(2).st_mode):
+            return os.open("/proc/self/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return 2
+
+
+def _installed() -> list[QueuedStream]:
+    return [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, QueuedStream)]
