@@ -14,6 +14,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from tests.pace import Patience
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -105,9 +107,9 @@ class Collector:
         return sorted((span for span in list(self.spans) if span.name == name), key=lambda span: span.start_ns)
 
     def wait_for(self, holds: Callable[[], bool], seconds: float = 200.0) -> None:
-        deadline = time.monotonic() + seconds
+        bound = Patience(seconds)
         while not holds():
-            assert time.monotonic() < deadline, self.spans
+            assert bound.lasts(), self.spans
             time.sleep(0.02)
 
     def __enter__(self) -> Self:

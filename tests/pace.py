@@ -23,6 +23,7 @@ NOMINAL_S = 5e-4  # python_s() of the machine for which tests name their seconds
 NOMINAL_CORES = 2  # cores of that machine
 MOST = 20.0  # largest factor: beyond it, the time-outs of CI end a test anyway
 MEMORY_S = 120.0  # how long a measurement counts: the next load may be like the last one
+EVERY_S = 2.0  # between two measurements, of two milliseconds each
 PAUSE_S = 0.25  # an overslept witness: shorter pauses are a scheduler's ordinary delays
 STEP_S = 1.0  # longest time between two polls that counts against a wait
 POLL_S = 0.02
@@ -39,10 +40,10 @@ while not select.select([0], [], [], 0.05)[0]:
 """
 
 
-def python_s() -> float:
-    """CPU seconds of 10,000 turns of a plain loop, the least of 20; about half a millisecond in 2026."""
+def python_s(tries: int = 20) -> float:
+    """CPU seconds of 10,000 turns of a plain loop, the least of so many; about half a millisecond in 2026."""
     table, best = dict.fromkeys(range(256), 0), 1.0
-    for _ in range(20):
+    for _ in range(tries):
         begin = time.process_time()
         for turn in range(10_000):
             table[turn & 255] = turn
@@ -130,7 +131,7 @@ class _Readings:
 
     def slowest(self) -> float:
         now = time.monotonic()
-        if not self._taken or now - self._taken[-1][0] > 2.0:
+        if not self._taken or now - self._taken[-1][0] > EVERY_S:
             self._taken = [one for one in self._taken if now - one[0] < MEMORY_S]
             self._taken.append((time.monotonic(), _measure()))
         return max(factor for _, factor in self._taken)
@@ -138,7 +139,7 @@ class _Readings:
 
 def _measure() -> float:
     began, cpu = time.monotonic(), time.thread_time()
-    speed = python_s() / NOMINAL_S
+    speed = python_s(4) / NOMINAL_S
     share = (time.monotonic() - began) / max(1e-6, time.thread_time() - cpu)  # wall time per CPU time
     crowd = os.getloadavg()[0] / (os.cpu_count() or 1)
     fewer = NOMINAL_CORES / min(NOMINAL_CORES, cores())

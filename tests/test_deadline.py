@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.pace import patience
+
 BEGIN = """
 import ctypes, time
 from engine.common.deadline import ends_process
@@ -16,7 +18,7 @@ def hold(seconds):  # and with it every other thread of Python
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-c", BEGIN + code]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(words, capture_output=True, text=True, timeout=patience(60), check=False)
 
 
 def test_a_process_that_holds_the_interpreter_ends() -> None:

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.pace import patience
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def start(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "engine", "--redis-url=redis://127.0.0.1:1/0", *words]
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | environ
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=250, check=False)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=patience(250), check=False)
 
 
 def test_without_a_compiler_it_says_so_in_one_line(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from engine.grammar_gate import POLL_S, GrammarGate
 from engine.llm import LLM
 from engine.orders import Order, Resume
 from engine.wire.messages import FOREVER_MS, Abort, Generate, Sampling
+from tests.pace import patience
 
 
 class Box:
@@ -102,7 +103,7 @@ def test_a_step_does_not_wait_for_a_grammar(checkpoint: Callable[[str], Path]) -
     compile_now = grammars._compile
 
     def slowly(grammar: str) -> object:
-        may_compile.wait(60)
+        may_compile.wait(patience(60))
         return compile_now(grammar)
 
     grammars._compile = slowly  # type: ignore[assignment, method-assign]
@@ -113,7 +114,7 @@ def test_a_step_does_not_wait_for_a_grammar(checkpoint: Callable[[str], Path]) -
         llm.step()
     assert not held.outputs[0].token_ids
     may_compile.set()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     while llm.unfinished and time.monotonic() < deadline:
         llm.step()
     assert held.outputs[0].finish_reason == "stop"

@@ -15,6 +15,7 @@ import pytest
 
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.executor import ops
+from tests.pace import patience
 from tests.service.fakes import byte_level
 from tests.system.processes import Process, ending, wait_until_ready
 from tests.system.stack import free_port
@@ -32,7 +33,7 @@ def test_the_wheel_holds_every_file_of_ours_and_its_kernels_build(tmp_path: Path
     for name in rooms:
         shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--wheel-dir", wheels, sources], check=True, timeout=250)
+    subprocess.run([*pip, "--wheel-dir", wheels, sources], check=True, timeout=patience(250))
     (wheel,) = wheels.glob("quire-*.whl")
     zipfile.ZipFile(wheel).extractall(site)
     ours = {
@@ -90,22 +91,22 @@ def test_the_gateways_image_serves_without_torch(tmp_path: Path) -> None:
         )
         processes[0].wait_for("listens on")
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(f"{url}/health", timeout=20)
+            urllib.request.urlopen(f"{url}/health", timeout=patience(20))
         assert json.load(refused.value) == {"status": "no engine is running", "engines": 0}
         refused.value.close()
         # An engine without torch says what it lacks; with a script instead of a model it needs none.
         engine = Process(tmp_path / "lacking.log", "engine", *shared, "--kv-blocks=8", command=quire, cwd=tmp_path)
         processes.append(engine)
-        assert engine.popen.wait(60) == 2, engine.said()
+        assert engine.popen.wait(patience(60)) == 2, engine.said()
         assert engine.said().splitlines()[-1] == "quire engine: package torch is missing: pip install 'quire[engine]'"
         words = [*shared, "--executor=scripted", "--engine-id=scripted"]
         processes.append(Process(tmp_path / "engine.log", "engine", *words, command=quire, cwd=tmp_path))
         wait_until_ready(url)
-        with urllib.request.urlopen(f"{url}/health", timeout=20) as answer:
+        with urllib.request.urlopen(f"{url}/health", timeout=patience(20)) as answer:
             assert json.load(answer) == {"status": "ok", "engines": 1}
         body = json.dumps({"model": "tiny", "prompt": "To be", "max_tokens": 4, "ignore_eos": True}).encode()
         ask = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(ask, timeout=20) as answer:
+        with urllib.request.urlopen(ask, timeout=patience(20)) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 4
         load = ("bench", url, "--requests=2", "--rate=20", "--prompt-tokens=4", "--max-tokens=2")
         for command, says in (
@@ -118,7 +119,7 @@ def test_the_gateways_image_serves_without_torch(tmp_path: Path) -> None:
                 input="To be\n",
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=patience(60),
                 cwd=tmp_path,
                 check=False,
             )

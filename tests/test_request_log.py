@@ -20,6 +20,7 @@ from engine.tools import simulate
 from engine.tools.trace import read_trace
 from engine.wire.clock import steady_ms
 from engine.wire.messages import Abort, Generate, Sampling
+from tests.pace import patience
 
 INFO = ModelInfo("scripted", "f00d", 1000, 512, [0], 64)
 CONFIG = EngineConfig(max_seqs=8, step_tokens=64, check_books=True, admission="none")
@@ -96,7 +97,7 @@ def test_a_slow_disk_drops_lines_and_delays_nothing(tmp_path: Path, monkeypatch:
     file, disk = LogFile(tmp_path / "log", 1 << 20), threading.Event()
 
     def slow() -> bytes:
-        assert disk.wait(60)
+        assert disk.wait(patience(60))
         return b"x"
 
     for _ in range(10):  # a write that waited for the disk would wait for the end of this test

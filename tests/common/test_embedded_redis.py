@@ -19,6 +19,7 @@ import redis
 
 from engine.common import embedded_redis
 from engine.common.embedded_redis import EmbeddedRedis, EmbeddedRedisError
+from tests.pace import patience
 
 
 def test_it_is_private_and_leaves_nothing() -> None:
@@ -80,7 +81,7 @@ time.sleep(60)
     pid = int(number)
     owner.kill()
     owner.communicate()
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + patience(30)
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < give_up
         time.sleep(0.02)

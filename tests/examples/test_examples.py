@@ -22,6 +22,7 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.core.blocks import OutOfBlocks
 from engine.executor.models.builtin import builtin
 from examples.paged_memory import BlockTables
+from tests.pace import patience
 from tests.system.stack import Stack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,14 +41,16 @@ def stack(redis_server: EmbeddedRedis) -> Iterator[Stack]:
 def run(name: str, *words: str, url: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", str(EXAMPLES / name)] if name.endswith(".py") else [str(EXAMPLES / name)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "QUIRE_URL": url}
-    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(
+        [*command, *words], env=environment, capture_output=True, text=True, timeout=patience(250), check=False
+    )
     assert done.returncode == 0, done.stderr
     return done
 
 
 def post(url: str, path: str, body: dict[str, object]) -> dict[str, object]:
     request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=patience(60)) as answer:
         found: dict[str, object] = json.load(answer)
     return found
 
@@ -172,6 +175,8 @@ def test_the_python_of_the_readme_runs(stack: Stack) -> None:
     code = page.split("```python\n")[1].split("```")[0]
     code = code.replace("http://127.0.0.1:8000", stack.url).replace("smollm2-135m", "tiny")
     code = code.replace("stream=True", "stream=True, max_completion_tokens=16")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(250), check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout

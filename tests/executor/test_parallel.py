@@ -37,6 +37,7 @@ from engine.tools.models import model_class
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from engine.wire.messages import Beams, Sampling
 from tests.checkpoints import VOCAB, config_of, make_checkpoint
+from tests.pace import patience
 
 Checkpoint = Callable[[str], Path]
 # A pool that eight sequences of up to 110 tokens overflow, and steps that cut every prompt into chunks.
@@ -285,7 +286,7 @@ def test_a_process_that_does_not_close_a_lost_executor_ends(checkpoint: Checkpoi
         assert process.stdout is not None
         rank = psutil.Process(int(process.stdout.readline()))
         try:
-            said = process.communicate(timeout=60)[1]
+            said = process.communicate(timeout=patience(60))[1]
             assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
         finally:
             process.kill()
@@ -311,7 +312,7 @@ def test_a_process_ends_that_cannot_close_a_lost_executor(checkpoint: Checkpoint
         "llm.close()\n"
     )
     words = [sys.executable, "-c", code, str(checkpoint("llama"))]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    found = subprocess.run(words, capture_output=True, text=True, timeout=patience(100), check=False)
     assert found.stdout == "lost\n", found.stderr
     assert found.returncode == 1
 
@@ -419,7 +420,7 @@ def test_a_rank_that_hangs_or_dies_while_the_model_loads_ends_the_start(
         pid = int(engine.stdout.readline())
         stopped = [psutil.Process(pid)] if how == "SIGSTOP" else []
         try:
-            said = engine.communicate(timeout=30)[1]  # it ends after 3 s of silence and END_S
+            said = engine.communicate(timeout=patience(30))[1]  # it ends after 3 s of silence and END_S
         finally:
             engine.kill()
             for rank in stopped:
@@ -448,7 +449,9 @@ def test_the_process_ends_though_an_abort_never_returns(abort: str) -> None:
         "with watch.using():\n"
         "    time.sleep(1000)\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(120), check=False
+    )
     assert found.returncode == 1, found.stderr
     assert "rank 1 does not answer" in found.stderr
 
@@ -505,7 +508,7 @@ def test_no_rank_outlives_its_engine(checkpoint: Checkpoint) -> None:
         rank = psutil.Process(int(engine.stdout.readline()))
         assert "engine.rank" in rank.cmdline()
         engine.kill()
-    psutil.wait_procs([rank], timeout=60)
+    psutil.wait_procs([rank], timeout=patience(60))
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE  # of a container without an init process
 
 
@@ -580,7 +583,7 @@ def test_a_plan_reaches_a_rank_in_microseconds(edits: int) -> None:
             commands.recv_bytes()
             times[-1].append(time.perf_counter())
         commands.send_bytes(CLOSE)
-        assert rank.wait(30) == 0
+        assert rank.wait(patience(30)) == 0
     sent, decoded = (statistics.median(each[i] - each[0] for each in times) * 1e6 for i in (1, 2))
     print(f"{edits} edits, {len(message)} bytes: sent in {sent:.1f} us, decoded and answered after {decoded:.1f} us")
     assert decoded < 500

@@ -23,6 +23,7 @@ from tests.checkpoints import make_checkpoint
 from tests.executor.test_gpu import GREEDY, check_greedy, llm, texts, words
 from tests.executor.test_quantised import write_exact
 from tests.executor.test_quantize import as_served, at_all_tokens
+from tests.pace import patience
 from tests.quantised import TWICE_AS_WIDE, quantise_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
@@ -99,7 +100,7 @@ def test_graphs_change_no_token_of_two_ranks(checkpoint: Checkpoint) -> None:
     for seconds in ("0", "60"):
         process = subprocess.run(
             [sys.executable, "-c", code, str(checkpoint("llama")), seconds],
-            capture_output=True, text=True, timeout=120, check=False,
+            capture_output=True, text=True, timeout=patience(120), check=False,
         )  # fmt: skip
         assert process.returncode == 0, process.stderr
         found.append(process.stdout)
@@ -140,7 +141,7 @@ def test_small_sums_are_right_and_large_ones_go_through_nccl(checkpoint: Checkpo
         "engine.close()\n"
     )
     words = [sys.executable, "-c", code, str(checkpoint("llama"))]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    found = subprocess.run(words, capture_output=True, text=True, timeout=patience(120), check=False)
     assert found.returncode == 0, found.stderr
     assert found.stdout == "[True, True, False, False]\n"
 
@@ -164,7 +165,7 @@ def test_a_rank_that_is_lost_ends_the_engine_within_the_lease(checkpoint: Checkp
         assert engine.stdout is not None
         assert engine.stdout.readline() == "lost\n"
         began = time.monotonic()
-        _, said = engine.communicate(timeout=60)
+        _, said = engine.communicate(timeout=patience(60))
     assert time.monotonic() - began < 20
     assert engine.returncode == 1
     assert "rank 1" in said

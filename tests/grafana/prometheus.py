@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from engine.common.embedded_redis import EmbeddedRedis
+from tests.pace import Patience, patience
 from tests.system.processes import ROOT, Process, ending, wait_until_ready
 from tests.system.stack import free_port
 
@@ -107,7 +108,7 @@ class Deployment:
             headers["X-Max-Queue-Wait"] = "0"
         request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
         try:
-            with _open(request, timeout=60) as answer:
+            with _open(request, timeout=patience(60)) as answer:
                 answer.read()
         except urllib.error.HTTPError as error:
             error.close()
@@ -142,20 +143,20 @@ class Prometheus:
     def get(self, path: str, **words: str) -> Any:
         """Return the API's answer.  Raises OSError while the server starts."""
         try:
-            with _open(f"{self._url}{path}?{urllib.parse.urlencode(words)}", timeout=30) as answer:
+            with _open(f"{self._url}{path}?{urllib.parse.urlencode(words)}", timeout=patience(30)) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             with error:
                 pytest.fail(f"{words}: {error.read().decode()}")
 
     def wait_ready(self, seconds: float = 200.0) -> None:
-        deadline = time.monotonic() + seconds
+        bound = Patience(seconds)
         while True:
             try:
                 self.get("/api/v1/status/runtimeinfo")
             except OSError:
                 assert self._process.poll() is None, self._log.read_text()
-                assert time.monotonic() < deadline, self._log.read_text()
+                assert bound.lasts(), self._log.read_text()
                 time.sleep(0.1)
             else:
                 return

@@ -15,6 +15,7 @@ import yaml
 
 from grafana.__main__ import FOLDER, main
 from tests.grafana.prometheus import ALERTS, Prometheus, scraped, tool
+from tests.pace import patience
 from tests.system.processes import ROOT
 
 WINDOW = "10s"  # for Grafana's $__rate_interval: ten scrapes
@@ -116,7 +117,9 @@ def test_the_files_are_what_the_boards_say(capsys: pytest.CaptureFixture[str]) -
 
 def test_promtool_accepts_the_rules_and_they_fire_when_they_should() -> None:
     for words in (["check", "rules", str(ALERTS)], ["test", "rules", str(Path(__file__).parent / "alerts_test.yaml")]):
-        done = subprocess.run([tool("promtool"), *words], capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(
+            [tool("promtool"), *words], capture_output=True, text=True, check=False, timeout=patience(60)
+        )
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -135,7 +138,7 @@ def test_every_alert_fires_in_the_unit_tests_and_has_a_runbook() -> None:
 def ask(prometheus: Prometheus, queries: dict[tuple[str, str, str], str]) -> dict[tuple[str, str, str], list[float]]:
     """Return each query's values: the first that are proof enough, or the last before LIMIT_S ends."""
     answers: dict[tuple[str, str, str], list[float]] = {}
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + patience(LIMIT_S)
     while True:
         for name, query in queries.items():
             if not proved(name, answers.get(name, [])):

@@ -28,6 +28,7 @@ import yaml
 from engine.common.embedded_redis import server_binary
 from engine.executor import ops
 from tests.helm.chart import Manifest, config_text, only, pods, rendered, values
+from tests.pace import patience
 from tests.system.processes import ROOT, Process, ending
 from tests.system.stack import free_port
 from tests.system.tls import behind_tls, self_signed, url_of
@@ -183,7 +184,7 @@ class Node:
     def get(self, port: str, path: str) -> str | None:
         """The page there, or None for any other answer than 200."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[port]}{path}", timeout=20) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[port]}{path}", timeout=patience(20)) as answer:
                 return str(answer.read().decode())
         except urllib.error.HTTPError as error:
             error.close()
@@ -193,7 +194,7 @@ class Node:
 
 
 def wait(holds: Callable[[], bool], *processes: Process) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience(PATIENCE_S)
     while not holds():
         for process in processes:
             assert process.popen.poll() is None, process.said()
@@ -241,7 +242,7 @@ def bundled_redis(node: Node) -> Iterator[None]:
         yield
     finally:
         redis.send_signal(signal.SIGTERM)
-        assert redis.wait(30) == 0
+        assert redis.wait(patience(30)) == 0
 
 
 def start_engine(node: Node, kernels: Path) -> Process:
@@ -315,9 +316,9 @@ def check_upgrade(name: str, folder: Path, model: Path, secrets: dict[tuple[str,
         wait(lambda: bool(begun), engine, gateway)
         for process in (engine, gateway):
             process.popen.send_signal(signal.SIGTERM)
-        assert answer.result(PATIENCE_S) == 900
-        assert engine.popen.wait(PATIENCE_S) == 0, engine.said()
-        assert gateway.popen.wait(PATIENCE_S) == 0, gateway.said()
+        assert answer.result(patience(PATIENCE_S)) == 900
+        assert engine.popen.wait(patience(PATIENCE_S)) == 0, engine.said()
+        assert gateway.popen.wait(patience(PATIENCE_S)) == 0, gateway.said()
         page = new.get("metrics", "/metrics")
         assert page is not None
         (taken,) = re.findall(r"^quire_generated_tokens_total\S* (\S+)$", page, re.MULTILINE)
@@ -336,7 +337,7 @@ def stream(node: Node, tokens: int, begun: list[str]) -> int:
         {"Authorization": "Bearer a-key", "Content-Type": "application/json"},
     )
     usage = {"completion_tokens": 0}
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(request, timeout=patience(PATIENCE_S)) as answer:
         for line in answer:
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])

@@ -11,6 +11,7 @@ import torch
 
 from engine.executor import kernels_build, ops
 from engine.executor.errors import ModelLoadError
+from tests.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +40,7 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
         )
         for _ in range(2)
     ]
-    ends = [run.communicate(timeout=250) for run in runs]
+    ends = [run.communicate(timeout=patience(250)) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], ends
     assert ends[0][0] == ends[1][0]
     assert Path(ends[0][0].strip()).stat().st_size > 0

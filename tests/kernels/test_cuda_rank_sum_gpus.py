@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.rank_sum_process import SCENES, SIZE
+from tests.pace import patience
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, pytest.mark.timeout(100)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +31,7 @@ def test_two_gpus(scene: str, tmp_path: Path) -> None:
         for rank in range(SIZE)
     ]
     try:
-        output = [rank.communicate(timeout=60)[0] for rank in ranks]
+        output = [rank.communicate(timeout=patience(60))[0] for rank in ranks]
     except subprocess.TimeoutExpired:
         for rank in ranks:
             rank.kill()

@@ -14,6 +14,7 @@ import pytest
 
 from loadtest import burst, burst_summary
 from loadtest.checkpoint import COUNTDOWN
+from tests.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,7 +159,7 @@ def burst_run(model: Path, into: Path, *extra: str, status: int = 0) -> str:
     words = "--systems fifo --loads known,warm --seeds 1 --fifo-server= --warm-requests 5 --drain 60"
     server = ["--server", "--executor scripted --scripted-step-ms 5 --no-spare", "--into", str(into)]
     command = [sys.executable, "-m", "loadtest", "burst", str(model), *short.split(), *words.split(), *server, *extra]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(250), check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
@@ -198,7 +199,7 @@ def test_a_server_that_does_not_start_is_reported_and_does_not_end_the_others(
 ) -> None:
     words = ["--systems", "lanes", "--loads", "known", "--seeds", "1,2", "--server=--no-such-option 1", "--rate", "5"]
     command = [sys.executable, "-m", "loadtest", "burst", str(checkpoint("llama")), *words, "--into", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(120), check=False)
     assert done.returncode == 1
     assert done.stderr.count("before it was ready") == 2
     assert "no-such-option" in done.stderr  # its own words

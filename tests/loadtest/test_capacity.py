@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from loadtest.capacity import FINE, SYSTEMS, Sla, Trial, Work, highest
 from loadtest.stats import Attempt, Record
+from tests.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,7 +93,7 @@ def test_the_command(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
         str(out),
     ]
     command = [sys.executable, "-m", "loadtest", "capacity", str(checkpoint("llama")), *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(240), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     assert list(result["figures"]) == names
@@ -103,5 +104,5 @@ def test_the_command(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
         assert figures["there"]["held"] == 1.0
     assert result["figures"]["static"]["there"]["hit_rate"] == 0.0
     assert result["figures"]["paged, admission, prefix cache"]["there"]["hit_rate"] > 0.5
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(60), check=False)
     assert (again.returncode, again.stderr) == (0, "")  # all of it was known

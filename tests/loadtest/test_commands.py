@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.__main__ import COMMANDS, main
+from tests.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,7 +45,7 @@ def test_an_unknown_command_is_refused_by_name(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("module", ["gateway", "long_prompt", "overhead", "recovery", "shapes", "throughput"])
 def test_a_command_also_starts_as_a_module(module: str) -> None:
     words = [sys.executable, "-m", f"loadtest.{module}", "--help"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=patience(60), check=False)
     assert done.returncode == 0, done.stderr
     assert f"usage: python -m loadtest {module.replace('_', '-')} " in done.stdout
 

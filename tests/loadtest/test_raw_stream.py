@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from loadtest.overhead import peak_concurrency
 from loadtest.raw_stream import encode_request, read_stream
 from loadtest.stats import Record
+from tests.pace import patience
 
 REQUEST = encode_request({"stream": True})
 
@@ -26,7 +27,7 @@ async def answered(blocks: list[bytes]) -> tuple[int, list[float]]:
 
     server = await asyncio.start_server(answer, "127.0.0.1")
     async with server:
-        stream = await asyncio.wait_for(read_stream(server.sockets[0].getsockname()[1], REQUEST), 10)
+        stream = await asyncio.wait_for(read_stream(server.sockets[0].getsockname()[1], REQUEST), patience(10))
         assert len(stream.gaps_s) == len(stream.times) - 1
         return stream.events, stream.times
 

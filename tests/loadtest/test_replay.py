@@ -21,6 +21,7 @@ from loadtest.replay import Options, replay
 from loadtest.stats import Slo, summarise
 from loadtest.trace import Job
 from loadtest.workloads import Arrival, Phase, synthetic
+from tests.pace import patience
 from tests.system.stack import Stack
 
 pytestmark = pytest.mark.system
@@ -238,7 +239,13 @@ def test_two_tenants_at_ten_to_one(
 
 def run(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, **more
+        [sys.executable, "-m", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        check=False,
+        **more,
     )
 
 
@@ -354,7 +361,7 @@ def aiohttp_full() -> Iterator[str]:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(patience(10))
     yield f"http://127.0.0.1:{port}"
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    thread.join(patience(10))

@@ -16,6 +16,8 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
+from tests.pace import patience
+
 HANG_S = 60.0  # a wait ends by its condition; this long means that it never will
 T = TypeVar("T")
 # Violations of the policy, collected from the first line of the page on.
@@ -71,7 +73,7 @@ class Browser:
 
     def until(self, holds: Callable[[], T]) -> T:
         """Return the first true value of `holds`.  Fails after HANG_S, with what the page shows."""
-        deadline = time.monotonic() + HANG_S
+        deadline = time.monotonic() + patience(HANG_S)
         while True:
             try:
                 if found := holds():

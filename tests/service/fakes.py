@@ -21,6 +21,7 @@ from engine.wire.engine_side import EngineSide
 from engine.wire.messages import Delta, EngineLoad, Finish, Generate, TokenBatch, TokenLogprob
 from service.app import Gateway
 from service.streams import Streams
+from tests.pace import until
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Paging keeps the waste in the last block.",
@@ -276,8 +277,5 @@ class Served:
 
 
 async def settled(condition: Callable[[], bool]) -> None:
-    """Return as soon as `condition()` holds; fails the test after 100 s, for the machine may be busy."""
-    end = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.005)
+    """Return as soon as `condition()` holds; a hang fails the test."""
+    await until(condition, 100.0, poll_s=0.005)

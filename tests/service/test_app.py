@@ -24,6 +24,7 @@ from service.metrics import TABLE
 from service.middleware import drop_broken_http
 from service.tenants import Tenant
 from service.tokenizer import Tokenizer
+from tests.pace import patience
 from tests.service.fakes import FakeEngine, Served, settled
 
 Serve = Callable[..., Awaitable[Served]]
@@ -554,7 +555,7 @@ async def send_raw(url: str, request: bytes) -> bytes:
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(request)
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(patience(100)):
         answer = await reader.read()
     writer.close()
     await writer.wait_closed()

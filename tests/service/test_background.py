@@ -18,6 +18,7 @@ from engine.wire.messages import Finish
 from service import background
 from service.stored_responses import StoredResponses
 from service.tokenizer import Tokenizer
+from tests.pace import patience
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_responses import ASK, PATH, bare, events, folded, get, post
 from tests.service.test_tools import model, says
@@ -37,7 +38,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def state(session: ClientSession, response_id: str, *wanted: str) -> dict[str, Any]:
     """A background response, once it has one of the wanted states."""
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(patience(LIMIT_S)):
         while True:
             status, found = await get(session, f"{PATH}/{response_id}")
             assert status == 200
@@ -264,7 +265,7 @@ async def test_the_response_of_a_killed_gateway_is_taken_over(
 
 
 async def up(client: ClientSession) -> None:
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(patience(LIMIT_S)):
         while True:
             try:
                 async with client.get("/ready") as response:

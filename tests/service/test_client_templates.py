@@ -21,6 +21,7 @@ from service.template_probe import Dialect, names_in
 from service.template_worker import _opened, _renderer
 from service.tokenizer import Tokenizer
 from service.tools import ChatOptions
+from tests.pace import patience
 from tests.service.fakes import CHAT_TEMPLATE, TOOLS_TEMPLATE, FakeEngine, Served, byte_level, settled, with_template
 from tests.service.test_app import says
 
@@ -203,7 +204,7 @@ async def test_hostile_templates_cost_their_senders_only(
     served, held, opened = await serve(tokenizer, client_template_s=CPU_S), threading.Event(), ClientTemplates.open
 
     def slowly(self: ClientTemplates, template: str) -> Any:
-        held.wait(300)
+        held.wait(patience(300))
         return opened(self, template)
 
     monkeypatch.setattr(ClientTemplates, "open", slowly)
@@ -221,7 +222,7 @@ async def test_hostile_templates_cost_their_senders_only(
             assert not any(task.done() for task in hostile)
         finally:
             held.set()
-        async with asyncio.timeout(300):
+        async with asyncio.timeout(patience(300)):
             for status, answer in await asyncio.gather(*hostile):
                 assert (status, answer["error"]["code"]) == (400, "chat_template_error")
         assert len(fake.seen) == 2

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from engine.common.embedded_redis import EmbeddedRedis
 from service.bodies import Scan
 from service.tokenizer import Tokenizer
+from tests.pace import patience
 from tests.service.conftest import ROOT
 from tests.service.fakes import FakeEngine, Served, settled
 
@@ -52,10 +53,12 @@ class Raw:
 
     async def answer(self) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of the next answer."""
-        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), patience(PATIENCE_S))
         first, *lines = head.decode().strip().split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        body = await asyncio.wait_for(self.reader.readexactly(int(headers.get("content-length", 0))), PATIENCE_S)
+        body = await asyncio.wait_for(
+            self.reader.readexactly(int(headers.get("content-length", 0))), patience(PATIENCE_S)
+        )
         return int(first.split()[1]), headers, body
 
     async def refusal(self) -> tuple[int, dict[str, Any]]:
@@ -65,7 +68,7 @@ class Raw:
     async def closed(self) -> bool:
         """Wait until the gateway closes the connection; False if it says something first."""
         try:
-            return await asyncio.wait_for(self.reader.read(1), PATIENCE_S) == b""
+            return await asyncio.wait_for(self.reader.read(1), patience(PATIENCE_S)) == b""
         except ConnectionError:
             return True
 
@@ -280,7 +283,7 @@ async def test_more_silent_connections_than_the_soft_limit_of_files(
         limits = ["prlimit", "--nofile=1024:4096"]
         process = subprocess.Popen([*limits, *command], cwd=ROOT, stderr=file)  # noqa: ASYNC220  (it does not wait)
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + patience(60)
         while "listens on" not in log.read_text():
             assert time.monotonic() < end
             assert process.poll() is None, log.read_text()

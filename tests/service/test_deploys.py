@@ -15,6 +15,7 @@ from aiohttp import ClientError, ClientSession
 
 from engine.wire.messages import Finish, Generate
 from service.tokenizer import Tokenizer
+from tests.pace import patience
 from tests.service.fakes import FakeEngine, settled
 from tests.service.test_process import answers
 from tests.system.stack import free_port
@@ -50,7 +51,7 @@ class Client:
         self.comebacks = self.refused = 0
 
     async def read(self) -> None:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(patience(LIMIT_S)):
             while not self.done:
                 with contextlib.suppress(ClientError, OSError):
                     async with ClientSession() as session:  # a connection of its own: the kernel picks the process

@@ -15,6 +15,7 @@ import service.engine_state
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.messages import PoolState, SequenceBlocks
 from service.tokenizer import Tokenizer
+from tests.pace import patience
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.state_reader import StateReader
 from tests.service.test_app import says
@@ -34,7 +35,7 @@ class Watching:
 
     async def until(self, condition: Callable[[StateReader], bool]) -> StateReader:
         """Read on until the condition holds.  Fails when the stream ends before."""
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(patience(LIMIT_S)):
             while not condition(self.reader):
                 block = await self.response.content.readuntil(b"\n\n")
                 self.reader.feed(block.decode().removesuffix("\n\n"))
@@ -42,7 +43,7 @@ class Watching:
 
     async def rest(self) -> None:
         """Read until the gateway ends the stream."""
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(patience(LIMIT_S)):
             await self.response.read()
 
 

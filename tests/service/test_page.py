@@ -25,6 +25,7 @@ from tests.system.stack import GatewayThread, free_port
 pytest.importorskip("selenium")
 from selenium.webdriver.common.keys import Keys
 
+from tests.pace import patience
 from tests.service.browser import Browser, chromium, missing
 
 if missing():
@@ -99,7 +100,7 @@ class EngineOnThread:
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(timeout=60)
+        self._thread.join(timeout=patience(60))
         self._loop.close()
 
 
@@ -616,7 +617,7 @@ def test_an_answer_survives_its_engine(window: Browser, site: Site, tmp_path: Pa
         window.until(lambda: "Paused for" in window.text(".state"))
         window.until(lambda: "engine silent" in (window.one(".pause").get_attribute("title") or ""))
         answer = last_answer(window)
-        with urllib.request.urlopen(f"{url}v1/streams/{answer['requestId']}", timeout=100) as response:
+        with urllib.request.urlopen(f"{url}v1/streams/{answer['requestId']}", timeout=patience(100)) as response:
             events = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
         deltas = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
         assert answer["choices"][0]["text"] == "".join(deltas)

@@ -14,6 +14,7 @@ import pytest
 from engine.common import settings
 from service.config import GatewayConfig
 from service.tokenizer import Tokenizer
+from tests.pace import patience
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import says
 
@@ -94,7 +95,7 @@ async def test_a_gateway_listens_at_a_unix_socket(launch: Launch, tmp_path: Path
     gateway = launch("--uds", str(path))
     connector = aiohttp.UnixConnector(str(path))
     async with aiohttp.ClientSession("http://localhost", connector=connector) as session:
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(patience(100)):
             while True:
                 try:
                     async with session.get("/ping") as response:
@@ -106,5 +107,5 @@ async def test_a_gateway_listens_at_a_unix_socket(launch: Launch, tmp_path: Path
         async with session.get("/v1/models") as response:
             assert [card["id"] for card in (await response.json())["data"]] == ["tiny"]
     gateway.terminate()
-    assert gateway.wait(30) == 0
+    assert gateway.wait(patience(30)) == 0
     assert not path.exists()

@@ -21,7 +21,7 @@ from redis import Redis
 
 from engine.common.embedded_redis import EmbeddedRedis
 from service.tokenizer import Tokenizer
-from tests.pace import python_s
+from tests.pace import patience, python_s
 from tests.service.fakes import FakeEngine, settled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +65,7 @@ def test_what_prevents_a_start_is_one_line(
     launch: Callable[..., subprocess.Popen[str]], options: list[str], reason: str
 ) -> None:
     process = launch(*options)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=patience(30))
     assert process.returncode == 2
     *before, last = errors.splitlines()
     assert last.startswith("quire gateway: ")
@@ -89,7 +89,7 @@ async def test_a_gateway_that_cannot_read_its_tokens_ends(
                 async with session.get(f"{url}/ping") as response:
                     statuses.add(response.status)
             await asyncio.sleep(0.2)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=patience(30))
     assert statuses == {200, 503}  # first it tries again, then its liveness probe says so
     assert process.returncode == 1
     assert errors.splitlines()[-1].startswith("quire gateway: the token reader failed: ")
@@ -97,7 +97,7 @@ async def test_a_gateway_that_cannot_read_its_tokens_ends(
 
 def test_a_taken_port_is_one_line(launch: Callable[..., subprocess.Popen[str]], port: int) -> None:
     with socket.create_server(("127.0.0.1", port)):
-        _, errors = launch().communicate(timeout=30)
+        _, errors = launch().communicate(timeout=patience(30))
     assert errors.splitlines()[-1].startswith(f"quire gateway: cannot listen on 127.0.0.1:{port}: ")
     assert "Traceback" not in errors
 
@@ -117,7 +117,7 @@ async def test_two_gateways_share_a_port_and_each_gets_its_own_tokens(
     url = f"http://127.0.0.1:{port}"
     async with slow_engine(engine, byte_level_tokenizer, 0.0) as fake:
         await answers(f"{url}/ready")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + patience(30)
         while len({generate.gateway for generate in fake.seen}) < 2 and time.monotonic() < deadline:
             # A connection of its own each time: the kernel picks the process by its address.
             body = {"model": "tiny", "prompt": "a", "max_tokens": 20}

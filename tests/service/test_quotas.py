@@ -19,6 +19,7 @@ from service import admission
 from service.api import Refusal
 from service.quotas import duration
 from service.tenants import Tenant, Tenants, TenantsError
+from tests.pace import patience
 from tests.service.fakes import FakeEngine, Served, settled
 
 Serve = Callable[..., Awaitable[Served]]
@@ -70,7 +71,7 @@ async def left(served: Served) -> tuple[int, int]:
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    end = time.monotonic() + 100
+    end = time.monotonic() + patience(100)
     while not await condition():
         assert time.monotonic() < end
         await asyncio.sleep(0.01)

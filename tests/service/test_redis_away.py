@@ -11,6 +11,7 @@ import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
 from service.tokenizer import Tokenizer
+from tests.pace import patience
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_resume import events, merged, says
 
@@ -47,7 +48,7 @@ async def test_a_restart_of_redis_costs_running_streams_nothing(
             await settled(lambda: served.streams.trouble is None)
             async with served.session.get("/ready") as answer:
                 assert answer.status == 200
-            async with asyncio.timeout(100):
+            async with asyncio.timeout(patience(100)):
                 got = merged(await running)
                 assert (got["text 0"], got["end 0"]) == (expected["text 0"], expected["end 0"])
                 again = merged(await events(served.session, "/v1/completions", body))

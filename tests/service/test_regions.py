@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.regions import CallDelta, Reading, ResponseTemplate, digest, find, known, name_of
+from tests.pace import patience
 
 Calls = list[tuple[str, Any]]
 
@@ -424,5 +425,7 @@ def test_the_parser_needs_no_torch() -> None:
         "import sys; sys.modules['torch'] = None; from service import regions; "
         "regions.find('<tool_call><|im_start|>').reader(regions.Reading('')); print('numpy' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=250)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=patience(250)
+    )
     assert done.returncode == 0, done.stderr

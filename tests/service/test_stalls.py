@@ -19,7 +19,7 @@ from aiohttp import ClientSession
 
 from engine.common.embedded_redis import EmbeddedRedis
 from service.config import GatewayConfig
-from tests.pace import python_s
+from tests.pace import patience, python_s
 from tests.service import hostile
 from tests.service.conftest import ROOT
 from tests.service.fakes import FakeEngine
@@ -115,7 +115,7 @@ def _process(command: list[str]) -> Iterator[None]:
 
 
 async def _ready(session: ClientSession, url: str) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + patience(60)
     while True:
         with contextlib.suppress(OSError):
             async with session.get(url) as response:

@@ -16,6 +16,7 @@ from engine.wire.link import BusDown
 from engine.wire.messages import PoolState, SequenceBlocks
 from engine.wire.records import Fleet
 from service.engine_state import BURST_BYTES, BYTES_PER_S, PERIOD_S, ByteBudget, EngineStateFeed
+from tests.pace import patience
 from tests.service.fakes import a_load
 from tests.service.state_reader import StateReader
 
@@ -98,7 +99,7 @@ class Watcher:
 def run(work: Callable[[Streams, EngineStateFeed], Awaitable[None]]) -> None:
     async def main() -> None:
         streams: Any = Streams()
-        async with asyncio.timeout(10_000):
+        async with asyncio.timeout(patience(10_000)):
             await work(streams, EngineStateFeed(streams))
 
     loop = InstantClock()

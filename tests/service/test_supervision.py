@@ -15,6 +15,7 @@ from service.app import Unserviceable, serve
 from service.config import GatewayConfig
 from service.status import NO_REDIS
 from service.supervision import Supervisor, Task
+from tests.pace import patience
 from tests.service.fakes import settled
 
 
@@ -33,7 +34,7 @@ async def test_a_gateway_without_its_reader_is_dead_to_its_probes_and_ends(
         serving = asyncio.create_task(serve(config, asyncio.Event(), listening.set))
         await listening.wait()
         statuses: list[int] = []
-        async with ClientSession(base_url=f"http://127.0.0.1:{port}") as session, asyncio.timeout(100):
+        async with ClientSession(base_url=f"http://127.0.0.1:{port}") as session, asyncio.timeout(patience(100)):
             while 503 not in statuses:
                 async with session.get("/ping") as answer:
                     statuses.append(answer.status)
@@ -44,7 +45,7 @@ async def test_a_gateway_without_its_reader_is_dead_to_its_probes_and_ends(
         assert not serving.done()
         monkeypatch.setattr(supervision, "GIVE_UP_S", 0.0)
         with pytest.raises(Unserviceable, match="the token reader failed: WRONGTYPE") as caught:
-            async with asyncio.timeout(100):
+            async with asyncio.timeout(patience(100)):
                 await serving
         assert "\n" not in str(caught.value)
 
@@ -74,5 +75,5 @@ async def test_whatever_ends_a_task_starts_it_again(monkeypatch: pytest.MonkeyPa
     assert supervisor.trouble is None
     assert not supervisor.dead
     assert not supervisor.gave_up.is_set()
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(patience(100)):
         await supervisor.stop()

@@ -9,6 +9,7 @@ import pytest
 
 from service.fleet_view import FleetView
 from service.tokenizer import Tokenizer
+from tests.pace import patience
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_admission import busy
 from tests.service.test_app import EngineMaker, Serve, raw, says
@@ -62,5 +63,5 @@ async def test_it_is_refused_when_no_engine_comes(
 
 async def test_a_gateway_that_never_knew_an_engine_refuses_at_once(serve: Serve) -> None:
     served = await serve(takeover_wait_s=100.0)
-    status, body, _ = await asyncio.wait_for(raw(served.session, "/v1/completions", **ASKED), 50)
+    status, body, _ = await asyncio.wait_for(raw(served.session, "/v1/completions", **ASKED), patience(50))
     assert (status, body["error"]["code"]) == (503, "no_engine")

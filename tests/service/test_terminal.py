@@ -21,6 +21,7 @@ from service import cli
 from service.terminal import bench
 from service.terminal.options import BenchConfig
 from service.tokenizer import Tokenizer
+from tests.pace import patience
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import ANSWER, says
 
@@ -80,7 +81,7 @@ class Terminal:
     async def shows(self, pattern: str) -> str:
         """Wait until it has shown this since the last keys."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(patience(WAIT_S)):
                 while not re.search(pattern, self.text):
                     assert self.process.returncode is None, self.text
                     await asyncio.sleep(0.02)
@@ -89,7 +90,7 @@ class Terminal:
 
     async def ends(self) -> int:
         """Wait for its end.  The terminal must be as it was."""
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(patience(WAIT_S)):
             status = await self.process.wait()
         assert termios.tcgetattr(self._slave) == self.before
         return status
@@ -104,7 +105,7 @@ async def piped(*words: str, text: str = "") -> tuple[int, str, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(patience(WAIT_S)):
         out, errors = await process.communicate(text.encode())
     assert process.returncode is not None
     return process.returncode, out.decode(), errors.decode()

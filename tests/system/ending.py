@@ -27,6 +27,7 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.engine_side import EngineSide
 from engine.wire.messages import Delta, Finish, Generate, TokenBatch
 from tests.checkpoints import make_checkpoint
+from tests.pace import patience
 from tests.service.fakes import a_load
 from tests.system.processes import Process, ending, wait_until_ready
 from tests.system.stack import free_port
@@ -74,7 +75,7 @@ async def open_stream(port: int, timeout_s: float) -> tuple[asyncio.StreamReader
 
 def stalls(port: int) -> dict[str, dict[float, float]]:
     """Late and busy: observations by the border of their bucket, seconds.  And how many requests are open."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=patience(60)) as page:
         text = page.read().decode()
     found = {"open": {0.0: float(re.findall(r"quire_open_requests{.*} (\S+)", text)[0])}}
     for kind in ("stall", "busy"):

@@ -39,6 +39,7 @@ import redis
 from engine.common.embedded_redis import server_binary
 from engine.common.errors import OperatorError
 from engine.executor.models import demo
+from tests.pace import patience
 from tests.system.processes import ROOT, Process, ending, wait_until_ready
 from tests.system.stack import free_port
 
@@ -245,7 +246,7 @@ class Container:
 
         Buildah itself would pass on SIGKILL."""
         os.kill(self.pids()[0], signal.SIGTERM)
-        return self.process.popen.wait(seconds)
+        return self.process.popen.wait(patience(seconds))
 
     def kill(self) -> None:
         """Kill what is left."""
@@ -275,7 +276,7 @@ def redis_server(folder: Path) -> Iterator[str]:
         yield url
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(patience(20))
 
 
 def serve_and_ask(buildah: Buildah) -> str:

@@ -21,6 +21,7 @@ import aiohttp
 
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.records import Fleet
+from tests.pace import Patience, patience
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIRE = [sys.executable, "-m", "service.cli"]
@@ -53,19 +54,19 @@ class Process:
         return self._log.read_text()
 
     def wait_for(self, words: str, seconds: float = 200.0) -> str:
-        """Return the first line of its output with these words.  Fails if the process ends or `seconds` pass."""
-        deadline = time.monotonic() + seconds
+        """Return the first line of its output with these words.  Fails if the process ends, or after patience()."""
+        bound = Patience(seconds)
         while True:
             if found := [line for line in self.said().splitlines() if words in line]:
                 return found[0]
             assert self.popen.poll() is None, self.said()
-            assert time.monotonic() < deadline, self.said()
+            assert bound.lasts(), self.said()
             time.sleep(0.05)
 
     def terminate(self, seconds: float = 200.0) -> int:
         """Send SIGTERM and return the exit status."""
         self.popen.send_signal(signal.SIGTERM)
-        return self.popen.wait(seconds)
+        return self.popen.wait(patience(seconds))
 
     def kill(self) -> None:
         self.popen.kill()
@@ -74,7 +75,7 @@ class Process:
 
 @contextmanager
 def ending(processes: list[Process]) -> Iterator[list[Process]]:
-    """Stop every process that is in the list at the end; kill those that do not stop in 20 s."""
+    """Stop every process that is in the list at the end; kill those that hang."""
     try:
         yield processes
     finally:
@@ -82,7 +83,7 @@ def ending(processes: list[Process]) -> Iterator[list[Process]]:
             process.popen.terminate()
         for process in processes:
             try:
-                process.popen.wait(20)
+                process.popen.wait(patience(20))
             except subprocess.TimeoutExpired:
                 process.kill()
 
@@ -92,11 +93,11 @@ def wait_until_ready(url: str, seconds: float = 200.0, *, gateways: int = 1) -> 
 
     Where several gateways share the port, each connection reaches a random one.  The wait then ends after so many
     successes in a row that each of them has very likely answered."""
-    deadline = time.monotonic() + seconds
+    bound = Patience(seconds)
     in_a_row, wanted = 0, 20 * gateways - 19
     while True:
         try:
-            with urllib.request.urlopen(f"{url}/ready", timeout=5):
+            with urllib.request.urlopen(f"{url}/ready", timeout=patience(5)):
                 in_a_row += 1
             if in_a_row == wanted:
                 return
@@ -106,17 +107,17 @@ def wait_until_ready(url: str, seconds: float = 200.0, *, gateways: int = 1) -> 
         except OSError:
             pass
         in_a_row = 0
-        assert time.monotonic() < deadline, f"{url} did not become ready"
+        assert bound.lasts(), f"{url} did not become ready"
         time.sleep(0.05)
 
 
 async def fleet_until(redis_url: str, namespace: str, holds: Callable[[Fleet], bool], seconds: float = 200.0) -> Fleet:
     """Return the first state of engines and queue for which `holds` is true.  Fails with the last state read."""
     bus = GatewaySide(redis_url, "observer", namespace=namespace)
-    deadline = time.monotonic() + seconds
+    bound = Patience(seconds)
     try:
         while not holds(fleet := await bus.fleet()):
-            assert time.monotonic() < deadline, fleet
+            assert bound.lasts(), fleet
             await asyncio.sleep(0.02)
         return fleet
     finally:
@@ -140,10 +141,10 @@ async def metric(client: aiohttp.ClientSession, url: str, start: str) -> float:
 
 async def open_requests(url: str, count: int, seconds: float = 100.0) -> None:
     """Wait until `count` requests are open at a gateway.  Fails with their number after `seconds`."""
-    deadline = time.monotonic() + seconds
+    bound = Patience(seconds)
     async with aiohttp.ClientSession() as client:
         while (found := await metric(client, url, "quire_open_requests")) != count:
-            assert time.monotonic() < deadline, found
+            assert bound.lasts(), found
             await asyncio.sleep(0.01)
 
 
@@ -167,9 +168,9 @@ async def until(
     poll_s: float = 0.002,
 ) -> None:
     """Wait until `holds()` is true.  Fails after `seconds`, or with the exception of a task of `reading`."""
-    deadline = time.monotonic() + seconds
+    bound = Patience(seconds)
     while not holds():
-        assert time.monotonic() < deadline, f"not true after {seconds:g} s"
+        assert bound.lasts(), f"not true after {bound}"
         for task in reading:
             if task.done():
                 task.result()

@@ -29,6 +29,7 @@ import aiohttp
 from engine.common.embedded_redis import EmbeddedRedis
 from loadtest import machine
 from loadtest.checkpoint import make_llama_42m
+from tests.pace import patience
 from tests.system.processes import Process, at_rest, ending, fleet_until, wait_until_ready
 from tests.system.stack import free_port
 
@@ -147,7 +148,7 @@ def described(found: list[First]) -> dict[str, float]:
 
 async def measure(made: Restarts, options: argparse.Namespace) -> dict[str, Any]:
     prefixes = [text(i, options.tokens, 16_000) for i in range(options.prefixes)]
-    timeout = aiohttp.ClientTimeout(total=300)
+    timeout = aiohttp.ClientTimeout(total=patience(300))
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         runs: dict[str, list[First]] = {"before": [], "warm": [], "cold": []}
         away: dict[str, list[float]] = {"warm": [], "cold": []}

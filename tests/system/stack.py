@@ -31,6 +31,7 @@ from engine.loop import Engine
 from engine.pool_state import PoolObserver
 from service.app import serve
 from service.config import GatewayConfig
+from tests.pace import Patience, patience
 
 # Options of an engine whose claims only `step_tokens` bounds.  By default measured step times bound them as well: on a
 # slow machine the engine then claims too little to fill its pool, and a test of a full pool tests nothing.
@@ -90,7 +91,7 @@ class EngineThread:
     def stop(self) -> None:
         """Drain, and fail if the block accounting does not balance at the end."""
         self.engine.draining = True
-        self._thread.join(timeout=60)
+        self._thread.join(timeout=patience(60))
         self.bus.stop()
         self.executor.close()
         if self.failure is not None:
@@ -135,7 +136,7 @@ class GatewayThread:
             self._loop.close()
 
     def wait_ready(self, seconds: float = 200.0) -> None:
-        deadline = time.monotonic() + seconds
+        bound = Patience(seconds)
         while True:
             if self.failure is not None:
                 raise self.failure
@@ -146,12 +147,12 @@ class GatewayThread:
                 error.close()
             except OSError:
                 pass
-            assert time.monotonic() < deadline, "the gateway did not become ready"
+            assert bound.lasts(), "the gateway did not become ready"
             time.sleep(0.05)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(timeout=30)
+        self._thread.join(timeout=patience(30))
         if self.failure is not None:
             raise self.failure
 

@@ -18,6 +18,7 @@ from engine.core.policy.admission import WATERMARK
 from engine.core.scheduler import Scheduler
 from engine.wire.messages import Generate
 from engine.wire.records import Fleet
+from tests.pace import patience
 from tests.system.processes import at_rest, fleet_until
 from tests.system.stack import CLAIMS_BY_TOKENS, Stack, a_long_step
 
@@ -72,7 +73,7 @@ async def ask(client: aiohttp.ClientSession, url: str, number: int, *, prompt: i
 
 
 async def hammer(stack: Stack, count: int, **options: Any) -> int:
-    timeout = aiohttp.ClientTimeout(total=120)
+    timeout = aiohttp.ClientTimeout(total=patience(120))
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as client:
         urls = [gateway.url for gateway in stack.gateways]
         return sum(await asyncio.gather(*(ask(client, urls[i % len(urls)], i, **options) for i in range(count))))
@@ -165,7 +166,10 @@ async def test_a_quiet_tenant_gets_in_at_once_though_a_loud_one_fills_pool_and_q
             await asyncio.sleep(0.02)
 
     with Stack(redis_server.url, namespace, checkpoint("llama"), gateway_options=options, **engine) as stack:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client, asyncio.timeout(100):
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client,
+            asyncio.timeout(patience(100)),
+        ):
             loud = [asyncio.create_task(keep_asking(client)) for _ in range(40)]
             await fleet_until(redis_server.url, namespace, full_of_the_loud_one)
             while await one(client, "quiet", 60, 200) != 200:  # the gateway reads the engine's report a little later
@@ -189,7 +193,7 @@ async def test_a_long_step_refuses_nobody_while_there_is_room(
     }  # a report every third of it would be too rare
     body = {"model": "tiny", "prompt": [9] * 20, "max_tokens": 1, "ignore_eos": True}
 
-    async with aiohttp.ClientSession() as client, asyncio.timeout(100):
+    async with aiohttp.ClientSession() as client, asyncio.timeout(patience(100)):
 
         async def status(path: str, body: dict[str, Any] | None = None) -> int:
             async with client.request("POST" if body else "GET", stack.url + path, json=body) as response:

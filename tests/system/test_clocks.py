@@ -17,6 +17,7 @@ import pytest
 
 from engine.common.embedded_redis import EmbeddedRedis
 from tests.checkpoints import make_checkpoint
+from tests.pace import patience
 from tests.system.processes import Process, ending, wait_until_ready
 from tests.system.stack import free_port
 
@@ -76,7 +77,7 @@ async def ask(port: int, tokens: int, timeout_s: float) -> tuple[dict[str, Any],
 
 
 def skew(port: int) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=patience(30)) as page:
         return float(re.findall(r"^quire_clock_skew_seconds\S* (\S+)", page.read().decode(), re.MULTILINE)[0])
 
 

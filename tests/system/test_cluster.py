@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from engine.common.embedded_redis import server_binaries
+from tests.pace import patience
 from tests.system.processes import sse_events, wait_until_ready
 from tests.system.stack import Stack
 from tests.wire.redis_cluster import RedisCluster
@@ -32,7 +33,7 @@ async def test_a_stream_survives_the_death_of_its_master(
         url = cluster.others(prefix)[0].url
         options: dict[str, Any] = {"executor": "scripted", "scripted_step_ms": 20.0}
         with Stack(url, namespace, checkpoint("llama"), **options) as stack:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as client:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience(LIMIT_S))) as client:
                 expected = await read(client, stack.url, lambda: None)
                 kill = cluster.serving(prefix).kill
                 assert await read(client, stack.url, kill) == expected

@@ -21,6 +21,7 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.executor.models import demo
 from engine.llm import LLM
 from loadtest.server import engine_processes
+from tests.pace import patience
 from tests.system.processes import Process, ending, until, wait_until_ready
 from tests.system.stack import Stack, free_port
 
@@ -228,7 +229,7 @@ async def test_a_killed_engine_goes_on_with_the_same_bytes(demo_model: Path, tmp
     with ending([process]):
         wait_until_ready(f"http://127.0.0.1:{port}", 100)
         asked = [body(temperature=0), body(temperature=0.8, seed=4, top_p=0.9)]
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=100)) as client:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience(100))) as client:
             undisturbed = await asyncio.gather(*(Reader().read(client, f"{url}/completions", one) for one in asked))
             assert len(set(undisturbed)) == 2
             readers = [Reader() for _ in asked]

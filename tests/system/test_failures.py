@@ -23,6 +23,7 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.core.plan import StepPlan
 from engine.executor.worker import Launched, Worker
 from tests.checkpoints import make_checkpoint
+from tests.pace import patience
 from tests.system.processes import sse_events, until
 from tests.system.stack import Stack
 
@@ -39,7 +40,7 @@ def make(redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str]
 
 @pytest.fixture
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=200)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience(200))) as session:
         yield session
 
 

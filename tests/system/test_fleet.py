@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.records import Fleet
 from tests.checkpoints import VOCAB
+from tests.pace import patience
 from tests.system.processes import Process, at_rest, ending, fleet_until, metric, sse_events, wait_until_ready
 from tests.system.stack import free_port
 
@@ -80,7 +81,9 @@ def deployment(
 @pytest.fixture
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=200), connector=connector) as session:
+    async with aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=patience(200)), connector=connector
+    ) as session:
         yield session
 
 
@@ -220,7 +223,7 @@ async def test_a_killed_engine_costs_no_token(deployment: Deployment, client: ai
         asyncio.create_task(streamed(client, url, at=10, then=arrived, **body))
         for url, body in zip(urls, BODIES, strict=True)
     ]
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(patience(100)):
         await reached.wait()
     fleet = await deployment.fleet(lambda fleet: True)
     victim = max(fleet.engines, key=lambda load: load.running)

@@ -20,6 +20,7 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.engine_side import EngineSide
 from engine.wire.messages import HotPrefix
 from tests.checkpoints import VOCAB, make_checkpoint
+from tests.pace import patience
 from tests.system.processes import Process, ending
 from tests.system.restarts import First, Restarts, hit_rate, text
 from tests.system.stack import EngineThread, Stack
@@ -33,7 +34,7 @@ SLOW = ("--executor=scripted", f"--scripted-step-ms={1000 * STEP_S:g}", f"--step
 
 @pytest.fixture
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience(LIMIT_S))) as session:
         yield session
 
 
@@ -48,7 +49,7 @@ def made(
 async def kept(made: Restarts, fingerprint: str = "scripted") -> None:
     """Wait until the store has an entry."""
     with redis.Redis.from_url(made.redis_url) as store:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(patience(LIMIT_S)):
             while not store.exists(f"{{{made.namespace}}}:hot_prefixes:{fingerprint}"):  # noqa: ASYNC110  (another process)
                 await asyncio.sleep(0.02)
 
@@ -74,7 +75,7 @@ async def test_a_deploy_keeps_the_hit_rate_and_other_weights_begin_anew(
                 "temperature": 0,
                 "cache_salt": ["", "s"][at // 4 % 2],
             }
-            deadline = time.monotonic() + LIMIT_S
+            deadline = time.monotonic() + patience(LIMIT_S)
             while True:
                 async with session.post(f"{stack.url}/v1/completions", json=body) as response:
                     answer = await response.json()
@@ -139,7 +140,7 @@ async def test_an_engine_that_joins_under_load_is_warm(
         async with aiohttp.ClientSession() as session:
             clients = [asyncio.create_task(keep_asking(session)) for _ in range(3)]
             with redis.Redis.from_url(redis_server.url) as store:
-                async with asyncio.timeout(LIMIT_S):
+                async with asyncio.timeout(patience(LIMIT_S)):
                     while not list(store.scan_iter(f"{{{namespace}}}:hot_prefixes:*")):  # noqa: ASYNC110  (another thread)
                         await asyncio.sleep(0.02)
             joined = await asyncio.to_thread(

@@ -14,6 +14,7 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.messages import Generate, Sampling
 from engine.wire.prefixes import prefix_digests, split
+from tests.pace import patience
 from tests.system.processes import Process, at_rest, ending, fleet_until
 
 pytestmark = pytest.mark.system
@@ -44,7 +45,7 @@ async def test_an_engine_publishes_what_it_has_cached_until_it_dies(
         await asyncio.sleep(1.5)  # an idle engine exchanges every second: it has asked its cache by now
         assert client.smembers(key) == expected
         await gateway.reset_prefix_caches()
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(patience(LIMIT_S)):
             while client.exists(key):  # noqa: ASYNC110  (another process)
                 await asyncio.sleep(0.02)
         await gateway.submit(Generate("c", "g", tokens, 4, Sampling(), deadline_ms, "s", prefixes=digests))

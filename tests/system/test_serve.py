@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from service import cli
+from tests.pace import patience
 from tests.service.fakes import byte_level
 
 pytestmark = pytest.mark.system
@@ -27,7 +28,7 @@ QUIRE = [sys.executable, "-m", "service.cli"]
 
 
 def ended(*argv: str) -> tuple[int, str]:
-    done = subprocess.run([*QUIRE, *argv], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run([*QUIRE, *argv], cwd=ROOT, capture_output=True, text=True, timeout=patience(250), check=False)
     return done.returncode, done.stderr
 
 
@@ -92,7 +93,7 @@ def first_line(*words: str) -> tuple[str, str]:
         assert serve.stdout is not None
         first = serve.stdout.readline()
         serve.send_signal(signal.SIGTERM)
-        return first, serve.communicate(timeout=250)[1]
+        return first, serve.communicate(timeout=patience(250))[1]
     finally:
         serve.kill()
         serve.communicate()
@@ -127,7 +128,7 @@ def test_where_the_demo_model_cannot_be_fetched_the_builtin_one_is_served(
 def get(url: str, body: dict[str, Any] | None = None) -> Any:
     data = json.dumps(body).encode() if body is not None else None
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=patience(20)) as answer:
         return json.load(answer)
 
 
@@ -152,14 +153,14 @@ def test_it_serves_restarts_what_dies_and_drains(tmp_path: Path) -> None:
         assert model == "from-a-file"
         ask = {"model": model, "prompt": "def main():", "max_tokens": 8}
         assert get(f"{base}/completions", ask)["usage"]["completion_tokens"] == 8
-        with urllib.request.urlopen(base.removesuffix("/v1") + "/metrics", timeout=60) as page:
+        with urllib.request.urlopen(base.removesuffix("/v1") + "/metrics", timeout=patience(60)) as page:
             shown = page.read().decode()
         assert 'vllm:generation_tokens_total{engine="' in shown  # the engine's, on the one page of the API port
         children = psutil.Process(serve.pid).children()
         assert len(children) == 5  # Redis, the engine and its spare, two gateways
         for child in children:  # whatever dies, Redis and its queue included
             child.kill()
-        give_up = time.monotonic() + 40
+        give_up = time.monotonic() + patience(40)
         while True:
             try:
                 assert get(f"{base}/completions", ask)["usage"]["completion_tokens"] == 8
@@ -168,7 +169,7 @@ def test_it_serves_restarts_what_dies_and_drains(tmp_path: Path) -> None:
                 assert time.monotonic() < give_up
                 time.sleep(0.2)
         serve.send_signal(signal.SIGTERM)
-        _, log = serve.communicate(timeout=250)
+        _, log = serve.communicate(timeout=patience(250))
         assert serve.returncode == 0, log
         assert "starting it again" in log
         assert not any(child.is_running() for child in children)
@@ -199,7 +200,7 @@ def test_a_spare_takes_over_and_is_replaced(tmp_path: Path) -> None:
         return [pid for _, pid in sorted(found)]
 
     def until_two() -> list[int]:
-        give_up = time.monotonic() + 40
+        give_up = time.monotonic() + patience(40)
         while len(found := engines()) < 2:
             assert time.monotonic() < give_up
             time.sleep(0.05)
@@ -219,7 +220,7 @@ def test_a_spare_takes_over_and_is_replaced(tmp_path: Path) -> None:
             time.sleep(0.05)
         assert len(again) == 2
         serve.send_signal(signal.SIGTERM)
-        assert serve.wait(60) == 0
+        assert serve.wait(patience(60)) == 0
         assert not any(psutil.pid_exists(pid) for pid in again)
         says = log.read_text()
         assert "Traceback" not in says, says
@@ -245,7 +246,7 @@ async def test_what_was_up_once_is_started_for_ever(
     child = cli.Child("engine", ["-c", code], 5.0)
     keeping = asyncio.create_task(child.keep())
     if was_up:
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(patience(100)):
             while not starts.exists() or len(starts.read_text()) < 2 * cli.FAILURES:  # noqa: ASYNC110  (of other processes)
                 await asyncio.sleep(0.02)
         await child.stop()
@@ -291,12 +292,12 @@ def test_a_signal_during_the_start_leaves_no_traceback(number: signal.Signals, t
                 stderr=log,
             )
         try:
-            give_up = time.monotonic() + 40
+            give_up = time.monotonic() + patience(40)
             while len(psutil.Process(serve.pid).children()) < children:
                 assert time.monotonic() < give_up
                 time.sleep(0.002)
             serve.send_signal(number)
-            serve.wait(60)
+            serve.wait(patience(60))
         finally:
             serve.kill()
             serve.wait()
@@ -315,12 +316,12 @@ def test_an_interrupt_that_python_drops_ends_the_start_all_the_same() -> None:
         "sys.exit(cli.main(['serve', 'builtin', '--port=0', '--executor=scripted', '--no-spare']))\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True, timeout=patience(100)
     )
     assert (ended.returncode, ended.stdout) == (130, "goes on\n"), ended.stderr
 
 
 def test_a_standby_ends_with_its_supervisor() -> None:
     words = ["engine", "--executor=scripted", "--standby", "--redis-url=redis://127.0.0.1:1/0"]
-    ended = subprocess.run([*QUIRE, *words], cwd=ROOT, stdin=subprocess.DEVNULL, timeout=250, check=False)
+    ended = subprocess.run([*QUIRE, *words], cwd=ROOT, stdin=subprocess.DEVNULL, timeout=patience(250), check=False)
     assert ended.returncode == 0  # it never asked for that Redis

@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine.common.embedded_redis import EmbeddedRedis
+from tests.pace import patience
 from tests.system.processes import ENVIRONMENT, QUIRE, ROOT
 
 pytestmark = pytest.mark.system
@@ -31,7 +32,7 @@ async def ended(*words: str) -> tuple[int, str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=250,
+            timeout=patience(250),
             check=False,
         )
         return done.returncode, done.stdout

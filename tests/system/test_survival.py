@@ -22,6 +22,7 @@ from engine.wire.records import Fleet
 from loadtest.server import engine_processes
 from service.format import Position
 from tests.checkpoints import VOCAB, tokenizer
+from tests.pace import patience
 from tests.system import processes
 from tests.system.processes import QUIRE, Process, at_rest, ending, fleet_until, wait_until_ready
 from tests.system.stack import free_port
@@ -33,7 +34,9 @@ LIMIT_S = 250.0  # generous: the machine may be busy
 @pytest.fixture
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S), connector=connector) as session:
+    async with aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=patience(LIMIT_S)), connector=connector
+    ) as session:
         yield session
 
 
@@ -389,7 +392,7 @@ async def test_a_request_that_kills_its_engine_is_quarantined_and_its_mates_live
 
     asking = asyncio.create_task(ask())
     deaths = 0
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + patience(LIMIT_S)
     while not all(task.done() for task in (asking, *reading)):  # the supervisor
         assert time.monotonic() < deadline
         if engine.popen.poll() is not None:
@@ -420,7 +423,7 @@ async def check_quarantine_commands(engines: Engines, tmp_path: Path, request_id
         process = Process(
             log, "quarantine", *words, f"--redis-url={engines.redis_url}", f"--namespace={engines.namespace}"
         )
-        assert process.popen.wait(LIMIT_S) == 0, process.said()
+        assert process.popen.wait(patience(LIMIT_S)) == 0, process.said()
         return [json.loads(line) for line in process.said().splitlines() if line.startswith("{")]
 
     [listed] = await asyncio.to_thread(quire, "list")

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.tools import tiny_checkpoints
 from tests.checkpoints import FAMILIES, VOCAB
+from tests.pace import patience
 from tests.service.test_vocabulary_files import AS_LLAMA, LLAMA, trained
 from tests.system.processes import open_requests
 from tests.system.stack import CLAIMS_BY_TOKENS, Stack, a_long_step
@@ -79,7 +80,7 @@ def expected(reference: Callable[[str], PreTrainedModel]) -> Callable[[str], lis
 
 async def complete(url: str, work: list[tuple[list[int], int]]) -> list[dict[str, Any]]:
     """All at once, as token ids, and the tokens of each answer back."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=110)) as client:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience(110))) as client:
 
         async def one(ids: list[int], new: int) -> dict[str, Any]:
             body = {"model": "tiny", "prompt": ids, "max_tokens": new, "temperature": 0, "return_token_ids": True}

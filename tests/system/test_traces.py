@@ -12,6 +12,7 @@ import pytest
 
 from engine.common.embedded_redis import EmbeddedRedis
 from tests.otlp import Collector, Seen
+from tests.pace import patience
 from tests.system.processes import ENVIRONMENT, QUIRE, Process, ending, fleet_until, wait_until_ready
 from tests.system.stack import free_port
 
@@ -88,7 +89,7 @@ class Deployment:
 async def test_one_trace_and_one_line_for_each_request(
     redis_server: EmbeddedRedis, namespace: str, tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:
-    timeout = aiohttp.ClientTimeout(total=LIMIT_S)
+    timeout = aiohttp.ClientTimeout(total=patience(LIMIT_S))
     with Collector() as collector, ending([]) as ends:
         there = Deployment(collector, redis_server.url, namespace, tmp_path, checkpoint("llama"), ends)
         first = await there.engine("e1", step_ms=50)  # so half a minute in all
@@ -98,25 +99,25 @@ async def test_one_trace_and_one_line_for_each_request(
             async with client.post("/v1/completions", json=body, headers=headers) as response:
                 assert response.headers["X-Request-Id"] == "mine-1"
                 had, _ = await listen(response, 20)
-            collector.wait_for(lambda: bool(collector.named("prefill")), LIMIT_S)
+            collector.wait_for(lambda: bool(collector.named("prefill")), patience(LIMIT_S))
             first.kill()
             second = await there.engine("e2", step_ms=1)
             back = {"traceparent": OTHER, "X-Request-Id": "mine-2", "Last-Event-ID": had[-1]}
             async with client.post("/v1/completions", json=body, headers=back) as response:
                 assert response.status == 200, await response.text()
                 assert (await listen(response))[1]
-            collector.wait_for(lambda: len({span.span_id for span in collector.spans}) == 7, LIMIT_S)
+            collector.wait_for(lambda: len({span.span_id for span in collector.spans}) == 7, patience(LIMIT_S))
             check_trace(collector.spans)
 
             collector.answering.clear()  # whoever collects traces hangs: nobody notices
             async with client.post("/v1/completions", json=body | {"max_tokens": 3, "stream": False}) as response:
                 assert response.status == 200, await response.text()
-            collector.wait_for(lambda: collector.asked > 0, LIMIT_S)
+            collector.wait_for(lambda: collector.asked > 0, patience(LIMIT_S))
         there.gateway.wait_for("usage")
         for process in (second, there.gateway):
             process.popen.terminate()
         for process in (second, there.gateway):
-            assert process.popen.wait(LIMIT_S) == 0, process.said()
+            assert process.popen.wait(patience(LIMIT_S)) == 0, process.said()
         check_lines(there)
     everything = "".join(str(span.attributes) for span in collector.spans)
     assert SECRET not in everything + "".join(process.said() for process in ends)

@@ -13,6 +13,7 @@ from pathlib import Path
 import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
+from tests.pace import patience
 
 PASSWORD = "correct horse"
 
@@ -64,7 +65,7 @@ class TlsProxy:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.sleep(0.1)  # for transports to close
 
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(patience(10))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

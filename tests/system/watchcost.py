@@ -24,6 +24,7 @@ import psutil
 
 from loadtest.checkpoint import make_llama_42m
 from loadtest.gateway import measure
+from tests.pace import patience
 from tests.system.logcost import WARM_UP, Deployment, deployment
 from tests.system.processes import QUIRE
 
@@ -32,7 +33,7 @@ from tests.system.processes import QUIRE
 def watching(port: int) -> Iterator[list[int]]:
     """A context in which a client reads the engines' state.  Yields the number of bytes of each line it has read."""
     sizes: list[int] = []
-    response = urllib.request.urlopen(f"http://127.0.0.1:{port}/engine/state", timeout=60)
+    response = urllib.request.urlopen(f"http://127.0.0.1:{port}/engine/state", timeout=patience(60))
     stopping = threading.Event()
 
     def read() -> None:

@@ -18,6 +18,7 @@ import redis
 from redis.crc import key_slot
 
 from engine.common.embedded_redis import die_with_parent
+from tests.pace import patience
 
 SLOTS = 16_384
 MASTERS = 3
@@ -150,7 +151,7 @@ def slot_of(key: str) -> int:
 
 
 def wait(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + patience(LIMIT_S)
     while not holds():
         assert time.monotonic() < deadline, f"not true after {LIMIT_S:g} s"
         time.sleep(0.02)

@@ -12,6 +12,7 @@ from engine.wire.engine_side import EngineSide
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
 from engine.wire.records import ANY_TOKENS, ExchangeReply, QueueBounds
+from tests.pace import patience
 
 PLENTY = (1_000_000, 1_000)  # room in tokens and in requests
 
@@ -49,7 +50,7 @@ async def take(
 
 async def read(gateway: GatewaySide, count: int) -> list[TokenBatch]:
     found: list[TokenBatch] = []
-    async with asyncio.timeout(100), contextlib.aclosing(gateway.batches()) as batches:
+    async with asyncio.timeout(patience(100)), contextlib.aclosing(gateway.batches()) as batches:
         async for one in batches:
             found.append(one)
             if len(found) == count:

@@ -21,7 +21,7 @@ from engine.wire.layout import LAYOUT_VERSION, OUTPUT_COST
 from engine.wire.link import BusDown, VersionMismatch
 from engine.wire.messages import WIRE_VERSION, Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 from engine.wire.records import ExchangeReply
-from tests.pace import python_s
+from tests.pace import patience, python_s
 from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, take, within
 
 pytestmark = pytest.mark.every_redis
@@ -459,7 +459,7 @@ async def test_nothing_is_lost_over_a_restart_of_the_server(own_server: Embedded
     assert [one.deltas[0].first for one in await reading] == [0, 1, 2, 3]
     ringing = asyncio.create_task(engine.bell())
     await gateway.submit(generate("c"))
-    await asyncio.wait_for(ringing, 100)
+    await asyncio.wait_for(ringing, patience(100))
     assert ids(await take(engine)) == ["c"]
 
 
@@ -545,13 +545,13 @@ async def test_the_bell_rings_at_once(bus: Bus) -> None:
         began = time.perf_counter()
         await gateway.submit(generate(f"r{i}"))
         writes.append(time.perf_counter() - began)
-        await asyncio.wait_for(ringing, 100)
+        await asyncio.wait_for(ringing, patience(100))
         delays.append(time.perf_counter() - began)
     assert statistics.median(delays) < 5 * statistics.median(writes)  # one more message, not the end of an interval
     await take(engine)
     ringing = asyncio.create_task(engine.bell())
     await gateway.cancel("r0")
-    await asyncio.wait_for(ringing, 100)
+    await asyncio.wait_for(ringing, patience(100))
     assert (await take(engine)).aborts == [Abort("r0")]
 
 
@@ -593,7 +593,7 @@ async def test_a_reader_with_much_to_read_lets_others_have_their_turn(bus: Bus) 
             turns += 1
 
     task = asyncio.create_task(other())
-    async with asyncio.timeout(100), contextlib.aclosing(gateway.batches()) as batches:
+    async with asyncio.timeout(patience(100)), contextlib.aclosing(gateway.batches()) as batches:
         async for _ in batches:
             seen.append(turns)
             if len(seen) == 8:
@@ -646,6 +646,6 @@ async def test_a_bell_wakes_an_engine_for_a_reset(bus: Bus) -> None:
     await take(engine)
     woken = asyncio.create_task(engine.bell())
     await gateway.reset_prefix_caches()
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(patience(100)):
         await woken
     assert (await take(engine)).reset_prefix_cache

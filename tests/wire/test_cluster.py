@@ -20,6 +20,7 @@ from engine.wire.prefixes import PrefixReport, prefix_digests
 from engine.wire.quotas import Quota
 from engine.wire.records import IdempotencyKey
 from engine.wire.scripts import Script
+from tests.pace import patience
 from tests.wire.redis_cluster import Node, RedisCluster, slot_of
 from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, take
 
@@ -67,7 +68,7 @@ async def use_every_script(bus: Bus) -> None:
     await gateway.submit(generate("b"))
     await gateway.cancel("b")
     await take(gone, "e2")  # and its lease lapses: it has to rejoin
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(patience(LIMIT_S)):
         while len((await gateway.fleet()).engines) > 1:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await take(gone, "e2")
@@ -170,7 +171,7 @@ async def test_a_slot_moves_to_another_node(cluster: RedisCluster, elsewhere: Bu
     for node in (target, source):
         node.cluster("SETSLOT", slot, "NODE", target.id)
 
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(patience(LIMIT_S)):
         await sending
         ringing = asyncio.create_task(engine.bell())
         assert [one.deltas[0].first for one in await read(gateway, 2)] == [0, 1]
@@ -197,7 +198,7 @@ async def test_a_master_dies_and_its_replica_serves(redis_binary: Path, namespac
         reading = asyncio.create_task(read(gateway, 2))
         await asyncio.sleep(0.1)
         master.kill() if how == "killed" else master.freeze()
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(patience(LIMIT_S)):
             await engine.exchange([("g1", batch("a", 1))], [], load("e1"), 0, 0)
             assert {one.deltas[0].first for one in await reading} == {0, 1}
             ringing = asyncio.create_task(engine.bell())

@@ -22,6 +22,7 @@ from engine.wire.layout import TAIL
 from engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogprob
 from engine.wire.records import ExchangeReply
 from engine.wire.token_log import LoggedOutput
+from tests.pace import patience
 from tests.wire.sides import PLENTY, Bus, generate, ids, load, read
 
 LENGTH = 100  # tokens of an answer
@@ -130,7 +131,7 @@ async def test_a_log_that_lost_more_than_its_engine_ever_said_is_computed_again(
     while not lost:  # within TAIL exchanges
         lost += (await engine.say()).reassigned
         assert engine.at or lost
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(patience(100)):
         while (await logged(gateway, "a"))[0].finish is None:
             await engine.say(5)
 

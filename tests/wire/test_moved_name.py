@@ -15,6 +15,7 @@ import redis
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire import link
 from engine.wire.link import BusDown
+from tests.pace import patience
 from tests.system.chaos.proxy import Proxy
 from tests.wire.sides import Bus, batch, generate, ids, load, read, take
 
@@ -58,7 +59,7 @@ async def name(own_server: EmbeddedRedis, redis_binary: Path, namespace: str) ->
 async def test_reader_and_bell_follow_a_name_that_moves(name: Name, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Demoted before: new connections lead to the old server for a moment.  Frozen: it does not answer at all."""
     monkeypatch.setattr(link, "BLOCK_MS", 600_000)  # nothing here may come of a wait that ends by itself
-    async with Proxy(name.dial) as proxy, asyncio.timeout(100):
+    async with Proxy(name.dial) as proxy, asyncio.timeout(patience(100)):
         bus = Bus(f"redis://127.0.0.1:{proxy.port}/0", name.namespace)
         try:
             gateway, engine = await bus.gateway(), await bus.engine()

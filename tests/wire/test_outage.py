@@ -17,6 +17,7 @@ from engine.loop import Engine
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from engine.wire.messages import Finish, Generate, Sampling
+from tests.pace import patience
 from tests.wire.sides import Bus
 
 INFO = ModelInfo("scripted", "f00d", 100, 4096, [0], 64)
@@ -41,7 +42,7 @@ class Running:
 
     def stop(self) -> None:
         self.engine.draining = True
-        self._thread.join(LIMIT_S)
+        self._thread.join(patience(LIMIT_S))
         self.bus.stop()
 
 
@@ -54,7 +55,7 @@ async def answer(gateway: GatewaySide, name: str, n: int = 2) -> list[list[int]]
     """Every token that comes up the stream, as a gateway counts them: replays dropped, gaps an error."""
     tokens: list[list[int]] = [[] for _ in range(n)]
     ends = 0
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(patience(LIMIT_S)):
         async for batch in gateway.batches():
             for delta in batch.deltas:
                 if delta.id == name:
@@ -68,7 +69,7 @@ async def answer(gateway: GatewaySide, name: str, n: int = 2) -> list[list[int]]
 
 
 async def until_generated(running: Running, tokens: int) -> None:
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(patience(LIMIT_S)):
         while running.generated < tokens:  # noqa: ASYNC110  (another thread's event)
             await asyncio.sleep(0.005)
 
@@ -135,7 +136,7 @@ async def test_an_engine_that_is_told_to_go_while_redis_is_away_goes(own_server:
     own_server.stop()
     stopping = asyncio.create_task(asyncio.to_thread(running.stop))
     try:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(patience(LIMIT_S)):
             await asyncio.shield(stopping)
     finally:
         own_server.start()

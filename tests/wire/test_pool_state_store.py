@@ -9,6 +9,7 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.link import BusDown
 from engine.wire.messages import PoolState, SequenceBlocks
 from engine.wire.pool_state_store import STATE_MS, WATCH_MS
+from tests.pace import patience
 from tests.wire.sides import Bus, take
 
 pytestmark = pytest.mark.every_redis
@@ -39,11 +40,11 @@ async def test_the_first_watcher_rings_the_bell_and_a_renewal_does_not(bus: Bus)
     bell = f"{{{bus.namespace}}}:bell"
     with redis.Redis.from_url(bus.url) as store, store.pubsub(ignore_subscribe_messages=False) as listener:
         listener.subscribe(bell)
-        assert listener.get_message(timeout=30)["type"] == "subscribe"
+        assert listener.get_message(timeout=patience(30))["type"] == "subscribe"
         for _ in range(3):
             await gateway.pool_states.watch()
         store.publish(bell, "the end")
-        heard = [listener.get_message(timeout=30)["data"] for _ in range(2)]
+        heard = [listener.get_message(timeout=patience(30))["data"] for _ in range(2)]
     assert heard == [b"", b"the end"]
 
 

@@ -18,6 +18,7 @@ from engine.wire.layout import EXPIRY_MS, QUOTA_MS, TOMBSTONE_MS
 from engine.wire.messages import Generate, Sampling
 from engine.wire.quotas import Buckets, Quota, QuotaStore, Taken
 from engine.wire.scripts import SETTLE, Script
+from tests.pace import patience
 
 T0 = 1_790_000_000_000  # unix ms at which the clock of a test begins
 
@@ -281,7 +282,7 @@ async def test_a_killed_gateway_holds_a_place_only_as_long_as_its_request_lives(
         ).accepted
         assert (await other.quotas.take("acme", quota, "cmpl-b", far_ms, [(3, 5)])).used_up == "concurrent"
         await again.open()  # the supervisor restarts it: its requests have no listener
-        until = time.monotonic() + 100
+        until = time.monotonic() + patience(100)
         while (await other.quotas.take("acme", quota, "cmpl-b", far_ms, [(3, 5)])).used_up is not None:
             assert time.monotonic() < until
             await other.fleet()

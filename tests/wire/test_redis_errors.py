@@ -18,6 +18,7 @@ from engine.wire.engine_side import EngineSide
 from engine.wire.link import BusDown
 from engine.wire.redis_errors import Remedy, code_of, one_line, remedy
 from engine.wire.scripts import Script
+from tests.pace import patience
 from tests.wire.sides import Bus, load
 
 IN_SCRIPT_62 = "Error running script (call to f_ab01): @user_script:1: @user_script: 1: -"
@@ -157,7 +158,7 @@ async def test_a_fault_of_ours_is_logged_and_ends_an_endless_try(
     engine = await own_bus.engine()
     monkeypatch.setattr(engine_side, "EXCHANGE", FAULTY)
     with caplog.at_level(logging.ERROR), pytest.raises(BusDown, match="arithmetic on a nil value"):
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(patience(100)):
             await engine.exchange([], [], load("e1"), 0, 0)
     assert sum("refuses a command" in record.message for record in caplog.records) == 1
 
@@ -174,5 +175,5 @@ async def test_an_engine_waits_for_longer_where_time_mends_it(
         await asyncio.sleep(1.0)
         assert not exchanging.done()
         client.replicaof("NO", "ONE")
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(patience(100)):
         await exchanging

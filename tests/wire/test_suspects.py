@@ -11,6 +11,7 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.engine_side import EngineSide
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.layout import AWAY_MS
+from tests.pace import patience
 from tests.wire.sides import Bus, batch, generate, ids, load, take
 
 
@@ -138,7 +139,7 @@ async def lapse(bus: Bus, gateway: GatewaySide, server: EmbeddedRedis, *, away: 
         await asyncio.sleep((AWAY_MS + 200) / 1000)
         server.start()
         await gateway.fleet()
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(patience(100)):
         while (await gateway.fleet()).engines:  # noqa: ASYNC110  (Redis' clock)
             await asyncio.sleep(0.05)
 

@@ -19,6 +19,7 @@ from engine.wire.messages import Beams, Delta, Finish, Sampling, TokenBatch, Tok
 from engine.wire.quotas import Quota
 from engine.wire.records import Attached, DuplicateRequest, IdempotencyKey, QueueBounds, Usage
 from engine.wire.token_log import LoggedOutput
+from tests.pace import patience
 from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, take, within
 
 pytestmark = pytest.mark.every_redis
@@ -173,7 +174,7 @@ async def test_a_log_leaves_when_it_is_due(redis_server: EmbeddedRedis, bus: Bus
     await say(engine, Delta("a", 0, [1], None, 0, probs, 3), Delta("a", 0, [2], None, 1))
     await say(engine, Delta("a", 1, [1], Finish("length")), Delta("a", 1, [2], Finish("length"), 1), finished=("a",))
     assert await gateway.attach("a") is not None
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + patience(100)
     while await gateway.attach("a") is not None:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)

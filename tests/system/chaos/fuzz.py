@@ -35,6 +35,7 @@ import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
 from tests.checkpoints import make_checkpoint
+from tests.pace import patience
 from tests.system.chaos.shots import Shooter, Shot
 from tests.system.ending import stalls
 from tests.system.processes import Process, at_rest, ending, fleet_until, wait_until_ready
@@ -115,7 +116,7 @@ class Target:
 
 async def fire(shot: Shot, port: int) -> bytes:
     """Send a shot; what came back.  Raises TimeoutError."""
-    async with asyncio.timeout(ANSWER_S):
+    async with asyncio.timeout(patience(ANSWER_S)):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             for at, part in enumerate(shot.parts):
@@ -171,7 +172,7 @@ class Probe(threading.Thread):
         while not self._ended.wait(0.01):
             began = time.monotonic()
             try:
-                with urllib.request.urlopen(self._url, timeout=ANSWER_S) as answer:
+                with urllib.request.urlopen(self._url, timeout=patience(ANSWER_S)) as answer:
                     answer.read()
             except OSError as error:
                 self.failures.append(f"/ping: {error}")
@@ -231,7 +232,7 @@ class Fuzz:
     async def settle(self, before: dict[str, float]) -> None:
         """Everything is at rest again, and memory at its level."""
         await fleet_until(self._target.url, "quire", at_rest, BACK_S)
-        until = time.monotonic() + BACK_S
+        until = time.monotonic() + patience(BACK_S)
         while leaks := self._leaks(before, after := self._target.memory()):
             if time.monotonic() > until:
                 self.found.failures += leaks
@@ -243,7 +244,7 @@ class Fuzz:
 
         def check() -> str:
             try:
-                with urllib.request.urlopen(asked, timeout=60) as answer:
+                with urllib.request.urlopen(asked, timeout=patience(60)) as answer:
                     return str(answer.read().decode())
             except urllib.error.HTTPError as error:
                 return error.read().decode()

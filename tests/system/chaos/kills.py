@@ -37,6 +37,7 @@ import jsonschema
 from loadtest import machine
 from loadtest.server import MODEL_NAME, Server, engine_processes, serve
 from tests.checkpoints import make_checkpoint
+from tests.pace import patience
 from tests.service.fakes import TOOLS_TEMPLATE, with_markers
 from tests.system.chaos.run import percentile
 from tests.system.processes import sse_events, until
@@ -225,7 +226,7 @@ async def run(
 ) -> Found:
     """Answer all requests undisturbed, then over and over while the engine is killed `kills` times."""
     found, began = Found(), time.monotonic()
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=200)
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=patience(200))
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         undisturbed = [Stream(ask) for ask in work]
         await asyncio.gather(*(stream.read(session, server.url) for stream in undisturbed))

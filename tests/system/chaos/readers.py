@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 from service.format import Position
+from tests.pace import patience
 
 PATIENCE_S = 90.0  # a client that is refused, or finds nobody, gives up after this
 PAUSE_S = 0.05  # between two tries where the server does not say how long to wait
@@ -103,7 +104,7 @@ class Reader:
 
     async def read(self, session: aiohttp.ClientSession) -> Tally:
         """To the end, however often it takes."""
-        tally, give_up = self._tally, time.monotonic() + PATIENCE_S
+        tally, give_up = self._tally, time.monotonic() + patience(PATIENCE_S)
         while not self._done:
             before, kills = self.events, self._doors.gateway_kills
             try:
@@ -125,7 +126,7 @@ class Reader:
                 tally.failures.append(f"{self._name}: {error}")
                 return tally
             if before != self.events:
-                give_up = time.monotonic() + PATIENCE_S
+                give_up = time.monotonic() + patience(PATIENCE_S)
             if not self._done:
                 if time.monotonic() > give_up:
                     tally.failures.append(f"{self._name}: not answered for {PATIENCE_S:g} s")

@@ -40,6 +40,7 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.records import Fleet
 from loadtest import machine
 from tests.checkpoints import make_checkpoint
+from tests.pace import patience
 from tests.system.chaos.readers import Doors, Reader, Tally
 from tests.system.chaos.run import Load, percentile, scripted
 from tests.system.processes import Process, at_rest, ending, fleet_until, until, wait_until_ready
@@ -185,7 +186,7 @@ async def rolling(
     """Replace both engines and both gateways under load."""
     found = Rollout()
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=PATIENT_S)
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=patience(PATIENT_S))
     async with (
         site(folder, step_ms, grace_s) as stage,
         aiohttp.ClientSession(connector=connector, timeout=timeout) as session,

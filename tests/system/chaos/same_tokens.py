@@ -30,6 +30,7 @@ import aiohttp
 from loadtest import machine
 from loadtest.server import MODEL_NAME, Server, engine_processes, serve
 from tests.checkpoints import VOCAB, make_checkpoint
+from tests.pace import patience
 from tests.system.processes import sse_events, until
 
 PROMPT, OUTPUT = (4, 60), (16, 96)  # tokens, least and most
@@ -109,7 +110,7 @@ async def one_run(server: Server, bodies: list[dict[str, Any]], batch: int, kill
         for tokens in due:
             await kill_at(tokens)
 
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=300)
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=patience(300))
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         killing = asyncio.create_task(killer())
         await asyncio.gather(*(client(session) for _ in range(batch)))

@@ -18,6 +18,7 @@ import psutil
 import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
+from tests.pace import Patience
 from tests.system.chaos.proxy import Dial, Proxy
 from tests.system.chaos.readers import Doors
 from tests.system.processes import Process, ending, wait_until_ready
@@ -210,9 +211,9 @@ def dial(port: int) -> Dial:
 
 async def until(holds: Callable[[], bool], seconds: float = LIMIT_S) -> bool:
     """Wait for it; False when it did not come in time."""
-    give_up = time.monotonic() + seconds
+    bound = Patience(seconds)
     while not holds():
-        if time.monotonic() > give_up:
+        if not bound.lasts():
             return False
         await asyncio.sleep(POLL_S)
     return True
