@@ -16,18 +16,19 @@ from typing import Any, Literal
 
 import msgspec
 
-from service.grammar import CallRules, Constraint, Parameters
+from service.grammar import ANY_TEXT, SPACES, CallRules, Constraint, Parameters
 from service.history import for_template
 from service.regions import Reading, ResponseTemplate
 from service.template_probe import Dialect
+from service.thinking_budget import quoted as quoted_marker
+from service.thinking_budget import thought_rules
 from service.tools import ChatOptions
 
 NAME, KEY, VALUE = "quireprobename", "quireprobekey", "quireprobevalue"
 CALL_ID = "quire0Aa9"  # nine letters and digits: some templates take no other length
 ANY_ID = "/[a-zA-Z0-9]{9}/"
 ARGUMENTS = re.compile(rf'\{{\s*"{KEY}"\s*:\s*"{VALUE}"\s*\}}')
-ANY_TEXT = "/(?s:.*)/"
-SPACES = "/[ \\n]{0,4}/"  # after reasoning, before a call
+NO_FORM = "the model's chat template does not show how calls are written in JSON"
 
 NO_PARAMETERS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
 
@@ -139,7 +140,12 @@ def _is_read(form: CallForm, responses: ResponseTemplate) -> bool:
 
 
 def call_rules(
-    form: CallForm, options: ChatOptions, special: Mapping[str, int], reasoning: Reasoning, answer: Constraint | None
+    form: CallForm,
+    options: ChatOptions,
+    special: Mapping[str, int],
+    reasoning: Reasoning,
+    answer: Constraint | None,
+    budget: int | None = None,
 ) -> CallRules:
     """Return what holds an answer to its tools.  The other parameters are those of `lark`."""
     allowed = [
@@ -157,6 +163,7 @@ def call_rules(
             parallel=options.parallel,
             reasoning=reasoning,
             answer=answer is not None,
+            budget=budget if special else None,
         )
 
     parameters = [
@@ -179,12 +186,14 @@ def lark(
     parallel: bool,
     reasoning: Reasoning = "",
     answer: bool = False,
+    budget: int | None = None,
 ) -> str:
     """Return the grammar of an answer.  Tool i's arguments are @tooli.
 
     special   token ids of the special tokens that the form may hold; those not listed are taken for plain text
     demanded  calls, and nothing else but reasoning; else calls anywhere in a text, which needs `form.marker`
-    answer    not demanded: the answer is @answer or calls, no other text"""
+    answer    not demanded: the answer is @answer or calls, no other text
+    budget    most tokens of the reasoning"""
     quoted = _Quoted(special)
     repeat = parallel and form.between is not None
     calls = f"call ({quoted(form.between or '')} call)*" if repeat else "call"
@@ -194,11 +203,8 @@ def lark(
     made = f"{'' if bare == form.head else SPACES} {quoted(bare)} {calls} {quoted(form.tail)}"
     thought = ""
     if reasoning and form.reasoning is not None:
-        opened, closed = (quoted(marker) for marker in form.reasoning)
-        if form.reasoning[1] in special:
-            rules.append(f"thought: {ANY_TEXT} {closed} {SPACES}")
-        else:
-            rules += [f"thought: thinking {SPACES}", f"thinking[suffix={closed}]: {ANY_TEXT}"]
+        opened = quoted_marker(form.reasoning[0], special)
+        rules += thought_rules(form.reasoning, special, budget)
         thought = "thought" if reasoning == "open" else f"({opened} thought)?"
     if demanded:
         start = f"{thought} {made}"

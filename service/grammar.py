@@ -26,7 +26,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from service.limits import GRAMMAR_BYTES, GRAMMAR_DEPTH, LARK_CHARS, LIMITS, REGEX_CHARS
 
-Kind = Literal["json", "regex", "choice", "grammar", "calls", "thinking"]
+Kind = Literal["json", "regex", "choice", "grammar", "calls", "thinking", "reasoned"]
 
 TOO_LARGE = LIMITS["grammar"].code
 # An engine's own bounds are wider (engine/executor/grammars.py), so it can follow what passes here.
@@ -40,6 +40,8 @@ BOUNDS = LLParserLimits(
 )
 # Between the parts of a JSON text: one blank, or a new line and its indentation.  So no answer runs on in blanks.
 WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
+ANY_TEXT = "/(?s:.*)/"  # in Lark
+SPACES = "/[ \\n]{0,4}/"  # after reasoning, before a call
 KEPT = 256  # grammars that passed and need no second check
 LOCALISED = 64  # subschemas that are compiled alone to find the one at fault
 
@@ -84,7 +86,16 @@ class Constraint(msgspec.Struct, frozen=True):
 
     param: str  # the path of the field that holds `value`
     kind: Kind
-    value: Any  # json: a schema; regex, grammar: a text; choice: a list of texts; calls: CallRules; thinking: Lark
+    # json: a schema; regex, grammar: a text; choice: a list of texts; calls: CallRules; thinking: Lark; reasoned:
+    # AfterReasoning
+    value: Any
+
+
+class AfterReasoning(msgspec.Struct, frozen=True):
+    """An answer that must match something once its reasoning is closed."""
+
+    grammar: str  # Lark, made here; @answer is `answer`
+    answer: Constraint
 
 
 class Parameters(msgspec.Struct, frozen=True):
@@ -327,6 +338,13 @@ def _arguments(parameters: Parameters) -> dict[str, Any]:
     return parameters.schema
 
 
+def _reasoned_grammar(rules: AfterReasoning) -> str:
+    """Return the grammar of reasoning and an answer.  Raises NotServed for the answer."""
+    grammar = compile_grammar(rules.answer)
+    answer = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    return json.dumps({"grammars": [{"lark_grammar": rules.grammar}, {**answer, "name": "answer"}]})
+
+
 # ---------------------------------------------------------------------------------------------------------- compiling
 
 MAKERS = {"json": _json_grammar, "regex": _regex_grammar, "choice": _choice_grammar, "grammar": _lark_grammar}
@@ -365,6 +383,8 @@ def problem(grammar: str) -> str:
 
 def compile_grammar(constraint: Constraint) -> str:
     """Return the grammar of a constraint.  Raises NotServed.  Takes up to some tenths of a second."""
+    if constraint.kind == "reasoned":
+        return _reasoned_grammar(constraint.value)
     size = len(msgspec.json.encode(constraint.value))
     if size > GRAMMAR_BYTES:
         reason = f"at most {GRAMMAR_BYTES} bytes of JSON, got {size}"

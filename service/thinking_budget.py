@@ -1,22 +1,53 @@
-"""A budget of reasoning tokens, as a grammar: at its end the closing marker is the only token that may follow.
+"""Reasoning as part of a grammar: where it is before an answer, and how many tokens it may have.
 
-    the prompt ends within the reasoning    thought <closing> rest
-    else                                    rest, or rest <opening> thought <closing> rest
+    an answer that must match something, after reasoning    thought @answer
+    any answer, after a budget of reasoning tokens          thought rest, or rest <opening> thought rest
 
-`thought` is text of so many tokens at most.  `rest` is any tokens but the opening marker, so the model cannot think
-again.
+`thought` is any text, of so many tokens at most if there is a budget, and the closing marker.  `rest` is any tokens but
+the opening marker, so the model cannot think again.
 Engines need nothing else for it: they follow grammars anyway, and the log of tokens restores their state.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
-from service.call_grammar import ANY_TEXT
-from service.grammar import Constraint
+from service.grammar import ANY_TEXT, SPACES, AfterReasoning, Constraint
 from service.refusal import Refusal
 
 FIELD = "thinking_token_budget"
+
+
+def thought_rules(markers: tuple[str, str], special: Mapping[str, int], budget: int | None) -> list[str]:
+    """Return the rules of `thought`: reasoning up to its closing marker, and white space after it.
+
+    `special`: token ids of markers that are one token.  A budget needs the closing one there."""
+    closing = markers[1]
+    if closing not in special:
+        return [f"thought: thinking {SPACES}", f"thinking[suffix={json.dumps(closing)}]: {ANY_TEXT}"]
+    close = f"<[{special[closing]}]> {SPACES}"
+    if budget is None:
+        return [f"thought: {ANY_TEXT} {close}"]
+    if not budget:
+        return [f"thought: {close}"]
+    return [f"thought: thinking {close}", f"thinking[max_tokens={budget}]: {ANY_TEXT}"]
+
+
+def quoted(marker: str, special: Mapping[str, int]) -> str:
+    """Return a marker as Lark writes it."""
+    return f"<[{special[marker]}]>" if marker in special else json.dumps(marker)
+
+
+def after_reasoning(
+    answer: Constraint, markers: tuple[str, str], special: Mapping[str, int], budget: int | None, *, opened: bool
+) -> Constraint:
+    """Return what holds an answer to `answer` once its reasoning is closed.
+
+    `opened`: the prompt ends within the reasoning; else the answer may do without."""
+    thought = "thought" if opened else f"({quoted(markers[0], special)} thought)?"
+    rules = [f"start: {thought} @answer", *thought_rules(markers, special, budget)]
+    return Constraint(answer.param, "reasoned", AfterReasoning("\n".join(rules) + "\n", answer))
 
 
 def thinking_rules(
@@ -29,19 +60,24 @@ def thinking_rules(
     opened     the prompt ends within the reasoning
 
     Raises Refusal where the markers are not known, or are no single tokens."""
-    if markers is None:
-        raise unserved("no reasoning of this model is known")
-    if not all(marker in special for marker in markers):
-        raise unserved("the markers of this model's reasoning are no single tokens")
-    opening, closing = (f"<[{special[marker]}]>" for marker in markers)
+    opening, closing = (f"<[{special[marker]}]>" for marker in budgeted(markers, special))
     thought = f"thought {closing} rest" if budget else f"{closing} rest"
     rules = [
         f"start: {thought if opened else f'rest ({opening} {thought})?'}",
-        f"rest: (<[^{special[markers[0]]}]>)*",
+        f"rest: (<[^{opening[2:-2]}]>)*",
     ]
     if budget:
         rules.append(f"thought[max_tokens={budget}]: {ANY_TEXT}")
     return Constraint(FIELD, "thinking", "\n".join(rules) + "\n")
+
+
+def budgeted(markers: tuple[str, str] | None, special: Mapping[str, int]) -> tuple[str, str]:
+    """Return the markers of reasoning that a budget can be held for.  Raises Refusal."""
+    if markers is None:
+        raise unserved("no reasoning of this model is known")
+    if not all(marker in special for marker in markers):
+        raise unserved("the markers of this model's reasoning are no single tokens")
+    return markers
 
 
 def unserved(reason: str) -> Refusal:

@@ -24,8 +24,9 @@ import msgspec
 
 from engine.common.errors import OperatorError
 from engine.tokenizers.files import TokenizerError, byte_level_alphabet, file_of, load_tokenizer
+from service.answer_grammar import Model, constraint_of
 from service.api import Prompt, Refusal, ValidRequest, too_long, too_many_tokens
-from service.call_grammar import CallForm, Reasoning, call_rules, form_of
+from service.call_grammar import NO_FORM, CallForm, form_of
 from service.client_templates import ClientTemplates
 from service.config import GatewayConfig
 from service.echo import aligned
@@ -37,7 +38,6 @@ from service.literal import LiteralContent, Span
 from service.refusal import limit_refusal
 from service.regions import Reading, find
 from service.template_probe import EFFORT, Dialect, effort_variables, names_in, probe, thinking_variables
-from service.thinking_budget import thinking_rules, unserved
 from service.tools import ChatOptions, reduced
 
 P = ParamSpec("P")
@@ -49,7 +49,6 @@ INLINE_BYTES = 4096
 LONG_BYTES = 256 * 1024  # larger requests share one thread, so that they never delay shorter ones for seconds
 # Composition (NFC) joins at most this many characters into one: U+1F82 is four.
 COMPOSED_CHARS = 4
-NO_FORM = "the model's chat template does not show how calls are written in JSON"
 TEMPLATES = 4  # of clients that are rendered at a time; no other request waits for them
 TAIL_TOKENS = 64  # of a prompt: they nearly always hold the beginning of the assistant's message
 # Steps of tokenizers that drop no character; `longest_token` knows the exceptions.
@@ -460,52 +459,13 @@ class Tokenizer:
 
     def constraint(self, valid: ValidRequest, reading: Reading | None) -> Constraint | None:
         """Return what the answer must match, tool calls included; None: anything.  Raises Refusal."""
-        options, asked = valid.options, valid.constraint
-        if options.thinking_budget is not None:
-            try:
-                return self._thinking_rules(valid, options.thinking_budget, reading)
-            except Refusal:
-                if not options.thinking_target:
-                    raise
-        if not options.tools or not (options.demanded or options.strict or asked):
-            return asked
-        field = "tool_choice" if options.demanded else asked.param if asked is not None else options.strict
-        if self.call_form is None or reading is None:
-            raise _unsupported(field, f"{NO_FORM}, so it is not served together with tools")
-        if asked is not None and asked.kind != "json":
-            raise _unsupported(asked.param, "with tools, only JSON schemas are served")
-        if valid.sampling.ignore_eos:
-            raise _unsupported("ignore_eos", f"with {field} an answer ends where its grammar does")
-        answer = None if options.demanded else asked
-        rules = call_rules(self.call_form, options, self._grammar_tokens, self._thinks(reading), answer)
-        return Constraint(field, "calls", rules)
-
-    def _thinking_rules(self, valid: ValidRequest, budget: int, reading: Reading | None) -> Constraint:
-        """Return what holds an answer to its budget of reasoning tokens.  Raises Refusal."""
-        options, asked = valid.options, valid.constraint
-        for field in (asked.param if asked is not None else "", "tool_choice" if options.demanded else options.strict):
-            if field:
-                raise unserved(f"not together with {field}")
-        if valid.sampling.ignore_eos:
-            raise unserved("not together with ignore_eos")
-        responses = self.responses
-        markers = responses.reasoning_markers if responses is not None else None
-        opened = responses is not None and reading is not None and bool(responses.reader(reading).reasoning)
-        return thinking_rules(budget, markers, self._grammar_tokens, opened=opened)
+        return constraint_of(valid, reading, Model(self.responses, lambda: self.call_form, self._grammar_tokens))
 
     @cached_property
     def _grammar_tokens(self) -> dict[str, int]:
         """Token ids of the added tokens that a grammar names by their id: llguidance takes none of them for text."""
         added = self._backend.get_added_tokens_decoder()
         return {one.content: at for at, one in added.items() if one.special or re.fullmatch("<.*>", one.content)}
-
-    def _thinks(self, reading: Reading) -> Reasoning:
-        """Return whether reasoning may come before the rest of an answer."""
-        if self.responses is None or self.call_form is None or self.call_form.reasoning is None:
-            return ""
-        if self.responses.reader(reading).reasoning:
-            return "open"
-        return "" if self.call_form.reasoning[1] in reading.opening else "may"
 
     def reading(self, valid: ValidRequest, ids: list[int]) -> Reading | None:
         """Return how the answer to a chat is read, whose prompt has the tokens `ids`; None: all of it is content."""

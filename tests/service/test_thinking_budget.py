@@ -111,10 +111,12 @@ async def test_engines_get_it_where_they_follow_grammars(serve: Serve, engine: E
         assert (await post())[0] == 200
         assert "[max_tokens=7]" in fake.seen[-1].sampling.grammar
         assert (await post(tools=[tool]))[0] == 200
-        for more in ({"response_format": schema}, {"tools": [tool], "tool_choice": "required"}, {"ignore_eos": True}):
-            assert await post(**more) == (400, "unsupported thinking_token_budget")
+        for more in ({"response_format": schema}, {"tools": [tool], "tool_choice": "required"}):
+            assert (await post(**more))[0] == 200
+            assert "[max_tokens=7]" in fake.seen[-1].sampling.grammar
+        assert await post(ignore_eos=True) == (400, "unsupported thinking_token_budget")
         assert await post(thinking_token_budget=-1) == (400, "invalid_value thinking_token_budget")
-        assert len(fake.seen) == 2
+        assert len(fake.seen) == 4
 
 
 async def test_the_budget_of_a_message_is_held_where_it_can_be(
@@ -137,10 +139,10 @@ async def test_the_budget_of_a_message_is_held_where_it_can_be(
         await settled(lambda: served.streams.fleet.engines[0].grammars)
         assert (await post(7))[0] == 200
         assert "[max_tokens=7]" in fake.seen[-1].sampling.grammar
-        assert (await post(7, tools=[tool], tool_choice={"type": "any"}))[
-            0
-        ] == 200  # the calls are held, not the budget
-        assert "max_tokens" not in fake.seen[-1].sampling.grammar
+        assert (await post(7, tools=[tool], tool_choice={"type": "any"}))[0] == 200
+        grammar = fake.seen[-1].sampling.grammar
+        assert "[max_tokens=7]" in grammar  # both the budget and the calls are held
+        assert "tool0" in grammar
         assert (await post(10**18))[0] == 200
         assert LLMatcher.validate_grammar(fake.seen[-1].sampling.grammar, vocabulary) == ""
         assert (await post(None))[0] == 200
