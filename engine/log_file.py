@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from engine.common.private_files import open_private, restrict_file
+
 log = logging.getLogger("quire.engine")
 
 CLOSE_S = 10.0  # longest wait for the disk when the log is closed
@@ -41,6 +43,7 @@ class LogFile:
             raise FileExistsError(errno.EEXIST, "not a regular file", str(path))  # a pipe could stop the start
         if rotates and path.exists():
             os.replace(path, self.previous)
+            restrict_file(self.previous)
         self._open()
         self._thread = threading.Thread(target=self._run, name=f"log {path.name}", daemon=True)
         self._thread.start()
@@ -69,7 +72,7 @@ class LogFile:
             log.error("%s lacks its last lines: the disk did not take them in %g s", self._path, CLOSE_S)
 
     def _open(self) -> None:
-        self._file = self._path.open("wb")
+        self._file = open_private(self._path)
         self._size = 0
 
     def _run(self) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from pathlib import Path
 from typing import cast
@@ -129,9 +130,16 @@ class Connections:
         return found
 
     async def listen_at(self, server: web.Server, path: str) -> None:
-        """Accept connections at a Unix socket; one that a dead process left there is replaced.  Raises OSError."""
+        """Accept connections at a Unix socket; one that a dead process left there is replaced.  Raises OSError.
+
+        Its user and, where the umask allows it, its group can connect; other users cannot."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: Connection(self, server()), path, backlog=ACCEPT)
+        before = os.umask(0o077)  # strict also for what another thread may create meanwhile
+        os.umask(before | 0o007)
+        try:
+            self._server = await loop.create_unix_server(lambda: Connection(self, server()), path, backlog=ACCEPT)
+        finally:
+            os.umask(before)
         _keep_more(self._server)
         self._socket = path
 

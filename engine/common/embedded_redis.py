@@ -26,12 +26,15 @@ from typing import IO, Self
 import redis
 
 from engine.common.errors import OperatorError
+from engine.common.private_files import DirectoryRefused, LockedDirectory, open_private
 
 START_S = 15.0  # longest start until PING is answered; generous, because it includes loading the append-only file
 STOP_S = 5.0  # from SIGTERM to SIGKILL
 SOCKET_PATH_BYTES = 100  # sockaddr_un has room for 108 on Linux and 104 on macOS, with a closing zero byte
 FOLDER = "quire-"  # prefix of the names of our temporary folders
 LOCK = "owner"  # a file in each folder, locked for as long as the folder's owner lives
+# Files that Redis makes in its directory.
+DATA_FILES = ("appendonlydir", "appendonly.aof", "dump.rdb", "redis.log", "temp-*")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -82,6 +85,7 @@ class EmbeddedRedis:
     """One redis-server process.  `with EmbeddedRedis() as server: connect(server.url)`.
 
     With `data_dir` the append-only file is there and survives; without, in a temporary folder that close() removes.
+    `data_dir` is locked until close(), and its files are readable by this user only.
     `url` stays the same over stop() and start(), so clients find a restarted server again.
     On Linux the server ends with the thread that called start(): call it from a thread that lives long enough.
     A killed owner leaves its folder behind; the next owner removes it.
@@ -94,6 +98,7 @@ class EmbeddedRedis:
         self._data = data_dir if data_dir is not None else self._folder / "data"
         self._socket = self._folder / "redis.sock"
         self._log = self._data / "redis.log"
+        self._lock: LockedDirectory | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"unix://{self._socket}"
 
@@ -110,16 +115,21 @@ class EmbeddedRedis:
         if self.pid is not None:
             return
         try:
-            self._data.mkdir(parents=True, exist_ok=True)
-            self._log.write_bytes(b"")  # an error must quote a line of this start
+            if self._lock is None:
+                self._lock = LockedDirectory(self._data, "--data-dir", DATA_FILES)
+            open_private(self._log).close()  # an error must quote a line of this start
             self._process = subprocess.Popen(
                 [self._binary, *_settings(self._socket, self._data, self._log)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C in a terminal goes to its owner, which stops it last
+                umask=0o077,  # its files hold prompts and answers
+                pass_fds=[self._lock.descriptor],  # a server that outlives its owner keeps the directory locked
                 preexec_fn=die_with_parent(),  # noqa: PLW1509  (it takes no lock, it only makes system calls)
             )
+        except DirectoryRefused as error:
+            raise EmbeddedRedisError(str(error)) from None
         except OSError as error:
             raise EmbeddedRedisError(f"{self._binary} cannot start: {error}") from None
         give_up = time.monotonic() + START_S
@@ -151,6 +161,9 @@ class EmbeddedRedis:
     def close(self) -> None:
         """Stop the server, and remove every file outside a given `data_dir`.  Harmless when called twice."""
         self.stop()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
         shutil.rmtree(self._folder, ignore_errors=True)
         self._owned.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -92,7 +93,11 @@ def test_a_prefix_that_is_no_path_is_refused(path: str, capsys: pytest.CaptureFi
 
 async def test_a_gateway_listens_at_a_unix_socket(launch: Launch, tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
-    gateway = launch("--uds", str(path))
+    before = os.umask(0)
+    try:
+        gateway = launch("--uds", str(path))
+    finally:
+        os.umask(before)
     connector = aiohttp.UnixConnector(str(path))
     async with aiohttp.ClientSession("http://localhost", connector=connector) as session:
         async with asyncio.timeout(patience(100)):
@@ -106,6 +111,7 @@ async def test_a_gateway_listens_at_a_unix_socket(launch: Launch, tmp_path: Path
                     await asyncio.sleep(0.05)
         async with session.get("/v1/models") as response:
             assert [card["id"] for card in (await response.json())["data"]] == ["tiny"]
+        assert path.stat().st_mode & 0o777 == 0o770  # other users cannot connect, whatever the umask
     gateway.terminate()
     assert gateway.wait(patience(30)) == 0
     assert not path.exists()
