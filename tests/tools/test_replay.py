@@ -317,8 +317,10 @@ def test_a_replay_says_how_many_decisions_are_equal(tmp_path: Path, capsys: pyte
     assert f" turns: {decisions} decisions are as recorded, all there are" in capsys.readouterr().out
 
 
-def test_a_full_disk_ends_the_recording_and_not_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "log").symlink_to("/dev/full")
+def test_a_full_disk_ends_the_recording_and_not_the_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_file, "open_private", lambda _: open("/dev/full", "wb"))  # noqa: SIM115
     flight = recorder.Recorder(tmp_path / "log", config("none"), Ends(40, 1), 1 << 20)
     for _ in range(3):
         flight.observe(TURN)
