@@ -32,6 +32,7 @@ from service.refusal import bad_request as _bad
 from service.refusal import check as check
 from service.refusal import limit_refusal as limit_refusal
 from service.regions import Reading
+from service.surrogates import repaired
 from service.tools import ChatOptions, chat_options
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -197,6 +198,8 @@ def decode(body: bytes, kind: type[Any], config: GatewayConfig | None = None) ->
     except UnicodeDecodeError as error:
         raise _bad("invalid_utf8", f"body is not UTF-8: bad byte at position {error.start}", None) from None
     except (msgspec.DecodeError, RecursionError) as error:
+        if (whole := repaired(body)) != body:
+            return decode(whole, kind, config)
         if (name := _non_finite(body)) is not None:
             raise _bad("invalid_value", f"{name}: must be a finite number", name, "finite", "NaN or Infinity") from None
         code = "invalid_utf8" if "utf-8" in str(error).lower() else "invalid_json"
@@ -211,6 +214,7 @@ def decode_all(body: bytes, kind: type[B], endpoint: Endpoint, config: GatewayCo
     try:  # a body without undeclared fields takes one pass
         return msgspec.json.decode(body, type=_closed(kind), strict=config.strict_fields), ()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        body = repaired(body)
         return decode(body, kind, config), _unknown_fields(body, kind, endpoint, config)
 
 

@@ -92,7 +92,8 @@ def _written(
     question: dict[str, Any] = {"role": "user", "content": "a"}
     answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call] * count}
     try:
-        text = render(for_template([question, answer], dialect, template), [tool])
+        entries = for_template([question, answer], dialect, template)
+        text = render([message for message, _ in entries], [tool])
     except Exception:  # whatever a template raises: it does not show this
         return ""
     return responses.opening(text) or ""

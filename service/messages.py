@@ -20,6 +20,7 @@ from service.format import Piece, Prompted, call_id
 from service.history import Message, Part
 from service.limits import WHOLE, shown
 from service.refusal import bad_request, check
+from service.surrogates import without_surrogates
 
 PREFIX = "msg_"
 TOOL_PREFIX = "toolu_"  # of the ids of tool calls; chat templates get the rest, which some bound to nine characters
@@ -443,7 +444,7 @@ class MessageFormat(BlockFormat):
 def read_input(arguments: str) -> dict[str, Any]:
     """Return the arguments of a call as an object; {} if they are none, because the model erred or was cut."""
     try:
-        found = json.loads(arguments, strict=False)
+        found = without_surrogates(json.loads(arguments, strict=False))
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -29,11 +29,28 @@ class Dialect(msgspec.Struct, frozen=True):
 
     parts: bool = False  # content as a list of parts
     text: bool = True  # content as a string
+    text_roles: frozenset[str] = frozenset()  # roles of which it does not read several parts
     arguments: bool = True  # arguments of tool calls as an object; else as JSON in a string
     tools: bool = False  # `tools` changes the prompt
     effort: bool = False  # `reasoning_effort` changes the prompt
     effort_none: bool = False  # "none" is a value of `reasoning_effort` that it knows
     switch: str = ""  # the variable of SWITCHES that changes the prompt; "": none does
+    # Shapes of a conversation that it renders without loss; `fit_history.py` makes the others out of them.
+    system: bool = True  # a system message at the beginning
+    developer: bool = False  # messages of that role, which it also names
+    several_systems: bool = True  # at the beginning
+    later_system: bool = True  # after a turn
+    system_beside_results: bool = True  # also where the last message is no turn of the user
+    users_in_row: bool = True
+    assistants_in_row: bool = True
+    assistant_first: bool = True
+    calls: bool = True  # tool calls of the assistant
+    results: bool = True  # messages of role tool
+    orphan_results: bool = True  # results that follow no call
+    parallel_calls: bool = True  # more than one call in a message
+    content_with_calls: bool = True  # text of the assistant in a message with calls, also before later turns
+    nine_letter_ids: bool = False  # it refuses call ids of another form
+    any_arguments: bool = True  # arguments that are no JSON object, as a string
 
 
 @lru_cache(maxsize=TEMPLATES_KEPT)
@@ -56,7 +73,7 @@ def probe(render: Render, template: str) -> Dialect:
     reads_parts = PROBE in of_parts and (of_parts == of_text or not (reads_text or "'type'" in of_parts))
     question = user if reads_text or not reads_parts else parts
     effort = _changes(render, [question], template, EFFORT, "low", "high")
-    return Dialect(
+    found = Dialect(
         parts=reads_parts,
         text=reads_text or not reads_parts,
         arguments=_reads_objects(render, question),
@@ -65,6 +82,7 @@ def probe(render: Render, template: str) -> Dialect:
         effort_none=effort and _names_none(template) and bool(_rendered(render, [question], None, **{EFFORT: "none"})),
         switch=next((name for name in SWITCHES if _changes(render, [question], template, name, False, True)), ""),
     )
+    return _Shapes(render, template, found).probe() if reads_text or reads_parts else found
 
 
 def effort_variables(dialect: Dialect, effort: str) -> dict[str, Any]:
@@ -118,3 +136,122 @@ def _rendered(
         return str(render(messages, tools, **variables))
     except Exception:  # whatever a template raises: it does not read this
         return ""
+
+
+class _Shapes:
+    """Finds the shapes of a conversation that a template renders.
+
+    Each text of a conversation is a word of its own: what the template renders without loss has all of them."""
+
+    def __init__(self, render: Render, template: str, dialect: Dialect) -> None:
+        self._render, self._template, self._dialect = render, template, dialect
+        self._count = 0
+
+    def probe(self) -> Dialect:
+        """Return the dialect with its shapes."""
+        return msgspec.structs.replace(
+            self._dialect, **self._of_turns(), **self._of_calls(), text_roles=self._text_roles()
+        )
+
+    def _text_roles(self) -> frozenset[str]:
+        if not (self._dialect.parts and self._dialect.text):
+            return frozenset()
+        say, call, result = self._say, self._call("quire0123"), self._result("quire0123")
+        shapes = {
+            "system": [say("system"), say("user")],
+            "user": [say("user")],
+            "assistant": [say("user"), say("assistant"), say("user")],
+            "tool": [say("user"), call, result],
+        }
+        found = []
+        for role, messages in shapes.items():
+            parts = [{"type": "text", "text": self._word()} for _ in range(2)]
+            given = [{**message, "content": parts} if message["role"] == role else message for message in messages]
+            if self._renders(*messages) and not self._renders(*given):
+                found.append(role)
+        return frozenset(found)
+
+    def _of_turns(self) -> dict[str, bool]:
+        say, renders = self._say, self._renders
+        named = re.search(r"""['"]developer['"]""", self._template) is not None
+        system = renders(say("system"), say("user")) and renders(
+            say("system"), say("user"), say("assistant"), say("user")
+        )
+        head = [say("system")] if system else []
+        return {
+            "system": system,
+            "developer": named
+            and renders(*head, say("developer"), say("user"))
+            and self._differs("system", "developer"),
+            "several_systems": renders(say("system"), say("system"), say("user")),
+            "later_system": renders(*head, say("user"), say("system"))
+            and renders(*head, say("user"), say("assistant"), say("system"), say("user")),
+            "users_in_row": renders(say("user"), say("user")),
+            "assistants_in_row": renders(say("user"), say("assistant"), say("assistant"), say("user")),
+            "assistant_first": renders(say("assistant"), say("user")),
+        }
+
+    def _of_calls(self) -> dict[str, bool]:
+        say, renders, call, result = self._say, self._renders, self._call, self._result
+        shown = {ids: renders(say("user"), call(ids), result(ids)) for ids in ("call_quire_0", "quire0123")}
+        ids = next((ids for ids, whole in shown.items() if whole), "")
+        if not ids:
+            calls = renders(say("user"), call("quire0123"))
+            results = not calls and renders(say("user"), result("quire0123"), say("user"))
+            return {"calls": calls, "results": results, "orphan_results": results}
+        other = ids[:-1] + "7"
+        text = self._word()
+        speaking, final = {**call(ids), "content": self._content(text)}, [say("assistant"), say("user")]
+        raw = call(ids, raw=self._word())
+        return {
+            "nine_letter_ids": not shown["call_quire_0"],
+            "system_beside_results": renders(say("system"), say("user"), call(ids), result(ids)),
+            "orphan_results": renders(say("user"), result(ids), say("user")),
+            "parallel_calls": renders(say("user"), call(ids, other), result(ids), result(other)),
+            "content_with_calls": renders(say("user"), speaking, result(ids))
+            and renders(say("user"), speaking, result(ids), *final),
+            "any_arguments": renders(say("user"), raw, result(ids)),
+        }
+
+    def _word(self) -> str:
+        self._count += 1
+        return f"{PROBE}{self._count}x"
+
+    def _content(self, text: str) -> Any:
+        return text if self._dialect.text else [{"type": "text", "text": text}]
+
+    def _say(self, role: str) -> dict[str, Any]:
+        return {"role": role, "content": self._content(self._word())}
+
+    def _result(self, call: str) -> dict[str, Any]:
+        return {**self._say("tool"), "tool_call_id": call, "name": PROBE}
+
+    def _call(self, *ids: str, raw: str = "") -> dict[str, Any]:
+        """Return a message with a call per id; `raw`: its arguments, which are no object."""
+        calls = []
+        for each in ids:
+            arguments: Any = {self._word(): self._word()}
+            if not self._dialect.arguments:
+                arguments = json.dumps(arguments)
+            calls.append({"id": each, "type": "function", "function": {"name": PROBE, "arguments": raw or arguments}})
+        return {"role": "assistant", "content": self._content("") if self._dialect.text else [], "tool_calls": calls}
+
+    def _differs(self, *roles: str) -> bool:
+        """Return whether it matters to the text which of these roles the first message has."""
+        texts = {
+            _rendered(
+                self._render,
+                [{"role": role, "content": self._content("a")}, {"role": "user", "content": self._content("b")}],
+            )
+            for role in roles
+        }
+        return len(texts) > 1
+
+    def _renders(self, *messages: dict[str, Any]) -> bool:
+        """Return whether all words of the messages are in the text, with tools and without."""
+        words = set(re.findall(rf"{PROBE}\d+x", json.dumps(messages)))
+        for tools in (None, [_tool()]):
+            text = _rendered(self._render, list(messages), tools)
+            if text and words <= set(re.findall(rf"{PROBE}\d+x", text)):
+                return True
+        return False

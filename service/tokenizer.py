@@ -32,7 +32,7 @@ from service.config import GatewayConfig
 from service.echo import aligned
 from service.format import Prompted
 from service.grammar import Constraint
-from service.history import for_template
+from service.history import for_template, refused
 from service.limits import WORD_TOKENS
 from service.literal import LiteralContent, Span
 from service.refusal import limit_refusal
@@ -385,7 +385,8 @@ class Tokenizer:
         if isinstance(effort := variables.get(EFFORT), str):
             del variables[EFFORT]
             variables = {**effort_variables(template.dialect, effort), **variables}
-        messages = for_template(messages, template.dialect, template.text)
+        entries = for_template(messages, template.dialect, template.text)
+        messages = [message for message, _ in entries]
         if options.documents:  # they take part in the search for special tokens, like content
             messages = [*messages, {"role": "documents", "documents": options.documents}]
 
@@ -406,10 +407,7 @@ class Tokenizer:
         except Refusal:  # a client's template, and it says why
             raise
         except Exception as error:  # whatever a template raises is caused by these messages
-            # A template's own complaint (raise_exception) is fixed text; any other error might quote the messages.
-            reason = f": {error}" if type(error).__name__ == "TemplateError" else ""
-            message = f"messages: the model's chat template refuses them{reason}"
-            raise Refusal(400, "chat_template_error", message, param="messages") from None
+            raise refused(error, entries, lambda some: template.render(some, tools=options.tools or None)) from None
 
     def _check_options(self, options: ChatOptions, template: Template) -> None:
         """Raise Refusal for what the chat template does not know, or the model's answers cannot keep."""

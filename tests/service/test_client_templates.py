@@ -17,7 +17,7 @@ from service.client_templates import ClientTemplates
 from service.history import roles_in
 from service.limits import CLIENT_TEMPLATE_CHARS
 from service.refusal import Refusal
-from service.template_probe import Dialect, names_in
+from service.template_probe import names_in
 from service.template_worker import _opened, _renderer
 from service.tokenizer import Tokenizer
 from service.tools import ChatOptions
@@ -81,7 +81,7 @@ def test_a_template_is_rendered_as_transformers_does(templates: ClientTemplates,
     with templates.open(TOOLS_TEMPLATE) as session:
         assert session.dialect == tokenizer._dialect
     with templates.open("{{ messages[0].content[0].text }}") as session:
-        assert session.dialect == Dialect(parts=True, text=False)
+        assert (session.dialect.parts, session.dialect.text) == (True, False)
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -1,0 +1,32 @@
+"""Half surrogates: JSON can escape them, UTF-8 cannot hold them.  Each becomes U+FFFD.
+
+A model cuts an emoji in half, a client keeps what it wrote, and the next request holds `"\\ud83d"`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+REPLACEMENT = "\ufffd"
+HALVES = re.compile("[\ud800-\udfff]")
+# An escape of JSON: a whole pair, half of one, or any other, which is only there to be passed over.
+ESCAPES = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.S
+)
+
+
+def without_surrogates(value: Any) -> Any:
+    """Return a value of JSON with U+FFFD in place of half surrogates, in keys, too.  May raise RecursionError."""
+    if isinstance(value, str):
+        return value if value.isascii() else HALVES.sub(REPLACEMENT, value)
+    if isinstance(value, dict):
+        return {without_surrogates(key): without_surrogates(inner) for key, inner in value.items()}
+    return [without_surrogates(inner) for inner in value] if isinstance(value, list) else value
+
+
+def repaired(body: bytes) -> bytes:
+    """Return a body of JSON with U+FFFD in place of escaped half surrogates."""
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return body
+    return ESCAPES.sub(lambda match: b"\\ufffd" if match.group(1) else match.group(), body)

@@ -1,0 +1,338 @@
+"""Histories on many chat templates: what Quire answers comes back whole, and nothing is left out without a word."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service import api, messages, responses
+from service.api import ValidRequest
+from service.config import GatewayConfig
+from service.refusal import Refusal
+from service.tokenizer import Tokenizer
+from tests.service.fakes import byte_level, with_template
+from tests.service.published import TEMPLATES
+
+CONFIG = GatewayConfig()
+TOOL = {"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object"}}}
+ARGUMENTS = [
+    '{"city": "wordparis", "n": [1, {"m": null}]}',
+    "{}",
+    "",
+    '{"city": "wordpar',
+    '["wordlist", 5]',
+    '"wordstring"',
+    "null",
+    '{"t": "wordcut \\ud83d here", "\\ude00": "wordkey"}',
+    "wordplain \\ud83d \\n",
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tokenizer]:
+    base = byte_level(tmp_path_factory.mktemp("history") / "base")
+    made: dict[str, Tokenizer] = {}
+
+    def make(name: str) -> Tokenizer:
+        if name not in made:
+            template, special = TEMPLATES[name]
+            folder = Path(shutil.copytree(base, base.parent / name))
+            made[name] = Tokenizer(str(with_template(folder, template, special)))
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(params=TEMPLATES)
+def tokenizer(request: pytest.FixtureRequest, tokenizer_of: Callable[[str], Tokenizer]) -> Tokenizer:
+    return tokenizer_of(request.param)
+
+
+def prompt(tokenizer: Tokenizer, valid: ValidRequest) -> str:
+    return tokenizer.text_of(tokenizer._encode_chat(valid.messages, None, valid.options), skip_special=False)
+
+
+def chat(conversation: list[dict[str, Any]], **fields: Any) -> ValidRequest:
+    return api.parse_chat(json.dumps({"messages": conversation, **fields}).encode(), CONFIG, "m", 600.0)
+
+
+def chat_prompt(tokenizer: Tokenizer, conversation: list[dict[str, Any]], **fields: Any) -> str:
+    return prompt(tokenizer, chat(conversation, **fields))
+
+
+def say(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+# ------------------------------------------------------------------------------------------------------ roles
+
+
+ORDERS = [
+    "system user",
+    "developer user",
+    "system developer user",
+    "developer system user",
+    "system system user",
+    "user system",
+    "user developer",
+    "system user system",
+    "system user assistant system user",
+    "user assistant developer user",
+    "system system user system system user",
+    "user user",
+    "system user user assistant user",
+    "assistant user",
+    "system assistant user",
+    "assistant assistant user",
+    "user assistant assistant user",
+    "user assistant user system assistant user",
+    "system system assistant assistant user user system",
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("parts", [False, True])
+def test_messages_of_any_order_are_all_in_the_prompt(tokenizer: Tokenizer, order: str, parts: bool) -> None:
+    conversation = []
+    for at, role in enumerate(order.split()):
+        content: Any = f"word{role}{at}"
+        if parts:
+            content = [{"type": "text", "text": content}, {"type": "text", "text": f"wordmore{at}"}]
+        conversation.append({"role": role, "content": content})
+    text = chat_prompt(tokenizer, conversation)
+    words = re.findall(r"word\w+", json.dumps(conversation))
+    assert [word for word in words if text.count(word) != 1] == []
+    assert "developer\n" not in text  # a header of no model here
+    turns = [word for word in words if "user" in word or "assistant" in word]
+    assert sorted(turns, key=text.index) == turns
+
+
+# ------------------------------------------------------------------------------------------- answers as history
+
+ANSWERS = [
+    (content, reasoning, calls)
+    for content, reasoning, calls in itertools.product(("", "wordsaid"), ("", "wordthought"), range(4))
+    if content or reasoning or calls
+]
+
+
+def written(calls: int, first: int) -> list[tuple[str, str]]:
+    """Names of functions and arguments, as a model writes them."""
+    return [(f"wordf{at}", ARGUMENTS[(first + at) % len(ARGUMENTS)]) for at in range(calls)]
+
+
+def as_chat(content: str, reasoning: str, calls: list[tuple[str, str]], results: bool) -> list[dict[str, Any]]:
+    answer: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
+    if reasoning:
+        answer["reasoning_content"] = reasoning
+    if calls:
+        answer["tool_calls"] = [
+            {"id": f"call_{at}x", "type": "function", "function": {"name": name, "arguments": text}}
+            for at, (name, text) in enumerate(calls)
+        ]
+    found = [answer]
+    if results:
+        found += [{"role": "tool", "tool_call_id": f"call_{at}x", "content": f"wordr{at}"} for at in range(len(calls))]
+    return found
+
+
+def words_of(content: str, calls: list[tuple[str, str]], results: bool) -> list[str]:
+    found = [content] if content else []
+    for at, (name, text) in enumerate(calls):
+        found += [name, *re.findall(r"word[a-z]+", text)]
+        found += [f"wordr{at}"] if results else []
+    return found
+
+
+@pytest.mark.parametrize("after", ["", "results", "final", "turn", "system"])
+def test_an_answer_is_history_of_a_chat(tokenizer: Tokenizer, after: str) -> None:
+    known = tokenizer._dialect.calls
+    for (content, reasoning, count), first in itertools.product(ANSWERS, range(0, len(ARGUMENTS), 2)):
+        if count and not known:
+            continue
+        calls = written(count, first)
+        conversation = [say("system", "wordrules"), say("user", "wordask")]
+        conversation += as_chat(content, reasoning, calls, results=bool(after))
+        words = ["wordrules", "wordask", *words_of(content, calls, bool(after))]
+        more = {
+            "final": [say("assistant", "wordfinal")],
+            "turn": [say("assistant", "wordfinal"), say("user", "wordthen")],
+            "system": [say("system", "wordnote"), say("user", "wordthen")],
+        }.get(after, [])
+        text = chat_prompt(tokenizer, [*conversation, *more])
+        words += [message["content"] for message in more]
+        assert [word for word in words if word not in text] == [], text
+        assert text.count("wordask") == 1
+        if count > 1 and after:  # each result comes after its own call, in order
+            places = [text.index(f"wordr{at}") for at in range(count)]
+            assert places == sorted(places)
+            assert all(text.index(f"wordf{at}") < places[at] for at in range(count))
+
+
+def as_messages(content: str, reasoning: str, calls: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """The same answer and its results in Anthropic's format, whose arguments are objects."""
+    blocks: list[dict[str, Any]] = [{"type": "thinking", "thinking": reasoning, "signature": ""}] if reasoning else []
+    blocks += [{"type": "text", "text": content}] if content else []
+    blocks += [
+        {"type": "tool_use", "id": f"toolu_{at}", "name": name, "input": messages.read_input(text)}
+        for at, (name, text) in enumerate(calls)
+    ]
+    results = [
+        {"type": "tool_result", "tool_use_id": f"toolu_{at}", "content": f"wordr{at}"} for at in range(len(calls))
+    ]
+    return [{"role": "assistant", "content": blocks}, *([{"role": "user", "content": results}] if results else [])]
+
+
+def as_items(content: str, reasoning: str, calls: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """The same in the format of responses."""
+    part = {"type": "output_text", "text": content, "annotations": []}
+    items: list[dict[str, Any]] = []
+    if reasoning:
+        items.append({"type": "reasoning", "content": [{"type": "reasoning_text", "text": reasoning}], "summary": []})
+    items += [{"type": "message", "role": "assistant", "content": [part]}] if content else []
+    for at, (name, text) in enumerate(calls):
+        items.append({"type": "function_call", "call_id": f"call_{at}", "name": name, "arguments": text})
+    for at in range(len(calls)):
+        items.append({"type": "function_call_output", "call_id": f"call_{at}", "output": f"wordr{at}"})
+    return items
+
+
+@pytest.mark.parametrize("endpoint", ["messages", "responses"])
+def test_an_answer_is_history_of_the_other_endpoints(tokenizer: Tokenizer, endpoint: str) -> None:
+    for (content, reasoning, count), first in itertools.product(ANSWERS, range(0, len(ARGUMENTS), 2)):
+        if count and not tokenizer._dialect.calls:
+            continue
+        calls = written(count, first)
+        if endpoint == "messages":
+            turns = [say("user", "wordask"), *as_messages(content, reasoning, calls), say("user", "wordthen")]
+            body = json.dumps({"max_tokens": 5, "system": "wordrules", "messages": turns}).encode()
+            valid = messages.parse(body, CONFIG, "m", 600.0, api.NO_DEFAULTS)
+            calls = [(name, json.dumps(messages.read_input(text))) for name, text in calls]
+        else:
+            items = [say("user", "wordask"), *as_items(content, reasoning, calls), say("user", "wordthen")]
+            body = json.dumps({"instructions": "wordrules", "input": items}).encode()
+            valid = responses.parse(body, CONFIG, "m", 600.0)
+        text = prompt(tokenizer, valid)
+        words = ["wordrules", "wordask", *words_of(content, calls, results=True), "wordthen"]
+        assert [word for word in words if word not in text] == [], text
+
+
+def test_function_calls_of_old_clients_are_tool_calls(tokenizer: Tokenizer) -> None:
+    if not tokenizer._dialect.calls:
+        return
+    call = {"role": "assistant", "content": None, "function_call": {"name": "wordf", "arguments": '{"a": "wordx"}'}}
+    old = [say("user", "Hi"), call, {"role": "function", "name": "wordf", "content": "wordresult"}]
+    tool_call = {"id": "call00001", "type": "function", "function": call["function_call"]}
+    new = [say("user", "Hi"), {"role": "assistant", "content": None, "tool_calls": [tool_call]}]
+    new += [{"role": "tool", "name": "wordf", "tool_call_id": "call00001", "content": "wordresult"}]
+    text = chat_prompt(tokenizer, old)
+    assert text == chat_prompt(tokenizer, new)
+    assert all(word in text for word in ("wordf", "wordx", "wordresult"))
+
+
+def test_foreign_call_ids_are_renamed_alike(tokenizer_of: Callable[[str], Tokenizer]) -> None:
+    def asked(ids: Sequence[str | None], results: Sequence[str | None]) -> str:
+        calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}} for _ in ids]
+        for call, given in zip(calls, ids, strict=True):
+            call.update({"id": given} if given else {})
+        answer = {"role": "assistant", "content": "", "tool_calls": calls}
+        told = [
+            {"role": "tool", "content": f"r{at}", **({"tool_call_id": given} if given else {})}
+            for at, given in enumerate(results)
+        ]
+        return chat_prompt(tokenizer_of("mistral-v3"), [say("user", "Hi"), answer, *told])
+
+    def shown(text: str) -> tuple[list[str], list[str]]:
+        return re.findall(r'"id": "(\w{9})"', text), re.findall(r'"call_id": "(\w{9})"', text)
+
+    assert shown(asked(["abcdefghi"], ["abcdefghi"])) == (["abcdefghi"], ["abcdefghi"])
+    for ids in (["call_1", "toolu_0123456789"], ["functions.f:0", "é"], [None, None]):
+        calls, results = shown(asked(ids, ids[::-1] if ids[0] else ids))
+        assert len(set(calls)) == 2
+        assert results == (calls[::-1] if ids[0] else calls)
+    assert asked(["call_1"], ["call_1"]) == asked(["call_1"], ["call_1"])
+
+
+REFUSED = [
+    ("llama2", [say("user", "a"), as_chat("", "", [("f", "{}")], False)[0]], "messages[1].tool_calls"),
+    ("llama2", [say("user", "a"), {"role": "tool", "tool_call_id": "x", "content": "b"}], "messages[1].role"),
+    ("qwen3.5", [say("assistant", "a")], "messages[0]"),
+    ("qwen3", [say("user", "a"), say("assistant", "b"), say("judge", "c")], "messages[2].role"),
+]
+
+
+@pytest.mark.parametrize(("name", "conversation", "param"), REFUSED)
+def test_what_would_be_left_out_is_refused_by_its_index(
+    tokenizer_of: Callable[[str], Tokenizer], name: str, conversation: list[dict[str, Any]], param: str
+) -> None:
+    with pytest.raises(Refusal) as refused:
+        chat_prompt(tokenizer_of(name), conversation)
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert refused.value.message.startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"id": "a", "type": "function"},
+        {"id": "a", "type": "function", "function": None},
+        {"id": "a", "type": "function", "function": {"arguments": "{}"}},
+        {"id": "a", "type": "function", "function": {"name": 5}},
+    ],
+)
+def test_a_call_without_a_function_is_refused(call: dict[str, Any]) -> None:
+    with pytest.raises(Refusal) as refused:
+        chat([say("user", "a"), {"role": "assistant", "tool_calls": [call]}])
+    assert refused.value.status == 400
+    assert (refused.value.param or "").startswith("messages[1].tool_calls[0].function")
+
+
+RAISING = (
+    "{% for m in messages %}{% if 'bad' in m.content %}{{ raise_exception('No bad words.') }}{% endif %}"
+    "{% if 'worse' in m.content %}{{ m.content + 1 }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("word", "reason"), [("bad", "No bad words."), ("worse", "TypeError")])
+@pytest.mark.parametrize("at", range(0, 9))
+def test_what_a_template_raises_names_the_message_and_the_reason(
+    tmp_path: Path, word: str, reason: str, at: int
+) -> None:
+    tokenizer = Tokenizer(str(with_template(byte_level(tmp_path / "m"), RAISING)))
+    conversation = [say("user" if i % 2 else "assistant", word if i == at else "fine") for i in range(9)]
+    with pytest.raises(Refusal) as refused:
+        chat_prompt(tokenizer, conversation)
+    assert refused.value.param == f"messages[{at}]"
+    assert refused.value.message == f"messages[{at}]: the model's chat template refuses it: {reason}"
+
+
+def test_a_refusal_is_content_of_the_assistant(tokenizer: Tokenizer) -> None:
+    for answer in (
+        {"role": "assistant", "content": None, "refusal": "wordno"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "wordno"}]},
+    ):
+        text = chat_prompt(tokenizer, [say("user", "a"), answer, say("user", "b")])
+        assert "wordno" in text
+
+
+@pytest.mark.parametrize("half", ["\\ud83d", "\\uDE00", "\\ud83d\\ud83d", "\\\\\\ud83d"])
+@pytest.mark.parametrize("place", ["content", "name", "arguments", "key"])
+def test_half_a_surrogate_pair_anywhere_is_a_replacement_character(
+    tokenizer_of: Callable[[str], Tokenizer], half: str, place: str
+) -> None:
+    given = dict.fromkeys(("content", "name", "arguments", "key"), "x") | {place: "HALF \U0001f600 a\\u005c"}
+    call = {"type": "function", "function": {"name": "f", "arguments": {given["key"]: given["arguments"]}}}
+    told = {**say("user", given["content"]), "name": given["name"]}
+    conversation = [told, {"role": "assistant", "tool_calls": [{**call, "id": "a"}]}, say("user", "b")]
+    for ascii_only in (False, True):
+        body = json.dumps({"messages": conversation}, ensure_ascii=ascii_only).replace("HALF", half).encode()
+        valid = api.parse_chat(body, CONFIG, "m", 600.0)
+        assert "\ufffd \U0001f600 a\\u005c" in json.dumps(valid.messages, ensure_ascii=False).replace("\\\\", "\\")
+        prompt(tokenizer_of("hermes"), valid)
