@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.common.embedded_redis import EmbeddedRedis, server_binaries, server_binary
 from engine.executor.models import demo
 from engine.executor.models.demo import DemoModelUnavailable
+from engine.wire import link
+from tests import pace
 from tests.checkpoints import make_checkpoint
 from tests.verdicts import (  # noqa: F401  hooks
     pytest_runtest_protocol,
@@ -79,6 +81,13 @@ def redis_server(redis_binary: Path) -> Iterator[EmbeddedRedis]:
 @pytest.fixture
 def namespace() -> str:
     return f"test-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis may take as long as a busy machine makes it; it is not what is tested."""
+    monkeypatch.setattr(link, "PATIENCE_S", pace.patience(60))
+    monkeypatch.setitem(link.Link.run_script.__kwdefaults__ or {}, "patience_s", pace.patience(60))
 
 
 @pytest.fixture(scope="session", autouse=True)

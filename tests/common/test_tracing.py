@@ -140,14 +140,13 @@ def test_a_span_takes_less_than_a_millisecond_while_the_collector_hangs(collecto
 def test_a_collector_that_hangs_delays_nothing(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     """No call waits for the collector while it hangs, or this test would not end: it answers only at the end."""
     monkeypatch.setattr(tracing, "CLOSE_S", 0.2)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")  # s; the exporter itself does not give up
     collector.answering.clear()
     tracer = start(collector.url)
     for _ in range(5000):  # more than wait in the exporter's queue
         tracer.add("queue", PARENT, 0.0, 1.0, {"gen_ai.request.id": "r"})
     collector.wait_for(lambda: collector.asked > 0)
-    at = time.monotonic()
     tracer.close()
-    assert time.monotonic() - at < 8.0  # the exporter's own patience is 10 s for each batch
     assert not collector.spans
     collector.answering.set()  # so that its thread ends before the collector does
     collector.wait_for(lambda: "last spans" not in {thread.name for thread in threading.enumerate()})

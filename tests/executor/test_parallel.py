@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import shutil
@@ -37,7 +38,7 @@ from engine.tools.models import model_class
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from engine.wire.messages import Beams, Sampling
 from tests.checkpoints import VOCAB, config_of, make_checkpoint
-from tests.pace import patience
+from tests.pace import paced, patience
 
 Checkpoint = Callable[[str], Path]
 # A pool that eight sequences of up to 110 tokens overflow, and steps that cut every prompt into chunks.
@@ -242,9 +243,9 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine(
     checkpoint: Checkpoint, tmp_path: Path, family: str, how: str
 ) -> None:
     """Of a stopped one 1.2 leases pass: that many beats are missed.  The rest is for a slow machine."""
-    lease_s = 2.0
+    lease_s = math.ceil(paced(2.0))
     directory = make_tiny(tmp_path / family, family) if family == "qwen3_moe" else checkpoint(family)
-    llm = opened(directory, 2, lease_ms=int(lease_s * 1000))
+    llm = opened(directory, 2, lease_ms=lease_s * 1000)
     executor = two_of(llm)
     rank = executor._others[0].process
     for prompt in prompts(4):
@@ -257,7 +258,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine(
     use = executor.catch_up if how == "killed while idle" else llm.step
     with pytest.raises(ExecutorLost, match=wanted):
         until_it_raises(use)
-    assert time.monotonic() - began < 3 * lease_s
+    assert time.monotonic() - began < patience(lease_s)
     with pytest.raises(ExecutorLost, match=wanted):
         executor.submit(StepPlan(1000))
     llm.close()
@@ -393,13 +394,14 @@ def test_a_rank_that_hangs_or_dies_while_the_model_loads_ends_the_start(
     checkpoint: Checkpoint, how: str, where: str
 ) -> None:
     """As the ranks meet nothing can interrupt rank 0, so its process ends.  As they read their parts, it raises."""
+    silence_s = math.ceil(paced(3.0))
     code = (
         "import logging, os, signal, sys\n"
         "from engine.config import EngineConfig\n"
         "from engine.executor import parallel\n"
         "from engine.executor.errors import ModelLoadError\n"
         "logging.basicConfig()\n"
-        "parallel.LOAD_SILENCE_S = parallel.LEASES_OF_SILENCE = 3.0\n"
+        f"parallel.LOAD_SILENCE_S = parallel.LEASES_OF_SILENCE = {silence_s}\n"
         "begun, (_, model, how, where) = [], sys.argv\n"
         "start, real = parallel.Rank.start, getattr(parallel, where)\n"
         "parallel.Rank.start = lambda *args: begun.append(start(*args)) or begun[-1]\n"
@@ -420,14 +422,14 @@ def test_a_rank_that_hangs_or_dies_while_the_model_loads_ends_the_start(
         pid = int(engine.stdout.readline())
         stopped = [psutil.Process(pid)] if how == "SIGSTOP" else []
         try:
-            said = engine.communicate(timeout=patience(30))[1]  # it ends after 3 s of silence and END_S
+            said = engine.communicate(timeout=patience(30))[1]  # it ends after that silence and END_S
         finally:
             engine.kill()
             for rank in stopped:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     rank.kill()
     assert engine.returncode == 1
-    silent = "rank 1 has sent nothing for 3 s while the model loads"
+    silent = f"rank 1 has sent nothing for {silence_s} s while the model loads"
     assert said.count(silent if how == "SIGSTOP" else "rank 1 ended with status -9") == 1
 
 
@@ -474,7 +476,8 @@ def test_a_rank_that_fails_alone_ends_the_engine(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, alone: int
 ) -> None:
     """The others wait in an exchange that it never reaches.  One rank gets a plan with a block that does not exist."""
-    llm = opened(checkpoint("llama"), 2, lease_ms=1000)
+    lease_s = math.ceil(paced(1.0))
+    llm = opened(checkpoint("llama"), 2, lease_ms=1000 * lease_s)
     executor = two_of(llm)
     good = StepPlan(1, starts=[Start(0, [0])], slices=[Slice(0, 0, [5], Sampler(Sampling(temperature=0), 1, []))])
     bad = msgspec.structs.replace(good, starts=[Start(0, [10_000])])
@@ -486,10 +489,11 @@ def test_a_rank_that_fails_alone_ends_the_engine(
     monkeypatch.setattr(ParallelExecutor, "_send", send_to_others)
     began = time.monotonic()
     executor.submit(good if alone else bad)
-    said = "rank 1 does not answer, or failed alone" if alone else "rank 1 has not ended a step 1 s after rank 0 did"
+    late = f"rank 1 has not ended a step {lease_s} s after rank 0 did"
+    said = "rank 1 does not answer, or failed alone" if alone else late
     with pytest.raises(ExecutorLost, match=said):
         executor.collect()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < patience(10 * lease_s)
     rank = executor._others[0].process
     llm.close()
     assert rank.returncode == -signal.SIGKILL

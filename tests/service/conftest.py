@@ -13,7 +13,6 @@ import pytest
 from aiohttp import ClientSession
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire import link
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.messages import Sampling
 from service.app import Gateway
@@ -108,13 +107,6 @@ async def serve(
     yield start
     for close in reversed(closers):
         await close()
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Redis may take as long as a busy machine makes it; it is not what is tested."""
-    monkeypatch.setattr(link, "PATIENCE_S", 60.0)
-    monkeypatch.setitem(link.Link.run_script.__kwdefaults__ or {}, "patience_s", 60.0)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from engine.common.embedded_redis import EmbeddedRedis
 from service.bodies import Scan
 from service.tokenizer import Tokenizer
-from tests.pace import patience
+from tests.pace import paced, patience
 from tests.service.conftest import ROOT
 from tests.service.fakes import FakeEngine, Served, settled
 
@@ -106,10 +106,11 @@ async def test_a_head_that_trickles_in_is_cut_off(serve: Serve) -> None:
 
 
 async def test_a_kept_connection_may_idle_but_not_forever(serve: Serve) -> None:
-    served = await serve(header_timeout_s=0.4, keepalive_s=1.5)
+    first_s = paced(0.4)
+    served = await serve(header_timeout_s=first_s, keepalive_s=4 * first_s)
     async with raw(served) as kept:
         assert await kept.get("/ping") == 200
-        await asyncio.sleep(0.8)  # longer than a first request may take
+        await asyncio.sleep(2 * first_s)  # longer than a first request may take
         assert await kept.get("/ping") == 200
         assert await kept.closed()
     async with raw(served) as slow:
@@ -131,15 +132,16 @@ async def test_a_body_that_stops_short_is_refused_in_time(serve: Serve, engine: 
 async def test_a_long_request_is_not_taken_for_a_silent_one(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
-    served = await serve(header_timeout_s=0.2, body_timeout_s=0.2, keepalive_s=0.2)
-    async with engine(lambda generate, index: ([5] * 30, None), step_s=0.03), raw(served) as client:
+    limit_s = paced(0.2)
+    served = await serve(header_timeout_s=limit_s, body_timeout_s=limit_s, keepalive_s=limit_s)
+    async with engine(lambda generate, index: ([5] * 30, None), step_s=0.15 * limit_s), raw(served) as client:
         await settled(lambda: bool(served.streams.fleet.engines))
         body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 30}).encode()
         begun = time.monotonic()
         client.post(len(body), body)
         status, _, answer = await client.answer()
         assert (status, json.loads(answer)["usage"]["completion_tokens"]) == (200, 30)
-        assert time.monotonic() - begun > 0.5
+        assert time.monotonic() - begun > 2.5 * limit_s
 
 
 async def test_silent_connections_make_room_for_others(serve: Serve) -> None:

@@ -15,7 +15,7 @@ from aiohttp import ClientError, ClientSession
 
 from engine.wire.messages import Finish, Generate
 from service.tokenizer import Tokenizer
-from tests.pace import patience
+from tests.pace import paced, patience
 from tests.service.fakes import FakeEngine, settled
 from tests.service.test_process import answers
 from tests.system.stack import free_port
@@ -137,10 +137,11 @@ async def test_a_rolling_restart_under_load_aborts_nothing(
     """Answers longer than the grace period move on to the other gateway, those of plain clients fit into it."""
     url = f"http://127.0.0.1:{port}"
     pages = {name: free_port() for name in ("g0", "g1")}
-    long, short = 450, 10  # tokens: at 15 ms each more than twice the grace period, and a twentieth of it
+    grace_s = paced(3.0)
+    long, short = 450, 10  # tokens: at a 200th of the grace period each more than twice as long, and a twentieth of it
 
     def start(name: str) -> subprocess.Popen[str]:
-        return launch("--gateway-id", name, "--drain-s", "3", "--metrics-port", str(pages[name]))
+        return launch("--gateway-id", name, "--drain-s", str(grace_s), "--metrics-port", str(pages[name]))
 
     processes = {name: start(name) for name in pages}
     clients: list[Client] = []
@@ -155,7 +156,7 @@ async def test_a_rolling_restart_under_load_aborts_nothing(
         while not over:
             await visit(plain)
 
-    async with engine(says(byte_level_tokenizer), step_s=0.015) as fake:
+    async with engine(says(byte_level_tokenizer), step_s=grace_s / 200) as fake:
         for page in pages.values():
             await answers(f"http://127.0.0.1:{page}/health")
         visitors = [asyncio.create_task(visitor(plain=number % 2 == 0)) for number in range(8)]
@@ -166,7 +167,7 @@ async def test_a_rolling_restart_under_load_aborts_nothing(
                 visitors.append(asyncio.create_task(visit(plain=False)))
                 await settled(lambda had=had: any(new.max_new_tokens == long for new in fake.seen[had:]))  # type: ignore[misc]
             processes[name].send_signal(signal.SIGTERM)
-            _, errors = await asyncio.to_thread(processes[name].communicate, None, LIMIT_S)
+            _, errors = await asyncio.to_thread(processes[name].communicate, None, patience(LIMIT_S))
             assert processes[name].returncode == 0
             assert "Traceback" not in errors
             start(name)

@@ -15,6 +15,7 @@ from aiohttp import ClientSession
 
 from service import admission, queue_updates
 from service.tokenizer import Tokenizer
+from tests.pace import paced
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import events, raw, says
 from tests.service.test_process import answers
@@ -131,9 +132,9 @@ async def test_a_deadline_that_passes_while_late_names_the_wait(
 ) -> None:
     served = await serve(ttft_target_s=TARGET_S, late_wait_s=60.0)
     async with full(served, engine(says(byte_level_tokenizer))) as fake:
-        now = asyncio.get_running_loop().time
+        now, limit_s = asyncio.get_running_loop().time, paced(2.0)
         sent = now()
-        asking = asyncio.create_task(raw(served.session, "/v1/completions", **LATE, timeout=2.0))
+        asking = asyncio.create_task(raw(served.session, "/v1/completions", **LATE, timeout=limit_s))
         await settled(lambda: served.streams.fleet.late.requests == 1)
         queued = now()
         status, body, headers = await asking
@@ -141,7 +142,7 @@ async def test_a_deadline_that_passes_while_late_names_the_wait(
         told = re.search(r"it waited ([\d.]+) s in the queue, 0 requests ahead of it", body["error"]["message"])
         assert told is not None
         # The timeout began no earlier than the request was sent, the wait no later than it was seen in the queue.
-        assert sent + 2.0 - queued - 0.06 <= float(told[1]) <= now() - sent + 0.06
+        assert sent + limit_s - queued - 0.06 <= float(told[1]) <= now() - sent + 0.06
         assert headers["x-should-retry"] == "false"
         await settled(lambda: served.streams.fleet.queued == 0)
         async with served.session.post(
@@ -205,7 +206,8 @@ async def test_a_killed_gateways_late_requests_are_never_computed(
     url = f"http://127.0.0.1:{port}"
     await answers(f"{url}/ping")
     async with full(served, engine(says(byte_level_tokenizer))) as fake, ClientSession(base_url=url) as client:
-        await asyncio.sleep(1.0)  # the other gateway reads the fleet
+        await answers(f"{url}/ready")
+        await asyncio.sleep(paced(1.0))  # the other gateway reads that the engine is full
         asking = [asyncio.create_task(raw(client, "/v1/completions", **LATE)) for _ in range(3)]
         await settled(lambda: served.streams.fleet.late.requests == 3)
         process.kill()

@@ -214,16 +214,14 @@ async def test_a_stall_is_seen_with_what_this_process_did_in_it() -> None:
     until = time.process_time() + 0.3
     while time.process_time() < until:
         pass
-    await asyncio.sleep(0.05)
+    await settled(lambda: max(found)[0] >= 0.28)
     late, busy = max(found)
-    assert late >= 0.28
     assert 0.28 <= busy <= late
     found.clear()
     time.sleep(0.3)  # noqa: ASYNC251 (as if another process had the core)
-    await asyncio.sleep(0.05)
+    await settled(lambda: bool(found) and max(found)[0] >= 0.28)
     late, busy = max(found)
-    assert late >= 0.28
-    assert busy <= 0.1
+    assert busy <= late / 3
     watch.stop()
 
 

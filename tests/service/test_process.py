@@ -21,7 +21,7 @@ from redis import Redis
 
 from engine.common.embedded_redis import EmbeddedRedis
 from service.tokenizer import Tokenizer
-from tests.pace import patience, python_s
+from tests.pace import Patience, paced, patience, python_s
 from tests.service.fakes import FakeEngine, settled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,12 +29,21 @@ EngineMaker = Callable[..., FakeEngine]
 
 
 async def answers(url: str) -> None:
-    for _ in range(600):
+    bound = Patience(100)
+    while bound.lasts():
         with contextlib.suppress(OSError, urllib.error.HTTPError):
-            await asyncio.to_thread(urllib.request.urlopen, url, timeout=5)
+            await asyncio.to_thread(urllib.request.urlopen, url, timeout=patience(5))
             return
         await asyncio.sleep(0.05)
     pytest.fail(f"{url} does not answer")
+
+
+def refuses_connections(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=patience(5)).close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 def test_importing_the_service_is_quick_and_loads_no_torch() -> None:
@@ -134,17 +143,15 @@ async def test_sigterm_drains(
     byte_level_tokenizer: Tokenizer,
     in_time: bool,
 ) -> None:
-    process = launch("--drain-s", "20" if in_time else "0.2")
+    process = launch("--drain-s", str(patience(20)) if in_time else "0.2")
     url = f"http://127.0.0.1:{port}"
-    async with slow_engine(engine, byte_level_tokenizer, 0.02) as fake, ClientSession() as session:
+    async with slow_engine(engine, byte_level_tokenizer, paced(0.02)) as fake, ClientSession() as session:
         await answers(f"{url}/ready")
         body = {"model": "tiny", "prompt": "a", "max_tokens": 60 if in_time else 500, "stream": True}
         async with session.post(f"{url}/v1/completions", json=body) as response:
             await response.content.readline()
             process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.1)
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(("127.0.0.1", port), timeout=1)
+            await settled(lambda: refuses_connections(port))
             lines = [line async for line in response.content if line.startswith(b"data: ")]
         assert lines[-1] == b"data: [DONE]\n"
         last = json.loads(lines[-2][6:])
@@ -153,7 +160,7 @@ async def test_sigterm_drains(
         else:
             assert last["error"]["code"] == "cancelled"
             await settled(lambda: len(fake.aborted) == 1)
-        _, errors = await asyncio.to_thread(process.communicate, None, 10)
+        _, errors = await asyncio.to_thread(process.communicate, None, patience(10))
         assert process.returncode == 0
         assert "Traceback" not in errors
 

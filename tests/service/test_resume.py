@@ -19,6 +19,7 @@ from service import resume
 from service.api import Refusal
 from service.format import Position
 from service.tokenizer import Tokenizer
+from tests.pace import paced
 from tests.service.fakes import FakeEngine, Served, settled
 
 Serve = Callable[..., Awaitable[Served]]
@@ -263,9 +264,9 @@ async def test_who_may_come_back_and_to_what(
 async def test_a_lost_client_is_waited_for_only_if_it_said_that_it_comes_back(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
-    served = await serve(resume_s=0.3)
+    served = await serve(resume_s=paced(0.3))
     body = {"model": "tiny", "prompt": "a", "max_tokens": 400, "stream": True, "stream_options": IDS}
-    async with engine(says(byte_level_tokenizer), step_s=0.02) as fake:
+    async with engine(says(byte_level_tokenizer), step_s=paced(0.02)) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
         [(left, _)] = await events(served.session, "/v1/completions", body, most=1)
         await settled(lambda: len(fake.aborted) == 1)
@@ -426,13 +427,13 @@ async def test_at_the_end_of_a_drain_streams_move_on_and_plain_ones_are_told(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
     leaving, staying = await serve(drain_s=0.1), await serve()
+    found: list[Event] = []
     body = {"model": "tiny", "prompt": "a", "max_tokens": 100, "stream": True}
-    async with engine(says(byte_level_tokenizer), step_s=0.02) as fake:
+    async with engine(says(byte_level_tokenizer), step_s=paced(0.02)) as fake:
         await settled(lambda: bool(leaving.streams.fleet.engines) and bool(staying.streams.fleet.engines))
         expected = merged(await events(staying.session, "/v1/completions", body))
 
         async def resuming() -> list[Event]:
-            found: list[Event] = []
             with pytest.raises(ClientError):  # broken off: no client takes it for a whole answer
                 await events(leaving.session, "/v1/completions", body, found=found, **{"X-Resumable": "1"})
             last = {"Last-Event-ID": found[-1][0]}
@@ -451,8 +452,7 @@ async def test_at_the_end_of_a_drain_streams_move_on_and_plain_ones_are_told(
                 return int((await response.json())["usage"]["completion_tokens"])
 
         tasks = asyncio.gather(resuming(), plain(), whole())
-        await settled(lambda: len(fake.seen) == 4 and fake.busy)
-        await asyncio.sleep(0.1)
+        await settled(lambda: len(fake.seen) == 4 and bool(found))
         leaving.gateway.refuse_new()
         assert (await leaving.session.get("/ready")).status == 503
         await leaving.gateway.drain()

@@ -426,8 +426,7 @@ async def test_the_fleet_is_seen_on_this_clock_and_our_own_orders_count_at_once(
     async with streams.open(orders(), 60, anyway):
         assert streams.fleet.queued_tokens == 3
     wire.fleets[0] = Fleet(engines=[], queued=0, queued_tokens=0, time_ms=1)
-    await asyncio.sleep(0.05)
-    assert streams.fleet.engines == []
+    await settled(lambda: streams.fleet.engines == [])
 
 
 async def test_a_reader_that_breaks_starts_again_and_no_other_part_hides_it(

@@ -21,7 +21,7 @@ from service import cli
 from service.terminal import bench
 from service.terminal.options import BenchConfig
 from service.tokenizer import Tokenizer
-from tests.pace import patience
+from tests.pace import Patience, patience
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import ANSWER, says
 
@@ -88,10 +88,19 @@ class Terminal:
                 return self.text
         pytest.fail(f"{pattern} was not shown: {self.text!r}")
 
-    async def ends(self) -> int:
-        """Wait for its end.  The terminal must be as it was."""
-        async with asyncio.timeout(patience(WAIT_S)):
-            status = await self.process.wait()
+    async def ends(self, *, keys: str = "") -> int:
+        """Wait for its end, and press `keys` until then.  The terminal must be as it was.
+
+        A signal between a prompt and the wait for a key is lost: GNU readline sees it at the next key."""
+        bound = Patience(WAIT_S)
+        while self.process.returncode is None:
+            assert bound.lasts(), self.text
+            if keys:
+                self.type(keys)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self.process.wait()
+        status = self.process.returncode
         assert termios.tcgetattr(self._slave) == self.before
         return status
 
@@ -206,8 +215,7 @@ async def test_chat_leaves_at_a_ctrl_c_at_the_prompt_and_answers_a_pipe(
         assert await piped("chat", f"{served.url}/llm/v1", text="hi\n") == (0, f"{ANSWER}\n", "")
         async with Terminal("chat", served.url) as chat:
             await chat.shows("> $")
-            chat.type("\x03")
-            assert await chat.ends() == 0
+            assert await chat.ends(keys="\x03") == 0
 
 
 @pytest.mark.system

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.records import Fleet
 from tests.checkpoints import VOCAB
+from tests.pace import patience
 from tests.system.processes import at_rest, ending, fleet_until, wait_until_ready
 from tests.system.test_survival import LIMIT_S, Served
 
@@ -52,7 +53,7 @@ def served(
 
 @pytest.fixture
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience(LIMIT_S))) as session:
         yield session
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.records import Fleet
 from tests.checkpoints import VOCAB
-from tests.pace import patience
+from tests.pace import paced_ms, patience
 from tests.system.processes import Process, at_rest, ending, fleet_until, metric, sse_events, wait_until_ready
 from tests.system.stack import free_port
 
@@ -43,7 +43,7 @@ class Deployment:
             "--threads=1",
             "--kv-blocks=160",
             "--max-seqs=12",
-            "--lease-ms=1000",
+            f"--lease-ms={paced_ms(1000)}",
             "--check-books",
             "--poison-free-blocks",
         )

@@ -210,7 +210,7 @@ async def test_no_engine_dies_of_the_same_prefix_twice(made: Restarts, kind: str
     await bus.close()
     command = [sys.executable, "-m", "tests.system.deadly", str(deadly), kind]
     first: Process = made.launch(command=command)
-    assert await asyncio.to_thread(first.popen.wait, LIMIT_S) == status
+    assert await asyncio.to_thread(first.popen.wait, patience(LIMIT_S)) == status
     second = made.launch(command=command)
     await asyncio.to_thread(second.wait_for, "ready", LIMIT_S)
     assert "of 1 hot prefixes" not in second.said()

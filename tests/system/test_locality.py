@@ -14,7 +14,7 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.messages import Generate, Sampling
 from engine.wire.prefixes import prefix_digests, split
-from tests.pace import patience
+from tests.pace import paced_ms, patience
 from tests.system.processes import Process, at_rest, ending, fleet_until
 
 pytestmark = pytest.mark.system
@@ -25,7 +25,7 @@ LIMIT_S = 100.0  # generous: the machine may be busy
 async def test_an_engine_publishes_what_it_has_cached_until_it_dies(
     redis_server: EmbeddedRedis, namespace: str, tmp_path: Path, locality: bool
 ) -> None:
-    options = ["--executor=scripted", "--lease-ms=1000", f"--{'' if locality else 'no-'}prefix-locality"]
+    options = ["--executor=scripted", f"--lease-ms={paced_ms(1000)}", f"--{'' if locality else 'no-'}prefix-locality"]
     shared = [f"--redis-url={redis_server.url}", f"--namespace={namespace}", "--engine-id=e"]
     tokens = random.Random(0).choices(range(2, 900), k=500)
     gateway = GatewaySide(redis_server.url, "g", namespace=namespace)

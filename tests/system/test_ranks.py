@@ -10,6 +10,7 @@ import aiohttp
 import psutil
 import pytest
 
+from tests.pace import patience
 from tests.system.processes import ending, wait_until_ready
 from tests.system.test_survival import LIMIT_S, Answer, Served, begin, bodies, until
 from tests.system.test_takeover import spare_of
@@ -20,7 +21,7 @@ OPTIONS = ("--dtype=float32", "--threads=1", "--kv-blocks=600", "--max-seqs=16",
 
 @pytest.fixture
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience(LIMIT_S))) as session:
         yield session
 
 
@@ -62,7 +63,7 @@ async def test_a_killed_rank_ends_its_engine_and_every_stream_continues(
         again = served.engine()
         assert again is not None
         (other,) = ranks_of(again)
-    psutil.wait_procs([other], timeout=LIMIT_S)
+    psutil.wait_procs([other], timeout=patience(LIMIT_S))
     assert not other.is_running()
 
 
@@ -87,7 +88,7 @@ async def test_a_spare_takes_over_with_the_ranks_that_waited_with_it(
         await asyncio.gather(*reading)
         for answer, wanted in zip(answers, undisturbed, strict=True):
             answer.same_as(wanted)
-        psutil.wait_procs([rank], timeout=LIMIT_S)
+        psutil.wait_procs([rank], timeout=patience(LIMIT_S))
         assert not rank.is_running()
         assert served.engine() == spare
         assert ranks_of(spare) == [waiting]

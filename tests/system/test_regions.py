@@ -21,6 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from engine.common.embedded_redis import EmbeddedRedis
 from service.format import call_id
 from tests.checkpoints import VOCAB
+from tests.pace import paced_ms, patience
 from tests.service.fakes import TOOLS_TEMPLATE
 from tests.system.processes import QUIRE, Process, ending, wait_until_ready
 from tests.system.stack import free_port
@@ -146,12 +147,12 @@ class Reader:
 
 @pytest.fixture
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience(LIMIT_S))) as session:
         yield session
 
 
 async def test_killed_engines_and_another_gateway_change_no_byte(fleet: Fleet, client: aiohttp.ClientSession) -> None:
-    engine = fleet.engine("e0", "--lease-ms=1000")
+    engine = fleet.engine("e0", f"--lease-ms={paced_ms(1000)}")
     await fleet.ready(1)
     undisturbed = Reader()
     await undisturbed.read(client, fleet.url)
@@ -165,7 +166,7 @@ async def test_killed_engines_and_another_gateway_change_no_byte(fleet: Fleet, c
             await asyncio.sleep(0.002)
         engine.kill()
         assert not reading.done()
-        engine = fleet.engine(f"e{number + 1}", "--lease-ms=1000")
+        engine = fleet.engine(f"e{number + 1}", f"--lease-ms={paced_ms(1000)}")
     await reading
     assert '"end"' not in reader.arguments
     await reader.read(client, fleet.other_url)

@@ -22,7 +22,7 @@ from engine.wire.records import Fleet
 from loadtest.server import engine_processes
 from service.format import Position
 from tests.checkpoints import VOCAB, tokenizer
-from tests.pace import patience
+from tests.pace import paced, paced_ms, patience
 from tests.system import processes
 from tests.system.processes import QUIRE, Process, at_rest, ending, fleet_until, wait_until_ready
 from tests.system.stack import free_port
@@ -294,14 +294,14 @@ def assert_script(answers: list[Answer]) -> None:
 async def test_an_engine_that_was_frozen_past_its_lease_cannot_write(
     engines: Engines, client: aiohttp.ClientSession
 ) -> None:
-    frozen = engines.engine("frozen", "--lease-ms=1000")
+    frozen = engines.engine("frozen", f"--lease-ms={paced_ms(1000)}")
     await engines.ready(1)
     answers = asks(4, 1200)
     reading = begin(answers, client, engines.url)
     await until(lambda: all(len(said) > 20 for answer in answers for said in answer.tokens), reading)
     frozen.popen.send_signal(signal.SIGSTOP)
     try:
-        other = engines.engine("other", "--lease-ms=1000")
+        other = engines.engine("other", f"--lease-ms={paced_ms(1000)}")
         await fleet_until(  # it has taken over, and says more
             engines.redis_url,
             engines.namespace,
@@ -372,7 +372,7 @@ async def test_a_request_that_kills_its_engine_is_quarantined_and_its_mates_live
     engines: Engines, client: aiohttp.ClientSession, tmp_path: Path, kind: str
 ) -> None:
     deadly = [sys.executable, "-m", "tests.system.deadly", str(DEADLY), kind]
-    options = ["--step-timeout-s=2"] if kind == "hang" else []
+    options = [f"--step-timeout-s={paced(2)}"] if kind == "hang" else []
     expected, said = DEATHS[kind]
 
     def start() -> Process:

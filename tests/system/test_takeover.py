@@ -18,6 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from loadtest.server import engine_processes
+from tests.pace import patience
 from tests.system.processes import ENVIRONMENT, ROOT, ending, wait_until_ready
 from tests.system.test_survival import LIMIT_S, Answer, Served, begin, bodies, until
 
@@ -28,7 +29,9 @@ OPTIONS = ("--dtype=float32", "--threads=1", "--kv-blocks=600", "--max-seqs=16",
 @pytest.fixture
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S), connector=connector) as session:
+    async with aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=patience(LIMIT_S)), connector=connector
+    ) as session:
         yield session
 
 
@@ -39,7 +42,7 @@ def engines(served: Served) -> list[psutil.Process]:
 
 async def spare_of(served: Served) -> psutil.Process:
     """Return the spare when it is ready."""
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + patience(LIMIT_S)
     while True:
         assert time.monotonic() < deadline, served.process.said()
         found = engines(served)
@@ -114,7 +117,7 @@ def test_a_spare_that_is_not_wanted_leaves_nothing_behind(checkpoint: Callable[[
             stderr=file,
         )
     try:
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + patience(LIMIT_S)
         while f"spare {spare.pid} is ready" not in log.read_text():
             assert spare.poll() is None, log.read_text()
             assert time.monotonic() < deadline
@@ -124,7 +127,7 @@ def test_a_spare_that_is_not_wanted_leaves_nothing_behind(checkpoint: Callable[[
         assert sum(psutil.Process(spare.pid).cpu_times()[:2]) - before < 0.1, "a spare that waits computes nothing"
         assert spare.stdin is not None
         spare.stdin.close()
-        assert spare.wait(LIMIT_S) == 0
+        assert spare.wait(patience(LIMIT_S)) == 0
     finally:
         spare.kill()
         spare.wait()
@@ -136,10 +139,10 @@ def test_a_supervisor_that_dies_takes_its_spare_along(checkpoint: Callable[[str]
     served = Served(tmp_path, checkpoint("llama"), "--executor=scripted")
     with ending([served.process]):
         wait_until_ready(served.url, LIMIT_S)
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + patience(LIMIT_S)
         while len(found := engines(served)) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         os.kill(served.process.popen.pid, 9)
-        _, alive = psutil.wait_procs(found, LIMIT_S)
+        _, alive = psutil.wait_procs(found, patience(LIMIT_S))
         assert not alive

@@ -12,7 +12,7 @@ import pytest
 
 from engine.common.embedded_redis import EmbeddedRedis
 from tests.otlp import Collector, Seen
-from tests.pace import patience
+from tests.pace import paced_ms, patience
 from tests.system.processes import ENVIRONMENT, QUIRE, Process, ending, fleet_until, wait_until_ready
 from tests.system.stack import free_port
 
@@ -55,7 +55,9 @@ class Deployment:
         ]
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self.gateway = self._start("gateway", "gateway", f"--port={port}", "--gateway-id=g", "--resume-s=90")
+        self.gateway = self._start(
+            "gateway", "gateway", f"--port={port}", "--gateway-id=g", f"--resume-s={patience(90)}"
+        )
 
     def _start(self, name: str, kind: str, *options: str) -> Process:
         env = {
@@ -68,8 +70,8 @@ class Deployment:
         return process
 
     async def engine(self, name: str, step_ms: int) -> Process:
-        scripted = ("--executor=scripted", f"--scripted-step-ms={step_ms}", "--max-model-len=2048", "--lease-ms=1000")
-        process = self._start(name, "engine", f"--engine-id={name}", *scripted)
+        scripted = ("--executor=scripted", f"--scripted-step-ms={step_ms}", "--max-model-len=2048")
+        process = self._start(name, "engine", f"--engine-id={name}", *scripted, f"--lease-ms={paced_ms(1000)}")
         await fleet_until(
             self.redis_url,
             self.namespace,
@@ -99,14 +101,14 @@ async def test_one_trace_and_one_line_for_each_request(
             async with client.post("/v1/completions", json=body, headers=headers) as response:
                 assert response.headers["X-Request-Id"] == "mine-1"
                 had, _ = await listen(response, 20)
-            collector.wait_for(lambda: bool(collector.named("prefill")), patience(LIMIT_S))
+            collector.wait_for(lambda: bool(collector.named("prefill")), LIMIT_S)
             first.kill()
             second = await there.engine("e2", step_ms=1)
             back = {"traceparent": OTHER, "X-Request-Id": "mine-2", "Last-Event-ID": had[-1]}
             async with client.post("/v1/completions", json=body, headers=back) as response:
                 assert response.status == 200, await response.text()
                 assert (await listen(response))[1]
-            collector.wait_for(lambda: len({span.span_id for span in collector.spans}) == 7, patience(LIMIT_S))
+            collector.wait_for(lambda: len({span.span_id for span in collector.spans}) == 7, LIMIT_S)
             check_trace(collector.spans)
 
             collector.answering.clear()  # whoever collects traces hangs: nobody notices

@@ -18,7 +18,7 @@ import redis
 from redis.crc import key_slot
 
 from engine.common.embedded_redis import die_with_parent
-from tests.pace import patience
+from tests.pace import Patience
 
 SLOTS = 16_384
 MASTERS = 3
@@ -151,9 +151,9 @@ def slot_of(key: str) -> int:
 
 
 def wait(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + patience(LIMIT_S)
+    bound = Patience(LIMIT_S)
     while not holds():
-        assert time.monotonic() < deadline, f"not true after {LIMIT_S:g} s"
+        assert bound.lasts(), f"not true after {bound}"
         time.sleep(0.02)
 
 

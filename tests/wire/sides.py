@@ -8,6 +8,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import redis
+
 from engine.wire.engine_side import EngineSide
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
@@ -15,10 +17,11 @@ from engine.wire.records import ANY_TOKENS, ExchangeReply, QueueBounds
 from tests.pace import patience
 
 PLENTY = (1_000_000, 1_000)  # room in tokens and in requests
+LONG_MS = 3_600_000  # of deadlines and leases: longer than any pause of the machine
 
 
 def generate(request_id: str, tokens: int = 10, gateway: str = "g1", **more: Any) -> Generate:
-    deadline_ms = int(time.time() * 1000) + 60_000
+    deadline_ms = int(time.time() * 1000) + LONG_MS
     return Generate(request_id, gateway, list(range(tokens)), 5, more.pop("sampling", Sampling()), deadline_ms, **more)
 
 
@@ -72,12 +75,18 @@ class Bus:
         return side
 
     async def engine(
-        self, name: str = "e1", url: str = "", lease_ms: int = 5000, late_share: float = 0.1
+        self, name: str = "e1", url: str = "", lease_ms: int = LONG_MS, late_share: float = 0.1
     ) -> EngineSide:
         side = EngineSide(url or self.url, name, namespace=self.namespace, lease_ms=lease_ms, late_share=late_share)
         self._closers.append(side.close)
         await side.open()
         return side
+
+    def lapse(self, name: str) -> None:
+        """Let the lease of this engine lapse now.  Leases of tests last for ever: Redis' clock ends none."""
+        with redis.Redis.from_url(self.url) as client:
+            assert client.delete(f"{{{self.namespace}}}:lease:{name}") == 1
+            client.delete(f"{{{self.namespace}}}:reached")  # a slow test is no Redis that was away
 
     async def close(self) -> None:
         for closer in reversed(self._closers):

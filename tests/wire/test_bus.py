@@ -15,14 +15,15 @@ import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.common.errors import OperatorError
+from engine.wire import link
 from engine.wire.engine_side import EngineSide
 from engine.wire.gateway_side import READ_DELTAS, GatewaySide
 from engine.wire.layout import LAYOUT_VERSION, OUTPUT_COST
 from engine.wire.link import BusDown, VersionMismatch
 from engine.wire.messages import WIRE_VERSION, Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 from engine.wire.records import ExchangeReply
-from tests.pace import patience, python_s
-from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, take, within
+from tests.pace import patience, python_s, until
+from tests.wire.sides import LONG_MS, PLENTY, Bus, batch, generate, ids, load, read, take, within
 
 pytestmark = pytest.mark.every_redis
 
@@ -35,6 +36,7 @@ async def test_a_request_goes_down_and_its_tokens_come_up(bus: Bus) -> None:
     await gateway.submit(request)
     assert (fleet := await gateway.fleet()).queued == 1
     assert (fleet.queued_tokens, fleet.engines) == (12, [])
+    began_ms = time.time() * 1000 - 1
     assert await take(engine) == ExchangeReply([request], [])
     sent = [batch("a", 0), batch("a", 1)]
     await engine.exchange([("g1", sent[0])], [], load("e1"), 0, 0)
@@ -42,9 +44,8 @@ async def test_a_request_goes_down_and_its_tokens_come_up(bus: Bus) -> None:
     assert await read(gateway, 2) == sent
     fleet = await gateway.fleet()
     assert (fleet.queued, fleet.queued_tokens, fleet.engines) == (0, 0, [last])
-    assert abs(fleet.time_ms - time.time() * 1000) < 5_000
+    assert began_ms <= fleet.exchanged_ms["e1"] <= fleet.time_ms <= time.time() * 1000 + 1  # one machine, one clock
     assert fleet.exchanged_ms.keys() == {"e1"}
-    assert 0 <= fleet.time_ms - fleet.exchanged_ms["e1"] < 5_000
     await asyncio.sleep(0.05)
     again = await gateway.fleet()
     assert again.exchanged_ms == fleet.exchanged_ms  # reading the fleet is no sign of an engine's life
@@ -64,12 +65,12 @@ async def test_claims_are_first_come_first_served_and_fit_the_room(bus: Bus) -> 
 
 
 async def test_within_a_tenant_priority_goes_before_arrival(bus: Bus) -> None:
-    gateway, dying, other = await bus.gateway(), await bus.engine("e1", lease_ms=100), await bus.engine("e2")
+    gateway, dying, other = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
     for name, priority in (("late", 100), ("a", 0), ("b", 0), ("first", -100)):
         await gateway.submit(generate(name, priority=priority))
     assert ids(await take(dying, requests=2)) == ["first", "a"]
     await gateway.submit(generate("c", priority=-1))
-    await asyncio.sleep(0.15)
+    bus.lapse("e1")
     await gateway.fleet()  # what the dead engine held goes back to its place, not to the head
     assert ids(await take(other, "e2")) == ["first", "c", "a", "b", "late"]
 
@@ -267,7 +268,7 @@ async def test_a_withdrawn_request_costs_nothing_or_aborts(bus: Bus) -> None:
 
 
 async def test_one_continuation_is_withdrawn_from_whoever_computes_the_request(bus: Bus) -> None:
-    gateway, dying, other = await bus.gateway(), await bus.engine("e1", lease_ms=100), await bus.engine("e2")
+    gateway, dying, other = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
     await gateway.cancel("never heard of", 1)
     await gateway.submit(generate("a"))
     assert ids(await take(dying)) == ["a"]
@@ -275,7 +276,7 @@ async def test_one_continuation_is_withdrawn_from_whoever_computes_the_request(b
         await gateway.cancel("a", index)
     assert (await take(dying)).aborts == [Abort("a", index=2), Abort("a", index=0)]
     assert (await take(dying)).aborts == []
-    await asyncio.sleep(0.15)
+    bus.lapse("e1")
     assert (await gateway.fleet()).queued == 1
     claimed = await take(other, "e2")  # the request with what nobody wants of it any more
     assert (ids(claimed), claimed.aborts) == (["a"], [Abort("a", index=2), Abort("a", index=0)])
@@ -322,23 +323,23 @@ async def test_a_burst_is_shared_between_engines_with_room(bus: Bus) -> None:
 
 
 async def test_a_dead_engines_requests_return_to_the_head_in_order(bus: Bus) -> None:
-    gateway, dying, other = await bus.gateway(), await bus.engine("e1", lease_ms=100), await bus.engine("e2")
+    gateway, dying, other = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
     for name in "abcd":
         await gateway.submit(generate(name))
     assert ids(await take(dying, requests=3)) == ["a", "b", "c"]
     await gateway.cancel("b")
-    await asyncio.sleep(0.15)
+    bus.lapse("e1")
     fleet = await gateway.fleet()
     assert (fleet.queued, fleet.queued_tokens, fleet.engines) == (3, 30, [])
     assert ids(await take(other, "e2")) == ["a", "c", "d"]
 
 
 async def test_a_late_engine_keeps_what_nobody_took_and_loses_the_rest(bus: Bus) -> None:
-    gateway, late, other = await bus.gateway(), await bus.engine("e1", lease_ms=100), await bus.engine("e2")
+    gateway, late, other = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
     for name in "abc":
         await gateway.submit(generate(name))
     assert ids(await take(late)) == ["a", "b", "c"]
-    await asyncio.sleep(0.15)
+    bus.lapse("e1")
     await gateway.fleet()
     assert ids(await take(other, "e2", requests=1)) == ["a"]
     await gateway.cancel("b")
@@ -439,7 +440,7 @@ async def test_a_reply_lost_after_the_work_was_done_repeats_nothing(redis_server
 
 
 async def test_nothing_is_lost_over_a_restart_of_the_server(own_server: EmbeddedRedis, own_bus: Bus) -> None:
-    gateway, engine = await own_bus.gateway(), await own_bus.engine(lease_ms=60_000)
+    gateway, engine = await own_bus.gateway(), await own_bus.engine()
     for name in "ab":
         await gateway.submit(generate(name))
     assert ids(await take(engine, requests=1)) == ["a"]
@@ -471,7 +472,7 @@ async def test_without_a_server_the_gateway_hears_so_within_bounds(own_server: E
     results = await asyncio.gather(
         gateway.submit(generate("b")), gateway.fleet(), gateway.cancel("a"), return_exceptions=True
     )
-    assert 1.5 < time.monotonic() - began < 30  # 2 s and the way there; without bounds, for ever
+    assert 1.5 < time.monotonic() - began < patience(30)  # 2 s and the way there; without bounds, for ever
     assert isinstance(results[0], BusDown)
     assert isinstance(results[1], BusDown)
     assert results[2] is None
@@ -508,11 +509,7 @@ async def test_what_is_read_is_trimmed_and_what_ended_goes_away(redis_server: Em
     for position in range(600):
         await engine.exchange([("g1", batch("a", position))], [], load("e1"), 0, 0)
     with redis.Redis.from_url(redis_server.url) as client:
-        for _ in range(100):
-            if client.xlen(f"{{{bus.namespace}}}:out:g1") == 0:
-                break
-            await asyncio.sleep(0.02)
-        assert client.xlen(f"{{{bus.namespace}}}:out:g1") == 0
+        await until(lambda: client.xlen(f"{{{bus.namespace}}}:out:g1") == 0)
         await engine.exchange([("g1", batch("a", 600))], ["a"], load("e1"), 0, 0)
         await reading
         await engine.close()
@@ -531,7 +528,7 @@ async def test_a_request_nobody_ends_expires(redis_server: EmbeddedRedis, bus: B
 
 async def test_a_prompt_of_32k_tokens(bus: Bus) -> None:
     gateway, engine = await bus.gateway(), await bus.engine()
-    request = Generate("a", "g1", list(range(100_000, 132_768)), 5, Sampling(), int(time.time() * 1000) + 60_000)
+    request = Generate("a", "g1", list(range(100_000, 132_768)), 5, Sampling(), int(time.time() * 1000) + LONG_MS)
     await gateway.submit(request)
     assert (await take(engine)).generates == [request]
 
@@ -547,7 +544,8 @@ async def test_the_bell_rings_at_once(bus: Bus) -> None:
         writes.append(time.perf_counter() - began)
         await asyncio.wait_for(ringing, patience(100))
         delays.append(time.perf_counter() - began)
-    assert statistics.median(delays) < 5 * statistics.median(writes)  # one more message, not the end of an interval
+    # One more message, not the end of an interval.
+    assert statistics.median(delays) < max(5 * statistics.median(writes), link.BLOCK_MS / 1000 / 10)
     await take(engine)
     ringing = asyncio.create_task(engine.bell())
     await gateway.cancel("r0")
@@ -625,7 +623,7 @@ async def test_processes_of_another_version_refuse_to_start_in_one_line(
 
 
 async def test_every_live_engine_is_told_once_to_reset_its_prefix_cache(bus: Bus) -> None:
-    gateway, one, dying = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2", lease_ms=100)
+    gateway, one, dying = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
     assert await gateway.reset_prefix_caches() == []  # none has exchanged yet
     await take(one)
     await take(dying, "e2")
@@ -634,7 +632,7 @@ async def test_every_live_engine_is_told_once_to_reset_its_prefix_cache(bus: Bus
     told = await take(one)
     assert (told.reset_prefix_cache, ids(told), told.aborts) == (True, ["a"], [])
     assert not (await take(one)).reset_prefix_cache
-    await asyncio.sleep(0.15)  # the other one's lease lapses, before it has read the order
+    bus.lapse("e2")  # before it has read the order
     assert await gateway.reset_prefix_caches() == ["e1"]
     await gateway.cancel("a")
     told = await take(one)

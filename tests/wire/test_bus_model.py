@@ -24,6 +24,7 @@ from engine.wire.layout import MAX_ATTEMPTS, OUTPUT_COST
 from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
 from engine.wire.records import LANES, Fleet, Place, QueueBounds
 from engine.wire.token_log import LoggedOutput
+from tests.wire.sides import LONG_MS
 
 ENGINES = ("e0", "e1")
 TENANTS = {"": 1.0, "half": 0.5, "double": 2.0}
@@ -47,7 +48,7 @@ class BusModel(RuleBasedStateMachine):
         self.client = redis.Redis.from_url(self.server.url)
         self.gateway = GatewaySide(self.server.url, "g", namespace=self.namespace)
         self.engines = {
-            name: EngineSide(self.server.url, name, namespace=self.namespace, lease_ms=60_000, late_share=SHARE)
+            name: EngineSide(self.server.url, name, namespace=self.namespace, lease_ms=LONG_MS, late_share=SHARE)
             for name in ENGINES
         }
         self.tokens: dict[str, int] = {}  # in order of arrival; ended ones stay
@@ -188,7 +189,7 @@ class BusModel(RuleBasedStateMachine):
             [0] * tokens,
             1,
             Sampling(),
-            int(time.time() * 1000) + 600_000,
+            int(time.time() * 1000) + LONG_MS,
             priority=priority,
             tenant=tenant,
             weight=TENANTS[tenant],
@@ -202,7 +203,7 @@ class BusModel(RuleBasedStateMachine):
             lane = "late"
         full = lane is not None and len(self.waiting) >= most
         ahead = len(self.lane("on_time") if lane == "on_time" else self.waiting)
-        bounds = QueueBounds(excess, late_excess, 600_000, most, size_class=size)
+        bounds = QueueBounds(excess, late_excess, LONG_MS, most, size_class=size)
         queue = self.run(self.gateway.submit(request, bounds=bounds))
         assert (queue.lane, queue.full) == (None if full else lane, full)
         assert queue.room_tokens == room
@@ -442,6 +443,7 @@ class BusModel(RuleBasedStateMachine):
             assert self.run(self.gateway.log(name, 0, 0, 1000)).token_ids == said
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_model_agrees_in_any_order(redis_server: EmbeddedRedis) -> None:
     BusModel.server = redis_server
     run_state_machine_as_test(

@@ -15,6 +15,7 @@ from engine.wire.layout import MOVES
 from engine.wire.messages import Beams, Finish, Generate, Sampling
 from engine.wire.records import ANY_TOKENS, LaneQueue, Place, QueueBounds
 from engine.wire.scripts import Script
+from tests.pace import paced
 from tests.wire.sides import LATE, Bus, batch, generate, ids, load, read, take, within
 
 
@@ -130,7 +131,7 @@ async def test_one_script_moves_a_bounded_number(bus: Bus) -> None:
 
 
 async def test_a_dead_engines_requests_return_to_their_lanes_and_those_that_have_begun_to_the_front(bus: Bus) -> None:
-    gateway, engine = await bus.gateway(), await bus.engine("e1", lease_ms=60_000)
+    gateway, engine = await bus.gateway(), await bus.engine("e1")
     await gateway.submit(generate("on 1"))
     for name in ("late 1", "late 2"):
         await gateway.submit(generate(name), bounds=LATE)
@@ -145,7 +146,7 @@ async def test_a_dead_engines_requests_return_to_their_lanes_and_those_that_have
 
 
 async def test_what_has_begun_does_not_become_overdue(bus: Bus) -> None:
-    gateway, engine = await bus.gateway(), await bus.engine("e1", lease_ms=60_000)
+    gateway, engine = await bus.gateway(), await bus.engine("e1")
     await gateway.submit(generate("a"), bounds=soon(1))
     await take(engine)
     await engine.exchange([("g1", batch("a", 0))], [], load("e1"), 0, 0)
@@ -180,20 +181,21 @@ async def test_a_deadline_that_passes_in_the_late_lane_ends_the_request(bus: Bus
 async def test_a_dead_gateways_late_requests_are_withdrawn_after_the_grace_and_never_claimed(
     bus: Bus, redis_server: EmbeddedRedis
 ) -> None:
-    gateway, engine = await bus.gateway("g2", grace_s=0.05), await bus.engine()
-    dead = await bus.gateway("g1", grace_s=0.05)
+    grace_s = paced(0.05)
+    gateway, engine = await bus.gateway("g2", grace_s=grace_s), await bus.engine()
+    dead = await bus.gateway("g1", grace_s=grace_s)
     await dead.fleet()
     await dead.submit(generate("a"), bounds=LATE)
     with redis.Redis.from_url(redis_server.url) as client:
         client.delete(f"{{{bus.namespace}}}:gateway:g1")  # it has not read the fleet for long
     assert (await gateway.fleet()).late.requests == 1
-    await asyncio.sleep(0.06)
+    await asyncio.sleep(1.1 * grace_s)
     assert (await gateway.fleet()).late.requests == 0
     assert ids(await take(engine)) == []
 
 
 async def test_both_lanes_survive_a_restart_of_redis(own_server: EmbeddedRedis, own_bus: Bus) -> None:
-    gateway, engine = await own_bus.gateway(), await own_bus.engine(late_share=0.0, lease_ms=60_000)
+    gateway, engine = await own_bus.gateway(), await own_bus.engine(late_share=0.0)
     await gateway.submit(generate("held"), bounds=LATE)
     assert ids(await take(engine)) == ["held"]
     await gateway.submit(generate("late", 30), bounds=LATE)

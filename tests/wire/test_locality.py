@@ -19,7 +19,7 @@ from engine.wire.messages import Generate, Sampling
 from engine.wire.prefixes import LENGTHS, PrefixReport, prefix_digests, split
 from engine.wire.records import ExchangeReply, QueueBounds
 from engine.wire.scripts import Script
-from tests.wire.sides import LATE, Bus, generate, ids, load
+from tests.wire.sides import LATE, LONG_MS, Bus, generate, ids, load
 
 FAST = PrefixReport(token_us=50.0, step_us=10_000.0)  # 50 ms for 1,000 tokens
 SLOW = PrefixReport(token_us=1e6, step_us=10_000.0)  # so slow that no delay ends within a test
@@ -32,7 +32,7 @@ def prompt(prefix: int, length: int, own: int = 0) -> list[int]:
 
 
 def ask(name: str, token_ids: list[int], salt: str = "", tenant: str = "", priority: int = 0) -> Generate:
-    deadline_ms = int(time.time() * 1000) + 600_000
+    deadline_ms = int(time.time() * 1000) + LONG_MS
     digests = prefix_digests(token_ids, salt)
     return Generate(
         name, "g1", token_ids, 5, Sampling(), deadline_ms, salt, tenant=tenant, priority=priority, prefixes=digests
@@ -305,7 +305,7 @@ async def test_an_exchange_that_leaves_many_tenants_requests_goes_on_in_the_queu
 async def test_one_exchange_may_pass_over_thousands(bus: Bus, redis_server: EmbeddedRedis) -> None:
     """More than Lua takes as the arguments of one command."""
     gateway, tenants = await bus.gateway(), 135
-    engine = await bus.engine("e1", lease_ms=600_000)
+    engine = await bus.engine("e1")
     await exchange(engine, "e1", holding(prompt(1, 1024)))
     await exchange(await bus.engine("e2"), "e2", None)
     for tenant in range(tenants):
@@ -418,7 +418,7 @@ async def test_a_dead_engines_prefixes_go_with_its_lease_and_come_back_when_it_r
     holder, other = await two(bus, holding(prompt(1, 1024)))
     with redis.Redis.from_url(redis_server.url) as client:
         key = f"{{{bus.namespace}}}:prefixes:e1"
-        assert 0 < client.pttl(key) <= 5000
+        assert 0 < client.pttl(key) <= LONG_MS
         client.delete(f"{{{bus.namespace}}}:lease:e1")
         await gateway.fleet()
         assert not client.exists(key)
@@ -467,7 +467,7 @@ async def test_digests_that_expire_before_a_gateway_notices_the_lapse_are_publis
         await exchange(holder, "e1")
         assert client.smembers(key) == holder._prefixes._held
         assert client.scard(key) == 16 + 10 * gains + 2
-        assert 0 < client.pttl(key) <= 5000
+        assert 0 < client.pttl(key) <= LONG_MS
         await gateway.fleet()
         await gateway.submit(ask("a", prompt(1, 1100)))
         assert ids(await exchange(other, "e2")) == []

@@ -9,6 +9,7 @@ import time
 import uuid
 from typing import Any
 
+import pytest
 import redis
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from engine.wire.layout import PLACES, WINDOW
 from engine.wire.messages import Generate, Sampling
 from engine.wire.prefixes import PrefixReport, prefix_digests, split
 from engine.wire.records import LANES, ExchangeReply, QueueBounds
-from tests.wire.sides import LATE, load
+from tests.wire.sides import LATE, LONG_MS, load
 
 ENGINES = ("e0", "e1", "e2")
 TENANTS = {"a": 1.0, "b": 2.0}
@@ -40,7 +41,7 @@ class LocalityModel(RuleBasedStateMachine):
         self.client: Any = redis.Redis.from_url(self.server.url, decode_responses=False)
         self.gateway = GatewaySide(self.server.url, "g", namespace=self.prefix)
         self.engines = {
-            name: EngineSide(self.server.url, name, namespace=self.prefix, lease_ms=600_000, late_share=0.0)
+            name: EngineSide(self.server.url, name, namespace=self.prefix, lease_ms=LONG_MS, late_share=0.0)
             for name in ENGINES
         }
         self.requests: dict[str, Generate] = {}
@@ -294,6 +295,7 @@ class LocalityModel(RuleBasedStateMachine):
             assert {name.decode() for name in self.client.hkeys(self.key("passed"))} <= self.waiting
 
 
+@pytest.mark.usefixtures("patient")
 def test_every_bound_holds_in_any_order(redis_server: EmbeddedRedis) -> None:
     LocalityModel.server = redis_server
     run_state_machine_as_test(

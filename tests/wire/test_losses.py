@@ -23,7 +23,7 @@ from engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogpr
 from engine.wire.records import ExchangeReply
 from engine.wire.token_log import LoggedOutput
 from tests.pace import patience
-from tests.wire.sides import PLENTY, Bus, generate, ids, load, read
+from tests.wire.sides import LONG_MS, PLENTY, Bus, generate, ids, load, read
 
 LENGTH = 100  # tokens of an answer
 ENGINES = ("e0", "e1")
@@ -225,7 +225,7 @@ class Losses(RuleBasedStateMachine):
         self.run(self.gateway.open())
         self.engines = []
         for name in ENGINES:
-            side = EngineSide(self.server.url, name, namespace=self.namespace, lease_ms=60_000)
+            side = EngineSide(self.server.url, name, namespace=self.namespace, lease_ms=LONG_MS)
             self.run(side.open())
             self.engines.append(Computing(side, name))
         self.fresh = False  # nobody has gone back to what is kept
@@ -314,6 +314,7 @@ class Losses(RuleBasedStateMachine):
         self.runner.close()
 
 
+@pytest.mark.usefixtures("patient")
 def test_whatever_redis_loses_each_token_stands_where_it_belongs(redis_server: EmbeddedRedis) -> None:
     Losses.server = redis_server
     run_state_machine_as_test(

@@ -63,7 +63,7 @@ async def test_reader_and_bell_follow_a_name_that_moves(name: Name, how: str, mo
         bus = Bus(f"redis://127.0.0.1:{proxy.port}/0", name.namespace)
         try:
             gateway, engine = await bus.gateway(), await bus.engine()
-            await asyncio.wait_for(engine.bell(), 5)  # it is subscribed
+            await asyncio.wait_for(engine.bell(), patience(5))  # it is subscribed
             reading = asyncio.create_task(read(gateway, 2))
             await engine.exchange([("g1", batch("a", 0))], [], load("e1"), 0, 0)
             await gateway.fleet()

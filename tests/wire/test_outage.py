@@ -17,8 +17,8 @@ from engine.loop import Engine
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from engine.wire.messages import Finish, Generate, Sampling
-from tests.pace import patience
-from tests.wire.sides import Bus
+from tests.pace import paced_ms, patience
+from tests.wire.sides import LONG_MS, Bus
 
 INFO = ModelInfo("scripted", "f00d", 100, 4096, [0], 64)
 LIMIT_S = 200.0
@@ -29,7 +29,7 @@ class Running:
     """An engine on a thread, at 2 ms a step."""
 
     def __init__(self, url: str, namespace: str) -> None:
-        config = EngineConfig(redis_url=url, namespace=namespace, engine_id="e", max_seqs=8, lease_ms=500)
+        config = EngineConfig(redis_url=url, namespace=namespace, engine_id="e", max_seqs=8, lease_ms=paced_ms(500))
         self.bus = BusThread(config)
         self.engine = Engine(config, ScriptedExecutor(INFO, 2048, step_seconds=0.002), self.bus, self.bus)
         self.bus.start()
@@ -47,7 +47,7 @@ class Running:
 
 
 def request(name: str, tokens: int) -> Generate:
-    deadline_ms = int(time.time() * 1000) + 120_000
+    deadline_ms = int(time.time() * 1000) + LONG_MS
     return Generate(name, "g1", [5], tokens, Sampling(seed=3, ignore_eos=True), deadline_ms, n=2)
 
 

@@ -146,7 +146,7 @@ async def replace(stage: Site, load: Load, name: str) -> Update:
     update = Update(name.split()[0], len(watched))
     began = time.monotonic()
     old.popen.send_signal(signal.SIGTERM)
-    update.status = await asyncio.to_thread(old.popen.wait, PATIENT_S)
+    update.status = await asyncio.to_thread(old.popen.wait, patience(PATIENT_S))
     update.exit_s = time.monotonic() - began
     update.gaps_s = await gaps(watched, load)
     return update

@@ -18,6 +18,7 @@ import aiohttp
 
 from engine.executor.base import scripted_token
 from tests.checkpoints import VOCAB, make_checkpoint
+from tests.pace import patience
 from tests.system.chaos.faults import KINDS, LEASE_MS, Fault, Missed
 from tests.system.chaos.readers import Doors, Reader, Request, Tally
 from tests.system.chaos.world import LIMIT_S, World, until, world
@@ -90,7 +91,7 @@ async def run(
         options.append(f"--scripted-step-ms={setting.step_ms}")
     # A connection for each request: one that is used again may be closed while the next request is on its way.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=LIMIT_S)
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=patience(LIMIT_S))
     async with (
         world(folder, checkpoint, options, machines=setting.machines, binary=binary) as stage,
         aiohttp.ClientSession(connector=connector, timeout=timeout) as session,

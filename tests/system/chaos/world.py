@@ -18,7 +18,7 @@ import psutil
 import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
-from tests.pace import Patience
+from tests.pace import Patience, patience
 from tests.system.chaos.proxy import Dial, Proxy
 from tests.system.chaos.readers import Doors
 from tests.system.processes import Process, ending, wait_until_ready
@@ -140,7 +140,7 @@ class Pair:
         await master.command("CONFIG", "SET", "repl-diskless-sync-delay", 0)
         if (await replica.info("replication"))["role"] == "master":
             await replica.replicate(self._links[self._nodes.index(master)].port)
-        give_up = time.monotonic() + LIMIT_S
+        give_up = time.monotonic() + patience(LIMIT_S)
         while (await replica.info("replication"))["master_link_status"] != "up":
             assert time.monotonic() < give_up, "the replica does not come into sync"
             await asyncio.sleep(POLL_S)
