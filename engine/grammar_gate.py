@@ -1,17 +1,23 @@
 """Holds requests back until their grammar is compiled, so that no step of other requests waits for it.
 
-    Inbox.drain() ==orders==> GrammarGate.drain() ==those that may start==> Engine.turn
-                                  held: grammars that the executor still compiles, on a thread of its own
+    Inbox.drain() ==orders==> GrammarGate.drain() ==those that may start==> Engine.turn ==those that ended==> ended
+                                  |  waiting: by grammar, by deadline                                          |
+                                  '-- hold ──> GrammarStore: compiles on threads, tenants in turns <── release ┘
 
-An abort releases what it aborts: the scheduler then ends it as any other request.
+A request holds its grammar until it ends, so a sequence that returns after a preemption finds it.  An abort, or a
+deadline that has passed, releases a request that waits: the scheduler then ends it as any other one.  A grammar that
+cannot be followed ends its own request (`Refused`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Iterable
 
-from engine.orders import Inbox, Order, request_of
-from engine.wire.messages import Abort
+from engine.executor.grammar_store import GrammarCounts, HeldGrammars
+from engine.orders import Inbox, Order, Refused, Resume, request_of
+from engine.wire.clock import steady_ms
+from engine.wire.messages import Abort, Generate
 
 POLL_S = 0.002  # how often an engine with nothing else to do asks for the grammars that it waits for
 
@@ -19,10 +25,19 @@ POLL_S = 0.002  # how often an engine with nothing else to do asks for the gramm
 class GrammarGate:
     """An Inbox over another one.  The loop's thread owns it."""
 
-    def __init__(self, inbox: Inbox, ready: Callable[[str], bool]) -> None:
-        """`ready`: starts to compile a grammar, returns whether that is done.  Never blocks."""
-        self._inbox, self._ready = inbox, ready
-        self._held: list[Order] = []  # in the order of their arrival
+    def __init__(self, inbox: Inbox, store: HeldGrammars | None, clock: Callable[[], int] = steady_ms) -> None:
+        """`store`: None: the executor follows no grammar, and the scheduler refuses requests with one.
+        `clock`: unix time in ms that deadlines are compared with."""
+        self._inbox, self._store, self._clock = inbox, store, clock
+        self._waiting: dict[str, list[Order]] = {}  # by id: a request, then the aborts of single continuations
+        self._by_grammar: dict[str, dict[str, None]] = {}  # the ids that wait for each, in the order of their arrival
+        self._deadlines: list[tuple[int, str]] = []  # heap of (deadline_ms, id); those that left drop out lazily
+        self.waiting_sequences = self.waiting_tokens = 0  # continuations that wait here, and tokens of their prompts
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait here."""
+        return len(self._waiting)
 
     @property
     def relieved(self) -> bool:
@@ -34,17 +49,99 @@ class GrammarGate:
         """Requests that wait in the shared queue, this engine's share of them."""
         return self._inbox.queued
 
+    def counts(self) -> GrammarCounts:
+        """Return what is held, kept and waits to be compiled."""
+        return GrammarCounts() if self._store is None else self._store.counts
+
     def drain(self, wait_s: float) -> list[Order]:
-        """Return every order that may be applied now; wait up to `wait_s` seconds for the first one."""
-        arrived = self._inbox.drain(min(wait_s, POLL_S) if self._held else wait_s)
-        aborted = {order.id for order in arrived if isinstance(order, Abort)}
-        waiting, self._held = self._held, []
+        """Return every order that may be applied now; wait up to `wait_s` seconds for the first one.
+
+        Costs O(orders that arrive or pass), however many wait."""
+        arrived = self._inbox.drain(min(wait_s, POLL_S) if self._waiting else wait_s)
+        if self._store is None:
+            return list(arrived)
         passed: list[Order] = []
-        for order in (*waiting, *arrived):
-            request = request_of(order)
-            grammar = request.sampling.grammar if request is not None and request.id not in aborted else ""
-            if grammar and not self._ready(grammar):
-                self._held.append(order)
-            else:
-                passed.append(order)
+        for grammar in self._store.finished():
+            for request_id in list(self._by_grammar.get(grammar, ())):
+                passed += self._checked(self._leave(request_id))
+        passed += self._expired()
+        for order in arrived:
+            passed += self._route(order)
         return passed
+
+    def ended(self, request_ids: Iterable[str]) -> None:
+        """Release the grammars of requests that have ended."""
+        if self._store is not None:
+            for request_id in request_ids:
+                self._store.release(request_id)
+
+    def _route(self, order: Order) -> list[Order]:
+        """Return what an order lets pass."""
+        assert self._store is not None
+        if isinstance(order, Abort):
+            return self._abort(order)
+        request = request_of(order)
+        if request is None or not (grammar := request.sampling.grammar):
+            return [order]
+        if request.id in self._waiting:  # delivered twice
+            return []
+        if self._store.hold(request.id, grammar, request.tenant, request.weight):
+            return self._checked([order])
+        self._waiting[request.id] = [order]
+        self._by_grammar.setdefault(grammar, {})[request.id] = None
+        self._count(request, 1)
+        heapq.heappush(self._deadlines, (request.deadline_ms, request.id))
+        return []
+
+    def _abort(self, order: Abort) -> list[Order]:
+        assert self._store is not None
+        if order.id not in self._waiting:
+            if order.reassigned:  # the scheduler forgets it without a word
+                self._store.release(order.id)
+            return [order]
+        if order.index >= 0 and not order.reassigned:  # its other continuations wait on
+            self._waiting[order.id].append(order)
+            return []
+        self._store.release(order.id)
+        return [*self._leave(order.id), order]
+
+    def _expired(self) -> list[Order]:
+        """Return the requests whose deadline has passed: the scheduler ends them before it starts any."""
+        assert self._store is not None
+        passed: list[Order] = []
+        while self._deadlines and (self._deadlines[0][1] not in self._waiting or self._is_late()):
+            request_id = heapq.heappop(self._deadlines)[1]
+            if request_id in self._waiting:
+                self._store.release(request_id)
+                passed += self._leave(request_id)
+        return passed
+
+    def _is_late(self) -> bool:
+        return self._deadlines[0][0] <= self._clock()
+
+    def _leave(self, request_id: str) -> list[Order]:
+        """Take a request out, with the aborts of its continuations."""
+        orders = self._waiting.pop(request_id)
+        request = request_of(orders[0])
+        assert request is not None
+        self._count(request, -1)
+        same = self._by_grammar[request.sampling.grammar]
+        del same[request_id]
+        if not same:
+            del self._by_grammar[request.sampling.grammar]
+        return orders
+
+    def _count(self, request: Generate, sign: int) -> None:
+        self.waiting_sequences += sign * request.width
+        self.waiting_tokens += sign * len(request.token_ids)
+
+    def _checked(self, orders: list[Order]) -> list[Order]:
+        """Return a request whose grammar is compiled, and its aborts; where it is at fault, its end instead."""
+        order = orders[0]
+        request = request_of(order)
+        assert self._store is not None
+        assert request is not None
+        if not (fault := self._store.fault(request.sampling.grammar)):
+            return orders
+        self._store.release(request.id)
+        return [Refused(request, order.outputs if isinstance(order, Resume) else None, fault), *orders[1:]]

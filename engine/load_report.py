@@ -79,10 +79,12 @@ class LoadReport:
         self._slots_filled, self._filled_at = 0.0, -math.inf
         self.pace = Pace()
 
-    def describe(self, core: Scheduler, now: float, *, draining: bool, queued: bool) -> EngineLoad:
+    def describe(
+        self, core: Scheduler, now: float, *, draining: bool, queued: bool, gated: tuple[int, int] = (0, 0)
+    ) -> EngineLoad:
         """Return the load at `now` (seconds, monotonic).  A draining engine offers no tenant's blocks to others.
 
-        `queued`: requests wait in the queue."""
+        `queued`: requests wait in the queue.  `gated`: sequences that wait for grammars, and prompt tokens."""
         info, pool, totals, calibration = self._info, core.pool, core.report.totals, core.admission.forecast.calibration
         if now - self._filled_at >= FILLED_S:
             self._slots_filled, self._filled_at = slots_filled(core), now
@@ -98,8 +100,8 @@ class LoadReport:
             free_blocks=pool.available,
             cached_blocks=pool.idle,
             running=core.running,
-            waiting=len(core.waiting),
-            waiting_tokens=core.waiting.tokens,
+            waiting=len(core.waiting) + gated[0],
+            waiting_tokens=core.waiting.tokens + gated[1],
             time_ms=steady_ms(),
             tokens_per_s=self._tokens_rate.update(totals.generated_tokens, now, queued=queued),
             blocks_per_s=self._blocks_rate.update(totals.released_blocks, now, queued=queued),

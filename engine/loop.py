@@ -109,7 +109,7 @@ class Engine:
         self.draining = False  # set by another thread: claim nothing more, and leave once no token would be lost
         self.busy_since = 0.0  # monotonic seconds at which the present step began; 0: no step is running
         self._leave_at = math.inf  # monotonic seconds at which a draining engine leaves in any case
-        self._inbox, self._outbox = GrammarGate(inbox, executor.grammar_ready), outbox
+        self._inbox, self._outbox = GrammarGate(inbox, executor.grammar_store, clock), outbox
         self._clock = clock
         self._load = LoadReport(config.engine_id, executor.info)
         self._in_flight = 0  # steps submitted and not collected
@@ -156,6 +156,7 @@ class Engine:
             queued=self.core.claims.queued,
             totals=self.core.report.totals,
             canary=self.canary.counts,
+            grammar_counts=self._inbox.counts,
             count_wasted_slots=self.core.wasted_positions,
             measure_sharing=self.core.shared_fraction,
         )
@@ -198,10 +199,14 @@ class Engine:
         """Hand the outputs and the state of the engine to the outbox."""
         core, now = self.core, time.monotonic()
         record.draining = self.draining
+        gate = self._inbox
         room_tokens, room_requests = (0, 0) if record.draining else core.room()
+        room_requests = min(room_requests, core.limits.max_seqs - gate.waiting)  # others can take what would wait here
         claim_tokens = core.claimable() if room_tokens else 0
-        record.load = self._load.describe(core, now, draining=record.draining, queued=record.queued > 0)
+        gated = gate.waiting_sequences, gate.waiting_tokens
+        record.load = self._load.describe(core, now, draining=record.draining, queued=record.queued > 0, gated=gated)
         record.outputs = core.outputs()
+        gate.ended(record.outputs.finished)
         record.last_step, record.last_committed, record.idle = core.step, core.committed, core.idle
         costs = StepCosts(core.step_cost.token_s, core.step_cost.decode_s(core.running))
         counts = self._accepted, self._dropped
@@ -237,4 +242,5 @@ class Engine:
     def _may_leave(self) -> bool:
         now = time.monotonic()
         self._leave_at = min(self._leave_at, now + self.config.grace_s)
-        return self.core.idle or self._inbox.relieved or now >= self._leave_at
+        answered = self.core.idle and not self._inbox.waiting
+        return answered or self._inbox.relieved or now >= self._leave_at

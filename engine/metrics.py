@@ -25,6 +25,7 @@ from engine.common.tracing import Tracing
 from engine.config import EngineConfig
 from engine.core.limits import Totals
 from engine.executor.base import ModelInfo
+from engine.executor.grammar_store import GrammarCounts
 from engine.request_times import RequestTimes
 from engine.turn_record import PHASES, TurnRecord
 from engine.wire.messages import EngineLoad
@@ -78,6 +79,7 @@ class Telemetry(Collector):
         self.load = NO_LOAD
         self.totals = Totals()
         self.canary = CanaryCounts()
+        self.grammars: Callable[[], GrammarCounts] = GrammarCounts
         self.wasted_slots, self.shared_fraction, self._wasted_at = 0, 0.0, 0.0
         self.warming = False  # set from outside: the engine computes hot prefixes and serves no request yet
         self.warm_prefixes, self.warm_tokens, self.warm_s = 0, 0, 0.0
@@ -120,6 +122,7 @@ class Telemetry(Collector):
         self.steps.observe(record)
         assert record.load is not None
         self.load, self.totals, self.canary = record.load, record.totals, record.canary
+        self.grammars = record.grammar_counts
         marks, phases = record.marks, self.phases_s
         for i, phase in enumerate(PHASES):
             phases[phase] += marks[i + 1] - marks[i]
@@ -373,6 +376,38 @@ TABLE: tuple[Row, ...] = (
         "counter",
         "Forced tokens that were computed together with the token before them: steps saved.",
         lambda t: t.totals.jumped_tokens,
+    ),
+    Row(
+        "quire_grammars",
+        "gauge",
+        "Compiled or waiting grammars, by whether a request holds them or they are kept for later ones.",
+        lambda t: {"held": t.grammars().held, "kept": t.grammars().kept},
+        "state",
+    ),
+    Row(
+        "quire_grammar_kept_bytes",
+        "gauge",
+        "Estimated bytes of the compiled grammars that no request holds; --grammar-memory-mib limits them.",
+        lambda t: t.grammars().kept_bytes,
+    ),
+    Row(
+        "quire_grammar_compiles_waiting",
+        "gauge",
+        "Grammars that requests hold and whose compilation has not begun.",
+        lambda t: t.grammars().waiting,
+    ),
+    Row(
+        "quire_grammar_compiles",
+        "counter",
+        "Grammars compiled, by whether this model can follow them.",
+        lambda t: {"compiled": t.grammars().compiled - t.grammars().faults, "fault": t.grammars().faults},
+        "result",
+    ),
+    Row(
+        "quire_grammar_evictions",
+        "counter",
+        "Compiled grammars evicted because the kept ones exceeded their memory.",
+        lambda t: t.grammars().evicted,
     ),
     Row(
         "quire_preemptions",

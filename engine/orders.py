@@ -1,6 +1,7 @@
 """What enters the step loop and what leaves it: orders, tokens and reports.
 
     Inbox.drain() ==Generate, Resume, Abort, ResetPrefixCache==> Engine.turn ==Outputs, Report==> Outbox.put()
+                      '-- Refused, of GrammarGate
 
 The bus thread (`bus_thread.py`) is the inbox and outbox of a server, `LocalBox` that of a caller in the same process.
 """
@@ -26,11 +27,19 @@ class Resume(msgspec.Struct, frozen=True):
     outputs: list[list[int] | None]  # tokens of each continuation so far; None: that continuation has ended
 
 
+class Refused(msgspec.Struct, frozen=True):
+    """A request that cannot be answered: its grammar cannot be followed."""
+
+    request: Generate
+    outputs: list[list[int] | None] | None  # as in Resume; None: no engine began it
+    why: str  # one line for the client
+
+
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
     """Empty the prefix cache.  Requests that run keep their blocks."""
 
 
-Order = Generate | Resume | Abort | ResetPrefixCache
+Order = Generate | Resume | Refused | Abort | ResetPrefixCache
 
 
 class Inbox(Protocol):
@@ -100,6 +109,8 @@ def apply_order(core: Scheduler, order: Order) -> None:
         core.accept(order)
     elif isinstance(order, Resume):
         core.accept(order.request, order.outputs)
+    elif isinstance(order, Refused):
+        core.accept(order.request, order.outputs, fault=order.why)
     elif isinstance(order, ResetPrefixCache):
         core.reset_prefix_cache()
     elif order.reassigned:
@@ -112,7 +123,7 @@ def request_of(order: Order) -> Generate | None:
     """Return the request that an order brings; None for one that brings none."""
     if isinstance(order, Abort | ResetPrefixCache):
         return None
-    return order.request if isinstance(order, Resume) else order
+    return order.request if isinstance(order, Resume | Refused) else order
 
 
 def on_own_clock(request: Generate, clock: RedisClock) -> Generate:

@@ -24,7 +24,7 @@ from engine.core.blocks import chain_digest, root_digest
 from engine.core.plan import StepPlan, StepResult
 from engine.executor.base import Executor, ModelInfo
 from engine.log_file import LogFile
-from engine.orders import ResetPrefixCache, Resume
+from engine.orders import Refused, ResetPrefixCache, Resume
 from engine.request_log import digest
 from engine.turn_record import TurnRecord
 from engine.wire.messages import Abort, Generate, Sampling
@@ -56,6 +56,7 @@ class Arrival(msgspec.Struct, frozen=True, tag="arrival", omit_defaults=True):
     prompt_len: int  # tokens
     blocks: bytes  # of the prompt, like those of LoggedTurn
     begun: list[int | None] = []  # by another engine: output tokens of each continuation; None: that one had ended
+    refused: bool = False  # its grammar could not be followed
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -150,9 +151,10 @@ def logged(record: TurnRecord, block_size: int, fingerprint: str) -> LoggedTurn:
     )
 
 
-def _arrival(order: Generate | Resume, block_size: int, fingerprint: str) -> Arrival:
-    request = order.request if isinstance(order, Resume) else order
-    begun = [None if o is None else len(o) for o in order.outputs] if isinstance(order, Resume) else []
+def _arrival(order: Generate | Resume | Refused, block_size: int, fingerprint: str) -> Arrival:
+    request = order if isinstance(order, Generate) else order.request
+    outputs = None if isinstance(order, Generate) else order.outputs
+    begun = [None if o is None else len(o) for o in outputs or ()]
     tokens, sampling = request.token_ids, request.sampling
     digests = [root_digest(fingerprint, request.cache_salt)]
     for at in range(0, len(tokens) - block_size + 1, block_size):
@@ -163,7 +165,7 @@ def _arrival(order: Generate | Resume, block_size: int, fingerprint: str) -> Arr
     bare = msgspec.structs.replace(
         request, gateway="", token_ids=[], sampling=sampling, traceparent="", tracestate="", **names
     )
-    return Arrival(bare, len(tokens), _joined(digests[1:]), begun)
+    return Arrival(bare, len(tokens), _joined(digests[1:]), begun, isinstance(order, Refused))
 
 
 def _joined(digests: list[bytes]) -> bytes:

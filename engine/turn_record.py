@@ -13,6 +13,7 @@ import msgspec
 from engine.canary import CanaryCounts
 from engine.core.limits import Outputs, Totals
 from engine.core.plan import StepPlan, StepResult
+from engine.executor.grammar_store import GrammarCounts
 from engine.orders import Order
 from engine.wire.messages import EngineLoad
 
@@ -42,6 +43,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     draining: bool = False
     resumed_s: float = 0.0  # > 0: seconds until all requests of an earlier engine were computed again, just now
     canary: CanaryCounts = msgspec.field(default_factory=CanaryCounts)  # the canary's own object, like `totals`
+    grammar_counts: Callable[[], GrammarCounts] = GrammarCounts
     # These look at every sequence, so they are not to be called in every turn.
     count_wasted_slots: Callable[[], int]
     measure_sharing: Callable[[], float] = lambda: 0.0  # 1 - KV blocks held / entries of all block tables

@@ -299,6 +299,20 @@ engine = Board(
                 },
                 "cps",
             ),
+            Panel(
+                "Grammars",
+                {"{{state}}": "sum by (state) (quire_grammars)", "waiting": "sum(quire_grammar_compiles_waiting)"},
+                text="Waiting: held by requests and not compiled yet. Kept ones are bounded by --grammar-memory-mib.",
+            ),
+            Panel("Memory of kept grammars", {"{{engine}}": "sum by (engine) (quire_grammar_kept_bytes)"}, "bytes"),
+            Panel(
+                "Grammars compiled and evicted",
+                {
+                    "{{result}}": rate("quire_grammar_compiles_total", "result"),
+                    "evicted": rate("quire_grammar_evictions_total"),
+                },
+                "cps",
+            ),
             Panel("Sequences ended", {"{{reason}}": rate("quire_sequences_ended_total", "reason")}, "cps"),
             Panel(
                 "Waiting inside the engine",

@@ -1,6 +1,6 @@
 """Structured output: the fields that ask for it -> a grammar for llguidance, or a refusal that names the keyword.
 
-    parse_chat, parse_completion --asked--> Constraint --Grammars.compile, on a thread--> Sampling.grammar
+    parse_chat, parse_completion --asked--> Constraint --GrammarChecks.compile, on a thread--> Sampling.grammar
 
 llguidance passes over JSON schema keywords that it does not know.  So `check_keywords` walks through the schema first
 and refuses every keyword that is neither enforced nor a mere annotation.  Then the grammar is compiled as an engine
@@ -11,12 +11,9 @@ The bounds are counts of work, not of time, so that equal requests get equal ans
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, Literal
 
@@ -42,7 +39,6 @@ BOUNDS = LLParserLimits(
 WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
 ANY_TEXT = "/(?s:.*)/"  # in Lark
 SPACES = "/[ \\n]{0,4}/"  # after reasoning, before a call
-KEPT = 256  # grammars that passed and need no second check
 LOCALISED = 64  # subschemas that are compiled alone to find the one at fault
 
 ENFORCED = frozenset(
@@ -410,22 +406,3 @@ def _blame(constraint: Constraint, why: str) -> tuple[str, str]:
         if inner_why := problem(_of_schema(shared | one)):
             return at, inner_why
     return constraint.param, why
-
-
-class Grammars:
-    """Compiles constraints on threads, so that no stream waits for a large one."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
-        self._passed: OrderedDict[bytes, str] = OrderedDict()
-
-    async def compile(self, constraint: Constraint) -> str:
-        """Return the grammar of a constraint; a known one at once.  Raises NotServed."""
-        key = msgspec.json.encode(constraint)
-        if (grammar := self._passed.get(key)) is None:
-            grammar = await asyncio.get_running_loop().run_in_executor(self._pool, compile_grammar, constraint)
-            self._passed[key] = grammar
-            if len(self._passed) > KEPT:
-                self._passed.popitem(last=False)
-        self._passed.move_to_end(key)
-        return grammar

@@ -33,7 +33,8 @@ from service.beams import queue_extra
 from service.bodies import Bodies, Body
 from service.config import GatewayConfig
 from service.format import ANSWER_ID, AnswerFormat, Piece, Position
-from service.grammar import Grammars, NotServed
+from service.grammar import NotServed
+from service.grammar_checks import GrammarChecks
 from service.inference_headers import InferenceHeaders
 from service.limits import VALUES
 from service.metrics import Telemetry
@@ -45,6 +46,7 @@ from service.request_work import RequestWork, cut_after
 from service.responses import ResponseFormat
 from service.stored_responses import StoredResponses, holder_of
 from service.streams import AlreadySubmitted, Streams
+from service.tenants import Tenant
 from service.text_stream import decode, reasoning_tokens
 from service.token_endpoints import TokenEndpoints
 from service.tokenizer import Tokenizer
@@ -95,7 +97,7 @@ class Handlers:
         self.tokens = TokenEndpoints(
             config, tokenizer, streams, self.bodies, capacity, self._work, model=model, served=served
         )
-        self._grammars = Grammars()
+        self._grammars = GrammarChecks()
         self._inference_headers = InferenceHeaders(config)
         self._stored = StoredResponses(config, streams)
         self._background = Background(config, tokenizer, streams, self._stored, capacity, telemetry)
@@ -298,7 +300,7 @@ class Handlers:
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._work.max_tokens())
         valid = await self._forbid(valid, size)
         reading = await self._tokenizer.offload(size, self._tokenizer.reading, valid, encoded[0])
-        valid = await self._constrain(msgspec.structs.replace(valid, reading=reading), size)
+        valid = await self._constrain(msgspec.structs.replace(valid, reading=reading), size, tenant)
         rooms = await self._work.offload(size, api.fit, valid, encoded, limits)
         rooms = api.bound_logprobs(valid, encoded, rooms, config)
         prompt_tokens, extra = sum(map(len, encoded)), queue_extra(valid.beams, limits.block_size)
@@ -342,7 +344,7 @@ class Handlers:
         admission.require_fields(self._streams.fleet, valid.sampling)
         return valid
 
-    async def _constrain(self, valid: api.ValidRequest, size: int) -> api.ValidRequest:
+    async def _constrain(self, valid: api.ValidRequest, size: int, tenant: Tenant) -> api.ValidRequest:
         """Return a request whose sampling has the grammar that it asks for.  Raises Refusal."""
         tokenizer = self._tokenizer
         constraint = await tokenizer.offload(size, tokenizer.constraint, valid, valid.reading)
@@ -356,11 +358,11 @@ class Handlers:
             return valid
         admission.require_grammars(self._streams.fleet, constraint.param)
         try:
-            grammar = await self._grammars.compile(constraint)
+            grammar = await self._grammars.compile(constraint, tenant.name, tenant.weight)
         except NotServed as error:
             raise api.not_served(error) from None
         sampling = msgspec.structs.replace(valid.sampling, grammar=grammar)
-        return msgspec.structs.replace(valid, sampling=sampling, constraint=None)
+        return msgspec.structs.replace(valid, sampling=sampling, constraint=None, grammar_param=constraint.param)
 
     def _admit(self, cost: admission.Cost, fleet: Fleet) -> admission.Decision:
         """Call admission.decide with this process's clock and random numbers."""

@@ -15,7 +15,7 @@ import asyncio
 import codecs
 from collections.abc import AsyncGenerator
 
-from engine.wire.messages import Finish, TokenLogprob
+from engine.wire.messages import CONSTRAINT, Finish, TokenLogprob
 from service.api import Refusal, ValidRequest
 from service.format import Piece
 from service.mailbox import Mailbox
@@ -176,7 +176,7 @@ class RegionStream:
         return self._text.take_offsets()
 
 
-def _failure(finish: Finish, waiting: Waiting | None) -> Refusal:
+def _failure(finish: Finish, waiting: Waiting | None, valid: ValidRequest) -> Refusal:
     """Return the error for a continuation that ended neither by stop nor by length."""
     if finish.reason == "deadline":
         message = "the request's timeout passed before the answer was complete"
@@ -185,6 +185,8 @@ def _failure(finish: Finish, waiting: Waiting | None) -> Refusal:
         return Refusal(503, "cancelled", "the request was cancelled by the server", retry_after_s=1.0)
     if finish == REQUEST_LOST:
         return Refusal(503, "request_lost", finish.message, retry_after_s=1.0)
+    if finish.code == CONSTRAINT:
+        return Refusal(400, "unsupported", finish.message, param=valid.grammar_param or None)
     return Refusal(500, "engine_error", finish.message or "the engine failed on this request")
 
 
@@ -272,7 +274,7 @@ def _read(
     piece = Piece(mailbox.choice, text, tokens, cached_tokens=mailbox.cached_tokens)
     if stream.matched is None and finish is not None:
         if finish.reason not in ("stop", "length"):
-            raise _failure(finish, waiting)
+            raise _failure(finish, waiting, valid)
         piece.text += stream.finish()
         _add_finish(piece, finish, valid)
     if stream.matched is not None:
@@ -325,7 +327,7 @@ def _read_regions(
         _add_search(piece, finish, valid)
     elif finish is not None:
         if finish.reason not in ("stop", "length"):
-            raise _failure(finish, waiting)
+            raise _failure(finish, waiting, valid)
         if hides_last and tokens:
             stream.count_hidden()
         stream.finish(cut=finish.reason == "length")

@@ -30,6 +30,7 @@ MAY_SEE: dict[str, set[str]] = {
         "engine.common.child_python",
         "engine.common.deadline",
         "engine.common.errors",
+        "engine.common.fair_list",
         "engine.config",
         "engine.core.plan",
         "engine.tokenizers.ends",

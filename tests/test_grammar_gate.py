@@ -1,4 +1,4 @@
-"""Requests wait for their grammar, and nothing else waits for it."""
+"""Requests whose grammar is still compiled wait outside the scheduler, and nothing else waits for them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
+from engine.core.limits import Outputs
 from engine.executor.base import ScriptedExecutor
-from engine.executor.grammars import Grammars
+from engine.executor.grammar_store import GrammarError, GrammarStore
+from engine.executor.grammars import FAULTY, Grammars
 from engine.grammar_gate import POLL_S, GrammarGate
 from engine.llm import LLM
-from engine.orders import Order, Resume
-from engine.wire.messages import FOREVER_MS, Abort, Generate, Sampling
+from engine.loop import Engine
+from engine.orders import Order, Refused, Report, Resume, request_of
+from engine.wire.messages import CONSTRAINT, FOREVER_MS, Abort, Delta, Finish, Generate, Sampling
+from tests.executor.test_grammar_store import Compiler, Matcher, store_of, work
 from tests.pace import patience
 
 
@@ -33,88 +39,309 @@ class Box:
         return orders
 
 
-def request(name: str, grammar: str = "") -> Generate:
-    return Generate(name, "g", [5], 4, Sampling(grammar=grammar), FOREVER_MS)
+class Gate:
+    """A gate over a box, whose grammars are compiled when `work` says so."""
+
+    def __init__(self) -> None:
+        self.box, self.compiler, self.now_ms = Box(), Compiler(), 0
+        self.store = store_of(self.compiler)
+        self.gate = GrammarGate(self.box, self.store, lambda: self.now_ms)
+
+    def take(self, *orders: Order) -> list[Order]:
+        self.box.orders += orders
+        return self.gate.drain(0.5)
+
+    def work(self) -> list[Order]:
+        work(self.store)
+        return self.gate.drain(0.0)
+
+
+def request(name: str, grammar: str = "", *, deadline_ms: int = FOREVER_MS, n: int = 1, tenant: str = "") -> Generate:
+    return Generate(name, "g", [5], 4, Sampling(grammar=grammar), deadline_ms, n=n, tenant=tenant)
 
 
 def test_a_request_waits_and_others_pass() -> None:
-    box, compiled = Box(), set[str]()
-    gate = GrammarGate(box, compiled.__contains__)
+    gate = Gate()
     slow, plain, again = request("slow", "a"), request("plain"), Resume(request("again", "b"), [[7]])
-    box.orders = [slow, plain, again]
-    assert gate.drain(0.5) == [plain]
-    assert gate.drain(0.5) == []
-    assert box.waits == [0.5, POLL_S]  # an idle engine asks again soon
-    compiled.add("b")
-    assert gate.drain(0.0) == [again]
-    compiled.add("a")
-    assert gate.drain(0.0) == [slow]
-    gate.drain(0.5)
-    assert box.waits[-1] == 0.5
-    assert gate.queued == 3
-    assert not gate.relieved
+    assert gate.take(slow, plain, again) == [plain]
+    assert (gate.gate.waiting, gate.gate.waiting_sequences, gate.gate.waiting_tokens) == (2, 2, 2)
+    assert gate.take() == []
+    assert gate.box.waits == [0.5, POLL_S]  # an idle engine asks again soon
+    gate.store.work()
+    assert gate.take() == [slow]
+    assert gate.work() == [again]
+    gate.take()
+    assert gate.box.waits[-1] == 0.5
+    assert gate.gate.queued == 3
+    assert not gate.gate.relieved
+    assert gate.gate.waiting == gate.gate.waiting_tokens == 0
 
 
 def test_an_abort_releases_what_it_aborts() -> None:
-    box = Box()
-    gate = GrammarGate(box, lambda _: False)
-    one, two = request("one", "a"), request("two", "a")
-    box.orders = [one, two]
-    assert gate.drain(0.0) == []
-    box.orders = [Abort("one")]
-    assert gate.drain(0.0) == [one, Abort("one")]
-    three = request("three", "a")
-    box.orders = [three, Abort("three", reassigned=True)]
-    assert gate.drain(0.0) == [three, Abort("three", reassigned=True)]
+    gate = Gate()
+    one, two, three = request("one", "a"), request("two", "a"), request("three", "b")
+    assert gate.take(one, two) == []
+    assert gate.take(Abort("one")) == [one, Abort("one")]
+    assert gate.take(three, Abort("three", reassigned=True)) == [three, Abort("three", reassigned=True)]
+    assert gate.work() == [two]
+    assert gate.compiler.texts == ["a"]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "abort", "compile", "drain"]), st.integers(0, 5)), max_size=40))
+def test_a_request_that_comes_back_with_its_abort_waits_again() -> None:
+    """An engine lost it and claims it again: it must not pass before its grammar is compiled."""
+    gate = Gate()
+    lost, again = Abort("r", reassigned=True), Resume(request("r", "a"), [[7]])
+    assert gate.take(request("r", "a"), lost, again) == [request("r", "a"), lost]
+    assert gate.gate.waiting == 1
+    assert gate.work() == [again]
+
+
+def test_the_abort_of_one_choice_leaves_the_others_waiting() -> None:
+    gate = Gate()
+    three, abort = request("r", "a", n=3), Abort("r", index=1)
+    assert gate.take(three) == []
+    assert gate.take(abort) == []
+    assert gate.gate.waiting_sequences == 3
+    assert gate.work() == [three, abort]
+
+
+def test_a_deadline_ends_what_waits() -> None:
+    gate = Gate()
+    soon, later = request("soon", "a", deadline_ms=10), request("later", "b", deadline_ms=20)
+    gate.take(later, soon)
+    gate.now_ms = 9
+    assert gate.take() == []
+    gate.now_ms = 10
+    assert gate.take() == [soon]
+    assert gate.work() == [later]
+    assert gate.compiler.texts == ["b"]
+
+
+def test_a_grammar_at_fault_ends_its_request_alone() -> None:
+    gate = Gate()
+    bad, begun, good = request("bad", "bad"), Resume(request("begun", "bad"), [[7], None]), request("good", "g")
+    gate.take(bad, begun, good)
+    why = "bad is at fault"
+    assert gate.work() == [Refused(bad, None, why), Refused(begun.request, begun.outputs, why), good]
+    assert gate.take(request("again", "bad")) == [Refused(request("again", "bad"), None, why)]
+    assert gate.store.counts.held == 1
+    gate.gate.ended(["good", "unknown"])
+    assert gate.store.counts.held == 0
+
+
+def test_a_request_that_runs_keeps_its_grammar() -> None:
+    gate = Gate()
+    gate.take(request("r", "a"))
+    gate.work()
+    assert gate.store.counts.held == 1
+    gate.take(Abort("r", reassigned=True))  # another engine has it: no end will be told
+    assert gate.store.counts.held == 0
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["take", "take", "abort", "lose", "late", "compile", "drain", "end"]), st.integers(0, 9)),
+    max_size=60,
+)
+
+
+@given(STEPS)
 def test_every_order_passes_once(steps: list[tuple[str, int]]) -> None:
-    """Whatever is compiled when, each request passes exactly once, and never after its abort."""
-    box, compiled, passed, sent = Box(), set[str](), list[Order](), 0
-    gate = GrammarGate(box, compiled.__contains__)
+    """Whatever is compiled when, each request passes exactly once, with its grammar compiled or about to end."""
+    gate, passed, sent = Gate(), list[Order](), 0
+    done: dict[str, bool] = {}
+
+    def take(orders: list[Order]) -> None:
+        ends = {order.id for order in orders if isinstance(order, Abort)}
+        for order in orders:
+            one = request_of(order)
+            if one is not None and one.sampling.grammar and not isinstance(order, Refused):
+                late = one.deadline_ms <= gate.now_ms
+                assert one.id in ends or late or gate.store.done(one.sampling.grammar)
+        passed.extend(orders)
+
     for what, which in steps:
         if what == "take":
-            box.orders.append(request(f"r{sent}", ["", "a", "b"][which % 3]))
+            deadline_ms = which if which % 2 else FOREVER_MS
+            grammar = ["", "a", "b", "bad"][which % 4]
+            gate.box.orders.append(request(f"r{sent}", grammar, deadline_ms=deadline_ms, tenant=f"t{which % 3}"))
             sent += 1
-        elif what == "abort":
-            box.orders.append(Abort(f"r{which}"))
+        elif what in ("abort", "lose"):
+            gate.box.orders.append(Abort(f"r{which}", reassigned=what == "lose"))
+        elif what == "late":
+            gate.now_ms = max(gate.now_ms, which)
         elif what == "compile":
-            compiled.add("ab"[which % 2])
+            gate.store.work()
+        elif what == "end":
+            gate.gate.ended([f"r{which}"]) if done.get(f"r{which}") else None
         else:
-            passed += gate.drain(0.0)
-    compiled |= {"a", "b"}
-    passed += gate.drain(0.0)
-    ids = [order.id for order in passed if isinstance(order, Generate)]
+            take(gate.gate.drain(0.0))
+    take(gate.gate.drain(0.0))
+    take(gate.work())
+    ids = [one.id for order in passed if (one := request_of(order)) is not None]
     assert sorted(ids) == sorted(f"r{at}" for at in range(sent))
+    assert gate.gate.waiting == gate.gate.waiting_tokens == 0
     for at, order in enumerate(passed):
-        if isinstance(order, Abort) and order.id in ids and int(order.id[1:]) < sent:
-            taken_before = [one.id for one in passed[:at] if isinstance(one, Generate)]
-            assert order.id in taken_before or ids.index(order.id) >= len(taken_before)
+        if isinstance(order, Abort) and order.id in ids:
+            earlier = [request_of(before) for before in passed[:at]]
+            count = sum(one is not None for one in earlier)
+            assert order.id in ids[:count] or ids.index(order.id) >= count
+    gate.gate.ended(ids)
+    assert gate.store.counts.held == 0
 
 
-def test_a_step_does_not_wait_for_a_grammar(checkpoint: Callable[[str], Path]) -> None:
+# ----------------------------------------------------------------------------------------------------- with an engine
+
+
+def scripted(directory: Path, **options: Any) -> LLM:
+    config = EngineConfig(model=str(directory), executor="scripted", **({"kv_blocks": 64} | options))
+    return LLM.over(config, ScriptedExecutor.load(config))
+
+
+def grammars_of(llm: LLM) -> Grammars:
+    assert isinstance(llm.executor, ScriptedExecutor)
+    assert llm.executor._constraints is not None
+    found = llm.executor._constraints.grammars
+    assert found is not None
+    return found
+
+
+def finish(llm: LLM) -> None:
+    until = time.monotonic() + patience(60)
+    while llm.unfinished:
+        assert time.monotonic() < until
+        llm.step()
+
+
+def test_a_step_does_not_wait_for_a_grammar(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """While one request's grammar is compiled, another one runs to its end."""
-    config = EngineConfig(model=str(checkpoint("llama")), executor="scripted", kv_blocks=64)
-    executor = ScriptedExecutor.load(config)
-    assert executor._constraints is not None
-    grammars, may_compile = executor._constraints.grammars, threading.Event()
-    assert isinstance(grammars, Grammars)
-    compile_now = grammars._compile
+    may_compile, compile_now = threading.Event(), Grammars._compile
 
-    def slowly(grammar: str) -> object:
+    def slowly(grammars: Grammars, grammar: str) -> object:
         may_compile.wait(patience(60))
-        return compile_now(grammar)
+        return compile_now(grammars, grammar)
 
-    grammars._compile = slowly  # type: ignore[assignment, method-assign]
-    llm = LLM.over(config, executor)
+    monkeypatch.setattr(Grammars, "_compile", slowly)
+    llm = scripted(checkpoint("llama"))
     held = llm.submit([5, 6], Sampling(grammar='start: "x"'))
     plain = llm.submit([5, 6], Sampling(), max_new_tokens=8)
     while plain.outputs[0].finish_reason != "length":
         llm.step()
     assert not held.outputs[0].token_ids
     may_compile.set()
-    deadline = time.monotonic() + patience(60)
-    while llm.unfinished and time.monotonic() < deadline:
-        llm.step()
+    finish(llm)
     assert held.outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("count", [257, 400, 1024])
+@pytest.mark.parametrize("memory_mib", [0, 256])
+def test_any_number_of_different_grammars_is_answered(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, count: int, memory_mib: int
+) -> None:
+    """All at once, each compiled once, whatever is kept."""
+    compiled, compile_now = list[str](), Grammars._compile
+
+    def counting(grammars: Grammars, grammar: str) -> object:
+        compiled.append(grammar)
+        assert len(compiled) <= count
+        return compile_now(grammars, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", counting)
+    llm = scripted(checkpoint("llama"), max_seqs=1024, step_tokens=2048, kv_blocks=8192, grammar_memory_mib=memory_mib)
+    asked = [Sampling(seed=at, grammar=f'start: "w{at}x" | "v{at}"') for at in range(count)]
+    for found in llm.generate([[5, 6]] * count, asked, max_new_tokens=12):
+        assert found.outputs[0].finish_reason in ("stop", "length")
+        assert found.outputs[0].token_ids
+    assert sorted(compiled) == sorted(one.grammar for one in asked)
+    counts = llm.engine._inbox.counts()
+    assert counts.held == counts.waiting == 0
+    assert bool(counts.kept) == bool(memory_mib)
+
+
+def test_a_preempted_sequence_finds_its_grammar_again(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is kept, and other grammars come and go: held ones stay."""
+    compiled, compile_now = list[str](), Grammars._compile
+
+    def counting(grammars: Grammars, grammar: str) -> object:
+        compiled.append(grammar)
+        return compile_now(grammars, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", counting)
+    monkeypatch.setattr(Grammars, "_matcher", fail_unless_held := HeldOnly(Grammars._matcher))
+    config = EngineConfig(
+        model=str(checkpoint("llama")), executor="scripted", kv_blocks=12, admission="none", grammar_memory_mib=0
+    )
+    llm = LLM.over(config, ScriptedExecutor.load(config))
+    asked = [Sampling(seed=at, grammar=f"start: /[a-z{at} ]{{200,400}}/") for at in range(8)]
+    found = llm.generate([[5, 6]] * 8, asked, max_new_tokens=60)
+    assert llm.engine.core.report.totals.preemptions
+    assert {one.outputs[0].finish_reason for one in found} == {"length"}
+    assert sorted(compiled) == sorted(one.grammar for one in asked)
+    assert fail_unless_held.calls > len(asked)  # those that were preempted began again
+
+
+class HeldOnly:
+    """Counts how often a matcher was taken from the store."""
+
+    def __init__(self, take: Callable[[Grammars, str], object]) -> None:
+        self.take, self.calls = take, 0
+
+    def __get__(self, grammars: Grammars, _: type) -> Callable[[str], object]:
+        def matcher(grammar: str) -> object:
+            self.calls += 1
+            return self.take(grammars, grammar)
+
+        return matcher
+
+
+def test_a_grammar_at_fault_is_the_request_s(checkpoint: Callable[[str], Path]) -> None:
+    """Its end says so, for each choice, and no step of another request is lost."""
+    config = EngineConfig(model=str(checkpoint("llama")), executor="scripted", kv_blocks=64)
+    box, executor = Box(), ScriptedExecutor.load(config)
+    deltas: list[Delta] = []
+
+    class Out:
+        full = False
+
+        def put(self, outputs: Outputs, report: Report) -> None:
+            deltas.extend(delta for some in outputs.deltas.values() for delta in some)
+
+    engine = Engine(config, executor, box, Out())
+    box.orders += [request("bad", "start: nowhere", n=2), request("mate"), request("good", 'start: "x"')]
+    while len({delta.id for delta in deltas if delta.finish}) < 3:
+        engine.turn()
+    ends = [(delta.index, delta.finish) for delta in deltas if delta.id == "bad"]
+    reason = ends[0][1].message if ends[0][1] else ""
+    assert ends == [(at, Finish("error", message=reason, code=CONSTRAINT)) for at in range(2)]
+    assert reason.startswith(f"{FAULTY}: ")
+    assert {delta.finish.reason for delta in deltas if delta.finish and delta.id != "bad"} <= {"stop", "length"}
+    assert engine.core.report.totals.preemptions == 0
+
+
+def test_no_more_is_claimed_than_slots_wait_for_grammars(checkpoint: Callable[[str], Path]) -> None:
+    config = EngineConfig(model=str(checkpoint("llama")), executor="scripted", kv_blocks=640, max_seqs=32)
+    box, executor = Box(), ScriptedExecutor.load(config)
+    reports: list[Report] = []
+
+    class Out:
+        full = False
+
+        def put(self, outputs: Outputs, report: Report) -> None:
+            reports.append(report)
+
+    def never(text: str) -> Matcher:
+        raise GrammarError(text)
+
+    engine = Engine(config, executor, box, Out())
+    engine._inbox = GrammarGate(box, GrammarStore(never, most_bytes=0, threads=0))
+    box.orders += [request(f"r{at}", f"g{at}") for at in range(30)]
+    engine.turn()
+    assert reports[-1].room_requests == 2
+    assert reports[-1].load.waiting == reports[-1].load.waiting_tokens == 30
+    assert not engine._may_leave()
+    box.orders += [Abort(f"r{at}") for at in range(30)]
+    engine.turn()
+    engine.turn()
+    assert reports[-1].room_requests == 32
+    assert engine._may_leave()

@@ -46,7 +46,7 @@ from engine.core.report import SchedulerReport, full_delta
 from engine.core.sequence import Sequence, State
 from engine.core.swapping import Swapping
 from engine.core.waiting_queue import WaitingQueue
-from engine.wire.messages import Delta, Finish, FinishReason, Generate, TokenLogprob
+from engine.wire.messages import CONSTRAINT, Delta, Finish, FinishReason, Generate, TokenLogprob
 
 
 class Scheduler:
@@ -100,8 +100,10 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    def accept(self, request: Generate, outputs: list[list[int] | None] | None = None) -> None:
+    def accept(self, request: Generate, outputs: list[list[int] | None] | None = None, *, fault: str = "") -> None:
         """Queue a request.  One that can never run is finished with an error naming limit and value.
+
+        `fault`: why what the answer must match cannot be followed; the request then ends with that.
 
         `outputs`: what an earlier engine has emitted, one entry for each continuation; None: that one has finished.
         These sequences wait here as if they had been preempted: known tokens are computed again, and new ones follow.
@@ -116,7 +118,9 @@ class Scheduler:
         self.claims.note(len(request.token_ids))
         self.requests.open(request, group)
         self.beams.open(request, group, {i for i, output in enumerate(outputs or ()) if output is None})
-        if why := refusal(request, outputs, self.limits, room) or self.beams.refusal(request, group[0].limit):
+        if fault:
+            self._end_request(request.id, "error", fault, code=CONSTRAINT)
+        elif why := refusal(request, outputs, self.limits, room) or self.beams.refusal(request, group[0].limit):
             self._end_request(request.id, "error", why)
         else:
             self._enqueue_group(group)
@@ -373,12 +377,12 @@ class Scheduler:
                 self._end_request(seq.request.id, "error", message)
         for slot, message in result.impossible.items():  # what it computed is sound: others share its prefix
             if (seq := occupants[slot]) is not None:
-                self._end_request(seq.request.id, "error", message)
+                self._end_request(seq.request.id, "error", message, code=CONSTRAINT)
 
-    def _end_request(self, request_id: str, reason: FinishReason, message: str = "") -> None:
+    def _end_request(self, request_id: str, reason: FinishReason, message: str = "", code: str = "") -> None:
         """End every continuation that is still open, with a Finish each."""
         for seq in self.requests.unfinished(request_id):
-            self._cut_short(seq, Finish(reason, message=message))
+            self._cut_short(seq, Finish(reason, message=message, code=code))
 
     def _search(self, result: StepResult) -> int:
         """Choose the next beams of each group whose candidates are here.  Returns the tokens found."""

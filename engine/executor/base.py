@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.core.plan import Sampler, StepPlan, StepResult
 from engine.executor.constraints import IMPOSSIBLE, Constraints
 from engine.executor.followers import Follower, advance, forced_tokens
+from engine.executor.grammar_store import GrammarStore, HeldGrammars
 from engine.executor.grammars import Grammars
 
 
@@ -52,6 +53,10 @@ class Executor(Protocol):
     start_parts: dict[str, float]  # seconds that the parts of loading took, by name
     depth: int  # how many plans may be in flight (1: collect before the next submit)
 
+    @property
+    def grammar_store(self) -> HeldGrammars | None:
+        """Where requests hold their grammars, each compiled before its first plan; None: it follows none."""
+
     def submit(self, plan: StepPlan) -> None:
         """Start one step.  Returns before it has run when `depth` > 1."""
 
@@ -59,9 +64,6 @@ class Executor(Protocol):
         """Wait for the oldest step in flight.  Raises StepError if it failed; every step in flight is then void.
 
         Raises ExecutorLost when no further step can run."""
-
-    def grammar_ready(self, grammar: str) -> bool:
-        """Return whether a grammar is compiled, or can never be; else compile it on another thread.  Never blocks."""
 
     def catch_up(self) -> bool:
         """Do one piece of the work that the start put off, while no request is here.  Returns whether more is left."""
@@ -116,7 +118,8 @@ class ScriptedExecutor:
         eos_ids, vocab_size = [0], shape.get("vocab_size", 1000)
         grammars, mask = None, _mask(config.max_seqs or cls.max_seqs, vocab_size)
         if config.model and Grammars.supported(directory, eos_ids):
-            grammars = Grammars(directory, vocab_size=vocab_size, eos_ids=eos_ids, mask=mask)
+            kept_bytes = config.grammar_memory_mib << 20
+            grammars = Grammars(directory, vocab_size=vocab_size, eos_ids=eos_ids, mask=mask, kept_bytes=kept_bytes)
         info = ModelInfo(
             name=config.served_name.partition(",")[0].strip() or config.model or "scripted",
             fingerprint="scripted",
@@ -189,12 +192,15 @@ class ScriptedExecutor:
         """The token of a slot at an output position."""
         return scripted_token(sampler.sampling.seed, sampler.sibling, position, self.info.vocab_size)
 
-    def grammar_ready(self, grammar: str) -> bool:
+    @property
+    def grammar_store(self) -> GrammarStore | None:
         grammars = self._constraints.grammars if self._constraints is not None else None
-        return grammars is None or grammars.ready(grammar)
+        return None if grammars is None else grammars.store
 
     def catch_up(self) -> bool:
         return False
 
     def close(self) -> None:
         self._plans.clear()
+        if (store := self.grammar_store) is not None:
+            store.close()

@@ -1,6 +1,6 @@
 """Grammars: which tokens each slot with a grammar may sample next.
 
-    ready: compile once, on a thread ─ assign: copy that ─> matcher ── consume what was emitted before ─┐
+    store: compile once, on a thread ─ assign: copy that ─> matcher ── consume what was emitted before ─┐
     a step:  fill: a row of the mask for each matcher, while the model runs ─ sampling reads ──┴─ take: its token
 
 On a GPU the model of step N+1 is launched before step N is collected.  Then matchers take in the tokens of step N on
@@ -29,7 +29,6 @@ import logging
 import math
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -41,11 +40,11 @@ import numpy.typing as npt
 
 from engine.core.plan import Sampler
 from engine.executor.followers import Follower, following
+from engine.executor.grammar_store import GrammarError, GrammarStore
 from engine.wire.messages import Sampling
 
 log = logging.getLogger(__name__)
 
-KEPT = 256  # compiled grammars kept for the next request with the same one
 # Bounds of one matcher, which keep the slowest mask at about 10 ms and its memory at some tens of MB.  A grammar that
 # needs more ends its own request.
 LIMITS = llguidance.LLParserLimits(
@@ -70,14 +69,14 @@ SLICES = [
 # computes.
 THREADED = 4
 FAILED = "the grammar cannot be followed any further"
+FAULTY = "this model cannot follow the grammar"
+NO_ANSWER = "it allows no answer"
+REASON_CHARS = 256  # of llguidance's reason, at most
+KEPT_BYTES = 256 << 20  # of compiled grammars that no request holds, as `grammar_memory_mib` has it by default
 # llguidance is asked for forced tokens again after each of them, so that they are the tokens of the masks that it would
 # write.  Each answer has all that are left and takes 2 us a token.  So this bounds the tokens of all answers of a step:
 # a run of up to 63 tokens is found as a whole, a longer one in parts.
 MOST_FOUND = 2048
-
-
-class GrammarError(Exception):
-    """The tokenizer cannot be used for grammars; one line for the log and for the client."""
 
 
 def may_jump(sampling: Sampling) -> bool:
@@ -172,19 +171,32 @@ def follows(row: _Row, grammar: str, emitted: list[int]) -> bool:
     )
 
 
+def _reason(matcher: llguidance.LLMatcher) -> str:
+    """Return why a matcher failed, in one line: the first one names the cause, the others may quote the answer."""
+    lines = matcher.get_error().strip().splitlines()
+    return lines[0][:REASON_CHARS] if lines else ""
+
+
 class Grammars:
     """The matchers of all slots, and the mask that sampling reads.  Not thread-safe: one executor owns it."""
 
-    def __init__(self, directory: Path, *, vocab_size: int, eos_ids: list[int], mask: npt.NDArray[np.int32]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        vocab_size: int,
+        eos_ids: list[int],
+        mask: npt.NDArray[np.int32],
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
         """Read the tokenizer of a checkpoint on a thread of its own: 0.6 s for 49,000 tokens.
 
         The first grammar waits for it.  `supported` says beforehand whether there is one.
-        `mask` [max_seqs, ceil(V / 32)] is written by `fill`."""
+        `mask` [max_seqs, ceil(V / 32)] is written by `fill`.  `kept_bytes`: of compiled grammars that nothing holds."""
         self.mask = mask
         self._vocab_size, self._eos_ids = vocab_size, eos_ids
         self._rows: dict[int, _Row] = {}
-        self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
-        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self.store = GrammarStore(self._compile, most_bytes=kept_bytes)
         self._filler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
         self._filling: Future[None] | None = None
         self._executor = llguidance.LLExecutor(max(1, (os.cpu_count() or 1) - 1))
@@ -213,23 +225,16 @@ class Grammars:
         """Whether any slot has a grammar.  Constant time."""
         return bool(self._rows)
 
-    def ready(self, grammar: str) -> bool:
-        """Return whether a grammar is compiled; else begin to.  One that cannot be compiled is ready, too."""
-        if (found := self._compiled.get(grammar)) is None:
-            found = self._compiled[grammar] = self._compiler.submit(self._compile, grammar)
-            if len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return found.done()
-
     def reset(self) -> None:
         """Free every slot."""
         self._finish_filling()
-        self._rows.clear()
+        for slot in list(self._rows):
+            self.free(slot)
 
     def assign(self, slot: int, sampler: Sampler) -> None:
         """Give a slot the grammar of the sequence that starts or jumps in it, advanced by what that has emitted before.
 
+        Its request holds the grammar in `store`, where it is compiled: this never waits.
         A sequence that jumps keeps its matcher.  Steps in flight have another row, which tells of no token any more."""
         sampling, emitted = sampler.sampling, sampler.history[sampler.prompt_len :]
         held = self._bits(sampler.stop_ids) if sampler.stop_ids else None
@@ -243,6 +248,8 @@ class Grammars:
             row.ahead = len(row.taken) - len(emitted)
             row.look_ahead()
             return
+        if before is not None:
+            self._let_go(before)
         try:
             row.matcher = self._matcher(sampling.grammar)
         except GrammarError as error:
@@ -254,17 +261,28 @@ class Grammars:
 
     def free(self, slot: int) -> None:
         """Forget the grammar of a slot; harmless when it has none."""
-        self._rows.pop(slot, None)
+        if (row := self._rows.pop(slot, None)) is not None:
+            self._let_go(row)
+
+    def _let_go(self, row: _Row) -> None:
+        if row.matcher is not None:
+            self.store.used(row.grammar, len(row.taken))
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
-        """Return a matcher at the start of a grammar; wait for it.  Raises GrammarError without a tokenizer."""
-        self.ready(grammar)
-        return self._compiled[grammar].result().deep_copy()
+        """Return a matcher at the start of a grammar.  Raises GrammarError: it cannot be followed, or is not held."""
+        matcher = self.store.copy(grammar)
+        assert isinstance(matcher, llguidance.LLMatcher)
+        return matcher
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
+        """Compile a grammar; wait for the tokenizer.  Raises GrammarError."""
         matcher = llguidance.LLMatcher(self._vocabulary.result(), grammar, log_level=0, limits=LIMITS)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # every copy begins with what this has cached
+        # Every copy begins with what the first mask has cached.
+        first = b"" if matcher.is_error() else matcher.compute_bitmask()
+        if matcher.is_error():
+            raise GrammarError(f"{FAULTY}: {_reason(matcher) or 'it is beyond the limits'}")
+        if first.count(0) == len(first):
+            raise GrammarError(f"{FAULTY}: {NO_ANSWER}")
         return matcher
 
     def _bits(self, tokens: list[int]) -> npt.NDArray[np.int32]:
@@ -275,9 +293,7 @@ class Grammars:
     @staticmethod
     def _check(row: _Row) -> None:
         if row.matcher is not None and row.matcher.is_error():
-            # The first line names the cause; the others may quote the answer.
-            reason = row.matcher.get_error().strip().splitlines()
-            row.error = f"{FAILED}: {reason[0]}" if reason else FAILED
+            row.error = f"{FAILED}: {reason}" if (reason := _reason(row.matcher)) else FAILED
 
     @property
     def slots(self) -> Iterable[int]:

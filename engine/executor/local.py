@@ -30,6 +30,7 @@ from engine.core.plan import StepPlan, StepResult
 from engine.executor import ops
 from engine.executor.base import Executor, ExecutorLost, ModelInfo, StepError
 from engine.executor.errors import one_line
+from engine.executor.grammar_store import GrammarStore
 from engine.executor.kv_cache import GIB, KV_DTYPES, bytes_per_token
 from engine.executor.models import builtin, fused
 from engine.executor.models.hf import LoadedModel, load_model
@@ -207,9 +208,10 @@ class LocalExecutor:
         size, swap_s = self._worker.swap.moved()
         return msgspec.structs.replace(result, step_s=seconds, swapped_bytes=size, swap_s=swap_s)
 
-    def grammar_ready(self, grammar: str) -> bool:
-        """Return whether a grammar is compiled, or can never be; else compile it on another thread."""
-        return self._worker is None or self._worker.grammars is None or self._worker.grammars.ready(grammar)
+    @property
+    def grammar_store(self) -> GrammarStore | None:
+        """Where requests hold their grammars; None: the model's answers can follow none."""
+        return None if self._worker is None or self._worker.grammars is None else self._worker.grammars.store
 
     def catch_up(self) -> bool:
         """Do one piece of the work that a takeover put off.  Returns whether more is left.  Only while no request is
@@ -219,6 +221,8 @@ class LocalExecutor:
     def close(self) -> None:
         """Drop the steps in flight and let go of all memory."""
         self._in_flight.clear()
+        if (store := self.grammar_store) is not None:
+            store.close()
         self._worker = None
         gc.collect()  # a worker and its graphs refer to each other
         torch.cuda.empty_cache()  # nothing where no GPU was used

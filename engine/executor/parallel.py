@@ -46,12 +46,12 @@ from engine.executor.errors import ModelLoadError, one_line
 from engine.executor.local import LocalExecutor, device_kind
 from engine.executor.models.sharding import OPTION
 from engine.executor.priority import set_priority
+from engine.executor.rank_grammars import GrammarsOfRanks
 from engine.executor.rank_process import (
     BEGIN,
     CLOSE,
     COLLECT,
     FAILING,
-    GRAMMAR,
     PREPARE,
     SUBMIT,
     Facts,
@@ -293,6 +293,7 @@ class ParallelExecutor:
         self._folder = tempfile.TemporaryDirectory(prefix="quire-ranks-")
         self._local: LocalExecutor | None = None
         self._ranks: Ranks | None = None
+        self._grammars: GrammarsOfRanks | None = None
         self._others: list[Rank] = []
         self._watch = Watch(self._others, self._patience_s / BEATS)
         atexit.register(self._watch.at_exit)
@@ -404,17 +405,30 @@ class ParallelExecutor:
 
     def _reply(self, rank: Rank) -> Reply:
         """Return what a rank says of the step that rank 0 has just collected.  Raises ExecutorLost."""
+        return msgspec.msgpack.decode(self._answer(rank), type=Reply)
+
+    def _answer(self, rank: Rank) -> bytes:
         if not rank.commands.poll(self._patience_s):
             raise ExecutorLost(f"rank {rank.number} has not ended a step {self._patience_s:g} s after rank 0 did")
-        return msgspec.msgpack.decode(rank.commands.recv_bytes(), type=Reply)
+        return rank.commands.recv_bytes()
 
-    def grammar_ready(self, grammar: str) -> bool:
-        """Return whether a grammar is compiled here, or can never be; else compile it on a thread of each rank."""
-        ready = self._mine.grammar_ready(grammar)
-        if not ready:
-            with self._watch.using():
-                self._send(GRAMMAR + grammar.encode())
-        return ready
+    @property
+    def grammar_store(self) -> GrammarsOfRanks | None:
+        """Where requests hold their grammars, on all ranks; None: the model's answers can follow none."""
+        if self._grammars is None and (own := self._mine.grammar_store) is not None:
+            self._grammars = GrammarsOfRanks(own, self._tell, self._ask)
+        return self._grammars
+
+    def _tell(self, message: bytes) -> None:
+        """Send a command to all other ranks.  Raises ExecutorLost."""
+        with self._watch.using():
+            self._send(message)
+
+    def _ask(self, message: bytes) -> list[bytes]:
+        """Return what the other ranks answer to a question.  Raises ExecutorLost."""
+        with self._watch.using():
+            self._send(message)
+            return [self._answer(rank) for rank in self._others]
 
     def catch_up(self) -> bool:
         """Nothing was put off.  Raises ExecutorLost when a rank was lost while the engine was idle."""

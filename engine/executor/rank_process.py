@@ -1,8 +1,8 @@
 """What rank 0 and the process of another rank say to each other, and the loop of that process.
 
     rank 0 ── commands: b"P" + Task of a spare, then b"T" + Task,
-              b"S" + plan, b"C", b"G" + grammar, b"X" ──────────────> rank i   a rank does what rank 0 does,
-           <── replies: HERE and Ready once, then a Reply for each b"C" ────       in its order
+              b"S" + plan, b"C", b"G" + Hold, b"Q" + keys, b"R" + Release, b"X" ──> rank i   a rank does what rank 0
+           <── replies: HERE and Ready once, a Reply for each b"C", keys for each b"Q" ──         does, in its order
            <── life: a byte a beat; either end closes when its process dies ──>
 
 The plan is the same msgpack bytes for every rank, and nothing is pickled.
@@ -28,11 +28,12 @@ from engine.executor import ops, preload
 from engine.executor.base import ModelInfo, StepError
 from engine.executor.errors import ModelLoadError, one_line
 from engine.executor.local import LocalExecutor, device_kind
+from engine.executor.rank_grammars import RankGrammars
 from engine.executor.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-PREPARE, BEGIN, SUBMIT, COLLECT, GRAMMAR, CLOSE = b"P", b"T", b"S", b"C", b"G", b"X"
+PREPARE, BEGIN, SUBMIT, COLLECT, CLOSE = b"P", b"T", b"S", b"C", b"X"
 HERE = b"here"  # a rank's first message, before it meets the others
 WELL, FAILING = b".", b"!"  # a beat; `FAILING` while a step that failed here has not been collected
 START_TIMEOUT_S = 1800.0  # that a rank waits for another one which reads a larger part of the weights
@@ -172,7 +173,7 @@ def _prepare(task: Task, commands: Connection) -> None:
 
 def _obey(commands: Connection, life: Life, executor: LocalExecutor, ranks: Ranks) -> None:
     """Do what rank 0 does until it closes."""
-    decoder = msgspec.msgpack.Decoder(StepPlan)
+    decoder, grammars = msgspec.msgpack.Decoder(StepPlan), RankGrammars(executor.grammar_store)
     while True:
         message = commands.recv_bytes()
         match message[:1]:
@@ -184,8 +185,8 @@ def _obey(commands: Connection, life: Life, executor: LocalExecutor, ranks: Rank
                 life.failing = False
                 if reply.error:
                     ranks.barrier()  # ends where they can still exchange
-            case b"G":
-                executor.grammar_ready(message[1:].decode())
+            case _ if grammars.obey(message, commands):
+                pass
             case _:
                 return
 

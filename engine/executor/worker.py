@@ -114,7 +114,8 @@ class Worker:
         self.grammars: Grammars | None = None
         vocab_size, masks = model.vocab_size, Masks(max_seqs, model.vocab_size, device)
         if Grammars.supported(model.directory, model.eos_ids):
-            self.grammars = Grammars(model.directory, vocab_size=vocab_size, eos_ids=model.eos_ids, mask=masks.host)
+            sizes = {"vocab_size": vocab_size, "kept_bytes": config.grammar_memory_mib << 20}
+            self.grammars = Grammars(model.directory, **sizes, eos_ids=model.eos_ids, mask=masks.host)
         columns = own_columns(self._model) if ranks.size > 1 else 0
         self._divided = DividedLogits(ranks, vocab_size, columns) if columns else None
         following = Constraints(masks.host, vocab_size, self.grammars), masks

@@ -15,7 +15,7 @@ import msgspec
 from engine.core.plan import Sampler, StepResult
 from engine.executor.base import ScriptedExecutor, StepError
 from engine.loop import Engine
-from engine.orders import LocalBox, Resume
+from engine.orders import LocalBox, Refused, Resume
 from engine.recorder import DIGEST, STOP, Arrival, Entry, Header, Log, LoggedTurn, logged, read
 from engine.tools.trace import VOCAB
 from engine.turn_record import TurnRecord
@@ -168,19 +168,19 @@ def replay(log: Log) -> tuple[int, Difference | None]:
     return same, None
 
 
-def _order(number: int, arrival: Arrival, found: Outputs, block_size: int) -> Generate | Resume:
+def _order(number: int, arrival: Arrival, found: Outputs, block_size: int) -> Generate | Resume | Refused:
     """Return the request, with made-up tokens that are equal where the recorded ones were."""
     length = arrival.prompt_len
     prompt = [content(found[number, 0], block_size, at) for at in range(length)]
     sampling = msgspec.structs.replace(arrival.request.sampling, seed=number)
     request = msgspec.structs.replace(arrival.request, token_ids=prompt, sampling=sampling)
     if not arrival.begun:
-        return request
+        return Refused(request, None, "refused") if arrival.refused else request
     outputs = [
         None if begun is None else [content(found[number, index], block_size, length + at) for at in range(begun)]
         for index, begun in enumerate(arrival.begun)
     ]
-    return Resume(request, outputs)
+    return Refused(request, outputs, "refused") if arrival.refused else Resume(request, outputs)
 
 
 def report(path: Path) -> str:

@@ -136,6 +136,12 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     searched: int = 0
     # 1 - blocks / entries of the block tables of all beams of the request, over the search: what their sharing saved.
     shared: float = 0.0
+    # For "error": CONSTRAINT, or "": the engine is at fault.
+    code: str = ""
+
+
+# The grammar or the other constraints of a request cannot be followed, or leave no token: the request is at fault.
+CONSTRAINT = "constraint"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -19,6 +19,7 @@ from engine.executor.models.hf import LoadedModel, load_model
 from engine.executor.worker import Launched, Worker
 from engine.llm import LLM
 from engine.wire.messages import Sampling
+from tests.executor.matchers import hold
 
 GREEDY = Sampling(temperature=0)
 CPU = torch.device("cpu")
@@ -99,6 +100,8 @@ class Driver:
 
         The continuations are numbered from `sibling`.
         """
+        if sampling and sampling.grammar and self.worker.grammars is not None:
+            hold(self.worker.grammars.store, sampling.grammar)  # as the grammar gate does
         slots = [slot for slot in range(self.config.max_seqs) if slot not in self.running][:n]
         known = tokens + (output or [])
         table = [self.free_blocks.pop() for _ in range(-(-len(known) // self.config.block_size))]

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from engine.core.plan import Sampler
+from engine.executor.grammar_store import GrammarStore
 from engine.executor.grammars import Grammars
 from engine.wire.messages import Sampling
 from service.grammar import Constraint, compile_grammar
 from tests.checkpoints import VOCAB, tokenizer
+from tests.pace import wait_until
 
 EOS = tokenizer().eos_token_id
 PROMPT = tokenizer().encode("class Engine:\n    def run(self):")
@@ -45,7 +47,14 @@ def four_slots(directory: Path, *, vocab: int = VOCAB, eos: list[int] | None = N
     return Grammars(directory, vocab_size=vocab, eos_ids=eos or [EOS], mask=np.zeros((4, -(-vocab // 32)), np.int32))
 
 
+def hold(store: GrammarStore, grammar: str) -> None:
+    """Let a request hold a grammar from now on, and wait until it is compiled."""
+    if not store.hold(f"for {grammar}", grammar):
+        wait_until(lambda: store.done(grammar), 60)
+
+
 def begin(found: Grammars, slot: int, grammar: str, emitted: list[int], **sampling: Any) -> None:
     """Start a sequence in a slot, or let it jump: it has emitted these tokens."""
+    hold(found.store, grammar)
     stops = [EOS] if sampling.get("min_tokens") else []
     found.assign(slot, Sampler(Sampling(grammar=grammar, **sampling), 1, stops, [7, *emitted]))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.executor import followers
 from engine.executor.base import ScriptedExecutor, scripted_token
-from engine.executor.grammars import FAILED, THREADED, Grammars
+from engine.executor.grammars import FAILED, FAULTY, THREADED, Grammars
 from engine.executor.local import LocalExecutor
 from engine.executor.worker import Launched, Pending
 from engine.llm import LLM, Completion, Output
@@ -299,7 +299,8 @@ def test_a_grammar_that_dies_ends_its_request_alone(llm: LLM) -> None:
     first, second, third = (one.outputs[0] for one in found)
     jsonschema.validate(json.loads(first.text), PERSON)
     assert second.finish_reason == third.finish_reason == "error"
-    assert second.message.startswith(FAILED)
+    assert second.message.startswith(f"{FAULTY}: ")
+    assert "nowhere" in second.message
     assert "grammar" in third.message
     assert_same(llm, first, answers(llm, schema(PERSON), seed=4).outputs[0])
 

@@ -41,6 +41,11 @@ MAY_STAY_ZERO = {
     ("QuireStepFailures", "quire:step_failures:increase5m > 0"),
     ("QuireBooksWrong", "quire:audit_alarms:increase5m > 0"),
     ("QuireCanary", "quire:canary_alarms:increase15m > 0"),
+    # One grammar is compiled, at the start, and requests hold it all the time.
+    ("Grammars", "waiting"),
+    ("Memory of kept grammars", "{{engine}}"),
+    ("Grammars compiled and evicted", "{{result}}"),
+    ("Grammars compiled and evicted", "evicted"),
     # The accounting is checked when an engine is idle, and under this load none is.
     ("Audits, and accounting errors found", "audits"),
     # The canary runs on an idle engine, and the scripted executor has no logits to compare.

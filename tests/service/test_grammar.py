@@ -18,7 +18,8 @@ from engine.wire.records import Fleet
 from service import admission, api
 from service.api import Refusal
 from service.config import GatewayConfig
-from service.grammar import ANNOTATIONS, ENFORCED, Constraint, Grammars, NotServed, asked, compile_grammar
+from service.grammar import ANNOTATIONS, ENFORCED, Constraint, NotServed, asked, compile_grammar
+from service.grammar_checks import GrammarChecks
 from service.limits import GRAMMAR_BYTES
 from tests.pace import python_s
 from tests.service.fakes import a_load
@@ -366,7 +367,7 @@ HOSTILE: dict[str, Constraint] = {
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_a_hostile_schema_delays_no_other_stream(name: str) -> None:
     """The event loop runs on while it is checked, and the check ends."""
-    constraint, grammars, gaps = HOSTILE[name], Grammars(), []
+    constraint, grammars, gaps = HOSTILE[name], GrammarChecks(), []
     work = asyncio.ensure_future(grammars.compile(constraint))
     last = time.thread_time()
     while not work.done():
@@ -377,13 +378,6 @@ async def test_a_hostile_schema_delays_no_other_stream(name: str) -> None:
     with contextlib.suppress(NotServed):
         assert work.result()
     assert max(gaps) < 100 * python_s()  # 50 ms
-
-
-async def test_a_known_schema_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars, constraint = Grammars(), Constraint("s", "json", OBJECT)
-    first = await grammars.compile(constraint)
-    monkeypatch.setattr("service.grammar.compile_grammar", None)
-    assert await grammars.compile(Constraint("s", "json", dict(OBJECT))) == first
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tests.service.fakes import TOOLS_TEMPLATE, with_markers
 from tests.system.stack import Stack
 
 pytestmark = pytest.mark.system
+TOO_WIDE = "((a{1,100}){1,100}){1,100}"  # its lexer outgrows an engine's bounds within the answer
 SAID: Any = [{"role": "user", "content": "Rate the engine."}]
 SCHEMA = {
     "type": "object",
@@ -231,16 +232,21 @@ def test_a_refusal_names_the_keyword(client: openai.OpenAI) -> None:
 
 
 def test_a_grammar_that_an_engine_cannot_follow_ends_its_request(client: openai.OpenAI) -> None:
-    """What the gateway cannot foresee is an error of this request; others go on."""
-    with pytest.raises(openai.APIStatusError) as caught:
-        client.completions.create(
-            model="tiny",
-            prompt="a",
-            max_tokens=300,
-            temperature=0,
-            extra_body={"guided_regex": "((a{1,100}){1,100}){1,100}"},
-        )
-    assert "grammar" in str(caught.value)
+    """What the gateway cannot foresee is the fault of this request, and not of the engine; others go on."""
+    asked: Any = {"model": "tiny", "prompt": "a", "max_tokens": 300, "temperature": 0}
+    for form, param in (
+        ({"guided_regex": TOO_WIDE}, "guided_regex"),
+        ({"structured_outputs": {"regex": TOO_WIDE}}, "structured_outputs.regex"),
+    ):
+        for n in (1, 2):
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.completions.create(**asked, n=n, extra_body=form)
+            assert "the grammar cannot be followed any further" in caught.value.message
+            assert (caught.value.code, caught.value.param) == ("unsupported", param)
+    with client.completions.create(**asked, stream=True, extra_body=form) as stream:
+        with pytest.raises(openai.APIError) as broken_off:
+            list(stream)
+        assert broken_off.value.code == "unsupported"
     answer = client.completions.create(model="tiny", prompt="a", max_tokens=5)
     assert answer.choices[0].finish_reason == "length"
 

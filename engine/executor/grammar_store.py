@@ -1,0 +1,362 @@
+"""Compiled grammars: those that requests hold, those that are kept for later ones, and the work of compiling.
+
+    hold ─> waits ──a thread compiles──> compiled ──last release──> kept ── beyond `most_bytes` ─> evicted, oldest first
+              └─ last release: dropped      ^───────── hold ────────'
+
+A held grammar is never evicted, so a step finds it at once: `copy` never waits.  Tenants take turns (fair_list.py).
+A grammar that several requests hold is compiled once.  A fault is kept like a compiled grammar.
+
+Sizes of kept grammars are estimates, because llguidance tells none.  All copies of a matcher share its lexer, which
+grows with each mask.  So a size is FIXED bytes, and some more per byte of text and per token that copies took in.
+When evicted grammars are freed, the bytes that malloc gets back are compared with their estimates.  The ratio scales
+the other estimates.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from engine.common.fair_list import FairList
+
+log = logging.getLogger(__name__)
+
+# Bytes of a matcher with llguidance 1.9, measured as in tests/executor/test_grammar_store.py: 45,000 to 85,000 of small
+# grammars, 42 to 84 per byte of large schemas and lists of choices, 120 to 8,000 per token of different grammars.
+FIXED, PER_BYTE, PER_TOKEN = 60_000, 80, 2_000
+LEXER_BYTES = 24 << 20  # at most in a lexer: 20,000 states (grammars.LIMITS) of about 1.1 KiB
+MEASURED = 16  # one eviction in so many is measured: malloc counts its free chunks for that, up to about 1 ms
+PRIOR_BYTES = 4 << 20  # measured bytes that weigh as much as the constants above
+SCALES = (0.25, 16.0)  # bounds of the ratio
+CORES_PER_THREAD, MOST_THREADS = 4, 4  # of those that compile: cores are for the steps
+
+
+class Compiled(Protocol):
+    """What a grammar becomes."""
+
+    def deep_copy(self) -> Compiled:
+        """Return one that moves by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarCounts:
+    """What a store has, for metrics."""
+
+    held: int = 0
+    kept: int = 0
+    kept_bytes: int = 0
+    waiting: int = 0  # held ones whose compilation has not begun
+    compiled: int = 0  # since start, like the next ones
+    faults: int = 0
+    evicted: int = 0
+
+
+class HeldGrammars(Protocol):
+    """What holds requests back needs of a store: one of this process, or those of all ranks."""
+
+    def hold(self, request_id: str, text: str, tenant: str = "", weight: float = 1.0) -> bool:
+        """Let a request hold a grammar until its `release`.  Returns whether it is compiled, or at fault, already."""
+
+    def release(self, request_id: str) -> None:
+        """End a request's hold; harmless without one.  A grammar that nothing holds before its turn is dropped."""
+
+    def finished(self) -> list[str]:
+        """Return the texts of grammars that were compiled, or found to be at fault, since the last call."""
+
+    def fault(self, text: str) -> str:
+        """Return why a grammar cannot be followed; "": it can, or that is not known yet."""
+
+    @property
+    def counts(self) -> GrammarCounts:
+        """What is held and kept now, and counts since start."""
+
+
+class GrammarError(Exception):
+    """A grammar cannot be followed; one line for the client."""
+
+
+class State(Enum):
+    """Where a grammar is on its way."""
+
+    WAITING = 0
+    COMPILING = 1
+    DONE = 2  # compiled, or at fault
+
+
+@dataclass(slots=True)
+class Grammar:
+    """One grammar that is held or kept."""
+
+    text: str
+    state: State = State.WAITING
+    compiled: Compiled | None = None
+    fault: str = ""
+    tenants: Counter[str] = field(default_factory=Counter)  # holders
+    tokens: int = 0  # that copies took in
+    copies: int = 0  # in use
+
+    def bytes(self) -> int:
+        """Return the estimated size, unscaled."""
+        size = sys.getsizeof(self.text) + len(self.fault)
+        if self.compiled is None:
+            return size + 1_000
+        return size + FIXED + PER_BYTE * len(self.text) + min(LEXER_BYTES, PER_TOKEN * self.tokens)
+
+
+class GrammarStore:
+    """Owner of all compiled grammars of one rank.  Thread-safe.
+
+    `copy` and `used` are for what runs steps, the other methods for what holds requests back."""
+
+    def __init__(
+        self,
+        compile_one: Callable[[str], Compiled],
+        *,
+        most_bytes: int,
+        threads: int | None = None,
+        heap_bytes: Callable[[], int] | None = None,
+    ) -> None:
+        """`compile_one` raises GrammarError.  `most_bytes`: of kept grammars.  `threads`: None: as the cores allow;
+        0: only `work` compiles.  `heap_bytes`: what malloc has handed out; None: as the C library says."""
+        self._compile, self._most_bytes = compile_one, most_bytes
+        self._threads = compile_threads() if threads is None else threads
+        self._heap_bytes = heap_bytes or malloc_bytes()
+        self._lock = threading.Lock()
+        self._grammars: dict[str, Grammar] = {}  # held ones and kept ones
+        self._holders: dict[str, tuple[Grammar, str]] = {}  # request id -> what it holds, and its tenant
+        self._work: FairList[str] = FairList()
+        self._kept: OrderedDict[str, int] = OrderedDict()  # text -> its bytes when it was released, oldest first
+        self._kept_bytes = 0  # sum, unscaled
+        self._finished: deque[str] = deque()
+        self._evicted: deque[Grammar] = deque()  # to be freed by a thread: it takes up to a millisecond
+        self._running = 0  # threads that compile
+        self._measured, self._estimated = PRIOR_BYTES, PRIOR_BYTES
+        self._compiled = self._faults = self._evictions = self._freed = 0
+        self._closed = False
+
+    # -------------------------------------------------------------------------------------------------------- requests
+
+    def hold(self, request_id: str, text: str, tenant: str = "", weight: float = 1.0) -> bool:
+        """Let a request hold a grammar until its `release`.  Returns whether it is compiled, or at fault, already."""
+        with self._lock:
+            if request_id in self._holders:
+                return self._holders[request_id][0].state is State.DONE
+            grammar = self._grammars.get(text)
+            if grammar is None:
+                grammar = self._grammars[text] = Grammar(text)
+            self._kept_bytes -= self._kept.pop(text, 0)
+            self._holders[request_id] = grammar, tenant
+            grammar.tenants[tenant] += 1
+            if grammar.state is State.WAITING and not self._closed:
+                self._work.add(tenant, text, weight)
+                self._start_thread()
+            return grammar.state is State.DONE
+
+    def release(self, request_id: str) -> None:
+        """End a request's hold; harmless without one.  A grammar that nothing holds before its turn is dropped."""
+        with self._lock:
+            if (holder := self._holders.pop(request_id, None)) is None:
+                return
+            grammar, tenant = holder
+            grammar.tenants[tenant] -= 1
+            if not grammar.tenants[tenant]:
+                del grammar.tenants[tenant]
+                self._work.discard(tenant, grammar.text)
+            if not grammar.tenants:
+                self._keep(grammar)
+
+    def finished(self) -> list[str]:
+        """Return the texts of held grammars that were compiled, or found to be at fault, since the last call."""
+        if not self._finished:
+            return []
+        with self._lock:
+            texts = [text for text in self._finished if self._is_done(text)]  # not those evicted and held again
+            self._finished.clear()
+        return texts
+
+    def fault(self, text: str) -> str:
+        """Return why a grammar cannot be followed; "": it can, or that is not known yet."""
+        with self._lock:
+            return self._grammars[text].fault if text in self._grammars else ""
+
+    def done(self, text: str) -> bool:
+        """Return whether a grammar is compiled, or at fault."""
+        with self._lock:
+            return self._is_done(text)
+
+    def _is_done(self, text: str) -> bool:
+        return text in self._grammars and self._grammars[text].state is State.DONE
+
+    # ----------------------------------------------------------------------------------------------------------- steps
+
+    def copy(self, text: str) -> Compiled:
+        """Return a matcher at the start of a grammar.  Never waits.  Raises GrammarError."""
+        with self._lock:
+            grammar = self._grammars.get(text)
+            if grammar is None or grammar.state is not State.DONE:
+                raise GrammarError("the grammar is not compiled: no request holds it")
+            if grammar.compiled is None:
+                raise GrammarError(grammar.fault)
+            grammar.copies += 1
+            return grammar.compiled.deep_copy()
+
+    def used(self, text: str, tokens: int) -> None:
+        """Note that a copy is freed, which has taken in so many tokens."""
+        with self._lock:
+            if (grammar := self._grammars.get(text)) is None:
+                return
+            grammar.copies = max(0, grammar.copies - 1)
+            grammar.tokens += tokens
+            if text in self._kept:
+                self._keep(grammar)
+
+    @property
+    def counts(self) -> GrammarCounts:
+        """What is held and kept now, and counts since start."""
+        with self._lock:
+            return GrammarCounts(
+                held=len(self._grammars) - len(self._kept),
+                kept=len(self._kept),
+                kept_bytes=int(self._kept_bytes * self._scale),
+                waiting=len(self._work),
+                compiled=self._compiled,
+                faults=self._faults,
+                evicted=self._evictions,
+            )
+
+    # --------------------------------------------------------------------------------------------------------- threads
+
+    def work(self) -> bool:
+        """Compile the grammar whose turn it is, and free what was evicted.  Returns whether one was compiled."""
+        while self._evicted:
+            self._free()
+        with self._lock:
+            text = self._work.pop()
+            if text is None:
+                return False
+            grammar = self._grammars[text]
+            if grammar.state is not State.WAITING:  # of several tenants, one of which had its turn
+                return True
+            grammar.state = State.COMPILING
+            for tenant in grammar.tenants:
+                self._work.discard(tenant, text)
+        compiled, fault = None, ""
+        try:
+            compiled = self._compile(text)
+        except GrammarError as error:
+            fault = str(error)
+        except Exception as error:  # a thread that ends would leave requests waiting
+            log.exception("a grammar could not be compiled")
+            fault = f"it cannot be compiled: {type(error).__name__}"
+        with self._lock:
+            grammar.compiled, grammar.fault, grammar.state = compiled, fault, State.DONE
+            self._compiled += 1
+            self._faults += bool(fault)
+            self._finished.append(text)
+            if not grammar.tenants:
+                self._keep(grammar)
+        return True
+
+    def close(self) -> None:
+        """Drop what waits to be compiled.  Threads end after what they do now."""
+        with self._lock:
+            self._closed = True
+            self._work = FairList()
+
+    def _start_thread(self) -> None:
+        """Start a thread where work waits for one; it ends with the work.  The lock is held."""
+        if self._running < self._threads and self._running < len(self._work) + bool(self._evicted):
+            self._running += 1
+            threading.Thread(target=self._run, name="grammar", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            while self.work():
+                pass
+            with self._lock:
+                if not (self._work or self._evicted):
+                    self._running -= 1
+                    return
+
+    # ------------------------------------------------------------------------------------------------------------ kept
+
+    @property
+    def _scale(self) -> float:
+        least, most = SCALES
+        return min(most, max(least, self._measured / self._estimated))
+
+    def _keep(self, grammar: Grammar) -> None:
+        """Keep a grammar that no request holds, or drop one that is not compiled.  The lock is held."""
+        if grammar.state is State.COMPILING:
+            return
+        if grammar.state is State.WAITING:
+            del self._grammars[grammar.text]
+            return
+        self._kept_bytes -= self._kept.pop(grammar.text, 0)
+        self._kept[grammar.text] = size = grammar.bytes()
+        self._kept_bytes += size
+        while self._kept and self._kept_bytes * self._scale > self._most_bytes:
+            text, size = self._kept.popitem(last=False)
+            self._kept_bytes -= size
+            self._evicted.append(self._grammars.pop(text))
+            self._evictions += 1
+        if self._evicted:
+            self._start_thread()
+
+    def _free(self) -> None:
+        """Free one of the evicted grammars; measure some."""
+        try:
+            grammar = self._evicted.popleft()
+        except IndexError:  # another thread was faster
+            return
+        self._freed += 1
+        estimate, sample = grammar.bytes(), self._freed % MEASURED == 1
+        if self._heap_bytes is None or not sample or grammar.copies or grammar.compiled is None:
+            return
+        before = self._heap_bytes()
+        grammar.compiled = None
+        freed = before - self._heap_bytes()
+        with self._lock:
+            self._estimated += estimate
+            self._measured += min(max(0, freed), LEXER_BYTES + estimate)  # other threads use the heap meanwhile
+
+
+def compile_threads() -> int:
+    """Return how many threads may compile beside the steps: one per CORES_PER_THREAD cores of this process."""
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // CORES_PER_THREAD))
+
+
+class _MallInfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def malloc_bytes() -> Callable[[], int] | None:
+    """Return what tells the bytes that malloc has handed out; None without glibc 2.33 or later."""
+    library = ctypes.PyDLL(None)  # it keeps the interpreter's lock: no other Python thread runs between two calls
+    try:
+        read = library.mallinfo2
+    except AttributeError:
+        return None
+    read.restype = _MallInfo
+
+    def total() -> int:
+        info = read()
+        return int(info.uordblks + info.hblkhd)
+
+    return total
