@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from engine.bus_thread import BusThread
-from engine.common import logs, open_files, readiness, settings
+from engine.common import host_resources, logs, open_files, readiness, settings
 from engine.common.deadline import ends_process
 from engine.common.errors import OperatorError
 from engine.common.tracing import Tracing
@@ -126,6 +126,8 @@ class Server:
         if config.standby:
             log.info("takeover: this spare serves from now on")
             self._watch = Stopwatch()
+        else:
+            log.info("%s", host_resources.read())
         self._executor = load(config)
         keep_what_is_loaded()
         self._open_logs()

@@ -112,8 +112,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         int,
         Meta(
             ge=0,
-            description="CPU threads for arithmetic. 0: all cores but one, which gateway and Redis need. The threads "
-            "wait for each other actively: a thread that shares its core slows a step down tenfold.",
+            description="CPU threads for arithmetic. 0: all usable CPUs but one, which gateway and Redis need; "
+            "affinity and a container's quota limit them. The threads wait for each other actively: a thread that "
+            "shares its core slows a step down tenfold.",
         ),
     ] = 0
     block_size: Annotated[

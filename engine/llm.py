@@ -7,13 +7,13 @@ for completion in LLM("./checkpoint").generate(["To be", "or not"], max_new_toke
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import msgspec
 from tqdm import tqdm
 
+from engine.common import host_resources
 from engine.config import EngineConfig
 from engine.executor import local
 from engine.executor.base import Executor
@@ -155,5 +155,5 @@ def all_cores(config: EngineConfig) -> EngineConfig:
     """Return the configuration with all cores for the engine, divided among ranks, unless it sets `threads`.
 
     No gateway needs one here."""
-    cores = max(1, (os.cpu_count() or 1) // config.tensor_parallel)
+    cores = max(1, host_resources.usable_cpus() // config.tensor_parallel)
     return msgspec.structs.replace(config, threads=config.threads or cores)

@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from engine.common import child_python, log_queue, readiness, settings
+from engine.common import child_python, host_resources, log_queue, readiness, settings
 from engine.common.embedded_redis import EmbeddedRedis, die_with_parent
 from engine.common.errors import OperatorError
 from engine.config import EngineConfig
@@ -397,7 +397,7 @@ class Child:
                 self.kill()
                 await self._process.wait()
                 return
-            if spare and len(os.sched_getaffinity(0)) > FEW_CORES:
+            if spare and host_resources.usable_cpus() > FEW_CORES:
                 self._spare = await self._start(listener, "--standby")
             status, up = await self._watch(self._process, listener)
             if self._stopping.is_set():

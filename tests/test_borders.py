@@ -31,6 +31,7 @@ MAY_SEE: dict[str, set[str]] = {
         "engine.common.deadline",
         "engine.common.errors",
         "engine.common.fair_list",
+        "engine.common.host_resources",
         "engine.config",
         "engine.core.plan",
         "engine.tokenizers.ends",

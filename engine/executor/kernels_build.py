@@ -25,6 +25,7 @@ from pathlib import Path
 import ninja
 import torch
 
+from engine.common import host_resources
 from engine.executor.disk_cache import cache_directory
 from engine.executor.errors import ModelLoadError
 
@@ -265,7 +266,7 @@ def _run_ninja(work: Path, log: Path) -> tuple[int, str]:
     with (
         open(log, "w") as full,
         subprocess.Popen(
-            [str(_ninja()), "-C", str(work), LIBRARY],
+            [str(_ninja()), "-j", str(host_resources.usable_cpus()), "-C", str(work), LIBRARY],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from engine.executor.errors import NotEnoughMemory
+from engine.executor.host_memory import CPU_DEFAULT_GIB
 
 GIB = 1 << 30
-CPU_DEFAULT_GIB = 1.0
 GRAPH_BYTES = 2 * GIB  # for the CUDA graphs of the batch sizes worth one; a guess that left 10 GiB of an H200 unused
 GPU_FREE_FRACTION = 0.94  # the rest is for fragmentation, CUDA graphs, and kernels not loaded yet
 
@@ -75,11 +75,13 @@ def blocks_that_fit(
     kv_memory_gib: float,
     device: torch.device,
     activations: int,
+    cpu_budget: int = int(CPU_DEFAULT_GIB * GIB),
     agree: Callable[[int], int] = int,
 ) -> int:
     """How many KV blocks to allocate: `kv_blocks` where set, else as many as the memory holds.
 
     activations: bytes that a step takes in addition to weights and cache.
+    cpu_budget: bytes that a CPU's memory limit leaves, at most the default.
     agree: makes of the number that fits here the number that all ranks take.
 
     Raises NotEnoughMemory when a single sequence of max_model_len tokens does not fit: it could never finish.
@@ -91,7 +93,7 @@ def blocks_that_fit(
         elif device.type == "cuda":
             budget = max(0, torch.cuda.mem_get_info(device)[0] * GPU_FREE_FRACTION - GRAPH_BYTES - activations)
         else:
-            budget = CPU_DEFAULT_GIB * GIB
+            budget = cpu_budget
         kv_blocks = agree(int(budget // block_bytes))
     needed = -(-max_model_len // block_size)
     if kv_blocks < needed:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
 from collections import deque
 from functools import partial
@@ -25,6 +24,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from engine.common import host_resources
 from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
 from engine.executor import ops
@@ -89,7 +89,7 @@ class LocalExecutor:
         Raises ModelLoadError, and KernelBuildError without a compiler.
         """
         began = time.monotonic()
-        threads = config.threads or max(1, ((os.cpu_count() or 1) - 1) // ranks.size)
+        threads = config.threads or max(1, (host_resources.usable_cpus() - 1) // ranks.size)
         torch.set_num_threads(threads)  # of this thread's team
         ops.load(library=Path(config.kernels) if config.kernels else None)
         kind = device_kind(config)

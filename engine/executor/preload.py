@@ -22,10 +22,10 @@ from typing import Any
 import msgspec
 import torch
 
+from engine.common import host_resources
 from engine.config import EngineConfig
 from engine.core.plan import Sampler, Slice, Start, StepPlan
-from engine.executor import local, ops
-from engine.executor.kv_cache import GIB
+from engine.executor import host_memory, local, ops
 from engine.executor.models import hf, overrides
 from engine.executor.models.weights import weight_files
 from engine.wire.messages import Sampling
@@ -58,7 +58,9 @@ def prepare(config: EngineConfig) -> Iterator[str]:
     yield "rehearsal"
     if kind == "cuda" and config.preempt != "recompute" and config.swap_memory_gib:
         # Freed at once: torch keeps pinned memory for the next tensor of this size, which is the takeover's.
-        torch.empty(int(config.swap_memory_gib * GIB), dtype=torch.uint8, pin_memory=True)
+        ranks, limit = config.tensor_parallel, host_resources.memory_limit()
+        swap = host_memory.divide(config, weights=0, block_bytes=0, on_gpu=True, ranks=ranks, limit=limit).swap
+        torch.empty(swap, dtype=torch.uint8, pin_memory=True)
         yield "pinned memory"
     gc.collect()
     gc.freeze()  # the takeover's collection need not walk through what is here

@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.common import host_resources
 from engine.config import EngineConfig
 from engine.core.plan import StepPlan, StepResult
-from engine.executor import ops
+from engine.executor import host_memory, ops
 from engine.executor.batch import Batch, Mixed, Shape, StepTensors, Targets
 from engine.executor.beam_candidates import BeamCandidates, find_candidates
 from engine.executor.constraints import IMPOSSIBLE, Constraints
@@ -42,7 +43,7 @@ from engine.executor.graphs import (
     rung,
     urgent,
 )
-from engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, by_shape, bytes_per_token
+from engine.executor.kv_cache import KV_DTYPES, Caches, allocate, blocks_that_fit, by_shape, bytes_per_token
 from engine.executor.masks import Masks
 from engine.executor.memory_plan import MemoryPlan
 from engine.executor.models.fused import Forward, own_columns
@@ -151,6 +152,14 @@ class Worker:
         self._graph_logits = torch.zeros(graph_rows, columns, dtype=torch.float32, device=self.device)
         token_bytes = bytes_per_token(model.layers, kv_dtype)
         # Without a length in the configuration the cache decides: a model's own may be made for a larger machine.
+        memory = host_memory.divide(
+            config,
+            weights=host_memory.weight_bytes(self._model),
+            block_bytes=token_bytes * config.block_size,
+            on_gpu=self._gpu,
+            ranks=self._ranks.size,
+            limit=host_resources.memory_limit(),
+        )
         self.blocks = blocks_that_fit(
             token_bytes=token_bytes,
             block_size=config.block_size,
@@ -159,6 +168,7 @@ class Worker:
             kv_memory_gib=config.kv_memory_gib,
             device=self.device,
             activations=self._planned_activations(kv_dtype),
+            cpu_budget=memory.kv,
             agree=self._ranks.least,
         )
         if (fits := self.blocks * config.block_size) < model.max_model_len:
@@ -181,8 +191,8 @@ class Worker:
         self._batch = self._new_batch(caches)
         # No sequence starts while another one is swapped out.  So at most the contents of the cache are swapped out.
         # It is twice that if most blocks were shared, because each holder takes a copy.
-        wanted = 0 if config.preempt == "recompute" else int(config.swap_memory_gib * GIB)
-        self.host_blocks = min(wanted // (token_bytes * config.block_size), 2 * self.blocks)
+        swap_blocks = self._ranks.least(memory.swap // (token_bytes * config.block_size))
+        self.host_blocks = min(swap_blocks, 2 * self.blocks)
         self.swap = Swap(caches, self.host_blocks)
 
     def _planned_activations(self, kv_dtype: torch.dtype) -> int:

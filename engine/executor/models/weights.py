@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engine.common import host_resources
 from engine.executor.disk_cache import cache_directory
 from engine.executor.errors import ModelLoadError
 
@@ -135,7 +136,7 @@ def _digests(files: list[Path], cache: Path) -> list[str]:
             found[key] = real.name
         elif key not in found:
             todo.append((file, key))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(host_resources.usable_cpus()) as pool:
         for (_, key), digest in zip(todo, pool.map(_sha256, [file for file, _ in todo]), strict=True):
             found[key] = digest
     if found != kept:

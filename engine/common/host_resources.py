@@ -1,0 +1,138 @@
+"""CPUs and memory that this process may use: those of the host, within its affinity and its container's cgroups.
+
+    usable CPUs  = min(CPUs in the affinity mask, the smallest CPU quota of the cgroup and its ancestors)
+    memory limit = min(memory of the host, the smallest memory limit of the cgroup and its ancestors)
+
+A quota of 2.5 CPUs counts as 2: threads of a third would be throttled, and the others wait for them in every step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+GIB = 1 << 30
+UNLIMITED = 1 << 60  # bytes; cgroup v1 writes a number of this order for "no limit"
+
+
+class Resources(NamedTuple):
+    """What this process may use, and what the host has."""
+
+    cpus: int  # at least 1
+    host_cpus: int
+    cpu_reason: str  # what limits the CPUs: "affinity", "cgroup quota", or "" where nothing does
+    memory_bytes: int
+    limited_memory: bool  # a cgroup limits it; else it is the host's
+
+    def __str__(self) -> str:
+        reason = f" ({self.cpu_reason})" if self.cpu_reason else ""
+        whose = "limit" if self.limited_memory else "of the host"
+        memory = f"memory {whose} {self.memory_bytes / GIB:.1f} GiB"
+        return f"using {self.cpus} of {self.host_cpus} CPUs{reason}, {memory}"
+
+
+def usable_cpus() -> int:
+    """Return the number of threads that can compute at a time, at least 1."""
+    return read().cpus
+
+
+def memory_limit() -> int:
+    """Return the bytes of memory that this process and its siblings in the cgroup may take together."""
+    return read().memory_bytes
+
+
+def read(root: Path = Path("/"), affinity: int | None = None, host_cpus: int | None = None) -> Resources:
+    """Read both.  `root`: where /proc and /sys are, for tests; so are the counts of CPUs."""
+    host = host_cpus or os.cpu_count() or 1
+    bound = affinity if affinity is not None else _affinity(host)
+    quota = min(_limits(root, "cpu", _cpu_quota), default=math.inf)
+    allowed = max(1, math.floor(min(quota, host)))
+    cpus = min(bound, allowed)
+    reason = "" if cpus >= host else "cgroup quota" if allowed < bound else "affinity"
+    memory, limit = _host_memory(root), min(_limits(root, "memory", _memory_limit), default=math.inf)
+    return Resources(cpus, host, reason, int(min(memory, limit)), limit < memory)
+
+
+def _affinity(host: int) -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else host
+
+
+def _host_memory(root: Path) -> int:
+    found = re.search(r"^MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    return int(found[1]) << 10 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _limits(root: Path, controller: str, limit_of: Callable[[Path], float]) -> Iterator[float]:
+    """Yield the limits of this process's cgroup of a controller, and of all its ancestors that are visible here."""
+    for mount, group in _groups(root, controller):
+        place = mount / group
+        while True:
+            yield limit_of(place)
+            if place == mount:
+                break
+            place = place.parent
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, Path]]:
+    """Yield mount points of cgroup file systems for a controller, with the path of this process's group below each."""
+    paths: dict[str, str] = {}  # by controller of version 1; "": that of version 2
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        paths |= dict.fromkeys(names.split(","), path)
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        fields, kind = left.split(), right.split()
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        if kind[0] == "cgroup2":
+            own = paths.get("")
+        elif kind[0] == "cgroup" and controller in kind[2].split(","):
+            own = paths.get(controller)
+        else:
+            continue
+        if own is not None:
+            yield root / _unescaped(fields[4]).lstrip("/"), _below(own, _unescaped(fields[3]))
+
+
+def _below(path: str, mounted: str) -> Path:
+    """Return a group's path below the mounted one.  "." where it is not: then the mounted group is the container's."""
+    inside = path == mounted or path.startswith(mounted.rstrip("/") + "/")
+    relative = path[len(mounted.rstrip("/")) :].strip("/") if inside else ""
+    return Path(".") if ".." in relative.split("/") else Path(relative or ".")
+
+
+def _unescaped(text: str) -> str:
+    """Undo the octal escapes of mountinfo."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _cpu_quota(group: Path) -> float:
+    """Return the CPUs that a group may use; infinity where it has no quota, or none that can be read."""
+    quota, _, period = _text(group / "cpu.max").partition(" ")
+    if not quota:
+        quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
+    try:
+        return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else math.inf
+    except ValueError:  # "max", or no such file
+        return math.inf
+
+
+def _memory_limit(group: Path) -> float:
+    """Return the bytes that a group may take; infinity where it has no limit, or none that can be read."""
+    text = _text(group / "memory.max") or _text(group / "memory.limit_in_bytes")
+    try:
+        return int(text) if 0 < int(text) < UNLIMITED else math.inf
+    except ValueError:  # "max", or no such file
+        return math.inf
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,77 @@
+"""How much of the host's memory the KV cache and the swap space take, within the memory limit of the container.
+
+    limit / ranks = weights on the CPU + KV cache on a CPU + swap space + PROCESS_BYTES / ranks
+
+Defaults shrink to what is left, swap space first.  Values of the operator are kept, or refused: a process that exceeds
+the limit is killed in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+
+from engine.config import EngineConfig
+from engine.executor.errors import NotEnoughMemory
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+CPU_DEFAULT_GIB = 1.0  # of KV cache on a CPU
+DEFAULT_SWAP_GIB = EngineConfig().swap_memory_gib
+# Measured with the built-in model: 0.5 GiB for an engine, 0.4 for its spare, 0.2 for a gateway and Redis.
+PROCESS_BYTES = int(1.1 * GIB)
+
+
+class HostMemory(NamedTuple):
+    """Bytes of one rank."""
+
+    kv: int  # on a GPU 0: its own memory holds the cache
+    swap: int
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of a model's tensors in host memory.  Tensors that share memory count once."""
+    sizes: dict[int, int] = {}
+    for module in model.modules():
+        named = {**module.__dict__, **module._parameters, **module._buffers}
+        for tensor in named.values():
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def divide(config: EngineConfig, *, weights: int, block_bytes: int, on_gpu: bool, ranks: int, limit: int) -> HostMemory:
+    """Return the sizes of KV cache and swap space.
+
+    `weights`: bytes of this rank's weights in host memory.  `block_bytes`: of a KV block.  `limit`: bytes of memory for
+    all ranks.  Raises NotEnoughMemory where the configuration's own values exceed it."""
+    share, processes = limit // ranks, PROCESS_BYTES // ranks
+    copies = 2 if on_gpu and config.spare_on_gpu else 1  # a spare holds pinned memory of the same size
+    fixed_kv = on_gpu or bool(config.kv_blocks or config.kv_memory_gib)
+    full_kv = 0 if on_gpu else config.kv_blocks * block_bytes or int((config.kv_memory_gib or CPU_DEFAULT_GIB) * GIB)
+    fixed_swap = config.swap_memory_gib not in (DEFAULT_SWAP_GIB, DEFAULT_SWAP_GIB / ranks)
+    full_swap = 0 if config.preempt == "recompute" else int(config.swap_memory_gib * GIB)
+    own = (full_kv if fixed_kv else 0) + (copies * full_swap if fixed_swap else 0)
+    if own and weights + own > share:
+        whose = f" of each of {ranks} ranks" if ranks > 1 else ""
+        raise NotEnoughMemory(
+            f"{weights / GIB:.2f} GiB of weights and {own / GIB:.2f} GiB that kv_memory_gib, kv_blocks and "
+            f"swap_memory_gib ask for exceed the memory limit of {share / GIB:.2f} GiB{whose}: lower them, or raise it"
+        )
+    left = max(0, share - weights - processes)
+    kv = full_kv if fixed_kv else min(full_kv, max(0, left - full_swap) if fixed_swap else left * 2 // 3)
+    swap = full_swap if fixed_swap else min(full_swap, max(0, left - kv) // copies)
+    if (kv, swap) != (full_kv, full_swap):
+        log.info("within the memory limit: KV cache %.2f GiB, swap space %.2f GiB", kv / GIB, swap / GIB)
+    if weights + kv + copies * swap + processes > share:
+        rest = max(0, share - weights - kv - copies * swap)
+        log.warning(
+            "the memory limit leaves %.2f GiB for processes that may need %.2f: lower kv_memory_gib or "
+            "swap_memory_gib, or raise the limit of %.2f GiB",
+            *(rest / GIB, processes / GIB, share / GIB),
+        )
+    return HostMemory(kv, swap)
