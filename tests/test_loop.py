@@ -143,7 +143,7 @@ def test_the_time_of_a_step_is_known_at_once_after_idleness() -> None:
             turns.append(time.monotonic() - began)
         load = box.said[-1].load
         assert 0.02 <= load.step_s <= 2 * max(turns)  # a step begins in one turn and ends in the next
-        time.sleep(0.3)
+        time.sleep(0.2)
         engine.turn()
     assert box.said[-1].load.step_s == load.step_s
 

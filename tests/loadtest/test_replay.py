@@ -21,7 +21,7 @@ from loadtest.replay import Options, replay
 from loadtest.stats import Slo, summarise
 from loadtest.trace import Job
 from loadtest.workloads import Arrival, Phase, synthetic
-from tests.pace import patience
+from tests.pace import paced, patience
 from tests.system.stack import Stack
 
 pytestmark = pytest.mark.system
@@ -180,7 +180,7 @@ async def test_a_server_that_never_ends_does_not_hold_the_run_up(aiohttp_server:
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
     url = str((await aiohttp_server(app)).make_url("")).rstrip("/")
-    [record], _ = await replay([Arrival(0.0, "x", Job(5, 3, 1))], options(url, drain_s=1.0))
+    [record], _ = await replay([Arrival(0.0, "x", Job(5, 3, 1))], options(url, drain_s=paced(1.0)))
     hang.set()
     assert (record.outcome, record.tokens) == ("error", 1)
     assert record.error == "unfinished 1 s after the last was due"

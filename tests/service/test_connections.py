@@ -84,14 +84,14 @@ async def raw(served: Served | int) -> AsyncIterator[Raw]:
 
 
 async def test_a_silent_connection_is_closed(serve: Serve) -> None:
-    served = await serve(header_timeout_s=0.3)
+    served = await serve(header_timeout_s=paced(0.3))
     async with raw(served) as silent:
         assert await silent.closed()
     await settled(lambda: len(served.gateway.connections) == 0)
 
 
 async def test_a_head_that_trickles_in_is_cut_off(serve: Serve) -> None:
-    served = await serve(header_timeout_s=0.5)
+    served = await serve(header_timeout_s=paced(0.5))
     async with raw(served) as slow:
         slow.send(b"GET /ping HTTP/1.1\r\n")
 
@@ -120,11 +120,12 @@ async def test_a_kept_connection_may_idle_but_not_forever(serve: Serve) -> None:
 
 
 async def test_a_body_that_stops_short_is_refused_in_time(serve: Serve, engine: EngineMaker) -> None:
-    served = await serve(body_timeout_s=0.4)
+    limit_s = paced(0.4)
+    served = await serve(body_timeout_s=limit_s)
     async with engine(lambda generate, index: ([5], None)), raw(served) as slow:
         slow.post(len(BODY), BODY[:-10])
         status, error = await slow.refusal()
-        assert (status, error["code"], error["limit"], error["given"]) == (408, "body_timeout", 0.4, len(BODY) - 10)
+        assert (status, error["code"], error["limit"], error["given"]) == (408, "body_timeout", limit_s, len(BODY) - 10)
         assert await slow.closed()
         assert served.gateway.handlers.bodies.held == 0
 

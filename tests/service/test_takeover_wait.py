@@ -9,7 +9,7 @@ import pytest
 
 from service.fleet_view import FleetView
 from service.tokenizer import Tokenizer
-from tests.pace import patience
+from tests.pace import paced, patience
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_admission import busy
 from tests.service.test_app import EngineMaker, Serve, raw, says
@@ -39,7 +39,7 @@ async def test_a_request_waits_for_the_engine_that_takes_over(
     served = await serve(takeover_wait_s=100.0)
     await without_engine(served, engine(says(byte_level_tokenizer)))
     asking = [asyncio.create_task(raw(served.session, "/v1/completions", **ASKED)) for _ in range(3)]
-    _, (first, *_) = await asyncio.wait(asking, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+    _, (first, *_) = await asyncio.wait(asking, timeout=paced(0.5), return_when=asyncio.FIRST_COMPLETED)
     assert not first.done()
     assert (await served.session.get("/ready")).status == 503, "a load balancer prefers other gateways meanwhile"
     async with engine(says(byte_level_tokenizer)):

@@ -21,7 +21,7 @@ from service import cli
 from service.terminal import bench
 from service.terminal.options import BenchConfig
 from service.tokenizer import Tokenizer
-from tests.pace import Patience, patience
+from tests.pace import Patience, paced, patience
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import ANSWER, says
 
@@ -98,7 +98,7 @@ class Terminal:
             if keys:
                 self.type(keys)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
+                async with asyncio.timeout(paced(1.0)):
                     await self.process.wait()
         status = self.process.returncode
         assert termios.tcgetattr(self._slave) == self.before

@@ -27,7 +27,7 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.engine_side import EngineSide
 from engine.wire.messages import Delta, Finish, Generate, TokenBatch
 from tests.checkpoints import make_checkpoint
-from tests.pace import patience
+from tests.pace import paced, patience
 from tests.service.fakes import a_load
 from tests.system.processes import Process, ending, wait_until_ready
 from tests.system.stack import free_port
@@ -117,7 +117,7 @@ async def measure(server: EmbeddedRedis, checkpoint: Path, folder: Path, streams
         while len(opened) < streams:
             some = min(OPENED_AT_ONCE, streams - len(opened))
             opened += await asyncio.gather(*(open_stream(port, ends - time.monotonic()) for _ in range(some)))
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(paced(1.0))
         before, held = await asyncio.to_thread(stalls, page), process.memory_info().rss
         client.config_resetstat()
         peak_bytes(process.pid, reset=True)

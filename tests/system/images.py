@@ -310,7 +310,7 @@ def ask(url: str) -> str:
     body: dict[str, Any] = {"model": demo.NAME, "messages": [{"role": "user", "content": QUESTION}]}
     body |= {"temperature": 0, "max_tokens": 32}
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=patience(120)) as answer:
         return str(json.load(answer)["choices"][0]["message"]["content"])
 
 

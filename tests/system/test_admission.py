@@ -18,7 +18,7 @@ from engine.core.policy.admission import WATERMARK
 from engine.core.scheduler import Scheduler
 from engine.wire.messages import Generate
 from engine.wire.records import Fleet
-from tests.pace import patience
+from tests.pace import paced, paced_ms, patience
 from tests.system.processes import at_rest, fleet_until
 from tests.system.stack import CLAIMS_BY_TOKENS, Stack, a_long_step
 
@@ -189,7 +189,7 @@ async def test_a_long_step_refuses_nobody_while_there_is_room(
     engine: dict[str, Any] = {
         "executor": "scripted",
         "max_seqs": 8,
-        "lease_ms": 20_000,
+        "lease_ms": paced_ms(20_000),
     }  # a report every third of it would be too rare
     body = {"model": "tiny", "prompt": [9] * 20, "max_tokens": 1, "ignore_eos": True}
 
@@ -204,9 +204,9 @@ async def test_a_long_step_refuses_nobody_while_there_is_room(
             with a_long_step(stack.engines[0].executor) as inside:
                 first = asyncio.create_task(status("/v1/completions", body))
                 await asyncio.to_thread(inside.wait)
-                await asyncio.sleep(4.5)
+                await asyncio.sleep(paced(4.5))  # longer than STALE_MS
                 others = [asyncio.create_task(status("/v1/completions", body)) for _ in range(3)]
-                done, _ = await asyncio.wait(others, timeout=1.0)
+                done, _ = await asyncio.wait(others, timeout=paced(1.0))
                 assert [other.result() for other in done] == []  # a refusal would have arrived by now
                 assert [await status(path) for path in ("/ready", "/health")] == [200] * 2
                 assert not first.done()

@@ -116,7 +116,7 @@ async def test_a_clock_that_is_set_ends_no_request(tmp_path: Path, redis_server:
         for name in machines.clocks:
             for ahead_s in (3600.0, -3600.0):
                 asked = asyncio.create_task(ask(port, 100, 60.0))
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(0.2)
                 machines.clocks[name].write_text(str(ahead_s))
                 answer, _ = await asked
                 assert answer["choices"][0]["finish_reason"] == "length", answer

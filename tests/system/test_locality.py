@@ -14,7 +14,7 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.messages import Generate, Sampling
 from engine.wire.prefixes import prefix_digests, split
-from tests.pace import paced_ms, patience
+from tests.pace import paced, paced_ms, patience
 from tests.system.processes import Process, at_rest, ending, fleet_until
 
 pytestmark = pytest.mark.system
@@ -42,7 +42,7 @@ async def test_an_engine_publishes_what_it_has_cached_until_it_dies(
         await fleet_until(redis_server.url, namespace, lambda fleet: fleet.queued == 0 and at_rest(fleet), LIMIT_S)
         expected = set(split(digests)) if locality else set()
         assert client.smembers(key) == expected
-        await asyncio.sleep(1.5)  # an idle engine exchanges every second: it has asked its cache by now
+        await asyncio.sleep(paced(1.5))  # an idle engine exchanges every second: it has asked its cache by now
         assert client.smembers(key) == expected
         await gateway.reset_prefix_caches()
         async with asyncio.timeout(patience(LIMIT_S)):

@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from loadtest.server import engine_processes
-from tests.pace import patience
+from tests.pace import paced, patience
 from tests.system.processes import ENVIRONMENT, ROOT, ending, wait_until_ready
 from tests.system.test_survival import LIMIT_S, Answer, Served, begin, bodies, until
 
@@ -123,7 +123,7 @@ def test_a_spare_that_is_not_wanted_leaves_nothing_behind(checkpoint: Callable[[
             assert time.monotonic() < deadline
             time.sleep(0.05)
         before = sum(psutil.Process(spare.pid).cpu_times()[:2])
-        time.sleep(1)
+        time.sleep(paced(1.0))
         assert sum(psutil.Process(spare.pid).cpu_times()[:2]) - before < 0.1, "a spare that waits computes nothing"
         assert spare.stdin is not None
         spare.stdin.close()

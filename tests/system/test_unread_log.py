@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from tests.pace import patience
 from tests.service.fakes import byte_level
 from tests.system.processes import ENVIRONMENT, QUIRE, ROOT
 
@@ -60,7 +61,7 @@ def test_no_request_waits_for_the_reader_of_the_log(tmp_path: Path, words: list[
         thread = threading.Thread(target=reader)
         thread.start()  # the rest comes now, nothing of it is lost
         serve.send_signal(signal.SIGTERM)
-        assert serve.wait(250) == 0
+        assert serve.wait(patience(250)) == 0
         thread.join()
         lines = [line for line in read.decode().splitlines() if "quire.request" in line and "/v1/completions" in line]
         assert len(lines) == REQUESTS
@@ -91,7 +92,7 @@ def test_a_server_drains_though_its_log_is_not_read(tmp_path: Path) -> None:
         url = serve.stdout.readline().decode().split()[-1].removesuffix("/v1")
         asyncio.run(ask(url, 10))
         serve.send_signal(signal.SIGTERM)
-        assert serve.wait(250) == 0
+        assert serve.wait(patience(250)) == 0
     finally:
         serve.kill()
         serve.wait()

@@ -15,7 +15,7 @@ import redis
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire import link
 from engine.wire.link import BusDown
-from tests.pace import patience
+from tests.pace import paced, patience
 from tests.system.chaos.proxy import Proxy
 from tests.wire.sides import Bus, batch, generate, ids, load, read, take
 
@@ -77,7 +77,7 @@ async def test_reader_and_bell_follow_a_name_that_moves(name: Name, how: str, mo
                 if how == "demoted after":
                     name.move()
                 name.demote()
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(paced(0.5))
                 name.move()
             with contextlib.suppress(BusDown):  # of the first connection that it tries
                 await gateway.fleet()

@@ -18,7 +18,7 @@ from engine.wire.engine_side import EngineSide
 from engine.wire.link import BusDown
 from engine.wire.redis_errors import Remedy, code_of, one_line, remedy
 from engine.wire.scripts import Script
-from tests.pace import patience
+from tests.pace import paced, patience
 from tests.wire.sides import Bus, load
 
 IN_SCRIPT_62 = "Error running script (call to f_ab01): @user_script:1: @user_script: 1: -"
@@ -167,12 +167,13 @@ async def test_a_fault_of_ours_is_logged_and_ends_an_endless_try(
 async def test_an_engine_waits_for_longer_where_time_mends_it(
     own_server: EmbeddedRedis, own_bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "GIVE_UP_S", 0.3)
+    give_up_s = paced(0.3)
+    monkeypatch.setattr(link, "GIVE_UP_S", give_up_s)
     engine: EngineSide = await own_bus.engine()
     with redis.Redis.from_url(own_server.url) as client:
         client.replicaof("127.0.0.1", "9")
         exchanging = asyncio.create_task(engine.exchange([], [], load("e1"), 0, 0))
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(3 * give_up_s)
         assert not exchanging.done()
         client.replicaof("NO", "ONE")
     async with asyncio.timeout(patience(100)):

@@ -50,6 +50,7 @@ DOCUMENTED = {
     ("504", "deadline_exceeded"),
 }
 STREAM_ENDS = {"deadline_exceeded", "cancelled", "shutting_down", "stream_gone"}
+SAY_S, LOOK_S = 30.0, 1.0  # between two lines of progress; between two looks at what a run left
 UNSOUND_S = 0.5  # so long a client whose HTTP is not in order waits for an answer
 OPTIONS = {
     "scripted": ["--executor=scripted", "--scripted-step-ms=1"],
@@ -237,7 +238,7 @@ class Fuzz:
             if time.monotonic() > until:
                 self.found.failures += leaks
                 break
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(LOOK_S)
         self.found.memory = {name: (before[name], after[name]) for name in before}
         url = f"http://127.0.0.1:{self._target.engine_page}/debug/accounting"
         asked = urllib.request.Request(url, method="POST")
@@ -308,7 +309,7 @@ async def fuzz(
 
 async def _progress(found: Found, say: Callable[[str], None]) -> None:
     for _ in itertools.count():
-        await asyncio.sleep(30.0)
+        await asyncio.sleep(SAY_S)
         say(f"{found.requests} requests, {len(found.failures)} failures")
 
 

@@ -40,7 +40,7 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.wire.records import Fleet
 from loadtest import machine
 from tests.checkpoints import make_checkpoint
-from tests.pace import patience
+from tests.pace import paced_ms, patience
 from tests.system.chaos.readers import Doors, Reader, Tally
 from tests.system.chaos.run import Load, percentile, scripted
 from tests.system.processes import Process, at_rest, ending, fleet_until, until, wait_until_ready
@@ -49,7 +49,13 @@ from tests.system.stack import free_port
 NAMESPACE = "rolling"
 GRACE_S = 3.0  # --drain-s of the gateway whose clients come back
 PATIENT_S = 600.0  # of the other one
-ENGINE = ["--executor=scripted", "--max-seqs=512", "--max-model-len=8192", "--kv-blocks=140000", "--lease-ms=2000"]
+ENGINE = [
+    "--executor=scripted",
+    "--max-seqs=512",
+    "--max-model-len=8192",
+    "--kv-blocks=140000",
+    f"--lease-ms={paced_ms(2000)}",
+]
 
 
 @dataclass
