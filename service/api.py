@@ -23,7 +23,8 @@ from service import best_of
 from service.beams import BeamFields, beams_of, fit_beams, refuse_calls, searched, unserved
 from service.config import GatewayConfig
 from service.fields import Endpoint, undeclared
-from service.grammar import Constraint, NotServed, asked
+from service.grammar import Constraint, asked
+from service.grammar_errors import NotServed
 from service.history import Message
 from service.history import plain_messages as plain_messages
 from service.limits import LIMITS, shown

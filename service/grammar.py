@@ -2,9 +2,9 @@
 
     parse_chat, parse_completion --asked--> Constraint --GrammarChecks.compile, on a thread--> Sampling.grammar
 
-llguidance passes over JSON schema keywords that it does not know.  So `check_keywords` walks through the schema first
-and refuses every keyword that is neither enforced nor a mere annotation.  Then the grammar is compiled as an engine
-would, with tighter bounds and bytes as its tokens: what no engine could follow never reaches one.
+`json_schema.rewrite` brings a schema into llguidance's keywords, and refuses an assertion that cannot be enforced.
+Then the grammar is compiled as an engine would, with tighter bounds and bytes as its tokens: no engine gets a grammar
+that it could not follow.
 
 The bounds are counts of work, not of time, so that equal requests get equal answers on a busy machine.
 """
@@ -21,11 +21,12 @@ import llguidance
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from service.limits import GRAMMAR_BYTES, GRAMMAR_DEPTH, LARK_CHARS, LIMITS, REGEX_CHARS
+from service.grammar_errors import NotServed
+from service.json_schema import TOO_LARGE, Rewritten, rewrite, subschemas
+from service.limits import GRAMMAR_BYTES, LARK_CHARS, REGEX_CHARS
 
 Kind = Literal["json", "regex", "choice", "grammar", "calls", "thinking", "reasoned"]
 
-TOO_LARGE = LIMITS["grammar"].code
 # An engine's own bounds are wider (engine/executor/grammars.py), so it can follow what passes here.
 BOUNDS = LLParserLimits(
     initial_lexer_fuel=200_000,
@@ -39,25 +40,8 @@ BOUNDS = LLParserLimits(
 WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
 ANY_TEXT = "/(?s:.*)/"  # in Lark
 SPACES = "/[ \\n]{0,4}/"  # after reasoning, before a call
-LOCALISED = 64  # subschemas that are compiled alone to find the one at fault
+BLAMED_BYTES = 8192  # JSON of the parts that are compiled alone to find the one at fault
 
-ENFORCED = frozenset(
-    {
-        *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions"),
-        *("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties"),
-        *("items", "prefixItems", "minItems", "maxItems"),
-        *("minLength", "maxLength", "pattern", "format"),
-        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    }
-)
-# They change no instance's validity.  `discriminator` is OpenAPI's hint for a oneOf, which pydantic writes.
-ANNOTATIONS = frozenset(
-    {
-        *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
-        *("$schema", "$id", "$comment", "discriminator"),
-    }
-)
-FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 NO_ANSWER = "it allows no answer"
 LEGACY = {
     "guided_json": "json",
@@ -67,14 +51,6 @@ LEGACY = {
 }
 KINDS: Mapping[str, Kind] = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-
-
-class NotServed(Exception):
-    """The fields of a request ask for what cannot be honoured.  `param`: the path of the field or keyword."""
-
-    def __init__(self, param: str, reason: str, *, code: str = "invalid_value", limit: Any = None, given: Any = None):
-        super().__init__(f"{param}: {reason}")
-        self.param, self.code, self.limit, self.given = param, code, limit, given
 
 
 class Constraint(msgspec.Struct, frozen=True):
@@ -109,6 +85,13 @@ class CallRules(msgspec.Struct, frozen=True):
     plain: str  # the same with special tokens written as text, for checks that need no model
     tools: list[Parameters]
     answer: Constraint | None = None  # of the kind json: what may stand there instead of calls
+
+
+class Compiled(msgspec.Struct, frozen=True):
+    """A grammar that engines can follow."""
+
+    grammar: str  # llguidance's JSON form, or Lark
+    passed_over: tuple[str, ...] = ()  # paths of words in schemas that assert nothing
 
 
 # ------------------------------------------------------------------------------------------------- fields of a request
@@ -186,85 +169,18 @@ def _constraint(param: str, name: str, value: Any) -> Constraint:
 # ------------------------------------------------------------------------------------------------------- JSON schemas
 
 
-def subschemas(schema: Any, path: str) -> Iterator[tuple[str, Any, int]]:
-    """Yield (path, subschema, depth) of a schema and of everything inside it that is one, outer ones first."""
-    waiting = [(path, schema, 0)]
-    while waiting:
-        path, schema, depth = waiting.pop()
-        yield path, schema, depth
-        if not isinstance(schema, dict):
-            continue
-        inner: list[tuple[str, Any, int]] = []
-        for name in ("properties", "patternProperties", "$defs", "definitions"):
-            if isinstance(schema.get(name), dict):
-                inner += [(f"{path}.{name}.{key[:64]}", one, depth + 1) for key, one in schema[name].items()]
-        for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
-            if isinstance(schema.get(name), list):
-                inner += [(f"{path}.{name}[{at}]", one, depth + 1) for at, one in enumerate(schema[name])]
-        inner += [
-            (f"{path}.{name}", schema[name], depth + 1) for name in ("items", "additionalProperties") if name in schema
-        ]
-        waiting += reversed(inner)
-
-
-def check_keywords(schema: Any, path: str) -> None:
-    """Raise NotServed at the first keyword that would not be enforced, or that is no JSON schema at all."""
-    for at, one, depth in subschemas(schema, path):
-        if depth > GRAMMAR_DEPTH:
-            reason = f"schemas nest at most {GRAMMAR_DEPTH} deep"
-            raise NotServed(at[:256], reason, code=TOO_LARGE, limit=GRAMMAR_DEPTH, given=depth)
-        if isinstance(one, bool):
-            continue
-        if not isinstance(one, dict):
-            raise NotServed(at, "must be a JSON schema: an object, true or false", code="invalid_type")
-        for name in one:
-            if name not in ENFORCED and name not in ANNOTATIONS:
-                raise NotServed(f"{at}.{name[:64]}", "this keyword is not served", code="unsupported")
-        if "format" in one and str(one["format"]) not in FORMATS:
-            allowed = ", ".join(sorted(FORMATS))
-            raise NotServed(f"{at}.format", f"must be one of {allowed}", code="unsupported", limit=allowed)
-        _check_count(one, at)
-        for regex in (one.get("pattern"), *_names(one.get("patternProperties"))):
-            if isinstance(regex, str):
-                _check_length(regex, REGEX_CHARS, f"{at}.pattern" if regex == one.get("pattern") else at)
-
-
-def _names(given: Any) -> list[str]:
-    return list(given) if isinstance(given, dict) else []
-
-
-def _check_length(text: str, most: int, param: str) -> None:
-    if len(text) > most:
-        raise NotServed(param, f"at most {most} characters", code=TOO_LARGE, limit=most, given=len(text))
-
-
-def _check_count(schema: dict[str, Any], at: str) -> None:
-    """Raise NotServed for a `minProperties` that repeated names could reach.
-
-    The names in `properties` and `required` occur once.  Any other name may occur twice in what a grammar allows."""
-    least, required = schema.get("minProperties", 0), schema.get("required", [])
-    most = (len(set(map(str, required))) if isinstance(required, list) else 0) + 1
-    if isinstance(least, (int, float)) and least > most:
-        reason = f"must be at most {most}, the required properties and one more: names could repeat"
-        raise NotServed(f"{at}.minProperties", reason, code="unsupported", limit=most, given=least)
-
-
-def _json_grammar(constraint: Constraint) -> str:
-    return _of_schema(_checked_schema(constraint))
-
-
-def _checked_schema(constraint: Constraint) -> dict[str, Any]:
-    """Return a schema whose keywords are all served.  Raises NotServed."""
+def _checked_schema(constraint: Constraint) -> Rewritten:
+    """Return a schema all of whose assertions are enforced.  Raises NotServed."""
     schema = constraint.value
     if isinstance(schema, str):  # vLLM takes a schema as text too
         try:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError):
             raise NotServed(constraint.param, "its text is not JSON", code="invalid_type") from None
-    check_keywords(schema, constraint.param)
-    if schema is False:
+    rewritten = rewrite(schema, constraint.param)
+    if rewritten.schema is False:
         raise NotServed(constraint.param, "the schema false allows no answer")
-    return {} if schema is True else schema
+    return rewritten._replace(schema={}) if rewritten.schema is True else rewritten
 
 
 def _of_schema(schema: dict[str, Any]) -> str:
@@ -288,6 +204,11 @@ def _regex_grammar(constraint: Constraint) -> str:
     return LLMatcher.grammar_from_regex(constraint.value)
 
 
+def _check_length(text: str, most: int, param: str) -> None:
+    if len(text) > most:
+        raise NotServed(param, f"at most {most} characters", code=TOO_LARGE, limit=most, given=len(text))
+
+
 def _lark_grammar(constraint: Constraint) -> str:
     """Return a client's Lark grammar.  Raises NotServed for what would pass the checks of this module by."""
     text: str = constraint.value
@@ -305,7 +226,7 @@ def _lark_grammar(constraint: Constraint) -> str:
 # --------------------------------------------------------------------------------------------------------- tool calls
 
 
-def _calls_grammar(constraint: Constraint) -> str:
+def _calls_grammar(constraint: Constraint) -> Compiled:
     """Return the grammar of an answer with calls, checked.  Raises NotServed."""
     rules: CallRules = constraint.value
     schemas = {f"tool{at}": _arguments(parameters) for at, parameters in enumerate(rules.tools)}
@@ -313,37 +234,39 @@ def _calls_grammar(constraint: Constraint) -> str:
         schemas["answer"] = _checked_schema(rules.answer)
 
     def grammar(lark: str) -> str:
-        inner = [{"name": name, "json_schema": _spaced(schema)} for name, schema in schemas.items()]
+        inner = [{"name": name, "json_schema": _spaced(one.schema)} for name, one in schemas.items()]
         return json.dumps({"grammars": [{"lark_grammar": lark}, *inner]})
 
     if why := problem(grammar(rules.plain)):
         raise NotServed(constraint.param, why, code="unsupported")
-    return grammar(rules.grammar)
+    return Compiled(grammar(rules.grammar), tuple(path for one in schemas.values() for path in one.passed_over))
 
 
-def _arguments(parameters: Parameters) -> dict[str, Any]:
-    """Return the schema to which arguments are held.  Raises NotServed where a strict one cannot be."""
+def _arguments(parameters: Parameters) -> Rewritten:
+    """Return the schema to which arguments are held.  Raises NotServed if a strict one cannot be."""
     try:
-        check_keywords(parameters.schema, parameters.param)
-        if why := problem(_of_schema(parameters.schema)):
-            raise NotServed(*_blame(Constraint(parameters.param, "json", parameters.schema), why), code="unsupported")
+        rewritten = rewrite(parameters.schema, parameters.param)
+        if why := problem(_of_schema(rewritten.schema)):
+            raise NotServed(*_blame(parameters.param, rewritten.schema, why), code="unsupported")
     except NotServed:
         if parameters.strict:
             raise
-        return ANY_OBJECT
-    return parameters.schema
+        return Rewritten(ANY_OBJECT, ())
+    return rewritten
 
 
-def _reasoned_grammar(rules: AfterReasoning) -> str:
+def _reasoned_grammar(rules: AfterReasoning) -> Compiled:
     """Return the grammar of reasoning and an answer.  Raises NotServed for the answer."""
-    grammar = compile_grammar(rules.answer)
-    answer = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
-    return json.dumps({"grammars": [{"lark_grammar": rules.grammar}, {**answer, "name": "answer"}]})
+    compiled = compile_grammar(rules.answer)
+    inner = compiled.grammar
+    answer = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
+    grammar = json.dumps({"grammars": [{"lark_grammar": rules.grammar}, {**answer, "name": "answer"}]})
+    return Compiled(grammar, compiled.passed_over)
 
 
 # ---------------------------------------------------------------------------------------------------------- compiling
 
-MAKERS = {"json": _json_grammar, "regex": _regex_grammar, "choice": _choice_grammar, "grammar": _lark_grammar}
+MAKERS = {"regex": _regex_grammar, "choice": _choice_grammar, "grammar": _lark_grammar}
 
 
 class _Bytes:
@@ -377,7 +300,7 @@ def problem(grammar: str) -> str:
     return (named or lines or ["it cannot be followed"])[0][:256]
 
 
-def compile_grammar(constraint: Constraint) -> str:
+def compile_grammar(constraint: Constraint) -> Compiled:
     """Return the grammar of a constraint.  Raises NotServed.  Takes up to some tenths of a second."""
     if constraint.kind == "reasoned":
         return _reasoned_grammar(constraint.value)
@@ -386,23 +309,46 @@ def compile_grammar(constraint: Constraint) -> str:
         reason = f"at most {GRAMMAR_BYTES} bytes of JSON, got {size}"
         raise NotServed(constraint.param, reason, code=TOO_LARGE, limit=GRAMMAR_BYTES, given=size)
     if constraint.kind == "thinking":  # it was made here, of token ids that only the model's tokenizer has
-        return str(constraint.value)
+        return Compiled(str(constraint.value))
     if constraint.kind == "calls":
         return _calls_grammar(constraint)
+    if constraint.kind == "json":
+        schema, passed_over = _checked_schema(constraint)
+        grammar = _of_schema(schema)
+        if why := problem(grammar):
+            raise NotServed(*_blame(constraint.param, schema, why), code="unsupported")
+        return Compiled(grammar, passed_over)
     grammar = MAKERS[constraint.kind](constraint)
     if why := problem(grammar):
-        raise NotServed(*_blame(constraint, why), code="unsupported")
-    return grammar
+        raise NotServed(constraint.param, why, code="unsupported")
+    return Compiled(grammar)
 
 
-def _blame(constraint: Constraint, why: str) -> tuple[str, str]:
-    """Return path and fault of the innermost subschema that cannot be followed by itself; else of the whole."""
-    schema = constraint.value
-    if constraint.kind != "json" or not isinstance(schema, dict):
-        return constraint.param, why
+def _blame(param: str, schema: Any, why: str) -> tuple[str, str]:
+    """Return path and fault of a subschema that cannot be followed by itself; else of the whole.
+
+    Patterns are tried alone, then the parts of the part at fault, within BLAMED_BYTES of JSON: a refusal takes little
+    longer than the check that failed."""
+    if not isinstance(schema, dict):
+        return param, why
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    inner = [(at, one) for at, one, _ in subschemas(schema, constraint.param) if isinstance(one, dict)]
-    for at, one in reversed(inner[1 : LOCALISED + 1]):
-        if inner_why := problem(_of_schema(shared | one)):
-            return at, inner_why
-    return constraint.param, why
+    budget, place = BLAMED_BYTES, (param, schema)
+    waiting = [place]
+    while waiting and budget > 0:  # patterns of any depth
+        at, one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += reversed([*subschemas(one, at)])
+            if isinstance(one.get("pattern"), str):
+                budget -= len(one["pattern"])
+                if inner_why := problem(_of_schema({"type": "string", "pattern": one["pattern"]})):
+                    return f"{at}.pattern", inner_why
+    waiting, budget = [*subschemas(schema, param)], BLAMED_BYTES
+    while waiting:
+        at, one = waiting.pop(0)
+        alone = shared | one if isinstance(one, dict) else {}
+        budget -= len(json.dumps(alone))
+        if budget < 0:
+            break
+        if alone and (inner_why := problem(_of_schema(alone))):
+            (param, why), waiting = (at, inner_why), [*subschemas(one, at)]
+    return param, why

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.common.fair_list import FairList
-from service.grammar import Constraint, compile_grammar
+from service.grammar import Compiled, Constraint, compile_grammar
 
 KEPT_BYTES = 32 << 20  # of constraints that passed and need no second check, and their grammars
 THREADS = 2  # checks at once: each takes up to some tenths of a second, and the event loop needs a core
@@ -27,7 +27,7 @@ class Check:
     """One constraint that is checked, or will be."""
 
     constraint: Constraint
-    outcome: asyncio.Future[str | Exception]
+    outcome: asyncio.Future[Compiled | Exception]
     tenants: Counter[str] = field(default_factory=Counter)  # of the requests that wait for it
     begun: bool = False
 
@@ -40,15 +40,15 @@ class GrammarChecks:
         self._checks: dict[bytes, Check] = {}
         self._waiting: FairList[bytes] = FairList()
         self._running = 0
-        self._kept: OrderedDict[bytes, str] = OrderedDict()  # what passed, oldest first
+        self._kept: OrderedDict[bytes, Compiled] = OrderedDict()  # what passed, oldest first
         self._kept_bytes, self._most_bytes = 0, kept_bytes
 
-    async def compile(self, constraint: Constraint, tenant: str = "", weight: float = 1.0) -> str:
+    async def compile(self, constraint: Constraint, tenant: str = "", weight: float = 1.0) -> Compiled:
         """Return the grammar of a constraint; a known one at once.  Raises NotServed."""
         key = msgspec.json.encode(constraint)
-        if (grammar := self._kept.get(key)) is not None:
+        if (compiled := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
-            return grammar
+            return compiled
         if (check := self._checks.get(key)) is None:
             check = self._checks[key] = Check(constraint, asyncio.get_running_loop().create_future())
         check.tenants[tenant] += 1
@@ -83,7 +83,7 @@ class GrammarChecks:
             work = loop.run_in_executor(self._pool, compile_grammar, check.constraint)
             work.add_done_callback(lambda done, key=key: self._end(key, done))  # type: ignore[misc]
 
-    def _end(self, key: bytes, done: asyncio.Future[str]) -> None:
+    def _end(self, key: bytes, done: asyncio.Future[Compiled]) -> None:
         self._running -= 1
         check = self._checks.pop(key)
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
@@ -96,9 +96,9 @@ class GrammarChecks:
             check.outcome.cancel()
         self._begin()
 
-    def _keep(self, key: bytes, grammar: str) -> None:
-        self._kept[key] = grammar
-        self._kept_bytes += len(key) + len(grammar)
+    def _keep(self, key: bytes, compiled: Compiled) -> None:
+        self._kept[key] = compiled
+        self._kept_bytes += len(key) + len(compiled.grammar)
         while self._kept_bytes > self._most_bytes:
             old, dropped = self._kept.popitem(last=False)
-            self._kept_bytes -= len(old) + len(dropped)
+            self._kept_bytes -= len(old) + len(dropped.grammar)

@@ -33,10 +33,11 @@ from service.beams import queue_extra
 from service.bodies import Bodies, Body
 from service.config import GatewayConfig
 from service.format import ANSWER_ID, AnswerFormat, Piece, Position
-from service.grammar import NotServed
 from service.grammar_checks import GrammarChecks
+from service.grammar_errors import NotServed
 from service.inference_headers import InferenceHeaders
 from service.limits import VALUES
+from service.meter import Meter
 from service.metrics import Telemetry
 from service.middleware import METER, OWNER, PATH, TENANT, Capacity
 from service.open_request import HandedOver, OpenRequest
@@ -299,8 +300,7 @@ class Handlers:
         limits = await self._limits(valid, longest_wait_s)
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._work.max_tokens())
         valid = await self._forbid(valid, size)
-        reading = await self._tokenizer.offload(size, self._tokenizer.reading, valid, encoded[0])
-        valid = await self._constrain(msgspec.structs.replace(valid, reading=reading), size, tenant)
+        valid = await self._constrain(valid, encoded[0], size, tenant, request[METER])
         rooms = await self._work.offload(size, api.fit, valid, encoded, limits)
         rooms = api.bound_logprobs(valid, encoded, rooms, config)
         prompt_tokens, extra = sum(map(len, encoded)), queue_extra(valid.beams, limits.block_size)
@@ -344,9 +344,13 @@ class Handlers:
         admission.require_fields(self._streams.fleet, valid.sampling)
         return valid
 
-    async def _constrain(self, valid: api.ValidRequest, size: int, tenant: Tenant) -> api.ValidRequest:
-        """Return a request whose sampling has the grammar that it asks for.  Raises Refusal."""
+    async def _constrain(
+        self, valid: api.ValidRequest, prompt: list[int], size: int, tenant: Tenant, meter: Meter
+    ) -> api.ValidRequest:
+        """Return a request with the reading of its answer, and the grammar that it asks for.  Raises Refusal."""
         tokenizer = self._tokenizer
+        reading = await tokenizer.offload(size, tokenizer.reading, valid, prompt)
+        valid = msgspec.structs.replace(valid, reading=reading)
         constraint = await tokenizer.offload(size, tokenizer.constraint, valid, valid.reading)
         if constraint is None:
             return valid
@@ -358,10 +362,11 @@ class Handlers:
             return valid
         admission.require_grammars(self._streams.fleet, constraint.param)
         try:
-            grammar = await self._grammars.compile(constraint, tenant.name, tenant.weight)
+            compiled = await self._grammars.compile(constraint, tenant.name, tenant.weight)
         except NotServed as error:
             raise api.not_served(error) from None
-        sampling = msgspec.structs.replace(valid.sampling, grammar=grammar)
+        sampling = msgspec.structs.replace(valid.sampling, grammar=compiled.grammar)
+        meter.record_unknown(compiled.passed_over)
         return msgspec.structs.replace(valid, sampling=sampling, constraint=None, grammar_param=constraint.param)
 
     def _admit(self, cost: admission.Cost, fleet: Fleet) -> admission.Decision:

@@ -147,8 +147,8 @@ class Meter:
             self._texts[piece.choice] = self._texts.get(piece.choice, "") + piece.text
 
     def record_unknown(self, fields: tuple[str, ...]) -> None:
-        """Record fields of the request that nothing reads; a header of the answer names them."""
-        self.unknown_fields = fields
+        """Record further fields of the request that nothing reads; a header of the answer names them."""
+        self.unknown_fields += fields
 
     def fail(self, refusal: Refusal) -> None:
         """Record the error that the client gets: instead of an answer, or at the end of a broken one."""

@@ -31,15 +31,15 @@ PERSON = {
 
 
 def schema(value: Any) -> str:
-    return compile_grammar(Constraint("schema", "json", value))
+    return compile_grammar(Constraint("schema", "json", value)).grammar
 
 
 def choice(*texts: str) -> str:
-    return compile_grammar(Constraint("choice", "choice", list(texts)))
+    return compile_grammar(Constraint("choice", "choice", list(texts))).grammar
 
 
 def regex(pattern: str) -> str:
-    return compile_grammar(Constraint("regex", "regex", pattern))
+    return compile_grammar(Constraint("regex", "regex", pattern)).grammar
 
 
 def four_slots(directory: Path, *, vocab: int = VOCAB, eos: list[int] | None = None) -> Grammars:

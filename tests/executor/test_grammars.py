@@ -92,7 +92,7 @@ def test_each_form_of_grammar(llm: LLM, sampling: dict[str, Any]) -> None:
     assert len(found.text) in range(5, 9)
     assert found.finish_reason == "stop"
     lark = 'start: greeting " " name "!"\ngreeting: "hi" | "hello"\nname: /[A-Z][a-z]{1,4}/'
-    text = answers(llm, compile_grammar(Constraint("grammar", "grammar", lark)), **sampling).outputs[0].text
+    text = answers(llm, compile_grammar(Constraint("grammar", "grammar", lark)).grammar, **sampling).outputs[0].text
     assert text.startswith(("hi ", "hello "))
     assert text.endswith("!")
 

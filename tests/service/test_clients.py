@@ -110,6 +110,24 @@ async def test_500_prompts_wait_in_the_late_lane(
         assert stream.count(b'"finish_reason":"length"') == 500
 
 
+async def test_words_of_a_schema_that_assert_nothing_are_named_in_a_header(
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+) -> None:
+    served = await serve()
+    schema = {
+        "type": "object",
+        "x-order": 1,
+        "properties": {"tel": {"type": "string", "format": "phone", "title": "T"}},
+    }
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+    async with engine(says(byte_level_tokenizer)) as fake:
+        fake.load_changes = {"grammars": True}
+        await settled(lambda: any(one.grammars for one in served.streams.fleet.engines))
+        _, _, headers = await raw(served.session, "/v1/completions", prompt="a", max_tokens=1, typo=1, **asked)
+        path = "response_format.json_schema.schema"
+        assert headers["x-unknown-fields"] == f"typo, {path}.x-order, {path}.properties.tel.format"
+
+
 async def test_unknown_fields_are_named_in_a_header_and_counted(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.grammar import Constraint, NotServed
+from service.grammar import Compiled, Constraint
 from service.grammar_checks import THREADS, GrammarChecks
+from service.grammar_errors import NotServed
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -22,14 +23,14 @@ class Checker:
         self._permits = threading.Semaphore(0)
         self._began = threading.Condition()
 
-    def __call__(self, constraint: Constraint) -> str:
+    def __call__(self, constraint: Constraint) -> Compiled:
         with self._began:
             self.values.append(constraint.value)
             self._began.notify_all()
         self._permits.acquire()
         if constraint.value.startswith("bad"):
             raise NotServed(constraint.param, "it is bad")
-        return f"grammar of {constraint.value}"
+        return Compiled(f"grammar of {constraint.value}")
 
     def wait(self, count: int) -> None:
         """Wait until so many checks have begun."""
@@ -68,7 +69,7 @@ async def test_a_thousand_at_once_are_checked_once(checker: Checker) -> None:
     work = [asyncio.ensure_future(checks.compile(regex("a"), f"t{at % 5}")) for at in range(1000)]
     await begun(checker, 1)
     checker.permit(1)
-    assert set(await asyncio.gather(*work)) == {"grammar of a"}
+    assert set(await asyncio.gather(*work)) == {Compiled("grammar of a")}
     assert checker.values == ["a"]
 
 
@@ -77,7 +78,7 @@ async def test_any_number_of_different_ones_is_checked_once_each(checker: Checke
     checks = GrammarChecks(kept_bytes=0)
     work = [asyncio.ensure_future(checks.compile(regex(f"a{at}"))) for at in range(count)]
     checker.permit(count)
-    assert await asyncio.gather(*work) == [f"grammar of a{at}" for at in range(count)]
+    assert await asyncio.gather(*work) == [Compiled(f"grammar of a{at}") for at in range(count)]
     assert sorted(checker.values) == sorted(f"a{at}" for at in range(count))
 
 
@@ -95,7 +96,7 @@ async def test_a_small_one_beside_two_hundred_heavy_ones_is_next(checker: Checke
     await begun(checker, 22 + THREADS)
     assert "small" in checker.values[20 + THREADS :]
     checker.permit(300)
-    assert await small == "grammar of small"
+    assert await small == Compiled("grammar of small")
     await asyncio.gather(*heavy)
 
 
@@ -107,7 +108,7 @@ async def test_what_every_client_has_left_is_not_checked(checker: Checker) -> No
     for one in work:
         one.cancel()
     checker.permit(100)
-    assert await stays == "grammar of a7"
+    assert await stays == Compiled("grammar of a7")
     for at in range(THREADS):  # those that were under way end after it
         await checks.compile(regex(checker.values[at]))
     assert sorted(checker.values) == sorted([*checker.values[:THREADS], "a7"])
@@ -131,7 +132,7 @@ async def test_what_is_kept_is_bounded_in_bytes(checker: Checker) -> None:
     checker.permit(1000)
     for at in range(100):
         await checks.compile(regex(f"{at}" + "x" * 400))
-        assert checks._kept_bytes == sum(len(key) + len(text) for key, text in checks._kept.items()) <= 10_000
+        assert checks._kept_bytes == sum(len(key) + len(one.grammar) for key, one in checks._kept.items()) <= 10_000
     await checks.compile(regex("y" * 20_000))
     assert checks._kept_bytes <= 10_000
     count = len(checker.values)

@@ -65,7 +65,7 @@ def test_no_answer_thinks_longer_than_its_budget(
 ) -> None:
     special = thinker._grammar_tokens
     opening, closing = (special[marker] for marker in MARKERS)
-    grammar = compile_grammar(thinking_rules(budget, MARKERS, special, opened=opened))
+    grammar = compile_grammar(thinking_rules(budget, MARKERS, special, opened=opened)).grammar
     shy = [EOS, closing] if eager else [EOS, opening, closing]
     tokens = drawn(vocabulary, grammar, seed, shy, len(thinker.table))
     assert tokens.count(opening) <= (not opened)  # it does not begin again
@@ -78,7 +78,7 @@ def test_no_answer_thinks_longer_than_its_budget(
 def test_the_rest_of_an_answer_may_hold_any_token(thinker: Tokenizer, vocabulary: LLTokenizer) -> None:
     special, size = thinker._grammar_tokens, len(thinker.table)
     opening, closing = (special[marker] for marker in MARKERS)
-    grammar = compile_grammar(thinking_rules(5, MARKERS, special, opened=True))
+    grammar = compile_grammar(thinking_rules(5, MARKERS, special, opened=True)).grammar
     matcher = LLMatcher(vocabulary, grammar, log_level=0)
     assert matcher.consume_tokens([40, 41, closing])
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:size]

@@ -1,0 +1,359 @@
+"""Schemas in llguidance's keywords have the same instances as the client's, or are refused by path."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft7Validator, Draft202012Validator
+from llguidance import LLMatcher
+
+from service import grammar as grammars
+from service.grammar import Constraint, byte_tokenizer, compile_grammar
+from service.grammar_errors import NotServed
+from service.json_schema import ASSERTIONS, BRANCHES, ENFORCED, PARTNERS, PARTS, rewrite
+from service.schema_algebra import Schemas
+
+VALUES: st.SearchStrategy[Any] = st.sampled_from([None, True, False, 0, 1, 1.0, 2, 2.5, "", "a", "b", "abc", [], {}])
+NAMES = st.sampled_from(["a", "b", "kind"])
+TYPES = st.sampled_from(["null", "boolean", "integer", "number", "string", "array", "object"])
+BOUNDS = [
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+]
+BOUNDS += ["minContains", "maxContains"]
+INSTANCES = st.recursive(
+    VALUES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=6
+)
+
+
+def leaf() -> st.SearchStrategy[Any]:
+    return st.one_of(
+        st.booleans(),
+        st.just({}),
+        TYPES.map(lambda kind: {"type": kind}),
+        st.lists(TYPES, min_size=1, max_size=3, unique=True).map(lambda kinds: {"type": kinds}),
+        VALUES.map(lambda value: {"const": value}),
+        st.lists(VALUES, min_size=1, max_size=3).map(lambda values: {"enum": values}),
+        st.lists(NAMES, min_size=1, max_size=2, unique=True).map(lambda names: {"required": names}),
+        st.tuples(
+            st.sampled_from(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]), st.integers(0, 2)
+        ).map(lambda bound: {bound[0]: bound[1]}),
+        st.tuples(
+            st.sampled_from(["minLength", "maxLength", "minItems", "maxItems", "minContains", "maxContains"]),
+            st.integers(0, 2),
+        ).map(lambda bound: {bound[0]: bound[1]}),
+        st.sampled_from([{"$ref": "#/$defs/x"}, {"uniqueItems": True}, {"propertyNames": {"enum": ["a", "b"]}}]),
+    )
+
+
+def larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    several = st.lists(inner, min_size=1, max_size=3)
+    keywords: dict[str, st.SearchStrategy[Any]] = {
+        "type": TYPES,
+        "properties": st.dictionaries(NAMES, inner, max_size=3),
+        "required": st.lists(NAMES, max_size=2, unique=True),
+        "additionalProperties": inner,
+        "items": inner,
+        "prefixItems": several,
+        "maxItems": st.integers(0, 2),
+        "uniqueItems": st.booleans(),
+        "contains": inner,
+        "minContains": st.integers(0, 2),
+        "not": inner,
+        "if": inner,
+        "then": inner,
+        "else": inner,
+        "oneOf": several,
+        "anyOf": several,
+        "allOf": several,
+        "dependentRequired": st.dictionaries(NAMES, st.lists(NAMES, max_size=2, unique=True), max_size=2),
+        "dependentSchemas": st.dictionaries(NAMES, inner, max_size=2),
+        "propertyNames": st.sampled_from([{}, {"type": "string"}, {"enum": ["a", "kind"]}, {"maxLength": 1}]),
+        "unevaluatedProperties": st.sampled_from([True, False, {"type": "null"}]),
+    }
+    return st.lists(st.sampled_from(sorted(keywords)), min_size=1, max_size=4, unique=True).flatmap(
+        lambda chosen: st.fixed_dictionaries({name: keywords[name] for name in chosen})
+    )
+
+
+SCHEMAS = st.recursive(leaf(), larger, max_leaves=8).map(
+    lambda schema: {"$defs": {"x": {"enum": ["a", 1, None]}}, **schema} if isinstance(schema, dict) else schema
+)
+CONDITIONAL = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["a", "b"]}, "a": {"type": "integer"}},
+    "if": {"properties": {"kind": {"const": "a"}}, "required": ["kind"]},
+    "then": {"required": ["a"]},
+    "else": {"properties": {"a": False}},
+}
+
+
+@settings(max_examples=400, deadline=None)
+@given(schema=SCHEMAS, instances=st.lists(INSTANCES, min_size=1, max_size=12))
+@example(CONDITIONAL, [{"kind": "a"}, {"kind": "a", "a": 1}, {"kind": "b"}, {"kind": "b", "a": 1}, {"a": 1}, {}])
+@example({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}, {"a": 1, "b": 1}, {}, 3])
+@example({"not": {"type": "integer"}, "type": ["integer", "string"]}, [1, 1.0, "a"])
+@example({"not": {"properties": {"a": {"minimum": 1}}}}, [{"a": 0}, {"a": 1}, {}, {"a": "x"}, 3])
+def test_a_rewritten_schema_has_the_same_instances(schema: Any, instances: list[Any]) -> None:
+    try:
+        rewritten = rewrite(schema, "s").schema
+    except NotServed:
+        assume(False)
+    own, ours = Draft202012Validator(schema), Draft202012Validator(rewritten)
+    for instance in instances:
+        assert own.is_valid(instance) == ours.is_valid(instance), (rewritten, instance)
+
+
+@settings(max_examples=300, deadline=None)
+@given(one=SCHEMAS, other=SCHEMAS, instance=INSTANCES)
+def test_schemas_called_disjoint_have_no_common_instance(one: Any, other: Any, instance: Any) -> None:
+    root = {"$defs": {"x": {"enum": ["a", 1, None]}}, "one": one, "other": other}
+    if Schemas(root).disjoint(one, other):
+        parts = [{"$defs": root["$defs"], **part} if isinstance(part, dict) else part for part in (one, other)]
+        assert not all(Draft202012Validator(part).is_valid(instance) for part in parts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(schema=SCHEMAS, instances=st.lists(INSTANCES, min_size=1, max_size=12))
+def test_no_grammar_takes_an_instance_that_the_schema_excludes(schema: Any, instances: list[Any]) -> None:
+    try:
+        grammar = compile_grammar(Constraint("s", "json", schema)).grammar
+    except NotServed:
+        assume(False)
+    validator = Draft202012Validator(schema)
+    for instance in instances:
+        if not validator.is_valid(instance):
+            assert not matches(grammar, json.dumps(instance, separators=(",", ":"))), instance
+
+
+def matches(grammar: str, text: str) -> bool:
+    matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0)
+    return all(matcher.consume_token(byte) for byte in text.encode()) and bool(matcher.is_accepting())
+
+
+def test_draft_4_and_7_notation_keeps_its_meaning() -> None:
+    schema = {
+        "id": "http://example.com/order",
+        "type": "object",
+        "definitions": {"pair": {"items": [{"type": "integer"}, {"type": "string"}], "additionalItems": False}},
+        "properties": {
+            "pair": {"type": "array", "$ref": "http://example.com/order#/definitions/pair"},
+            "price": {"type": "number", "minimum": 0, "exclusiveMinimum": True},
+        },
+        "dependencies": {"pair": ["price"]},
+        "additionalProperties": False,
+    }
+    rewritten, passed_over = rewrite(schema, "s")
+    assert passed_over == ("s.id",)
+    for valid in ({}, {"price": 1}, {"pair": [1, "a"], "price": 2}):
+        assert Draft7Validator(rewritten).is_valid(valid)
+    grammar = compile_grammar(Constraint("s", "json", schema)).grammar
+    assert matches(grammar, '{"pair":[1,"a"],"price":2}')
+    for invalid in ('{"pair":[1,"a"]}', '{"price":0}', '{"pair":[1,"a",2],"price":1}', '{"other":1}'):
+        assert not matches(grammar, invalid)
+
+
+# A value with which each assertion that is no keyword of llguidance cannot be rewritten.
+UNSERVED: dict[str, Any] = {
+    "not": {"pattern": "a"},
+    "if": {"pattern": "a"},
+    "uniqueItems": True,
+    "contains": {"type": "null"},
+    "dependentSchemas": {"a": {"not": {"pattern": "a"}}},
+    "dependencies": {"a": {"not": {"pattern": "a"}}},
+    "propertyNames": {"format": "date"},
+    "unevaluatedProperties": False,
+    "unevaluatedItems": False,
+    "oneOf": [{"pattern": "a"}, {"pattern": "b"}],
+} | dict.fromkeys(("$recursiveRef", "$dynamicRef", "extends", "disallow", "divisibleBy"), "#")
+
+
+def test_every_assertion_is_enforced_or_has_an_example_of_its_refusal() -> None:
+    assert ASSERTIONS - ENFORCED - {"dependentRequired"} == set(UNSERVED) - {"oneOf"}  # that one is always served
+
+
+@pytest.mark.parametrize("keyword", UNSERVED)
+def test_an_assertion_that_is_not_enforced_is_refused_with_its_path(keyword: str) -> None:
+    inner = {"anyOf": [{"type": "null"}, {"allOf": [{}], keyword: UNSERVED[keyword], "then": {"type": "null"}}]}
+    with pytest.raises(NotServed) as refused:
+        rewrite({"type": "object", "properties": {"a b": inner}}, "s")
+    assert refused.value.param.startswith("s.properties.a b.anyOf[1].")
+    assert (keyword if not keyword.startswith("depend") else "not") in refused.value.param
+    assert refused.value.code == "unsupported"
+
+
+@pytest.mark.parametrize("keyword", sorted(PARTNERS))
+def test_a_partner_without_its_assertion_asserts_nothing(keyword: str) -> None:
+    assert rewrite({"type": "null", keyword: False}, "s").schema == {"type": "null"}
+
+
+def test_words_that_assert_nothing_are_named_once_and_bounded() -> None:
+    properties = {f"p{at}": {"type": "string", "format": "phone", f"x-{at}": 1, "title": "t"} for at in range(40)}
+    _, passed_over = rewrite({"type": "object", "properties": properties, "self": {"vendor": "v"}}, "s")
+    assert passed_over[:3] == ("s.self", "s.properties.p0.x-0", "s.properties.p0.format")
+    assert len(passed_over) == 16
+    assert sum(path.endswith(".format") for path in passed_over) == 1
+
+
+def test_options_of_the_grammar_library_do_not_reach_it() -> None:
+    schema = {"x-guidance": {"lenient": True, "whitespace_pattern": ".*"}, "properties": {"a": {"x-guidance": {}}}}
+    assert "x-guidance" not in json.dumps(rewrite(schema, "s").schema)
+
+
+def test_what_a_reference_points_to_is_checked_wherever_it_stands() -> None:
+    schema = {"$ref": "#/components/schemas/a", "components": {"schemas": {"a": {"type": "null", "format": "phone"}}}}
+    assert compile_grammar(Constraint("s", "json", schema)).grammar
+    schema["components"]["schemas"]["a"] = {"not": {"pattern": "a"}}  # type: ignore[index]
+    with pytest.raises(NotServed, match=r"^s\.components\.schemas\.a\.not: "):
+        rewrite(schema, "s")
+
+
+def test_the_work_of_rewriting_is_bounded() -> None:
+    branch: Any = {"type": "null"}
+    for depth in range(4):
+        branch = {"oneOf": [{"properties": {"a": {"const": at}, f"d{depth}": branch}} for at in range(BRANCHES)]}
+        branch["properties"] = {"a": {"enum": list(range(BRANCHES))}}
+    with pytest.raises(NotServed) as refused:
+        rewrite(branch, "s")
+    assert (refused.value.code, refused.value.limit) in {("grammar_too_large", PARTS), ("unsupported", None)}
+
+
+GENERATED: dict[str, dict[str, Any]] = {
+    "zod": {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "minLength": 1},
+            "age": {"type": "integer", "minimum": -9007199254740991, "maximum": 9007199254740991},
+            "tags": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}},
+            "when": {"type": "string", "format": "date-time"},
+            "mail": {"type": "string", "format": "email", "pattern": "^[a-z]+@[a-z]+$"},
+            "kind": {"oneOf": [{"type": "string", "const": "a"}, {"type": "string", "const": "b"}]},
+            "phone": {"type": "string", "format": "e164", "pattern": r"^\+[1-9]\d{6,14}$"},
+        },
+        "required": ["name", "age", "tags"],
+        "additionalProperties": False,
+    },
+    "pydantic": {
+        "$defs": {
+            "Cat": {
+                "properties": {"pet_type": {"const": "cat", "title": "Pet Type", "type": "string"}},
+                "required": ["pet_type"],
+                "title": "Cat",
+                "type": "object",
+            },
+            "Dog": {
+                "properties": {"pet_type": {"const": "dog", "title": "Pet Type", "type": "string"}},
+                "required": ["pet_type"],
+                "title": "Dog",
+                "type": "object",
+            },
+        },
+        "properties": {
+            "pet": {
+                "discriminator": {"mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}, "propertyName": "pet_type"},
+                "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+                "title": "Pet",
+            },
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "title": "Note"},
+            "pair": {
+                "maxItems": 2,
+                "minItems": 2,
+                "prefixItems": [{"type": "integer"}, {"type": "string"}],
+                "type": "array",
+            },
+            "path": {"format": "path", "type": "string"},
+            "flags": {"items": {"enum": ["x", "y"], "type": "string"}, "type": "array", "uniqueItems": True},
+        },
+        "required": ["pet", "pair"],
+        "title": "Owner",
+        "type": "object",
+    },
+    ".NET": {
+        "type": ["object", "null"],
+        "properties": {
+            "Number": {"type": ["string", "integer"], "pattern": r"^-?(?:0|[1-9]\d*)$"},
+            "Colour": {"enum": ["Red", "Green", None]},
+            "Parent": {"type": ["object", "null"], "properties": {"Colour": {"$ref": "#/properties/Colour"}}},
+            "At": {"type": "string", "format": "date-time"},
+            "Span": {"type": ["string", "null"], "pattern": r"^-?(\d+\.)?\d{2}:\d{2}:\d{2}(\.\d{1,7})?$"},
+        },
+        "required": ["Number"],
+        "additionalProperties": False,
+    },
+    "OpenAI": {
+        "type": "object",
+        "properties": {"steps": {"type": "array", "items": {"$ref": "#/$defs/step"}}, "answer": {"type": "string"}},
+        "$defs": {
+            "step": {
+                "type": "object",
+                "properties": {"text": {"type": "string"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+                "required": ["text", "next"],
+                "additionalProperties": False,
+            }
+        },
+        "required": ["steps", "answer"],
+        "additionalProperties": False,
+    },
+    "Snowplow": {
+        "$schema": "http://iglucentral.com/schemas/com.snowplowanalytics.self-desc/schema/jsonschema/1-0-0#",
+        "self": {"vendor": "com.example", "name": "event", "format": "jsonschema", "version": "1-0-0"},
+        "type": "object",
+        "properties": {"id": {"type": ["string", "null"], "maxLength": 36}},
+        "additionalProperties": False,
+    },
+    "Kubernetes": {
+        "type": "object",
+        "properties": {
+            "port": {"x-kubernetes-int-or-string": True, "oneOf": [{"type": "string"}, {"type": "integer"}]},
+            "replicas": {"type": "integer", "format": "int32"},
+        },
+        "x-kubernetes-group-version-kind": [{"kind": "Pod"}],
+    },
+}
+
+
+@pytest.mark.parametrize("generator", GENERATED)
+def test_what_generators_write_by_default_is_served(generator: str) -> None:
+    assert compile_grammar(Constraint("s", "json", GENERATED[generator])).grammar
+
+
+@pytest.mark.parametrize(
+    "dialect", ["http://json-schema.org/schema", "https://json-schema.org/draft-04/schema", "x", 1]
+)
+def test_a_dialect_that_the_grammar_library_does_not_know_is_passed_over(dialect: Any) -> None:
+    assert compile_grammar(Constraint("s", "json", {"$schema": dialect, "type": "null"})).grammar
+
+
+@pytest.fixture
+def compiled_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the grammars that are checked."""
+    sizes: list[int] = []
+    check = grammars.problem
+
+    def counted(grammar: str) -> str:
+        sizes.append(len(grammar))
+        return check(grammar)
+
+    monkeypatch.setattr(grammars, "problem", counted)
+    return sizes
+
+
+@pytest.mark.parametrize("odd", [{"type": "text"}, {"type": "string", "pattern": "(?<=a)"}, {"required": True}])
+def test_a_refusal_compiles_little_more_than_the_schema(odd: dict[str, Any], compiled_bytes: list[int]) -> None:
+    properties = {f"p{at}": {"type": "object", "properties": {"a": {"type": "string"}}} for at in range(300)}
+    schema = {"type": "object", "properties": {**properties, "odd": odd}, "$defs": {"x": {"enum": list(range(500))}}}
+    with pytest.raises(NotServed):
+        compile_grammar(Constraint("s", "json", schema))
+    whole = len(json.dumps(schema))
+    assert sum(compiled_bytes) < 2.5 * whole
