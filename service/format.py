@@ -17,6 +17,7 @@ import msgspec
 from engine.wire.messages import TokenLogprob
 from service import beams, best_of
 from service.api import Refusal, ValidRequest
+from service.content_scores import Score
 from service.logprobs import Columns, LogprobFormat
 from service.regions import CallDelta, Part, TextDelta
 
@@ -97,6 +98,7 @@ class Piece(msgspec.Struct):
     searched: int = 0  # tokens that the search computed besides those of its answers, with `finish`
     shared: float = 0.0  # fraction of its beams' KV cache that they shared, with `finish`
     parts: list[Part] = []  # text, reasoning and calls in the order in which the model wrote them
+    content: list[Score] | None = None  # the log probabilities of a chat's content; set with logprobs
 
     def ordered(self) -> list[Part]:
         """Return text, reasoning and calls in order, also for an answer without regions."""
@@ -306,7 +308,7 @@ class Format:
         if valid.chat:
             events = role
             delta = self._delta(piece)
-            if delta or piece.logprobs or (valid.return_token_ids and piece.token_ids):
+            if delta or piece.content or (valid.return_token_ids and piece.token_ids):
                 events += self._event(choice, {"delta": delta or {"content": ""}}, piece)
             if piece.finish is not None:
                 self._end(choice)
@@ -443,6 +445,7 @@ class Format:
         if self._valid.sampling.logprobs >= 0:
             whole.logprobs = [entry for part in parts for entry in part.logprobs or ()]
             whole.offsets = [offset for part in parts for offset in part.offsets or ()]
+            whole.content = [entry for part in parts for entry in part.content or ()]
         return whole
 
     def _choice(self, whole: Piece, last: Piece) -> dict[str, Any]:
@@ -485,7 +488,9 @@ class Format:
     def _columns(self, piece: Piece, *, with_prompt: bool) -> Columns:
         tokens, found = piece.token_ids, list[TokenLogprob | None](piece.logprobs or [])
         if self._valid.chat:
-            return Columns(tokens, found, [])
+            entries = piece.content or []
+            found = [one.at for one in entries]
+            return Columns([one.token for one in entries], found, [], [one.text for one in entries])
         prompt = self._prompts[piece.choice // self._valid.n]
         shift = len(prompt.text)
         offsets = [shift + offset for offset in piece.offsets or ()]

@@ -45,6 +45,7 @@ from service.quotas import Quotas
 from service.refusal import renaming
 from service.request_work import RequestWork, cut_after
 from service.responses import ResponseFormat
+from service.stop_strings import with_stop_tokens
 from service.stored_responses import StoredResponses, holder_of
 from service.streams import AlreadySubmitted, Streams
 from service.tenants import Tenant
@@ -339,7 +340,10 @@ class Handlers:
         return Prepared(valid, orders, cost, form, await self._work.offload(size, record.encode))
 
     async def _forbid(self, valid: api.ValidRequest, size: int) -> api.ValidRequest:
-        """Return a request whose sampling forbids its bad words.  Raises Refusal, also for fields that engines lack."""
+        """Return a request whose sampling forbids its bad words, and ends at special tokens that `stop` names.
+
+        Raises Refusal, also for fields that engines lack."""
+        valid = with_stop_tokens(valid, self._tokenizer.special)
         valid = await self._tokenizer.offload(size, self._tokenizer.forbid, valid)
         admission.require_fields(self._streams.fleet, valid.sampling)
         return valid

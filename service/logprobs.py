@@ -6,6 +6,7 @@ Long ones are encoded a part at a time, and other requests run in between.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,6 +23,7 @@ class Columns(NamedTuple):
     tokens: list[int]
     found: list[TokenLogprob | None]  # of each token; None: nothing precedes it, so it has no probability
     offsets: list[int]  # characters before each token; empty for chats
+    texts: Sequence[bytes | None] = ()  # of a chat: the part of each token that is content; None: all of it
 
 
 def _finite(logprob: float) -> float:
@@ -39,9 +41,10 @@ class LogprobFormat:
 
     def entries(self, columns: Columns) -> dict[str, list[Any]]:
         """Return `logprobs` of a choice."""
-        pairs = list(zip(columns.tokens, columns.found, strict=True))
         if self._chat:
-            return {"content": [self._chat_logprob(token, at) for token, at in pairs if at is not None]}
+            entries = zip(columns.tokens, columns.found, columns.texts or [None] * len(columns.tokens), strict=True)
+            return {"content": [self._chat_logprob(token, at, text) for token, at, text in entries if at is not None]}
+        pairs = list(zip(columns.tokens, columns.found, strict=True))
         return {
             "tokens": [self._name(token) for token in columns.tokens],
             "token_logprobs": [None if at is None else _finite(at.logprob) for at in columns.found],
@@ -56,7 +59,7 @@ class LogprobFormat:
         encoded: dict[str, list[bytes]] = {}
         for at in range(0, len(columns.tokens), self._step):
             part = slice(at, at + self._step)
-            turn = Columns(columns.tokens[part], columns.found[part], columns.offsets[part])
+            turn = Columns(columns.tokens[part], columns.found[part], columns.offsets[part], columns.texts[part])
             for name, values in self.entries(turn).items():
                 encoded.setdefault(name, []).append(msgspec.json.encode(values)[1:-1])
             await asyncio.sleep(0)
@@ -89,10 +92,15 @@ class LogprobFormat:
             top.setdefault(self._name(other), _finite(logprob))
         return top
 
-    def _chat_logprob(self, token: int, at: TokenLogprob) -> dict[str, Any]:
+    def _chat_logprob(self, token: int, at: TokenLogprob, text: bytes | None) -> dict[str, Any]:
         alternatives = {token: at.logprob, **dict(at.top)}.items() if self._named else at.top  # as vLLM has them
         top = [self._alternative(i, p) for i, p in alternatives]
-        return {**self._alternative(token, at.logprob), "top_logprobs": top}
+        entry = self._alternative(token, at.logprob)
+        if text is not None:
+            entry["bytes"] = list(text)
+            if not self._names_are_ids:
+                entry["token"] = text.decode()
+        return {**entry, "top_logprobs": top}
 
     def _alternative(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self._name(token), "logprob": _finite(logprob), "bytes": list(self._bytes(token))}

@@ -50,6 +50,7 @@ class Mailbox:
         "closed",
         "ended",
         "had",
+        "had_logprobs",
         "lost",
         "next",
         "prompt_logprobs",
@@ -64,6 +65,7 @@ class Mailbox:
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob] | None = None
         self.had: list[int] = []  # tokens before `at`, which a resuming client already has
+        self.had_logprobs: list[TokenLogprob] | None = None
         self.ended = False  # a Finish arrived, or this gateway set one: no more tokens will arrive
         self.closed = False  # the handler takes no more
         self._tokens: list[int] | array[int] = []  # a list while it is one delta's own, which is never changed
@@ -150,6 +152,7 @@ class Mailbox:
         self.take()
         self.had, self.at, self.next = logged.token_ids[:had], had, max(self.next, had)
         self.cached_tokens, self.prompt_logprobs = logged.cached_tokens, logged.prompt_logprobs
+        self.had_logprobs = logged.logprobs[:had] if logged.logprobs is not None else None
         logprobs = logged.logprobs[had:] if logged.logprobs is not None else None
         # If it does not fit, all of it stays in the log: a mailbox holds what begins at `at`, or nothing.
         rest = msgspec.structs.replace(logged, token_ids=logged.token_ids[had:], logprobs=logprobs)

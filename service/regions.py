@@ -448,6 +448,11 @@ class RegionReader:
         found, self._new = self._new, []
         return found
 
+    @property
+    def waiting_space(self) -> str:
+        """White space at the end of the content so far, which is dropped if a marker follows it."""
+        return self._held if self._kind == "content" else ""
+
     def _apply(self, event: dict[str, Any]) -> None:
         kind = event["type"]
         if self.ended:

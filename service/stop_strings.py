@@ -10,7 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
 from functools import cached_property
+
+import msgspec
+
+from service.api import ValidRequest
 
 Arcs = dict[tuple[int, str], int]
 INLINE_CHARS = 1024  # of all stop strings: their automaton is built in a millisecond; longer ones take up to 15
@@ -114,3 +119,14 @@ class StopSearch:
         """Return the text that is held back: nothing that follows belongs to it."""
         held, self._held, self._state = self._held, "", 0
         return held
+
+
+def with_stop_tokens(valid: ValidRequest, special: Mapping[str, int]) -> ValidRequest:
+    """Return a request that also stops at special tokens which a stop string names: they are no text to search.
+
+    `special`: token ids of special tokens."""
+    found = [special[stop] for stop in valid.stop if stop in special]
+    if not found:
+        return valid
+    ids = list(dict.fromkeys([*valid.sampling.stop_token_ids, *found]))
+    return msgspec.structs.replace(valid, sampling=msgspec.structs.replace(valid.sampling, stop_token_ids=ids))

@@ -17,12 +17,14 @@ from collections.abc import AsyncGenerator
 
 from engine.wire.messages import CONSTRAINT, Finish, TokenLogprob
 from service.api import Refusal, ValidRequest
+from service.content_scores import ContentScores, Score
 from service.format import Piece
 from service.mailbox import Mailbox
 from service.open_request import OpenRequest
 from service.orders import REQUEST_LOST
 from service.queue_updates import Waiting
-from service.regions import Part, Reading, ResponseTemplate, split
+from service.region_stream import RegionStream
+from service.regions import split
 from service.stop_strings import StopSearch, StopStrings
 from service.tokenizer import Tokenizer
 
@@ -48,6 +50,7 @@ class TextStream:
         "_stops",
         "_tokenizer",
         "chars",
+        "scores",
         "tokens",
     )
 
@@ -71,6 +74,7 @@ class TextStream:
         self._stops, self._min_tokens = StopSearch(stops, include=include_stop), min_tokens
         self.chars = 0  # decoded so far, those that are held back included
         self._offsets: list[int] | None = [] if track_offsets else None
+        self.scores: ContentScores | None = None  # for the log probabilities of a chat's content
         self.tokens = 0  # consumed; after a match, up to and including the token that completed it
 
     @property
@@ -107,73 +111,19 @@ class TextStream:
         tail = self._decoder.decode(b"", final=True)
         return self._stops.push(tail) + self._stops.flush()
 
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes of a token in the text; of a special token that is skipped, none."""
+        shown = {"skip_special": self._skip_special, "markers": self._markers}
+        return self._tokenizer.bytes_of([token], **shown)[0]
+
+    def named(self, token: int, stops: tuple[str, ...]) -> str | None:
+        """Return the one of `stops` that is a special token; None if none is this one."""
+        return next((stop for stop in stops if self._tokenizer.special.get(stop) == token), None)
+
     def take_offsets(self) -> list[int]:
         """Return the number of characters before each token consumed since the last call."""
         offsets, self._offsets = self._offsets or [], []
         return offsets
-
-
-class RegionStream:
-    """A `TextStream` whose text is cut into regions.  What it returns depends on the tokens, not on how they arrive."""
-
-    __slots__ = ("_reader", "_text", "reasoning_tokens")
-
-    def __init__(self, text: TextStream, template: ResponseTemplate, reading: Reading) -> None:
-        self._text, self._reader = text, template.reader(reading)
-        self.reasoning_tokens = 0  # consumed while the reasoning was open, its markers included
-
-    @property
-    def tokens(self) -> int:
-        """Tokens consumed."""
-        return self._text.tokens
-
-    @property
-    def chars(self) -> int:
-        """Characters of all regions, with their markers."""
-        return self._text.chars
-
-    @property
-    def matched(self) -> str | None:
-        """The stop string that ended the text."""
-        return self._text.matched
-
-    @property
-    def complete(self) -> bool:
-        """Whether the answer has ended before its tokens did: no more tokens are consumed."""
-        return self._text.matched is not None or self._reader.ended
-
-    @property
-    def called(self) -> bool:
-        """Whether the answer has a tool call."""
-        return self._reader.calls > 0
-
-    def push(self, tokens: list[int]) -> None:
-        """Consume tokens, up to the end of the answer."""
-        reader, text = self._reader, self._text
-        for token in tokens:
-            open_before = reader.reasoning
-            reader.push(text.push([token]))
-            self.reasoning_tokens += open_before or reader.reasoning
-            if reader.ended or text.matched is not None:
-                reader.finish(cut=True)
-                break
-
-    def count_hidden(self) -> None:
-        """Count a stop token, which is no text."""
-        self.reasoning_tokens += self._reader.reasoning
-
-    def finish(self, *, cut: bool = False) -> None:
-        """End the answer.  `cut`: it could have been longer."""
-        self._reader.push(self._text.finish())
-        self._reader.finish(cut=cut)
-
-    def take(self) -> list[Part]:
-        """Return what is new since the last call, content included, in the order in which the model wrote it."""
-        return self._reader.take_parts()
-
-    def take_offsets(self) -> list[int]:
-        """Return the number of characters before each token consumed since the last call."""
-        return self._text.take_offsets()
 
 
 def _failure(finish: Finish, waiting: Waiting | None, valid: ValidRequest) -> Refusal:
@@ -232,9 +182,12 @@ def _singly(taken: Taken, valid: ValidRequest) -> list[Taken]:
 
 def stream_of(valid: ValidRequest, tokenizer: Tokenizer, stops: StopStrings | None = None) -> TextStream | RegionStream:
     """Return the decoder of one choice, at its start.  `stops`: the stop strings of `valid`, shared by its choices."""
+    stops = StopStrings(valid.stop) if stops is None else stops
+    regions = valid.reading is not None and tokenizer.responses is not None
+    scores = ContentScores() if valid.chat and valid.sampling.logprobs >= 0 else None
     text = TextStream(
         tokenizer,
-        stop=valid.stop if stops is None else stops,
+        stop=() if regions else stops,
         include_stop=valid.include_stop,
         skip_special=valid.skip_special,
         min_tokens=valid.sampling.min_tokens,
@@ -242,8 +195,17 @@ def stream_of(valid: ValidRequest, tokenizer: Tokenizer, stops: StopStrings | No
         markers=valid.reading is not None,
     )
     if valid.reading is None or tokenizer.responses is None:
+        text.scores = scores
         return text
-    return RegionStream(text, tokenizer.responses, valid.reading)
+    return RegionStream(
+        text,
+        tokenizer.responses,
+        valid.reading,
+        stops,
+        include_stop=valid.include_stop,
+        min_tokens=valid.sampling.min_tokens,
+        scores=scores,
+    )
 
 
 def reasoning_tokens(valid: ValidRequest, tokenizer: Tokenizer, tokens: list[int]) -> int:
@@ -276,7 +238,7 @@ def _read(
         if finish.reason not in ("stop", "length"):
             raise _failure(finish, waiting, valid)
         piece.text += stream.finish()
-        _add_finish(piece, finish, valid)
+        _add_finish(piece, finish, valid, stream)
     if stream.matched is not None:
         piece.token_ids = tokens[: stream.tokens - before]
         piece.finish, piece.stop_reason = "stop", stream.matched
@@ -286,10 +248,10 @@ def _read(
     return piece
 
 
-def _add_finish(piece: Piece, finish: Finish, valid: ValidRequest) -> None:
+def _add_finish(piece: Piece, finish: Finish, valid: ValidRequest, stream: TextStream | RegionStream) -> None:
     piece.finish = finish.reason
     if finish.stop_token in valid.sampling.stop_token_ids:
-        piece.stop_reason = finish.stop_token
+        piece.stop_reason = stream.named(finish.stop_token, valid.stop) or finish.stop_token
     _add_search(piece, finish, valid)
 
 
@@ -303,7 +265,7 @@ def _drop_output(piece: Piece) -> None:
     """Remove the token that an engine computes even for an answer without one: the client only has a prompt scored."""
     piece.text, piece.token_ids = "", []
     if piece.logprobs is not None:
-        piece.logprobs, piece.offsets = [], []
+        piece.logprobs, piece.offsets, piece.content = [], [], []
     if piece.finish is not None:
         piece.finish, piece.stop_reason = "length", None
 
@@ -316,7 +278,6 @@ def _read_regions(
     hides_last = _hides_last(finish, valid)
     if mailbox.had:
         _replay(mailbox, stream, over=not tokens and finish is not None, hides_last=hides_last)
-        stream.take()
     before = stream.tokens
     if not stream.complete:
         stream.push(tokens[:-1] if hides_last else tokens)
@@ -331,7 +292,9 @@ def _read_regions(
         if hides_last and tokens:
             stream.count_hidden()
         stream.finish(cut=finish.reason == "length")
-        _add_finish(piece, finish, valid)
+        _add_finish(piece, finish, valid, stream)
+        if stream.matched is not None:  # by text that was held back
+            piece.finish, piece.stop_reason = "stop", stream.matched
     if piece.finish == "stop" and stream.called:
         piece.finish = "tool_calls"
     piece.parts = stream.take()
@@ -345,11 +308,18 @@ def _replay(mailbox: Mailbox, stream: TextStream | RegionStream, *, over: bool, 
     """Decode the tokens that a resuming client already has, so that their text is not sent again.
 
     `over`: the client has all of the choice but its end."""
-    stream.push(mailbox.had[:-1] if over and hides_last else mailbox.had)
-    if over:
-        stream.finish()
-    stream.take_offsets()
-    mailbox.had = []
+    text, tokens = "", mailbox.had[:-1] if over and hides_last else mailbox.had
+    if isinstance(stream, RegionStream):
+        stream.push(tokens)
+        if over:
+            stream.finish()
+        stream.take()
+    else:
+        text = stream.push(tokens) + (stream.finish() if over else "")
+    offsets = stream.take_offsets()
+    if stream.scores is not None:  # entries may be due that wait for the next text
+        _content_scores(stream, tokens, mailbox.had_logprobs or [], offsets, text, final=over)
+    mailbox.had, mailbox.had_logprobs = [], None
 
 
 def _add_scores(
@@ -371,3 +341,30 @@ def _add_logprobs(piece: Piece, stream: TextStream | RegionStream, logprobs: lis
     piece.offsets = stream.take_offsets()
     if len(piece.offsets) < len(piece.token_ids):  # the stop token that is no text
         piece.offsets.append(stream.chars)
+    if stream.scores is not None:
+        final, tokens = piece.finish is not None, piece.token_ids
+        piece.content = _content_scores(stream, tokens, logprobs, piece.offsets, piece.text, final=final)
+
+
+def _content_scores(
+    stream: TextStream | RegionStream,
+    tokens: list[int],
+    logprobs: list[TokenLogprob],
+    offsets: list[int],
+    text: str,
+    *,
+    final: bool,
+) -> list[Score]:
+    """Return the entries of the content that new tokens add.
+
+    `offsets`: characters before each.  `text`: new content of an answer without regions."""
+    scores = stream.scores
+    assert scores is not None
+    for token, at, start, end in zip(tokens, logprobs, offsets, [*offsets[1:], stream.chars], strict=False):
+        scores.add(token, at, start, end, stream.bytes_of(token))
+    if isinstance(stream, RegionStream):
+        for start, part in stream.take_released():
+            scores.release(start, part)
+    else:
+        scores.release_next(text)
+    return scores.take(final=final)

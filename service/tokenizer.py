@@ -460,6 +460,12 @@ class Tokenizer:
         return constraint_of(valid, reading, Model(self.responses, lambda: self.call_form, self._grammar_tokens))
 
     @cached_property
+    def special(self) -> dict[str, int]:
+        """Token ids of the special tokens, which are no text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {one.content: token for token, one in added.items() if one.special}
+
+    @cached_property
     def _grammar_tokens(self) -> dict[str, int]:
         """Token ids of the added tokens that a grammar names by their id: llguidance takes none of them for text."""
         added = self._backend.get_added_tokens_decoder()
