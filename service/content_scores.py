@@ -115,11 +115,12 @@ class ContentPlaces:
     def read(self, reader: RegionReader, text: str) -> Iterator[list[Part]]:
         """Add text to a reader.  Yields its new parts."""
         for char in text:
+            reasoning = reader.reasoning
             reader.push(char)
             self._raw.append(char)
             self._end += 1
             yield self.place(reader.take_parts())
-            if reader.reasoning:
+            if reasoning or reader.reasoning:
                 self._raw.clear()
             if reader.ended:
                 return

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.wire.messages import Delta, Finish, Generate, TokenLogprob
@@ -128,6 +128,9 @@ TEXTS = st.lists(
     resumed=st.integers(0, 80),
     broken=st.lists(st.tuples(st.integers(0, 80), st.integers(2, 255)), max_size=2),
     include=st.booleans(),
+)
+@example(
+    text="<think>\nHm.\n</think>\n\n<<", opened=Reading("", calls=True), cuts=[], resumed=0, broken=[], include=False
 )
 @settings(max_examples=300, deadline=None)
 def test_log_probabilities_join_to_the_content(
