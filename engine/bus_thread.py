@@ -237,7 +237,7 @@ class BusThread:
         """Send what has gathered, claim what fits, pass the reply to the loop."""
         deltas, finished, count = self._gather()
         load, room_tokens, room_requests, claim_tokens = self._room(report)
-        batches = [(gateway, TokenBatch(self._config.engine_id, group, load)) for gateway, group in deltas.items()]
+        batches = [(gateway, TokenBatch(self._config.engine_id, group)) for gateway, group in deltas.items()]
         began = time.monotonic()
         prefixes = self._prefix_report(report)
         reply = await bus.exchange(batches, finished, load, room_tokens, room_requests, prefixes, claim_tokens)

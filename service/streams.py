@@ -1,4 +1,4 @@
-"""The token reader and the delivery: one task reads this gateway's token stream, for every open request.
+"""The token reader and the delivery: one task reads this gateway's tokens, for every open request.
 
     bus.batches() --> reader --> Order --> mailbox (merged) --> the request's own handler --> text --> socket
                                               ^ a slow client's tokens wait here (see `mailbox.py`)
@@ -67,6 +67,7 @@ class Streams:
         self.orders = Orders(bus, config, telemetry, self._ledger)
         self._submits = asyncio.Semaphore(SUBMITS)
         self._looks = 0  # readings of the fleet so far
+        self._missed = False  # open requests may lack tokens that the logs have
         self._serving = asyncio.Event()  # set while an engine takes new requests
         self._served_at = -math.inf  # when one last did, on the monotonic clock
         self.supervisor = Supervisor(
@@ -249,7 +250,7 @@ class Streams:
     # -- tokens
 
     async def _read(self) -> None:
-        """Deliver this gateway's token stream.  After a restart it reads again what was not delivered."""
+        """Deliver this gateway's tokens.  After a restart it begins with what was not delivered."""
         async with contextlib.aclosing(self._bus.batches()) as batches:
             async for batch in batches:
                 first, *later = batch.split(DELIVER_COUNT)
@@ -259,11 +260,8 @@ class Streams:
                     self.deliver(part)
 
     def deliver(self, batch: TokenBatch) -> None:
-        """Spread the tokens of one step over the mailboxes, and keep the load of their engine."""
+        """Spread the tokens of one step over the mailboxes."""
         self.orders.deliver(batch.deltas)
-        if batch.load is not None:
-            self._view.record_load(batch.load)
-            self._record_serving()
 
     # -- the fleet
 
@@ -301,6 +299,7 @@ class Streams:
             return
         self._telemetry.observe(REDIS_SECONDS, time.monotonic() - began, "fleet")
         self._view.record_reading(fleet)
+        self._missed = self._missed or fleet.forgotten
         self._record_serving()
         await self._updates.refresh(steady_ms())
         self._troubles.pop("fleet", None)
@@ -308,8 +307,9 @@ class Streams:
         self._telemetry.set(BACKLOG, self.orders.backlog.held)
         self._telemetry.set(CLOCK_SKEW, self._bus.clock.skew_s)
         try:
-            if fleet.forgotten:
+            if self._missed:
                 await self.orders.listen_again()
+                self._missed = False
             await self._ledger.write()
             await self.orders.extend_retention()
             self._troubles.pop("ledger", None)

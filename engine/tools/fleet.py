@@ -361,14 +361,10 @@ class Run:
                 self.at(at, self.begin)
             self.at(at, partial(self.start_session, sessions, counts=number >= warm))
         self.at(at, self.stop_counting)
-        done = 0
         while self.events:
             self.now, _, what = heapq.heappop(self.events)
             if (work := what()) is not None:
                 await work
-            done += 1
-            if done % 4096 == 0:
-                self.client.delete("{fleet}:out:g")
         for engine in self.engines:
             await engine.side.close()
         await self.gateway.close()

@@ -1,25 +1,30 @@
 """`python -m engine.tools redis-load`: what requests, exchanges and tokens cost Redis.
 
-Both sides of the bus and the scripts are the real ones, and so is Redis with its append-only file.  No model runs.  For
-each number of engines and of sequences on each engine:
+Both sides of the bus and the scripts are the real ones, and so are Redis with its append-only file and the request ids.
+No model runs.  For each number of gateways, of engines, of sequences per engine and of tenants that wait:
 
     ring       an exchange of an engine with room while nothing waits, as after a ring of the bell
-    step       an exchange with one token for each sequence, and the gateway that reads them
+    submit     a request that joins the queue
+    step       an exchange with one token for each sequence, and all gateways that read them
     request    queued, claimed, ended and settled, with its prompt; its tokens count as steps
-    fleet      what a gateway reads every second or more often
+    first      a gateway's first reading of the fleet
+    reading    its next readings: each engine has exchanged since the last one
+    quiet      a reading when no engine has exchanged since the last one
 
-Times are microseconds of Redis' own CPU (INFO cpu), so they leave out waiting, clients and the network, and hardly
-depend on what else the machine does; `script_us` is the part inside scripts.  Bytes are those of Redis' memory.
+The streams of an engine are spread evenly over the gateways.  Times are microseconds of Redis' own CPU (INFO cpu), so
+they leave out waiting, clients and the network, and hardly depend on what else the machine does; `script_us` is the
+part inside scripts.  `commands` counts what Redis runs, those inside scripts included.  `in_bytes` and `out_bytes`
+cross the network; `queued_bytes` is memory of Redis.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
 import random
+import secrets
 import time
 from typing import Any, Self
 
@@ -33,9 +38,29 @@ from engine.wire.gateway_side import GatewaySide
 from engine.wire.messages import Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 from engine.wire.prefixes import PrefixReport, prefix_digests
 
-CONFIGURATIONS = ((4, 1), (4, 16), (4, 64), (4, 256), (1, 16), (16, 16), (64, 16))  # engines, sequences on each
-RINGS, STEPS, FLEETS = 32, 32, 32  # of each engine, of each engine, calls
+STEPS, READINGS = 32, 8  # of each engine, calls
+TOKEN = 20_000  # ids of tokens are from here on: 3 bytes, as most of a vocabulary
 COSTS = PrefixReport(token_us=23.0, step_us=5000.0, backlog=1000)
+
+
+class Size(msgspec.Struct, frozen=True):
+    """How large the measured deployment is."""
+
+    gateways: int = 1
+    engines: int = 1
+    sequences: int = 16  # on each engine
+    tenants: int = 1  # whose requests wait
+    prompt_tokens: int = 1000  # of each request
+    steps: int = STEPS  # of each engine
+
+
+SIZES = (
+    *(Size(1, 4, sequences) for sequences in (1, 16, 64, 256)),
+    *(Size(1, engines, 16) for engines in (1, 16, 64)),
+    *(Size(gateways, 1, 64) for gateways in (1, 4, 16, 64)),
+    *(Size(1, 1, 16, tenants=tenants) for tenants in (100, 1000)),
+    *(Size(1, engines, 1, steps=1) for engines in (256, 1000)),
+)
 
 
 class Spent(msgspec.Struct, frozen=True):
@@ -51,8 +76,16 @@ class Spent(msgspec.Struct, frozen=True):
             "script_us": sum(info.get(f"cmdstat_{name}", {"usec": 0})["usec"] for name in ("evalsha", "eval")),
             "in_bytes": info["total_net_input_bytes"],
             "out_bytes": info["total_net_output_bytes"],
+            "commands": sum(
+                one["calls"]
+                for name, one in info.items()
+                if name.startswith("cmdstat_") and name not in ("cmdstat_info", "cmdstat_evalsha", "cmdstat_eval")
+            ),
         }
         return cls(counts)
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent({name: count + other.counts[name] for name, count in self.counts.items()})
 
     def __sub__(self, before: Spent) -> Spent:
         return Spent({name: count - before.counts[name] for name, count in self.counts.items()})
@@ -69,63 +102,83 @@ class _Engine:
 
     def __init__(self, url: str, name: str) -> None:
         self.side = EngineSide(url, name, lease_ms=600_000)
-        self.held: dict[str, int] = {}  # request id -> tokens so far
+        self.held: dict[str, tuple[str, int]] = {}  # request id -> its gateway, tokens so far
         self._name = name
 
     async def exchange(self, *, tokens: bool = False, ends: int = 0, room: int = 0) -> list[str]:
         """Send a token for each sequence, end the oldest `ends`, claim at most `room`; return the ids of the ended."""
         ended = list(self.held)[:ends]
-        deltas = [
-            Delta(name, count, [count], Finish("length") if name in ended else None)
-            for name, count in self.held.items()
-            if tokens
-        ]
+        deltas: dict[str, list[Delta]] = {}
+        for name, (gateway, count) in self.held.items() if tokens else ():
+            finish = Finish("length") if name in ended else None
+            deltas.setdefault(gateway, []).append(Delta(name, count, [TOKEN + count], finish))
         load = EngineLoad(self._name, "m", "f", 4096, 32_000, 16, 100, 100, 0, 0, 0, 0, 0)
-        batches = [("g", TokenBatch(self._name, deltas, load))] if deltas else []
+        batches = [(gateway, TokenBatch(self._name, some)) for gateway, some in deltas.items()]
         reply = await self.side.exchange(batches, ended, load, 10**9 if room else 0, room, COSTS)
-        self.held = {name: count + tokens for name, count in self.held.items() if name not in ended}
-        self.held.update((request.id, 0) for request in reply.generates)
+        self.held = {
+            name: (gateway, count + tokens) for name, (gateway, count) in self.held.items() if name not in ended
+        }
+        self.held.update((request.id, (request.gateway, 0)) for request in reply.generates)
         return ended
 
 
 class _Deployment:
-    """One gateway that reads, and engines."""
+    """Gateways that read, and engines."""
 
-    def __init__(self, url: str, engines: int, prompt_tokens: int) -> None:
+    def __init__(self, url: str, size: Size) -> None:
         self.client = redis.Redis.from_url(url)
-        self.gateway = GatewaySide(url, "g")
-        self.engines = [_Engine(url, f"e{at}") for at in range(engines)]
-        self._prompts = unique(random.Random(0), length=prompt_tokens)
-        self._numbers = itertools.count()
-        self._read = 0  # tokens that the gateway has read
+        self.gateways = {name: GatewaySide(url, name) for name in (f"gateway-{at}" for at in range(size.gateways))}
+        self.engines = [_Engine(url, f"engine-{at}") for at in range(size.engines)]
+        self._prompts = unique(random.Random(0), length=size.prompt_tokens)
+        self._tenants = itertools.cycle([f"tenant-{at}" for at in range(size.tenants)])
+        self._turns = itertools.cycle(self.gateways)
+        self._read = 0  # tokens that the gateways have read
         self._more = asyncio.Event()
 
     async def open(self) -> None:
-        await self.gateway.open()
+        for gateway in self.gateways.values():
+            await gateway.open()
         for engine in self.engines:
             await engine.side.open()
-        self._reading = asyncio.create_task(self._follow())
+        self._reading = [asyncio.create_task(self._follow(gateway)) for gateway in self.gateways.values()]
 
     async def close(self) -> None:
-        self._reading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._reading
+        for task in self._reading:
+            task.cancel()
+        await asyncio.gather(*self._reading, return_exceptions=True)
         for engine in self.engines:
             await engine.side.close()
-        await self.gateway.close()
+        for gateway in self.gateways.values():
+            await gateway.close()
         self.client.close()
 
-    async def _follow(self) -> None:
-        async for batch in self.gateway.batches():
+    async def _follow(self, gateway: GatewaySide) -> None:
+        async for batch in gateway.batches():
             self._read += len(batch.deltas)
             self._more.set()
 
+    @property
+    def gateway(self) -> GatewaySide:
+        """The first gateway."""
+        return next(iter(self.gateways.values()))
+
     async def submit(self) -> None:
         tokens = next(self._prompts).tokens
-        deadline_ms = int(1000 * time.time()) + 3_600_000
-        name = f"request-{next(self._numbers)}"
+        now_ms = int(1000 * time.time())
+        gateway = next(self._turns)
+        name = f"chatcmpl-{now_ms:012x}{secrets.token_hex(10)}.0"  # as service/resume.py makes them
         digests = prefix_digests(tokens, "")
-        await self.gateway.submit(Generate(name, "g", tokens, 64, Sampling(), deadline_ms, prefixes=digests))
+        request = Generate(
+            name,
+            gateway,
+            tokens,
+            64,
+            Sampling(),
+            now_ms + 3_600_000,
+            tenant=next(self._tenants),
+            prefixes=digests,
+        )
+        await self.gateways[gateway].submit(request)
 
     async def fill(self, sequences: int) -> None:
         """Queue and claim, until each engine runs so many."""
@@ -141,8 +194,8 @@ class _Deployment:
             expected = self._read + len(engine.held)
             ended = await engine.exchange(tokens=True, ends=int(turnover), room=int(turnover))
             while self._read < expected:
-                await self._more.wait()
                 self._more.clear()
+                await self._more.wait()
             if ended:
                 await self.gateway.settle([(name, "", [1]) for name in ended])
 
@@ -155,10 +208,10 @@ def _stored_bytes(client: redis.Redis) -> int:
     return sum(size or 0 for size in pipeline.execute())
 
 
-async def measure(url: str, engines: int, sequences: int, prompt_tokens: int) -> dict[str, Any]:
-    """Return the costs of one configuration."""
-    deployment = _Deployment(url, engines, prompt_tokens)
-    client = deployment.client
+async def measure(url: str, size: Size) -> dict[str, Any]:
+    """Return the costs of one size."""
+    deployment = _Deployment(url, size)
+    client, engines = deployment.client, size.engines
     await deployment.open()
     for engine in deployment.engines:
         await engine.exchange(room=1)
@@ -168,37 +221,52 @@ async def measure(url: str, engines: int, sequences: int, prompt_tokens: int) ->
         marks.append(Spent.read(client))
         return marks[-1] - marks[-2]
 
-    for _ in range(RINGS):
+    for _ in range(size.steps):
         for engine in deployment.engines:
             await engine.exchange(room=1)
-    ring = mark().each(RINGS * engines)
+    ring = mark().each(size.steps * engines)
     memory = _stored_bytes(client)
-    for _ in range(engines * sequences):
-        await deployment.submit()
-    queued_bytes = (_stored_bytes(client) - memory) / (engines * sequences)
-    submit = mark().each(engines * sequences)
-    await deployment.fill(sequences)
+    waiting = max(engines * size.sequences, size.tenants)
     mark()
-    for _ in range(STEPS):
+    for _ in range(waiting):
+        await deployment.submit()
+    submit = mark().each(waiting)
+    queued_bytes = (_stored_bytes(client) - memory) / waiting
+    mark()
+    await deployment.gateway.fleet()
+    first = mark().each(1)
+    readings = []
+    for _ in range(READINGS):
+        for engine in deployment.engines:
+            await engine.exchange()
+        mark()
+        await deployment.gateway.fleet()
+        readings.append(mark())
+    reading = sum(readings[1:], readings[0]).each(READINGS)
+    for _ in range(READINGS):
+        await deployment.gateway.fleet()
+    quiet = mark().each(READINGS)
+    await deployment.fill(size.sequences)
+    mark()
+    for _ in range(size.steps):
         await deployment.step()
-    step = mark().each(STEPS * engines)
-    for _ in range(STEPS):
+    step = mark().each(size.steps * engines)
+    for _ in range(size.steps):
         await deployment.step(turnover=True)
     turnover = mark()
-    for _ in range(FLEETS):
-        await deployment.gateway.fleet()
-    fleet = mark().each(FLEETS)
     await deployment.close()
     return {
-        "engines": engines,
-        "sequences": sequences,
+        **msgspec.structs.asdict(size),
         "ring": ring,
         "submit": submit,
         "queued_bytes": round(queued_bytes),
         "step": step,
-        "step_cpu_us_per_token": round(step["cpu_us"] / sequences, 2),
-        "request": turnover.each(STEPS * engines, step, STEPS * engines),
-        "fleet": fleet,
+        "step_cpu_us_per_token": round(step["cpu_us"] / size.sequences, 2),
+        "step_bytes_per_token": round((step["in_bytes"] + step["out_bytes"]) / size.sequences),
+        "request": turnover.each(size.steps * engines, step, size.steps * engines),
+        "first": first,
+        "reading": reading,
+        "quiet": quiet,
     }
 
 
@@ -207,12 +275,18 @@ def main(argv: list[str]) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m engine.tools redis-load", description=__doc__, formatter_class=raw)
     parser.add_argument("--prompt-tokens", type=int, default=1000, help="of each request (default: 1000)")
-    parser.add_argument("--engines", type=int, default=0, help="measure this number only (default: 1, 4, 16 and 64)")
+    parser.add_argument("--engines", type=int, default=0, help="measure this number only (default: 1 to 1,000)")
+    parser.add_argument("--gateways", type=int, default=1, help="that read, with --engines (default: 1)")
     parser.add_argument("--sequences", type=int, default=16, help="on each engine, with --engines (default: 16)")
+    parser.add_argument("--tenants", type=int, default=1, help="that wait, with --engines (default: 1)")
     args = parser.parse_args(argv)
+    sizes = SIZES
+    if args.engines:
+        sizes = (Size(args.gateways, args.engines, args.sequences, args.tenants),)
     runs = []
-    for engines, sequences in [(args.engines, args.sequences)] if args.engines else CONFIGURATIONS:
+    for size in sizes:
         with EmbeddedRedis() as server:
-            runs.append(asyncio.run(measure(server.url, engines, sequences, args.prompt_tokens)))
+            size = msgspec.structs.replace(size, prompt_tokens=args.prompt_tokens)
+            runs.append(asyncio.run(measure(server.url, size)))
     print(json.dumps({"prompt_tokens": args.prompt_tokens, "configurations": runs}))
     return 0

@@ -1,6 +1,6 @@
 """An engine's side of the bus: one exchange a step, the bell, and what the engine holds.
 
-step's batches, load ---> exchange() ---> Redis: streams, tail and logs, lease, queue
+step's batches, load ---> exchange() ---> Redis: token channels, tail and logs, lease, queue
 requests, aborts     <---     |
                               +-- refused: the lease lapsed or Redis lost data ---> _rejoin(), then again
 """
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError, ResponseError
 
-from engine.wire import link, token_log
+from engine.wire import link, token_log, token_messages
 from engine.wire.clock import RedisClock
 from engine.wire.hot_prefix_store import HotPrefixStore
 from engine.wire.link import BusDown, Link
@@ -97,7 +97,7 @@ class EngineSide:
     ) -> ExchangeReply:
         """Send tokens, end requests, renew the lease, claim requests and take aborts, in one round trip.
 
-        Appends each (gateway, batch) to the gateway's stream and its tokens to the log, and charges the tenants for
+        Publishes each (gateway, batch) to the gateway, enters its tokens in the log, and charges the tenants for
         them.  Ends `finished` requests.  Renews the lease with `load`.  Claims in the queue's order, the on-time lane
         first, while prompts fit `room_tokens` and `room_requests`; 0 claims none.  The prompt that exceeds
         `claim_tokens` is the last one; those held as prefixes do not count.  One claim is at most a fair share: the
@@ -176,7 +176,7 @@ class EngineSide:
                     searched = delta.finish.searched if delta.finish is not None else 0
                     produced[tenant] = produced.get(tenant, 0) + len(delta.token_ids) + searched
         logged = self._journal.due(batches)
-        words = self._batch_words(batches, tail=not logged.whole)
+        messages = token_messages.encode(self._routed(batches))
         publishing = self._prefixes.update(prefixes)
         costs = prefixes or PrefixReport()
         sent = self.clock.ticks()
@@ -201,27 +201,19 @@ class EngineSide:
                 repr(costs.step_us),
                 costs.backlog,
                 load.yield_tokens,
+                int(not logged.whole),
                 len(logged.extras),
                 *(word for extra in logged.extras for word in extra),
-                *words,
+                *(word for pair in messages for word in pair),
                 patience_s=math.inf,
             )
         except ResponseError as error:
             raise self._superseded(error) from None
         if reply is not None:
-            tail_bytes = sum(len(one) for lasting, one in zip(words[1::3], words[2::3], strict=True) if lasting)
-            self._journal.entered(logged, tail_bytes)
+            self._journal.entered(logged, sum(len(message) for _, message in messages))
             self._prefixes.sent(vanished=bool(reply[7]))
             self.clock.sample(sent, reply[4])
         return reply
-
-    def _batch_words(self, batches: list[tuple[str, TokenBatch]], *, tail: bool) -> list[Any]:
-        """Return (gateway, 1 if it is for the tail, batch) ...: each Delta for all its listeners, once for the tail."""
-        routed = self._routed(batches)
-        if routed is batches:
-            return [word for gateway, batch in batches for word in (gateway, int(tail), self._encode(batch))]
-        words = [word for gateway, batch in routed for word in (gateway, 0, self._encode(batch))]
-        return words + [word for _, batch in batches if tail for word in ("", 1, self._encode(batch))]
 
     async def _rejoin(self, load: EngineLoad) -> list[str]:
         """Learn what this engine still holds and how much of it the logs have; return the ids it holds no more."""
@@ -270,13 +262,13 @@ class EngineSide:
             self._routes[request_id] = listeners.split("\n") if listeners else []
 
     def _routed(self, batches: list[tuple[str, TokenBatch]]) -> list[tuple[str, TokenBatch]]:
-        """Return the same Deltas in batches for their present listeners."""
+        """Return the same Deltas in batches for their present listeners; "" stands for none."""
         if not self._routes:
             return batches
         deltas: dict[str, list[Delta]] = {}
         for gateway, batch in batches:
             for delta in batch.deltas:
-                for listener in self._routes.get(delta.id, (gateway,)):
+                for listener in self._routes.get(delta.id, (gateway,)) or ("",):
                     deltas.setdefault(listener, []).append(delta)
         _, some = batches[0] if batches else ("", None)
         return [(gateway, msgspec.structs.replace(some, deltas=own)) for gateway, own in deltas.items()] if some else []

@@ -1,7 +1,7 @@
 """A gateway's side of the bus: queue requests, receive their tokens, read the fleet and the logs.
 
 submit() ---> queue in Redis ---> engines claim
-batches() <--- the gateway's stream <--- one entry for each step of an engine
+batches() <--- the gateway's token channel <--- one message for each step of an engine
 fleet()   <--- loads, room, tenant queues; removes what dead gateways and engines have left
 attach(), log() <--- the token log, for a gateway that has missed something
 """
@@ -12,11 +12,11 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
-from engine.wire import link, token_log
+from engine.wire import link, token_log, token_messages
 from engine.wire.clock import RedisClock
 from engine.wire.link import BusDown, Link
 from engine.wire.messages import EngineLoad, Generate, TokenBatch
@@ -52,15 +52,15 @@ from engine.wire.scripts import (
     SETTLE,
     SUBMIT,
 )
+from engine.wire.subscription import Subscription
 from engine.wire.token_log import LoggedOutput
 from engine.wire.withdrawals import FOR_ALL, UNREAD, Withdrawal, Withdrawals
 
 log = logging.getLogger("quire.bus")
 
-READ_COUNT = 256  # most stream entries in one read
 PLACES_COUNT = 1000  # most requests whose places one script reads
 NO_BOUNDS = QueueBounds()
-READ_DELTAS = 1000  # Deltas of one read after which other tasks of the event loop run
+READ_DELTAS = 1000  # Deltas and messages after which other tasks of the event loop run
 
 
 class GatewaySide:
@@ -77,24 +77,29 @@ class GatewaySide:
         self._retain_ms, self._grace_ms = int(retain_s * 1000), int(grace_s * 1000)
         self.clock = RedisClock()  # every fleet() adds a sample
         self._link = Link(url, namespace, reply_s=link.PATIENCE_S, returned=self._on_reconnect)
-        # Blocking reads have a connection of their own: one that waits for seconds must not count as dead after two.
+        # The tokens have a connection of their own: one that waits for seconds must not count as dead after two.
         self._reader = Link(url, namespace, reply_s=2 * link.BLOCK_MS / 1000, nodes=self._link.nodes)
         self.quotas = QuotaStore(self._link.run_script)
         self.responses = ResponseStore(self._link.run_script)
         self.pool_states = PoolStateStore(self._link)
         self._history = ""  # of the data at the server, as of the last look
         self._doubtful = False  # another server may have answered since
-        self._forgotten = False  # the data has another history, which fleet() has not reported yet
+        # The data has another history, or tokens may have been missed, which fleet() has not reported yet.
+        self._forgotten = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._beats = 0
-        self.rounds = 0  # reads by batches() whose entries, if any, were dealt with
+        channel = f"{self._link.prefix}tokens:{token_messages.channel_of(gateway)}"
+        self._tokens = Subscription(self._reader, channel, self._on_missed)
+        self._undealt: TokenBatch | None = None  # read, and not dealt with by the caller of batches()
+        self.rounds = 0  # reads by batches() whose batch, if any, was dealt with
         self._withdrawals = Withdrawals(self._send_withdrawals)
 
     async def open(self) -> None:
-        """Connect, and check versions.  Raises BusDown.  Engines create the gateway's stream.
+        """Connect, check versions, and subscribe to the gateway's tokens.  Raises BusDown.
 
         Requests of an earlier process of this name lose their listener.  They wait `grace_s` for one to attach."""
         self._history = await self._link.check()
+        await self._tokens.open()
         await self._link.run_script(ADOPT, self._gateway, self._grace_ms)
 
     async def close(self) -> None:
@@ -102,13 +107,17 @@ class GatewaySide:
 
         Withdraw open requests first, or engines compute them for no client."""
         await self._withdrawals.close()
+        await self._tokens.close()
         await self._link.close()
         await self._reader.close()
 
     def _on_reconnect(self) -> None:
-        """Another server may have answered.  A blocking read at a demoted server would not notice."""
+        """Another server may have answered.  A subscription at a demoted server would not notice."""
         self._doubtful = True
-        self._reader.renew()
+        self._tokens.renew()
+
+    def _on_missed(self) -> None:
+        self._forgotten = True
 
     async def _compare_histories(self) -> None:
         self._doubtful = False
@@ -299,40 +308,34 @@ class GatewaySide:
         return [engine.decode() for engine in await self._link.run_script(RESET_PREFIX_CACHES)]
 
     async def batches(self) -> AsyncGenerator[TokenBatch, None]:
-        """Yield every TokenBatch for this gateway, in order, for ever; reconnect without losing any.
+        """Yield every TokenBatch for this gateway, in order, for ever.
 
-        Asking for the next batch means that all earlier ones are dealt with: they may be trimmed.  The first batch is
-        the oldest one not trimmed.  So a second call, or a restarted gateway of the same name, may see some again.
-        """
-        decode = msgspec.msgpack.Decoder(TokenBatch).decode
-        stream = f"{self._link.prefix}out:{self._gateway}"
-        done = ["0-0"]  # ids of entries that are dealt with; the first one names no entry
-
-        async def trim_and_read() -> Any:
-            # Delete by id and read from the start: after a failover the server's clock may be behind, so its newest
-            # entry may sort before the last one read.  A read at a demoted server would block for ever; that server
-            # refuses the delete, even of no entry.
-            await self._reader.redis.xdel(stream, *done)
-            return await self._reader.redis.xread({stream: "0-0"}, count=READ_COUNT, block=link.BLOCK_MS)
-
+        Asking for the next batch means that all earlier ones are dealt with.  A second call begins with the last one
+        that is not.  Batches that come while the connection is lost are missed: the next fleet() is `forgotten`, and
+        attach() says what the logs have."""
+        work = 0
         while True:
-            reply = await self._reader.retry(trim_and_read)
-            del done[1:]
-            deltas = 0
-            for _, entries in cast("list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]", reply):
-                for entry_id, fields in entries:
-                    try:
-                        batch = decode(fields[b"b"])
-                    except (msgspec.MsgspecError, KeyError):  # the tokens it lacks are read from the log
-                        log.exception("skipped entry %s of %s, which is no TokenBatch", entry_id.decode(), stream)
-                    else:
-                        deltas += len(batch.deltas)
-                        yield batch
-                    done.append(entry_id.decode())
-                    if deltas >= READ_DELTAS:
-                        deltas = 0
-                        await asyncio.sleep(0)
+            if work >= READ_DELTAS:
+                work = 0
+                await asyncio.sleep(0)
+            if self._undealt is None:
+                work += 1
+                message = await self._tokens.next()
+                if message is not None:
+                    self._undealt = self._decode_tokens(message)
+            if self._undealt is not None:
+                work += len(self._undealt.deltas)
+                yield self._undealt
+                self._undealt = None
             self.rounds += 1
+
+    def _decode_tokens(self, message: bytes) -> TokenBatch | None:
+        try:
+            return token_messages.decode(message, self._gateway)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            log.exception("skipped a message of %s, which is no token message", self._link.prefix)
+            self._on_missed()
+            return None
 
     async def fleet(self) -> Fleet:
         """Read the fleet in one round trip, and return requests of engines whose lease has lapsed to the queue's head.

@@ -93,7 +93,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     continuation."""
 
     id: str  # unique; every Delta of this request carries it
-    gateway: str  # its token stream gets the answer
+    gateway: str  # it gets the answer
     token_ids: list[int]  # never empty
     max_new_tokens: int  # >= 1, for each continuation
     sampling: Sampling
@@ -165,7 +165,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
-    """What an engine reports to every gateway in each step.  Exchanges repeat it while a step lasts."""
+    """What an engine reports of itself in each exchange, for every gateway's readings of the fleet."""
 
     engine: str
     model: str
@@ -219,18 +219,16 @@ class EngineLoad(msgspec.Struct, frozen=True):
 
 
 class TokenBatch(msgspec.Struct, frozen=True):
-    """Everything that one step of one engine sends to one gateway: one stream entry."""
+    """Everything that one step of one engine sends to one gateway: its part of a token message."""
 
     engine: str
     deltas: list[Delta]
-    load: EngineLoad | None = None
 
     def split(self, count: int) -> list[TokenBatch]:
-        """Return at least one batch, each of at most `count` deltas, in the same order; the last one has the load."""
+        """Return at least one batch, each of at most `count` deltas, in the same order."""
         if len(self.deltas) <= count:
             return [self]
-        parts = [self.deltas[at : at + count] for at in range(0, len(self.deltas), count)]
-        return [TokenBatch(self.engine, part, self.load if part is parts[-1] else None) for part in parts]
+        return [TokenBatch(self.engine, self.deltas[at : at + count]) for at in range(0, len(self.deltas), count)]
 
 
 class HotPrefix(msgspec.Struct, frozen=True, array_like=True):

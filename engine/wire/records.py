@@ -74,7 +74,8 @@ class Fleet(msgspec.Struct, frozen=True):
     time_ms: int  # unix time of this reading, on Redis' clock
     room_tokens: int = 0  # prompt tokens the engines would still claim; one silent for STALE_MS has none
     tenants: dict[str, TenantQueue] = {}  # those with something queued
-    # Either Redis has not received a heartbeat of this gateway for long, so its requests may have other listeners.  Or
+    # Attach to every open request again.  Either this gateway had to subscribe to its tokens again, so it may have
+    # missed some.  Or Redis has not received a heartbeat of it for long, so its requests may have other listeners.  Or
     # Redis may have lost data: it was restarted, or a replica was promoted, so its data has a new history.
     forgotten: bool = False
     quarantined: int = 0  # requests in the quarantine, because they killed their engines

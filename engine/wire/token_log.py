@@ -161,7 +161,7 @@ class Journal:
         return Entries(pieces, tokens.tobytes(), extras, whole, outputs, empties_tail)
 
     def entered(self, entries: Entries, tail_bytes: int) -> None:
-        """Record that the exchange with these entries succeeded and added `tail_bytes` bytes to the tail."""
+        """Record that the exchange with these entries succeeded and has messages of `tail_bytes` bytes."""
         self._tail_bytes = 0 if entries.whole else self._tail_bytes + tail_bytes
         for output in entries.outputs:
             output.logged, output.fields_logged = output.end, len(output.fields)

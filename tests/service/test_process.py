@@ -86,13 +86,17 @@ def test_what_prevents_a_start_is_one_line(
 async def test_a_gateway_that_cannot_read_its_tokens_ends(
     launch: Callable[..., subprocess.Popen[str]], port: int, redis_server: EmbeddedRedis, namespace: str
 ) -> None:
-    """What stands in the place of its token stream is none, which no other try mends."""
+    """Its user at Redis loses the right to the channel, which no other try mends."""
+    user, path = f"gateway-{namespace}", redis_server.url.removeprefix("unix://")
     with Redis.from_url(redis_server.url) as redis:
-        redis.set(f"{{{namespace}}}:out:broken", "no stream")
-    process = launch("--gateway-id", "broken")
+        redis.execute_command("ACL SETUSER", user, "on", ">secret", "allkeys", "allchannels", "allcommands")
+    process = launch("--gateway-id", "broken", "--redis-url", f"unix://{user}:secret@{path}")
     url = f"http://127.0.0.1:{port}"
+    await answers(f"{url}/ping")
+    with Redis.from_url(redis_server.url) as redis:
+        redis.execute_command("ACL SETUSER", user, "resetchannels")  # this closes its connection
     async with ClientSession() as session:
-        statuses = set[int]()
+        statuses = {200}
         while process.poll() is None:
             with contextlib.suppress(ClientError):
                 async with session.get(f"{url}/ping") as response:

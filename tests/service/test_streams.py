@@ -215,8 +215,8 @@ def orders(prompts: int = 1, n: int = 1) -> list[Generate]:
     return [Generate(f"r.{at}", "g", [1, 2, 3], 9, Sampling(), deadline_ms, n=n) for at in range(prompts)]
 
 
-async def put(wire: Wire, *deltas: Delta, **changes: Any) -> None:
-    wire.incoming.put_nowait(TokenBatch("e0", list(deltas), **changes))
+async def put(wire: Wire, *deltas: Delta) -> None:
+    wire.incoming.put_nowait(TokenBatch("e0", list(deltas)))
 
 
 async def test_deltas_find_their_choice(streams: Streams, wire: Wire) -> None:
@@ -412,7 +412,6 @@ async def test_the_fleet_is_seen_on_this_clock_and_our_own_orders_count_at_once(
     assert streams.fleet.queued_tokens == 20
     wire.fleets[0] = Fleet(engines=[a_load(time_ms=5, running=7)], queued=0, queued_tokens=0, time_ms=1)
     before_ms = time.time() * 1000
-    await put(wire, load=a_load(time_ms=5, running=7))
     await settled(lambda: any(load.running == 7 for load in streams.fleet.engines))
     seen = streams.fleet.engines[0].time_ms
     assert before_ms - 100 <= seen <= time.time() * 1000 + 100  # the engine's own clock stands in 1970
@@ -589,6 +588,31 @@ async def test_a_gateway_that_was_given_up_listens_again_and_reads_what_it_misse
         [mailbox] = await anext(opened)
         assert drain(mailbox) == ([2, 3], Finish("length"))
     assert wire.attached[0] == "r.0"
+
+
+async def test_what_redis_interrupts_is_read_again_with_the_next_reading(
+    streams: Streams, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reading says once that tokens may have been missed, however often the logs cannot be read then."""
+    attach, failures = wire.attach, 2
+
+    async def interrupted(request_id: str, *, listen: bool = True) -> Attached | None:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            wire.fleets[0] = msgspec.structs.replace(wire.fleets[0], forgotten=False)
+            raise BusDown("gone")
+        return await attach(request_id, listen=listen)
+
+    monkeypatch.setattr(wire, "attach", interrupted)
+    async with streams.open(orders(), 60, anyway) as opened:
+        await put(wire, Delta("r.0", 0, [1]))
+        [mailbox] = await anext(opened)
+        assert drain(mailbox) == ([1], None)
+        wire.logs["r.0"] = [LoggedOutput([1, 2], Finish("length"))]
+        wire.fleets[0] = msgspec.structs.replace(wire.fleets[0], forgotten=True)
+        [mailbox] = await anext(opened)
+        assert drain(mailbox) == ([2], Finish("length"))
 
 
 async def test_who_has_no_log_any_more_is_told(streams: Streams, wire: Wire) -> None:

@@ -6,10 +6,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import redis
 from aiohttp import ClientSession
+from redis.exceptions import ResponseError
 
 from engine.common.embedded_redis import EmbeddedRedis
+from engine.wire.subscription import Subscription
 from service import supervision
 from service.app import Unserviceable, serve
 from service.config import GatewayConfig
@@ -25,29 +26,32 @@ async def test_a_gateway_without_its_reader_is_dead_to_its_probes_and_ends(
     monkeypatch.setattr(supervision, "BACKOFF_S", (0.01, 0.05))
     monkeypatch.setattr(supervision, "DEAD_S", 0.3)
     monkeypatch.setattr(supervision, "GIVE_UP_S", 60.0)
-    with redis.Redis.from_url(redis_server.url) as client:
-        client.set(f"{{{namespace}}}:out:g", "no stream")
-        config = GatewayConfig(
-            model=str(byte_level_dir), redis_url=redis_server.url, namespace=namespace, gateway_id="g", port=port
-        )
-        listening = asyncio.Event()
-        serving = asyncio.create_task(serve(config, asyncio.Event(), listening.set))
-        await listening.wait()
-        statuses: list[int] = []
-        async with ClientSession(base_url=f"http://127.0.0.1:{port}") as session, asyncio.timeout(patience(100)):
-            while 503 not in statuses:
-                async with session.get("/ping") as answer:
-                    statuses.append(answer.status)
-                await asyncio.sleep(0.02)
-            async with session.get("/ready") as answer:
-                assert answer.status == 503
-                assert (await answer.json())["reason"] == NO_REDIS
-        assert not serving.done()
-        monkeypatch.setattr(supervision, "GIVE_UP_S", 0.0)
-        with pytest.raises(Unserviceable, match="the token reader failed: WRONGTYPE") as caught:
-            async with asyncio.timeout(patience(100)):
-                await serving
-        assert "\n" not in str(caught.value)
+
+    async def refused(subscription: Subscription) -> bytes | None:
+        raise ResponseError("NOPERM this user has no permissions to access this channel")
+
+    monkeypatch.setattr(Subscription, "next", refused)
+    config = GatewayConfig(
+        model=str(byte_level_dir), redis_url=redis_server.url, namespace=namespace, gateway_id="g", port=port
+    )
+    listening = asyncio.Event()
+    serving = asyncio.create_task(serve(config, asyncio.Event(), listening.set))
+    await listening.wait()
+    statuses: list[int] = []
+    async with ClientSession(base_url=f"http://127.0.0.1:{port}") as session, asyncio.timeout(patience(100)):
+        while 503 not in statuses:
+            async with session.get("/ping") as answer:
+                statuses.append(answer.status)
+            await asyncio.sleep(0.02)
+        async with session.get("/ready") as answer:
+            assert answer.status == 503
+            assert (await answer.json())["reason"] == NO_REDIS
+    assert not serving.done()
+    monkeypatch.setattr(supervision, "GIVE_UP_S", 0.0)
+    with pytest.raises(Unserviceable, match="the token reader failed: NOPERM") as caught:
+        async with asyncio.timeout(patience(100)):
+            await serving
+    assert "\n" not in str(caught.value)
 
 
 class Work:

@@ -20,13 +20,21 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert redis_load.main(["--engines=2", "--sequences=3", "--prompt-tokens=500"]) == 0
     [found] = json.loads(capsys.readouterr().out)["configurations"]
     assert (found["engines"], found["sequences"]) == (2, 3)
-    for name in ("ring", "submit", "step", "request", "fleet"):
+    for name in ("ring", "submit", "step", "request", "first", "reading", "quiet"):
         assert found[name]["cpu_us"] > 0, name
+        assert found[name]["commands"] >= 1, name
     # A prompt's tokens take 2 bytes or more each, and are sent once by the gateway and once to the engine.
     assert found["queued_bytes"] > 1000
     assert found["submit"]["in_bytes"] > found["step"]["in_bytes"] > found["ring"]["in_bytes"]
     assert found["request"]["in_bytes"] > 1000
     assert found["request"]["out_bytes"] > 1000
+
+
+def test_sizes_are_options(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"gateways": 3, "engines": 2, "sequences": 6, "tenants": 5, "prompt_tokens": 100}
+    assert redis_load.main([f"--{name.replace('_', '-')}={number}" for name, number in sizes.items()]) == 0
+    [found] = json.loads(capsys.readouterr().out)["configurations"]
+    assert {name: found[name] for name in sizes} == sizes
 
 
 def test_what_one_part_costs_is_the_rest_after_the_known_parts() -> None:

@@ -12,8 +12,10 @@ import redis
 
 from engine.wire.engine_side import EngineSide
 from engine.wire.gateway_side import GatewaySide
+from engine.wire.link import BusDown
 from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
 from engine.wire.records import ANY_TOKENS, ExchangeReply, QueueBounds
+from engine.wire.token_messages import channel_of
 from tests.pace import patience
 
 PLENTY = (1_000_000, 1_000)  # room in tokens and in requests
@@ -59,6 +61,60 @@ async def read(gateway: GatewaySide, count: int) -> list[TokenBatch]:
             if len(found) == count:
                 break
     return found
+
+
+async def read_deltas(gateway: GatewaySide, count: int) -> list[Delta]:
+    """Read until so many Deltas have come: one exchange's for a gateway come in one batch."""
+    found: list[Delta] = []
+    async with asyncio.timeout(patience(100)), contextlib.aclosing(gateway.batches()) as batches:
+        async for one in batches:
+            found += one.deltas
+            if len(found) >= count:
+                break
+    return found
+
+
+async def answer(gateway: GatewaySide, name: str, n: int = 1) -> list[list[int]]:
+    """Every token that comes to the gateway, as it counts them: replays dropped, gaps read from the log."""
+    tokens: list[list[int]] = [[] for _ in range(n)]
+    ended, adding = set[int](), asyncio.Lock()
+
+    async def add(delta: Delta) -> None:
+        have = tokens[delta.index]
+        async with adding:
+            if delta.first > len(have):
+                logged = await gateway.log(name, delta.index, len(have), delta.first - len(have))
+                assert logged is not None
+                have += logged.token_ids
+        assert delta.first <= len(have), "a gap"
+        have += delta.token_ids[len(have) - delta.first :]
+        if delta.finish is not None:
+            ended.add(delta.index)
+
+    async def follow() -> None:
+        async for batch in gateway.batches():
+            for delta in batch.deltas:
+                if delta.id == name:
+                    await add(delta)
+
+    async with asyncio.timeout(patience(100)):
+        following = asyncio.create_task(follow())
+        while len(ended) < n:
+            await asyncio.sleep(0.02)
+            with contextlib.suppress(BusDown):
+                if (await gateway.fleet()).forgotten and (found := await gateway.attach(name)) is not None:
+                    for index, one in enumerate(found.continuations):
+                        await add(Delta(name, len(one.token_ids), [], one.finish, index))
+        following.cancel()
+        return tokens
+
+
+async def subscribed(client: redis.Redis, namespace: str, gateway: str = "g1") -> None:
+    """Wait until a gateway listens to its tokens at this server."""
+    channel = f"{{{namespace}}}:tokens:{channel_of(gateway)}"
+    async with asyncio.timeout(patience(100)):
+        while not client.pubsub_numsub(channel)[0][1]:  # noqa: ASYNC110  (another process's state)
+            await asyncio.sleep(0.01)
 
 
 class Bus:

@@ -14,11 +14,10 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.config import EngineConfig
 from engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
 from engine.loop import Engine
-from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from engine.wire.messages import Finish, Generate, Sampling
 from tests.pace import paced_ms, patience
-from tests.wire.sides import LONG_MS, Bus
+from tests.wire.sides import LONG_MS, Bus, answer
 
 INFO = ModelInfo("scripted", "f00d", 100, 4096, [0], 64)
 LIMIT_S = 200.0
@@ -51,23 +50,6 @@ def request(name: str, tokens: int) -> Generate:
     return Generate(name, "g1", [5], tokens, Sampling(seed=3, ignore_eos=True), deadline_ms, n=2)
 
 
-async def answer(gateway: GatewaySide, name: str, n: int = 2) -> list[list[int]]:
-    """Every token that comes up the stream, as a gateway counts them: replays dropped, gaps an error."""
-    tokens: list[list[int]] = [[] for _ in range(n)]
-    ends = 0
-    async with asyncio.timeout(patience(LIMIT_S)):
-        async for batch in gateway.batches():
-            for delta in batch.deltas:
-                if delta.id == name:
-                    have = tokens[delta.index]
-                    assert delta.first <= len(have), "a gap"
-                    have += delta.token_ids[len(have) - delta.first :]
-                    ends += delta.finish is not None
-            if ends == n:
-                return tokens
-    raise AssertionError
-
-
 async def until_generated(running: Running, tokens: int) -> None:
     async with asyncio.timeout(patience(LIMIT_S)):
         while running.generated < tokens:  # noqa: ASYNC110  (another thread's event)
@@ -83,7 +65,7 @@ async def test_generation_goes_on_while_redis_restarts(own_server: EmbeddedRedis
     running = Running(own_server.url, own_bus.namespace)
     try:
         await gateway.submit(request("a", 1000))
-        reading = asyncio.create_task(answer(gateway, "a"))
+        reading = asyncio.create_task(answer(gateway, "a", n=2))
         await until_generated(running, 50)
         for _ in range(2):
             own_server.stop()
@@ -110,7 +92,7 @@ async def test_full_memory_refuses_what_is_new_and_corrupts_nothing(own_server: 
     running = Running(own_server.url, own_bus.namespace)
     try:
         await gateway.submit(request("a", 1500))  # 3 s at least: it outlives the others' patience
-        reading = asyncio.create_task(answer(gateway, "a"))
+        reading = asyncio.create_task(answer(gateway, "a", n=2))
         await until_generated(running, 50)
         with redis.Redis.from_url(own_server.url) as client:
             client.config_set("maxmemory", "1mb")
@@ -141,7 +123,7 @@ async def test_an_engine_that_is_told_to_go_while_redis_is_away_goes(own_server:
     finally:
         own_server.start()
         await stopping
-    reading = asyncio.create_task(answer(gateway, "a"))
+    reading = asyncio.create_task(answer(gateway, "a", n=2))
     following = Running(own_server.url, own_bus.namespace)
     try:
         assert await reading == script(400)

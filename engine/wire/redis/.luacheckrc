@@ -5,19 +5,19 @@ std = "lua51"
 max_line_length = 120
 
 local constants = {
-  "LAYOUT_VERSION", "EXPIRY_MS", "TOMBSTONE_MS", "STREAM_MS", "TAIL", "TAIL_BYTES", "MEMORY_MS", "GATEWAY_MS",
+  "LAYOUT_VERSION", "EXPIRY_MS", "TOMBSTONE_MS", "TOKEN_CHANNELS", "TAIL", "TAIL_BYTES", "MEMORY_MS", "GATEWAY_MS",
   "OUTPUT_COST", "PLACES", "SIZES", "FRONT", "MOVES", "AWAY_MS", "AMNESTY_MS", "STALE_MS", "MAX_ATTEMPTS", "QUARANTINE",
   "QUARANTINED_MS", "QUOTA_MS", "DIGEST_BYTES", "PREFIX_BLOCK", "PREFIX_DENSE", "PREFIX_STEPS", "PREFIX_COUNT", "WINDOW",
   "TRIES", "PATIENCE_PERCENT", "RECOMPUTE", "PACE_TOKENS", "RESPONSE_BYTES", "COMMAND_WORDS",
 }
 local shared = {
   "P", "call", "NOW", "now_ms", "alive", "order",
-  "expire_with_log", "continuations", "append_tokens", "append_logprobs", "fold", "fold_for", "logged_tokens",
+  "expire_with_log", "continuations", "append_tokens", "append_logprobs", "ID_KINDS", "text_id", "fold", "fold_for", "logged_tokens",
   "generated_tokens", "finish_open", "keep",
   "LANES", "LATE", "late_waits", "charge", "in_queue", "lift", "on_time_behind", "enter_lane", "leave_lane",
   "waiting_entry", "enqueue", "LEFT", "leave_queue", "dequeue", "move_to_late", "lane_tokens", "values_of", "lane_state", "queue_state",
   "leave_out", "next_tenant", "note_entry", "note_turn",
-  "listeners", "each_of", "other_listeners", "route", "send_log_ends",
+  "listeners", "each_of", "other_listeners", "route", "channel_of", "send_log_ends",
   "bury", "withdraw", "unlisten", "end_with", "claimable", "head", "first_suspect",
   "next_request", "count_share",
   "room", "hold", "let_go", "condemn", "accuse", "give_back",

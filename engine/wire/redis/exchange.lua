@@ -7,7 +7,7 @@
 -- `added`, `removed`: digests.  `token_us`: of a prompt token, 0 if not known.  `step_us`: of a step without prompts.
 -- `backlog`: prompt tokens that it has still to compute.  `yield_tokens`: as in `load`.
 -- Then `extras` times (id, field or "logprobs INDEX FIRST", value) for the logs.
--- Then for each batch: gateway ('' for none), 1 if the batch is for the tail, msgpack TokenBatch.
+-- Then for each token message: its channel ('' for none), the message.  `tails`: '1' if they go into the tail.
 -- Returns false if nothing was done and the engine has to rejoin.  Otherwise returns {
 --   {{payload, listeners, {{tokens, Finish} of each continuation}, prompt tokens held, 1 if it was passed over before}
 --     for each claimed request; no continuations where no engine has held it before},
@@ -18,8 +18,8 @@
 local engine, session, seq, epoch, lease_ms, load = unpack(ARGV, 1, 6)
 local room_tokens, room_requests, claim_tokens, finished, produced, pieces = unpack(ARGV, 7, 12)
 local tokens, empties_tail, late_share, publishes, added, removed = unpack(ARGV, 13, 18)
-local token_us, step_us, backlog, yield_tokens, extras = unpack(ARGV, 19, 23)
-local EXTRAS, BATCHES = 24, 24 + 3 * extras  -- where they begin in ARGV
+local token_us, step_us, backlog, yield_tokens, tails, extras = unpack(ARGV, 19, 24)
+local EXTRAS, MESSAGES = 25, 25 + 3 * extras  -- where they begin in ARGV
 local state, tail = P .. 'engine:' .. engine, P .. 'tail:' .. engine
 room_tokens, room_requests, late_share = tonumber(room_tokens), tonumber(room_requests), tonumber(late_share)
 claim_tokens, yield_tokens = tonumber(claim_tokens), tonumber(yield_tokens)
@@ -173,7 +173,7 @@ for i = 1, #pieces, 4 do
   at = at + 4 * count
 end
 if empties_tail == '1' then call('DEL', tail) end
-for i = EXTRAS, BATCHES - 1, 3 do
+for i = EXTRAS, MESSAGES - 1, 3 do
   local id, field, value = unpack(ARGV, i, i + 2)
   local index, first = string.match(field, '^logprobs (%d+) (%d+)$')
   if index then
@@ -182,14 +182,10 @@ for i = EXTRAS, BATCHES - 1, 3 do
     call('HSET', P .. 'log:' .. id, field, value)
   end
 end
-for i = BATCHES, #ARGV, 3 do
-  local gateway, lasting, batch = unpack(ARGV, i, i + 2)
-  if lasting == '1' then call('RPUSH', tail, batch) end
-  if gateway ~= '' then
-    local out = P .. 'out:' .. gateway
-    call('XADD', out, '*', 'b', batch)
-    call('PEXPIRE', out, STREAM_MS)
-  end
+for i = MESSAGES, #ARGV, 2 do
+  local channel, message = unpack(ARGV, i, i + 1)
+  if tails == '1' then call('RPUSH', tail, message) end
+  if channel ~= '' then call('PUBLISH', P .. 'tokens:' .. channel, message) end
 end
 
 for _, id in ipairs(cmsgpack.unpack(finished)) do

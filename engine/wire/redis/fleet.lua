@@ -29,7 +29,7 @@ local function remove_dead_gateways()
       for _, id in ipairs(call('SMEMBERS', P .. 'open:' .. name)) do
         unlisten(id, name, grace)
       end
-      call('DEL', P .. 'open:' .. name, P .. 'out:' .. name)
+      call('DEL', P .. 'open:' .. name)
     end
   end
 end

@@ -23,6 +23,10 @@ local function route(id, names)  -- from now on these gateways listen; the reque
   if engine then order(engine, id .. ' >' .. names) end
 end
 
+local function channel_of(gateway)  -- as in token_messages.py
+  return tonumber(string.sub(redis.sha1hex(gateway), 1, 4), 16) % TOKEN_CHANNELS
+end
+
 -- Tell these gateways where the log ends: one Delta without tokens for each continuation, at the log's end, with the
 -- Finish if there is one.  A gateway that has received less reads the log.
 local function send_log_ends(id, names)
@@ -32,11 +36,9 @@ local function send_log_ends(id, names)
     deltas[#deltas + 1] = string.char(0x95) .. cmsgpack.pack(id, call('STRLEN', log .. ':' .. i) / 4, {})
                           .. (call('HGET', log, 'finish:' .. i) or string.char(0xc0)) .. cmsgpack.pack(i)
   end
-  local batch = string.char(0x82) .. cmsgpack.pack('engine', '', 'deltas')
-                .. string.char(0xdc, math.floor(n / 256), n % 256) .. table.concat(deltas)
+  local all = string.char(0xdc, math.floor(n / 256), n % 256) .. table.concat(deltas)
   for name in each_of(names) do
-    local out = P .. 'out:' .. name
-    call('XADD', out, '*', 'b', batch)
-    call('PEXPIRE', out, STREAM_MS)
+    local message = string.char(0x92) .. cmsgpack.pack('') .. string.char(0x91, 0x92) .. cmsgpack.pack(name) .. all
+    call('PUBLISH', P .. 'tokens:' .. channel_of(name), message)
   end
 end

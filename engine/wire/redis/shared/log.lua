@@ -35,16 +35,28 @@ local function append_logprobs(id, index, first, values)
   if length == 0 then expire_with_log(id, key) end
 end
 
+local ID_KINDS = {[0] = 'chatcmpl-', 'cmpl-', 'msg_', 'resp_'}
+
+local function text_id(id)  -- the text of an id as it crosses the wire: see request_ids.py
+  local first = string.byte(id)
+  if first >= 16 then return id end
+  local digits = string.format(string.rep('%02x', 16), first % 4, string.byte(id, 2, 16))
+  local prompt = #id > 16 and struct.unpack('>H', id, 17) or 0
+  return ID_KINDS[math.floor(first / 4)] .. digits .. '.' .. prompt
+end
+
 local function fold(engine)  -- enter the engine's tail in the logs
   local key = P .. 'tail:' .. engine
-  local batches = call('LRANGE', key, 0, -1)
-  if #batches == 0 then return end
+  local messages = call('LRANGE', key, 0, -1)
+  if #messages == 0 then return end
   call('DEL', key)  -- a first write that full memory never refuses
-  for _, batch in ipairs(batches) do
-    for _, delta in ipairs(cmsgpack.unpack(batch).deltas) do
-      local id, first, tokens, index = delta[1], delta[2], delta[3], delta[5]
-      for i, token in ipairs(tokens) do tokens[i] = struct.pack('<I', token) end
-      append_tokens(id, index, first, table.concat(tokens))
+  for _, message in ipairs(messages) do
+    for _, part in ipairs(cmsgpack.unpack(message)[2]) do
+      for _, delta in ipairs(part[2]) do
+        local first, tokens, index = delta[2], delta[3], delta[5] or 0
+        for i, token in ipairs(tokens) do tokens[i] = struct.pack('<I', token) end
+        append_tokens(text_id(delta[1]), index, first, table.concat(tokens))
+      end
     end
   end
 end

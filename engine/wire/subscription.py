@@ -1,0 +1,84 @@
+"""A gateway's subscription to the channel that brings its tokens.
+
+Redis keeps no message for a subscriber that is away.  So a subscriber that had to begin again may have missed some:
+`missed` is called, and the token logs have what it lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import TimeoutError as RedisTimeout
+
+from engine.wire import link
+from engine.wire.link import Link
+
+MESSAGE = b"message"
+
+
+class Subscription:
+    """Messages of one channel, over a connection of its own.  All methods belong to one asyncio loop."""
+
+    def __init__(self, to: Link, channel: str, missed: Callable[[], None]) -> None:
+        """Connect to nothing yet.  `to`: a link whose connections only this subscription uses."""
+        self._link, self._channel, self._missed = to, channel, missed
+        self._connection: AbstractConnection | None = None
+        self._stale = False  # the connection may lead to a server that was demoted
+        self._asked = False  # whether the server is still there: a PING is under way
+        self._began = False  # a subscription has been confirmed before
+
+    async def open(self) -> None:
+        """Subscribe.  Raises BusDown after PATIENCE_S."""
+        await self._link.retry(self._subscribe, link.PATIENCE_S)
+
+    async def close(self) -> None:
+        """Unsubscribe.  Harmless when called twice."""
+        await self._drop()
+
+    def renew(self) -> None:
+        """Subscribe on a new connection, now: the address may lead to another server by now."""
+        self._stale = True
+        self._link.renew()
+
+    async def next(self) -> bytes | None:
+        """Return the next message; None: none came for BLOCK_MS.  Retries for as long as Redis is away."""
+        return await self._link.retry(self._next)
+
+    async def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.disconnect(nowait=True)
+            await self._link.redis.connection_pool.release(connection)
+
+    async def _subscribe(self) -> AbstractConnection:
+        await self._drop()
+        self._stale = self._asked = False
+        pool = self._link.redis.connection_pool
+        connection: AbstractConnection = await pool.get_connection()  # type: ignore[no-untyped-call]
+        self._connection = connection
+        await connection.send_command("SUBSCRIBE", self._channel)
+        await connection.read_response()
+        if self._began:
+            self._missed()
+        self._began = True
+        return connection
+
+    async def _next(self) -> bytes | None:
+        connection = self._connection
+        if connection is None or self._stale:
+            connection = await self._subscribe()
+        try:
+            reply = await connection.read_response(timeout=link.BLOCK_MS / 1000)
+        except BaseException:
+            self._stale = True  # redis-py has closed the connection
+            raise
+        if reply is not None:
+            self._asked = False
+            return reply[2] if reply[0] == MESSAGE else None
+        if self._asked:
+            self._stale = True
+            raise RedisTimeout("no reply to a PING")
+        await connection.send_command("PING")
+        self._asked = True
+        return None

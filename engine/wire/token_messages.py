@@ -1,0 +1,101 @@
+"""Token messages: what one exchange of an engine publishes to the gateways that listen.
+
+Gateways share TOKEN_CHANNELS channels.  An exchange publishes one message per channel that has a listener, however
+many gateways listen; each gateway takes its own part.
+
+    [engine, [[gateway, [delta, ...]], ...]]
+    delta: [id as in request_ids.py, first, token_ids, finish, index, ...]: the fields of Delta, less trailing defaults
+
+The engine's tail in Redis holds the same messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from engine.wire.layout import TOKEN_CHANNELS
+from engine.wire.messages import Delta, Finish, TokenBatch, TokenLogprob
+from engine.wire.request_ids import pack, unpack
+
+NO_CHANNEL = ""  # of a message for the tail only
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _Part(msgspec.Struct, frozen=True, array_like=True):
+    gateway: str
+    deltas: msgspec.Raw
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    engine: str
+    parts: list[_Part]
+
+
+class _Delta(msgspec.Struct, frozen=True, array_like=True):
+    """A Delta whose id is as it crosses the wire."""
+
+    id: msgspec.Raw
+    first: int
+    token_ids: list[int]
+    finish: Finish | None = None
+    index: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob] | None = None
+
+
+_decode_message = msgspec.msgpack.Decoder(_Message).decode
+_decode_deltas = msgspec.msgpack.Decoder(list[_Delta]).decode
+
+
+@lru_cache(4096)
+def channel_of(gateway: str) -> int:
+    """Return the number of the channel that brings this gateway its tokens; listeners.lua computes the same."""
+    return int(hashlib.sha1(gateway.encode(), usedforsecurity=False).hexdigest()[:4], 16) % TOKEN_CHANNELS
+
+
+def _fields(delta: Delta) -> list[Any]:
+    if delta.finish is None and delta.logprobs is None and not delta.cached_tokens and delta.prompt_logprobs is None:
+        short = [pack(delta.id), delta.first, delta.token_ids]
+        return [*short, None, delta.index] if delta.index else short
+    _, *others = msgspec.structs.astuple(delta)
+    return [pack(delta.id), *others]
+
+
+def encode(batches: list[tuple[str, TokenBatch]]) -> list[tuple[int | str, bytes]]:
+    """Return a (channel, message) per channel; NO_CHANNEL for batches without a gateway.
+
+    `batches`: (gateway, batch) of one engine."""
+    parts: dict[int | str, list[tuple[str, list[Any]]]] = {}
+    for gateway, batch in batches:
+        channel = channel_of(gateway) if gateway else NO_CHANNEL
+        parts.setdefault(channel, []).append((gateway, list(map(_fields, batch.deltas))))
+    return [(channel, _encode((batches[0][1].engine, some))) for channel, some in parts.items()]
+
+
+def decode(message: bytes, gateway: str) -> TokenBatch | None:
+    """Return what the message has for this gateway; None: nothing.
+
+    Raises msgspec.MsgspecError or UnicodeDecodeError if it is no token message."""
+    found = _decode_message(message)
+    deltas = [
+        Delta(
+            unpack(bytes(one.id)),
+            one.first,
+            one.token_ids,
+            one.finish,
+            one.index,
+            one.logprobs,
+            one.cached_tokens,
+            one.prompt_logprobs,
+        )
+        for part in found.parts
+        if part.gateway == gateway
+        for one in _decode_deltas(part.deltas)
+    ]
+    return TokenBatch(found.engine, deltas) if deltas else None
