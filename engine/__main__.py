@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from engine.bus_thread import BusThread
-from engine.common import host_resources, logs, open_files, readiness, settings
+from engine.common import host_resources, logs, open_files, orphans, readiness, settings
 from engine.common.deadline import ends_process
 from engine.common.errors import OperatorError
 from engine.common.tracing import Tracing
@@ -41,6 +41,7 @@ from engine.wire.link import BusDown
 
 log = logging.getLogger("quire.engine")
 
+ORPHAN_S = 15.0  # beyond grace_s, to hand requests back to a Redis that may be away
 CLOSE_S = 10.0  # that an executor which failed gets to let go of its device
 
 
@@ -150,8 +151,8 @@ class Server:
     def serve(self) -> int:
         """Warm up, then run until drained or broken.  Return the exit status."""
         config, engine = self._config, self._engine
-        signal.signal(signal.SIGTERM, self._drain)
-        signal.signal(signal.SIGINT, self._drain)
+        for number in orphans.drain_signals():
+            signal.signal(number, self._drain)
         watchdog = Watchdog(config.step_timeout_s, lambda: engine.busy_since, self._hung)
         died = True  # unless run() returns
         try:
@@ -229,6 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     config = settings.load(EngineConfig, words, os.environ, prog="quire engine", positional="model", table="engine")
     logs.start(config.log_format)
+    orphans.end_with_supervisor(config.grace_s + ORPHAN_S)
     open_files.raise_limit()  # weights, the metrics page and Redis: 1,024 are few
     if not config.engine_id:
         config = msgspec.structs.replace(config, engine_id=settings.process_name())

@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from engine.common.silence import Silence
+
 POLL_S = 1.0  # longest pause between two looks
 
 
@@ -31,15 +33,9 @@ class Watchdog:
 
     def _run(self) -> None:
         pause = min(POLL_S, self._timeout_s / 4)
-        step, spent, last = 0.0, 0.0, time.monotonic()
+        silence = Silence(pause)
         while not self._stopped.wait(pause):
             now, since = time.monotonic(), self._busy_since()
-            if not since or since != step:
-                step, spent = since, 0.0
-            else:
-                # A process that was stopped (SIGSTOP, a debugger) did not hang: a long pause counts as two short ones.
-                spent += min(now - last, 2 * pause)
-            last = now
-            if spent >= self._timeout_s:
+            if silence.look(since, now) >= self._timeout_s:
                 self._on_hang(now - since)
                 return

@@ -16,14 +16,13 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 
 from aiohttp import web
 
-from engine.common import histograms, logs, open_files, readiness, settings
+from engine.common import histograms, logs, open_files, orphans, readiness, settings
 from engine.common.errors import OperatorError
 from engine.common.tracing import Tracing
 from engine.wire.gateway_side import GatewaySide
@@ -36,6 +35,7 @@ from service.cors import Cors
 from service.engine_pages import EnginePages, EnginePagesError
 from service.engine_state import EngineStateFeed
 from service.handlers import Handlers
+from service.heartbeat import Heartbeat
 from service.inference_headers import InferenceHeaders, ObjectivesError
 from service.metrics import Telemetry
 from service.middleware import Capacity, Middleware, drop_broken_http
@@ -354,6 +354,7 @@ def main(argv: Sequence[str]) -> None:
     prog = "quire gateway"
     config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model", table="gateway")
     logs.start(config.log_format)
+    orphans.end_with_supervisor(config.drain_s + LAST_EVENTS_S)
     if config.queue_wait_s >= 0:
         log.warning(
             "--queue-wait-s is deprecated and goes with the next version: use --late-wait-s %g", config.queue_wait_s
@@ -364,6 +365,8 @@ def main(argv: Sequence[str]) -> None:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # and would log its absence
 
+    heartbeat = Heartbeat()
+
     def started() -> None:
         # What is loaded now stays: the collector need not walk through it again while tokens wait.
         gc.collect()
@@ -371,12 +374,16 @@ def main(argv: Sequence[str]) -> None:
         gc.set_threshold(*GC_THRESHOLDS)
         sys.setswitchinterval(GIL_SWITCH_S)
         readiness.notify_ready()
+        heartbeat.start()
 
     async def run() -> None:
         stopping = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in orphans.drain_signals():
             asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-        await serve(config, stopping, started)
+        try:
+            await serve(config, stopping, started)
+        finally:
+            heartbeat.stop()
 
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:

@@ -26,9 +26,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from engine.common import child_python, host_resources, log_queue, readiness, settings
+from engine.common import child_python, host_resources, log_queue, orphans, readiness, settings
 from engine.common.embedded_redis import EmbeddedRedis, die_with_parent
 from engine.common.errors import OperatorError
+from engine.common.silence import Silence
 from engine.config import EngineConfig
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
@@ -87,6 +88,15 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             "tensor_parallel for each rank. See spare_on_gpu for what it holds on a GPU."
         ),
     ] = True
+    gateway_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds without a beat of its event loop after which a gateway is killed and started again. "
+            "A pause of the machine does not count. 0: never. Raise it where gateways share few cores with other "
+            "programs.",
+        ),
+    ] = 30.0
     data_dir: Annotated[
         str,
         Meta(description="Directory where the private Redis keeps its queue over a restart. Empty: it keeps nothing."),
@@ -217,9 +227,7 @@ def serve(argv: Sequence[str]) -> int:
     engine_config = settings.load(EngineConfig, engine_words, os.environ, prog=prog, table="engine")
     if gateway.uds:
         settings.stop(prog, "--uds: only `quire gateway` listens at a Unix socket")
-    for name in sorted(BOTH):
-        if (one := getattr(gateway, name)) != (other := getattr(engine_config, name)):
-            settings.stop(prog, f"{name} is {one!r} in [gateway] and {other!r} in [engine]; give it before the tables")
+    check_both(prog, gateway, engine_config)
     embedded: EmbeddedRedis | None = None
     try:
         interrupt = Interrupt()
@@ -248,6 +256,7 @@ def serve(argv: Sequence[str]) -> int:
                 f"gateway {i}",
                 ["-m", "service.app", *gateway_words, *engine_page, f"--model={model}", f"--port={port}", *named],
                 gateway.drain_s + 10,
+                silence_s=own.gateway_timeout_s,
             )
             for i in range(own.gateways)
             for named in [(f"--gateway-id={gateway.gateway_id or name}-{i}", f"--metrics-port={pages[1 + i]}")]
@@ -263,6 +272,13 @@ def serve(argv: Sequence[str]) -> int:
         if embedded is not None:
             embedded.close()
     return 0
+
+
+def check_both(prog: str, gateway: GatewayConfig, engine: EngineConfig) -> None:
+    """End with one line where a file gives the two programs different values of a setting that they share."""
+    for name in sorted(BOTH):
+        if (one := getattr(gateway, name)) != (other := getattr(engine, name)):
+            settings.stop(prog, f"{name} is {one!r} in [gateway] and {other!r} in [engine]; give it before the tables")
 
 
 def supervise(supervisor: Supervisor, interrupt: Interrupt) -> None:
@@ -365,9 +381,13 @@ def quarantine(words: Sequence[str]) -> int:
 class Child:
     """One supervised process, which restarts when it ends by itself."""
 
-    def __init__(self, name: str, words: list[str], stop_s: float, *, standby: bool = False) -> None:
+    def __init__(
+        self, name: str, words: list[str], stop_s: float, *, standby: bool = False, silence_s: float = 0.0
+    ) -> None:
         """`words`: arguments of Python.  `stop_s`: seconds it may take to end after SIGTERM.  `standby`: keep a spare,
-        started with --standby, which takes over when it ends."""
+        started with --standby, which takes over when it ends.  `silence_s`: kill a process that is up and sends no beat
+        for so long; 0: it sends none."""
+        self._silence_s = silence_s
         self._name = name
         self._words = words
         self._stop_s = stop_s
@@ -463,9 +483,26 @@ class Child:
                 up = listener.is_ready()
             if self._standby and not ending.done() and (self._spare is None or self._spare.returncode is not None):
                 self._spare = await self._start(listener, "--standby")
+            if up and self._silence_s:
+                await self._wait_for_silence(ending, listener)
             return await ending, up
         finally:
             ending.cancel()
+
+    async def _wait_for_silence(self, ending: asyncio.Task[int], listener: readiness.ReadinessListener) -> None:
+        """Wait until the process ends, or kill it once its event loop hangs."""
+        loop, silence = asyncio.get_running_loop(), Silence(POLL_S)
+        while not ending.done():
+            await asyncio.wait([ending], timeout=POLL_S)
+            listener.is_ready()
+            if silence.look(listener.beats, loop.time()) >= self._silence_s and not self._stopping.is_set():
+                print(
+                    f"quire serve: the event loop of {self._name} has not moved for {self._silence_s:g} s "
+                    "(--gateway-timeout-s); killing it",
+                    file=sys.stderr,
+                )
+                self._signal(signal.SIGKILL)
+                return
 
     async def stop(self) -> None:
         """Send SIGTERM, and SIGKILL if the process does not end in time."""
@@ -522,7 +559,7 @@ class Supervisor:
 
         Raises GivenUp, with all stopped, when a child cannot be kept running."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in orphans.drain_signals():
             loop.add_signal_handler(number, self._on_signal)
         interrupt.check()
         children = [self._engine, *self._gateways]

@@ -159,7 +159,8 @@ def main(argv: list[str]) -> None:
     """Serve until the gateway has closed its end."""
     control = socket.socket(fileno=int(argv[0]))
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends this process
+    for number in (signal.SIGINT, signal.SIGHUP):  # from a terminal: the gateway drains, and ends this process
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end leave nothing behind
     os.nice(10)  # streams go first
     _warm_up()

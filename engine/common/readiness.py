@@ -1,7 +1,8 @@
-"""Readiness notifications from a process to its supervisor, in systemd's protocol (sd_notify).
+"""Notifications from a process to its supervisor, in systemd's protocol (sd_notify).
 
-A process that serves sends the datagram "READY=1" to the unix socket that the variable NOTIFY_SOCKET names.  So the
-same process runs under `quire serve` and under a systemd unit of Type=notify.
+A process that serves sends the datagram "READY=1" to the unix socket that the variable NOTIFY_SOCKET names.  A gateway
+then sends "WATCHDOG=1" every second.  So the same process runs under `quire serve` and under a systemd unit of
+Type=notify, with WatchdogSec= for a gateway.
 """
 
 from __future__ import annotations
@@ -14,16 +15,25 @@ from types import TracebackType
 from typing import Self
 
 VARIABLE = "NOTIFY_SOCKET"
-WORD = b"READY=1"
+READY, ALIVE = b"READY=1", b"WATCHDOG=1"
 
 
 def notify_ready() -> None:
-    """Send the notification to the supervisor, if there is one.  Never fails: the process serves without it."""
+    """Tell the supervisor, if there is one, that this process serves.  Never fails: the process serves without it."""
+    _notify(READY)
+
+
+def notify_alive() -> None:
+    """Send a beat to the supervisor, if there is one.  Never waits for it."""
+    _notify(ALIVE)
+
+
+def _notify(word: bytes) -> None:
     if address := os.environ.get(VARIABLE):
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
                 sender.connect("\0" + address[1:] if address.startswith("@") else address)
-                sender.send(WORD)
+                sender.send(word, socket.MSG_DONTWAIT)  # a stopped supervisor leaves its queue full
         except OSError:
             return
 
@@ -36,13 +46,16 @@ class ReadinessListener:
         self.address = str(Path(self._folder.name) / "s")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind(self.address)
+        self.beats = 0  # that have been read
 
     def is_ready(self) -> bool:
-        """Return whether the child has sent a notification since the last call.  Never waits."""
+        """Return whether the child has said that it is ready since the last call, and count its beats.  Never waits."""
         found = False
         try:
             while True:
-                found |= WORD in self._socket.recv(4096).split(b"\n")
+                words = self._socket.recv(4096).split(b"\n")
+                found |= READY in words
+                self.beats += ALIVE in words
         except BlockingIOError:
             return found
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,6 +37,7 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
+from engine.common import host_resources
 from engine.core.plan import Sampler
 from engine.executor.followers import Follower, following
 from engine.executor.grammar_store import GrammarError, GrammarStore
@@ -199,7 +199,7 @@ class Grammars:
         self.store = GrammarStore(self._compile, most_bytes=kept_bytes)
         self._filler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
         self._filling: Future[None] | None = None
-        self._executor = llguidance.LLExecutor(max(1, (os.cpu_count() or 1) - 1))
+        self._executor = llguidance.LLExecutor(max(1, host_resources.usable_cpus() - 1))
         self._vocabulary: Future[llguidance.LLTokenizer] = Future()
         threading.Thread(target=self._read, args=(directory,), name="grammar tokenizer", daemon=True).start()
 

@@ -1,0 +1,110 @@
+"""`quire serve` restarts gateways that hang, drains at SIGHUP, and leaves nothing behind when it is killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from service import cli
+from tests.service.fakes import byte_level
+from tests.system.processes import Process, ending, wait_until_ready
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+HANG_S = 600.0  # a bound of a hang
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + HANG_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def family(process: Process) -> list[psutil.Process]:
+    return psutil.Process(process.popen.pid).children(recursive=True)
+
+
+def gateways(process: Process) -> list[psutil.Process]:
+    return [child for child in psutil.Process(process.popen.pid).children() if "service.app" in child.cmdline()]
+
+
+def ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def serve(folder: Path, *words: str) -> Process:
+    model = byte_level(folder / "model")
+    return Process(folder / "log", "serve", str(model), "--port=0", "--executor=scripted", "--served-name=m", *words)
+
+
+def test_a_gateway_whose_loop_hangs_is_restarted(tmp_path: Path) -> None:
+    with ending([]) as running:
+        running.append(server := serve(tmp_path, "--gateway-timeout-s=2"))
+        url = server.wait_for("serving ").split()[-1].removesuffix("/v1")
+        [gateway] = gateways(server)
+        gateway.send_signal(signal.SIGSTOP)
+        server.wait_for("the event loop of gateway 0 has not moved for 2 s", HANG_S)
+        server.wait_for("the gateway 0 was killed by SIGKILL; starting it again", HANG_S)
+        wait_until_ready(url, HANG_S)
+        assert [one.pid for one in gateways(server)] != [gateway.pid]
+        assert server.terminate(HANG_S) == 0
+
+
+def test_a_supervisor_that_was_stopped_kills_no_gateway(tmp_path: Path) -> None:
+    """As after a pause of the machine: it has read no beat for longer than the limit."""
+    with ending([]) as running:
+        running.append(server := serve(tmp_path, "--gateway-timeout-s=3"))
+        url = server.wait_for("serving ").split()[-1].removesuffix("/v1")
+        [gateway] = gateways(server)
+        for process in (server.popen, gateway):
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(5)  # longer than the limit; a longer sleep tests the same
+        for process in (server.popen, gateway):
+            process.send_signal(signal.SIGCONT)
+        wait_until_ready(url, HANG_S)
+        time.sleep(4 * cli.POLL_S)  # looks of the watchdog; more of them test the same
+        assert [one.pid for one in gateways(server)] == [gateway.pid], server.said()
+        assert server.terminate(HANG_S) == 0
+
+
+def test_sighup_drains(tmp_path: Path) -> None:
+    with ending([]) as running:
+        running.append(server := serve(tmp_path, "--no-spare"))
+        base = server.wait_for("serving ").split()[-1]
+        body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 300, "stream": True}).encode()
+        request = urllib.request.Request(f"{base}/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
+            answer.readline()
+            server.popen.send_signal(signal.SIGHUP)
+            rest = answer.read()
+        assert b"[DONE]" in rest  # a running answer ends as it would have
+        assert server.popen.wait(HANG_S) == 0
+        assert "finishing running requests" in server.said()
+
+
+@pytest.mark.parametrize("hanging", [False, True])
+def test_a_killed_supervisor_leaves_no_process(tmp_path: Path, hanging: bool) -> None:
+    """Redis, engine, spare, gateways and what renders templates; one of them may be stopped."""
+    with ending([]) as running:
+        words = ["--gateways=2", "--client-template-s=1", "--drain-s=1", "--grace-s=1"]
+        running.append(server := serve(tmp_path, *words))
+        server.wait_for("serving ")
+        until(lambda: sum("--standby" in one.cmdline() for one in family(server)) == 1, "no spare")
+        left = family(server)
+        assert len(left) >= 7  # Redis, engine, spare, two gateways, two that render templates
+        if hanging:
+            gateways(server)[0].send_signal(signal.SIGSTOP)
+        server.kill()
+        try:
+            until(lambda: all(ended(one) for one in left), str([one for one in left if not ended(one)]))
+        finally:
+            for one in left:
+                if not ended(one):
+                    one.kill()
