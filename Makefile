@@ -2,7 +2,7 @@
 #
 #   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; the small demo model without MODEL
 #   make test  [ARGS='tests/wire -x']                           all tests that need no GPU
-#   make clients [ARGS='-k stream']                             other clients against a server: LangChain, LiteLLM and more
+#   make clients [ARGS='-k stream']                             other clients against a server: LangChain, Claude Code and more
 #   make lint                                                   format, lint, types, length of functions, dead code
 #   make bench [ARGS='--rounds 1']                              tests of speed; tokens per second against other systems
 #   make chaos [ARGS='--minutes 5 --seed 1']                    load and faults: is a token lost or repeated?
@@ -27,8 +27,9 @@ KERNELS := .venv/.kernels
 MODEL ?=
 ARGS ?=
 
-CLIENTS := .venv-clients/openai-2/.installed .venv-clients/openai-3/.installed
-FETCHED := .venv-clients/openai-2.fetched .venv-clients/openai-3.fetched
+NODE := $(if $(shell command -v npm),.venv-clients/node/.installed)
+CLIENTS := .venv-clients/openai-2/.installed .venv-clients/openai-3/.installed $(NODE)
+FETCHED := .venv-clients/openai-2.fetched .venv-clients/openai-3.fetched $(NODE)
 
 .PHONY: serve test clients fetch-clients lint bench chaos images
 .SECONDARY: $(FETCHED)
@@ -103,6 +104,12 @@ $(INSTALLED): $(SERVING)
 .venv-clients/%.fetched: .ci/clients/%.txt | $(INSTALLED)
 	@echo "Fetching the clients of $<, as pinned there (a minute)"
 	@$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir .venv-clients/$*-wheels -r $<
+	@touch $@
+
+# Programs of npm, as pinned in the lock file; without npm they are left out.
+.venv-clients/node/.installed: tests/clients/node/package.json tests/clients/node/package-lock.json | $(INSTALLED)
+	@echo "Fetching the programs of $<, as pinned there (a minute, 700 MB)"
+	@mkdir -p $(@D) && cp $^ $(@D) && cd $(@D) && npm ci --silent --no-audit --no-fund
 	@touch $@
 
 $(KERNELS): $(SERVING) engine/executor/ops.py engine/executor/kernels_build.py $(shell find csrc -type f)

@@ -4,7 +4,7 @@
 # Read by msgspec, with getattr by name, or by a client of the JSON that they become.
 _.structured_outputs, _.guided_json, _.guided_regex, _.guided_choice, _.guided_grammar  # service/api.py: refused fields
 _.beam_width, _.num_beams, _.bad_words, _.audio, _.logits_processors
-_.tool_call_id
+_.tool_call_id, _.reasoning_effort, _.verbosity
 # service/messages.py, service/responses.py: harmless and refused fields of foreign formats.
 _.signature, _.cache_control, _.citations, _.service_tier, _.inference_geo, _.safety_identifier
 _.mcp_servers, _.container, _.context_management, _.speed, _.conversation, _.moderation, _.max_tool_calls

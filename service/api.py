@@ -21,6 +21,7 @@ from engine.wire.messages import PRIORITIES, Beams, Generate, Sampling
 from engine.wire.prefixes import prefix_digests
 from service import best_of
 from service.beams import BeamFields, beams_of, fit_beams, refuse_calls, searched, unserved
+from service.client_tools import Called, allowed_tools, chat_tools
 from service.config import GatewayConfig
 from service.fields import Endpoint, undeclared
 from service.grammar import Constraint, asked
@@ -33,8 +34,9 @@ from service.refusal import bad_request as _bad
 from service.refusal import check as check
 from service.refusal import limit_refusal as limit_refusal
 from service.regions import Reading
+from service.skipped import Skipped
 from service.surrogates import repaired
-from service.tools import ChatOptions, chat_options
+from service.tools import OPENAI, ChatOptions, ToolRules, chat_options
 
 B = TypeVar("B", bound=msgspec.Struct)
 
@@ -104,6 +106,7 @@ class CompletionBody(_Common, kw_only=True):
     """Body of POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -122,6 +125,7 @@ class ChatBody(_Common, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Any = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
     documents: Any = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -158,6 +162,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_ids: bool = False  # the client reads event ids and comments
     prompt_logprobs: bool = False  # the answer shows those of the prompt
     names_are_ids: bool = False  # tokens of log probabilities are named `token_id:N`
+    suffix: str = ""  # what follows the answer; "": nothing is known
     keep_first: bool = False  # truncate_prompt_tokens keeps the first tokens, not the last ones
     special: bool = True  # the tokenizer adds its special tokens to a text
     unknown: tuple[str, ...] = ()  # fields of the body that nothing reads
@@ -168,6 +173,8 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[str, ...] = ()  # until `sampling` forbids them
     shown: dict[str, Any] = {}  # /v1/responses: fields of the request that the answer repeats
     items: list[dict[str, Any]] = []  # /v1/responses: its input
+    seals: bool = False  # /v1/responses: reasoning items have `encrypted_content`
+    called: dict[str, Called] = {}  # /v1/responses: tools that the chat names otherwise than the client
     beams: Beams | None = None  # the answers are searched, not sampled
     best: int = 0  # of the `n` continuations of a prompt, the likeliest that are returned; 0: all
     hide_logprobs: bool = False  # log probabilities only rank the continuations
@@ -497,6 +504,9 @@ def parse_completion(
     given = 16 if asked.max_tokens is msgspec.UNSET else asked.max_tokens  # OpenAI's default
     prompts = _prompts(asked.prompt, config)
     check("choices", len(prompts) * fields["n"], config)
+    if asked.suffix and (asked.echo or asked.truncate_prompt_tokens is not None):
+        name = "echo" if asked.echo else "truncate_prompt_tokens"
+        raise _bad("unsupported", f"{name}: not together with suffix", name, "absent")
     if asked.logprobs is not None:
         logprobs = _int("logprobs", asked.logprobs, 0, config)
         prompt_logprobs = fields["sampling"].prompt_logprobs
@@ -513,6 +523,7 @@ def parse_completion(
         messages=[],
         max_tokens=_answer_tokens("max_tokens", given, config, scores=bool(asked.echo)),
         echo=bool(asked.echo),
+        suffix=asked.suffix or "",
         special=_or(asked.add_special_tokens, True),
         chat=False,
         unknown=unknown,
@@ -543,7 +554,10 @@ def parse_chat(
 ) -> ValidRequest:
     """Parse the body of POST /v1/chat/completions.  Raises Refusal."""
     asked, unknown = decode_all(body, ChatBody, "chat", config)
-    return chat_request(asked, config, served_name, timeout_s, served, unknown)
+    skipped = Skipped(config)
+    tools, rules = chat_tools(asked.tools, skipped)
+    asked.tool_choice, asked.tools, rules = allowed_tools(asked.tool_choice, tools, rules)
+    return chat_request(asked, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
 
 
 def chat_request(
@@ -553,8 +567,9 @@ def chat_request(
     timeout_s: float,
     served: Served = NO_DEFAULTS,
     unknown: tuple[str, ...] = (),
+    rules: ToolRules = OPENAI,
 ) -> ValidRequest:
-    """Check a decoded chat.  `unknown`: fields of its body that nothing reads.  Raises Refusal."""
+    """Check a decoded chat.  `unknown`: parts of its body that change nothing.  Raises Refusal."""
     fields = _common(asked, config, served_name, timeout_s, served)
     given = None if asked.max_tokens is msgspec.UNSET else asked.max_tokens
     max_tokens = _answer_tokens("max_tokens", given, config)
@@ -568,7 +583,7 @@ def chat_request(
         fields["sampling"] = msgspec.structs.replace(fields["sampling"], logprobs=asked.top_logprobs or 0)
     _require_logprobs(fields["sampling"], "logprobs=true")
     messages = plain_messages(asked.messages, config)
-    options = chat_options(asked, messages, config)
+    options = chat_options(asked, messages, config, rules)
     if fields["beams"] is not None:
         refuse_calls(options)
     return ValidRequest(

@@ -169,7 +169,7 @@ def call_rules(
 
     parameters = [
         Parameters(
-            f"tools[{at}].function.parameters",
+            f"{options.path(at)}.function.parameters",
             {"type": "object", **(function.get("parameters") or NO_PARAMETERS)},
             bool(function.get("strict")),
         )

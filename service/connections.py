@@ -7,7 +7,7 @@ front of aiohttp's protocol.  It passes everything on, and closes a connection t
                                         ^--header_timeout_s-- first byte of the next <--keepalive_s--'
 
 At `max_connections` a new connection replaces the one that has been idle for longest.  If every connection has a
-request, RESERVE more are accepted for probes only (`/ping`, `/health`, `/ready`, `/metrics`).  Otherwise a full gateway
+request, RESERVE more are accepted for probes only (`PROBES`).  Otherwise a full gateway
 would look like a dead one.
 """
 
@@ -25,7 +25,7 @@ from aiohttp import web
 from service.api import limit_refusal
 from service.config import GatewayConfig
 
-PROBES = ("/ping", "/health", "/ready", "/metrics")
+PROBES = ("/ping", "/health", "/v1/health", "/healthz", "/ready", "/metrics")
 RESERVE = 64  # connections for probes, when every other one has a request
 OTHER_FILES = 128  # open files besides clients: Redis, logs, libraries, listening sockets
 READ_BYTES = 16 * 1024  # read from one socket before others are served: tiny chunks cost aiohttp 4 microseconds each

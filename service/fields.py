@@ -61,7 +61,6 @@ UNSERVED: dict[str, Unserved] = {
     "audio": Unserved("audio", EMPTY),
     "logits_processors": Unserved("code of clients", EMPTY),
     "add_special_tokens": Unserved("a chat with special tokens beyond the template's", (False,), ("chat",)),
-    "suffix": Unserved("text insertion", EMPTY, ("completions",)),
     "echo": Unserved("echo of a chat", (False,), ("chat",)),
     "num_beam_groups": Unserved("diverse beam search", (1,)),
     "diversity_penalty": Unserved("diverse beam search", (0,)),
@@ -83,8 +82,6 @@ UNSERVED: dict[str, Unserved] = {
     "grammar": Unserved("structured output", ("",)),
     "json_schema": Unserved("structured output", ({},)),
     "modalities": Unserved("an answer that is not text", (["text"],), ("chat",)),
-    "web_search_options": Unserved("web search", (), ("chat",)),
-    "verbosity": Unserved("a choice of verbosity", ("medium",), ("chat",)),
 }
 
 INNER: dict[str, frozenset[str]] = {  # harmless fields of objects within a body
@@ -92,7 +89,7 @@ INNER: dict[str, frozenset[str]] = {  # harmless fields of objects within a body
 }
 
 _names = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_PRINTABLE = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_PRINTABLE = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
 
 
 class Undeclared(NamedTuple):

@@ -18,7 +18,7 @@ import random
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 from aiohttp import web
@@ -31,6 +31,7 @@ from service.api import Refusal
 from service.background import Background, Job
 from service.beams import queue_extra
 from service.bodies import Bodies, Body
+from service.compaction import parse_compaction
 from service.config import GatewayConfig
 from service.format import ANSWER_ID, AnswerFormat, Piece, Position
 from service.grammar_checks import GrammarChecks
@@ -45,6 +46,7 @@ from service.quotas import Quotas
 from service.refusal import renaming
 from service.request_work import RequestWork, cut_after
 from service.responses import ResponseFormat
+from service.skipped import left_out
 from service.stop_strings import with_stop_tokens
 from service.stored_responses import StoredResponses, holder_of
 from service.streams import AlreadySubmitted, Streams
@@ -57,6 +59,7 @@ Parse = Callable[[bytes, GatewayConfig, str, float, api.Served], api.ValidReques
 
 # Errors under which the first request with an idempotency key leaves no answer behind.
 FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "request_lost", "engine_error")
+NAMES = {messages.PREFIX: messages.NAMES, responses.PREFIX: responses.NAMES}  # of a chat's fields, by format
 RETRIES = 3  # first requests under one idempotency key that may turn out to have no answer, before a retry gives up
 
 
@@ -127,6 +130,22 @@ class Handlers:
         """POST /v1/responses."""
         with renaming(responses.NAMES):
             return await self.answer(request, responses.parse, responses.PREFIX)
+
+    async def compact(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/responses/compact: a conversation, summarised by the model."""
+        with renaming(responses.NAMES):
+            return await self.answer(request, parse_compaction, responses.PREFIX)
+
+    async def input_tokens(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/responses/input_tokens: the prompt that POST /v1/responses would make, without an answer."""
+        timeout_s = self._config.default_timeout_s
+        with renaming(responses.NAMES), self._capacity.occupy():
+            async with self.bodies.read(request) as body:
+                valid, size = await self._parse(request, body, responses.parse, responses.PREFIX, timeout_s)
+                [ids] = await self._tokenizer.encode(valid, size, total=self._work.max_tokens())
+            counted = {"object": "response.input_tokens", "input_tokens": len(ids)}
+            async with cut_after(timeout_s):
+                return await self._work.write(request, [msgspec.json.encode(counted)])
 
     async def response(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{id}: a stored response, or with `stream=true` its events after `starting_after`."""
@@ -281,17 +300,11 @@ class Handlers:
 
     async def _prepare(self, request: web.Request, body: Body, parse: Parse, prefix: str) -> Prepared:
         """Turn a body into orders for engines, and everything else that the answer needs.  Raises Refusal."""
-        config, streams, size = self._config, self._streams, len(body.data)
+        config, streams = self._config, self._streams
         tenant, priority = self._inference_headers.place(request.headers, request[TENANT])
         timeout_s = api.header_timeout(request.headers.get("X-Request-Timeout"), config)
         longest_wait_s = api.header_queue_wait(request.headers.get("X-Max-Queue-Wait"), config)
-        if prefix == responses.PREFIX:
-            previous = await self._work.offload(size, responses.previous_of, body.data, config)
-            history = await self._stored.history(holder_of(request), previous)
-            size += sum(len(given) + len(answered) for given, answered in history)
-            parse = partial(responses.parse, history=history)
-        valid = await self._work.offload(size, parse, body.data, config, self._model, timeout_s, self._served)
-        request[METER].record_unknown(valid.unknown)
+        valid, size = await self._parse(request, body, parse, prefix, timeout_s)
         valid = msgspec.structs.replace(
             valid,
             cache_salt=tenant.salt(valid.cache_salt),
@@ -339,12 +352,28 @@ class Handlers:
         form = record.form(request_id, self._tokenizer.table, ids=ids)
         return Prepared(valid, orders, cost, form, await self._work.offload(size, record.encode))
 
+    async def _parse(
+        self, request: web.Request, body: Body, parse: Parse, prefix: str, timeout_s: float
+    ) -> tuple[api.ValidRequest, int]:
+        """Return a body as a request, and the bytes of all that its prompt is made of.  Raises Refusal."""
+        config, size, holder = self._config, len(body.data), holder_of(request)
+        if prefix == responses.PREFIX:
+            wanted = await self._work.offload(size, responses.wanted_of, body.data, config)
+            history = await self._stored.history(holder, wanted.previous)
+            items = await self._stored.items(holder, wanted.items)
+            size += sum(len(given) + len(answered) for given, answered in history)
+            parse = partial(cast(Any, parse), history=history, items=items)
+        valid = await self._work.offload(size, parse, body.data, config, self._model, timeout_s, self._served)
+        unread = left_out(self._tokenizer.unread(valid), NAMES.get(prefix, ()), config)
+        request[METER].record_unknown((*valid.unknown, *unread))
+        return valid, size
+
     async def _forbid(self, valid: api.ValidRequest, size: int) -> api.ValidRequest:
         """Return a request whose sampling forbids its bad words, and ends at special tokens that `stop` names.
 
         Raises Refusal, also for fields that engines lack."""
         valid = with_stop_tokens(valid, self._tokenizer.special)
-        valid = await self._tokenizer.offload(size, self._tokenizer.forbid, valid)
+        valid = await self._tokenizer.offload(size, self._tokenizer.forbid, self._tokenizer.end_infill(valid))
         admission.require_fields(self._streams.fleet, valid.sampling)
         return valid
 

@@ -29,7 +29,8 @@ TOOL_CALLS = 4096  # of all messages of a request
 ROLE_CHARS = 32  # of a message's role
 TOOLS = 128  # of one request, as at OpenAI
 TOOL_NAME_CHARS = 64  # as at OpenAI
-TOOLS_BYTES = 256 * 1024  # of all tools as JSON: templates write them into the prompt in up to 5 ms
+MESSAGE_TOOL_NAME_CHARS = 128  # as at Anthropic
+TOOLS_BYTES = 2**20  # of all tools as JSON: templates write them into the prompt in up to 20 ms, on a thread
 TEMPLATE_BYTES = 16 * 1024  # of chat_template_kwargs as JSON
 CLIENT_TEMPLATE_CHARS = 65_536  # jinja2 compiles 1,000 in about 10 ms
 DOCUMENTS = 1024
@@ -112,8 +113,14 @@ LIMITS: dict[str, Limit] = {
     "tool calls": Limit(
         "messages[].tool_calls", "tool calls of all messages", high=TOOL_CALLS, entries=True, code="too_many"
     ),
-    "tools": Limit("tools", "tools", high=TOOLS, entries=True, code="too_many"),
+    "tools": Limit("tools", "tools; no bound in `/v1/messages`", high=TOOLS, entries=True, code="too_many"),
     "tool name": Limit("tools[].function.name", "characters: letters, digits, _ and -", 1, TOOL_NAME_CHARS),
+    "joined tool name": Limit(
+        "tools[].tools[].name", "characters: those of the namespace, `__` and the name", 1, 2 * TOOL_NAME_CHARS + 2
+    ),
+    "message tool name": Limit(
+        "tools[].name", "characters in `/v1/messages`: letters, digits, _ and -", 1, MESSAGE_TOOL_NAME_CHARS
+    ),
     "tools bytes": Limit("tools", "bytes of all tools as JSON", high=TOOLS_BYTES, entries=True, code="too_long"),
     "documents": Limit("documents", "documents", high=DOCUMENTS, entries=True, code="too_many"),
     "template arguments": Limit(

@@ -3,7 +3,8 @@
     MessagesBody --chat_of--> ChatBody --api.chat_request--> ValidRequest --the path of every chat--> pieces
     pieces --MessageFormat--> message_start, content_block_start, content_block_delta ... message_stop, or one message
 
-The chat path checks what both formats share.  A refusal names the field as this format does (`NAMES`).
+`message_blocks.py` has the content blocks, `client_tools.py` the tools.  The chat path checks what both formats share.
+A refusal names the field as this format does (`NAMES`).
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import msgspec
 
 from service.api import ChatBody, Refusal, Served, ValidRequest, chat_request, decode_all
 from service.blocks import Block, BlockFormat
+from service.client_tools import message_tools
 from service.config import GatewayConfig
+from service.context_edits import edited
 from service.format import Piece, Prompted, call_id
-from service.history import Message, Part
 from service.limits import WHOLE, shown
+from service.message_blocks import TOOL_PREFIX, ContentBlock, Turn, messages_of, system_of
 from service.refusal import bad_request, check
+from service.skipped import Skipped
 from service.surrogates import without_surrogates
+from service.tools import ToolRules
 
 PREFIX = "msg_"
-TOOL_PREFIX = "toolu_"  # of the ids of tool calls; chat templates get the rest, which some bound to nine characters
 REQUEST_ID_HEADER = "request-id"  # Anthropic's name of x-request-id
 ERRORS = {
     401: "authentication_error",
@@ -49,33 +53,8 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 UNSERVED = {
     "mcp_servers": "tools of other servers",
     "container": "code execution",
-    "context_management": "editing of the context",
     "speed": "a choice of speed",
 }
-
-
-class ContentBlock(msgspec.Struct):
-    """One content block of a message, of a tool's result or of `system`."""
-
-    type: str
-    text: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: Any = None
-    tool_use_id: str | None = None
-    content: str | list[ContentBlock] | None = None
-    is_error: bool | None = None
-    thinking: str | None = None
-    signature: str | None = None
-    cache_control: Any = None
-    citations: Any = None
-
-
-class Turn(msgspec.Struct):
-    """One message."""
-
-    role: str
-    content: str | list[ContentBlock]
 
 
 class CountBody(msgspec.Struct, kw_only=True):
@@ -95,7 +74,7 @@ class CountBody(msgspec.Struct, kw_only=True):
     inference_geo: Any = None
     mcp_servers: Any = None
     container: Any = None
-    context_management: Any = None
+    context_management: dict[str, Any] | None = None
     speed: Any = None
 
 
@@ -119,18 +98,21 @@ def parse(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float
     """Parse the body of POST /v1/messages.  Raises Refusal."""
     asked, unknown = decode_all(body, MessagesBody, "messages", config)
     check("max_tokens", asked.max_tokens, config)
-    chat = chat_of(asked)
+    skipped = Skipped(config)
+    chat, rules = chat_of(asked, skipped)
     chat.max_tokens, chat.stream, chat.stop = asked.max_tokens, asked.stream, asked.stop_sequences
     chat.temperature, chat.top_p, chat.top_k, chat.seed = asked.temperature, asked.top_p, asked.top_k, asked.seed
     chat.priority, chat.timeout, chat.cache_salt = asked.priority, asked.timeout, asked.cache_salt
-    valid = chat_request(chat, config, served_name, timeout_s, served, unknown)
+    valid = chat_request(chat, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
     return _with_thinking(valid, asked)
 
 
 def parse_count(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: Served) -> ValidRequest:
     """Parse the body of POST /v1/messages/count_tokens.  Raises Refusal."""
     asked, unknown = decode_all(body, CountBody, "messages", config)
-    valid = chat_request(chat_of(asked), config, served_name, timeout_s, served, unknown)
+    skipped = Skipped(config)
+    chat, rules = chat_of(asked, skipped)
+    valid = chat_request(chat, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
     return _with_thinking(valid, asked)
 
 
@@ -145,20 +127,22 @@ def _with_thinking(valid: ValidRequest, asked: CountBody) -> ValidRequest:
 # ------------------------------------------------------------------------------------------------------------- requests
 
 
-def chat_of(asked: CountBody) -> ChatBody:
-    """Return the chat that a body asks for, without what only an answer needs.  Raises Refusal."""
+def chat_of(asked: CountBody, skipped: Skipped) -> tuple[ChatBody, ToolRules]:
+    """Return the chat that a body asks for, without what only an answer needs, and its rules.  Raises Refusal."""
     for name, feature in UNSERVED.items():
         if getattr(asked, name) not in (None, [], {}):
             raise _unsupported(name, f"{feature} is not served")
-    messages = _messages(asked.messages)
+    turns = edited(asked.messages, asked.context_management, skipped)
+    messages = messages_of(turns, skipped)
     # An answer continues a last message of the assistant's, as at Anthropic.
     continued = bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
+    tools, rules = message_tools(asked.tools, skipped, asked.tool_choice)
     choice, parallel = _tool_choice(asked.tool_choice)
     effort, form = _output_config(asked.output_config)
-    return ChatBody(
+    chat = ChatBody(
         model=asked.model,
-        messages=[*_system(asked.system), *messages],
-        tools=[_tool(f"tools[{at}]", tool) for at, tool in enumerate(asked.tools or ())] or None,
+        messages=[*system_of(asked.system, skipped), *messages],
+        tools=tools or None,
         tool_choice=choice,
         parallel_tool_calls=parallel,
         chat_template_kwargs=asked.chat_template_kwargs,
@@ -166,6 +150,7 @@ def chat_of(asked: CountBody) -> ChatBody:
         response_format=form,
         continue_final_message=continued or None,
     )
+    return chat, rules
 
 
 def _unsupported(param: str, reason: str, allowed: str | None = None, given: str | None = None) -> Refusal:
@@ -174,121 +159,6 @@ def _unsupported(param: str, reason: str, allowed: str | None = None, given: str
 
 def _wrong(param: str, wanted: str) -> Refusal:
     return bad_request("invalid_type", f"{param}: must be {wanted}", param, wanted)
-
-
-def _system(given: str | list[ContentBlock] | None) -> list[Message]:
-    if not given:
-        return []
-    return [Message("system", given if isinstance(given, str) else _texts("system", given))]
-
-
-def _texts(param: str, blocks: list[ContentBlock]) -> str | list[Part]:
-    """Return blocks that must be text, as the content of a chat message."""
-    found = [Part("text", _text(f"{param}[{at}]", block)) for at, block in enumerate(blocks)]
-    return _content(found)
-
-
-def _content(parts: list[Part]) -> str | list[Part]:
-    return (parts[0].text or "") if len(parts) == 1 else parts if parts else ""
-
-
-def _text(param: str, block: ContentBlock) -> str:
-    if block.type != "text":
-        raise _unsupported(f"{param}.type", "this server takes text only", "text", str(shown(block.type)))
-    if block.text is None:
-        raise _wrong(f"{param}.text", "a string")
-    return block.text
-
-
-def _messages(turns: list[Turn]) -> list[Message]:
-    """Return the messages of a chat: a tool's result is one of its own there.  Turns of one role in a row are one."""
-    found: list[Message] = []
-    names: dict[str, str] = {}  # of the tools that were called, by the call's id
-    for at, turn in enumerate(turns):
-        param = f"messages[{at}]"
-        if turn.role not in ("user", "assistant", "system"):
-            allowed, given = "user, assistant, system", str(shown(turn.role))
-            message = f"{param}.role: must be one of {allowed}, got '{given}'"
-            raise bad_request("invalid_value", message, f"{param}.role", allowed, given)
-        blocks = [ContentBlock("text", text=turn.content)] if isinstance(turn.content, str) else turn.content
-        if turn.role == "assistant":
-            found.append(_answer(f"{param}.content", blocks, names))
-        else:
-            found += _question(f"{param}.content", turn.role, blocks, names)
-    return found
-
-
-def _question(param: str, role: str, blocks: list[ContentBlock], names: dict[str, str]) -> list[Message]:
-    """Return the messages of a user's turn: the results of tools, and text."""
-    found: list[Message] = []
-    texts: list[Part] = []
-
-    def flush() -> None:
-        if texts:
-            found.append(Message(role, _content(texts.copy())))
-            texts.clear()
-
-    for at, block in enumerate(blocks):
-        here = f"{param}[{at}]"
-        if block.type == "text":
-            texts.append(Part("text", _text(here, block)))
-        elif block.type == "tool_result":
-            flush()
-            if block.tool_use_id is None:
-                raise _wrong(f"{here}.tool_use_id", "a string")
-            inner = block.content or ""
-            content = inner if isinstance(inner, str) else _texts(f"{here}.content", inner)
-            name = names.get(block.tool_use_id)
-            found.append(Message("tool", content, name=name, tool_call_id=_bare(block.tool_use_id)))
-        else:
-            allowed = "text, tool_result"
-            raise _unsupported(f"{here}.type", "this server takes text only", allowed, str(shown(block.type)))
-    flush()
-    return found
-
-
-def _answer(param: str, blocks: list[ContentBlock], names: dict[str, str]) -> Message:
-    """Return the message of an assistant's turn: thinking, text and tool calls."""
-    texts: list[Part] = []
-    thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    for at, block in enumerate(blocks):
-        here = f"{param}[{at}]"
-        if block.type == "text":
-            texts.append(Part("text", _text(here, block)))
-        elif block.type == "thinking":
-            thoughts.append(block.thinking or "")
-        elif block.type == "tool_use":
-            if block.id is None or block.name is None or not isinstance(block.input or {}, dict):
-                raise _wrong(here, "a tool_use with id, name and an object as input")
-            names[block.id] = block.name
-            function = {"name": block.name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
-            calls.append({"id": _bare(block.id), "type": "function", "function": function})
-        else:
-            allowed = "text, thinking, tool_use"
-            raise _unsupported(f"{here}.type", f"only {allowed} are served", allowed, str(shown(block.type)))
-    return Message(
-        "assistant", _content(texts), tool_calls=calls or None, reasoning_content="\n\n".join(thoughts) or None
-    )
-
-
-def _bare(tool_id: str) -> str:
-    return tool_id.removeprefix(TOOL_PREFIX)
-
-
-def _tool(param: str, tool: dict[str, Any]) -> dict[str, Any]:
-    kind = tool.get("type") or "custom"
-    if kind != "custom":
-        raise _unsupported(f"{param}.type", "only tools of the client are served", "custom", str(shown(str(kind))))
-    return function_tool(tool, tool.get("input_schema"))
-
-
-def function_tool(tool: dict[str, Any], parameters: Any) -> dict[str, Any]:
-    """Return a tool as a chat has it; other fields of `tool` change nothing."""
-    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": parameters}
-    function["strict"] = tool.get("strict")
-    kept = {key: value for key, value in function.items() if value is not None or key == "name"}
-    return {"type": "function", "function": kept}
 
 
 def _tool_choice(given: dict[str, Any] | None) -> tuple[Any, bool | None]:

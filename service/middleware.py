@@ -19,7 +19,7 @@ from aiohttp.web_protocol import RequestPayloadError
 from service import fields
 from service.api import Refusal, limit_refusal
 from service.config import GatewayConfig
-from service.connections import Connections
+from service.connections import PROBES, Connections
 from service.cors import Cors
 from service.messages import REQUEST_ID_HEADER, error_body
 from service.meter import Meter
@@ -160,7 +160,7 @@ class Middleware:
 
     def _authenticate(self, request: web.Request) -> None:
         """Find the tenant of the request's key.  Probes and metrics need no key.  Raises Refusal(401)."""
-        if request[PATH].startswith(GUARDED):
+        if request[PATH].startswith(GUARDED) and request[PATH] not in PROBES:
             authorization = request.headers.get("Authorization", "")
             if not authorization and (key := request.headers.get("X-Api-Key")):  # Anthropic's clients send it
                 authorization = f"Bearer {key}"

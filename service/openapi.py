@@ -17,6 +17,7 @@ import msgspec
 
 from service import api, fields, messages, responses
 from service.config import GatewayConfig
+from service.connections import PROBES
 from service.limits import LIMITS
 from service.middleware import GUARDED, MESSAGES
 
@@ -44,6 +45,10 @@ OPERATIONS = (
     Operation(
         "post", "/v1/responses", "Answer as OpenAI's responses", responses.ResponsesBody, "responses", (JSON, EVENTS)
     ),
+    Operation(
+        "post", "/v1/responses/compact", "Summarise a conversation", responses.ResponsesBody, "responses", (JSON,)
+    ),
+    Operation("post", "/v1/responses/input_tokens", "Count prompt tokens", responses.ResponsesBody, "responses"),
     Operation("get", "/v1/responses/{id}", "A stored response, or its events", answers=(JSON, EVENTS)),
     Operation("delete", "/v1/responses/{id}", "Delete a stored response"),
     Operation("post", "/v1/responses/{id}/cancel", "End a background response"),
@@ -58,6 +63,8 @@ OPERATIONS = (
     Operation("get", "/engine/state", "Watch block pools and load of the engines", answers=(EVENTS,)),
     Operation("post", "/reset_prefix_cache", "Empty the prefix caches of all engines"),
     Operation("get", "/health", "200 if an engine is running"),
+    Operation("get", "/v1/health", "The same"),
+    Operation("get", "/healthz", "The same"),
     Operation("get", "/ready", "200 if requests are taken"),
     Operation("get", "/ping", "200 if this gateway answers"),
     Operation("get", "/load", "Count open requests"),
@@ -125,7 +132,7 @@ def _operation(operation: Operation, *, guarded: bool) -> dict[str, Any]:
     if names := re.findall(r"\{(\w+)\}", operation.path):
         text = {"in": "path", "required": True, "schema": {"type": "string"}}
         described["parameters"] = [{"name": name, **text} for name in names]
-    if guarded and operation.path.startswith(GUARDED):
+    if guarded and operation.path.startswith(GUARDED) and operation.path not in PROBES:
         described["security"] = [{"key": []}]
     return described
 

@@ -75,6 +75,11 @@ def bad_request(code: str, message: str, param: str | None, limit: Any = None, g
     return Refusal(400, code, message, param=param, limit=limit, given=given)
 
 
+def field_name(name: str, names: tuple[tuple[str, str], ...]) -> str:
+    """Return a field of a chat as another format names it: see `renamed`."""
+    return next((re.sub(f"^(?:{old})", new, name, count=1) for old, new in names if re.match(old, name)), name)
+
+
 def renamed(refusal: Refusal, names: tuple[tuple[str, str], ...]) -> Refusal:
     """Return a refusal with its field as another format names it.
 

@@ -11,34 +11,35 @@ alone, and any gateway can send those after a given number.
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from service.api import NO_DEFAULTS, ChatBody, Refusal, Served, ValidRequest, chat_request, decode, decode_all
 from service.blocks import Block, BlockFormat
+from service.client_tools import Called, allowed_tools, custom_input, functions_of, names_of, tool_choice
 from service.config import GatewayConfig
 from service.format import Piece, Prompted, call_id
-from service.history import Message, Part
+from service.history import Message
 from service.limits import shown
-from service.messages import function_tool
 from service.refusal import bad_request, check
+from service.response_items import CALL_PREFIX, Item, Referring, messages_of, resolved, sealed, tools_in, with_ids
+from service.skipped import Skipped
+from service.tools import ToolRules
 
 PREFIX = "resp_"
-CALL_PREFIX = "call_"  # of the ids of tool calls; chat templates get the rest, which some bound to nine characters
-Item = dict[str, Any]  # of an input or an output, as JSON
 Turn = tuple[bytes, bytes]  # a stored response: its input items and the response, as JSON
 
 # Fields of a chat, as refusals of the chat path name them -> fields of this format.
 NAMES = (
     (r"messages\b.*", "input"),
     (r"max_tokens", "max_output_tokens"),
-    (r"tools\[(\d*)\]\.function", r"tools[\1]"),
+    (r"(tools\[\d*\](?:\.tools\[\d*\])?)\.function", r"\1"),
     (r"response_format\.json_schema", "text.format"),
     (r"response_format", "text.format"),
     (r"reasoning_effort", "reasoning.effort"),
+    (r"verbosity", "text.verbosity"),
 )
 UNSERVED = {
     "prompt": "a stored prompt",
@@ -47,9 +48,10 @@ UNSERVED = {
     "context_management": "compaction of the context",
     "max_tool_calls": "a bound on the server's own tool calls",
 }
-# Values of `include`: parts of items that never occur here, and the reasoning, which is there in the open.
+# Values of `include`: parts of items that never occur here, and the reasoning in a form that a client may send back.
+SEALED = "reasoning.encrypted_content"
 INCLUDED = (
-    "reasoning.encrypted_content",
+    SEALED,
     "file_search_call.results",
     "web_search_call.results",
     "web_search_call.action.sources",
@@ -57,10 +59,9 @@ INCLUDED = (
     "computer_call_output.output.image_url",
     "message.input_image.image_url",
 )
-TEXT_PARTS = ("input_text", "output_text", "text")
-ROLES = ("user", "system", "developer", "assistant")
-PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}  # of the ids of output items
-ARGUMENTS = "response.function_call_arguments"
+PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_", "custom": "ctc_"}  # of the ids of output items
+ARGUMENTS, CUSTOM = "response.function_call_arguments", "response.custom_tool_call_input"
+SUMMARIES = ("auto", "concise", "detailed")
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True):
@@ -109,14 +110,23 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     chat_template_kwargs: Any = None
 
 
-class _Previous(msgspec.Struct):
+class _Wanted(msgspec.Struct):
+    input: str | list[Referring] = ""
     previous_response_id: str | None = None
 
 
-def previous_of(body: bytes, config: GatewayConfig) -> str | None:
-    """Return the response that a body continues.  Raises Refusal."""
-    found: _Previous = decode(body, _Previous, config)
-    return found.previous_response_id
+class Wanted(NamedTuple):
+    """What a request takes from stored responses."""
+
+    previous: str | None  # the response that it continues
+    items: list[str]  # ids of output items
+
+
+def wanted_of(body: bytes, config: GatewayConfig) -> Wanted:
+    """Return what a body takes from stored responses.  Raises Refusal."""
+    found: _Wanted = decode(body, _Wanted, config)
+    items = [] if isinstance(found.input, str) else found.input
+    return Wanted(found.previous_response_id, [item.id for item in items if isinstance(item.id, str) and item.refers])
 
 
 def parse(
@@ -126,17 +136,27 @@ def parse(
     timeout_s: float,
     served: Served = NO_DEFAULTS,
     history: Sequence[Turn] = (),
+    items: Mapping[str, Item] | None = None,
 ) -> ValidRequest:
-    """Parse the body of POST /v1/responses.  `history`: what it continues, oldest first.  Raises Refusal."""
+    """Parse the body of POST /v1/responses.  Raises Refusal.
+
+    `history`: what it continues, oldest first.  `items`: stored items that it may refer to, by their ids."""
     asked, unknown = decode_all(body, ResponsesBody, "responses", config)
-    items = _given(asked.input)
-    stored = _stored(asked, config)
+    given = resolved(with_ids(asked.input), items or {})
+    stored, skipped = _stored(asked, config), Skipped(config)
     earlier: list[Item] = []
-    for given, answered in history:  # one after the other: decoding holds the interpreter
-        earlier += msgspec.json.decode(given) + msgspec.json.decode(answered)["output"]
-    chat = chat_of(asked, [*earlier, *items], config)
-    valid = chat_request(chat, config, served_name, timeout_s, served, unknown)
-    return msgspec.structs.replace(valid, shown={"store": stored, **_shown(asked, valid)}, items=items)
+    for before, answered in history:  # one after the other: decoding holds the interpreter
+        earlier += msgspec.json.decode(before) + msgspec.json.decode(answered)["output"]
+    chat, rules = chat_of(asked, [*earlier, *given], config, skipped)
+    valid = chat_request(chat, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
+    called = names_of([*(asked.tools or ()), *tools_in([*earlier, *given])])
+    return msgspec.structs.replace(
+        valid,
+        shown={"store": stored, **_shown(asked, valid)},
+        items=given,
+        called=called,
+        seals=SEALED in (asked.include or ()),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- requests
@@ -150,17 +170,6 @@ def _wrong(param: str, wanted: str) -> Refusal:
     return bad_request("invalid_type", f"{param}: must be {wanted}", param, wanted)
 
 
-def _given(given: str | list[Item]) -> list[Item]:
-    """Return the input as items with ids."""
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    found = []
-    for item in items:
-        kind = item.get("type") or "message"
-        prefix = {"function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}.get(str(kind), "msg_")
-        found.append({"id": prefix + secrets.token_hex(16), **item, "type": kind})
-    return found
-
-
 def _stored(asked: ResponsesBody, config: GatewayConfig) -> bool:
     """Return whether the response will be stored.  Raises Refusal for what needs a store that there is not."""
     stored = config.responses_ttl_s > 0 and asked.store is not False
@@ -172,26 +181,37 @@ def _stored(asked: ResponsesBody, config: GatewayConfig) -> bool:
     return stored
 
 
-def chat_of(asked: ResponsesBody, items: list[Item], config: GatewayConfig) -> ChatBody:
-    """Return the chat that a body asks for.  `items`: its input and what precedes it.  Raises Refusal."""
+def chat_of(
+    asked: ResponsesBody, items: list[Item], config: GatewayConfig, skipped: Skipped
+) -> tuple[ChatBody, ToolRules]:
+    """Return the chat that a body asks for, and its rules.  `items`: its input and what precedes it.
+
+    Raises Refusal."""
     _refuse_unserved(asked)
     _check_metadata(asked.metadata or {}, config)
     effort = (asked.reasoning or {}).get("effort")
     if not isinstance(effort, str | None):
         raise _wrong("reasoning.effort", "a string")
+    if (summary := (asked.reasoning or {}).get("summary")) not in (None, *SUMMARIES):
+        allowed, value = ", ".join(SUMMARIES), str(shown(str(summary)))
+        message = f"reasoning.summary: must be one of {allowed}, got '{value}'"
+        raise bad_request("invalid_value", message, "reasoning.summary", allowed, value)
     if asked.max_output_tokens is not None and asked.max_output_tokens < 1:  # a chat's -1 means what fits
         limit, given = ">= 1", asked.max_output_tokens
         message = f"max_output_tokens: must be {limit}, got {given}"
         raise bad_request("invalid_value", message, "max_output_tokens", limit, given)
     system = [Message("system", asked.instructions)] if asked.instructions else []
-    return ChatBody(
+    tools, rules = functions_of([*(asked.tools or ()), *tools_in(items)], skipped, config)
+    choice, tools, rules = allowed_tools(asked.tool_choice, tools, rules)
+    chat = ChatBody(
         model=asked.model,
-        messages=[*system, *messages_of(items)],
-        tools=[_tool(f"tools[{at}]", tool) for at, tool in enumerate(asked.tools or ())] or None,
-        tool_choice=_tool_choice(asked.tool_choice),
+        messages=[*system, *messages_of(items, skipped)],
+        tools=tools or None,
+        tool_choice=tool_choice(choice),
         parallel_tool_calls=asked.parallel_tool_calls,
         response_format=_response_format(asked.text),
         reasoning_effort=effort,
+        verbosity=(asked.text or {}).get("verbosity"),
         max_tokens=msgspec.UNSET if asked.max_output_tokens is None else asked.max_output_tokens,
         temperature=asked.temperature,
         top_p=asked.top_p,
@@ -204,6 +224,7 @@ def chat_of(asked: ResponsesBody, items: list[Item], config: GatewayConfig) -> C
         cache_salt=asked.cache_salt,
         chat_template_kwargs=asked.chat_template_kwargs,
     )
+    return chat, rules
 
 
 def _refuse_unserved(asked: ResponsesBody) -> None:
@@ -226,109 +247,13 @@ def _check_metadata(metadata: dict[str, str], config: GatewayConfig) -> None:
         check("metadata", len(value), config)
 
 
-def messages_of(items: list[Item]) -> list[Message]:
-    """Return the messages of a chat.  Reasoning, text and calls of the assistant in a row are one message."""
-    found: list[Message] = []
-    names: dict[str, str] = {}  # of the functions that were called, by the call's id
-    for at, item in enumerate(items):
-        param, kind = f"input[{at}]", item.get("type") or "message"
-        if kind == "message" and item.get("role") in ROLES:
-            content = _texts(f"{param}.content", item.get("content"))
-            if item["role"] == "assistant":
-                turn = _turn(found, fresh=bool(found) and bool(found[-1].content or found[-1].tool_calls))
-                turn.content = content
-            else:
-                found.append(Message(item["role"], content))
-        elif kind == "message":
-            allowed, given = ", ".join(ROLES), str(shown(str(item.get("role"))))
-            message = f"{param}.role: must be one of {allowed}, got '{given}'"
-            raise bad_request("invalid_value", message, f"{param}.role", allowed, given)
-        elif kind == "function_call":
-            call, name = _string(param, item, "call_id"), _string(param, item, "name")
-            names[call] = name
-            turn = _turn(found)
-            function = {"name": name, "arguments": _string(param, item, "arguments")}
-            entry = {"id": call.removeprefix(CALL_PREFIX), "type": "function", "function": function}
-            turn.tool_calls = [*(turn.tool_calls or ()), entry]
-        elif kind == "function_call_output":
-            call = _string(param, item, "call_id")
-            output = _texts(f"{param}.output", item.get("output"))
-            found.append(Message("tool", output, name=names.get(call), tool_call_id=call.removeprefix(CALL_PREFIX)))
-        elif kind == "reasoning":
-            turn = _turn(found, fresh=bool(found) and bool(found[-1].content or found[-1].tool_calls))
-            turn.reasoning_content = "\n\n".join(filter(None, (turn.reasoning_content, _reasoning(param, item))))
-        else:
-            allowed = "message, function_call, function_call_output, reasoning"
-            raise _unsupported(f"{param}.type", f"only {allowed} are served", allowed, str(shown(str(kind))))
-    return [one for one in found if one.content or one.tool_calls or one.reasoning_content or one.role != "assistant"]
-
-
-def _turn(found: list[Message], *, fresh: bool = False) -> Message:
-    """Return the assistant's message at the end of `found`, which it adds if there is none or a `fresh` one is due."""
-    if fresh or not found or found[-1].role != "assistant":
-        found.append(Message("assistant", ""))
-    return found[-1]
-
-
-def _string(param: str, item: Item, field: str) -> str:
-    if not isinstance(value := item.get(field), str):
-        raise _wrong(f"{param}.{field}", "a string")
-    return value
-
-
-def _texts(param: str, given: Any) -> str | list[Part]:
-    """Return content that must be text, as a chat message has it."""
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
-        raise _wrong(param, "a string or a list of parts")
-    parts = []
-    for at, part in enumerate(given):
-        here = f"{param}[{at}]"
-        if not isinstance(part, dict):
-            raise _wrong(here, "an object")
-        kind = part.get("type")
-        if kind not in (*TEXT_PARTS, "refusal"):
-            allowed = ", ".join(TEXT_PARTS)
-            raise _unsupported(f"{here}.type", "this server takes text only", allowed, str(shown(str(kind))))
-        parts.append(Part("text", _string(here, part, "refusal" if kind == "refusal" else "text")))
-    return (parts[0].text or "") if len(parts) == 1 else parts if parts else ""
-
-
-def _reasoning(param: str, item: Item) -> str:
-    """Return the text of a reasoning item: the reasoning itself, or else its summary."""
-    for field in ("content", "summary"):
-        if item.get(field):
-            parts = item[field]
-            if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-                raise _wrong(f"{param}.{field}", "a list of parts")
-            return "\n\n".join(_string(f"{param}.{field}[{at}]", part, "text") for at, part in enumerate(parts))
-    if item.get("encrypted_content"):
-        raise _unsupported(f"{param}.encrypted_content", "no reasoning is encrypted here")
-    return ""
-
-
-def _tool(param: str, tool: dict[str, Any]) -> dict[str, Any]:
-    if (kind := tool.get("type")) != "function":
-        raise _unsupported(f"{param}.type", "only functions are served", "function", str(shown(str(kind))))
-    return function_tool(tool, tool.get("parameters"))
-
-
-def _tool_choice(given: Any) -> Any:
-    if not isinstance(given, dict):
-        return given
-    if (kind := given.get("type")) != "function":
-        raise _unsupported("tool_choice.type", "only functions are served", "function", str(shown(str(kind))))
-    return {"type": "function", "function": {"name": given.get("name")}}
-
-
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
     given = given or {}
     for name in given:
         if name not in ("format", "verbosity"):
             raise _unsupported(f"text.{shown(name)}", "there is no such setting", "format, verbosity")
-    if given.get("verbosity") not in (None, "medium"):
-        raise _unsupported("text.verbosity", "a choice of verbosity is not served", "medium")
+    if not isinstance(given.get("verbosity"), str | None):
+        raise _wrong("text.verbosity", "a string")
     form = given.get("format")
     if form is None or not isinstance(form, dict) or form.get("type") != "json_schema":
         return form
@@ -349,7 +274,7 @@ def _shown(asked: ResponsesBody, valid: ValidRequest) -> dict[str, Any]:
         "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
         "service_tier": "default",
         "temperature": valid.sampling.temperature,
-        "text": {"format": text.get("format") or {"type": "text"}, "verbosity": "medium"},
+        "text": {"format": text.get("format") or {"type": "text"}, "verbosity": text.get("verbosity") or "medium"},
         "tool_choice": asked.tool_choice or "auto",
         "tools": asked.tools or [],
         "top_logprobs": 0,
@@ -381,6 +306,9 @@ class ResponseFormat(BlockFormat):
         self._number = 0  # of the next event
         self._reasoning = 0  # output tokens of the reasoning
         self._finish = ""
+        self._names = valid.called
+        self._summary = bool(valid.shown.get("reasoning", {}).get("summary"))  # reasoning is shown as its summary
+        self._seals = valid.seals
         self.after = -1  # events up to this number are not written
         self.stored = bool(valid.shown.get("store"))  # false once the response could not be stored
 
@@ -412,14 +340,22 @@ class ResponseFormat(BlockFormat):
     def _usage(self) -> dict[str, Any]:
         return {
             "input_tokens": self._prompt,
-            "input_tokens_details": {"cached_tokens": self._cached},
+            "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
             "output_tokens": self._tokens[0],
             "output_tokens_details": {"reasoning_tokens": self._reasoning},
             "total_tokens": self._prompt + self._tokens[0],
         }
 
+    def _called(self, block: Block) -> Called:
+        """Return a call's tool as the client names it."""
+        return self._names.get(block.name) or Called(block.name)
+
+    def _is_custom(self, block: Block) -> bool:
+        return block.kind == "call" and self._called(block).kind == "custom"
+
     def _item_id(self, block: Block) -> str:
-        return f"{PREFIXES[block.kind]}{self.request_id.removeprefix(PREFIX)}{block.index:04x}"
+        prefix = PREFIXES["custom" if self._is_custom(block) else block.kind]
+        return f"{prefix}{self.request_id.removeprefix(PREFIX)}{block.index:04x}"
 
     def _item(self, block: Block, *, begun: bool = False) -> Item:
         """Return a block as an item of the output; `begun`: as it is announced, without content."""
@@ -427,18 +363,27 @@ class ResponseFormat(BlockFormat):
         status = "in_progress" if begun else "completed" if whole else "incomplete"
         item: Item = {"id": self._item_id(block), "status": status}
         if block.kind == "call":
-            call = CALL_PREFIX + call_id(self.request_id, 0, block.call)
-            arguments = "" if begun else block.text
-            return {"type": "function_call", **item, "call_id": call, "name": block.name, "arguments": arguments}
+            return self._call_item(block, item, begun=begun)
         parts = [] if begun else [self._part(block)]
         if block.kind == "reasoning":
-            return {"type": "reasoning", **item, "summary": [], "content": parts, "encrypted_content": None}
+            summary, content = (parts, []) if self._summary else ([], parts)
+            encrypted = sealed(block.text) if self._seals and not begun else None
+            return {"type": "reasoning", **item, "summary": summary, "content": content, "encrypted_content": encrypted}
         return {"type": "message", **item, "role": "assistant", "content": parts}
+
+    def _call_item(self, block: Block, item: Item, *, begun: bool) -> Item:
+        name, namespace, kind = self._called(block)
+        call = {**item, "call_id": CALL_PREFIX + call_id(self.request_id, 0, block.call), "name": name}
+        if namespace is not None:
+            call["namespace"] = namespace
+        if kind == "custom":
+            return {"type": "custom_tool_call", **call, "input": "" if begun else custom_input(block.text)}
+        return {"type": "function_call", **call, "arguments": "" if begun else block.text}
 
     def _part(self, block: Block, *, begun: bool = False) -> dict[str, Any]:
         text = "" if begun else block.text
         if block.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
+            return {"type": "summary_text" if self._summary else "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     # -- a stream
@@ -478,8 +423,12 @@ class ResponseFormat(BlockFormat):
 
     def _grow(self, block: Block, text: str) -> bytes:
         place = self._place(block)
+        if self._is_custom(block):  # its input is known when its JSON is whole
+            return b""
         if block.kind == "call":
             return self._event(f"{ARGUMENTS}.delta", **place, delta=text)
+        if block.kind == "reasoning" and self._summary:
+            return self._event("response.reasoning_summary_text.delta", **place, summary_index=0, delta=text)
         if block.kind == "reasoning":
             return self._event("response.reasoning_text.delta", **place, content_index=0, delta=text)
         return self._event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=[])
@@ -488,21 +437,32 @@ class ResponseFormat(BlockFormat):
         item = self._item(block, begun=True)
         events = [self._event("response.output_item.added", output_index=block.index, item=item)]
         if block.kind != "call":
-            part = self._part(block, begun=True)
-            events.append(self._event("response.content_part.added", **self._place(block), content_index=0, part=part))
+            events.append(self._part_event("added", block, begun=True))
         return events
+
+    def _part_event(self, step: str, block: Block, *, begun: bool = False) -> bytes:
+        part = self._part(block, begun=begun)
+        if block.kind == "reasoning" and self._summary:
+            kind = f"response.reasoning_summary_part.{step}"
+            return self._event(kind, **self._place(block), summary_index=0, part=part)
+        return self._event(f"response.content_part.{step}", **self._place(block), content_index=0, part=part)
 
     def _close(self, block: Block) -> list[bytes]:
         place, text = self._place(block), block.text
-        if block.kind == "call":
-            events = [self._event(f"{ARGUMENTS}.done", **place, name=block.name, arguments=text)]
+        if self._is_custom(block):
+            given = custom_input(text)
+            events = [self._event(f"{CUSTOM}.delta", **place, delta=given)] if given else []
+            events.append(self._event(f"{CUSTOM}.done", **place, input=given))
+        elif block.kind == "call":
+            events = [self._event(f"{ARGUMENTS}.done", **place, name=self._called(block).name, arguments=text)]
+        elif block.kind == "reasoning" and self._summary:
+            events = [self._event("response.reasoning_summary_text.done", **place, summary_index=0, text=text)]
         elif block.kind == "reasoning":
             events = [self._event("response.reasoning_text.done", **place, content_index=0, text=text)]
         else:
             events = [self._event("response.output_text.done", **place, content_index=0, text=text, logprobs=[])]
         if block.kind != "call":
-            part = self._part(block)
-            events.append(self._event("response.content_part.done", **place, content_index=0, part=part))
+            events.append(self._part_event("done", block))
         return [*events, self._event("response.output_item.done", output_index=block.index, item=self._item(block))]
 
     def usage_chunk(self) -> bytes:

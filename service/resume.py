@@ -21,6 +21,8 @@ import msgspec
 
 from engine.wire.records import IdempotencyKey
 from service.api import Refusal, ValidRequest
+from service.compaction import OBJECT as COMPACTION
+from service.compaction import CompactionFormat
 from service.format import AnswerFormat, Format, Prompted
 from service.limits import KEY_CHARS
 from service.messages import PREFIX as MESSAGE
@@ -62,7 +64,8 @@ class Record(msgspec.Struct, frozen=True):
         if request_id.startswith(MESSAGE):
             return MessageFormat(self.valid, request_id=request_id, model=self.model, prompt=self.prompts[0])
         if request_id.startswith(RESPONSE):
-            return ResponseFormat(
+            form = CompactionFormat if self.valid.shown.get("object") == COMPACTION else ResponseFormat
+            return form(
                 self.valid, request_id=request_id, model=self.model, created=self.created, prompt=self.prompts[0]
             )
         return Format(

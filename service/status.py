@@ -62,8 +62,9 @@ class Status:
         self._logged_trouble: str | None = None  # so that each reason is logged once
 
     async def models(self, request: web.Request) -> web.Response:
-        """GET /v1/models."""
-        return _json({"object": "list", "data": [self._card(name) for name in self._names]})
+        """GET /v1/models.  Codex, which sends its version, wants a list of its own kind beside OpenAI's."""
+        listed: dict[str, object] = {"object": "list", "data": [self._card(name) for name in self._names]}
+        return _json(listed | ({"models": []} if "client_version" in request.query else {}))
 
     async def model(self, request: web.Request) -> web.Response:
         """GET /v1/models/{id}."""
@@ -103,6 +104,10 @@ class Status:
         """GET /health: is an engine running?  A gateway without engines answers 503 and keeps running."""
         alive = len(self._streams.fleet.engines)
         return _json({"status": "ok" if alive else "no engine is running", "engines": alive}, 200 if alive else 503)
+
+    async def root(self, request: web.Request) -> web.Response:
+        """HEAD /: some programs ask it once, to see whether there is a server."""
+        return web.Response()
 
     async def ready(self, request: web.Request) -> web.Response:
         """GET /ready: may a load balancer send work here?  If not, the body says why."""

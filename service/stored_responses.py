@@ -10,6 +10,7 @@ event or its body is sent, so a client may continue it at once.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -22,7 +23,8 @@ from service.api import Refusal, ValidRequest
 from service.config import GatewayConfig
 from service.limits import shown
 from service.middleware import OWNER, TENANT
-from service.responses import ResponseFormat, Turn
+from service.response_items import Item
+from service.responses import PREFIX, ResponseFormat, Turn
 from service.streams import Streams, unavailable
 
 log = logging.getLogger("quire.gateway")
@@ -30,6 +32,7 @@ log = logging.getLogger("quire.gateway")
 T = TypeVar("T")
 
 EARLY_MS = 10_000  # that a running response stays stored beyond its deadline, for its last state
+ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{4}")  # of an output item: its response, its place in the output
 PAGE, PAGES = 20, 100  # items of one answer to GET .../input_items: by default and at most
 
 
@@ -148,6 +151,23 @@ class StoredResponses:
             message = f"{field}: '{shown(response_id)}' has not ended"
             raise Refusal(400, "invalid_value", message, param=field)
         return [(one.input, one.body) for one in reversed(chain.found)]
+
+    async def items(self, holder: str, ids: list[str]) -> dict[str, Item]:
+        """Return output items of stored responses by their ids, those that there are.  Raises Refusal.
+
+        An item's id holds that of its response, so each response is read once."""
+        wanted = {PREFIX + match[1] for item in ids if (match := ITEM_ID.fullmatch(item))} if self._ttl_ms else set()
+        found: dict[str, Item] = {}
+        size, most = 0, self._config.max_body_bytes
+        for response_id in sorted(wanted):
+            if (stored := await _ask(self._store.get(holder, response_id))) is None:
+                continue
+            size += len(stored.body)
+            if size > most:
+                message = f"input: the responses that it refers to have more than {most} bytes (--max-body-bytes)"
+                raise Refusal(400, "too_long", message, param="input", limit=most, given=size)
+            found |= {item["id"]: item for item in msgspec.json.decode(stored.body)["output"]}
+        return found
 
     async def drop(self, holder: str, response_id: str) -> None:
         """Delete a response.  Raises Refusal: 404 if there is none of this holder."""

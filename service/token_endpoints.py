@@ -16,6 +16,7 @@ from service.limits import VALUES, shown
 from service.middleware import METER, Capacity
 from service.refusal import renaming
 from service.request_work import RequestWork, cut_after
+from service.skipped import left_out
 from service.streams import Streams
 from service.tokenizer import Tokenizer
 
@@ -114,7 +115,8 @@ class TokenEndpoints:
                 valid = await self._work.offload(
                     size, parse, body.data, config, self._model, config.default_timeout_s, self._served
                 )
-                request[METER].record_unknown(valid.unknown)
+                unread = left_out(self._tokenizer.unread(valid), messages.NAMES, config)
+                request[METER].record_unknown((*valid.unknown, *unread))
                 [ids] = await self._tokenizer.encode(valid, size, total=self._work.max_tokens())
             async with cut_after(config.default_timeout_s):
                 return await self._work.write(request, [msgspec.json.encode({"input_tokens": len(ids)})])

@@ -24,6 +24,7 @@ import msgspec
 
 from engine.common.errors import OperatorError
 from engine.tokenizers.files import TokenizerError, byte_level_alphabet, file_of, load_tokenizer
+from service import infill
 from service.answer_grammar import Model, constraint_of
 from service.api import Prompt, Refusal, ValidRequest, too_long, too_many_tokens
 from service.call_grammar import NO_FORM, CallForm, form_of
@@ -37,7 +38,8 @@ from service.limits import WORD_TOKENS
 from service.literal import LiteralContent, Span
 from service.refusal import limit_refusal
 from service.regions import Reading, find
-from service.template_probe import EFFORT, Dialect, effort_variables, names_in, probe, thinking_variables
+from service.template_probe import Dialect, names_in, probe
+from service.template_variables import dialect_by_name, variables_of
 from service.tools import ChatOptions, reduced
 
 P = ParamSpec("P")
@@ -50,6 +52,7 @@ LONG_BYTES = 256 * 1024  # larger requests share one thread, so that they never 
 # Composition (NFC) joins at most this many characters into one: U+1F82 is four.
 COMPOSED_CHARS = 4
 TEMPLATES = 4  # of clients that are rendered at a time; no other request waits for them
+LEAD = "\u263a"  # a character that joins no other into a token
 TAIL_TOKENS = 64  # of a prompt: they nearly always hold the beginning of the assistant's message
 # Steps of tokenizers that drop no character; `longest_token` knows the exceptions.
 KEEP_TEXT = ("NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits")
@@ -261,6 +264,7 @@ class Tokenizer:
             self._client_templates = ClientTemplates(client_template_s, client_template_chars, special)
         self._load_template(backend)
         self._added = _added(backend)
+        self._infill = infill.find(backend)
         self._longest_token = longest_token(backend, self.table)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
         self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode long")
@@ -341,11 +345,36 @@ class Tokenizer:
         if budget is not None and self._longest_token is not None:
             budget.check(-(-len(text) // self._longest_token), least=True)
 
-    def _encode_prompt(self, prompt: Prompt, budget: TokenBudget, *, special: bool) -> list[int]:
+    def _encode_prompt(self, prompt: Prompt, budget: TokenBudget, *, special: bool, suffix: str = "") -> list[int]:
+        if suffix:
+            return self._encode_infill(prompt, suffix, budget, special=special)
         if isinstance(prompt, str):
             return self._encode(prompt, special=special, budget=budget)
         budget.spend(len(prompt))
         return prompt
+
+    def _encode_infill(self, prompt: Prompt, suffix: str, budget: TokenBudget, *, special: bool) -> list[int]:
+        """Return the prompt for the text between `prompt` and `suffix`.  Raises Refusal if the model has no such."""
+        if self._infill is None:
+            raise _unsupported("suffix", "the model's tokenizer has no tokens for text insertion that are known here")
+        for text in (prompt, suffix):
+            if isinstance(text, str):
+                self._check_length(text, budget)
+        first = self._encode("", special=True)[: self._added[0]] if special else []
+        before = self._encode(prompt, special=False) if isinstance(prompt, str) else prompt
+        # Some tokenizers put a blank before each text; the suffix continues one.
+        lead, after = self._encode(LEAD, special=False), self._encode(LEAD + suffix, special=False)
+        after = after[len(lead) :] if after[: len(lead)] == lead else self._encode(suffix, special=False)
+        ids = [*first, *self._infill.prompt(before, after)]
+        budget.spend(len(ids))
+        return ids
+
+    def end_infill(self, valid: ValidRequest) -> ValidRequest:
+        """Return a request whose answer ends where the model marks the end of an inserted text."""
+        if not valid.suffix or self._infill is None or valid.sampling.ignore_eos:
+            return valid
+        ends = list(dict.fromkeys([*valid.sampling.stop_token_ids, *self._infill.ends]))
+        return msgspec.structs.replace(valid, sampling=msgspec.structs.replace(valid.sampling, stop_token_ids=ends))
 
     @contextlib.contextmanager
     def _chosen(self, options: ChatOptions) -> Iterator[Template]:
@@ -381,10 +410,7 @@ class Tokenizer:
     ) -> tuple[str, list[Span]]:
         """Return the text of messages, and the spans in which special tokens stay text.  Raises Refusal."""
         self._check_options(options, template)
-        variables = {**self._thinking(options, template), **options.arguments}
-        if isinstance(effort := variables.get(EFFORT), str):
-            del variables[EFFORT]
-            variables = {**effort_variables(template.dialect, effort), **variables}
+        variables, _ = variables_of(options, template.dialect, template.reads, thinks=self._has_reasoning)
         entries = for_template(messages, template.dialect, template.text)
         messages = [message for message, _ in entries]
         if options.documents:  # they take part in the search for special tokens, like content
@@ -421,24 +447,18 @@ class Tokenizer:
             raise _unsupported(options.strict, f"{NO_FORM}, so arguments are not held to their schema")
         if options.documents and not template.reads("documents"):
             raise _unsupported("documents", "the model's chat template does not read them")
-        for name, value in options.arguments.items():
-            if name == EFFORT and isinstance(value, str) and effort_variables(template.dialect, value):
-                continue
-            if not template.reads(name):
-                field = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
-                raise _unsupported(field, "the model's chat template does not read it")
 
-    def _thinking(self, options: ChatOptions, template: Template) -> dict[str, Any]:
-        """Return the template's variable for `options.thinking`.
+    @property
+    def _has_reasoning(self) -> bool:
+        return self.responses is not None and self.responses.has_reasoning
 
-        A template without it is fine where the model thinks in any case, or shall not think.  Raises Refusal."""
-        if options.thinking is None:
-            return {}
-        if variables := thinking_variables(template.dialect, options.thinking):
-            return variables
-        if options.thinking and (self.responses is None or not self.responses.has_reasoning):
-            raise _unsupported("thinking", "no reasoning of this model is known")
-        return {}
+    def unread(self, valid: ValidRequest) -> tuple[str, ...]:
+        """Return fields of a chat that its template does not read, so that they change nothing."""
+        if not valid.chat:
+            return ()
+        own = valid.options.template
+        dialect, names = dialect_by_name(own) if own else self._dialect, names_in(own or self._template)
+        return variables_of(valid.options, dialect, names.__contains__, thinks=self._has_reasoning)[1]
 
     @property
     def knows_tools(self) -> bool:
@@ -506,7 +526,10 @@ class Tokenizer:
         def work() -> list[list[int]]:
             if valid.chat:
                 return [self._encode_chat(valid.messages, budget, valid.options)]
-            return [self._encode_prompt(prompt, budget, special=valid.special) for prompt in valid.prompts]
+            return [
+                self._encode_prompt(prompt, budget, special=valid.special, suffix=valid.suffix)
+                for prompt in valid.prompts
+            ]
 
         if valid.options.template:  # it may take long, whatever its size, and others do not wait for it
             encoded = await asyncio.get_running_loop().run_in_executor(self._template_pool, work)

@@ -92,7 +92,6 @@ def test_a_value_out_of_range_is_named_with_its_limit(
 @pytest.mark.parametrize(
     ("call", "fields", "param", "code"),
     [
-        (completion, {"suffix": "x"}, "suffix", "unsupported"),
         (completion, {"best_of": 2, "stream": True}, "best_of", "unsupported"),
         (completion, {"best_of": 129}, "best_of", "invalid_value"),
         (chat, {"n": 3, "best_of": 2}, "best_of", "invalid_value"),

@@ -186,7 +186,7 @@ async def test_engines_get_its_text_and_content_stays_text(
         end = tokenizer._backend.token_to_id("<|im_end|>")
         assert asked.token_ids.count(end) == 1  # the template's own; the user's is text
         status, answer = await post(served, chat_template=template, chat_template_kwargs={"other": 1})
-        assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs.other")
+        assert status == 200, answer  # a header names the variable, which the template does not read
         tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
         status, answer = await post(served, chat_template=template, tools=tools)
         assert (status, answer["error"]["param"]) == (400, "tools")
@@ -194,7 +194,7 @@ async def test_engines_get_its_text_and_content_stays_text(
             served, chat_template=template, stream=True, messages=[{"role": "odd", "content": ""}]
         )
         assert (status, answer["error"]["code"]) == (400, "invalid_value")
-        assert len(fake.seen) == 1
+        assert len(fake.seen) == 2
 
 
 async def test_hostile_templates_cost_their_senders_only(

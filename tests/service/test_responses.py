@@ -21,7 +21,9 @@ from service.api import Refusal, ValidRequest
 from service.config import GatewayConfig
 from service.format import Piece, Prompted
 from service.refusal import renamed
-from service.responses import NAMES, ResponseFormat, messages_of, parse
+from service.response_items import messages_of
+from service.responses import NAMES, ResponseFormat, parse
+from service.skipped import Skipped
 from service.tokenizer import Tokenizer
 from tests.service.cuts import pieces_of
 from tests.service.fakes import FakeEngine, Served, settled
@@ -359,23 +361,29 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "invalid_type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "unsupported"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "unsupported"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "unsupported"),
-    ({"input": [{"type": "web_search_call"}]}, "input[0].type", "unsupported"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", "invalid_type"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "invalid_type"),
-    ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content", "unsupported"),
     ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content", "invalid_type"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported"),
-    ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type", "unsupported"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "invalid_value"),
     ({"tools": [{**WEATHER, "parameters": {"type": "array"}}]}, "tools[0].parameters.type", "invalid_value"),
     ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "invalid_value"),
-    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "unsupported"),
+    ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "unsupported"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools", "invalid_type"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "x", "tools": []}}, "tool_choice.mode", "invalid_value"),
+    ({"tools": [{"type": "mcp", "server_label": "x"}], "tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ({"tools": [{"type": "function", "name": "a" * 65}]}, "tools[0].name", "invalid_value"),
+    ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools", "invalid_type"),
+    (
+        {"tools": [WEATHER, {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "a b"}]}]},
+        "tools[1].tools[0].name",
+        "invalid_value",
+    ),
+    ({"input": [{"type": "unheard_of"}]}, "input[0].type", "unsupported"),
+    ({"reasoning": {"summary": "long"}}, "reasoning.summary", "invalid_value"),
+    ({"text": {"verbosity": 3}}, "text.verbosity", "invalid_type"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "unsupported"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "invalid_type"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported"),
     ({"text": {"colour": "red"}}, "text.colour", "unsupported"),
-    ({"reasoning": {"effort": "low"}}, "reasoning.effort", "unsupported"),
     ({"reasoning": {"effort": 3}}, "reasoning.effort", "invalid_type"),
     ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
     ({"max_output_tokens": -1}, "max_output_tokens", "invalid_value"),
@@ -423,7 +431,8 @@ def test_items_become_messages() -> None:
             {"type": "reasoning", "summary": []},
             {"role": "assistant", "content": [{"type": "output_text", "text": "Yes", "annotations": []}]},
             {"role": "assistant", "content": "and no"},
-        ]
+        ],
+        Skipped(GatewayConfig()),
     )
     assert [one.role for one in found] == ["developer", "user", "assistant", "tool", "assistant", "assistant"]
     assert (found[2].reasoning_content, [call["id"] for call in found[2].tool_calls or ()]) == ("hm", ["1", "2"])

@@ -1,0 +1,163 @@
+"""A gateway over an engine that writes answers from a script, for agent programs that must get a tool call.
+
+    python -m tests.clients.scripted [folder]    prints its URL; ends when its standard input does
+
+The model writes the notation of its chat template.  While a prompt ends in a user's message, and a tool of `SHELLS` is
+in it, the answer is a call of that tool; after the tool's result it is `FINAL`.  `GET /calls` lists the requests so
+far: method, path, status, the header `x-unknown-fields`, the bodies of request and answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from aiohttp import ClientSession, ClientTimeout, web
+
+from engine.common.embedded_redis import EmbeddedRedis
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.messages import Finish, Generate
+from service.app import Gateway
+from service.config import GatewayConfig
+from service.metrics import Telemetry
+from service.streams import Streams
+from service.tenants import Tenants
+from service.tokenizer import Tokenizer
+from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, byte_level, with_template
+
+MODEL = "scripted"
+FINAL = "The file says: kiwi."  # what the tool wrote is in the answer only if the tool really ran
+COMMAND = "echo kiwi > made.txt && cat made.txt"
+# Tools that run a command, as programs name them -> arguments of the call.
+SHELLS: dict[str, dict[str, Any]] = {
+    "Bash": {"command": COMMAND, "description": "Write a file"},
+    "exec_command": {"cmd": COMMAND},
+    "shell_command": {"command": COMMAND},
+    "shell": {"command": ["bash", "-c", COMMAND]},
+    "run_shell": {"command": COMMAND},
+}
+OBJECTS: dict[str, Any] = {"title": "Make a file", "ages": {"ann": "7"}}  # answers to schemas with such a property
+CONTEXT = 2**20  # tokens: an agent's first prompt has tens of thousands of this small vocabulary
+LIMITS = {"grammars": True, "max_model_len": CONTEXT, "vocab_size": 600, "total_blocks": 2**17, "free_blocks": 2**17}
+HOP = ("connection", "transfer-encoding", "content-length", "host", "keep-alive")  # headers of one connection
+
+
+def answer(prompt: str, grammar: str) -> str:
+    """Return what the model writes after a prompt of ChatML; `grammar`: what the answer must match, if anything."""
+    last = [turn for turn in prompt.split("<|im_start|>") if turn.startswith(("user", "tool"))][-1]
+    if last.startswith("tool"):
+        return FINAL if "kiwi" in last else "The tool has failed."
+    for property_name, value in OBJECTS.items():
+        if f'"{property_name}"' in grammar:
+            return json.dumps({property_name: value})
+    offered = re.findall(r'"name": "(\w+)"', prompt)
+    name = next((name for name in SHELLS if name in offered), None)
+    if name is None:
+        return FINAL
+    call = json.dumps({"name": name, "arguments": SHELLS[name]})
+    return f"<think>\nI need the tool {name}.\n</think>\n\nI look.\n<tool_call>\n{call}\n</tool_call>"
+
+
+class Recorder:
+    """A proxy before the gateway that notes each request."""
+
+    def __init__(self, target: str) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self._target = target
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Pass a request on, and its answer back as it comes."""
+        if request.path == "/calls":
+            return web.json_response(self.calls)
+        body = await request.read()
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP}
+        call: dict[str, Any] = {
+            "method": request.method,
+            "path": request.path_qs,
+            "body": body.decode("utf-8", "replace"),
+        }
+        self.calls.append(call)
+        async with (
+            ClientSession(auto_decompress=False, timeout=ClientTimeout(total=None)) as session,
+            session.request(request.method, self._target + request.path_qs, data=body, headers=headers) as reply,
+        ):
+            call |= {"status": reply.status, "unknown": reply.headers.get("x-unknown-fields", "")}
+            response = web.StreamResponse(status=reply.status)
+            for name, value in reply.headers.items():
+                if name.lower() not in HOP:
+                    response.headers[name] = value
+            await response.prepare(request)
+            kept = b""
+            async for chunk in reply.content.iter_any():
+                kept += chunk
+                await response.write(chunk)
+            call["answer"] = kept.decode("utf-8", "replace")
+        return response
+
+
+@contextlib.asynccontextmanager
+async def gateway(folder: Path, redis_url: str, tokenizer: Tokenizer) -> AsyncIterator[str]:
+    """A context with a gateway; yields its URL."""
+    config = GatewayConfig(
+        model=str(folder), served_name=MODEL, namespace="scripted", redis_url=redis_url, max_prompt_tokens=CONTEXT
+    )
+    side = GatewaySide(redis_url, "g0", namespace=config.namespace, retain_s=60.0, grace_s=60.0)
+    await side.open()
+    telemetry = Telemetry("g0", model=MODEL, vllm=False)
+    streams = Streams(side, config, telemetry)
+    await streams.start()
+    served = Gateway(config, tokenizer, streams, telemetry, Tenants(), "g0")
+    runner = served.runner()
+    await runner.setup()
+    assert runner.server is not None
+    port = await served.connections.listen(runner.server, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        await runner.cleanup()
+        await streams.stop()
+        await side.close()
+
+
+async def serve(folder: Path) -> None:
+    """Serve until standard input ends."""
+    tokenizer = Tokenizer(str(folder))
+    (stop,) = tokenizer._encode("<|im_end|>", special=False)
+
+    def script(generate: Generate, index: int) -> tuple[list[int], Finish | None]:
+        prompt = tokenizer.text_of(generate.token_ids, skip_special=False)
+        return [*tokenizer._encode(answer(prompt, generate.sampling.grammar), special=False), stop], Finish(
+            "stop", stop
+        )
+
+    with EmbeddedRedis() as redis:
+        async with gateway(folder, redis.url, tokenizer) as url, FakeEngine(redis.url, "scripted", script) as fake:
+            fake.load_changes, fake.room_tokens = dict(LIMITS), CONTEXT * 64
+            recorder = Recorder(url)
+            app = web.Application(client_max_size=2**28)
+            app.router.add_route("*", "/{path:.*}", recorder.handle)
+            runner = web.AppRunner(app, access_log=None)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            host, port = runner.addresses[0][:2]
+            print(f"http://{host}:{port}", flush=True)
+            await asyncio.to_thread(sys.stdin.read)
+            await runner.cleanup()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        made = sys.argv[1:] or [str(with_template(byte_level(Path(scratch) / MODEL), TOOLS_TEMPLATE))]
+        asyncio.run(serve(Path(made[0])))
+
+
+if __name__ == "__main__":
+    main()
