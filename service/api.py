@@ -162,6 +162,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_ids: bool = False  # the client reads event ids and comments
     prompt_logprobs: bool = False  # the answer shows those of the prompt
     names_are_ids: bool = False  # tokens of log probabilities are named `token_id:N`
+    at_most: bool = False  # where max_tokens does not fit into the context, the answer has what fits
     suffix: str = ""  # what follows the answer; "": nothing is known
     keep_first: bool = False  # truncate_prompt_tokens keeps the first tokens, not the last ones
     special: bool = True  # the tokenizer adds its special tokens to a text
@@ -651,6 +652,8 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
         if not ids:
             raise _bad("empty_prompt", f"{param}: must not be empty, at least 1 token", param, ">= 1", 0)
         asked = max(1, valid.max_tokens or 0)  # engines compute a token even to score a prompt
+        if valid.at_most:
+            asked = max(1, min(asked, longest - len(ids), pool - len(ids)))
         if len(ids) + asked > longest:
             raise too_long(param, longest, len(ids), asked)
         if len(ids) + asked > pool:

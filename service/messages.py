@@ -104,7 +104,7 @@ def parse(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float
     chat.temperature, chat.top_p, chat.top_k, chat.seed = asked.temperature, asked.top_p, asked.top_k, asked.seed
     chat.priority, chat.timeout, chat.cache_salt = asked.priority, asked.timeout, asked.cache_salt
     valid = chat_request(chat, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
-    return _with_thinking(valid, asked)
+    return msgspec.structs.replace(_with_thinking(valid, asked), at_most=True)
 
 
 def parse_count(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: Served) -> ValidRequest:
@@ -245,6 +245,8 @@ class MessageFormat(BlockFormat):
     def _stop(self, piece: Piece) -> dict[str, Any]:
         sequence = piece.stop_reason if isinstance(piece.stop_reason, str) and piece.finish == "stop" else None
         reason = "stop_sequence" if sequence is not None else STOP_REASONS[piece.finish or "stop"]
+        if reason == "max_tokens" and self._tokens[0] < (self._valid.max_tokens or 0):
+            reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _content(self, block: Block, *, empty: bool = False) -> dict[str, Any]:

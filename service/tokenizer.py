@@ -187,7 +187,8 @@ class TokenBudget:
         """`longest`: tokens of the model's context.  `total`: tokens of all prompts together."""
         self._longest, self._total, self._left = longest, total, total
         self._cut = valid is None or valid.truncate_prompt_tokens is not None  # one prompt may be longer than a context
-        self._asked = 1 if valid is None else max(1, valid.max_tokens or 0)  # tokens that the answer may have
+        bounded = valid is not None and not valid.at_most
+        self._asked = max(1, valid.max_tokens or 0) if valid and bounded else 1  # tokens that the answer needs
         self._param = "messages" if valid is not None and valid.chat else "prompt"
 
     def check(self, tokens: int, *, least: bool = False) -> None:

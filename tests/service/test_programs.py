@@ -500,3 +500,25 @@ async def test_probes_of_programs_need_no_key(serve: Serve, engine: EngineMaker,
         for query, there in (("", False), ("?client_version=0.171.0", True)):
             async with served.session.get(f"/v1/models{query}", headers=headers) as response:
                 assert ("models" in await response.json()) == there
+
+
+async def test_max_tokens_of_messages_may_exceed_the_context(
+    serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer
+) -> None:
+    """Coding agents ask for 32,000 tokens of every model."""
+    served = await serve(tools_tokenizer)
+    async with engine(lambda generate, _: ([60] * generate.max_new_tokens, None)) as fake:
+        fake.load_changes, fake.burst = {"max_model_len": 64, "vocab_size": 600}, 64
+        await settled(lambda: bool(served.streams.fleet.engines))
+        status, answer, _ = await post(served.session, MESSAGES, max_tokens=32_000)
+        assert (status, answer["stop_reason"]) == (200, "model_context_window_exceeded")
+        room = 64 - len(fake.seen[-1].token_ids)
+        assert fake.seen[-1].max_new_tokens == answer["usage"]["output_tokens"] == room
+        status, answer, _ = await post(served.session, MESSAGES, max_tokens=room)
+        assert (status, answer["stop_reason"]) == (200, "max_tokens")
+        long = [{"role": "user", "content": "word " * 99}]
+        status, answer, _ = await post(served.session, MESSAGES, max_tokens=32_000, messages=long)
+        assert status == 400
+        assert "maximum context length" in answer["error"]["message"]
+        status, answer, _ = await post(served.session, CHAT, max_tokens=32_000)
+        assert status == 400
