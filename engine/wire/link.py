@@ -28,7 +28,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import MovedError, NoScriptError, RedisError
 
 from engine.common.errors import OperatorError
-from engine.wire.layout import LAYOUT_VERSION
+from engine.wire.layout import LAYOUT_VERSION, TOMBSTONE_MS
 from engine.wire.messages import WIRE_VERSION
 from engine.wire.nodes import Address, Nodes, has_hash_tag
 from engine.wire.redis_errors import Remedy, code_of, one_line, remedy
@@ -43,6 +43,7 @@ REPLY_S = 3.0  # an engine's exchange takes a silent connection for dead after t
 BACKOFF_S = (0.02, 1.0)  # first and longest pause between two attempts; half of each is random
 GIVE_UP_S = 30.0  # a retry without a deadline raises BusDown after this much of one error that time may never mend
 BLOCK_MS = 5_000  # longest wait in one command: a gateway's for the next batch, and an engine's for the bell
+HELD_UP_S = 0.25  # a deadline that is seen this late: the event loop itself stood still, and Redis was not asked
 LOST = ("", "CLUSTERDOWN")  # codes of errors after which another node of a cluster is asked; "": no reply
 CONNECTIONS = 8  # commands that one side has in flight at once; further commands wait
 
@@ -177,12 +178,12 @@ class Link:
     async def retry(self, command: Callable[[], Awaitable[T]], patience_s: float = math.inf) -> T:
         """Await command() until it succeeds, with growing pauses.  It must be harmless when it runs twice.
 
-        Raises BusDown after `patience_s` seconds, and at once if Redis refuses this process's credentials.  Without a
-        limit it raises BusDown after GIVE_UP_S of one error that time may never mend.  An error that no attempt can
-        mend is raised as it is.
+        Raises BusDown after `patience_s` seconds in which this process ran, and at once if Redis refuses its
+        credentials.  Without a limit it raises BusDown after GIVE_UP_S of one error that time may never mend.  An error
+        that no attempt can mend is raised as it is.
         """
         clock = asyncio.get_running_loop().time
-        began = clock()
+        deadline = Deadline(clock, patience_s)
         pause, longest = BACKOFF_S
         tries = 0
         doubt = _Doubt(self._name, GIVE_UP_S if patience_s == math.inf else patience_s)
@@ -190,7 +191,7 @@ class Link:
         while True:
             node = self.nodes.current
             try:
-                result = await self._attempt(command, None if patience_s == math.inf else began + patience_s)
+                result = await self._attempt(command, None if patience_s == math.inf else deadline.at)
             except (RedisError, OSError) as error:
                 mend = remedy(error)
                 if mend is Remedy.NONE:
@@ -199,17 +200,18 @@ class Link:
                     self._leave(node, error, renewed=isinstance(error, TimeoutError) and patience_s == math.inf)
                 if cause is None or not isinstance(error, TimeoutError):  # our own deadline names no cause
                     cause = error
-                left = began + patience_s - clock()
+                left = deadline.left()
                 refused = mend is Remedy.OPERATOR and patience_s < math.inf
                 if left <= 0 or refused or doubt.over(error, mend, clock()):
+                    took_s = clock() - deadline.began
                     raise BusDown(
-                        f"Redis at {self._name} did not serve us for {clock() - began:.1f} s: {one_line(cause)}"
+                        f"Redis at {self._name} did not serve us for {took_s:.1f} s: {one_line(cause)}"
                     ) from cause
                 if tries == 1 and patience_s == math.inf:  # not at the first failure: single connections do break
                     log.warning("Redis at %s does not answer, retrying: %s", self._name, one_line(error))
             else:
                 if tries > 1 and patience_s == math.inf:
-                    log.warning("Redis at %s answers again after %.1f s", self._name, clock() - began)
+                    log.warning("Redis at %s answers again after %.1f s", self._name, clock() - deadline.began)
                 if self._away:
                     self._away = False
                     self._returned()
@@ -247,6 +249,27 @@ class Link:
         if task.cancelling() > cancels:  # redis-py swallows a cancellation that arrives while it connects
             raise asyncio.CancelledError
         return result
+
+
+class Deadline:
+    """The end of a command's tries.  If this process stood still meanwhile, Redis gets the whole time once more."""
+
+    def __init__(self, clock: Callable[[], float], patience_s: float) -> None:
+        self._clock, self._patience_s = clock, patience_s
+        self.began = clock()
+        self.at = self.began + patience_s
+        self._extended = False
+
+    def left(self) -> float:
+        """Seconds until the end.
+
+        The end is moved once, if it is seen late, and if Redis remembers the outcome of a submit until the new end."""
+        now = self._clock()
+        late = now - self.at > HELD_UP_S
+        if late and not self._extended and now - self.began + self._patience_s < TOMBSTONE_MS / 1000:
+            self._extended = True
+            self.at = now + self._patience_s
+        return self.at - now
 
 
 class _Doubt:
