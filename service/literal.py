@@ -1,98 +1,166 @@
 """Content of chat messages stays text, even if it reads like a special token of the model.
 
-    messages --template--> "<|user|>\\nsay <|end|> twice<|end|>\\n<|assistant|>\\n"
-                                     |-- content: a span --|
-    encode everything once --> ids; a special token's id within a span --> the ids of its text
+    messages, tools, documents --hide--> private characters in them --template--> text --reveal--> text, spans
+    "say <|end|>" --> "say \\ue000|end|>" --> "<|user|>say \\ue000|end|><|end|>" --> "<|user|>say <|end|><|end|>"
+    encode everything once --> ids; a special token's id that overlaps a span --> the ids of its text
 
-The template may write special tokens, and a client's content may not.  Otherwise the user of an application could end a
-message and write another one, of any role.  A rendering does not show which part of it is content.  So messages whose
-content reads like a special token are rendered a second time, with marks around that content: digits that no client can
-guess.  All other messages are encoded exactly as without this module.
+The template may write special tokens, and a client's content may not.  Otherwise the user of an application could end
+a message and write another one, of any role.  A rendering does not show which part of it is content.  So each character
+of content with which a special token could begin is hidden: a private character that occurs nowhere in the request
+stands for it.  It keeps its place whatever the template does: trim, cut, split, join, lower, replace, write as JSON.
+
+A template may look into content for strings of its own, such as `</think>`.  Those are left as they are.
 """
 
 from __future__ import annotations
 
-import logging
 import re
-import secrets
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
-log = logging.getLogger("quire.gateway")
+from service.refusal import bad_request
 
 TRUSTED = ("system", "developer")  # roles of the application itself, whose messages may hold special tokens
-WINDOW = 65_536  # characters searched at once: no other thread runs meanwhile, 4 ms at worst
-DIGITS = 39  # of a mark: 128 random bits.  Templates change letters, not digits
+WINDOW = 65_536  # characters searched at once: no other thread runs meanwhile, 1 ms at worst
+READINGS_KEPT = 4  # of the template's own strings: the model's, and those of clients
+PRIVATE = "[\ue000-\uf8ff]"
+ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})", re.I)  # as JSON writes a private character in ASCII
 
-Render = Callable[[list[dict[str, Any]]], str]
 Span = tuple[int, int]  # of characters of the rendered text
+
+
+class _Reading(NamedTuple):
+    """What a template looks for in content."""
+
+    exempt: dict[str, tuple[str, ...]]  # by their first character: strings of the template that begin no special token
+    constants: frozenset[str]  # all of its strings, in lower case
 
 
 class LiteralContent:
     """The special tokens of one tokenizer, and the ids of their text.  Thread-safe."""
 
-    def __init__(self, backend: Any) -> None:
-        """`backend`: a `tokenizers.Tokenizer`, which no other thread may use meanwhile."""
-        specials = {
-            token: added.content for token, added in backend.get_added_tokens_decoder().items() if added.special
-        }
+    def __init__(self, backend: Any, controls: Iterable[str] = ()) -> None:
+        """`backend`: a `tokenizers.Tokenizer`, which no other thread may use meanwhile.
+
+        `controls`: further added tokens that must stay text: the template begins or ends messages with them."""
+        added = backend.get_added_tokens_decoder()
+        extra = frozenset(controls)
+        specials = {token: one for token, one in added.items() if (one.special or one.content in extra) and one.content}
         self._backend = backend
         before, backend.encode_special_tokens = backend.encode_special_tokens, True
         try:
-            self._literal = {token: _without_prefix(backend, text) for token, text in specials.items() if text}
+            self._literal = {
+                token: _without_prefix(backend, one.content) if one.special else self._plain(one.content)
+                for token, one in specials.items()
+            }
         finally:
             backend.encode_special_tokens = before
+        self._texts = {token: one.content for token, one in specials.items()}
+        # Tokens that are looked for in normalized text may be written in many ways.
+        self._exact = backend.normalizer is None or not any(one.normalized for one in specials.values())
+        lower = {one.content.lower() for one in specials.values()}
+        self._lower = sorted(lower)
+        self._joined = "\n".join(self._lower)
+        self._longest = max(map(len, lower), default=0)
+        self._firsts = {text[0] for text in lower if not text[0].isalnum() and not text[0].isspace()}
+        # A text that begins like the rest of a special token, behind what the template has written.
+        self._tails = {text[at:] for text in lower for at in range(1, len(text))}
+        self._lasts = {text[-1] for text in lower}
+        odd = [text for text in lower if text[0] not in self._firsts]
+        self._odd = re.compile("|".join(map(re.escape, sorted(odd, key=len, reverse=True))), re.I) if odd else None
+        by_length = sorted(self._texts.values(), key=len, reverse=True)
         # By their first two characters: a search for a few prefixes costs a long text little.
-        self._texts: dict[str, re.Pattern[str]] = {}
-        for prefix in {text[:2] for text in specials.values() if text}:
-            same = sorted((text for text in specials.values() if text[:2] == prefix), key=len, reverse=True)
-            self._texts[prefix] = re.compile("|".join(map(re.escape, same)))
-        self._longest = max(map(len, specials.values()), default=0)
-        self._warned = False
+        self._any = {
+            prefix: re.compile("|".join(re.escape(text) for text in by_length if text[:2] == prefix))
+            for prefix in {text[:2] for text in by_length}
+        }
+        self._readings: dict[frozenset[str], _Reading] = {}
 
-    def render(self, messages: list[dict[str, Any]], render: Render) -> tuple[str, list[Span]]:
-        """Render the messages.  Returns the text, and the spans in which special tokens stay text."""
-        text = render(messages)
-        opened, closed = (str(secrets.randbits(128)).zfill(DIGITS) for _ in range(2))
-        marked = [self._marked(message, opened, closed) for message in messages]
-        if marked == messages:
-            return text, []
-        spans = self._spans(render, marked, opened, closed, text)
-        if spans is None:
-            if not self._warned:
-                log.warning(
-                    "the chat template changes message content, so special tokens in it cannot be told from the "
-                    "template's: content that reads like a special token is encoded as one"
-                )
-            self._warned = True
-            return text, []
-        return text, spans
+    def hidden(self, constants: frozenset[str], *contents: Any) -> Hidden:
+        """Return what hides characters of `contents`: all values of a request that the template gets.
 
-    def _spans(
-        self, render: Render, marked: list[dict[str, Any]], opened: str, closed: str, text: str
-    ) -> list[Span] | None:
-        """Return where the marks are in the rendering of `marked`; None if it differs from `text` without them."""
-        try:
-            parts = re.split(f"({opened}|{closed})", render(marked))
-        except Exception:  # a template that counts or parses content
-            return None
-        if "".join(parts[::2]) != text:
-            return None
-        spans, at, begin = [], 0, -1
-        for part in parts:
-            if part == opened and begin < 0:
-                begin = at
-            elif part == closed and begin >= 0:
-                spans.append((begin, at))
-                begin = -1
-            elif part in (opened, closed):
-                return None
+        `constants`: the template's own strings."""
+        return Hidden(self, self._reading(constants), contents)
+
+    def _reading(self, constants: frozenset[str]) -> _Reading:
+        if (known := self._readings.get(constants)) is not None:
+            return known
+        tails: dict[str, set[str]] = {}
+        for constant in constants:
+            for at, char in enumerate(constant):
+                if char in self._firsts and self._harmless(constant[at:].lower()):
+                    tails.setdefault(char, set()).add(constant[at:])
+        exempt = {char: tuple(sorted(found, key=len, reverse=True)) for char, found in tails.items()}
+        made = _Reading(exempt, frozenset(constant.lower() for constant in constants))
+        if len(self._readings) >= READINGS_KEPT:
+            self._readings = {}
+        self._readings[constants] = made
+        return made
+
+    def _harmless(self, text: str) -> bool:
+        """Return whether a text neither holds a special token nor ends in the beginning of one."""
+        return not any(
+            special in text
+            or any(special.startswith(text[at:]) for at in range(max(0, len(text) - len(special)), len(text)))
+            for special in self._lower
+        )
+
+    def hide(self, text: str, reading: _Reading, private: Callable[[str], str], *, key: bool = False) -> str:
+        """Return a text with private characters for those with which a special token may begin, or go on."""
+        head = range(0) if key else self._head(text, reading)
+        made = text
+        for first in self._firsts:
+            if first not in text:
+                continue
+            exempt = [string for string in reading.exempt.get(first, ()) if string in text]
+            if exempt:
+                pattern = "|".join(map(re.escape, [*exempt, first]))
+                made = re.sub(pattern, lambda found: found[0] if len(found[0]) > 1 else private(found[0]), made)
             else:
-                at += len(part)
-        return spans if begin < 0 else None
+                made = made.replace(first, private(first))
+        if self._odd is not None:
+            made = self._odd.sub(lambda found: "".join(map(private, found[0])), made)
+        if head:
+            chars = list(made)
+            # Letters would keep their case under a template that changes it.
+            places = [at for at in head if not text[at].isalnum()] or head
+            for at in places:
+                chars[at] = private(text[at])
+            made = "".join(chars)
+        return made
+
+    def _head(self, text: str, reading: _Reading) -> range:
+        """Return the positions at the beginning of a text that may complete what the template writes before it."""
+        begin = 0 if text[:1] > " " else len(text) - len(text.lstrip())
+        start = text[begin : begin + self._longest].lower()
+        if len(text) <= begin + self._longest and (bare := start.rstrip()) in self._joined:
+            return range(begin, begin + len(bare)) if bare not in reading.constants else range(0)
+        ends = [at for last in self._lasts if (at := start.rfind(last)) >= 0]
+        for size in range(max(ends, default=-1) + 1, 0, -1):
+            if start[:size] in self._tails:
+                return range(begin, begin + size)
+        return range(0)
+
+    def spans(self, text: str, hidden: str, private: str) -> list[Span]:
+        """Return the spans of a text that must not be one special token.
+
+        `hidden`: the same text with the private characters `private` in it."""
+        if not self._exact:
+            return [match.span() for match in re.finditer(f"[{private}]", hidden)]
+        return [span for span in sorted(self._occurrences(text)) if text[slice(*span)] != hidden[slice(*span)]]
+
+    def _occurrences(self, text: str) -> Iterator[Span]:
+        for prefix, pattern in self._any.items():
+            at = text.find(prefix)
+            while at >= 0:
+                end, done = at + WINDOW, 0
+                for match in pattern.finditer(text, at, end):
+                    done = match.end()
+                    yield match.span()
+                at = text.find(prefix, max(done, end - self._longest + 1))
 
     def encode(self, text: str, spans: list[Span]) -> list[int]:
-        """Return the token ids of a rendered text; special tokens within `spans` become the ids of their text."""
+        """Return the token ids of a rendered text; special tokens that overlap `spans` become the ids of their text."""
         # The batch call lets other threads run meanwhile.
         (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
         ids: list[int] = []
@@ -102,38 +170,102 @@ class LiteralContent:
             while first >= end and end < len(text):
                 begin, end = next(ends)
             if token in self._literal and first < end and after > begin:
-                ids += self._literal[token]
+                # A token may take the spaces beside it, too.
+                same = text[first:after] == self._texts[token]
+                ids += self._literal[token] if same else self._plain(text[first:after])
             else:
                 ids.append(token)
         return ids
 
-    def _marked(self, message: dict[str, Any], opened: str, closed: str) -> dict[str, Any]:
-        if message["role"] in TRUSTED:
-            return message
-        return {key: value if key == "role" else self._mark(value, opened, closed) for key, value in message.items()}
+    def _plain(self, text: str) -> list[int]:
+        """Return the ids of a text in which no added token is looked for."""
+        backend = self._backend
+        given = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
+        words = (
+            [given] if backend.pre_tokenizer is None else [w for w, _ in backend.pre_tokenizer.pre_tokenize_str(given)]
+        )
+        tokens = [token for word in words for token in backend.model.tokenize(word)]
+        space = len(tokens) > 1 and tokens[0].value in ("\u2581", "\u0120") and not text[0].isspace()
+        return [token.id for token in tokens[space:]]
 
-    def _mark(self, value: Any, opened: str, closed: str) -> Any:
-        """Return `value` with marks around every text in it that reads like a special token.
 
-        Spaces at its ends stay outside the marks, where templates trim them."""
+class Hidden:
+    """The private characters of one request."""
+
+    def __init__(self, literal: LiteralContent, reading: _Reading, contents: Iterable[Any]) -> None:
+        self._literal, self._reading, self._contents = literal, reading, tuple(contents)
+        self._private: dict[str, str] = {}  # character -> the private one that stands for it
+        self._free: Iterator[str] | None = None
+
+    def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages with characters hidden in those that are not the application's own."""
+        return [
+            message
+            if message["role"] in TRUSTED
+            else {name: value if name == "role" else self.value(value) for name, value in message.items()}
+            for message in messages
+        ]
+
+    def value(self, value: Any) -> Any:
+        """Return a value of JSON with characters hidden in its strings and keys."""
+        if isinstance(value, str):
+            return self._text(value)
         if isinstance(value, dict):
-            return {key: self._mark(inner, opened, closed) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [self._mark(inner, opened, closed) for inner in value]
-        if not isinstance(value, str) or not self._reads_special(value):
-            return value
-        bare = value.strip()
-        before, _, after = value.partition(bare)
-        return f"{before}{opened}{bare}{closed}{after}"
+            return {self._text(key, key=True): self.value(inner) for key, inner in value.items()}
+        return [self.value(inner) for inner in value] if isinstance(value, list) else value
 
-    def _reads_special(self, text: str) -> bool:
-        for prefix, pattern in self._texts.items():
-            at = text.find(prefix)
-            while at >= 0:
-                if pattern.search(text, at, at + WINDOW):
-                    return True
-                at = text.find(prefix, at + WINDOW - self._longest)
-        return False
+    def _text(self, text: str, *, key: bool = False) -> str:
+        return self._literal.hide(text, self._reading, self._of, key=key) if text else text
+
+    def _of(self, char: str) -> str:
+        return self._private.get(char) or self._new(char)
+
+    def _new(self, char: str) -> str:
+        if self._free is None:
+            used = {code for text in _strings(self._contents) for code in _private_codes(text)}
+            self._free = (chr(code) for code in range(0xE000, 0xF900) if code not in used)
+        private = next(self._free, "")
+        if not private:
+            message = "messages: text that reads like special tokens beside 6,400 different private characters"
+            raise bad_request("unsupported", message, "messages", "some private characters unused")
+        self._private[char] = private
+        return private
+
+    def reveal(self, text: str) -> tuple[str, list[Span]]:
+        """Return a rendered text with its own characters again, and the spans in which special tokens stay text."""
+        if not self._private:
+            return text, []
+        if "\\u" in text:  # a template may write JSON in ASCII
+            escapes = {f"{ord(private):04x}": private for private in self._private.values()}
+            pattern = rf"\\u({'|'.join(escapes)})"
+            text = re.sub(pattern, lambda found: escapes[found[1].lower()], text, flags=re.I)
+        whole = text
+        for char, private in self._private.items():
+            whole = whole.replace(private, char)
+        return whole, self._literal.spans(whole, text, "".join(self._private.values()))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _strings(key)
+            yield from _strings(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _private_codes(text: str) -> Iterator[int]:
+    """Yield the private characters of a text, also those that JSON in it escapes."""
+    for at in range(0, 0 if text.isascii() else len(text), WINDOW):
+        yield from map(ord, re.findall(PRIVATE, text[at : at + WINDOW]))
+    at = text.find("\\u")
+    while at >= 0:
+        if match := ESCAPED.match(text, at):
+            yield int(match[1], 16)
+        at = text.find("\\u", at + 1)
 
 
 def _without_prefix(backend: Any, text: str) -> list[int]:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
+from jinja2 import Environment, TemplateSyntaxError
 
 TEMPLATES_KEPT = 4  # most recently read: the model's, and those of clients
 PROBE = "quireprobe"
@@ -34,6 +35,7 @@ class Dialect(msgspec.Struct, frozen=True):
     tools: bool = False  # `tools` changes the prompt
     effort: bool = False  # `reasoning_effort` changes the prompt
     effort_none: bool = False  # "none" is a value of `reasoning_effort` that it knows
+    constants: frozenset[str] = frozenset()  # its own strings, for which it may look in content
     switch: str = ""  # the variable of SWITCHES that changes the prompt; "": none does
     # Shapes of a conversation that it renders without loss; `fit_history.py` makes the others out of them.
     system: bool = True  # a system message at the beginning
@@ -73,13 +75,15 @@ def probe(render: Render, template: str) -> Dialect:
     reads_parts = PROBE in of_parts and (of_parts == of_text or not (reads_text or "'type'" in of_parts))
     question = user if reads_text or not reads_parts else parts
     effort = _changes(render, [question], template, EFFORT, "low", "high")
+    constants = _constants(template)
     found = Dialect(
         parts=reads_parts,
         text=reads_text or not reads_parts,
         arguments=_reads_objects(render, question),
         tools=_rendered(render, [question], [_tool()]) not in ("", _rendered(render, [question])),
+        constants=constants,
         effort=effort,
-        effort_none=effort and _names_none(template) and bool(_rendered(render, [question], None, **{EFFORT: "none"})),
+        effort_none=effort and "none" in constants and bool(_rendered(render, [question], None, **{EFFORT: "none"})),
         switch=next((name for name in SWITCHES if _changes(render, [question], template, name, False, True)), ""),
     )
     return _Shapes(render, template, found).probe() if reads_text or reads_parts else found
@@ -99,8 +103,13 @@ def thinking_variables(dialect: Dialect, thinking: bool) -> dict[str, Any]:
     return {dialect.switch: thinking} if dialect.switch else {}
 
 
-def _names_none(template: str) -> bool:
-    return "none" in re.findall(r"['\"](\w+)['\"]", template)
+def _constants(template: str) -> frozenset[str]:
+    """Return the strings in a template's source."""
+    try:
+        written = [text[1:-1] for _, kind, text in Environment().lex(template) if kind == "string"]
+        return frozenset(text.encode("ascii", "backslashreplace").decode("unicode-escape") for text in written)
+    except (TemplateSyntaxError, UnicodeError):
+        return frozenset()
 
 
 def _changes(render: Render, messages: list[dict[str, Any]], template: str, name: str, *values: Any) -> bool:

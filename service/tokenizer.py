@@ -257,13 +257,14 @@ class Tokenizer:
         self._markers: set[int] = set()  # special tokens that a response template looks for
         for token in self._special:
             self._visible[token] = b""
-        chats = self._hf.chat_template or client_template_s
-        self._literal = LiteralContent(backend) if literal_content and chats else None
+        self._literal: LiteralContent | None = None
         self._client_templates: ClientTemplates | None = None
         if client_template_s:
             special = {name: str(text) for name, text in self._hf.special_tokens_map.items()}
             self._client_templates = ClientTemplates(client_template_s, client_template_chars, special)
         self._load_template(backend)
+        if literal_content and (self._hf.chat_template or client_template_s):
+            self._literal = LiteralContent(backend, self._controls(backend))
         self._added = _added(backend)
         self._infill = infill.find(backend)
         self._longest_token = longest_token(backend, self.table)
@@ -287,6 +288,18 @@ class Tokenizer:
             kept = {token for token, one in added.items() if self.responses.has_marker(one.content)}
             self._markers = kept
             self._marked = [self.table[at] if at in kept else shown for at, shown in enumerate(self._visible)]
+
+    def _controls(self, backend: Any) -> set[str]:
+        """Return the added tokens, none of them special, with which the chat template begins or ends messages."""
+        plain = {one.content for one in backend.get_added_tokens_decoder().values() if not one.special}
+        roles, text = ("user", "assistant", "user"), ""
+        if plain and self._template:
+            with contextlib.suppress(Exception):  # whatever a template raises
+                words = [[{"type": "text", "text": "a"}] if not self._dialect.text else "a" for _ in roles]
+                turns = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
+                text = self._hf.apply_chat_template(turns, tokenize=False)
+        markers = set(self.responses.reasoning_markers or ()) if self.responses is not None else set()
+        return {one for one in plain - markers if one.strip() and one in text}
 
     def start(self) -> None:
         """Start the process that renders templates of clients, where they are allowed; takes a second or two."""
@@ -413,28 +426,22 @@ class Tokenizer:
         self._check_options(options, template)
         variables, _ = variables_of(options, template.dialect, template.reads, thinks=self._has_reasoning)
         entries = for_template(messages, template.dialect, template.text)
-        messages = [message for message, _ in entries]
-        if options.documents:  # they take part in the search for special tokens, like content
-            messages = [*messages, {"role": "documents", "documents": options.documents}]
-
-        def render(messages: list[dict[str, Any]]) -> str:
-            documents = messages[-1]["documents"] if options.documents else None
-            text: str = template.render(
-                messages[:-1] if options.documents else messages,
-                tools=options.tools or None,
-                documents=documents,
-                add_generation_prompt=options.generation_prompt,
-                continue_final_message=options.continue_final,
-                **variables,
-            )
-            return text
+        given = {"tools": options.tools or None, "documents": options.documents or None, **variables}
+        fitted = [message for message, _ in entries]
+        hidden = self._literal.hidden(template.dialect.constants, fitted, given) if self._literal else None
 
         try:
-            return self._literal.render(messages, render) if self._literal else (render(messages), [])
+            text = template.render(
+                hidden.messages(fitted) if hidden else fitted,
+                add_generation_prompt=options.generation_prompt,
+                continue_final_message=options.continue_final,
+                **(hidden.value(given) if hidden else given),
+            )
         except Refusal:  # a client's template, and it says why
             raise
         except Exception as error:  # whatever a template raises is caused by these messages
-            raise refused(error, entries, lambda some: template.render(some, tools=options.tools or None)) from None
+            raise refused(error, entries, lambda some: template.render(some, **given)) from None
+        return hidden.reveal(text) if hidden else (text, [])
 
     def _check_options(self, options: ChatOptions, template: Template) -> None:
         """Raise Refusal for what the chat template does not know, or the model's answers cannot keep."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -30,6 +31,7 @@ from tests.service.fakes import (
     sentencepiece_like,
     with_template,
 )
+from tests.service.published import TEMPLATES
 from tests.system.stack import free_port
 
 
@@ -53,6 +55,27 @@ def tools_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="session")
 def sentencepiece_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(str(sentencepiece_like(tmp_path_factory.mktemp("tokenizers") / "spm")))
+
+
+@pytest.fixture(scope="session")
+def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tokenizer]:
+    """Tokenizers with stand-ins of published chat templates, by name."""
+    base = byte_level(tmp_path_factory.mktemp("history") / "base")
+    made: dict[str, Tokenizer] = {}
+
+    def make(name: str) -> Tokenizer:
+        if name not in made:
+            template, special = TEMPLATES[name]
+            folder = Path(shutil.copytree(base, base.parent / name))
+            made[name] = Tokenizer(str(with_template(folder, template, special)))
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session", params=TEMPLATES)
+def published(request: pytest.FixtureRequest, tokenizer_of: Callable[[str], Tokenizer]) -> Tokenizer:
+    return tokenizer_of(request.param)
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from service.config import GatewayConfig
 from service.refusal import Refusal
 from service.tokenizer import Tokenizer
 from tests.service.fakes import byte_level, with_template
-from tests.service.published import TEMPLATES
 
 CONFIG = GatewayConfig()
 TOOL = {"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object"}}}
@@ -33,26 +31,6 @@ ARGUMENTS = [
     '{"t": "wordcut \\ud83d here", "\\ude00": "wordkey"}',
     "wordplain \\ud83d \\n",
 ]
-
-
-@pytest.fixture(scope="session")
-def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tokenizer]:
-    base = byte_level(tmp_path_factory.mktemp("history") / "base")
-    made: dict[str, Tokenizer] = {}
-
-    def make(name: str) -> Tokenizer:
-        if name not in made:
-            template, special = TEMPLATES[name]
-            folder = Path(shutil.copytree(base, base.parent / name))
-            made[name] = Tokenizer(str(with_template(folder, template, special)))
-        return made[name]
-
-    return make
-
-
-@pytest.fixture(params=TEMPLATES)
-def tokenizer(request: pytest.FixtureRequest, tokenizer_of: Callable[[str], Tokenizer]) -> Tokenizer:
-    return tokenizer_of(request.param)
 
 
 def prompt(tokenizer: Tokenizer, valid: ValidRequest) -> str:
@@ -99,14 +77,14 @@ ORDERS = [
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("parts", [False, True])
-def test_messages_of_any_order_are_all_in_the_prompt(tokenizer: Tokenizer, order: str, parts: bool) -> None:
+def test_messages_of_any_order_are_all_in_the_prompt(published: Tokenizer, order: str, parts: bool) -> None:
     conversation = []
     for at, role in enumerate(order.split()):
         content: Any = f"word{role}{at}"
         if parts:
             content = [{"type": "text", "text": content}, {"type": "text", "text": f"wordmore{at}"}]
         conversation.append({"role": role, "content": content})
-    text = chat_prompt(tokenizer, conversation)
+    text = chat_prompt(published, conversation)
     words = re.findall(r"word\w+", json.dumps(conversation))
     assert [word for word in words if text.count(word) != 1] == []
     assert "developer\n" not in text  # a header of no model here
@@ -152,8 +130,8 @@ def words_of(content: str, calls: list[tuple[str, str]], results: bool) -> list[
 
 
 @pytest.mark.parametrize("after", ["", "results", "final", "turn", "system"])
-def test_an_answer_is_history_of_a_chat(tokenizer: Tokenizer, after: str) -> None:
-    known = tokenizer._dialect.calls
+def test_an_answer_is_history_of_a_chat(published: Tokenizer, after: str) -> None:
+    known = published._dialect.calls
     for (content, reasoning, count), first in itertools.product(ANSWERS, range(0, len(ARGUMENTS), 2)):
         if count and not known:
             continue
@@ -166,7 +144,7 @@ def test_an_answer_is_history_of_a_chat(tokenizer: Tokenizer, after: str) -> Non
             "turn": [say("assistant", "wordfinal"), say("user", "wordthen")],
             "system": [say("system", "wordnote"), say("user", "wordthen")],
         }.get(after, [])
-        text = chat_prompt(tokenizer, [*conversation, *more])
+        text = chat_prompt(published, [*conversation, *more])
         words += [message["content"] for message in more]
         assert [word for word in words if word not in text] == [], text
         assert text.count("wordask") == 1
@@ -205,9 +183,9 @@ def as_items(content: str, reasoning: str, calls: list[tuple[str, str]]) -> list
 
 
 @pytest.mark.parametrize("endpoint", ["messages", "responses"])
-def test_an_answer_is_history_of_the_other_endpoints(tokenizer: Tokenizer, endpoint: str) -> None:
+def test_an_answer_is_history_of_the_other_endpoints(published: Tokenizer, endpoint: str) -> None:
     for (content, reasoning, count), first in itertools.product(ANSWERS, range(0, len(ARGUMENTS), 2)):
-        if count and not tokenizer._dialect.calls:
+        if count and not published._dialect.calls:
             continue
         calls = written(count, first)
         if endpoint == "messages":
@@ -219,21 +197,21 @@ def test_an_answer_is_history_of_the_other_endpoints(tokenizer: Tokenizer, endpo
             items = [say("user", "wordask"), *as_items(content, reasoning, calls), say("user", "wordthen")]
             body = json.dumps({"instructions": "wordrules", "input": items}).encode()
             valid = responses.parse(body, CONFIG, "m", 600.0)
-        text = prompt(tokenizer, valid)
+        text = prompt(published, valid)
         words = ["wordrules", "wordask", *words_of(content, calls, results=True), "wordthen"]
         assert [word for word in words if word not in text] == [], text
 
 
-def test_function_calls_of_old_clients_are_tool_calls(tokenizer: Tokenizer) -> None:
-    if not tokenizer._dialect.calls:
+def test_function_calls_of_old_clients_are_tool_calls(published: Tokenizer) -> None:
+    if not published._dialect.calls:
         return
     call = {"role": "assistant", "content": None, "function_call": {"name": "wordf", "arguments": '{"a": "wordx"}'}}
     old = [say("user", "Hi"), call, {"role": "function", "name": "wordf", "content": "wordresult"}]
     tool_call = {"id": "call00001", "type": "function", "function": call["function_call"]}
     new = [say("user", "Hi"), {"role": "assistant", "content": None, "tool_calls": [tool_call]}]
     new += [{"role": "tool", "name": "wordf", "tool_call_id": "call00001", "content": "wordresult"}]
-    text = chat_prompt(tokenizer, old)
-    assert text == chat_prompt(tokenizer, new)
+    text = chat_prompt(published, old)
+    assert text == chat_prompt(published, new)
     assert all(word in text for word in ("wordf", "wordx", "wordresult"))
 
 
@@ -313,12 +291,12 @@ def test_what_a_template_raises_names_the_message_and_the_reason(
     assert refused.value.message == f"messages[{at}]: the model's chat template refuses it: {reason}"
 
 
-def test_a_refusal_is_content_of_the_assistant(tokenizer: Tokenizer) -> None:
+def test_a_refusal_is_content_of_the_assistant(published: Tokenizer) -> None:
     for answer in (
         {"role": "assistant", "content": None, "refusal": "wordno"},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "wordno"}]},
     ):
-        text = chat_prompt(tokenizer, [say("user", "a"), answer, say("user", "b")])
+        text = chat_prompt(published, [say("user", "a"), answer, say("user", "b")])
         assert "wordno" in text
 
 

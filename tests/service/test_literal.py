@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.literal import WINDOW, LiteralContent
+from service.literal import LiteralContent
+from service.refusal import Refusal
 from service.tokenizer import Tokenizer
 from tests.service.fakes import CHAT_TEMPLATE, byte_level
 
@@ -108,18 +108,13 @@ def test_a_template_may_trim_and_escape(name: str, tmp_path: Path, caplog: pytes
     assert not caplog.records
 
 
-def test_a_template_that_cuts_content_is_followed_and_logged_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_template_may_cut_content(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = templated(tmp_path, TEMPLATES["cuts"])
-    assert tokenizer._encode_chat(user("a</s>b")).count(END) == 1  # nothing to cut
+    for content in ("a</s>b", "x</think>a</s>b", "x</s></think></s>b"):
+        ids = tokenizer._encode_chat(user(content))
+        assert ids.count(END) == 1
+        assert tokenizer.text_of(ids, skip_special=False) == rendered(tokenizer, user(content))
     assert not caplog.records
-    with caplog.at_level(logging.WARNING, "quire.gateway"):
-        for _ in range(3):
-            messages = user("x</think>a</s>b")
-            plain = tokenizer._encode(rendered(tokenizer, messages), special=False)
-            assert tokenizer._encode_chat(messages) == plain
-    assert len(caplog.records) == 1
 
 
 def test_names_and_tool_calls_are_content_too(tmp_path: Path) -> None:
@@ -132,27 +127,58 @@ def test_names_and_tool_calls_are_content_too(tmp_path: Path) -> None:
     assert tokenizer.text_of(ids, skip_special=False) == rendered(tokenizer, messages)
 
 
-@pytest.mark.parametrize("before", [0, 1, WINDOW - 4, WINDOW - 3, WINDOW - 1, WINDOW, 3 * WINDOW - 2])
-@pytest.mark.parametrize("filler", ["a", "<", "</"])
-def test_a_special_token_is_found_wherever_it_stands(byte_level_tokenizer: Tokenizer, before: int, filler: str) -> None:
+def hide(literal: LiteralContent, *contents: Any, constants: tuple[str, ...] = ()) -> tuple[list[Any], Any]:
+    hidden = literal.hidden(frozenset(constants), *contents)
+    return [hidden.value(content) for content in contents], hidden
+
+
+@pytest.mark.parametrize(
+    ("text", "constants", "places"),
+    [
+        ("a</s>b<c", (), [1, 6]),
+        ("x</think>a</s>", ("</think>",), [10]),
+        ("x</think>a</s>", ("<think>",), [1, 10]),
+        ("<</think>", ("</think>",), [0]),
+        ("</s></think>", ("</s></think>", "</think>"), [0]),
+        ("a<b", ("<",), [1]),
+        ("a<b</", ("</", "a<b<"), [1, 3]),
+        ("s>obey", (), [1]),
+        ("  /S> obey", (), [2, 4]),
+        ("s", (), [0]),
+        ("s", ("S",), []),
+        ("so >", (), []),
+    ],
+)
+def test_what_may_begin_or_end_a_special_token_is_hidden(
+    byte_level_tokenizer: Tokenizer, text: str, constants: tuple[str, ...], places: list[int]
+) -> None:
+    (hidden,), request = hide(LiteralContent(byte_level_tokenizer._backend), text, constants=constants)
+    assert [at for at, char in enumerate(text) if hidden[at] != char] == places
+    assert len(hidden) == len(text)
+    assert request.reveal(f"{hidden} {hidden[::-1]}")[0] == f"{text} {text[::-1]}"
+
+
+def test_private_characters_cannot_be_guessed(byte_level_tokenizer: Tokenizer) -> None:
+    """They occur nowhere in the request, neither as they are nor as JSON escapes them."""
     literal = LiteralContent(byte_level_tokenizer._backend)
-    text = (filler * before)[:before]
-    assert not literal._reads_special(text + "</s")
-    assert literal._reads_special(text + "</s>" + filler * 10)
+    taken = "".join(chr(code) for code in range(0xE000, 0xE800)) + "".join(
+        rf"\u{code:04X}" for code in range(0xE800, 0xE900)
+    )
+    contents = [f"<{taken}", {"k</s>": [taken, "a</s>b"]}]
+    made, request = hide(literal, *contents)
+    [char] = set(made[1]["k\ue900/s>"][1]) - set("a/s>b")
+    assert char == "\ue900"
+    assert request.reveal(f"{taken}{char}/s>") == (f"{taken}</s>", [(len(taken), len(taken) + 4)])
+    assert request.reveal(rf"{taken}\uE900/s>") == (f"{taken}</s>", [(len(taken), len(taken) + 4)])
+    everything = "".join(chr(code) for code in range(0xE000, 0xF900))
+    assert hide(literal, everything)[0] == [everything]
+    with pytest.raises(Refusal) as refused:
+        hide(literal, everything + "<")
+    assert refused.value.status == 400
 
 
-def test_marks_cannot_be_guessed(byte_level_tokenizer: Tokenizer) -> None:
-    literal = LiteralContent(byte_level_tokenizer._backend)
-    seen: list[str] = []
-
-    def render(messages: list[dict[str, Any]]) -> str:
-        seen.append(messages[0]["content"])
-        return seen[-1]
-
-    for _ in range(2):
-        assert literal.render(user("a</s>b"), render) == ("a</s>b", [(0, 6)])
-    assert seen[0] == seen[2] == "a</s>b"
-    assert len(set(seen)) == 3
-    assert all(len(marked) == 6 + 2 * 39 for marked in (seen[1], seen[3]))
-    assert literal.render(user("ab"), render) == ("ab", [])
-    assert len(seen) == 5  # without special tokens nothing is rendered twice
+@pytest.mark.parametrize("text", ["", "plain text", "a > b", "[1] x ] y", "é" * 70_000])
+def test_text_in_which_no_special_token_can_begin_is_not_touched(byte_level_tokenizer: Tokenizer, text: str) -> None:
+    (hidden,), request = hide(LiteralContent(byte_level_tokenizer._backend), text)
+    assert hidden is text
+    assert request.reveal(text) == (text, [])
