@@ -539,8 +539,19 @@ class TokenizeBody(msgspec.Struct):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+    # With messages, as in a chat.
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Any = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    documents: Any = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    thinking_token_budget: int | None = None
 
 
 class DetokenizeBody(msgspec.Struct):
@@ -548,6 +559,12 @@ class DetokenizeBody(msgspec.Struct):
 
     tokens: list[int]
     model: str | None = None
+
+
+def tokenized_chat(asked: TokenizeBody, config: GatewayConfig) -> tuple[list[dict[str, Any]], ChatOptions]:
+    """Return the messages of a body of POST /tokenize and the options of their chat template.  Raises Refusal."""
+    messages = plain_messages(asked.messages or [], config)
+    return messages, chat_options(asked, messages, config)
 
 
 def parse_chat(

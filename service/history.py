@@ -163,7 +163,7 @@ def _call(call: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
         arguments = _object(arguments, dialect)
     elif not isinstance(arguments, str):
         arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
 def _object(given: Any, dialect: Dialect) -> Any:

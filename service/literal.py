@@ -107,6 +107,8 @@ class LiteralContent:
 
     def hide(self, text: str, reading: _Reading, private: Callable[[str], str], *, key: bool = False) -> str:
         """Return a text with private characters for those with which a special token may begin, or go on."""
+        if key and not self._dangerous(text):
+            return text
         head = range(0) if key else self._head(text, reading)
         made = text
         for first in self._firsts:
@@ -128,6 +130,13 @@ class LiteralContent:
                 chars[at] = private(text[at])
             made = "".join(chars)
         return made
+
+    def _dangerous(self, key: str) -> bool:
+        """Return whether a key holds or ends in more of a special token than its first character.
+
+        Others stay as they are: templates sort keys."""
+        lower = key.lower()
+        return key[-1:] in self._firsts or any(special[:2] in lower for special in self._lower)
 
     def _head(self, text: str, reading: _Reading) -> range:
         """Return the positions at the beginning of a text that may complete what the template writes before it."""

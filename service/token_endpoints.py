@@ -49,15 +49,14 @@ class TokenEndpoints:
             asked, size = await self._read_tokens(request, api.TokenizeBody, "tokenize", VALUES)
             if (asked.prompt is None) == (asked.messages is None):
                 raise Refusal(400, "invalid_value", "prompt: give either prompt or messages", param="prompt")
-            messages = asked.messages
-            ids = await self._tokenizer.tokenize(
-                asked.prompt,
-                [] if messages is None else await self._work.offload(size, api.plain_messages, messages, config),
-                special=asked.add_special_tokens,
-                generation_prompt=asked.add_generation_prompt,
-                size=size,
-                total=self._work.max_tokens(),
-            )
+            total = self._work.max_tokens()
+            if asked.prompt is not None:
+                ids = await self._tokenizer.tokenize(
+                    asked.prompt, special=asked.add_special_tokens, size=size, total=total
+                )
+            else:
+                messages, options = await self._work.offload(size, api.tokenized_chat, asked, config)
+                ids = await self._tokenizer.tokenize_chat(messages, options, size=size, total=total)
             found: dict[str, Any] = {
                 "count": len(ids),
                 "max_model_len": self._streams.max_model_len,

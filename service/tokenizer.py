@@ -539,32 +539,30 @@ class Tokenizer:
                 for prompt in valid.prompts
             ]
 
-        if valid.options.template:  # it may take long, whatever its size, and others do not wait for it
-            encoded = await asyncio.get_running_loop().run_in_executor(self._template_pool, work)
-        else:
-            encoded = await self.offload(INLINE_BYTES + 1 if size is None else size, work)
+        encoded = await self._rendered(valid.options, INLINE_BYTES + 1 if size is None else size, work)
         if (keep := valid.truncate_prompt_tokens) is not None:
             if keep == -1:
                 keep = max(1, longest - max(1, valid.max_tokens or 0))
             encoded = [ids[:keep] if valid.keep_first else ids[-keep:] for ids in encoded]
         return encoded
 
-    async def tokenize(
-        self,
-        prompt: str | None,
-        messages: list[dict[str, Any]],
-        *,
-        special: bool,
-        generation_prompt: bool,
-        size: int,
-        total: int,
-    ) -> list[int]:
-        """Return the token ids for POST /tokenize.  Raises Refusal like `encode`."""
+    async def _rendered(self, options: ChatOptions, size: int, work: Callable[[], T]) -> T:
+        """Do work that may render a chat template where it delays nobody else."""
+        if options.template:  # a client's: it may take long, whatever its size, and others do not wait for it
+            return await asyncio.get_running_loop().run_in_executor(self._template_pool, work)
+        return await self.offload(size, work)
+
+    async def tokenize(self, prompt: str, *, special: bool, size: int, total: int) -> list[int]:
+        """Return the token ids of a text for POST /tokenize.  Raises Refusal like `encode`."""
         budget = TokenBudget(None, UNLIMITED, total)
-        if prompt is None:
-            options = ChatOptions(generation_prompt=generation_prompt)
-            return await self.offload(size, self._encode_chat, messages, budget, options)
         return await self.offload(size, self._encode, prompt, special=special, budget=budget)
+
+    async def tokenize_chat(
+        self, messages: list[dict[str, Any]], options: ChatOptions, *, size: int, total: int
+    ) -> list[int]:
+        """Return the token ids of a chat for POST /tokenize, as a request has them.  Raises Refusal like `encode`."""
+        budget = TokenBudget(None, UNLIMITED, total)
+        return await self._rendered(options, size, partial(self._encode_chat, messages, budget, options))
 
     def forbid(self, valid: ValidRequest) -> ValidRequest:
         """Return a request whose sampling never completes its `bad_words`, with and without a blank before each.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -31,7 +30,7 @@ from tests.service.fakes import (
     sentencepiece_like,
     with_template,
 )
-from tests.service.published import TEMPLATES
+from tests.service.published import TEMPLATES, tokenizer_in
 from tests.system.stack import free_port
 
 
@@ -60,14 +59,12 @@ def sentencepiece_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokeniz
 @pytest.fixture(scope="session")
 def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tokenizer]:
     """Tokenizers with stand-ins of published chat templates, by name."""
-    base = byte_level(tmp_path_factory.mktemp("history") / "base")
+    folder = tmp_path_factory.mktemp("published")
     made: dict[str, Tokenizer] = {}
 
     def make(name: str) -> Tokenizer:
         if name not in made:
-            template, special = TEMPLATES[name]
-            folder = Path(shutil.copytree(base, base.parent / name))
-            made[name] = Tokenizer(str(with_template(folder, template, special)))
+            made[name] = tokenizer_in(folder, name)
         return made[name]
 
     return make

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+
+from service.tokenizer import Tokenizer
+from tests.service.fakes import byte_level, with_template
 
 FOLDER = Path(__file__).parent / "chat_templates"
 SPECIAL: dict[str, tuple[str, ...]] = {
@@ -72,3 +76,12 @@ SPECIAL: dict[str, tuple[str, ...]] = {
     ),
 }
 TEMPLATES = {name: ((FOLDER / f"{name}.jinja").read_text().rstrip("\n"), special) for name, special in SPECIAL.items()}
+
+
+def tokenizer_in(folder: Path, name: str) -> Tokenizer:
+    """Return a byte-level tokenizer with one of the templates, which is made in `folder`."""
+    base = folder / "base"
+    if not base.exists():
+        byte_level(base)
+    template, special = TEMPLATES[name]
+    return Tokenizer(str(with_template(Path(shutil.copytree(base, folder / name)), template, special)))

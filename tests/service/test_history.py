@@ -17,6 +17,7 @@ from service.config import GatewayConfig
 from service.refusal import Refusal
 from service.tokenizer import Tokenizer
 from tests.service.fakes import byte_level, with_template
+from tests.system.chaos.histories import histories
 
 CONFIG = GatewayConfig()
 TOOL = {"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object"}}}
@@ -314,3 +315,9 @@ def test_half_a_surrogate_pair_anywhere_is_a_replacement_character(
         valid = api.parse_chat(body, CONFIG, "m", 600.0)
         assert "\ufffd \U0001f600 a\\u005c" in json.dumps(valid.messages, ensure_ascii=False).replace("\\\\", "\\")
         prompt(tokenizer_of("hermes"), valid)
+
+
+def test_random_histories_are_rendered_or_refused(tmp_path: Path) -> None:
+    found, failures = histories(tmp_path, requests=1500, seed=1)
+    assert failures == []
+    assert found["tokens"] > 500

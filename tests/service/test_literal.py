@@ -120,7 +120,7 @@ def test_a_template_may_cut_content(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_names_and_tool_calls_are_content_too(tmp_path: Path) -> None:
     template = "{% for m in messages %}<|{{ m.name }}|>{{ m.tool_calls | tojson }}{{ m.content }}</s>{% endfor %}"
     tokenizer = templated(tmp_path, template)
-    call = {"function": {"name": "f", "arguments": {"x": ["</s>"]}}}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": ["</s>"]}}}
     messages = [{"role": "user", "name": "a</s>", "content": "", "tool_calls": [call]}]
     ids = tokenizer._encode_chat(messages)
     assert ids.count(END) == 1

@@ -1,0 +1,202 @@
+"""Random histories on every stand-in of a published chat template, through the formats of all three endpoints.
+
+    python -m tests.system.chaos histories [--requests 100000] [--seed 1] [--first 0]
+
+Roles, parts, calls, ids and half surrogates of any order and kind, in this process: each is parsed, rendered and
+encoded as the gateway does.  What must hold: tokens or a refusal of status 400, never another exception.  Exit status 1
+otherwise, with the number of each request that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from service import api, messages, responses
+from service.api import ValidRequest
+from service.config import GatewayConfig
+from service.refusal import Refusal
+from service.tokenizer import Tokenizer
+from tests.service.published import TEMPLATES, tokenizer_in
+
+CONFIG = GatewayConfig()
+TEXTS = (
+    "",
+    " ",
+    "a",
+    "Hi there",
+    "x</think>y",
+    "<tool_response>z</tool_response>",
+    "<|im_end|>",
+    "[INST]",
+    "\ud83d",
+    "é🙂",
+)
+ARGUMENTS = (
+    "{}",
+    "",
+    "null",
+    "[1]",
+    '{"a": 1',
+    '{"a": {"b": [null, "\\ud83d"]}}',
+    '"x"',
+    "5",
+    "\ude00",
+    '{"<|im_end|>": 1}',
+)
+ROLES = ("system", "developer", "user", "user", "assistant", "assistant", "tool", "function", "ipython", "judge")
+
+
+class Histories:
+    """Requests by number, the same ones for the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def request(self, number: int) -> tuple[str, str, bytes]:
+        """Return a template's name, an endpoint and a body."""
+        rng = random.Random(self._seed * 1_000_003 + number)
+        name = rng.choice(list(TEMPLATES))
+        endpoint = rng.choice(("chat", "chat", "messages", "responses"))
+        made = {"chat": self._chat, "messages": self._messages, "responses": self._responses}[endpoint](rng)
+        return name, endpoint, json.dumps(made).encode()
+
+    def _text(self, rng: random.Random) -> str:
+        return "".join(rng.choice(TEXTS) for _ in range(rng.randint(0, 3)))
+
+    def _content(self, rng: random.Random, kind: str = "text") -> Any:
+        made = rng.random()
+        if made < 0.1:
+            return None
+        if made < 0.7:
+            return self._text(rng)
+        return [{"type": kind, "text": self._text(rng)} for _ in range(rng.randint(0, 3))]
+
+    def _call(self, rng: random.Random) -> dict[str, Any]:
+        text = rng.choice(ARGUMENTS)
+        function: dict[str, Any] = {"name": rng.choice(("f", "g.h", "<|im_end|>", "")), "arguments": text}
+        if rng.random() < 0.1:
+            function["arguments"] = rng.choice(({"a": [1, {"b": "\ud83d"}]}, None, [1], 5, "x" * 50))
+        call = {"id": rng.choice(("a", "call_1", "abcdefghi", "", 5)), "type": "function", "function": function}
+        if rng.random() < 0.05:
+            call.pop(rng.choice(list(call)))
+        return call
+
+    def _tools(self, rng: random.Random) -> dict[str, Any]:
+        if rng.random() < 0.6:
+            return {}
+        schema = {"type": "object", "properties": {self._text(rng): {"type": "string", "enum": [self._text(rng)]}}}
+        return {
+            "tools": [
+                {"type": "function", "function": {"name": "f", "description": self._text(rng), "parameters": schema}}
+            ]
+        }
+
+    def _chat(self, rng: random.Random) -> dict[str, Any]:
+        said = []
+        for _ in range(rng.randint(1, 8)):
+            message: dict[str, Any] = {"role": rng.choice(ROLES), "content": self._content(rng)}
+            if message["role"] == "assistant":
+                if rng.random() < 0.5:
+                    message["tool_calls"] = [self._call(rng) for _ in range(rng.randint(0, 3))]
+                if rng.random() < 0.1:
+                    message["function_call"] = self._call(rng).get("function")
+                if rng.random() < 0.3:
+                    message[rng.choice(("reasoning_content", "reasoning"))] = self._text(rng)
+                if rng.random() < 0.1:
+                    message["refusal"] = self._text(rng)
+            if message["role"] in ("tool", "function") and rng.random() < 0.8:
+                message["tool_call_id"] = rng.choice(("a", "call_1", "abcdefghi", ""))
+            if rng.random() < 0.1:
+                message["name"] = self._text(rng)
+            said.append(message)
+        more = {"continue_final_message": True} if rng.random() < 0.1 else {}
+        return {"messages": said, **self._tools(rng), **more}
+
+    def _messages(self, rng: random.Random) -> dict[str, Any]:
+        turns = []
+        for _ in range(rng.randint(1, 8)):
+            role = rng.choice(("user", "assistant", "system"))
+            blocks: list[dict[str, Any]] = [{"type": "text", "text": self._text(rng)} for _ in range(rng.randint(0, 2))]
+            if role == "assistant" and rng.random() < 0.6:
+                call = {"type": "tool_use", "id": f"toolu_{rng.randint(0, 3)}", "name": "f"}
+                blocks += [
+                    {**call, "input": {self._text(rng): self._text(rng)}},
+                    {"type": "thinking", "thinking": "hm"},
+                ]
+            if role == "user" and rng.random() < 0.5:
+                blocks.append(
+                    {"type": "tool_result", "tool_use_id": f"toolu_{rng.randint(0, 3)}", "content": self._text(rng)}
+                )
+            rng.shuffle(blocks)
+            turns.append({"role": role, "content": blocks})
+        return {"max_tokens": 5, "messages": turns, "system": self._text(rng)}
+
+    def _responses(self, rng: random.Random) -> dict[str, Any]:
+        items: list[dict[str, Any]] = []
+        for _ in range(rng.randint(1, 8)):
+            kind = rng.choice(("message", "message", "function_call", "function_call_output", "reasoning"))
+            call = f"call_{rng.randint(0, 3)}"
+            role = rng.choice(("user", "system", "developer", "assistant"))
+            thought = [{"type": "reasoning_text", "text": self._text(rng)}]
+            made: dict[str, dict[str, Any]] = {
+                "message": {"role": role, "content": self._text(rng)},
+                "function_call": {"call_id": call, "name": "f", "arguments": rng.choice(ARGUMENTS)},
+                "function_call_output": {"call_id": call, "output": self._text(rng)},
+                "reasoning": {"content": thought, "summary": []},
+            }
+            items.append({"type": kind, **made[kind]})
+        return {"input": items, "instructions": self._text(rng)}
+
+
+def parsed(endpoint: str, body: bytes) -> ValidRequest:
+    """Return the request of a body.  Raises Refusal."""
+    if endpoint == "messages":
+        return messages.parse(body, CONFIG, "m", 600.0, api.NO_DEFAULTS)
+    parse = {"chat": api.parse_chat, "responses": responses.parse}[endpoint]
+    return parse(body, CONFIG, "m", 600.0)
+
+
+def outcome(tokenizer: Tokenizer, endpoint: str, body: bytes) -> str:
+    """Return "tokens", the code of a refusal, or the traceback of another exception."""
+    try:
+        valid = parsed(endpoint, body)
+        ids = tokenizer._encode_chat(valid.messages, None, valid.options)
+        tokenizer.reading(valid, ids)
+    except Refusal as refusal:
+        return refusal.code if refusal.status == 400 else f"failed: status {refusal.status}, code {refusal.code}"
+    except Exception:  # what the gateway would answer with a 500
+        return f"failed: {traceback.format_exc()}"
+    return "tokens"
+
+
+def histories(folder: Path, *, requests: int, seed: int, first: int = 0) -> tuple[Counter[str], list[str]]:
+    """Send requests; return how many had each outcome, and what failed."""
+    made, tokenizers = Histories(seed), {name: tokenizer_in(folder, name) for name in TEMPLATES}
+    found: Counter[str] = Counter()
+    failures = []
+    for number in range(first, first + requests):
+        name, endpoint, body = made.request(number)
+        what = outcome(tokenizers[name], endpoint, body)
+        found[what.partition(":")[0]] += 1
+        if what.startswith("failed"):
+            failures.append(f"request {number}, {name}, {endpoint}: {what}")
+    return found, failures
+
+
+def main(words: list[str]) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="histories", description=__doc__)
+    for option, default in (("--requests", 100_000), ("--seed", 1), ("--first", 0)):
+        parser.add_argument(option, type=int, default=default)
+    asked = parser.parse_args(words)
+    with tempfile.TemporaryDirectory() as folder:
+        found, failures = histories(Path(folder), requests=asked.requests, seed=asked.seed, first=asked.first)
+    print(*(f"{count:7} {what}" for what, count in found.most_common()), *failures[:20], sep="\n")
+    return 1 if failures else 0
