@@ -3,9 +3,9 @@
     python -m tests.clients [arguments of pytest]
 
 The server runs in this environment, with the demo model: Redis, engine and gateway are real.  Each folder of tests runs
-in the environment of .venv-clients that has its name, one for each version of OpenAI's client that clients take.  Tests
-of programs of npm run in this environment, against a gateway whose model is scripted (`scripted.py`), unless npm is
-not installed.  The last line printed is a summary like pytest's.  Exit status 1 when a test failed.
+in the environment of .venv-clients that has its name, one for each version of OpenAI's client that clients take.
+Agents and programs of npm run against a gateway whose model is scripted (`scripted.py`), the latter unless npm is not
+installed.  The last line printed is a summary like pytest's.  Exit status 1 when a test failed.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ def main(words: list[str]) -> int:
             counts = {name: run(name, python, url, model, Path(folder), words) for name, python in pythons.items()}
             if any(found["failed"] for found in counts.values()):
                 print(process.said()[-4000:], file=sys.stderr)
-    if (NODE / "node_modules").exists():
         with scripted() as url:
-            counts["node"] = run("node", sys.executable, url, model, Path(folder), words)
-    else:
-        print("npm is not installed: its programs are left out", flush=True)
+            counts["agents"] = run("agents", pythons["openai_3"], url, model, Path(folder), words)
+            if (NODE / "node_modules").exists():
+                counts["node"] = run("node", sys.executable, url, model, Path(folder), words)
+            else:
+                print("npm is not installed: its programs are left out", flush=True)
     whole = sum(counts.values(), Counter())
     print(", ".join(f"{count} {outcome}" for outcome, count in sorted(whole.items())), end="")
     print(f" in {time.monotonic() - began:.2f}s")

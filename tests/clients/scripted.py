@@ -2,8 +2,8 @@
 
     python -m tests.clients.scripted [folder]    prints its URL; ends when its standard input does
 
-The model writes the notation of its chat template.  While a prompt ends in a user's message, and a tool of `SHELLS` is
-in it, the answer is a call of that tool; after the tool's result it is `FINAL`.  `GET /calls` lists the requests so
+The model writes the notation of its chat template, as `script.py` says: while a prompt ends in a user's message, and a
+tool of `SHELLS` is in it, a call of that tool; after the tool's result `FINAL`.  `GET /calls` lists the requests so
 far: method, path, status, the header `x-unknown-fields`, the bodies of request and answer.
 """
 
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import re
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -30,39 +28,12 @@ from service.metrics import Telemetry
 from service.streams import Streams
 from service.tenants import Tenants
 from service.tokenizer import Tokenizer
+from tests.clients.script import MODEL, answer
 from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, byte_level, with_template
 
-MODEL = "scripted"
-FINAL = "The file says: kiwi."  # what the tool wrote is in the answer only if the tool really ran
-COMMAND = "echo kiwi > made.txt && cat made.txt"
-# Tools that run a command, as programs name them -> arguments of the call.
-SHELLS: dict[str, dict[str, Any]] = {
-    "Bash": {"command": COMMAND, "description": "Write a file"},
-    "exec_command": {"cmd": COMMAND},
-    "shell_command": {"command": COMMAND},
-    "shell": {"command": ["bash", "-c", COMMAND]},
-    "run_shell": {"command": COMMAND},
-}
-OBJECTS: dict[str, Any] = {"title": "Make a file", "ages": {"ann": "7"}}  # answers to schemas with such a property
 CONTEXT = 2**20  # tokens: an agent's first prompt has tens of thousands of this small vocabulary
 LIMITS = {"grammars": True, "max_model_len": CONTEXT, "vocab_size": 600, "total_blocks": 2**17, "free_blocks": 2**17}
 HOP = ("connection", "transfer-encoding", "content-length", "host", "keep-alive")  # headers of one connection
-
-
-def answer(prompt: str, grammar: str) -> str:
-    """Return what the model writes after a prompt of ChatML; `grammar`: what the answer must match, if anything."""
-    last = [turn for turn in prompt.split("<|im_start|>") if turn.startswith(("user", "tool"))][-1]
-    if last.startswith("tool"):
-        return FINAL if "kiwi" in last else "The tool has failed."
-    for property_name, value in OBJECTS.items():
-        if f'"{property_name}"' in grammar:
-            return json.dumps({property_name: value})
-    offered = re.findall(r'"name": "(\w+)"', prompt)
-    name = next((name for name in SHELLS if name in offered), None)
-    if name is None:
-        return FINAL
-    call = json.dumps({"name": name, "arguments": SHELLS[name]})
-    return f"<think>\nI need the tool {name}.\n</think>\n\nI look.\n<tool_call>\n{call}\n</tool_call>"
 
 
 class Recorder:

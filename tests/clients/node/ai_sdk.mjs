@@ -39,6 +39,6 @@ const thoughts = (await stream.steps).map((step) => step.reasoningText ?? "");
 const later = [{ role: "user", content: "Make the file" }, ...whole.response.messages, { role: "user", content: "Again" }];
 const third = await generateText({ model, messages: later, maxRetries });
 
-const schema = z.object({ ages: z.object({ ann: z.string() }) });
+const schema = z.object({ ages: z.record(z.string(), z.string()) });
 const { object } = await generateObject({ model, schema, prompt: "Ages?", maxRetries });
 console.log(JSON.stringify({ first: first.text, second: second.text, whole: whole.text, streamed, thoughts, third: third.text, object }));

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.scripted import FINAL, MODEL
+from tests.clients.script import FINAL, MODEL
 
 HERE = Path(__file__).parent
 PACKAGES = Path(os.environ["QUIRE_NODE"])
