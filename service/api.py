@@ -131,6 +131,7 @@ class ChatBody(_Common, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template: str | None = None
     thinking_token_budget: int | None = None
+    include_reasoning: bool | None = None
 
 
 Prompt = str | list[int]
@@ -179,6 +180,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     beams: Beams | None = None  # the answers are searched, not sampled
     best: int = 0  # of the `n` continuations of a prompt, the likeliest that are returned; 0: all
     hide_logprobs: bool = False  # log probabilities only rank the continuations
+    hide_reasoning: bool = False  # reasoning is left out of the answer
 
     @property
     def width(self) -> int:
@@ -610,6 +612,7 @@ def chat_request(
         options=options,
         max_tokens=max_tokens,
         echo=False,
+        hide_reasoning=asked.include_reasoning is False,
         chat=True,
         unknown=unknown,
         **best_of.with_scores(fields),

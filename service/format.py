@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from engine.wire.messages import TokenLogprob
-from service import beams, best_of
+from service import beams, best_of, vllm_keys
 from service.api import Refusal, ValidRequest
 from service.content_scores import Score
 from service.logprobs import Columns, LogprobFormat
@@ -209,8 +209,10 @@ class Format:
         self._text_heads = [
             b'data: %s,"choices":[{"index":%d,%s' % (self._open, choice, field) for choice in range(choices)
         ]
-        self._text_tail = b'%s,"logprobs":null,"finish_reason":null}]%s' % (
+        nulls = vllm_keys.nulls(vllm_keys.CHAT_CHUNK if valid.chat else vllm_keys.COMPLETION_CHUNK)
+        self._text_tail = b'%s,"logprobs":null,"finish_reason":null%s}]%s' % (
             b"}" if valid.chat else b"",
+            nulls,
             self._no_usage,
         )
 
@@ -306,27 +308,32 @@ class Format:
                 return b""
             return self._event_id() + self._text_heads[choice] + msgspec.json.encode(piece.text) + self._text_tail
         if valid.chat:
-            events = role
-            delta = self._delta(piece)
-            if delta or piece.content or (valid.return_token_ids and piece.token_ids):
-                events += self._event(choice, {"delta": delta or {"content": ""}}, piece)
-            if piece.finish is not None:
-                self._end(choice)
-                events += self._event(choice, {"delta": {}}, None, piece.finish, piece.stop_reason)
-            return events
+            return role + self._chat_event(piece)
         text = self._prompts[choice // valid.n].text + piece.text if begins else piece.text
         if piece.finish is not None:
             self._end(choice)
         elif not (text or piece.logprobs or (valid.return_token_ids and piece.token_ids)):
             self._started[choice] = not begins
             return b""
-        return self._event(choice, {"text": text}, piece, piece.finish, piece.stop_reason, first=begins)
+        return self._event(choice, {"text": text}, piece, first=begins)
+
+    def _chat_event(self, piece: Piece) -> bytes:
+        """Return the event of a piece after the role; the last one holds text and `finish_reason`, as vLLM's does."""
+        delta: dict[str, Any] | None = self._delta(piece)
+        if not delta and (piece.content or (self._valid.return_token_ids and piece.token_ids)):
+            delta = {"content": ""}
+        if piece.finish is not None:
+            self._end(piece.choice)
+            delta = delta or ({"content": ""} if self._valid.reading is None else {})
+        elif not delta:
+            return b""
+        return self._event(piece.choice, {"delta": delta}, piece)
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         """Return what is new in a chat answer.  One event holds all of a piece: its id counts the piece's tokens."""
         delta: dict[str, Any] = {}
-        if piece.reasoning:
-            delta["reasoning_content"] = piece.reasoning
+        if piece.reasoning and not self._valid.hide_reasoning:
+            delta["reasoning"] = delta["reasoning_content"] = piece.reasoning
         if piece.text:
             delta["content"] = piece.text
         if piece.calls:
@@ -351,23 +358,26 @@ class Format:
         choice: int,
         body: dict[str, Any],
         piece: Piece | None,
-        finish: str | None = None,
-        stop_reason: str | int | None = None,
         *,
         first: bool = False,
     ) -> bytes:
-        entry: dict[str, Any] = {"index": choice, **body, "logprobs": None, "finish_reason": finish}
-        if finish is not None:
-            entry["stop_reason"] = stop_reason
+        """Return one event; `piece` is None for a role.  `first`: of its choice."""
+        valid = self._valid
+        entry: dict[str, Any] = {"index": choice, **body, "logprobs": None, "finish_reason": None}
+        if not valid.return_token_ids:
+            entry |= dict.fromkeys(vllm_keys.CHAT_CHUNK if valid.chat else vllm_keys.COMPLETION_CHUNK)
         if piece is not None:
+            entry["finish_reason"] = piece.finish
+            if piece.finish is not None or not valid.chat:
+                entry["stop_reason"] = piece.stop_reason
             if piece.logprobs is not None:
                 entry["logprobs"] = self._logprobs(piece, with_prompt=first)
-            if self._valid.return_token_ids:
+            if valid.return_token_ids:
                 entry["token_ids"] = piece.token_ids
         opened = self._open
-        if first and self._valid.return_token_ids:
-            prompt = self._prompts[choice // self._valid.n].token_ids
-            if self._valid.chat:
+        if first:
+            prompt = self._prompts[choice // valid.n].token_ids if valid.return_token_ids else None
+            if valid.chat:
                 opened += b',"prompt_token_ids":' + msgspec.json.encode(prompt)
             else:
                 entry["prompt_token_ids"] = prompt
@@ -416,8 +426,16 @@ class Format:
             parts += [b',"prompt_token_ids":', msgspec.json.encode(self._prompts[0].token_ids)]
         if self._valid.chat and self._valid.prompt_logprobs:
             parts += [b',"prompt_logprobs":', scores]  # of the last choice: all have one prompt
-        parts.append(b"}")
+        parts.append(self._answer_nulls() + b"}")
         return parts if sum(map(len, parts)) > ONE_PART_BYTES else [b"".join(parts)]
+
+    def _answer_nulls(self) -> bytes:
+        if not self._valid.chat:
+            return vllm_keys.nulls(vllm_keys.ANSWER)
+        present = ("prompt_token_ids",) * self._valid.return_token_ids + (
+            "prompt_logprobs",
+        ) * self._valid.prompt_logprobs
+        return vllm_keys.nulls(vllm_keys.CHAT_ANSWER, present)
 
     def _returned(self, by_choice: list[list[Piece]]) -> Iterator[tuple[int, Piece]]:
         """Yield (choice, all its pieces as one) of what is returned: every choice, or the likeliest of each prompt."""
@@ -453,8 +471,9 @@ class Format:
         entry: dict[str, Any] = {"index": whole.choice}
         if valid.chat:
             message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
-            if whole.reasoning:
-                message["reasoning_content"] = whole.reasoning
+            message |= dict.fromkeys(vllm_keys.MESSAGE)
+            if whole.reasoning and not valid.hide_reasoning:
+                message["reasoning"] = message["reasoning_content"] = whole.reasoning
             if whole.calls:
                 message |= {"content": whole.text or None, "tool_calls": self._calls(whole, index=False)}
             entry["message"] = message
@@ -466,6 +485,7 @@ class Format:
         entry["finish_reason"], entry["stop_reason"] = last.finish, last.stop_reason
         if last.score is not None:
             entry["score"] = beams.score(last.score)
+        entry |= dict.fromkeys(vllm_keys.CHAT_CHOICE if valid.chat else vllm_keys.COMPLETION_CHOICE)
         if valid.return_token_ids:
             entry["token_ids"] = whole.token_ids
             if not valid.chat:

@@ -61,6 +61,7 @@ class TokenEndpoints:
                 "count": len(ids),
                 "max_model_len": self._streams.max_model_len,
                 "tokens": ids,
+                "token_strs": None,
             }
             if asked.return_token_strs:
                 found["token_strs"] = await self._tokenizer.offload(size, self._tokenizer.token_strs, ids)

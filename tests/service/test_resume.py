@@ -94,7 +94,7 @@ def merged(found: list[Event]) -> dict[str, Any]:
             whole[f"text {at}"].append(delta.get("text") or delta.get("content") or "")
             whole[f"role {at}"] += [delta["role"]] if "role" in delta else []
             whole[f"end {at}"] += [(choice["finish_reason"], choice["stop_reason"])] if choice["finish_reason"] else []
-            whole[f"ids {at}"] += choice.get("token_ids", [])
+            whole[f"ids {at}"] += choice.get("token_ids") or []
             for field, entries in (choice["logprobs"] or {}).items():
                 whole[f"{field} {at}"] += entries
     whole["frame"] = sorted(set(whole["frame"]))

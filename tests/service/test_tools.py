@@ -168,8 +168,8 @@ async def test_without_calls_the_answer_is_content_and_its_end_is_stop(
         await settled(lambda: bool(served.streams.fleet.engines))
         _, whole = await post(served.session, {**ASK, "tools": [TOOL]})
     assert whole["choices"][0]["finish_reason"] == "stop"
-    message = {"role": "assistant", "content": "No rain. ", "refusal": None, "reasoning_content": "hm"}
-    assert whole["choices"][0]["message"] == message
+    message = whole["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"], message.get("tool_calls")) == ("No rain. ", "hm", None)
 
 
 NAMED = {"tool_choice": {"type": "function", "function": {"name": "time"}}}
@@ -202,7 +202,8 @@ async def test_tool_choice_none_shows_no_tools_and_reads_no_calls(
     async with model(engine, says(tools_tokenizer, call)) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
         _, whole = await post(served.session, {**ASK, "tools": [OTHER], "tool_choice": "none"})
-    assert whole["choices"][0]["message"] == {"role": "assistant", "content": call, "refusal": None}
+    message = whole["choices"][0]["message"]
+    assert (message["content"], message.get("tool_calls")) == (call, None)
     assert whole["choices"][0]["finish_reason"] == "stop"
     assert '"time"' not in tools_tokenizer.text_of(fake.seen[0].token_ids)
 
