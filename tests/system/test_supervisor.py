@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 import urllib.request
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from service import cli
+from tests.pace import paced, patience, wait_until
 from tests.service.fakes import byte_level
 from tests.system.processes import Process, ending, wait_until_ready
 
@@ -21,10 +23,7 @@ HANG_S = 600.0  # a bound of a hang
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + HANG_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
+    wait_until(holds, HANG_S, why=lambda: what)
 
 
 def family(process: Process) -> list[psutil.Process]:
@@ -46,11 +45,12 @@ def serve(folder: Path, *words: str) -> Process:
 
 def test_a_gateway_whose_loop_hangs_is_restarted(tmp_path: Path) -> None:
     with ending([]) as running:
-        running.append(server := serve(tmp_path, "--gateway-timeout-s=2"))
+        limit_s = math.ceil(paced(2.0))
+        running.append(server := serve(tmp_path, f"--gateway-timeout-s={limit_s}"))
         url = server.wait_for("serving ").split()[-1].removesuffix("/v1")
         [gateway] = gateways(server)
         gateway.send_signal(signal.SIGSTOP)
-        server.wait_for("the event loop of gateway 0 has not moved for 2 s", HANG_S)
+        server.wait_for(f"the event loop of gateway 0 has not moved for {limit_s} s", HANG_S)
         server.wait_for("the gateway 0 was killed by SIGKILL; starting it again", HANG_S)
         wait_until_ready(url, HANG_S)
         assert [one.pid for one in gateways(server)] != [gateway.pid]
@@ -60,12 +60,13 @@ def test_a_gateway_whose_loop_hangs_is_restarted(tmp_path: Path) -> None:
 def test_a_supervisor_that_was_stopped_kills_no_gateway(tmp_path: Path) -> None:
     """As after a pause of the machine: it has read no beat for longer than the limit."""
     with ending([]) as running:
-        running.append(server := serve(tmp_path, "--gateway-timeout-s=3"))
+        limit_s = paced(3.0)
+        running.append(server := serve(tmp_path, f"--gateway-timeout-s={limit_s}"))
         url = server.wait_for("serving ").split()[-1].removesuffix("/v1")
         [gateway] = gateways(server)
         for process in (server.popen, gateway):
             process.send_signal(signal.SIGSTOP)
-        time.sleep(5)  # longer than the limit; a longer sleep tests the same
+        time.sleep(1.7 * limit_s)  # longer than the limit; a longer sleep tests the same
         for process in (server.popen, gateway):
             process.send_signal(signal.SIGCONT)
         wait_until_ready(url, HANG_S)
@@ -80,12 +81,12 @@ def test_sighup_drains(tmp_path: Path) -> None:
         base = server.wait_for("serving ").split()[-1]
         body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 300, "stream": True}).encode()
         request = urllib.request.Request(f"{base}/completions", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
+        with urllib.request.urlopen(request, timeout=patience(HANG_S)) as answer:
             answer.readline()
             server.popen.send_signal(signal.SIGHUP)
             rest = answer.read()
         assert b"[DONE]" in rest  # a running answer ends as it would have
-        assert server.popen.wait(HANG_S) == 0
+        assert server.popen.wait(patience(HANG_S)) == 0
         assert "finishing running requests" in server.said()
 
 
@@ -93,7 +94,7 @@ def test_sighup_drains(tmp_path: Path) -> None:
 def test_a_killed_supervisor_leaves_no_process(tmp_path: Path, hanging: bool) -> None:
     """Redis, engine, spare, gateways and what renders templates; one of them may be stopped."""
     with ending([]) as running:
-        words = ["--gateways=2", "--client-template-s=1", "--drain-s=1", "--grace-s=1"]
+        words = ["--gateways=2", "--client-template-s=1", f"--drain-s={paced(1)}", "--grace-s=1"]
         running.append(server := serve(tmp_path, *words))
         server.wait_for("serving ")
         until(lambda: sum("--standby" in one.cmdline() for one in family(server)) == 1, "no spare")
