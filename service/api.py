@@ -40,6 +40,7 @@ from service.tools import OPENAI, ChatOptions, ToolRules, chat_options
 
 B = TypeVar("B", bound=msgspec.Struct)
 
+BAD_KEYS = 8  # keys of `logit_bias` that are no token ids, which a refusal names
 NON_FINITE_BYTES = 256 * 1024  # an invalid body up to this size is parsed again, to name the field at fault
 
 
@@ -132,6 +133,7 @@ class ChatBody(_Common, kw_only=True):
     chat_template: str | None = None
     thinking_token_budget: int | None = None
     include_reasoning: bool | None = None
+    echo: bool | None = None
 
 
 Prompt = str | list[int]
@@ -181,6 +183,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     best: int = 0  # of the `n` continuations of a prompt, the likeliest that are returned; 0: all
     hide_logprobs: bool = False  # log probabilities only rank the continuations
     hide_reasoning: bool = False  # reasoning is left out of the answer
+    repeated: str = ""  # chat: the last message, of the assistant, which the answer's content begins with
 
     @property
     def width(self) -> int:
@@ -343,11 +346,14 @@ def _refuse_combinations(body: _Common) -> None:
 def _bias(given: dict[str, float], config: GatewayConfig) -> list[tuple[int, float]]:
     """Return `logit_bias` as (token id, bias) pairs.  Raises Refusal."""
     check("logit_bias entries", len(given), config)
+    if wrong := [key for key in given if not re.fullmatch("[0-9]+", key)]:  # isdecimal() takes digits of every script
+        named = ", ".join(f"'{shown(key)}'" for key in wrong[:BAD_KEYS])
+        more = f" and {len(wrong) - BAD_KEYS} more" if len(wrong) > BAD_KEYS else ""
+        message = f"logit_bias: keys must be token ids, got {named}{more}"
+        raise _bad("invalid_value", message, "logit_bias", "digits 0 to 9", shown(wrong[0]))
     pairs = []
     for key, value in given.items():
         check("logit_bias keys", len(key), config)
-        if not re.fullmatch("[0-9]+", key):  # isdecimal() accepts the digits of every script
-            raise _bad("invalid_value", "logit_bias: keys must be token ids", "logit_bias", "digits 0 to 9", shown(key))
         check("logit_bias", value, config)
         pairs.append((int(key), value))
     return pairs
@@ -458,7 +464,7 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
         "continuous_usage": bool(options.include_usage and options.continuous_usage_stats),
         "include_ids": bool(options.include_ids),
         "return_token_ids": bool(body.return_token_ids),
-        "names_are_ids": bool(body.return_tokens_as_token_ids),
+        "names_are_ids": _or(body.return_tokens_as_token_ids, config.return_tokens_as_token_ids),
         "keep_first": side == "right",
         "prompt_logprobs": body.prompt_logprobs is not None,
         "cache_salt": body.cache_salt or "",
@@ -613,10 +619,17 @@ def chat_request(
         max_tokens=max_tokens,
         echo=False,
         hide_reasoning=asked.include_reasoning is False,
+        repeated=_last_answer(messages) if asked.echo else "",
         chat=True,
         unknown=unknown,
         **best_of.with_scores(fields),
     )
+
+
+def _last_answer(messages: list[dict[str, Any]]) -> str:
+    """Return the text of the last message if it is the assistant's, as `echo` of a chat repeats it; else ""."""
+    content = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
@@ -648,6 +661,12 @@ def too_many_tokens(param: str, limit: int, given: int, *, least: bool = False) 
     return limit_refusal("tokens", f"{param}: {message}", limit, param=param, given=given)
 
 
+def no_token(param: str, vocab: int, given: int) -> Refusal:
+    """Return the refusal of a token id outside a vocabulary of `vocab` tokens."""
+    message = f"{param}: token ids are 0 to {vocab - 1}, got {shown(given)}; the vocabulary has {vocab} tokens"
+    return limit_refusal("token_id", message, vocab - 1, param=param, given=given)
+
+
 def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> list[int]:
     """Return max_new_tokens of each prompt.  Raises Refusal if the engines could never serve the request."""
     vocab, longest = limits.vocab_size, limits.max_model_len
@@ -662,8 +681,7 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
     ):
         if ids and (min(ids) < 0 or max(ids) >= vocab):
             token = next(token for token in ids if not 0 <= token < vocab)
-            message = f"{name}: token ids are 0 to {vocab - 1}, got {shown(token)}"
-            raise limit_refusal("token_id", message, vocab - 1, param=name, given=token)
+            raise no_token(name, vocab, token)
     _leave_a_token(sampling, limits)
     param = "messages" if valid.chat else "prompt"
     pool = limits.total_blocks * limits.block_size

@@ -175,6 +175,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "numbers are taken as in vLLM, and a header of the answer names unknown fields, which are ignored."
         ),
     ] = False
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        Meta(
+            description="Name tokens of log probabilities `token_id:N` where a request does not say "
+            "`return_tokens_as_token_ids`, for clients that read token ids, as evaluations do. Off: by their text."
+        ),
+    ] = False
     max_body_bytes: Annotated[
         int,
         Meta(

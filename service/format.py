@@ -297,7 +297,7 @@ class Format:
         choice, valid = piece.choice, self._valid
         begins, self._started[choice] = not self._started[choice], True
         role = (
-            self._event(choice, {"delta": {"role": "assistant", "content": ""}}, None, first=True)
+            self._event(choice, {"delta": {"role": "assistant", "content": valid.repeated}}, None, first=True)
             if begins and valid.chat
             else b""
         )
@@ -470,12 +470,12 @@ class Format:
         valid, prompt = self._valid, self._prompts[whole.choice // self._valid.n]
         entry: dict[str, Any] = {"index": whole.choice}
         if valid.chat:
-            message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": valid.repeated + whole.text, "refusal": None}
             message |= dict.fromkeys(vllm_keys.MESSAGE)
             if whole.reasoning and not valid.hide_reasoning:
                 message["reasoning"] = message["reasoning_content"] = whole.reasoning
             if whole.calls:
-                message |= {"content": whole.text or None, "tool_calls": self._calls(whole, index=False)}
+                message |= {"content": message["content"] or None, "tool_calls": self._calls(whole, index=False)}
             entry["message"] = message
         else:
             entry["text"] = prompt.text + whole.text

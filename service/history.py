@@ -133,7 +133,7 @@ def for_template(messages: list[dict[str, Any]], dialect: Dialect, template: str
 
 def _form(name: str, message: dict[str, Any], dialect: Dialect, template: str) -> dict[str, Any]:
     role, content = message["role"], message["content"]
-    if role not in ROLES and role not in roles_in(template):
+    if role not in ROLES and not dialect.any_role and role not in roles_in(template):
         raise unknown_role(name, role)
     if role == "tool" and not dialect.results:
         raise _left_out(f"{name}.role", "results of tools")

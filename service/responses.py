@@ -177,7 +177,9 @@ def _stored(asked: ResponsesBody, config: GatewayConfig) -> bool:
     if needed and not config.responses_ttl_s:
         raise _unsupported(needed, "this server stores no responses (--responses-ttl-s)", False, True)
     if needed and not stored:
-        raise bad_request("invalid_value", "background: only with store", "background", False, True)
+        raise bad_request(
+            "invalid_value", "background can only be used when `store` is true", "background", False, True
+        )
     return stored
 
 

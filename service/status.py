@@ -6,6 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -64,6 +65,7 @@ class Status:
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models.  Codex, which sends its version, wants a list of its own kind beside OpenAI's."""
         listed: dict[str, object] = {"object": "list", "data": [self._card(name) for name in self._names]}
+        listed |= {"first_id": self._names[0], "last_id": self._names[-1], "has_more": False}  # a page, as at Anthropic
         return _json(listed | ({"models": []} if "client_version" in request.query else {}))
 
     async def model(self, request: web.Request) -> web.Response:
@@ -74,7 +76,7 @@ class Status:
         return _json(self._card(name))
 
     def _card(self, name: str) -> dict[str, object]:
-        """Return a model as OpenAI and vLLM describe it."""
+        """Return a model as OpenAI, vLLM and Anthropic describe it."""
         permission = {
             "id": "modelperm-" + hashlib.sha256(name.encode()).hexdigest()[:32],
             "object": "model_permission",
@@ -98,6 +100,9 @@ class Status:
             "parent": None,
             "max_model_len": self._streams.max_model_len,
             "permission": [permission],
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self._created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
 
     async def health(self, request: web.Request) -> web.Response:

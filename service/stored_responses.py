@@ -113,8 +113,14 @@ class StoredResponses:
         found = await self.load(holder, response_id)
         response = msgspec.json.decode(found.body)
         if not response["background"]:
-            message = "background: only a response that runs in the background can be cancelled"
-            raise Refusal(400, "invalid_value", message, param="background", limit=True, given=False)
+            raise Refusal(
+                400,
+                "invalid_value",
+                "Cannot cancel a synchronous response.",
+                param="background",
+                limit=True,
+                given=False,
+            )
         if found.ended:
             return found.body
         await _ask(self.update(holder, {**response, "status": "cancelled"}, ended=True))
@@ -198,7 +204,7 @@ class StoredResponses:
 
 def _missing(response_id: str, param: str | None = None) -> Refusal:
     prefix = f"{param}: " if param else ""
-    message = f"{prefix}no response '{shown(response_id)}' is stored"
+    message = f"{prefix}Response with id '{shown(response_id)}' not found."
     return Refusal(404, "response_not_found", message, param=param, given=response_id)
 
 

@@ -40,6 +40,7 @@ class Dialect(msgspec.Struct, frozen=True):
     # Shapes of a conversation that it renders without loss; `fit_history.py` makes the others out of them.
     system: bool = True  # a system message at the beginning
     developer: bool = False  # messages of that role, which it also names
+    any_role: bool = False  # messages of a role that no template names: it writes the role itself
     several_systems: bool = True  # at the beginning
     later_system: bool = True  # after a turn
     system_beside_results: bool = True  # also where the last message is no turn of the user
@@ -192,6 +193,7 @@ class _Shapes:
             "developer": named
             and renders(*head, say("developer"), say("user"))
             and self._differs("system", "developer"),
+            "any_role": renders(say("user"), say(self._word())),
             "several_systems": renders(say("system"), say("system"), say("user")),
             "later_system": renders(*head, say("user"), say("system"))
             and renders(*head, say("user"), say("assistant"), say("system"), say("user")),

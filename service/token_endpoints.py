@@ -12,7 +12,7 @@ from service.api import Refusal
 from service.bodies import Bodies
 from service.config import GatewayConfig
 from service.fields import Endpoint
-from service.limits import VALUES, shown
+from service.limits import VALUES
 from service.middleware import METER, Capacity
 from service.refusal import renaming
 from service.request_work import RequestWork, cut_after
@@ -98,11 +98,9 @@ class TokenEndpoints:
         """Return the text of token ids.  Raises Refusal for more than `most`, and for ids outside the vocabulary."""
         if len(tokens) > most:
             raise api.too_many_tokens("tokens", most, len(tokens))
-        last = len(self._tokenizer.table) - 1
-        if tokens and (min(tokens) < 0 or max(tokens) > last):
-            token = next(token for token in tokens if not 0 <= token <= last)
-            message = f"tokens: token ids are 0 to {last}, got {shown(token)}"
-            raise api.limit_refusal("token_id", message, last, param="tokens", given=token)
+        vocab = len(self._tokenizer.table)
+        if tokens and (min(tokens) < 0 or max(tokens) >= vocab):
+            raise api.no_token("tokens", vocab, next(token for token in tokens if not 0 <= token < vocab))
         return self._tokenizer.text_of(tokens, skip_special=False)
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:

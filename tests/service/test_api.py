@@ -129,7 +129,6 @@ def test_a_value_out_of_range_is_named_with_its_limit(
         (chat, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "invalid_type"),
         (chat, {"chat_template": "{{ 1 }}"}, "chat_template", "unsupported"),
         (chat, {"add_special_tokens": True}, "add_special_tokens", "unsupported"),
-        (chat, {"echo": True}, "echo", "unsupported"),
         (chat, {"prompt_logprobs": 3, "stream": True}, "prompt_logprobs", "invalid_value"),
         (chat, {"top_logprobs": 3}, "top_logprobs", "invalid_value"),
         (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
