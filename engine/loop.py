@@ -204,6 +204,7 @@ class Engine:
         room_requests = min(room_requests, core.limits.max_seqs - gate.waiting)  # others can take what would wait here
         claim_tokens = core.claimable() if room_tokens else 0
         gated = gate.waiting_sequences, gate.waiting_tokens
+        record.gated = gate.waiting_sequences
         record.load = self._load.describe(core, now, draining=record.draining, queued=record.queued > 0, gated=gated)
         record.outputs = core.outputs()
         gate.ended(record.outputs.finished)

@@ -26,6 +26,7 @@ from engine.config import EngineConfig
 from engine.core.limits import Totals
 from engine.executor.base import ModelInfo
 from engine.executor.grammar_store import GrammarCounts
+from engine.iteration_tokens import IterationTokens
 from engine.request_times import RequestTimes
 from engine.turn_record import PHASES, TurnRecord
 from engine.wire.messages import EngineLoad
@@ -76,6 +77,8 @@ class Telemetry(Collector):
         self.info: dict[str, str] = {}  # labels of the model
         self.requests = RequestTimes(engine, tracing or Tracing())
         self.steps = StepTimes()
+        self.iterations = IterationTokens()
+        self.gated = 0  # sequences that wait for a grammar
         self.load = NO_LOAD
         self.totals = Totals()
         self.canary = CanaryCounts()
@@ -122,6 +125,8 @@ class Telemetry(Collector):
         self.steps.observe(record)
         assert record.load is not None
         self.load, self.totals, self.canary = record.load, record.totals, record.canary
+        self.iterations.observe(self.requests.prefilled_tokens, record.totals.generated_tokens)
+        self.gated = record.gated
         self.grammars = record.grammar_counts
         marks, phases = record.marks, self.phases_s
         for i, phase in enumerate(PHASES):
@@ -591,6 +596,13 @@ VLLM_TABLE: tuple[Row, ...] = (
         lambda t: t.load.waiting + t.queue_share,
     ),
     Row(
+        "vllm:num_requests_waiting_by_reason",
+        "gauge",
+        "The same by reason: capacity, or deferred while a grammar is compiled.",
+        lambda t: {"capacity": max(0.0, t.load.waiting - t.gated + t.queue_share), "deferred": t.gated},
+        "reason",
+    ),
+    Row(
         "vllm:kv_cache_usage_perc",
         "gauge",
         "KV-cache utilisation, 0 to 1.",
@@ -615,6 +627,23 @@ VLLM_TABLE: tuple[Row, ...] = (
         },
     ),
     Row("vllm:prompt_tokens", "counter", "Prompt tokens of started requests.", lambda t: t.totals.prompt_tokens),
+    Row(
+        "vllm:prompt_tokens_by_source",
+        "counter",
+        "Prompt tokens of started requests, by where their KV cache came from.",
+        lambda t: {
+            "local_compute": t.totals.prompt_tokens - t.totals.cached_prompt_tokens,
+            "local_cache_hit": t.totals.cached_prompt_tokens,
+            "external_kv_transfer": 0,
+        },
+        "source",
+    ),
+    Row(
+        "vllm:prompt_tokens_cached",
+        "counter",
+        "Prompt tokens of started requests that the prefix cache had.",
+        lambda t: t.totals.cached_prompt_tokens,
+    ),
     Row("vllm:generation_tokens", "counter", "Output tokens.", lambda t: t.totals.generated_tokens),
     Row("vllm:prefix_cache_queries", "counter", "Prompt tokens of started requests.", lambda t: t.totals.prompt_tokens),
     Row(
@@ -672,5 +701,16 @@ VLLM_TABLE: tuple[Row, ...] = (
         "Prompt tokens of a request that the prefix cache did not have.",
         lambda t: t.requests.computed_tokens,
     ),
-    Row("vllm:iteration_tokens_total", "histogram", "Tokens computed in a step.", lambda t: t.steps.tokens),
+    Row(
+        "vllm:request_num_preemptions",
+        "histogram",
+        "Preemptions of a request's sequences.",
+        lambda t: t.requests.preemptions,
+    ),
+    Row(
+        "vllm:iteration_tokens_total",
+        "histogram",
+        "Output tokens of a step, and prompt tokens, cached ones included, of requests whose first token it gave.",
+        lambda t: t.iterations.tokens,
+    ),
 )

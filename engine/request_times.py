@@ -20,7 +20,8 @@ class Clock:
     """Times of the milestones of one request, `time.monotonic` seconds; 0: not reached."""
 
     __slots__ = (
-        *("claimed", "first", "longest", "preempted", "queued", "request", "resumed", "started", "step", "traced"),
+        *("claimed", "first", "longest", "preempted", "preemptions", "queued", "request", "resumed", "started"),
+        *("step", "traced"),
     )
 
     def __init__(self, request: Generate, queued: float, claimed: float, *, traced: bool) -> None:
@@ -30,6 +31,7 @@ class Clock:
         self.started = 0.0  # entered the batch
         self.first: dict[int, float] = {}  # continuation -> its first token
         self.preempted: dict[int, float] = {}  # continuations that wait to enter the batch again
+        self.preemptions = 0  # of all its continuations
         self.resumed: dict[int, float] = {}  # continuations that another engine began, since they run here
         self.longest = 0  # output tokens of its longest continuation that has ended
         self.step = 0  # the first step of its present phase
@@ -52,6 +54,8 @@ class RequestTimes:
         self.prompt_tokens = Tally(histograms.TOKENS)
         self.output_tokens = Tally(histograms.TOKENS)
         self.longest_tokens = Tally(histograms.TOKENS)  # of each request: output tokens of its longest continuation
+        self.preemptions = Tally(histograms.PREEMPTIONS)  # of each request
+        self.prefilled_tokens = 0  # of prompts whose first token was sampled, cached ones included
         self.computed_tokens = Tally(histograms.TOKENS)  # of each request: prompt tokens that no prefix cache had
 
     def observe(self, record: TurnRecord) -> None:
@@ -64,6 +68,7 @@ class RequestTimes:
             clock = self.open.pop(request_id, None)
             if clock is not None and clock.started:
                 self.longest_tokens.add(clock.longest)
+                self.preemptions.add(clock.preemptions)
 
     def oldest_wait_s(self, now: float) -> float:
         """Return the seconds since the oldest request that has not started was queued; 0: none waits."""
@@ -96,10 +101,12 @@ class RequestTimes:
             if not clock.first:  # the other continuations forked from its prefill
                 self._span("prefill", clock, event, clock.started, now, record.last_committed)
                 clock.step = record.last_committed + 1
+                self.prefilled_tokens += len(event.request.token_ids)
             clock.first[index] = now
             self.prefill_s.add(now - clock.started)
         elif event.kind in ("preempted", "requeued"):
             clock.preempted[index] = now
+            clock.preemptions += event.kind == "preempted"
         elif event.kind == "resumed":
             if (since := clock.preempted.pop(index, None)) is not None:
                 self.preempted_s.add(now - since)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
@@ -35,7 +36,7 @@ Labels = tuple[str, ...]
 
 
 class Vllm(NamedTuple):
-    """How vLLM's own page shows a histogram (`--vllm-metrics`)."""
+    """How vLLM's own page shows a metric (`--vllm-metrics`)."""
 
     names: tuple[str, ...]  # the present one, then those of earlier releases that dashboards still ask for
     text: str
@@ -76,8 +77,8 @@ def _row(metric: Metric) -> Metric:
     return metric
 
 
-def _counter(name: str, text: str, *labels: str, series: tuple[Labels, ...] = ()) -> Metric:
-    return _row(Metric(Counter, name, text, labels, series=series))
+def _counter(name: str, text: str, *labels: str, series: tuple[Labels, ...] = (), vllm: Vllm | None = None) -> Metric:
+    return _row(Metric(Counter, name, text, labels, series=series, vllm=vllm))
 
 
 def _gauge(name: str, text: str, *labels: str, of_fleet: Callable[[Fleet], float] | None = None) -> Metric:
@@ -111,6 +112,7 @@ DECISIONS = _counter(
     "Requests admitted to the queue, by lane, or refused for want of room, by error code.",
     "decision",
     "reason",
+    vllm=Vllm(("vllm:admission_rejections",), "Requests refused for want of room, by error code."),
 )
 STARTS = _counter(
     "quire_request_starts",
@@ -445,7 +447,9 @@ class Telemetry(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Family]:
-        """Yield the histograms, vLLM's names included where they are wanted."""
+        """Yield the histograms, and metrics under vLLM's names where they are wanted."""
+        if self._vllm:
+            yield self._rejections()
         for metric, tallies in self._tallies.items():
             if metric.name:
                 series = [((self._gateway, *labels), tally) for labels, tally in tallies.items()]
@@ -458,6 +462,17 @@ class Telemetry(Collector):
                 names, text, bounds = metric.vllm
                 for name in names:
                     yield histograms.histogram(name, text, labels, [(values, whole)], bounds)
+
+    def _rejections(self) -> Family:
+        """Return the refusals for want of room under vLLM's name."""
+        assert DECISIONS.vllm is not None
+        (name,), text, _ = DECISIONS.vllm
+        family = CounterMetricFamily(name, text, labels=("model_name", "engine", "reason"))
+        (decisions,) = self._objects[DECISIONS].collect()
+        for sample in decisions.samples:
+            if sample.name.endswith("_total") and sample.labels["decision"] == "refused":
+                family.add_metric((self.model, self._gateway, sample.labels["reason"]), sample.value)
+        return family
 
 
 def _identity(load: EngineLoad) -> tuple[str, str, str]:

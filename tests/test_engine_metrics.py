@@ -251,6 +251,57 @@ def aliases(traced: Traced) -> dict[str, Metric]:
     return families
 
 
+def test_iterations_are_counted_as_vllm_does() -> None:
+    """One observation for each step that gave output: a request alone has as many as output tokens."""
+    traced = Traced(vllm=True)
+    for at in range(3):
+        traced.run(a_request(f"r{at}", prompt=37, tokens=6))  # its prompt takes three steps, two without output
+    page = traced.samples()
+    assert page["vllm:iteration_tokens_total_sum"] == 3 * (37 + 6)
+    assert page["vllm:iteration_tokens_total_count"] == 3 * 6
+
+
+def test_preemptions_are_counted_by_request() -> None:
+    traced = Traced(blocks=7, vllm=True)
+    traced.run(*(a_request(name, prompt=20, tokens=40) for name in "abc"))
+    page, preemptions = traced.samples(), traced.engine.core.report.totals.preemptions
+    assert preemptions
+    assert page["vllm:request_num_preemptions_sum"] == preemptions == page["vllm:num_preemptions_total"]
+    assert page["vllm:request_num_preemptions_count"] == 3
+
+
+# What `test_every_name_of_vllm_has_the_value_of_what_was_sent` sent.
+VALUES = {
+    "vllm:num_requests_running": 3,
+    "vllm:num_requests_waiting": 4 + 2.5,
+    "vllm:num_requests_waiting_by_reason capacity": 4 + 2.5 - 1,
+    "vllm:num_requests_waiting_by_reason deferred": 1,
+    "vllm:num_requests_swapped": 1,
+    "vllm:kv_cache_usage_perc": (64 - 48) / 64,
+    "vllm:gpu_cache_usage_perc": (64 - 48) / 64,
+    "vllm:prompt_tokens_total": 40 + 7 + 40 + 5,  # one prefill for all continuations of a prompt
+    "vllm:prompt_tokens_cached_total": 32,
+    "vllm:prompt_tokens_by_source_total local_compute": 40 + 7 + 8 + 5,
+    "vllm:prompt_tokens_by_source_total local_cache_hit": 32,
+    "vllm:prompt_tokens_by_source_total external_kv_transfer": 0,
+    "vllm:generation_tokens_total": 2 * 5 + 3 + 9 + 2,
+    "vllm:prefix_cache_queries_total": 40 + 7 + 40 + 5,
+    "vllm:prefix_cache_hits_total": 32,
+    "vllm:num_preemptions_total": 0,
+    "vllm:request_success_total length": 4,
+    "vllm:request_success_total stop": 1,
+    "vllm:request_success_total abort": 1,
+    "vllm:request_success_total error": 0,
+}
+SIZES = {  # count and sum
+    "vllm:request_prompt_tokens": (4, 40 + 7 + 40 + 5),
+    "vllm:request_generation_tokens": (5, 5 + 5 + 3 + 9 + 2),
+    "vllm:request_max_num_generation_tokens": (4, 5 + 3 + 9 + 2),
+    "vllm:request_prefill_kv_computed_tokens": (4, 40 + 7 + 8 + 5),
+    "vllm:request_num_preemptions": (4, 0),
+}
+
+
 def test_every_name_of_vllm_has_the_value_of_what_was_sent() -> None:
     traced = Traced(vllm=True)
     seconds = time.monotonic()
@@ -259,7 +310,7 @@ def test_every_name_of_vllm_has_the_value_of_what_was_sent() -> None:
     stop = Sampling(seed=4, stop_token_ids=[scripted_token(4, 0, 1, INFO.vocab_size)])
     traced.run(Generate("stops", "g", [6] * 5, 50, stop, 2**60), Generate("late", "g", [7], 5, Sampling(), 1))
     seconds = time.monotonic() - seconds
-    traced.telemetry.queue_share = 2.5  # of the shared queue
+    traced.telemetry.queue_share, traced.telemetry.gated = 2.5, 1  # of the shared queue; waits for a grammar
     traced.telemetry.load = msgspec.structs.replace(
         traced.telemetry.load, running=3, waiting=4, swapped=1, free_blocks=48
     )
@@ -267,39 +318,17 @@ def test_every_name_of_vllm_has_the_value_of_what_was_sent() -> None:
     page = {name: value for name, value in traced.samples().items() if name.startswith("vllm:")}
     totals = traced.engine.core.report.totals
     assert totals.cached_prompt_tokens == 32
-    expected = {
-        "vllm:num_requests_running": 3,
-        "vllm:num_requests_waiting": 4 + 2.5,
-        "vllm:num_requests_swapped": 1,
-        "vllm:kv_cache_usage_perc": (64 - 48) / 64,
-        "vllm:gpu_cache_usage_perc": (64 - 48) / 64,
-        "vllm:prompt_tokens_total": 40 + 7 + 40 + 5,  # one prefill for all continuations of a prompt
-        "vllm:generation_tokens_total": 2 * 5 + 3 + 9 + 2,
-        "vllm:prefix_cache_queries_total": 40 + 7 + 40 + 5,
-        "vllm:prefix_cache_hits_total": 32,
-        "vllm:num_preemptions_total": 0,
-        "vllm:request_success_total length": 4,
-        "vllm:request_success_total stop": 1,
-        "vllm:request_success_total abort": 1,
-        "vllm:request_success_total error": 0,
-    }
-    sizes = {  # count and sum
-        "vllm:request_prompt_tokens": (4, 40 + 7 + 40 + 5),
-        "vllm:request_generation_tokens": (5, 5 + 5 + 3 + 9 + 2),
-        "vllm:request_max_num_generation_tokens": (4, 5 + 3 + 9 + 2),
-        "vllm:request_prefill_kv_computed_tokens": (4, 40 + 7 + 8 + 5),
-    }
-    for name, (count, total) in sizes.items():
+    expected: dict[str, float] = dict(VALUES)
+    for name, (count, total) in SIZES.items():
         expected |= {f"{name}_count": count, f"{name}_sum": total}
     times = {f"vllm:request_{part}_time_seconds": 5 for part in ("prefill", "decode", "inference")}
     times["vllm:request_queue_time_seconds"] = 4
     for name, count in times.items():
         expected[f"{name}_count"] = count
         assert 0 < page.pop(f"{name}_sum") <= count * seconds
-    steps = page.pop("vllm:iteration_tokens_total_sum")
-    # Prompts, and outputs but the first of each sequence; the step after the stop token ran before the token was known.
-    assert steps == (40 + 7 + 8 + 5) + (totals.generated_tokens - 5) + 1
-    assert page.pop("vllm:iteration_tokens_total_count") == traced.engine.core.step
+    # As vLLM counts: each output token once, each prompt with its first token, also what the cache had of it.
+    assert page.pop("vllm:iteration_tokens_total_sum") == (40 + 7 + 40 + 5) + totals.generated_tokens
+    assert 0 < page.pop("vllm:iteration_tokens_total_count") <= traced.engine.core.step
     (config,) = families["vllm:cache_config_info"].samples
     assert (config.labels["block_size"], config.labels["num_gpu_blocks"], config.value) == ("16", "64", 1.0)
     page = {name: value for name, value in page.items() if "_bucket" not in name and "_config_info" not in name}

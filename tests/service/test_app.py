@@ -654,6 +654,7 @@ async def test_every_name_of_vllm_has_the_value_of_what_clients_sent(
         }
     names = [name for row in TABLE if row.vllm is not None for name in row.vllm.names]
     assert sorted(names) == sorted(families)
+    assert families.pop("vllm:admission_rejections") == []
     found: dict[str, tuple[float, float]] = {}
     for name, samples in families.items():
         assert {(one.labels["model_name"], one.labels["engine"]) for one in samples} == {("tiny", "g0")}

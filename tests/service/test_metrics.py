@@ -50,6 +50,22 @@ def test_requests_and_refusals_are_counted() -> None:
     assert got["quire_refusals_total", "too_many"] == 1
 
 
+def test_refusals_for_want_of_room_have_vllms_name() -> None:
+    telemetry = Telemetry("g", model="tiny", vllm=True)
+    for refusal in (
+        Refusal(429, "rate_limit_exceeded", "full", retry_after_s=1.0),
+        Refusal(429, "rate_limit_exceeded", "full", retry_after_s=1.0),
+        Refusal(503, "no_engine", "none"),
+        Refusal(400, "invalid_value", "no"),  # not for want of room
+    ):
+        Meter(telemetry, time.monotonic()).fail(refusal)
+    families = {one.name: one for one in text_string_to_metric_families(telemetry.expose().decode())}
+    found = families["vllm:admission_rejections"].samples
+    assert {one.name for one in found} == {"vllm:admission_rejections_total"}
+    assert {(one.labels["engine"], one.labels["model_name"]) for one in found} == {("g", "tiny")}
+    assert {one.labels["reason"]: one.value for one in found} == {"rate_limit_exceeded": 2, "no_engine": 1}
+
+
 def test_a_meter_records_one_request() -> None:
     telemetry = Telemetry("g")
     sent = time.monotonic() - 2.0
