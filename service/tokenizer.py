@@ -27,6 +27,7 @@ from engine.tokenizers.files import TokenizerError, byte_level_alphabet, file_of
 from service import infill
 from service.answer_grammar import Model, constraint_of
 from service.api import Prompt, Refusal, ValidRequest, too_long, too_many_tokens
+from service.argument_types import reduced
 from service.call_grammar import NO_FORM, CallForm, form_of
 from service.client_templates import ClientTemplates
 from service.config import GatewayConfig
@@ -40,7 +41,7 @@ from service.refusal import limit_refusal
 from service.regions import Reading, find
 from service.template_probe import Dialect, names_in, probe
 from service.template_variables import dialect_by_name, variables_of
-from service.tools import ChatOptions, reduced
+from service.tools import ChatOptions
 
 P = ParamSpec("P")
 T = TypeVar("T")

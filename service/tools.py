@@ -275,17 +275,3 @@ def _arguments(asked: Asked, config: GatewayConfig) -> dict[str, Any]:
             limit = "a variable of the chat template that no field of the request sets"
             raise bad_request("invalid_value", f"{field}: must be {limit}", field, limit, shown(name))
     return found
-
-
-def reduced(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return names and types of arguments: what is needed to read calls that are not written in JSON."""
-    found = []
-    for tool in tools:
-        properties = (tool["function"].get("parameters") or {}).get("properties")
-        types = {
-            name: {key: schema[key] for key in ("type", "anyOf", "oneOf", "nullable") if key in schema}
-            for name, schema in (properties.items() if isinstance(properties, dict) else ())
-            if isinstance(schema, dict)
-        }
-        found.append({"function": {"name": tool["function"]["name"], "parameters": {"properties": types}}})
-    return found

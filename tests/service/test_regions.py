@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.markers import Markers
 from service.regions import CallDelta, Reading, ResponseTemplate, digest, find, known, name_of
 from tests.pace import patience
 
@@ -155,6 +156,120 @@ ANSWERS: dict[str, list[tuple[str, str, str, Calls]]] = {
             [("f", {"a": 1}), ("g", {})],
         )
     ],
+    "deepseek-dsml": [
+        (
+            '<think>hm</think>ok\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+            '<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="b" string="true">2\n</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+            '<｜DSML｜invoke name="g">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+            "ok",
+            "hm",
+            [("f", {"a": 1, "b": "2\n"}), ("g", {})],
+        ),
+        (
+            '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="false">{"x": []}'
+            "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+            "",
+            "",
+            [("f", {"a": {"x": []}})],
+        ),
+    ],
+    "kimi-k2": [
+        (
+            "<think>hm</think>ok<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+            '{"a": 1}<|tool_call_end|><|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+            "<|tool_calls_section_end|>",
+            "ok",
+            "hm",
+            [("f", {"a": 1}), ("g", {})],
+        )
+    ],
+    "minimax-m2": [
+        (
+            '<think>\nhm\n</think>\n\nok\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">x y</parameter>\n'
+            '<parameter name="b">[1]</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+            "ok",
+            "hm",
+            [("f", {"a": "x y", "b": "[1]"}), ("g", {})],
+        )
+    ],
+    "seed-oss": [
+        (
+            "<seed:think>hm</seed:think>\nok\n<seed:tool_call>\n<function=f>\n<parameter=a>x\ny</parameter>\n</function>\n"
+            "</seed:tool_call>",
+            "ok",
+            "hm",
+            [("f", {"a": "x\ny"})],
+        )
+    ],
+    "nemotron-v2": [
+        (
+            '<think>\nhm\n</think>\n<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
+            "</TOOLCALL>",
+            "",
+            "hm",
+            [("f", {"a": 1}), ("g", {})],
+        )
+    ],
+    "cohere": [
+        (
+            "<|START_THINKING|>hm<|END_THINKING|><|START_ACTION|>[\n"
+            '    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}\n]<|END_ACTION|>',
+            "",
+            "hm",
+            [("f", {"a": 1})],
+        ),
+        ("<|START_RESPONSE|>Yes.<|END_RESPONSE|>", "Yes.", "", []),
+    ],
+    "lfm2": [
+        (
+            '<think>hm</think>ok<|tool_call_start|>[f(a="x\\"y", b=[1, None]), m.g()]<|tool_call_end|>Done.',
+            "okDone.",
+            "hm",
+            [("f", {"a": 'x"y', "b": [1, None]}), ("m.g", {})],
+        )
+    ],
+    "apertus": [
+        (
+            '<|inner_prefix|>hm<|inner_suffix|>ok<|tools_prefix|>[{"f": {"a": 1}}, {"g": {}}]<|tools_suffix|>',
+            "ok",
+            "hm",
+            [("f", {"a": 1}), ("g", {})],
+        )
+    ],
+    "hunyuan": [
+        (
+            '<think>\nhm\n</think>\n<answer>\nok<tool_calls>[{"name": "f", "arguments": {"a": 1}}]</tool_calls>\n'
+            "</answer>",
+            "ok",
+            "hm",
+            [("f", {"a": 1})],
+        ),
+        (
+            '<tool_calls>\n<tool_call>f\n```json\n{"a": 1}\n```\n</tool_call>\n</tool_calls>',
+            "",
+            "",
+            [("f", {"a": 1})],
+        ),
+    ],
+    "hunyuan-v3": [
+        (
+            "<think:new>hm</think:new>ok<tool_calls:new>\n<tool_call:new>f<tool_sep:new>\n<arg_key:new>a</arg_key:new>\n"
+            "<arg_value:new>x</arg_value:new>\n</tool_call:new>\n</tool_calls:new>",
+            "ok",
+            "hm",
+            [("f", {"a": "x"})],
+        )
+    ],
+    "minicpm5": [
+        (
+            '<think>hm</think>ok<function name="f"><param name="a">1</param><param name="b"><![CDATA[<b>\n</param>]]>'
+            '</param></function>\n<function name="g"></function>',
+            "ok",
+            "hm",
+            [("f", {"a": "1", "b": "<b>\n</param>"}), ("g", {})],
+        )
+    ],
     "deepseek-v3.1": [
         (
             '</think>a<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
@@ -173,7 +288,10 @@ CLOSING = {
     name: [close] if isinstance(close, str) else close
     for name, described in known().response_templates.items()
     for field, form in described["fields"].items()
-    if field == "tool_calls" and form.get("content") == "json" and not form.get("content_args")
+    if field == "tool_calls"
+    and form.get("content") == "json"
+    and not form.get("content_args")
+    and not form.get("keyed")
     for close in [form.get("close", [])]
     if close
 }
@@ -332,7 +450,7 @@ def test_a_long_answer_keeps_little_of_itself() -> None:
     text = 'word {"name": ' * 5000
     for at in range(0, len(text), 7):
         reader.push(text[at : at + 7])
-    assert len(reader._parser._buffer) < 10_000
+    assert len(reader._text) < 10_000
     reader.finish(cut=False)
     assert reader.take()[0] == text
 
@@ -340,24 +458,23 @@ def test_a_long_answer_keeps_little_of_itself() -> None:
 @pytest.mark.parametrize("name", ["hermes", "hermes-thinking", "llama3", "mistral", "phi4-mini", "glm", "deepseek"])
 def test_text_in_which_no_marker_can_begin_is_not_searched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of content and of a tool call alike: a search costs more than all else that a token's text takes."""
-    parser = type(TEMPLATES[name].reader(Reading("", calls=True))._parser)
-    feed, fed = parser.feed, list[str]()
+    search, searched = Markers.next, list[str]()
 
-    def count(self: Any, text: str) -> Any:
-        fed.append(text)
-        return feed(self, text)
+    def count(self: Markers, text: str, at: int, *, final: bool) -> Any:
+        searched.append(text[at:])
+        return search(self, text, at, final=final)
 
-    monkeypatch.setattr(parser, "feed", count)
+    monkeypatch.setattr(Markers, "next", count)
     words = [f" word{at}" for at in range(2000)]  # no f: phi4-mini has a marker that begins with it
     assert read(name, words).content.strip() == "".join(words).strip()
-    assert len(fed) == 1  # which opens the region
-    fed.clear()
+    assert len([text for text in searched if text]) == 1  # at the beginning of the answer
+    searched.clear()
     opening, rest = "<tool_call>", [f'"{at}", ' for at in range(500)]
     if name == "hermes":
         call = [opening, '{"name": "f", "arguments": {"a": [', *rest, "0]}}", "</tool_call>"]
         [(_, arguments)] = read(name, call).calls
         assert len(json.loads(arguments)["a"]) == 501
-        assert len(fed) == 2  # the markers
+        assert len([text for text in searched if text]) == 1
 
 
 @pytest.mark.parametrize("pattern", ["(?<=b)a", r"\Ba", "a(?=b)|<a"])
@@ -373,15 +490,14 @@ def test_a_marker_that_depends_on_its_neighbours_is_found_in_pieces(pattern: str
 
 
 def test_few_characters_are_kept_of_those_that_begin_no_marker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.regions.KNOWN_CHARS", 20)
+    monkeypatch.setattr("service.markers.KNOWN_CHARS", 20)
     template = ResponseTemplate(known().response_templates["hermes"])
     reader = template.reader(Reading("", calls=True))
     text = "".join(map(chr, range(0x4E00, 0x4F00)))
     for char in text:
         reader.push(char)
     assert reader.take()[0] == text
-    [chars] = reader._first.values()
-    assert len(chars._known) <= 22
+    assert len(reader._watches.outside._known) <= 22
 
 
 # ---------------------------------------------------------------------------------------------- which template is whose

@@ -483,18 +483,19 @@ def test_a_template_that_joins_arguments_to_text_gets_them_as_text(tmp_path: Pat
 
 
 def test_what_is_stored_to_read_an_answer_is_small(tools_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Tools stay with the request only where calls are not JSON, and then as names and types."""
+    """Tools stay with the request as names and types of their arguments."""
     body = json.dumps({**ASK, "model": "m", "tools": [TOOL], "parallel_tool_calls": False}).encode()
     valid = parse_chat(body, GatewayConfig(), "m", 600.0)
     ids = tools_tokenizer._encode_chat(valid.messages, None, valid.options)
-    assert tools_tokenizer.reading(valid, ids) == Reading("", calls=True, parallel=False)
+    properties = {"city": {"type": ["string"]}}
+    tools = [{"function": {"name": "weather", "parameters": {"properties": properties}}}]
+    assert tools_tokenizer.reading(valid, ids) == Reading("", calls=True, tools=tools, parallel=False)
 
     tags = TOOLS_TEMPLATE.replace("Call with", "<function=f><parameter=a>")
     tokenizer = Tokenizer(str(with_template(byte_level(tmp_path / "m"), tags)))
     reading = tokenizer.reading(valid, tokenizer._encode_chat(valid.messages, None, valid.options))
     assert reading is not None
-    properties = {"city": {"type": "string"}}
-    assert reading.tools == [{"function": {"name": "weather", "parameters": {"properties": properties}}}]
+    assert reading.tools == tools
 
 
 def test_the_opening_of_the_answer_is_found_in_the_prompt(tools_tokenizer: Tokenizer) -> None:

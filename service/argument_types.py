@@ -1,0 +1,159 @@
+"""Types of arguments that a model writes as text: the schemas of the request's tools -> JSON values.
+
+    tools --reduced--> names and types, stored with the request --Tools--> text of an argument -> its JSON
+
+A text stays a string unless its schema names another type and the text is a value of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from service.lenient_json import repaired
+
+SCHEMAS = 64  # looked at for one argument, through references and unions
+JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+
+
+def reduced(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return names and types of arguments: what is needed to read calls."""
+    found = []
+    for tool in tools:
+        parameters = tool["function"].get("parameters") or {}
+        properties = parameters.get("properties")
+        types = {
+            name: {"type": _types(schema, parameters)}
+            for name, schema in (properties.items() if isinstance(properties, dict) else ())
+        }
+        found.append({"function": {"name": tool["function"]["name"], "parameters": {"properties": types}}})
+    return found
+
+
+def _types(schema: Any, root: dict[str, Any]) -> list[str]:
+    """Return the types that a schema allows, in its order; references are followed within `root`."""
+    found: list[str] = []
+    waiting, seen = [schema], 0
+    while waiting and seen < SCHEMAS:
+        one, seen = waiting.pop(0), seen + 1
+        if not isinstance(one, dict):
+            continue
+        if isinstance(one.get("$ref"), str):
+            waiting.append(_referenced(one["$ref"], root))
+        declared = one.get("type")
+        found += [declared] if isinstance(declared, str) else _strings(declared)
+        if declared is None:
+            values = _list(one.get("enum")) + ([one["const"]] if "const" in one else [])
+            found += ["null" if value is None else JSON_TYPES.get(type(value), "string") for value in values]
+            if "properties" in one:
+                found.append("object")
+            elif "items" in one:
+                found.append("array")
+        if one.get("nullable"):
+            found.append("null")
+        for union in ("anyOf", "oneOf", "allOf"):
+            waiting += _list(one.get(union))
+    return list(dict.fromkeys(found))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _strings(value: Any) -> list[str]:
+    return [one for one in _list(value) if isinstance(one, str)]
+
+
+def _referenced(path: str, root: dict[str, Any]) -> Any:
+    """Return the schema that a reference within the tool's parameters names; None if there is none."""
+    if not path.startswith("#"):
+        return None
+    found: Any = root
+    for part in path[1:].split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
+
+
+class Tools:
+    """The functions of one request, and the types of their arguments."""
+
+    __slots__ = ("_types",)
+
+    def __init__(self, tools: Iterable[dict[str, Any]]) -> None:
+        self._types: dict[str, dict[str, list[str]]] = {}
+        for tool in tools:
+            function = tool["function"]
+            properties = (function.get("parameters") or {}).get("properties") or {}
+            self._types[function["name"]] = {name: _types(schema, {}) for name, schema in properties.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._types)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._types
+
+    def takes(self, name: str, argument: str) -> bool:
+        """Return whether a function has an argument."""
+        return argument in self._types.get(name, {})
+
+    def is_text(self, name: str, argument: str) -> bool:
+        """Return whether an argument is a string, whatever its text is."""
+        types = self._types.get(name, {}).get(argument, [])
+        return not types or types == ["string"]
+
+    def value(self, name: str, argument: str, text: str) -> str:
+        """Return the JSON of an argument that a model wrote as text."""
+        return typed(text, self._types.get(name, {}).get(argument, []))
+
+
+def typed(text: str, types: Iterable[str]) -> str:
+    """Return the JSON of a text as the first of the types whose value it is, else as a string."""
+    wanted = list(types)
+    for kind in wanted:
+        if (found := _as(text.strip(), kind, repair="string" not in wanted)) is not None:
+            return found
+    return json.dumps(text, ensure_ascii=False)
+
+
+def untyped(text: str) -> str:
+    """Return the JSON of a text of which only is known that it is no string."""
+    return typed(text, ["integer", "number", "boolean", "null", "object", "array"])
+
+
+def _as(text: str, kind: str, *, repair: bool) -> str | None:
+    """Return the JSON of a text as a value of one type; None if it is none."""
+    if kind in ("object", "array"):
+        return _container(text, "{" if kind == "object" else "[", repair)
+    if kind == "boolean":
+        low = text.lower()
+        return "true" if low in ("true", "1") else "false" if low in ("false", "0") else None
+    if kind == "null":
+        return "null" if text in ("null", "None") else None
+    if kind in ("integer", "number"):
+        try:
+            number = int(text) if text.lstrip("+-").isdecimal() and len(text) < 400 else float(text)
+        except ValueError:
+            return None
+        if isinstance(number, float):
+            if number != number or abs(number) == float("inf"):
+                return None
+            if kind == "integer":
+                return str(int(number)) if number.is_integer() else None
+            return json.dumps(int(number) if number.is_integer() and "." not in text else number)
+        return json.dumps(number)
+    return None
+
+
+def _container(text: str, begins: str, repair: bool) -> str | None:
+    if not text.startswith(begins):
+        return None
+    try:
+        json.loads(text, parse_constant=_refuse)
+        return text
+    except (ValueError, RecursionError):
+        return repaired(text) if repair else None
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")

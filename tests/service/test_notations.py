@@ -1,0 +1,306 @@
+"""Calls as models write them: almost in the notation of their family, repaired by rule or left as content."""
+
+# ruff: noqa: E501  (an answer is read best in one line)
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from service.argument_types import Tools, reduced, typed
+from service.lenient_json import Event, JsonReader, repaired
+from service.regions import Reading, ResponseTemplate, find, known
+
+TEMPLATES = {name: ResponseTemplate(described) for name, described in known().response_templates.items()}
+PROPERTIES: dict[str, Any] = {
+    "city": {"type": "string"},
+    "days": {"type": "integer"},
+    "area": {"$ref": "#/$defs/Area"},
+    "unit": {"enum": ["C", "F"]},
+    "hint": {"anyOf": [{"$ref": "#/$defs/Area"}, {"type": "null"}]},
+}
+AREA = {"type": "object", "properties": {"x": {"type": "number"}}}
+TOOLS = reduced(
+    [
+        {"function": {"name": "weather", "parameters": {"properties": PROPERTIES, "$defs": {"Area": AREA}}}},
+        {"function": {"name": "time"}},
+    ]
+)
+PARIS, ROME = ("weather", {"city": "Paris"}), ("weather", {"city": "Rome"})
+
+
+def read(
+    template: ResponseTemplate, pieces: list[str], *, opening: str = "", cut: bool = False, parallel: bool = True
+) -> tuple[str, str, list[tuple[str, str]]]:
+    reader = template.reader(Reading(opening, calls=True, tools=TOOLS, parallel=parallel))
+    content = reasoning = ""
+    calls: list[tuple[str, str]] = []
+    for piece in [*pieces, None]:
+        if piece is None:
+            reader.finish(cut=cut)
+        else:
+            reader.push(piece)
+        more, thought, new = reader.take()
+        content, reasoning = content + more, reasoning + thought
+        for call in new:
+            if call.name is not None:
+                assert call.index == len(calls)
+                calls.append((call.name, call.arguments))
+            else:
+                calls[call.index] = calls[call.index][0], calls[call.index][1] + call.arguments
+    return content, reasoning, calls
+
+
+def says(name: str | ResponseTemplate, text: str, **options: Any) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Return what an answer says, whole, one character at a time, and cut in two at every place."""
+    template = TEMPLATES[name] if isinstance(name, str) else name
+    whole = read(template, [text], **options)
+    assert read(template, list(text), **options) == whole
+    for at in range(1, len(text)):
+        assert read(template, [text[:at], text[at:]], **options) == whole, at
+    return whole[0], whole[1], [(called, json.loads(arguments)) for called, arguments in whole[2]]
+
+
+HERMES_CALL = '{"name": "weather", "arguments": {"city": "Paris"}}'
+ROME_CALL = HERMES_CALL.replace("Paris", "Rome")
+# what is odd about it, response template, answer, its content, its calls
+WRITTEN: list[tuple[str, str, str, str, list[Any]]] = [
+    ("parameters for arguments", "hermes", '<tool_call>\n{"name": "weather", "parameters": {"city": "Paris"}}\n</tool_call>', "", [PARIS]),
+    ("arguments for parameters", "llama3", HERMES_CALL, "", [PARIS]),
+    ("both, one is empty", "hermes", '<tool_call>{"parameters": {}, "name": "weather", "arguments": {"city": "Paris"}}</tool_call>', "", [PARIS]),
+    ("arguments in a string", "hermes", '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Paris\\"}"}</tool_call>', "", [PARIS]),
+    ("a function around it", "granite4", '<tool_call>{"type": "function", "function": ' + HERMES_CALL + "}</tool_call>", "", [PARIS]),
+    ("two in one marker", "hermes", f"<tool_call>\n{HERMES_CALL}\n{ROME_CALL}\n</tool_call>", "", [PARIS, ROME]),
+    ("a list in one marker", "hermes", f"<tool_call>[{HERMES_CALL}, {ROME_CALL}]</tool_call>", "", [PARIS, ROME]),
+    ("no closing marker", "hermes", f"<tool_call>\n{HERMES_CALL}", "", [PARIS]),
+    ("no closing marker before the next", "hermes", f"<tool_call>{HERMES_CALL}<tool_call>{ROME_CALL}</tool_call>", "", [PARIS, ROME]),
+    ("no opening marker", "hermes", f"I look.\n{HERMES_CALL}\n</tool_call>", "I look.", [PARIS]),
+    ("no marker at all", "hermes", HERMES_CALL, "", [PARIS]),
+    ("no marker, in prose", "hermes", f"Like\n{HERMES_CALL}\nas an example.", f"Like\n{HERMES_CALL}\nas an example.", []),
+    ("no marker, an unknown function", "hermes", HERMES_CALL.replace("weather", "w"), HERMES_CALL.replace("weather", "w"), []),
+    ("a bracket is missing", "hermes", f"<tool_call>{HERMES_CALL[:-1]}\n</tool_call>ok", "ok", [PARIS]),
+    ("a bracket too many", "hermes", f"<tool_call>{HERMES_CALL}}}\n</tool_call>ok", "ok", [PARIS]),
+    ("a list around markers", "hermes", f"<tool_call>{HERMES_CALL}</tool_call>,\n<tool_call>{ROME_CALL}</tool_call>]", "", [PARIS, ROME]),
+    ("a code fence", "hermes", f"<tool_call>\n```json\n{HERMES_CALL}\n```\n</tool_call>", "", [PARIS]),
+    ("as in Python", "hermes", "<tool_call>{'name': 'weather', 'arguments': {'city': 'Paris', 'a': True, 'b': None,},}</tool_call>", "", [("weather", {"city": "Paris", "a": True, "b": None})]),
+    ("a raw line end", "hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Pa\nris"}}</tool_call>', "", [("weather", {"city": "Pa\nris"})]),
+    ("a marker in a string", "hermes", f"<tool_call>{HERMES_CALL.replace('Paris', '</tool_call>')}</tool_call>", "", [("weather", {"city": "</tool_call>"})]),
+    ("arguments under no key", "hermes", '<tool_call>{"name": "weather", "city": "Paris"}</tool_call>', '<tool_call>{"name": "weather", "city": "Paris"}</tool_call>', []),
+    ("type first", "llama3", '{"type": "function", "name": "weather", "parameters": {"city": "Paris"}}', "", [PARIS]),
+    ("parted by semicolons", "llama3", f"{HERMES_CALL}; {ROME_CALL}", "", [PARIS, ROME]),
+    ("prose around", "llama3", f"So: {HERMES_CALL} Good?", "So:Good?", [PARIS]),
+    ("no JSON", "llama3", '{"name": "weather", "parameters": {city Paris}', '{"name": "weather", "parameters": {city Paris}', []),
+    ("the tool's own description", "llama3", '{"name": "weather", "description": "d", "parameters": {"type": "object"}}', '{"name": "weather", "description": "d", "parameters": {"type": "object"}}', []),
+    ("the marker of the interpreter", "llama3", "<|python_tag|>print(1)", "print(1)", []),
+    ("text after the list", "phi4-mini", f"functools[{HERMES_CALL}]\nAnything else?", "Anything else?", [PARIS]),
+    ("text after the list", "mistral-list", f"[TOOL_CALLS] [{HERMES_CALL}]\nDone.", "Done.", [PARIS]),
+    ("text after the list", "granite3", f"<|tool_call|> [{HERMES_CALL}]\nDone.", "Done.", [PARIS]),
+    ("the marker of 3.1", "granite3", f"<tool_call> [{HERMES_CALL}]", "", [PARIS]),
+    ("no [ARGS]", "mistral", '[TOOL_CALLS]weather{"city": "Paris"}[TOOL_CALLS]weather{"city": "Rome"}', "", [PARIS, ROME]),
+    ("the older notation", "mistral", f"[TOOL_CALLS][{HERMES_CALL}]", "", [PARIS]),
+    ("no opening marker", "function-tags", "I look.\n\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>", "I look.", [PARIS]),
+    ("no marker, an unknown function", "function-tags", "Use <function=w>\n</function> here", "Use <function=w>\n</function> here", []),
+    ("no closing markers", "function-tags", "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n<parameter=days>\n3\n</parameter>\n</function>", "", [("weather", {"city": "Paris", "days": 3})]),
+    ("tags in a value", "function-tags", "<tool_call>\n<function=weather>\n<parameter=city>\na </parameter> and </function>\nb\n</parameter>\n</function>\n</tool_call>ok", "ok", [("weather", {"city": "a </parameter> and </function>\nb"})]),
+    ("types by reference", "function-tags", '<tool_call>\n<function=weather>\n<parameter=area>\n{"x": 1.5}\n</parameter>\n<parameter=hint>\nnull\n</parameter>\n<parameter=unit>\nC\n</parameter>\n</function>\n</tool_call>', "", [("weather", {"area": {"x": 1.5}, "hint": None, "unit": "C"})]),
+    ("JSON in tags", "function-tags", f"<tool_call>\n{HERMES_CALL}\n</tool_call>", "", [PARIS]),
+    ("no arguments", "glm", "<tool_call>time\n</tool_call>", "", [("time", {})]),
+    ("JSON in tags", "glm", f"<tool_call>\n{HERMES_CALL}\n</tool_call>", "", [PARIS]),
+    ("no markers", "gemma4", 'call:weather{city:<|"|>Paris<|"|>}', "", [PARIS]),
+    ("a quote in a string", "gemma4", '<|tool_call>call:weather{city:<|"|>a "b"\\<|"|>,days:3}<tool_call|>', "", [("weather", {"city": 'a "b"\\', "days": 3})]),
+    ("lone channel markers", "gemma4", "<|channel><|channel>thought<channel|>Hello.<channel|>", "Hello.", []),
+    ("analysis calls", "harmony", '<|channel|>analysis to=functions.weather code<|message|>{"city": "Paris"}<|call|>', "", [PARIS]),
+    ("no namespace", "harmony", '<|start|>assistant<|channel|>commentary to=weather json<|message|>{"city": "Paris"}<|call|>', "", [PARIS]),
+    ("to the user", "harmony", "<|channel|>commentary to=assistant<|channel|>final<|message|>Hello.<|end|>", "Hello.", []),
+    ("no JSON", "harmony", "<|channel|>commentary to=functions.weather<|message|>Paris<|call|>", "Paris", []),
+    ("a section without begin", "kimi-k2", '<|tool_call_begin|>functions.weather:3<|tool_call_argument_begin|>{"city": "Paris"}', "", [PARIS]),
+    ("JSON instead", "lfm2", f"<|tool_call_start|>[{HERMES_CALL}]<|tool_call_end|>", "", [PARIS]),
+    ("a link, no call", "lfm2", "See [weather](https://a.b) [1].", "See [weather](https://a.b) [1].", []),
+    ("positions, no names", "lfm2", '<|tool_call_start|>[weather("Paris")]<|tool_call_end|>', '<|tool_call_start|>[weather("Paris")]<|tool_call_end|>', []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"), [one[1:] for one in WRITTEN], ids=[f"{one[1]}: {one[0]}" for one in WRITTEN]
+)
+def test_a_call_that_is_almost_in_its_notation(name: str, text: str, content: str, calls: list[Any]) -> None:
+    assert says(name, text) == (content, "", calls)
+
+
+MARKED = {
+    "hermes-thinking": (f"<tool_call>\n{HERMES_CALL}\n</tool_call>", "<think>\n"),
+    "function-tags": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+        "<think>\n",
+    ),
+    "glm": ("<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>", "<think>"),
+    "deepseek-dsml": (
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Paris'
+        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        "<think>",
+    ),
+    "kimi-k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+        '{"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>',
+        "<think>",
+    ),
+    "lfm2": ('<|tool_call_start|>[weather(city="Paris")]<|tool_call_end|>', "<think>"),
+}
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_a_call_in_open_reasoning_counts_if_the_answer_ends_with_it(name: str) -> None:
+    call, opening = MARKED[name]
+    assert says(name, f"I look.\n\n{call}", opening=opening) == ("", "I look.", [PARIS])
+    assert says(name, f"I look.\n\n{call}\n", opening=opening, parallel=False) == ("", "I look.", [PARIS])
+    draft = f"I could\n{call}\nbut no."
+    assert says(name, f"{draft}</think>\nHi.", opening=opening) == ("Hi.", draft, [])
+    assert says(name, draft, opening=opening) == ("", draft, [])
+    assert says(name, f"{draft}\n{call}", opening=opening) == ("", draft, [PARIS])
+    assert says(name, f"I look.\n{call}", opening=opening, cut=True)[2] == [], "the reasoning may have gone on"
+    assert says(name, f"hm</think>\n{call}", opening=opening) == ("", "hm", [PARIS])
+
+
+def test_an_opening_marker_that_the_model_writes_again_is_no_reasoning() -> None:
+    for text in ("<think>hm</think>ok", "\n<think>\nhm</think>\nok", "<think><think>hm</think>ok"):
+        assert says("hermes-thinking", text, opening="<think>\n") == ("ok", "hm", [])
+    assert says("hermes-thinking", "a <think> b</think>ok", opening="<think>\n")[1] == "a <think> b"
+
+
+@pytest.mark.parametrize(
+    "recipient", ["python", "container.exec", "browser.search", "assistant", "user", "functions.x"]
+)
+@pytest.mark.parametrize("form", ["analysis to={} code", "commentary to={} <|constrain|>json", "analysis to={}"])
+def test_no_marker_of_gpt_oss_is_content(recipient: str, form: str) -> None:
+    text = f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>{form.format(recipient)}<|message|>ls<|call|>"
+    content, reasoning, _ = says("harmony", text + "<|start|>assistant<|channel|>final<|message|>Done.<|return|>")
+    assert content.endswith("Done.")
+    assert "<|" not in content + reasoning
+    assert "ls" in content + reasoning
+
+
+def test_a_long_string_between_tags_is_passed_on_as_it_is_written() -> None:
+    reader = TEMPLATES["function-tags"].reader(Reading("", calls=True, tools=TOOLS))
+    reader.push("<tool_call>\n<function=weather>\n<parameter=days>\n3\n</parameter>\n<parameter=city>\n")
+    sent = []
+    for line in range(200):
+        reader.push(f'line "{line}"\n')
+        sent.append(sum(len(call.arguments) for call in reader.take()[2]))
+    assert sum(sent[:10]) == 0, "a short call is passed on when it is complete"
+    assert all(sent[100:])
+    reader.push("</parameter>\n</function>\n</tool_call>")
+    reader.finish(cut=False)
+
+
+def test_the_template_that_transformers_ships_for_qwen3() -> None:
+    """Its closing marker is that of the call, so the tag of the function stays in the body."""
+    fields = {
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "repeats": True,
+            "open_pattern": r"<tool_call>\s*<function=(?P<name>\w+)>",
+            "close": "</tool_call>",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>\w+)>\n?(?P<value>.*?)\n?</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {},
+    }
+    template = find("", {"start_anchor": "<|im_start|>assistant\n", "fields": fields})
+    assert template is not None
+    text = "<tool_call>\n<function=weather>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+    assert says(template, f"ok\n{text}\n{text}") == ("ok", "", [("weather", {"days": 3})] * 2)
+
+
+# --------------------------------------------------------------------------------------------------- JSON and types
+
+
+def written(text: str, pieces: list[str]) -> tuple[str, Event]:
+    """Read a JSON text in pieces, and complete it."""
+    reader, rest, out = JsonReader(), "", ""
+    reader.strict = False
+    for piece in [*pieces, None]:
+        rest += piece or ""
+        at, event = reader.read(rest, 0, final=piece is None)
+        rest, out = rest[at:], out + reader.take()
+        if event in (Event.END, Event.BAD):
+            return out, event
+    reader.complete()
+    return out + reader.take(), Event.MORE
+
+
+def test_valid_json_passes_as_it_is() -> None:
+    rng = random.Random(1)
+    leaves = [1, -2.5, 1e300, True, False, None, "x", 'a"b\\ \n é 😀 \x01', "</tool_call>", "", "it's"]
+
+    def value(depth: int) -> Any:
+        kind = rng.randrange(3) if depth < 4 else 0
+        if kind == 0:
+            return rng.choice(leaves)
+        if kind == 1:
+            return [value(depth + 1) for _ in range(rng.randrange(4))]
+        return {rng.choice('ab"\\é '): value(depth + 1) for _ in range(rng.randrange(4))}
+
+    for _ in range(2000):
+        text = json.dumps({"a": value(0)}, indent=rng.choice([None, 1]), ensure_ascii=rng.random() < 0.5)
+        at = rng.randrange(len(text))
+        assert written(text, [text[:at], text[at:]]) == written(text, list(text)) == (text, Event.END)
+
+
+def test_whatever_a_model_writes_becomes_valid_json_and_the_same_in_pieces() -> None:
+    rng = random.Random(2)
+    parts = [*"{}[]\"':, a1\\\n()=<-", "true", "None", "u12", "\\ud83d", '"k": ']
+    for _ in range(20_000):
+        text = "{" + "".join(rng.choice(parts) for _ in range(rng.randrange(1, 15)))
+        found = written(text, [text])
+        assert written(text, list(text)) == found
+        if found[1] is not Event.BAD:
+            json.loads(found[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("{'a': 'it\\'s', b: [1, 2,], c: Rome, }", {"a": "it's", "b": [1, 2], "c": "Rome"}),
+        ('{"a": "he said "hi" twice", "b": 1 "c": 2}', {"a": 'he said "hi" twice', "b": 1, "c": 2}),
+        ('{"a": "\\d+", "b": "\\ud83d.", "c": "\\ud83d\\ude00"}', {"a": "\\d+", "b": "\ufffd.", "c": "😀"}),
+        ('{"a": {"b": [1', {"a": {"b": [1]}}),
+        ('{"a": NaN, "b": (1, 2), "c":}', {"a": None, "b": [1, 2], "c": None}),
+        ('{"a": 1}} x', None),
+        ("a", None),
+    ],
+)
+def test_what_is_almost_json_is_repaired_by_rule(text: str, found: Any) -> None:
+    written = repaired(text)
+    assert (None if written is None else json.loads(written)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "found"),
+    [
+        ("3", ["string"], '"3"'),
+        ("3", [], '"3"'),
+        ("3.0", ["integer"], "3"),
+        (" 3 ", ["integer", "string"], "3"),
+        ("1e999", ["number"], '"1e999"'),
+        ("True", ["boolean"], "true"),
+        ("null", ["string", "null"], "null"),
+        ("{'a': 1}", ["object"], '{"a": 1}'),
+        ("{not json", ["object", "string"], '"{not json"'),
+    ],
+)
+def test_a_text_becomes_a_value_of_its_type(text: str, types: list[str], found: str) -> None:
+    assert typed(text, types) == found
+
+
+def test_references_are_followed_and_end() -> None:
+    loop = {"$ref": "#/$defs/Loop"}
+    tool = {
+        "function": {"name": "f", "parameters": {"properties": {"a": loop}, "$defs": {"Loop": {"anyOf": [loop, loop]}}}}
+    }
+    [found] = reduced([tool])
+    assert found["function"]["parameters"]["properties"] == {"a": {"type": []}}
+    assert Tools([found]).is_text("f", "a")
