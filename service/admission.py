@@ -158,7 +158,10 @@ def ahead(cost: Cost, fleet: Fleet) -> tuple[int, int]:
     The order is VTC (`engine/wire`).  In a lane another tenant is served first until its counter reaches the value that
     ours will have by then, or its part of the lane is empty.  A tenant with nothing queued starts level with the
     smallest counter, so the queue of a busy tenant delays it little.  Output tokens, which move counters too, are left
-    out: they are charged to both sides.  The whole on-time lane is ahead of a late request."""
+    out: they are charged to both sides.  The whole on-time lane is ahead of a late request.
+
+    A reading names the tenants that are next.  The others have larger counters, so together they are ahead with at most
+    what each of them would be with the largest counter and weight of those."""
     tenants = fleet.tenants
     ours = tenants.get(cost.tenant)
     own_late = ours.late_tokens if ours else 0
@@ -180,6 +183,12 @@ def ahead(cost: Cost, fleet: Fleet) -> tuple[int, int]:
             late += min(waits_late, (late_reached - queue.counter) * queue.weight)
         if reached > queue.counter:
             on_time += min(queue.queued_tokens - waits_late, (reached - queue.counter) * queue.weight)
+    unnamed_on_time, unnamed_late = fleet.unnamed_tokens()
+    if unnamed_on_time or unnamed_late:
+        last = max((queue.counter for queue in tenants.values() if queue is not ours), default=counter)
+        most = max(queue.weight for queue in tenants.values()) * max(fleet.on_time.tenants, fleet.late.tenants)
+        on_time += min(unnamed_on_time, max(0.0, reached - last) * most)
+        late += min(unnamed_late, max(0.0, late_reached - last) * most)
     return int(on_time), int(late)
 
 
@@ -193,6 +202,7 @@ def _preemption_room(cost: Cost, fleet: Fleet, fresh: list[EngineLoad]) -> int:
         return -1
     crowd = set(offers[0].crowd).intersection(*(load.crowd for load in offers))
     queued = sum(q.queued_tokens - q.late_tokens for name, q in fleet.tenants.items() if name not in crowd)
+    queued += fleet.unnamed_tokens()[0]  # some of them may be of the crowd
     return sum(load.yield_tokens for load in offers) - queued - cost.prompt_tokens
 
 
@@ -261,7 +271,7 @@ def decide(cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter:
     Raises Refusal(429) when the request may join neither lane now: `rate_limit_exceeded` when it would wait longer than
     `late_wait_s` or its client allows, `deadline_unreachable` when wait and least service would pass its deadline.
     Raises Refusal(503) when no engine lives or all are draining.
-    Never waits.  Costs O(engines + tenants with something queued).
+    Never waits.  Costs O(engines + tenants that the reading names).
 
     An engine whose last exchange is older than STALE_MS counts as full and standing still; so do all engines when this
     reading is as old.  A stale view errs on the safe side.  An engine in a long step still exchanges, so its room

@@ -35,8 +35,9 @@ class FleetView:
             self._exchanged_ms[load.engine] = ours.time_ms
 
     def record_queue(self, queue: Queue) -> None:
-        """Store the state of the queue that a submit returned."""
-        self._queue, self._queue_ms = queue, steady_ms()
+        """Store the state of the queue that a submit returned.  Its tenant is the only one that this names."""
+        tenants = self._queue.tenants | queue.tenants
+        self._queue, self._queue_ms = msgspec.structs.replace(queue, tenants=tenants), steady_ms()
 
     def record_reading(self, fleet: Fleet) -> None:
         """Store a full reading; engines that it lacks have no lease any more."""
@@ -46,8 +47,9 @@ class FleetView:
             del self._loads[engine]
         ahead_ms = steady_ms() - fleet.time_ms  # how far this process's clock is ahead of the reading's
         self._exchanged_ms = {engine: time_ms + ahead_ms for engine, time_ms in fleet.exchanged_ms.items()}
-        self.record_queue(
-            Queue(fleet.queued, fleet.queued_tokens, fleet.room_tokens, fleet.tenants, fleet.on_time, fleet.late)
+        self._queue, self._queue_ms = (
+            Queue(fleet.queued, fleet.queued_tokens, fleet.room_tokens, fleet.tenants, fleet.on_time, fleet.late),
+            steady_ms(),
         )
         self._quarantined = fleet.quarantined
 

@@ -434,8 +434,9 @@ class Telemetry(Collector):
         for name, queue in longest[:TENANTS]:
             self.set(TENANT_QUEUED, queue.queued_tokens, name or NAMELESS)
             self.set(TENANT_SERVICE, queue.counter, name or NAMELESS)
-        if rest := longest[TENANTS:]:
-            self.set(TENANT_QUEUED, sum(queue.queued_tokens for _, queue in rest), OTHER)
+        rest = sum(queue.queued_tokens for _, queue in longest[TENANTS:]) + sum(fleet.unnamed_tokens())
+        if rest:
+            self.set(TENANT_QUEUED, rest, OTHER)
 
     # -- the page
 

@@ -370,11 +370,11 @@ class GatewaySide:
 
 
 def _read_queue_state(state: list[Any]) -> tuple[LaneQueue, LaneQueue, dict[str, TenantQueue]]:
-    """Return both lanes, on time first, and the tenants with something queued.  `state`: `queue_state` of queue.lua."""
+    """Return both lanes, on time first, and the tenants that the reply names.  `state`: `queue_state` of queue.lua."""
     lanes: list[LaneQueue] = []
     tenants: dict[str, TenantQueue] = {}
-    for lane, (requests, oldest_ms, scored, tokens, weights) in zip(LANES, state, strict=True):
-        lanes.append(LaneQueue(requests, sum(map(int, tokens)), max(0, oldest_ms)))
+    for lane, (requests, total, oldest_ms, waiting, scored, tokens, weights) in zip(LANES, state, strict=True):
+        lanes.append(LaneQueue(requests, total, max(0, oldest_ms), waiting))
         for name, counter, queued, weight in zip(scored[::2], scored[1::2], map(int, tokens), weights, strict=True):
             known = tenants.get(name.decode())
             tenants[name.decode()] = TenantQueue(

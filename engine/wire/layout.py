@@ -44,4 +44,5 @@ PATIENCE_PERCENT = 75  # of the time until its target, after which an on-time re
 RECOMPUTE = 2  # what a token costs that another engine holds: its time, and the cached token that it evicts
 PACE_TOKENS = 32  # output tokens for which the step time of an engine counts in its cost
 RESPONSE_BYTES = 1024  # that a stored response counts besides its input and output
+TENANTS_SHOWN = 32  # most tenants of a lane in a reading of the fleet; totals count all
 COMMAND_WORDS = 1_000  # items of a list that a script gives to one command: Lua passes no more than 8,000 arguments

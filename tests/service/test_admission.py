@@ -158,6 +158,20 @@ def test_the_estimate_at_a_place_counts_what_is_ahead() -> None:
     assert wait_estimator(fleet(a_load()), NOW)(Place("late", 0)) is None
 
 
+def test_tenants_that_a_reading_does_not_name_count_together_and_never_as_more_than_they_are() -> None:
+    """They are behind those that it names, so they weigh on a tenant that is further behind only."""
+    named = {name: TenantQueue(100, 10.0, 1.0) for name in ("one", "two")}
+    alone = msgspec.structs.replace(fleet(busy(), **named), on_time=LaneQueue(2, 200, 0, 2))
+    crowded = msgspec.structs.replace(alone, on_time=LaneQueue(32, 3200, 0, 32))
+    assert crowded.unnamed_tokens() == (3000, 0)
+    next_one = cost(100, tenant="new")  # level with the smallest counter: it reaches 110, they may begin at 10
+    assert ahead(next_one, alone)[0] == 200
+    assert 200 <= ahead(next_one, crowded)[0] <= 200 + 3000
+    far = {**named, "far": TenantQueue(500, 1e6, 1.0)}  # a submit of this gateway has named it
+    known = msgspec.structs.replace(fleet(busy(), **far), on_time=LaneQueue(33, 3700, 0, 33))
+    assert ahead(cost(100, tenant="far"), known)[0] == 3700
+
+
 def test_a_deadline_nearer_than_the_limit_counts_instead() -> None:
     view = fleet(busy(), queued=300)
     assert outcome(cost(100, timeout_s=5.0), view) == 400

@@ -271,7 +271,7 @@ class BusModel(RuleBasedStateMachine):
         self.at.update({(name, one): self.at[name, one] + len(said) for one in talking})
         claimed = self.run(self.engines[name].exchange([("g", batch)], finished, load(name), room, requests))
         # On a machine that pauses for STALE_MS, its room must count nonetheless.
-        self.client.hset(f"{{{self.namespace}}}:engine:{name}", "heard", 2**52)
+        self.client.zadd(f"{{{self.namespace}}}:offers", {name: 2**52}, xx=True)
 
         lost: set[str] = set()
         if name in self.stale:  # nothing it says of what it holds no more counts

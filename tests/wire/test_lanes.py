@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.layout import MOVES
+from engine.wire.gateway_side import NO_BOUNDS
+from engine.wire.layout import MOVES, TENANTS_SHOWN
 from engine.wire.messages import Beams, Finish, Generate, Sampling
-from engine.wire.records import ANY_TOKENS, LaneQueue, Place, QueueBounds
+from engine.wire.records import ANY_TOKENS, LaneQueue, Place, QueueBounds, TenantQueue
 from engine.wire.scripts import Script
 from tests.pace import paced
 from tests.wire.sides import LATE, Bus, batch, generate, ids, load, read, take, within
@@ -319,15 +320,50 @@ def test_the_walk_through_the_tenants_that_goes_on_finds_the_one_that_a_new_one_
         assert client.eval(Script(WALK).source, 1, f"{{{uuid.uuid4().hex}}}:", *words) in (0, 1)
 
 
-def test_the_queues_state_names_more_tenants_than_lua_passes_arguments(redis_server: EmbeddedRedis) -> None:
-    prefix, names = f"{{{uuid.uuid4().hex}}}:", [f"t{at:05}" for at in range(9000)]
-    with redis.Redis.from_url(redis_server.url) as client:
-        client.zadd(prefix + "turns:late", dict.fromkeys(names, 1.0))
-        client.zadd(prefix + "ages:late", {"r": 1000.0})
-        client.hset(prefix + "queued_tokens:late", mapping={name: at for at, name in enumerate(names)})
-        on_time, late = client.eval(Script("return queue_state()").source, 1, prefix)
-        client.delete(*(prefix + key for key in ("turns:late", "ages:late", "queued_tokens:late")))
-    assert on_time == [0, 0, [], [], []]
-    assert late[2][::2] == [name.encode() for name in names]
-    assert late[3] == [str(at).encode() for at in range(9000)]
-    assert late[4] == [None] * 9000
+async def test_a_reading_names_the_tenants_that_are_next_and_counts_all(bus: Bus) -> None:
+    """However many wait; a submit names its own tenant only."""
+    gateway, weights = await bus.gateway(), {"tail": 2.0}
+    names = [f"t{at:03}" for at in range(2 * TENANTS_SHOWN)] + ["tail"]
+    for at, name in enumerate(names):
+        own = weights.get(name, 1.0)
+        queue = await gateway.submit(generate(name, 10, tenant=name, weight=own), bounds=LATE if at % 2 else NO_BOUNDS)
+        assert queue.tenants == {name: TenantQueue(10, 0.0, own, 10 if at % 2 else 0)}
+        assert (queue.queued, queue.queued_tokens) == (at + 1, 10 * (at + 1))
+    fleet = await gateway.fleet()
+    late = len(names) // 2
+    assert set(fleet.tenants) == set(names[0 : 2 * TENANTS_SHOWN])
+    assert (fleet.on_time.requests, fleet.on_time.tokens, fleet.on_time.tenants) == (
+        late + 1,
+        10 * (late + 1),
+        late + 1,
+    )
+    assert (fleet.late.requests, fleet.late.tokens, fleet.late.tenants) == (late, 10 * late, late)
+    assert fleet.unnamed_tokens() == (10, 0)
+    for name in names:
+        await gateway.cancel(name)
+    fleet = await gateway.fleet()
+    assert (fleet.tenants, fleet.on_time, fleet.late) == ({}, LaneQueue(), LaneQueue())
+    with redis.Redis.from_url(bus.url) as client:
+        assert not client.exists(f"{{{bus.namespace}}}:lanes")
+
+
+async def test_a_submit_asks_redis_as_much_with_many_engines_and_tenants_as_with_few(bus: Bus) -> None:
+    gateway = await bus.gateway()
+    counts: list[int] = []
+
+    async def count(name: str) -> None:
+        with redis.Redis.from_url(bus.url) as client:
+            before = sum(one["calls"] for one in client.info("commandstats").values())
+            queue = await gateway.submit(generate(name, tenant=name))
+            counts.append(sum(one["calls"] for one in client.info("commandstats").values()) - before)
+            assert queue.room_tokens == 100 * len(engines)
+
+    engines: list[str] = []
+    for name in ("first", "second"):
+        await count(name)
+        for at in range(12):
+            engines.append(f"e{name}{at}")
+            await (await bus.engine(engines[-1])).exchange([], [], load(engines[-1]), 100, 1, claim_tokens=0)
+            await gateway.submit(generate(f"{name}{at}", tenant=f"{name}{at}"))
+    await count("third")
+    assert counts[1:] == [counts[1]] * 2

@@ -208,10 +208,11 @@ if waiting > 0 and yield_tokens > 0 and not closed then
     for _, lane in ipairs(LANES) do leave_out(crowd, lane, tenant) end
   end
   room_tokens = yield_tokens
+  local elsewhere = free_room(engine)
   while room_tokens > 0 and claim_tokens > 0 do
     local lane, id, size = 'on_time', head('on_time', crowd)
     if not id then lane, id, size = 'late', head('late', crowd) end
-    if not id or size <= room(engine) or not claim(lane, id, size) then break end
+    if not id or size <= elsewhere or not claim(lane, id, size) then break end
   end
 end
 
@@ -232,6 +233,7 @@ if publishes == 'afresh' or vanished == 1 and (added ~= '' or #claimed > 0) then
   if publishes == 'afresh' then vanished = 0 end
 end
 
+offer(engine, room_left, now_ms() + math.min(STALE_MS, lease_ms), known_room or '0')
 -- What a retry of this exchange gets, and for submits and other engines how many prompt tokens it would still claim.
 call('HSET', state, 'seq', seq, 'reply', cmsgpack.pack({claimed, orders, retry, vanished}), 'room', room_left,
      'heard', now_ms())

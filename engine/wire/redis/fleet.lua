@@ -61,4 +61,4 @@ for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
   loads[#loads + 1] = call('GET', P .. 'lease:' .. engine)
   heard[#heard + 1] = call('HGET', P .. 'engine:' .. engine, 'heard') or '0'
 end
-return {loads, now_ms(), room(), queue_state(), known, call('ZCARD', P .. 'quarantine'), heard}
+return {loads, now_ms(), free_room(), queue_state(), known, call('ZCARD', P .. 'quarantine'), heard}

@@ -4,14 +4,14 @@
 -- tokens beyond the engines' room, these included: of the on-time lane, and of both lanes.  `target`: ms after which
 -- the request leaves the on-time lane.  `most_requests`, `most_bytes`: most requests that wait, and of their payloads.
 -- `size_class`: of the request, see "Order" in KEYS.md.  `extra`: what each prompt counts for besides its tokens.
--- Returns {lane, 'refused', 'full' or 'known', requests ahead, room in tokens, queue state, {id, body} of the request
--- that `once` found}.
+-- Returns {lane, 'refused', 'full' or 'known', requests ahead, room in tokens, queue state with no tenant but this one,
+-- {id, body} of the request that `once` found}.
 local gateway, tenant, weight, priority, deadline, retain = unpack(ARGV, 1, 6)
 local once, body, record, first_id = unpack(ARGV, 7, 10)
 local on_time_excess, late_excess, target, most_requests, most_bytes, size_class, extra = unpack(ARGV, 11, 17)
 local FIRST = 18  -- of the prompts, in ARGV
 
-local free, duplicate, prompt_tokens, bytes = room(), {}, 0, 0
+local free, duplicate, prompt_tokens, bytes = free_room(), {}, 0, 0
 for i = FIRST, #ARGV, 5 do
   prompt_tokens, bytes = prompt_tokens + ARGV[i + 2], bytes + #ARGV[i + 1]
 end
@@ -71,4 +71,4 @@ if not outcome then
     call('PUBLISH', P .. 'bell', '')
   end
 end
-return {outcome, ahead, free, queue_state(), duplicate}
+return {outcome, ahead, free, queue_state(tenant), duplicate}

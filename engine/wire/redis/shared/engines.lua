@@ -1,13 +1,23 @@
 -- What engines have room for, what they hold, and what becomes of it when they end: "Suspects" in KEYS.md.
 
-local function room(me)  -- prompt tokens that the engines, except `me`, would still claim
-  local oldest, tokens = now_ms() - STALE_MS, 0
-  for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
-    local left, heard = unpack(call('HMGET', P .. 'engine:' .. engine, 'room', 'heard'))
-    if engine ~= me and heard and tonumber(heard) >= oldest and call('EXISTS', P .. 'lease:' .. engine) == 1 then
-      tokens = tokens + left
-    end
+-- From now until `ends`, unix ms, the engine offers so many prompt tokens.  `before`: what its last exchange offered,
+-- nil: not known.  The sum of all offers is kept, so that a submit does not depend on the number of engines.
+local function offer(engine, tokens, ends, before)
+  if before == '0' and tokens == 0 then return end
+  local counted
+  if tokens > 0 then
+    counted = call('ZADD', P .. 'offers', ends, engine) == 0
+  else
+    counted = call('ZREM', P .. 'offers', engine) == 1
   end
+  if counted then tokens = tokens - (before or call('HGET', P .. 'engine:' .. engine, 'room')) end
+  if tokens ~= 0 then call('INCRBY', P .. 'offered', string.format('%.0f', tokens)) end
+end
+
+local function free_room(me)  -- prompt tokens that the engines, except `me`, would still claim
+  for _, engine in ipairs(call('ZRANGEBYSCORE', P .. 'offers', '-inf', now_ms() - 1)) do offer(engine, 0) end
+  local tokens = tonumber(call('GET', P .. 'offered') or 0)
+  if me and call('ZSCORE', P .. 'offers', me) then tokens = tokens - call('HGET', P .. 'engine:' .. me, 'room') end
   return tokens
 end
 
@@ -66,6 +76,7 @@ local function give_back(engine, died)
   local ids, held = {}, call('ZRANGE', P .. 'held:' .. engine, 0, -1)
   call('DEL', P .. 'held:' .. engine, P .. 'lease:' .. engine, P .. 'prefixes:' .. engine)
   call('HDEL', P .. 'spare', engine)
+  offer(engine, 0)
   call('SREM', P .. 'engines', engine)
   for _, id in ipairs(held) do
     if let_go(engine, id) then ids[#ids + 1] = id end

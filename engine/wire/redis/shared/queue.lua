@@ -47,6 +47,7 @@ local function enter_lane(lane, tenant, id, place, tokens, since)
   call('ZADD', P .. 'queue:' .. lane .. ':' .. tenant, place, id)
   call('ZADD', P .. 'ages:' .. lane, since, id)
   call('HINCRBY', P .. 'queued_tokens:' .. lane, tenant, tokens)
+  call('HINCRBY', P .. 'lanes', lane, tokens)
   if lane == 'late' then LATE = true end
 end
 
@@ -54,6 +55,7 @@ local function leave_lane(lane, tenant, id, tokens)  -- returns whether the tena
   call('ZREM', P .. 'queue:' .. lane .. ':' .. tenant, id)
   call('ZREM', P .. 'ages:' .. lane, id)
   if lane == 'on_time' then call('ZREM', P .. 'due', id) end
+  if call('HINCRBY', P .. 'lanes', lane, -tokens) == 0 then call('HDEL', P .. 'lanes', lane) end
   if call('HINCRBY', P .. 'queued_tokens:' .. lane, tenant, -tokens) > 0  -- no prompt is empty
      or call('EXISTS', P .. 'queue:' .. lane .. ':' .. tenant) == 1 then return false end
   call('HDEL', P .. 'queued_tokens:' .. lane, tenant)
@@ -121,33 +123,26 @@ local function move_to_late(id)  -- the request cannot start in time any more
 end
 
 local function lane_tokens(lane)  -- prompt tokens that wait in the lane
-  local tokens = 0
-  for _, queued in ipairs(call('HVALS', P .. 'queued_tokens:' .. lane)) do tokens = tokens + queued end
-  return tokens
+  return tonumber(call('HGET', P .. 'lanes', lane) or 0)
 end
 
--- The values of a hash in the order of these fields.
-local function values_of(key, fields)
-  if #fields <= COMMAND_WORDS then return call('HMGET', key, unpack(fields)) end
-  local values = {}
-  for first = 1, #fields, COMMAND_WORDS do
-    local part = call('HMGET', key, unpack(fields, first, math.min(first + COMMAND_WORDS - 1, #fields)))
-    for i, value in ipairs(part) do values[first + i - 1] = value end
-  end
-  return values
-end
-
--- {requests, ms since the oldest was submitted, {tenant, counter, ...}, {queued tokens, ...}, {weight, ...}} of the
--- lane, its tenants with the smallest counter first.
-local function lane_state(lane)
-  local tenants, names = call('ZRANGE', P .. 'turns:' .. lane, 0, -1, 'WITHSCORES'), {}
-  if #tenants == 0 then return {0, 0, names, names, names} end
-  for i = 1, #tenants, 2 do names[#names + 1] = tenants[i] end
+-- {requests, prompt tokens, ms since the oldest was submitted, tenants, {tenant, counter, ...}, {queued tokens, ...},
+-- {weight, ...}} of the lane.  The lists have the TENANTS_SHOWN tenants with the smallest counters, or only `tenant`.
+local function lane_state(lane, tenant)
+  local waiting, turns = call('ZCARD', P .. 'turns:' .. lane), P .. 'turns:' .. lane
+  if waiting == 0 then return {0, 0, 0, 0, {}, {}, {}} end
   local oldest = call('ZRANGE', P .. 'ages:' .. lane, 0, 0, 'WITHSCORES')[2]
-  return {call('ZCARD', P .. 'ages:' .. lane), now_ms() - oldest, tenants,
-          values_of(P .. 'queued_tokens:' .. lane, names), values_of(P .. 'weights', names)}
+  local state = {call('ZCARD', P .. 'ages:' .. lane), lane_tokens(lane), now_ms() - oldest, waiting, {}, {}, {}}
+  local counter = tenant and call('ZSCORE', turns, tenant)
+  local shown, names = counter and {tenant, counter} or {}, {}
+  if not tenant then shown = call('ZRANGE', turns, 0, TENANTS_SHOWN - 1, 'WITHSCORES') end
+  for i = 1, #shown, 2 do names[#names + 1] = shown[i] end
+  if #names == 0 then return state end
+  state[5], state[6] = shown, call('HMGET', P .. 'queued_tokens:' .. lane, unpack(names))
+  state[7] = call('HMGET', P .. 'weights', unpack(names))
+  return state
 end
 
-local function queue_state()  -- the states of both lanes
-  return {lane_state('on_time'), lane_state('late')}
+local function queue_state(tenant)  -- the states of both lanes
+  return {lane_state('on_time', tenant), lane_state('late', tenant)}
 end
