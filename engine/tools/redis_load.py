@@ -35,6 +35,7 @@ from engine.common.embedded_redis import EmbeddedRedis
 from engine.tools.fleet import redis_cpu_s, unique
 from engine.wire.engine_side import EngineSide
 from engine.wire.gateway_side import GatewaySide
+from engine.wire.layout import TOKEN_CHANNELS
 from engine.wire.messages import Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 from engine.wire.prefixes import PrefixReport, prefix_digests
 
@@ -61,6 +62,17 @@ SIZES = (
     *(Size(1, 1, 16, tenants=tenants) for tenants in (100, 1000)),
     *(Size(1, engines, 1, steps=1) for engines in (256, 1000)),
 )
+
+
+def expected_step(size: Size) -> dict[str, float]:
+    """Return what a step costs by the formula of docs/scaling.md: commands, and bytes to and from Redis."""
+    channels = min(size.gateways, TOKEN_CHANNELS)
+    parts = 24 * size.sequences + 12 * size.gateways  # of all messages of a step: tokens with their ids, names
+    return {
+        "commands": 16 + 2 * channels + 0.15 * size.sequences,
+        "in_bytes": 1000 + 30 * size.sequences + 12 * size.gateways,
+        "out_bytes": 300 + size.gateways * (60 + parts / channels),
+    }
 
 
 class Spent(msgspec.Struct, frozen=True):
@@ -261,6 +273,7 @@ async def measure(url: str, size: Size) -> dict[str, Any]:
         "submit": submit,
         "queued_bytes": round(queued_bytes),
         "step": step,
+        "expected_step": expected_step(size),
         "step_cpu_us_per_token": round(step["cpu_us"] / size.sequences, 2),
         "step_bytes_per_token": round((step["in_bytes"] + step["out_bytes"]) / size.sequences),
         "request": turnover.each(size.steps * engines, step, size.steps * engines),

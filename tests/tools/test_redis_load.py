@@ -12,6 +12,7 @@ import pytest
 
 from engine.tools import redis_load
 from engine.tools.redis_load import Spent
+from engine.wire.layout import TOKEN_CHANNELS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,6 +29,29 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["submit"]["in_bytes"] > found["step"]["in_bytes"] > found["ring"]["in_bytes"]
     assert found["request"]["in_bytes"] > 1000
     assert found["request"]["out_bytes"] > 1000
+
+
+@pytest.mark.parametrize(("gateways", "sequences"), [(1, 8), (1, 64), (12, 24), (32, 64)])
+def test_the_formula_of_the_scaling_page_fits_the_running_bus(
+    capsys: pytest.CaptureFixture[str], gateways: int, sequences: int
+) -> None:
+    """Within a factor of 1.6: gateways do not spread evenly over the channels."""
+    sizes = [f"--gateways={gateways}", f"--sequences={sequences}", "--engines=1", "--prompt-tokens=100"]
+    assert redis_load.main(sizes) == 0
+    [found] = json.loads(capsys.readouterr().out)["configurations"]
+    for name, expected in found["expected_step"].items():
+        assert expected / 1.6 < found["step"][name] < expected * 1.6, name
+
+
+def test_a_step_runs_no_more_commands_the_more_gateways_read_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """But for one message per channel."""
+    counts = []
+    for gateways in (TOKEN_CHANNELS * 2, TOKEN_CHANNELS * 8):
+        sizes = [f"--gateways={gateways}", "--sequences=32", "--engines=1", "--prompt-tokens=100"]
+        assert redis_load.main(sizes) == 0
+        [found] = json.loads(capsys.readouterr().out)["configurations"]
+        counts.append(found["step"]["commands"])
+    assert counts[1] <= counts[0] + 2 * TOKEN_CHANNELS
 
 
 def test_sizes_are_options(capsys: pytest.CaptureFixture[str]) -> None:
