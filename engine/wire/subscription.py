@@ -79,6 +79,6 @@ class Subscription:
         if self._asked:
             self._stale = True
             raise RedisTimeout("no reply to a PING")
-        await connection.send_command("PING")
+        await connection.send_command("PING", check_health=False)  # it would read a message as its reply
         self._asked = True
         return None

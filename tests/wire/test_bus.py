@@ -22,8 +22,22 @@ from engine.wire.layout import LAYOUT_VERSION, OUTPUT_COST
 from engine.wire.link import BusDown, VersionMismatch
 from engine.wire.messages import WIRE_VERSION, Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 from engine.wire.records import ExchangeReply
-from tests.pace import patience, python_s
-from tests.wire.sides import LONG_MS, PLENTY, Bus, answer, batch, generate, ids, load, read, read_deltas, take, within
+from tests.pace import patience, python_s, until
+from tests.wire.sides import (
+    LONG_MS,
+    PLENTY,
+    Bus,
+    answer,
+    batch,
+    generate,
+    ids,
+    load,
+    read,
+    read_deltas,
+    subscribed,
+    take,
+    within,
+)
 
 pytestmark = pytest.mark.every_redis
 
@@ -463,6 +477,37 @@ async def test_nothing_is_lost_over_a_restart_of_the_server(own_server: Embedded
     await gateway.submit(generate("c"))
     await asyncio.wait_for(ringing, patience(100))
     assert ids(await take(engine)) == ["c"]
+
+
+async def test_a_gateway_whose_tokens_were_cut_off_says_so_and_misses_none(
+    own_server: EmbeddedRedis, own_bus: Bus
+) -> None:
+    """Redis cuts off a subscriber that reads too slowly, and keeps no message for it."""
+    gateway, engine = await own_bus.gateway(), await own_bus.engine(lease_ms=LONG_MS)
+    await gateway.submit(generate("a"))
+    await take(engine)
+    await gateway.fleet()
+    assert not (await gateway.fleet()).forgotten
+    with redis.Redis.from_url(own_server.url) as client:
+        for position in range(3):  # each is published while the gateway does not listen
+            client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+            await engine.exchange([("g1", batch("a", position))], [], load("e1"), 0, 0)
+        reading = asyncio.create_task(answer(gateway, "a"))
+        await subscribed(client, own_bus.namespace)
+        last = TokenBatch("e1", [Delta("a", 3, [3], Finish("length"))])
+        await engine.exchange([("g1", last)], ["a"], load("e1"), 0, 0)
+        assert await reading == [[0, 1, 2, 3]]
+
+
+async def test_a_subscription_asks_a_silent_server_whether_it_is_there(
+    own_server: EmbeddedRedis, own_bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "BLOCK_MS", 50)
+    gateway, engine = await own_bus.gateway(), await own_bus.engine(lease_ms=LONG_MS)
+    reading = asyncio.create_task(read(gateway, 1))
+    await until(lambda: gateway.rounds > 4)
+    await engine.exchange([("g1", batch("a", 0))], [], load("e1"), 0, 0)
+    assert [one.deltas[0].first for one in await reading] == [0]
 
 
 async def test_without_a_server_the_gateway_hears_so_within_bounds(own_server: EmbeddedRedis, own_bus: Bus) -> None:
