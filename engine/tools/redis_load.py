@@ -220,6 +220,18 @@ def _stored_bytes(client: redis.Redis) -> int:
     return sum(size or 0 for size in pipeline.execute())
 
 
+async def _reading(deployment: _Deployment) -> dict[str, float]:
+    """Return the costs of a reading after each engine has exchanged."""
+    readings = []
+    for _ in range(READINGS):
+        for engine in deployment.engines:
+            await engine.exchange()
+        before = Spent.read(deployment.client)
+        await deployment.gateway.fleet()
+        readings.append(Spent.read(deployment.client) - before)
+    return sum(readings[1:], readings[0]).each(READINGS)
+
+
 async def measure(url: str, size: Size) -> dict[str, Any]:
     """Return the costs of one size."""
     deployment = _Deployment(url, size)
@@ -247,14 +259,8 @@ async def measure(url: str, size: Size) -> dict[str, Any]:
     mark()
     await deployment.gateway.fleet()
     first = mark().each(1)
-    readings = []
-    for _ in range(READINGS):
-        for engine in deployment.engines:
-            await engine.exchange()
-        mark()
-        await deployment.gateway.fleet()
-        readings.append(mark())
-    reading = sum(readings[1:], readings[0]).each(READINGS)
+    reading = await _reading(deployment)
+    mark()
     for _ in range(READINGS):
         await deployment.gateway.fleet()
     quiet = mark().each(READINGS)
