@@ -47,7 +47,6 @@ _.Samples, _.Rag, _.Agent, _.Load
 _.LAYOUT_VERSION
 _.EXPIRY_MS
 _.TOMBSTONE_MS
-_.STREAM_MS
 _.FRONT
 _.MOVES
 _.TAIL
@@ -63,6 +62,7 @@ _.MAX_ATTEMPTS
 _.QUARANTINE
 _.QUARANTINED_MS
 _.RESPONSE_BYTES
+_.TENANTS_SHOWN
 _.COMMAND_WORDS
 
 _.exit_status  # engine/common/errors.py
