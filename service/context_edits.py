@@ -3,6 +3,7 @@
 no edits                                     nothing to do
 clear_thinking_20251015, keep "all"          changes nothing
 clear_thinking_20251015, keep N turns        the thinking of earlier turns is left out
+clear_tool_uses_20250919                     changes nothing while the calls are few: see `_clears_no_calls`
 any other edit                               400: it would change the prompt in a way that this server does not know
 """
 
@@ -18,9 +19,9 @@ from service.refusal import bad_request
 from service.skipped import Skipped
 
 FIELD = "context_management"
-CLEAR_THINKING = "clear_thinking_20251015"
+CLEAR_THINKING, CLEAR_CALLS = "clear_thinking_20251015", "clear_tool_uses_20250919"
 THINKING = ("thinking", "redacted_thinking")
-KEPT_TURNS = 1  # with thinking that stays, where the edit does not say it
+KEPT_TURNS, KEPT_CALLS = 1, 3  # with thinking, and calls of tools, that stay where the edit does not say it
 
 
 def edited(turns: list[Turn], management: dict[str, Any] | None, skipped: Skipped) -> list[Turn]:
@@ -36,6 +37,9 @@ def edited(turns: list[Turn], management: dict[str, Any] | None, skipped: Skippe
     if not isinstance(edits, list) or not all(isinstance(edit, dict) for edit in edits):
         raise bad_request("invalid_type", f"{FIELD}.edits: must be a list of edits", f"{FIELD}.edits", "a list")
     for at, edit in enumerate(edits):
+        if edit.get("type") == CLEAR_CALLS and _clears_no_calls(turns, edit):
+            skipped.add(FIELD)
+            continue
         if edit.get("type") != CLEAR_THINKING:
             kind = str(shown(str(edit.get("type"))))
             message = f"{FIELD}.edits[{at}].type: editing of the context by '{kind}' is not served"
@@ -46,6 +50,16 @@ def edited(turns: list[Turn], management: dict[str, Any] | None, skipped: Skippe
         else:
             turns = _without_thinking(turns, keep)
     return turns
+
+
+def _clears_no_calls(turns: list[Turn], edit: dict[str, Any]) -> bool:
+    """Return whether an edit surely clears no call: it keeps as many as there are, or begins with more."""
+    blocks = [block for turn in turns if not isinstance(turn.content, str) for block in turn.content]
+    calls = sum(block.type == "tool_use" for block in blocks)
+    keep, trigger = edit.get("keep") or {"value": KEPT_CALLS}, edit.get("trigger")
+    kept = keep.get("value") if isinstance(keep, dict) else None
+    first = trigger.get("value") if isinstance(trigger, dict) and trigger.get("type") == "tool_uses" else None
+    return (isinstance(kept, int) and calls <= kept) or (isinstance(first, int) and calls < first)
 
 
 def _turns_to_keep(param: str, keep: Any) -> int | None:

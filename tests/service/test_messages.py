@@ -407,7 +407,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "unsupported"),
     ({"container": "x"}, "container", "unsupported"),
     (
-        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        {"context_management": {"edits": [{"type": "compact_20260112"}]}},
         "context_management.edits[0].type",
         "unsupported",
     ),

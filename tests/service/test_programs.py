@@ -10,7 +10,7 @@ import pytest
 from aiohttp import ClientSession
 
 from service import messages, responses
-from service.api import NO_DEFAULTS, ValidRequest, parse_chat
+from service.api import NO_DEFAULTS, Refusal, ValidRequest, parse_chat
 from service.config import GatewayConfig
 from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
@@ -350,6 +350,26 @@ def test_documents_and_results_of_messages_reach_the_model(tools_tokenizer: Toke
         "server_tool_use",
         "web_search_tool_result",
     ]
+
+
+def test_an_edit_of_calls_is_accepted_while_it_clears_none() -> None:
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "sh", "input": {}}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "1"}]}
+    plain: dict[str, Any] = {"type": "clear_tool_uses_20250919"}
+    for calls, edit, served in (
+        (3, plain, True),
+        (4, plain, False),
+        (4, {**plain, "keep": {"type": "tool_uses", "value": 4}}, True),
+        (4, {**plain, "trigger": {"type": "tool_uses", "value": 5}}, True),
+        (5, {**plain, "trigger": {"type": "tool_uses", "value": 5}}, False),
+        (4, {**plain, "trigger": {"type": "input_tokens", "value": 10**6}}, False),
+    ):
+        fields = {"messages": [HI, *[use, result] * calls], "context_management": {"edits": [edit]}}
+        if served:
+            assert parsed(MESSAGES, **fields).unknown == ("context_management",)
+        else:
+            with pytest.raises(Refusal, match="clear_tool_uses"):
+                parsed(MESSAGES, **fields)
 
 
 def test_thinking_of_earlier_turns_is_cleared_where_asked() -> None:
