@@ -18,6 +18,7 @@ import msgspec
 from prometheus_client import make_wsgi_app, start_http_server
 
 from engine.common.errors import OperatorError
+from engine.common.web_pages import allows_host, is_foreign, is_loopback
 from engine.metrics import Telemetry
 
 
@@ -34,7 +35,7 @@ class Page:
         """`check` has the loop check the block accounting, see AccountingChecks.request_check().
 
         Raises PageError when the port is taken."""
-        self._telemetry, self._check = telemetry, check
+        self._telemetry, self._check, self._host = telemetry, check, host
         self._server: WSGIServer
         self._thread: threading.Thread
         try:
@@ -60,6 +61,10 @@ class Page:
             ill = "warming" if self._telemetry.warming else alive
             return _json(start, "503 Service Unavailable" if ill else "200 OK", {"status": ill or "ok"})
         if path == "/debug/accounting" and environ["REQUEST_METHOD"] == "POST" and self._check is not None:
+            host, origin, site = (environ.get(f"HTTP_{name}") for name in ("HOST", "ORIGIN", "SEC_FETCH_SITE"))
+            rebound = is_loopback(self._host) and not allows_host(host, ())
+            if rebound or is_foreign("POST", host, origin, site):
+                return _json(start, "403 Forbidden", {"error": "web pages may not ask for a check"})
             try:
                 finding = self._check()
             except TimeoutError:

@@ -46,6 +46,7 @@ from service.status import Status
 from service.streams import Streams
 from service.tenants import Tenants, TenantsError
 from service.tokenizer import ModelError, Tokenizer, served_name, served_names
+from service.web_guard import WebGuard
 
 log = logging.getLogger("quire.gateway")
 
@@ -99,7 +100,13 @@ class Gateway:
             self.capacity,
             quotas,
             config.path_prefix,
-            Cors(config.cors_origins),
+            cors := Cors(config.cors_origins),
+            WebGuard(
+                host="" if config.uds else config.host,  # no browser reaches a socket
+                guarded=tenants.guarded,
+                allowed_hosts=config.allowed_hosts,
+                cors=cors,
+            ),
         )
 
     def runner(self, *, shutdown_timeout: float = 1.0) -> web.AppRunner:

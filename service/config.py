@@ -125,6 +125,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "Empty: none but pages of this very server."
         ),
     ] = []
+    allowed_hosts: Annotated[
+        list[str],
+        Meta(
+            description="Names in the Host header that are served besides those of this machine (localhost, 127.0.0.1, "
+            "[::1]), such as llm.example.com; '*': any. Without keys and tenants, a gateway on a loopback address "
+            "refuses other names, so that no web page reaches it under a name of its own. Set it behind a proxy that "
+            "passes Host on. With keys or at another address, names are checked only if this is set."
+        ),
+    ] = []
     tenants: Annotated[
         str,
         Meta(

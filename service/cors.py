@@ -29,6 +29,10 @@ class Cors:
         """`origins`: such as https://example.com; "*" stands for any."""
         self._any, self._origins = "*" in origins, frozenset(origins)
 
+    def allows(self, origin: str | None) -> bool:
+        """Return whether pages of an origin may use the API."""
+        return origin is not None and (self._any or origin in self._origins)
+
     def headers(self, request: web.BaseRequest) -> dict[str, str]:
         """Return the headers by which a browser passes an answer on; none for an origin that is not allowed."""
         if not self._origins:

@@ -27,6 +27,7 @@ from service.metrics import Telemetry
 from service.open_request import HandedOver
 from service.quotas import Quotas
 from service.tenants import Tenant, Tenants
+from service.web_guard import WebGuard
 
 log = logging.getLogger("quire.gateway")
 
@@ -86,9 +87,11 @@ class Middleware:
         quotas: Quotas,
         root_path: str = "",
         cors: Cors | None = None,
+        guard: WebGuard | None = None,
     ) -> None:
         """`root_path`: what paths may begin with, besides nothing: "" or "/" and words, without a slash at the end."""
         self._root, self._cors = root_path, cors or Cors(())
+        self._guard = guard or WebGuard(host="", guarded=tenants.guarded)
         self._telemetry, self._tenants, self._quotas = telemetry, tenants, quotas
         self._connections, self._capacity = connections, capacity
 
@@ -122,6 +125,7 @@ class Middleware:
         """Return the status to record, and the response."""
         try:
             self._connections.check(request, request[PATH])
+            self._guard.check(request)
             if (answer := self._cors.preflight(request)) is not None:  # a browser asks it without a key
                 return answer.status, answer
             self._authenticate(request)
