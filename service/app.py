@@ -45,6 +45,7 @@ from service.quotas import Quotas
 from service.status import Status
 from service.streams import Streams
 from service.tenants import Tenants, TenantsError
+from service.tenants_watch import TenantsWatch
 from service.tokenizer import ModelError, Tokenizer, served_name, served_names
 from service.web_guard import WebGuard
 
@@ -219,7 +220,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
     Raises StartError, and Unserviceable when it cannot read tokens or engines any more."""
     gateway_id = config.gateway_id or settings.process_name()
     try:
-        tenants = Tenants(config.api_keys, config.tenants, config.admin_keys)
+        tenants = Tenants(config.api_keys, config.tenants, config.admin_keys, config.highest_priority)
         tokenizer = Tokenizer(
             config.model,
             literal_content=config.literal_content,
@@ -231,7 +232,8 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
         EnginePages(config.engine_metrics)
     except (TenantsError, ModelError, ObjectivesError, EnginePagesError) as error:
         raise StartError(str(error)) from None
-    async with _templates_of(tokenizer), _streams(config, gateway_id) as (streams, telemetry):
+    watch = TenantsWatch(tenants, config.tenants)
+    async with watch.watching(), _templates_of(tokenizer), _streams(config, gateway_id) as (streams, telemetry):
         before, allowed = open_files.raise_limit()
         gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, allowed, defaults)
         if chosen := generation_config.describe(defaults):

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from engine.wire.messages import PRIORITIES
+
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Frozen after start.  `engine.common.settings.load` fills it from flags, environment and a file."""
@@ -142,6 +144,17 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "tenants."
         ),
     ] = ""
+    highest_priority: Annotated[
+        int,
+        Meta(
+            ge=PRIORITIES[0],
+            le=PRIORITIES[1],
+            description="The lowest number that `priority` of a request may have, if its key has no bound of its own "
+            "(highest_priority in the tenants file). Lower numbers run first within a tenant. A request that asks for "
+            "a lower one gets this one, and x-unknown-fields of its answer names the field. 0: normal and low ones "
+            "only. Admin keys have no bound.",
+        ),
+    ] = 0
     inference_headers: Annotated[
         bool,
         Meta(

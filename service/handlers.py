@@ -100,7 +100,7 @@ class Handlers:
         self.bodies = Bodies(config)
         self._work = RequestWork(config, streams, capacity)
         self.tokens = TokenEndpoints(
-            config, tokenizer, streams, self.bodies, capacity, self._work, model=model, served=served
+            config, tokenizer, streams, self.bodies, capacity, self._work, quotas, model=model, served=served
         )
         self._grammars = GrammarChecks()
         self._inference_headers = InferenceHeaders(config)
@@ -305,12 +305,8 @@ class Handlers:
         timeout_s = api.header_timeout(request.headers.get("X-Request-Timeout"), config)
         longest_wait_s = api.header_queue_wait(request.headers.get("X-Max-Queue-Wait"), config)
         valid, size = await self._parse(request, body, parse, prefix, timeout_s)
-        valid = msgspec.structs.replace(
-            valid,
-            cache_salt=tenant.salt(valid.cache_salt),
-            priority=valid.priority if priority is None else priority,
-            unknown=(),
-        )
+        priority = _right_to(tenant, valid.priority, request[METER]) if priority is None else priority
+        valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt), priority=priority, unknown=())
         limits = await self._limits(valid, longest_wait_s)
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._work.max_tokens())
         valid = await self._forbid(valid, size)
@@ -537,3 +533,10 @@ def _stream_of(request: web.Request) -> tuple[str, Position | None]:
         return given, None
     at = Position.parse(given)
     return at.request_id, at
+
+
+def _right_to(tenant: Tenant, asked: int, meter: Meter) -> int:
+    """Return the priority that a key has a right to.  If it is a lower one, a header of the answer names the field."""
+    if (priority := tenant.priority(asked)) != asked:
+        meter.record_unknown(("priority",))
+    return priority

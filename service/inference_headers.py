@@ -70,7 +70,7 @@ class InferenceHeaders:
                 limit, given = "1 to 64 of a-z, A-Z, 0-9, '_', '-' and '.'", str(shown(fairness_id))
                 message = f"{FAIRNESS_ID}: must be {limit}, got {given!r}"
                 raise Refusal(400, "invalid_value", message, param=FAIRNESS_ID, limit=limit, given=given)
-            tenant = Tenant(PREFIX + fairness_id)
+            tenant = Tenant(PREFIX + fairness_id, highest_priority=tenant.highest_priority)
         return Placed(tenant, priority)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import uuid
 from collections.abc import AsyncIterator, Sequence
 
 from aiohttp import web
@@ -78,6 +79,21 @@ class Quotas:
             if not hold.queued:
                 await self._restore(request, tenant.name, tenant.quota, request_id)
             raise
+
+    async def count(self, request: web.Request, tenant: Tenant) -> None:
+        """Count a request that needs no engine among those per minute.  Raises OverQuota, or Refusal(503)."""
+        if tenant.quota is None or tenant.quota.requests_per_minute is None:
+            return
+        if self._streams.trouble is not None:
+            raise unavailable()
+        try:
+            taken = await self._streams.quotas.count(tenant.name, tenant.quota, uuid.uuid4().hex)
+        except BusDown:
+            raise unavailable() from None
+        request[BUCKETS] = taken.buckets
+        if taken.used_up is not None:
+            self._telemetry.count(QUOTA_REFUSALS, 1, self._telemetry.tenant_label(tenant.name), NAMES[taken.used_up])
+            raise _refusal(tenant.quota, taken.used_up, taken, [])
 
     async def _restore(self, request: web.Request, tenant: str, quota: Quota, request_id: str) -> None:
         if self._streams.trouble is None:  # else the bucket fills within a minute

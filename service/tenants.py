@@ -4,11 +4,15 @@ A file of tenants is TOML, one table for each tenant.  It holds SHA-256 digests 
 
     [acme]
     weight = 2.0                    # > 0: its share of a busy fleet, relative to the others
+    highest_priority = -10          # the lowest number that `priority` of its requests may have; see --highest-priority
     admin = true                    # its keys have the admin scope: they may watch the engines; false if left out
     key_sha256 = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
     requests_per_minute = 600       # quotas, shared by all gateways; leave one out and it is unlimited
     tokens_per_minute = 200000      # prompt and output tokens
     max_requests = 50               # requests at once, queued ones included
+
+    [acme.key_priority]             # for single keys of the tenant, by digest: in place of highest_priority
+    9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 = 5
 """
 
 from __future__ import annotations
@@ -22,13 +26,14 @@ from collections.abc import Iterable
 import msgspec
 
 from engine.common.errors import OperatorError
+from engine.wire.messages import PRIORITIES
 from engine.wire.quotas import Quota
 from service.api import Refusal
 
 SALT_BYTES = 16  # of a salt's digest
 QUOTAS = Quota.__struct_fields__
 MOST_QUOTA = 10**9  # beyond it a bucket would miscount single tokens
-SETTINGS = ("weight", "key_sha256", "admin", *QUOTAS)
+SETTINGS = ("weight", "key_sha256", "admin", "highest_priority", "key_priority", *QUOTAS)
 
 
 class TenantsError(OperatorError):
@@ -46,12 +51,17 @@ class Tenant(msgspec.Struct, frozen=True):
     weight: float = 1.0
     quota: Quota | None = None  # None: unlimited
     admin: bool = False  # its keys have the admin scope
+    highest_priority: int = 0  # lowest number that `priority` of its requests may have: lower ones run first
 
     def require_admin(self) -> None:
         """Raise Refusal(403) without the admin scope."""
         if not self.admin:
             message = "Authorization: this key lacks the admin scope (--admin-keys, or admin = true of its tenant)"
             raise Refusal(403, "admin_only", message)
+
+    def priority(self, asked: int) -> int:
+        """Return the priority of a request that asks for one: at most the highest that its key has a right to."""
+        return max(asked, self.highest_priority)
 
     def salt(self, asked: str) -> str:
         """Return the prefix-cache namespace for a client's own `cache_salt`.
@@ -67,23 +77,39 @@ class Tenant(msgspec.Struct, frozen=True):
 class Tenants:
     """All known keys.  Without any key, every client has access and shares one tenant."""
 
-    def __init__(self, api_keys: Iterable[str] = (), path: str = "", admin_keys: Iterable[str] = ()) -> None:
-        """`api_keys` and `admin_keys` belong to the nameless tenant of weight 1; the latter have the admin scope.
-        `path` is a file as above, or "".  Without any key, every client has the admin scope.
+    def __init__(
+        self, api_keys: Iterable[str] = (), path: str = "", admin_keys: Iterable[str] = (), highest_priority: int = 0
+    ) -> None:
+        """`api_keys` and `admin_keys` belong to the nameless tenant of weight 1; the latter have the admin scope, and
+        may use any priority.  `path` is a file as above, or "".  Without any key, every client has the admin scope.
+        `highest_priority`: of all keys without a bound of their own.
 
         Raises TenantsError: the file is unreadable, a name, weight, digest or field is invalid, a key occurs twice."""
-        self._of = {_digest(key): Tenant() for key in api_keys if key}
-        self._of |= {_digest(key): Tenant(admin=True) for key in admin_keys if key}
-        self._open = not self._of and not path
-        if path:
-            self._read(path)
+        self._highest = highest_priority
+        self._path = path
+        self._options = {_digest(key): Tenant(highest_priority=highest_priority) for key in api_keys if key}
+        admin = Tenant(admin=True, highest_priority=PRIORITIES[0])
+        self._options |= {_digest(key): admin for key in admin_keys if key}
+        self._open = not self._options and not path
+        self._of = self._options
+        self.reload()
 
     @property
     def guarded(self) -> bool:
         """Whether a key is needed."""
         return not self._open
 
-    def _read(self, path: str) -> None:
+    def reload(self) -> int:
+        """Read the file again and return the number of its keys.  A key that it no longer has is unknown from now on.
+
+        Raises TenantsError for a file that cannot be used; then nothing changes."""
+        found = self._read(self._path) if self._path else {}
+        self._of = self._options | found
+        return len(found)
+
+    def _read(self, path: str) -> dict[str, Tenant]:
+        """Return the tenant of each digest in a file.  Raises TenantsError."""
+        tenants: dict[str, Tenant] = {}
         try:
             with open(path, "rb") as file:
                 tables = tomllib.load(file)
@@ -100,27 +126,27 @@ class Tenants:
             if unknown := sorted(table.keys() - set(SETTINGS)):
                 there = f"{', '.join(SETTINGS[:-1])} and {SETTINGS[-1]}"
                 raise TenantsError(f"{where}: {unknown[0]} is not a setting; there are {there}")
-            weight, digests = table.get("weight"), table.get("key_sha256")
-            if weight is None:
-                raise TenantsError(f"{where} has no weight; it must be a number > 0")
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-                raise TenantsError(f"{where}: weight is {weight!r}; it must be a number > 0")
+            weight, digests = _weight(table, where), table.get("key_sha256")
             quota, admin = _quota(table, where), _admin(table, where)
+            highest = _priority(table.get("highest_priority", self._highest), f"{where}: highest_priority")
             if not isinstance(digests, list) or not digests:
                 raise TenantsError(f"{where}: key_sha256 must be a list of at least one digest")
             for digest in digests:
                 if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
                     raise TenantsError(f"{where}: key_sha256 holds {digest!r}; it must be 64 digits of 0-9a-f")
-                if digest in self._of:
+                if digest in tenants or digest in self._options:
                     raise TenantsError(f"{where}: the key with digest {digest[:8]}... is given twice")
-                self._of[digest] = Tenant(name, float(weight), quota, admin)
+                tenants[digest] = Tenant(name, weight, quota, admin, highest)
+            for digest, bound in _key_priorities(table, where, digests).items():
+                tenants[digest] = msgspec.structs.replace(tenants[digest], highest_priority=bound)
+        return tenants
 
     def of(self, authorization: str) -> Tenant:
         """Return the tenant of the key in an Authorization header.  Raises Refusal(401) for an unknown key.
 
         Keys are looked up by digest, so the time taken does not reveal where a guess was wrong."""
         if self._open:
-            return Tenant(admin=True)
+            return Tenant(admin=True, highest_priority=self._highest)
         scheme, _, key = authorization.partition(" ")
         tenant = self._of.get(_digest(key.strip()))
         if scheme.lower() != "bearer" or tenant is None:
@@ -132,6 +158,16 @@ class Tenants:
 
         Only the key that made a request may resume it."""
         return "" if self._open else _digest(authorization.partition(" ")[2].strip())
+
+
+def _weight(table: dict[str, object], where: str) -> float:
+    """Return a tenant's share.  Raises TenantsError, whose text begins with `where`."""
+    weight = table.get("weight")
+    if weight is None:
+        raise TenantsError(f"{where} has no weight; it must be a number > 0")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise TenantsError(f"{where}: weight is {weight!r}; it must be a number > 0")
+    return float(weight)
 
 
 def _quota(table: dict[str, object], where: str) -> Quota | None:
@@ -151,6 +187,22 @@ def _admin(table: dict[str, object], where: str) -> bool:
     if not isinstance(admin, bool):
         raise TenantsError(f"{where}: admin is {admin!r}; it must be true or false")
     return admin
+
+
+def _priority(value: object, where: str) -> int:
+    """Return a bound of priorities.  Raises TenantsError, whose text begins with `where`."""
+    first, last = PRIORITIES
+    if isinstance(value, bool) or not isinstance(value, int) or not first <= value <= last:
+        raise TenantsError(f"{where} is {value!r}; it must be a whole number from {first} (first) to {last}")
+    return value
+
+
+def _key_priorities(table: dict[str, object], where: str, digests: list[str]) -> dict[str, int]:
+    """Return the bounds of single keys of a tenant, by digest.  Raises TenantsError."""
+    bounds = table.get("key_priority", {})
+    if not isinstance(bounds, dict) or not set(bounds) <= set(digests):
+        raise TenantsError(f"{where}: key_priority must be a table of digests of key_sha256, with a number for each")
+    return {digest: _priority(value, f"{where}: key_priority.{digest[:8]}...") for digest, value in bounds.items()}
 
 
 def _digest(key: str) -> str:

@@ -13,7 +13,8 @@ from service.bodies import Bodies
 from service.config import GatewayConfig
 from service.fields import Endpoint
 from service.limits import VALUES
-from service.middleware import METER, Capacity
+from service.middleware import METER, TENANT, Capacity
+from service.quotas import Quotas
 from service.refusal import renaming
 from service.request_work import RequestWork, cut_after
 from service.skipped import left_out
@@ -34,6 +35,7 @@ class TokenEndpoints:
         bodies: Bodies,
         capacity: Capacity,
         work: RequestWork,
+        quotas: Quotas,
         *,
         model: str,
         served: api.Served,
@@ -41,6 +43,7 @@ class TokenEndpoints:
         self._config, self._tokenizer, self._streams = config, tokenizer, streams
         self._bodies, self._capacity = bodies, capacity
         self._work, self._model, self._served = work, model, served
+        self._quotas = quotas
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize."""
@@ -87,6 +90,7 @@ class TokenEndpoints:
         self, request: web.Request, kind: type[B], endpoint: Endpoint, max_values: int
     ) -> tuple[B, int]:
         """Return the body of /tokenize or /detokenize, and its size in bytes.  Raises Refusal."""
+        await self._quotas.count(request, request[TENANT])
         async with self._bodies.read(request, max_values) as body:
             size = len(body.data)
             asked, unknown = await self._work.offload(size, api.decode_all, body.data, kind, endpoint, self._config)
@@ -107,6 +111,7 @@ class TokenEndpoints:
         """POST /v1/messages/count_tokens: the prompt that POST /v1/messages would make, without an answer."""
         config = self._config
         with renaming(messages.NAMES), self._capacity.occupy():
+            await self._quotas.count(request, request[TENANT])
             async with self._bodies.read(request) as body:
                 size = len(body.data)
                 parse = messages.parse_count

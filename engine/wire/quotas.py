@@ -75,6 +75,10 @@ class QuotaStore:
         tokens of all its continuations) of each."""
         return await self._take(tenant, quota, request_id, deadline_ms, *(count for pair in prompts for count in pair))
 
+    async def count(self, tenant: str, quota: Quota, request_id: str) -> Taken:
+        """Take one request of those per minute, for work that needs no engine."""
+        return await self._take(tenant, msgspec.structs.replace(quota, max_requests=None), request_id, 0)
+
     async def look(self, tenant: str, quota: Quota) -> Buckets:
         """Return what is left; takes nothing."""
         return (await self._take(tenant, quota, "", 0)).buckets

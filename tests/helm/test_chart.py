@@ -296,6 +296,14 @@ def test_redis_refuses_before_the_kernel_kills_it(memory: str | int, maxmemory: 
     assert command[command.index("--maxmemory-policy") + 1] == "noeviction"
 
 
+def test_no_password_is_an_argument() -> None:
+    """The process list of a node shows arguments; `$(NAME)` would be replaced by the password there."""
+    for pod in pods(rendered({})).values():
+        for container in pod["containers"]:
+            words = [*container.get("command", ()), *container.get("args", ())]
+            assert not [word for word in words if "$(REDIS_PASSWORD)" in word]
+
+
 def test_redis_without_a_memory_limit_has_no_maxmemory() -> None:
     (container,) = pods(rendered({"redis": {"bundled": {"resources": {"limits": None}}}}))["redis"]["containers"]
     assert "--maxmemory" not in container["command"]

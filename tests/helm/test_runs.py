@@ -156,19 +156,20 @@ class Node:
         """With the machine's Redis under the image's names, on a port of its own."""
         binary, port = server_binary(), self.ports["redis"]
         for name, words in {
-            "valkey-server": f"{binary} --port {port}",
-            "valkey-cli": f"{binary.parent}/redis-cli -p {port}",
+            # `-`, the configuration on standard input, comes before the port; `--save ""` and the like come after it
+            "valkey-server": f'first=$1\nshift\nexec {binary} "$first" --port {port} "$@"',
+            "valkey-cli": f'exec {binary.parent}/redis-cli -p {port} "$@"',
         }.items():
             script = self.folder / "bin" / name
-            # `--save ""` and the like come after the port
-            script.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+            script.write_text(f"#!/bin/sh\n{words}\n")
             script.chmod(0o755)
         container = self.container("redis")
         env = self.environment("redis", container)
         command = [self.here(self._expand(word, env)) for word in container["command"]]
         log = (self.folder / "redis.log").open("wb")
         with log:
-            return subprocess.Popen(command, executable=self.folder / "bin" / command[0], stdout=log, stderr=log)
+            path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+            return subprocess.Popen(command, env={"PATH": path, **env}, stdout=log, stderr=log)
 
     def probe(self, component: str, name: str) -> bool:
         """One of the container's probes, once."""

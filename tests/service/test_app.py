@@ -418,15 +418,20 @@ async def test_a_key_brings_its_tenant_along(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     path = tmp_path / "tenants.toml"
-    path.write_text(f"[acme]\nweight = 2\nkey_sha256 = ['{hashlib.sha256(b'secret').hexdigest()}']\n")
+    digest = hashlib.sha256(b"secret").hexdigest()
+    path.write_text(f"[acme]\nweight = 2\nhighest_priority = -1\nkey_sha256 = ['{digest}']\n")
     served = await serve(tenants=str(path))
     async with engine(says(byte_level_tokenizer)) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
         assert (await raw(served.session, "/v1/completions", prompt="a"))[0] == 401
         served.session.headers["Authorization"] = "Bearer secret"
-        assert (await raw(served.session, "/v1/completions", prompt="a", priority="high", cache_salt="x"))[0] == 200
+        status, _, headers = await raw(served.session, "/v1/completions", prompt="a", priority=-100, cache_salt="x")
         [order] = fake.seen
-        assert (order.tenant, order.weight, order.priority) == ("acme", 2.0, -1)
+        assert (status, order.tenant, order.weight, order.priority) == (200, "acme", 2.0, -1)
+        assert headers["x-unknown-fields"] == "priority"  # the key has no right to more
+        _, _, headers = await raw(served.session, "/v1/completions", prompt="a", priority="low")
+        assert fake.seen[-1].priority == 1
+        assert "x-unknown-fields" not in headers
         assert order.cache_salt == Tenant("acme").salt("x")
 
 

@@ -280,3 +280,23 @@ def test_quotas_of_the_file_reach_the_tenant(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_durations_are_openais(ms: float, text: str) -> None:
     assert duration(ms) == text
+
+
+async def test_counting_tokens_takes_requests_per_minute_and_no_place(serve: Serve, tmp_path: Path) -> None:
+    served = await serve(tenants=tenants_file(tmp_path, requests_per_minute=1, max_requests=1, tokens_per_minute=50))
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/tokenize", {"model": "tiny", "prompt": "a" * 100}),
+        ("/detokenize", {"model": "tiny", "tokens": [40, 41]}),
+        ("/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}),
+    ]
+    async with served.session.post(bodies[0][0], json=bodies[0][1], headers=KEY) as response:
+        assert response.status == 200
+    assert (await left(served))[1] == 50
+    for path, body in bodies:
+        async with served.session.post(path, json=body, headers=KEY) as response:
+            error = (await response.json())["error"]
+            assert response.status == 429, path
+            assert "requests_per_minute: 1 requests every 60 s" in error["message"]
+            assert float(response.headers["retry-after"]) > 0
+        async with served.session.post(path, json=body, headers=FREE) as response:
+            assert response.status == 200

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from service.api import Refusal
 from service.tenants import Tenant, Tenants, TenantsError
+from service.tenants_watch import TenantsWatch
+from tests.service.fakes import settled
 
 
 def digest(key: str) -> str:
@@ -98,3 +102,65 @@ def test_a_bad_file_is_named_with_what_is_wrong(tmp_path: Path, text: str, messa
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(TenantsError, match="No such file"):
         Tenants((), str(tmp_path / "none.toml"))
+
+
+def test_priorities_are_a_right_of_tenant_and_key(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        f"[acme]\nweight = 1\nhighest_priority = -10\nkey_sha256 = ['{digest('a')}', '{digest('batch')}']\n"
+        f"key_priority = {{ {digest('batch')} = 50 }}\n"
+        f"[b]\nweight = 1\nkey_sha256 = ['{digest('b')}']\n",
+    )
+    tenants = Tenants(["plain"], path, ["root"])
+    found = {key: tenants.of(f"Bearer {key}").priority(-100) for key in ("a", "batch", "b", "plain", "root")}
+    assert found == {"a": -10, "batch": 50, "b": 0, "plain": 0, "root": -100}
+    assert tenants.of("Bearer a").priority(7) == 7
+    assert Tenants().of("").priority(-1) == 0
+    assert Tenants(["k"], highest_priority=-5).of("Bearer k").priority(-100) == -5
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("highest_priority = 101", "highest_priority is 101; it must be a whole number from -100 (first) to 100"),
+        ("highest_priority = true", "highest_priority is True; "),
+        ("key_priority = 3", "key_priority must be a table of digests of key_sha256"),
+        (f"key_priority = {{ {digest('c')} = 1 }}", "key_priority must be a table of digests of key_sha256"),
+        (f"key_priority = {{ {digest('a')} = 1.5 }}", f"key_priority.{digest('a')[:8]}... is 1.5; it must be"),
+    ],
+)
+def test_a_wrong_bound_of_priorities_is_named(tmp_path: Path, setting: str, why: str) -> None:
+    path = write(tmp_path, f"[acme]\nweight = 1\n{setting}\nkey_sha256 = ['{digest('a')}']\n")
+    with pytest.raises(TenantsError) as error:
+        Tenants((), path)
+    assert str(error.value).startswith(f"{path}: tenant 'acme': {why}")
+
+
+async def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path, f"[acme]\nweight = 1\nkey_sha256 = ['{digest('old')}']\n")
+    tenants = Tenants(["plain"], path)
+
+    def known(key: str) -> bool:
+        try:
+            return bool(tenants.of(f"Bearer {key}"))
+        except Refusal:
+            return False
+
+    async with TenantsWatch(tenants, path, look_s=0.01).watching():
+        write(tmp_path, "[acme]\nweight = 0\n")
+        await settled(lambda: "is not used" in caplog.text)
+        assert known("old")
+        os.remove(path)
+        await settled(lambda: "No such file" in caplog.text)
+        assert known("old")
+        (tmp_path / "next").write_text(f"[acme]\nweight = 1\nkey_sha256 = ['{digest('new')}']\n")
+        os.replace(tmp_path / "next", path)  # as mounted secrets change
+        await settled(lambda: known("new"))
+        assert not known("old")
+        assert known("plain")
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            await settled(lambda: "read the file of tenants again" in caplog.text)

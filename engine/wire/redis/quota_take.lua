@@ -1,7 +1,8 @@
 -- Take what a request may use of its tenant's quotas: all of it or nothing.
 -- `requests`, `tokens`: quotas a minute; `at_once`: most requests that have not ended; '' for no such quota.
 -- `request`: id without a prompt's number; '' only reads the buckets.
--- Then for each prompt: its tokens, most output tokens of all its continuations.
+-- Then for each prompt: its tokens, most output tokens of all its continuations.  Without prompts the request counts
+-- for a minute only: no engine gets it, so it never ends.
 -- Returns {quota that is used up ('' for none), ms until its bucket has enough, ms until the buckets of requests and of
 -- tokens are full}.
 local tenant, requests, tokens, at_once, request, deadline = unpack(ARGV, 1, 6)
@@ -57,6 +58,7 @@ local function take()
   for bucket, ms in pairs(cost) do
     if ms > 0 then shift_bucket(tenant, bucket, ms, now) end
   end
+  if prompts == 0 then return outlive(key, QUOTA_MS + EXPIRY_MS) end
   call('HSET', held, request, string.format('%d %d %.6f', prompts, now, cost.requests))
   for i = 0, prompts - 1 do
     local size, output = unpack(ARGV, FIRST + 2 * i, FIRST + 2 * i + 1)
