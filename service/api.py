@@ -23,6 +23,7 @@ from service import best_of
 from service.beams import BeamFields, beams_of, fit_beams, refuse_calls, searched, unserved
 from service.client_tools import Called, allowed_tools, chat_tools
 from service.config import GatewayConfig
+from service.echo import last_answer
 from service.fields import Endpoint, undeclared
 from service.grammar import Constraint, asked
 from service.grammar_errors import NotServed
@@ -183,7 +184,8 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     best: int = 0  # of the `n` continuations of a prompt, the likeliest that are returned; 0: all
     hide_logprobs: bool = False  # log probabilities only rank the continuations
     hide_reasoning: bool = False  # reasoning is left out of the answer
-    repeated: str = ""  # chat: the last message, of the assistant, which the answer's content begins with
+    repeated: list[str] = []  # chats with `echo`: of each the text that its answers begin with
+    conversations: list[list[dict[str, Any]]] = []  # further chats, each a prompt of its own; `messages` is the first
 
     @property
     def width(self) -> int:
@@ -619,17 +621,11 @@ def chat_request(
         max_tokens=max_tokens,
         echo=False,
         hide_reasoning=asked.include_reasoning is False,
-        repeated=_last_answer(messages) if asked.echo else "",
+        repeated=[last_answer(messages)] if asked.echo else [],
         chat=True,
         unknown=unknown,
         **best_of.with_scores(fields),
     )
-
-
-def _last_answer(messages: list[dict[str, Any]]) -> str:
-    """Return the text of the last message if it is the assistant's, as `echo` of a chat repeats it; else ""."""
-    content = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 class EngineLimits(msgspec.Struct, frozen=True):

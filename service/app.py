@@ -28,7 +28,7 @@ from engine.common.tracing import Tracing
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from engine.wire.messages import Finish, Sampling
-from service import api, generation_config, memory, openapi
+from service import api, chat_batch, generation_config, memory, openapi
 from service.config import GatewayConfig
 from service.connections import Connections
 from service.cors import Cors
@@ -132,6 +132,10 @@ class Gateway:
         routes = [
             web.post("/v1/completions", handlers.completions),
             web.post("/v1/chat/completions", handlers.chat),
+            web.post(
+                "/v1/chat/completions/batch", partial(handlers.answer, parse=chat_batch.parse, prefix="chatcmpl-")
+            ),
+            web.post("/invocations", partial(handlers.answer, parse=chat_batch.parse_invocation, prefix="")),
             web.post("/v1/messages", handlers.messages),
             web.post("/v1/messages/count_tokens", handlers.tokens.count_tokens),
             web.post("/v1/responses", handlers.responses),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
+from typing import Any
 
 
 def aligned(text: str, pieces: Iterable[bytes]) -> tuple[str, list[int]]:
@@ -27,3 +28,9 @@ def aligned(text: str, pieces: Iterable[bytes]) -> tuple[str, list[int]]:
         return whole, starts
     more = len(whole) - len(text)
     return text, [max(0, start - more) for start in starts]
+
+
+def last_answer(messages: list[dict[str, Any]]) -> str:
+    """Return the text of a chat's last message if it is the assistant's, as `echo` repeats it; else ""."""
+    content = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

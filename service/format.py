@@ -297,7 +297,7 @@ class Format:
         choice, valid = piece.choice, self._valid
         begins, self._started[choice] = not self._started[choice], True
         role = (
-            self._event(choice, {"delta": {"role": "assistant", "content": valid.repeated}}, None, first=True)
+            self._event(choice, {"delta": {"role": "assistant", "content": self._repeated(choice)}}, None, first=True)
             if begins and valid.chat
             else b""
         )
@@ -316,6 +316,10 @@ class Format:
             self._started[choice] = not begins
             return b""
         return self._event(choice, {"text": text}, piece, first=begins)
+
+    def _repeated(self, choice: int) -> str:
+        """Return the text that a chat's answer begins with."""
+        return self._valid.repeated[choice // self._valid.n] if self._valid.repeated else ""
 
     def _chat_event(self, piece: Piece) -> bytes:
         """Return the event of a piece after the role; the last one holds text and `finish_reason`, as vLLM's does."""
@@ -470,7 +474,11 @@ class Format:
         valid, prompt = self._valid, self._prompts[whole.choice // self._valid.n]
         entry: dict[str, Any] = {"index": whole.choice}
         if valid.chat:
-            message: dict[str, Any] = {"role": "assistant", "content": valid.repeated + whole.text, "refusal": None}
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": self._repeated(whole.choice) + whole.text,
+                "refusal": None,
+            }
             message |= dict.fromkeys(vllm_keys.MESSAGE)
             if whole.reasoning and not valid.hide_reasoning:
                 message["reasoning"] = message["reasoning_content"] = whole.reasoning

@@ -310,7 +310,7 @@ class Handlers:
         limits = await self._limits(valid, longest_wait_s)
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._work.max_tokens())
         valid = await self._forbid(valid, size)
-        valid = await self._constrain(valid, encoded[0], size, tenant, request[METER])
+        valid = await self._constrain(valid, encoded, size, tenant, request[METER])
         rooms = await self._work.offload(size, api.fit, valid, encoded, limits)
         rooms = api.bound_logprobs(valid, encoded, rooms, config)
         prompt_tokens, extra = sum(map(len, encoded)), queue_extra(valid.beams, limits.block_size)
@@ -325,7 +325,7 @@ class Handlers:
             extra_tokens=extra,
         )
         now_ms = streams.redis_ms()
-        request_id = resume.new_id(prefix, now_ms)
+        request_id = resume.new_id(prefix or ("chatcmpl-" if valid.chat else "cmpl-"), now_ms)
         deadline_ms = now_ms + int(valid.timeout_s * 1000)
         given = _trace_context(request)
         trace = request[METER].describe(request_id, valid, tenant.name, prompt_tokens, max(rooms), *given)
@@ -374,11 +374,11 @@ class Handlers:
         return valid
 
     async def _constrain(
-        self, valid: api.ValidRequest, prompt: list[int], size: int, tenant: Tenant, meter: Meter
+        self, valid: api.ValidRequest, prompts: list[list[int]], size: int, tenant: Tenant, meter: Meter
     ) -> api.ValidRequest:
         """Return a request with the reading of its answer, and the grammar that it asks for.  Raises Refusal."""
         tokenizer = self._tokenizer
-        reading = await tokenizer.offload(size, tokenizer.reading, valid, prompt)
+        reading = await tokenizer.offload(size, tokenizer.reading_of_all, valid, prompts)
         valid = msgspec.structs.replace(valid, reading=reading)
         constraint = await tokenizer.offload(size, tokenizer.constraint, valid, valid.reading)
         if constraint is None:

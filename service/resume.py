@@ -56,7 +56,9 @@ class Record(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         """Return the record as it is stored in Redis."""
-        bare = msgspec.structs.replace(self.valid, prompts=[], messages=[], items=[], options=ChatOptions())
+        bare = msgspec.structs.replace(
+            self.valid, prompts=[], messages=[], conversations=[], items=[], options=ChatOptions()
+        )
         return msgspec.msgpack.encode(msgspec.structs.replace(self, valid=bare))
 
     def form(self, request_id: str, vocabulary: list[bytes], *, ids: bool) -> AnswerFormat:

@@ -37,7 +37,7 @@ from service.grammar import Constraint
 from service.history import for_template, refused
 from service.limits import WORD_TOKENS
 from service.literal import LiteralContent, Span
-from service.refusal import limit_refusal
+from service.refusal import bad_request, limit_refusal, renamed
 from service.regions import Reading, find
 from service.template_probe import Dialect, names_in, probe
 from service.template_variables import dialect_by_name, variables_of
@@ -513,6 +513,16 @@ class Tokenizer:
         tools = reduced(options.tools) if responses.casts else []
         return Reading(opening or "", calls=bool(options.tools), tools=tools, parallel=options.parallel)
 
+    def reading_of_all(self, valid: ValidRequest, prompts: list[list[int]]) -> Reading | None:
+        """Return `reading` of several prompts.  Raises Refusal if they differ in how their answers are read."""
+        reading = self.reading(valid, prompts[0])
+        for at, ids in enumerate(prompts[1:] if valid.chat else (), 1):
+            if self.reading(valid, ids) != reading:
+                name = f"messages[{at}]"
+                message = f"{name}: its answer would begin otherwise than that of messages[0], such as within reasoning"
+                raise bad_request("unsupported", message, name)
+        return reading
+
     async def offload(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do a part of the work on a request whose body has `size` bytes: here when it is short, else on a thread.
 
@@ -522,6 +532,16 @@ class Tokenizer:
             return work(*args, **kwargs)
         pool = self._pool if size <= LONG_BYTES else self._long_pool
         return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *args, **kwargs))
+
+    def _encode_one(self, valid: ValidRequest, at: int, budget: TokenBudget) -> list[int]:
+        """Return the token ids of one of the chats of a request.  Raises Refusal."""
+        if not valid.conversations:
+            return self._encode_chat(valid.messages, budget, valid.options)
+        messages = valid.conversations[at - 1] if at else valid.messages
+        try:
+            return self._encode_chat(messages, budget, valid.options)
+        except Refusal as refusal:
+            raise renamed(refusal, (("messages", f"messages[{at}]"),)) from None
 
     async def encode(
         self, valid: ValidRequest, size: int | None = None, *, longest: int = UNLIMITED, total: int = UNLIMITED
@@ -534,7 +554,7 @@ class Tokenizer:
 
         def work() -> list[list[int]]:
             if valid.chat:
-                return [self._encode_chat(valid.messages, budget, valid.options)]
+                return [self._encode_one(valid, at, budget) for at in range(1 + len(valid.conversations))]
             return [
                 self._encode_prompt(prompt, budget, special=valid.special, suffix=valid.suffix)
                 for prompt in valid.prompts

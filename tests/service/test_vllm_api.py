@@ -119,8 +119,8 @@ async def test_echo_repeats_the_answer_that_is_continued(
     ],
 )
 def test_echo_never_repeats_what_is_not_the_assistants(messages: list[dict[str, Any]], repeated: str) -> None:
-    assert chat(messages=messages, echo=True).repeated == repeated
-    assert chat(messages=messages, echo=False).repeated == chat(messages=messages).repeated == ""
+    assert chat(messages=messages, echo=True).repeated == [repeated]
+    assert chat(messages=messages, echo=False).repeated == chat(messages=messages).repeated == []
 
 
 def test_each_choice_of_a_stream_repeats_once() -> None:
