@@ -99,7 +99,7 @@ class LogprobFormat:
         if text is not None:
             entry["bytes"] = list(text)
             if not self._names_are_ids:
-                entry["token"] = text.decode()
+                entry["token"] = text.decode("utf-8", "replace")
         return {**entry, "top_logprobs": top}
 
     def _alternative(self, token: int, logprob: float) -> dict[str, Any]:

@@ -11,6 +11,7 @@ alone, and any gateway can send those after a given number.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from service.history import Message
 from service.limits import shown
 from service.refusal import bad_request, check
 from service.response_items import CALL_PREFIX, Item, Referring, messages_of, resolved, sealed, tools_in, with_ids
+from service.response_logprobs import Entry, ResponseLogprobs
 from service.skipped import Skipped
 from service.tools import ToolRules
 
@@ -48,10 +50,13 @@ UNSERVED = {
     "context_management": "compaction of the context",
     "max_tool_calls": "a bound on the server's own tool calls",
 }
-# Values of `include`: parts of items that never occur here, and the reasoning in a form that a client may send back.
+# Values of `include`: the reasoning in a form that a client may send back, log probabilities, and parts of items that
+# never occur here.
 SEALED = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (
     SEALED,
+    LOGPROBS,
     "file_search_call.results",
     "web_search_call.results",
     "web_search_call.action.sources",
@@ -61,6 +66,7 @@ INCLUDED = (
 )
 PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_", "custom": "ctc_"}  # of the ids of output items
 ARGUMENTS, CUSTOM = "response.function_call_arguments", "response.custom_tool_call_input"
+TURN_PIECES = 256  # of a whole answer, read before other requests run
 SUMMARIES = ("auto", "concise", "detailed")
 
 
@@ -215,6 +221,8 @@ def chat_of(
         reasoning_effort=effort,
         verbosity=(asked.text or {}).get("verbosity"),
         max_tokens=msgspec.UNSET if asked.max_output_tokens is None else asked.max_output_tokens,
+        logprobs=LOGPROBS in (asked.include or ()) or bool(asked.top_logprobs),
+        top_logprobs=asked.top_logprobs,
         temperature=asked.temperature,
         top_p=asked.top_p,
         top_k=asked.top_k,
@@ -233,8 +241,6 @@ def _refuse_unserved(asked: ResponsesBody) -> None:
     for name, feature in UNSERVED.items():
         if getattr(asked, name) not in (None, [], {}, ""):
             raise _unsupported(name, f"{feature} is not served")
-    if asked.top_logprobs:
-        raise _unsupported("top_logprobs", "log probabilities are served by chats", 0, shown(asked.top_logprobs))
     if asked.truncation not in (None, "disabled"):
         raise _unsupported("truncation", "items are not dropped", "disabled", str(shown(asked.truncation)))
     for at, name in enumerate(asked.include or ()):
@@ -279,7 +285,7 @@ def _shown(asked: ResponsesBody, valid: ValidRequest) -> dict[str, Any]:
         "text": {"format": text.get("format") or {"type": "text"}, "verbosity": text.get("verbosity") or "medium"},
         "tool_choice": asked.tool_choice or "auto",
         "tools": asked.tools or [],
-        "top_logprobs": 0,
+        "top_logprobs": asked.top_logprobs or 0,
         "top_p": valid.sampling.top_p,
         "truncation": "disabled",
         "user": asked.user,
@@ -302,6 +308,7 @@ class ResponseFormat(BlockFormat):
         model: str,
         created: int,
         prompt: Prompted,
+        vocabulary: list[bytes],
     ) -> None:
         super().__init__(valid, request_id=request_id, model=model, prompt=prompt)
         self._created = created
@@ -311,6 +318,7 @@ class ResponseFormat(BlockFormat):
         self._names = valid.called
         self._summary = bool(valid.shown.get("reasoning", {}).get("summary"))  # reasoning is shown as its summary
         self._seals = valid.seals
+        self._logprobs = ResponseLogprobs(valid, vocabulary) if valid.sampling.logprobs >= 0 else None
         self.after = -1  # events up to this number are not written
         self.stored = bool(valid.shown.get("store"))  # false once the response could not be stored
 
@@ -318,11 +326,15 @@ class ResponseFormat(BlockFormat):
         super()._count(piece)
         self._reasoning = piece.reasoning_tokens or self._reasoning
         self._finish = piece.finish or self._finish
+        if self._logprobs is not None:
+            self._logprobs.add(piece)
 
     # -- the response
 
     def response(self, status: str = "", error: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the response as far as it was written.  `status`: "" as the answer ended."""
+        if self._logprobs is not None:
+            self._logprobs.end()
         cut = self._finish == "length"
         ended = not status
         return {
@@ -386,7 +398,8 @@ class ResponseFormat(BlockFormat):
         text = "" if begun else block.text
         if block.kind == "reasoning":
             return {"type": "summary_text" if self._summary else "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        scores = [] if begun else self._scores(block)
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
 
     # -- a stream
 
@@ -415,15 +428,23 @@ class ResponseFormat(BlockFormat):
         self._count(piece)
         for step, block, text in self._blocks.add(piece):
             if step == "grow":
-                events.append(self._grow(block, text))
+                events.append(self._grow(block, text, self._scored(block, text)))
             else:
                 events += self._open(block) if step == "open" else self._close(block)
         return b"".join(events)
 
+    def _scored(self, block: Block, text: str) -> list[Entry]:
+        """Return the log probabilities of what a block grows by."""
+        return [] if self._logprobs is None or block.kind != "text" else self._logprobs.grow(block.index, text)
+
+    def _scores(self, block: Block) -> list[Entry]:
+        """Return the log probabilities of a block so far."""
+        return [] if self._logprobs is None else self._logprobs.of(block.index)
+
     def _place(self, block: Block) -> dict[str, Any]:
         return {"item_id": self._item_id(block), "output_index": block.index}
 
-    def _grow(self, block: Block, text: str) -> bytes:
+    def _grow(self, block: Block, text: str, scores: list[Entry]) -> bytes:
         place = self._place(block)
         if self._is_custom(block):  # its input is known when its JSON is whole
             return b""
@@ -433,7 +454,7 @@ class ResponseFormat(BlockFormat):
             return self._event("response.reasoning_summary_text.delta", **place, summary_index=0, delta=text)
         if block.kind == "reasoning":
             return self._event("response.reasoning_text.delta", **place, content_index=0, delta=text)
-        return self._event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=[])
+        return self._event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=scores)
 
     def _open(self, block: Block) -> list[bytes]:
         item = self._item(block, begun=True)
@@ -462,7 +483,8 @@ class ResponseFormat(BlockFormat):
         elif block.kind == "reasoning":
             events = [self._event("response.reasoning_text.done", **place, content_index=0, text=text)]
         else:
-            events = [self._event("response.output_text.done", **place, content_index=0, text=text, logprobs=[])]
+            scores = self._scores(block)
+            events = [self._event("response.output_text.done", **place, content_index=0, text=text, logprobs=scores)]
         if block.kind != "call":
             events.append(self._part_event("done", block))
         return [*events, self._event("response.output_item.done", output_index=block.index, item=self._item(block))]
@@ -490,14 +512,17 @@ class ResponseFormat(BlockFormat):
         """Add pieces without writing events."""
         for piece in pieces:
             self._count(piece)
-            for _ in self._blocks.add(piece):
-                pass
+            for step, block, text in self._blocks.add(piece):
+                if step == "grow":
+                    self._scored(block, text)
 
     def body(self) -> bytes:
         """Return the response as it ended."""
         return msgspec.json.encode(self.response())
 
     async def whole(self, pieces: list[Piece]) -> list[bytes]:
-        """Return the body of an answer that is not streamed."""
-        self.read(pieces)
+        """Return the body of an answer that is not streamed.  Other requests run in between."""
+        for at in range(0, len(pieces), TURN_PIECES):
+            self.read(pieces[at : at + TURN_PIECES])
+            await asyncio.sleep(0)
         return [self.body()]

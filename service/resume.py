@@ -68,7 +68,12 @@ class Record(msgspec.Struct, frozen=True):
         if request_id.startswith(RESPONSE):
             form = CompactionFormat if self.valid.shown.get("object") == COMPACTION else ResponseFormat
             return form(
-                self.valid, request_id=request_id, model=self.model, created=self.created, prompt=self.prompts[0]
+                self.valid,
+                request_id=request_id,
+                model=self.model,
+                created=self.created,
+                prompt=self.prompts[0],
+                vocabulary=vocabulary,
             )
         return Format(
             self.valid,

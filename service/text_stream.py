@@ -173,11 +173,15 @@ async def decode(
 def _singly(taken: Taken, valid: ValidRequest) -> list[Taken]:
     """Return an entry for each token that was taken from a mailbox, and one for the end.
 
-    The entry of the end holds the stop token if that is hidden.  Log probabilities are left out."""
-    tokens, _, finish = taken
+    The entry of the end holds the stop token if that is hidden."""
+    tokens, logprobs, finish = taken
     shown = len(tokens) - (_hides_last(finish, valid) and bool(tokens))
-    found: list[Taken] = [([token], None, None) for token in tokens[:shown]]
-    return found if finish is None else [*found, (tokens[shown:], None, finish)]
+
+    def scores(first: int, end: int) -> list[TokenLogprob] | None:
+        return None if logprobs is None else logprobs[first:end]
+
+    found: list[Taken] = [([token], scores(at, at + 1), None) for at, token in enumerate(tokens[:shown])]
+    return found if finish is None else [*found, (tokens[shown:], scores(shown, len(tokens)), finish)]
 
 
 def stream_of(valid: ValidRequest, tokenizer: Tokenizer, stops: StopStrings | None = None) -> TextStream | RegionStream:

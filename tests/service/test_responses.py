@@ -333,7 +333,12 @@ def test_any_cut_gives_the_same_events_and_the_same_response(tools_tokenizer: To
 
 def form_of(valid: ValidRequest) -> ResponseFormat:
     return ResponseFormat(
-        valid, request_id=f"resp_{0:032x}", model="tiny", created=1_700_000_000, prompt=Prompted([1] * 40)
+        valid,
+        request_id=f"resp_{0:032x}",
+        model="tiny",
+        created=1_700_000_000,
+        prompt=Prompted([1] * 40),
+        vocabulary=[],
     )
 
 
@@ -388,9 +393,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
     ({"max_output_tokens": -1}, "max_output_tokens", "invalid_value"),
     ({"temperature": 3}, "temperature", "invalid_value"),
-    ({"top_logprobs": 2}, "top_logprobs", "unsupported"),
     ({"truncation": "auto"}, "truncation", "unsupported"),
-    ({"include": ["message.output_text.logprobs"]}, "include[0]", "unsupported"),
+    ({"include": ["message.output_text.scores"]}, "include[0]", "unsupported"),
+    ({"top_logprobs": -1}, "top_logprobs", "invalid_value"),
     ({"metadata": {"a": "x" * 513}}, "metadata", "too_long"),
     ({"metadata": {"x" * 65: "a"}}, "metadata", "too_long"),
     ({"metadata": {f"x{at}": "a" for at in range(17)}}, "metadata", "too_many"),
