@@ -371,7 +371,7 @@ async def test_special_tokens_that_are_markers_are_seen_by_the_parser_only(
             "continue_final_message",
             "invalid_value",
         ),
-        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": [{"role": "a critic", "content": "x"}]}, "messages[0].role", "invalid_value"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(

@@ -211,7 +211,7 @@ async def test_errors_are_the_classes_users_catch(server: Server) -> None:
             if limit is not None:
                 assert caught.value.body["limit"] == limit
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.chat.completions.create(model="tiny", messages=[{"role": "king", "content": "x"}])  # type: ignore[list-item, misc]
+            await client.chat.completions.create(model="tiny", messages=[{"role": "a king", "content": "x"}])  # type: ignore[list-item, misc]
         assert caught.value.param == "messages[0].role"
 
 
