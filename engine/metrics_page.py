@@ -17,6 +17,7 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 import msgspec
 from prometheus_client import make_wsgi_app, start_http_server
 
+from engine.common.addresses import host_and_port
 from engine.common.errors import OperatorError
 from engine.common.web_pages import allows_host, is_foreign, is_loopback
 from engine.metrics import Telemetry
@@ -42,7 +43,9 @@ class Page:
             self._server, self._thread = start_http_server(port, host, telemetry.registry)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise PageError(f"cannot serve metrics on {host}:{port}: {reason}; see --metrics-port") from None
+            raise PageError(
+                f"cannot serve metrics on {host_and_port(host, port)}: {reason}; see --metrics-port"
+            ) from None
         self._metrics = make_wsgi_app(telemetry.registry)
         self._server.set_app(self._answer)
 

@@ -23,6 +23,7 @@ from functools import partial
 from aiohttp import web
 
 from engine.common import histograms, logs, open_files, orphans, readiness, settings
+from engine.common.addresses import host_and_port
 from engine.common.errors import OperatorError
 from engine.common.tracing import Tracing
 from engine.wire.gateway_side import GatewaySide
@@ -257,7 +258,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
             "" if tokenizer.knows_tools else "; requests with tools are refused",
         )
         async with _listening(config, gateway, telemetry) as port:
-            log.info("gateway %s listens on %s", gateway_id, config.uds or f"{config.host}:{port}")
+            log.info("gateway %s listens on %s", gateway_id, config.uds or host_and_port(config.host, port))
             started()
             await _first_of(stopping, streams.supervisor.gave_up)
             gateway.refuse_new()
@@ -362,7 +363,7 @@ def _port_in_use(host: str, port: int, flag: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise StartError(f"cannot listen on {host}:{port}: {reason}; see {flag}") from None
+        raise StartError(f"cannot listen on {host_and_port(host, port)}: {reason}; see {flag}") from None
 
 
 def main(argv: Sequence[str]) -> None:

@@ -27,6 +27,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.common import child_python, host_resources, log_queue, orphans, readiness, settings
+from engine.common.addresses import host_and_port, local_url
 from engine.common.embedded_redis import EmbeddedRedis, die_with_parent
 from engine.common.errors import OperatorError
 from engine.common.silence import Silence
@@ -99,7 +100,10 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ] = 30.0
     data_dir: Annotated[
         str,
-        Meta(description="Directory where the private Redis keeps its queue over a restart. Empty: it keeps nothing."),
+        Meta(
+            description="Directory where the private Redis keeps its queue over a restart. Empty: it keeps nothing. "
+            "Refused with redis_url."
+        ),
     ] = ""
 
 
@@ -228,6 +232,8 @@ def serve(argv: Sequence[str]) -> int:
     if gateway.uds:
         settings.stop(prog, "--uds: only `quire gateway` listens at a Unix socket")
     check_both(prog, gateway, engine_config)
+    if own.redis_url and own.data_dir:
+        settings.stop(prog, "--data-dir is of the private Redis, which --redis-url replaces: give one of them")
     embedded: EmbeddedRedis | None = None
     try:
         interrupt = Interrupt()
@@ -294,8 +300,7 @@ def metrics_pages(gateway: GatewayConfig, gateways: int, host: str) -> tuple[lis
     if not gateway.vllm_metrics or gateway.metrics_port or gateway.engine_metrics:
         return [gateway.metrics_port + i if gateway.metrics_port else 0 for i in range(1 + gateways)], []
     port = free_port(host, 0)
-    reached = "127.0.0.1" if host == "0.0.0.0" else host
-    return [port] + [0] * gateways, [f"--engine-metrics=http://{reached}:{port}/metrics"]
+    return [port] + [0] * gateways, [f"--engine-metrics={local_url(host, port)}/metrics"]
 
 
 def free_port(host: str, port: int) -> int:
@@ -307,7 +312,9 @@ def free_port(host: str, port: int) -> int:
             probe.bind(address)
             found: int = probe.getsockname()[1]
     except OSError as error:
-        raise GivenUp(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from None
+        raise GivenUp(
+            f"cannot listen on {host_and_port(host, port)}: {error.strerror}; choose another with --port"
+        ) from None
     return found
 
 
@@ -549,8 +556,7 @@ class Supervisor:
         `example`: endpoint and body of a request to show."""
         self._engine, self._gateways, self._embedded = engine, gateways, embedded
         self._name, self._example = name, example
-        local = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-        self._base = f"http://{f'[{local}]' if ':' in local else local}:{port}"
+        self._base = local_url(host, port)
         self._signals = 0
         self._stop = asyncio.Event()
 

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
+import tempfile
 from pathlib import Path
+
+from engine.common.errors import OperatorError
+
+
+class CacheRefused(OperatorError):
+    """The cache in the temporary folder cannot be trusted; one line."""
 
 
 def cache_directory() -> Path:
-    """Return $XDG_CACHE_HOME/quire, or ~/.cache/quire.  It may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+    """Return $XDG_CACHE_HOME/quire, or ~/.cache/quire.  It may not exist yet.
+
+    A user without a home directory, such as any UID of a container, gets a directory in the temporary folder.
+    Raises CacheRefused."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "quire"
+    try:
+        return Path.home() / ".cache" / "quire"
+    except RuntimeError:
+        return _temporary(Path(tempfile.gettempdir()) / f"quire-cache-{os.geteuid()}")
+
+
+def _temporary(directory: Path) -> Path:
+    """Make a directory of this user alone, or check the existing one: the kernels in it are loaded and run.
+
+    Every user may write to the folder around it, so another user may have made it first."""
+    with contextlib.suppress(FileExistsError, PermissionError):
+        directory.mkdir(mode=0o700)
+    try:
+        found = directory.lstat()
+    except OSError as error:
+        raise CacheRefused(describe_failure("the cache", directory, error)) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise CacheRefused(
+            f"{directory} is not a directory that only this user can enter: set XDG_CACHE_HOME to another folder"
+        )
+    return directory
 
 
 def describe_failure(what: str, directory: Path, error: OSError) -> str:

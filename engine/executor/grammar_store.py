@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import sys
 import threading
 from collections import Counter, OrderedDict, deque
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from engine.common import host_resources
 from engine.common.fair_list import FairList
 
 log = logging.getLogger(__name__)
@@ -330,8 +330,8 @@ class GrammarStore:
 
 
 def compile_threads() -> int:
-    """Return how many threads may compile beside the steps: one per CORES_PER_THREAD cores of this process."""
-    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // CORES_PER_THREAD))
+    """Return how many threads may compile beside the steps: one per CORES_PER_THREAD cores that are usable here."""
+    return max(1, min(MOST_THREADS, host_resources.usable_cpus() // CORES_PER_THREAD))
 
 
 class _MallInfo(ctypes.Structure):

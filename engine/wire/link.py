@@ -27,6 +27,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import MovedError, NoScriptError, RedisError
 
+from engine.common.addresses import host_and_port
 from engine.common.errors import OperatorError
 from engine.wire.layout import LAYOUT_VERSION, TOMBSTONE_MS
 from engine.wire.messages import WIRE_VERSION
@@ -77,7 +78,7 @@ class Link:
         self._namespace = namespace
         self.prefix = f"{{{namespace}}}:"
         parts = urlsplit(url)
-        self._url = f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"
+        self._url = f"{parts.scheme}://{host_and_port(parts.hostname or '', parts.port)}{parts.path}"
         try:
             # Retries are ours: redis-py would repeat what is not safe to repeat.  Protocol 2 keeps replies of one shape
             # over the supported versions of redis-py.
@@ -107,7 +108,7 @@ class Link:
     def _name(self) -> str:
         """The URL without its password, and the node if another one than the URL's is asked."""
         at, seed = self.nodes.current, self.nodes.seed
-        return self._url if at is None or at == seed else f"{self._url} (node {at.host}:{at.port})"
+        return self._url if at is None or at == seed else f"{self._url} (node {host_and_port(at.host, at.port)})"
 
     async def check(self) -> str:
         """Check the server's version and the versions of layout and wire; return the id of its data's history.

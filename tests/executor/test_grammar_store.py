@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from engine.executor.grammar_store import FIXED, MEASURED, GrammarError, GrammarStore
+from engine.common import host_resources
+from engine.executor.grammar_store import FIXED, MEASURED, GrammarError, GrammarStore, compile_threads
 from tests.checkpoints import tokenizer
 from tests.pace import patience, wait_until
 
@@ -214,6 +215,14 @@ def test_threads_compile_and_end_with_the_work() -> None:
         thread.join()  # no thread waits for work
     store.hold("next", "g2")
     wait_until(lambda: store.done("g2"), 30)
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (7, 1), (8, 2), (64, 4)])
+def test_threads_follow_the_cores_that_the_container_allows(
+    cpus: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_resources, "usable_cpus", lambda: cpus)
+    assert compile_threads() == threads
 
 
 MEMORY = """

@@ -78,6 +78,13 @@ def test_a_taken_port_and_an_unreachable_redis_are_one_line() -> None:
     assert "Redis at redis://127.0.0.1:1 " in says
 
 
+def test_a_data_directory_beside_a_redis_of_the_operator_is_refused(tmp_path: Path) -> None:
+    """It would keep nothing."""
+    words = ("--data-dir", str(tmp_path), "--redis-url", "redis://127.0.0.1:1")
+    says = "quire serve: --data-dir is of the private Redis, which --redis-url replaces: give one of them\n"
+    assert ended("serve", "model", "--port", "0", *words) == (2, says)
+
+
 def test_a_model_that_is_not_there_ends_it_without_a_traceback() -> None:
     status, says = ended("serve", "/no/such/model", "--port", "0")
     assert status == 1

@@ -18,6 +18,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from engine.common.errors import OperatorError
 from engine.executor.disk_cache import cache_directory, describe_failure, make_readable
 from engine.executor.errors import ModelLoadError
 from engine.executor.models.bars import no_bars
@@ -130,6 +131,6 @@ def _make(directory: Path) -> None:
 if __name__ == "__main__":
     try:
         print(builtin(Path(sys.argv[1]) if len(sys.argv) > 1 else None), flush=True)
-    except ModelLoadError as error:
+    except OperatorError as error:
         print(f"quire: {error}", file=sys.stderr)
         sys.exit(error.exit_status)

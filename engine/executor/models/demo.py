@@ -35,6 +35,7 @@ from typing import Any
 from tqdm import tqdm
 
 from engine.common import child_python
+from engine.common.errors import OperatorError
 from engine.executor.disk_cache import cache_directory, describe_failure, make_readable
 from engine.executor.errors import ModelLoadError
 
@@ -258,7 +259,7 @@ def main(words: Sequence[str] | None = None) -> int:
         from engine.executor.models.builtin import builtin
 
         print(builtin(), flush=True)
-    except ModelLoadError as error:
+    except OperatorError as error:
         print(f"quire: {error}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
