@@ -69,11 +69,16 @@ def turn_has_come() -> bool:
 
 @contextlib.contextmanager
 def low_priority() -> Iterator[None]:
-    """Run at a lower priority, if the process may raise it again afterwards."""
+    """Run at a lower priority, if the process may raise it again afterwards.
+
+    A spare whose turn has come keeps its priority: the engine may die again before its next spare gets here.  The
+    supervisor writes the line first and raises the priority after it, so one of the two sees the other."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     polite = may_raise_priority(before)
     if polite:
         os.setpriority(os.PRIO_PROCESS, 0, max(before, NICE))
+        if turn_has_come():
+            set_priority(os.getpid(), before)
     try:
         yield
     finally:

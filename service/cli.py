@@ -35,6 +35,7 @@ from engine.config import EngineConfig
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from service.config import GatewayConfig
+from service.container_init import leave_pid_1
 from service.terminal.options import ClientEnvironment
 from service.tokenizer import served_name
 
@@ -160,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         unknown := settings.unknown_variable(os.environ, (ServeConfig, GatewayConfig, EngineConfig, ClientEnvironment))
     ):
         settings.stop(f"quire {command}", unknown, CONFIG_ERROR)
+    if command == "serve" or command in PROCESSES:
+        leave_pid_1()
     if command == "serve":
         return serve(rest)
     if command == "quarantine":
@@ -229,11 +232,8 @@ def serve(argv: Sequence[str]) -> int:
     own = settings.load(ServeConfig, own_words, os.environ, prog=prog, table="serve", shared=BOTH)
     gateway = settings.load(GatewayConfig, gateway_words, os.environ, prog=prog, table="gateway")
     engine_config = settings.load(EngineConfig, engine_words, os.environ, prog=prog, table="engine")
-    if gateway.uds:
-        settings.stop(prog, "--uds: only `quire gateway` listens at a Unix socket")
+    check_options(prog, own, gateway)
     check_both(prog, gateway, engine_config)
-    if own.redis_url and own.data_dir:
-        settings.stop(prog, "--data-dir is of the private Redis, which --redis-url replaces: give one of them")
     embedded: EmbeddedRedis | None = None
     try:
         interrupt = Interrupt()
@@ -278,6 +278,14 @@ def serve(argv: Sequence[str]) -> int:
         if embedded is not None:
             embedded.close()
     return 0
+
+
+def check_options(prog: str, own: ServeConfig, gateway: GatewayConfig) -> None:
+    """End with one line for options that `quire serve` cannot honour."""
+    if gateway.uds:
+        settings.stop(prog, "--uds: only `quire gateway` listens at a Unix socket")
+    if own.redis_url and own.data_dir:
+        settings.stop(prog, "--data-dir is of the private Redis, which --redis-url replaces: give one of them")
 
 
 def check_both(prog: str, gateway: GatewayConfig, engine: EngineConfig) -> None:
@@ -470,10 +478,10 @@ class Child:
         if spare is None or spare.returncode is not None:
             return None
         assert spare.stdin is not None
-        with contextlib.suppress(OSError):  # it may still prepare, at a lower priority
-            os.setpriority(os.PRIO_PROCESS, spare.pid, os.getpriority(os.PRIO_PROCESS, 0))
         spare.stdin.write(b"now\n")
         spare.stdin.close()
+        with contextlib.suppress(OSError):  # it may still prepare, at a lower priority
+            os.setpriority(os.PRIO_PROCESS, spare.pid, os.getpriority(os.PRIO_PROCESS, 0))
         return spare
 
     async def _watch(

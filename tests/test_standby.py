@@ -55,7 +55,15 @@ def test_an_end_of_standard_input_means_that_no_spare_is_needed(monkeypatch: pyt
         assert not standby.wait_for_turn(())
 
 
-def test_a_low_priority_ends_where_it_may() -> None:
+def test_a_spare_whose_turn_has_come_keeps_its_priority(turn: int) -> None:
+    """The engine died again while this spare started: what is left of its preparation is part of the pause."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    os.write(turn, b"now\n")
+    with standby.low_priority():
+        assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+def test_a_low_priority_ends_where_it_may(turn: int) -> None:
     before = os.getpriority(os.PRIO_PROCESS, 0)
     with standby.low_priority():
         lowered = os.getpriority(os.PRIO_PROCESS, 0)

@@ -43,7 +43,7 @@ def admin(server: EmbeddedRedis) -> Iterator[redis.Redis]:
 
 def allow(admin: redis.Redis, server: EmbeddedRedis) -> str:
     """Create the user.  Returns the URL that names it."""
-    admin.execute_command(*acl_line().split())
+    admin.execute_command(*acl_line().split())  # type: ignore[no-untyped-call]
     return f"{server.url.replace('unix://', 'unix://quire@')}?password={PASSWORD}"
 
 
@@ -75,7 +75,8 @@ def test_the_user_suffices_for_a_gateway_and_an_engine(
         post(stack.url, "/v1/responses", input="On", previous_response_id=first["id"], max_output_tokens=5)
         with urllib.request.urlopen(f"{stack.url}/engine/state", timeout=patience(60)) as state:
             assert state.status == 200
-    assert admin.execute_command("ACL LOG") == []  # no command of any process was refused
+    refused = {entry["object"] for entry in admin.acl_log()}
+    assert refused <= {"client"}  # redis-py tells its version by CLIENT SETINFO, and goes on where it may not
 
 
 @pytest.mark.parametrize(
