@@ -25,19 +25,12 @@ from typing import Any
 import msgspec
 
 from service.argument_types import Tools
-from service.call_readers import READERS, CallPart, CallReader, Context, End, Status
+from service.call_readers import READERS
+from service.calls import CallPart, CallReader, Context, End, Status
 from service.known_templates import digest, known, name_of
 from service.markers import Marker, Markers, Match
-from service.notations import (
-    Anchor,
-    Field,
-    Notation,
-    Template,
-    compiled,
-    marker_texts,
-    opening_texts,
-    reasoning_texts,
-)
+from service.notations import Field, Notation, compiled, marker_texts, opening_texts, reasoning_texts
+from service.watches import Watches
 
 __all__ = [
     "CallDelta", "Part", "Reading", "RegionReader", "ResponseTemplate", "TextDelta",
@@ -47,8 +40,6 @@ __all__ = [
 log = logging.getLogger("quire.gateway")
 
 _BETWEEN_CALLS = re.compile(r"[\s,;\[\](){}]*")  # what is no content between two calls
-CLOSING_TAG = r"</[^<>\s]{1,64}>"
-_NAME = r"(?P<name>[A-Za-z_][\w.\-]{0,127})\s*\("
 
 
 class CallDelta(msgspec.Struct):
@@ -78,64 +69,6 @@ class Reading(msgspec.Struct, frozen=True):
     parallel: bool = True  # more than one call in an answer; else the answer ends with the first
 
 
-class _Watches:
-    """Which markers are looked for in each state of a reader, with calls or without."""
-
-    def __init__(self, template: Template, *, calls: bool) -> None:
-        import regex  # what transformers compiles these patterns with; it comes with transformers
-
-        self.template, self.notations = template, template.notations if calls else []
-        drop = [_marker("drop", anchor) for anchor in template.drop]
-        regions = [_marker("region", field.open, field) for field in template.fields]
-        calling = [_marker("call", one.open, one) for one in self.notations]
-        stray = [_marker("stray", one.close, one) for one in self.notations if one.close is not None]
-        self.outside = Markers([*calling, *regions, *drop, *stray])
-        marked = [_marker("call", one.open, one) for one in self.notations if not one.bare]
-        self.drafts = Markers([*marked, *drop, *stray])
-        self.within: dict[Field, Markers] = {}
-        self.closing: dict[Field, Markers] = {}
-        for field in template.fields:
-            close = [_marker("close", field.close, wins=True)] if field.close is not None else []
-            again = [_marker("again", field.open)] if field.kind == "reasoning" else []
-            drafts = [*marked, *(drop if marked else [])] if field.kind == "reasoning" else []
-            self.within[field], self.closing[field] = Markers([*close, *again, *drafts]), Markers(close)
-        self._ends: dict[Notation, tuple[Markers, Markers]] = {}
-        for one in self.notations:
-            ends: list[Marker] = [_marker("close", one.close)] if one.close is not None else []
-            others = [other for other in self.notations if not other.bare or one.body == other.body == "tags"]
-            ends += [_marker("call", other.open, other, empty=False) for other in others]
-            values: list[Marker] = []
-            if one.body == "python":
-                ends.append(Marker("name", regex.compile(_NAME)))
-            if one.argument[0]:
-                opens, closes = one.argument
-                bounds = [opens, CLOSING_TAG, *(marker.pattern.pattern for marker in ends)]
-                follows = "|".join(f"(?:{_unnamed(bound)})" for bound in bounds)
-                another = "|".join(f"(?:{_unnamed(other.open.pattern.pattern)})" for other in others)
-                after = regex.compile(rf"(?:{closes})\s*(?:\Z|(?={follows}))", regex.DOTALL)
-                argument = Marker("argument", regex.compile(opens, regex.DOTALL))
-                line = regex.compile(rf"\n[ \t]*(?:{opens})", regex.DOTALL)
-                values = [Marker("closes", after), Marker("argument", line)]
-                if one.close is not None:
-                    full = rf"(?:{_unnamed(one.close.pattern.pattern)})\s*(?:\Z|(?={another}))"
-                    values.append(Marker("close", regex.compile(full, regex.DOTALL)))
-                ends += [argument, Marker("junk", regex.compile(CLOSING_TAG))]
-            self._ends[one] = Markers(ends), Markers(values)
-
-    def ends(self, notation: Notation) -> tuple[Markers, Markers]:
-        """Return the markers that end calls of a notation, and those that end an argument in tags."""
-        return self._ends[notation]
-
-
-def _marker(kind: str, anchor: Anchor, field: Any = None, **more: bool) -> Marker:
-    return Marker(kind, anchor.pattern, field, anchor.grows, **more)
-
-
-def _unnamed(pattern: str) -> str:
-    """Return a pattern without names of groups, so that it can be part of another one."""
-    return re.sub(r"\(\?P<\w+>", "(?:", pattern)
-
-
 class ResponseTemplate:
     """A response template, ready to read answers.  Immutable, but for what it learns of its patterns."""
 
@@ -144,7 +77,7 @@ class ResponseTemplate:
         self.name = name
         template = compiled(described)
         self._start = template.start
-        self._watches = {calls: _Watches(template, calls=calls) for calls in (True, False)}
+        self._watches = {calls: Watches(template, calls=calls) for calls in (True, False)}
         self.has_calls = bool(template.notations)
         self.has_reasoning = any(field.kind == "reasoning" for field in template.fields)
         self.casts = self.has_calls  # names of functions and types of arguments tell what is a call
@@ -177,7 +110,7 @@ class RegionReader:
         "_tools", "_watches", "_zero", "calls", "ended",
     )  # fmt: skip
 
-    def __init__(self, watches: _Watches, reading: Reading) -> None:
+    def __init__(self, watches: Watches, reading: Reading) -> None:
         self._watches, self._parallel, self._tools = watches, reading.parallel, Tools(reading.tools)
         self.ended = False  # no more calls are wanted: the answer is complete
         self.calls = 0
