@@ -87,7 +87,7 @@ def calls_of(value: Any, notation: Notation) -> list[CallPart] | None:
             every = [object_of(call[key]) for key in notation.arguments if key in call]
             arguments = None if None in every else next((one for one in every if one and one != "{}"), "")
             known = {*notation.names, *notation.arguments, "function", *BESIDE}
-            if not arguments and not known.issuperset(call):
+            if not known.issuperset(call):
                 return None
         if not name or arguments is None:
             return None
