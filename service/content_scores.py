@@ -115,12 +115,12 @@ class ContentPlaces:
     def read(self, reader: RegionReader, text: str) -> Iterator[list[Part]]:
         """Add text to a reader.  Yields its new parts."""
         for char in text:
-            reasoning = reader.reasoning
+            before = reader.kind
             reader.push(char)
             self._raw.append(char)
             self._end += 1
             yield self.place(reader.take_parts())
-            if reasoning or reader.reasoning:
+            if reader.kind == "reasoning" or (before != "content" and reader.kind == "content"):
                 self._raw.clear()
             if reader.ended:
                 return

@@ -290,7 +290,7 @@ class Handlers:
         finally:
             body.release()
         if valid.stream:
-            return await self.resume(request, response_id, None)
+            return await self.resume(request, response_id, None, fresh=True)
         return await self._work.write(request, [queued])
 
     async def _limits(self, valid: api.ValidRequest, longest_wait_s: float) -> api.EngineLimits:
@@ -408,11 +408,18 @@ class Handlers:
         return resume.read(found, request_id, request[OWNER], self._config.retain_s, self._streams.redis_ms())
 
     async def resume(
-        self, request: web.Request, request_id: str, had: Position | None, after: int | None = None
+        self,
+        request: web.Request,
+        request_id: str,
+        had: Position | None,
+        after: int | None = None,
+        *,
+        fresh: bool = False,
     ) -> web.StreamResponse:
         """Continue an answer after what the client already has; None: from its start.  Raises Refusal.
 
-        `after`: as a stream of a response's events after this one; -1: all of them."""
+        `after`: as a stream of a response's events after this one; -1: all of them.  `fresh`: it was begun by this very
+        request, whose quotas are taken."""
         if had is not None and had.done:
             return web.Response(status=204)  # it tells EventSource to stop asking
         streams = self._streams
@@ -442,7 +449,13 @@ class Handlers:
             given = _trace_context(request)
             request[METER].resume(request_id, valid, prompts * n, record.tenant, record.context, given)
             cached = [mailbox.cached_tokens for mailbox in opened.mailboxes]
-            reasoning = [reasoning_tokens(valid, self._tokenizer, mailbox.had) for mailbox in opened.mailboxes]
+            if not fresh:
+                stored = sum(mailbox.next - mailbox.at for mailbox in opened.mailboxes)
+                await self._quotas.take_repeat(request, request[TENANT], request_id, stored)
+            reasoning = [
+                await reasoning_tokens(valid, self._tokenizer, mailbox.had, opened.pacer)
+                for mailbox in opened.mailboxes
+            ]
             form.skip(had, cached, reasoning)
             if valid.shown.get("background"):
                 opened.announce()  # its first events do not wait for tokens
@@ -491,7 +504,9 @@ class Handlers:
         async with contextlib.aclosing(decode(opened, valid, self._tokenizer, each_token=form.each_token)) as pieces:
             if valid.stream:
                 async with contextlib.aclosing(_ending_with(pieces, save)) as saved:
-                    return await sse.write(request, saved, form, meter, opened.record_sent, opened.waiting)
+                    return await sse.write(
+                        request, saved, form, meter, opened.record_sent, opened.waiting, silent=opened.silent
+                    )
             answered = []
             try:
                 async for changed in pieces:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -71,8 +72,9 @@ class Order:
 class OpenRequest:
     """One client's request while it is answered.
 
-    Iterate for lists of the mailboxes that changed since the last iteration.  An empty list means that nothing arrived
-    for `heartbeat_s`, or that announce() was called.  The iteration ends when every choice was closed with `end`.
+    Iterate for lists of the mailboxes that changed since the last iteration.  An empty list means that the client was
+    sent nothing for `heartbeat_s`, or that announce() was called.  The iteration ends when every choice was closed
+    with `end`.
     Raises HandedOver when this gateway shuts down and the client may resume elsewhere."""
 
     def __init__(self, streams: Upstream, orders: list[Order], *, resumable: bool) -> None:
@@ -83,6 +85,7 @@ class OpenRequest:
         self.mailboxes = [Mailbox(choice, streams.backlog) for choice in range(len(orders) * self._n)]
         self.delivered = [0] * len(self.mailboxes)  # output tokens of each choice that were sent to this client, in all
         self._unfinished = len(self.mailboxes)
+        self._heartbeat_s = math.inf
         self._changed: dict[Mailbox, None] = {}  # in the order in which they changed
         self._given: list[Mailbox] = []  # what the last iteration returned
         self._wake: asyncio.Future[None] | None = None
@@ -90,8 +93,13 @@ class OpenRequest:
         self._handed_over = False
         self.waiting: Waiting | None = None  # where it stands in the queue; None: a client resumed it
         self._announced = True  # whether its handler has run since announce()
-        self._last_delta = self.loop.time()
+        self._last_byte = self.loop.time()  # when this client was sent something
         self._timers: list[Timer] = []
+
+    @property
+    def pacer(self) -> Pacer:
+        """What bounds the work of one turn of the loop."""
+        return self._streams.pacer
 
     def start(self, deadline: float, heartbeat_s: float) -> None:
         """Start the timers of deadline and heartbeat.  `deadline` is in the event loop's time."""
@@ -107,8 +115,15 @@ class OpenRequest:
         return bool(self._timers)
 
     def record_sent(self, tokens: list[int]) -> None:
-        """Record how many tokens of each choice the client has, those of earlier connections included."""
+        """Record how many tokens of each choice the client has, those of earlier connections included.
+
+        Called for everything that is written to the client, also what fills a silence."""
         self.delivered = tokens.copy()
+        self._last_byte = self.loop.time()
+
+    def silent(self) -> bool:
+        """Return whether the client was sent nothing for so long that something must fill the silence."""
+        return self.loop.time() - self._last_byte >= self._heartbeat_s
 
     def stop(self) -> None:
         """Release what waits for this client: it reads no more."""
@@ -170,11 +185,9 @@ class OpenRequest:
     def announce(self) -> None:
         """End the handler's wait with an empty list now: it tells its client where the request stands."""
         self._announced = False
-        self._last_delta = self.loop.time()
         self._nudge()
 
     def _notify(self, mailbox: Mailbox) -> None:
-        self._last_delta = self.loop.time()
         self._changed[mailbox] = None
         self._nudge()
 
@@ -212,11 +225,12 @@ class OpenRequest:
         self._nudge()
 
     def _beat(self) -> None:
-        """Wake the handler after a silence.  One timer a request, re-armed lazily: a token costs it nothing."""
-        silent = self.loop.time() - self._last_delta
-        if silent >= self._heartbeat_s:
-            self._last_delta = self.loop.time()
-            silent = 0.0
-            self._nudge()
-        due = self.loop.time() + self._heartbeat_s - silent
+        """Wake the handler after a silence.  One timer a request, re-armed lazily: a token costs it nothing.
+
+        The silence is the client's: tokens that are held back do not end it."""
+        now = self.loop.time()
+        due = self._last_byte + self._heartbeat_s
+        if due <= now:
+            due = now + self._heartbeat_s
+            self.announce()
         self._timers[1] = self._streams.pacer.call_at(due, self._beat)

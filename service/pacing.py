@@ -5,6 +5,7 @@ tenths of a millisecond of work.  asyncio would run all handlers in one turn, in
 
     sockets  --at most TURN_EVENTS a turn-->  handlers cancelled by clients that left
     timers, token batches  --Pacer, at most TURN_CALLS a turn-->  deadlines, handlers woken
+    stored answers, slow readers  --Pacer.slice, SLICE_S a turn--> tokens decoded, events built
 
 Python's garbage collector stops the loop as well.  A full collection visits every connection and its request, which
 takes 1.1 s at 16,000 connections.  So full collections wait until few connections are open.
@@ -24,6 +25,7 @@ from typing import Any
 
 TURN_CALLS = 32  # handlers woken in one turn of the loop
 TURN_EVENTS = 32  # sockets handled in one turn
+SLICE_S = 0.002  # of one request's long work, before other requests run
 CLOCK_S = 1e-6  # the event loop may run a timer this much early
 WATCH_S = 0.01  # between two measurements
 # Thresholds of the garbage collector.  The first: how many new objects start a collection of the young generation (5 to
@@ -64,6 +66,29 @@ class Pacer:
         self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._left = TURN_CALLS  # in this turn
         self._armed = False
+        self._slices: deque[asyncio.Future[None]] = deque()  # of long works, in the order in which they asked
+        self._slicing = False
+
+    async def slice(self) -> float:
+        """Wait until long work may go on; return the loop's time at which its slice is over.
+
+        One slice runs in a turn of the loop, whatever the number of requests with such work."""
+        loop = asyncio.get_running_loop()
+        ready = loop.create_future()
+        self._slices.append(ready)
+        if not self._slicing:
+            self._slicing = True
+            loop.call_soon(self._next_slice)
+        await ready
+        return loop.time() + SLICE_S
+
+    def _next_slice(self) -> None:
+        while self._slices:
+            if not (ready := self._slices.popleft()).done():  # else its request was cancelled
+                ready.set_result(None)
+                asyncio.get_running_loop().call_soon(self._next_slice)
+                return
+        self._slicing = False
 
     def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
         """Run the callback now, or in a later turn.  Needs a running event loop."""

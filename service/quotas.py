@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import uuid
-from collections.abc import AsyncIterator, Sequence
+import secrets
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
 
 from aiohttp import web
 
@@ -61,18 +62,9 @@ class Quotas:
             return
         request_id = orders[0].id.rpartition(".")[0]
         prompts = _prompts(tenant.quota, orders, bounded=bounded)
-        if self._streams.trouble is not None:
-            raise unavailable()
-        try:
-            taken = await self._streams.quotas.take(
-                tenant.name, tenant.quota, request_id, orders[0].deadline_ms, prompts
-            )
-        except BusDown:
-            raise unavailable() from None
-        request[BUCKETS] = taken.buckets
-        if taken.used_up is not None:
-            self._telemetry.count(QUOTA_REFUSALS, 1, self._telemetry.tenant_label(tenant.name), NAMES[taken.used_up])
-            raise _refusal(tenant.quota, taken.used_up, taken, prompts)
+        take = self._streams.quotas.take(tenant.name, tenant.quota, request_id, orders[0].deadline_ms, prompts)
+        taken = await self._taken(request, take)
+        self._check(tenant, tenant.quota, taken, prompts)
         try:
             yield hold
         except (Refusal, AlreadySubmitted):
@@ -80,20 +72,38 @@ class Quotas:
                 await self._restore(request, tenant.name, tenant.quota, request_id)
             raise
 
+    async def take_repeat(self, request: web.Request, tenant: Tenant, request_id: str, tokens: int) -> None:
+        """Take what it costs to send a stored answer once more: one request, and the `tokens` that are sent again.
+
+        More tokens than the whole quota cost the whole quota.  Raises OverQuota, or Refusal(503) when Redis is away."""
+        if tenant.quota is None:
+            return
+        limit = tenant.quota.tokens_per_minute
+        tokens = tokens if limit is None else min(tokens, limit)
+        repeat_id = f"{request_id} {secrets.token_hex(8)}"
+        take = self._streams.quotas.take_repeat(tenant.name, tenant.quota, repeat_id, tokens)
+        taken = await self._taken(request, take)
+        self._check(tenant, tenant.quota, taken, [(tokens, 0)])
+
     async def count(self, request: web.Request, tenant: Tenant) -> None:
         """Count a request that needs no engine among those per minute.  Raises OverQuota, or Refusal(503)."""
-        if tenant.quota is None or tenant.quota.requests_per_minute is None:
-            return
+        await self.take_repeat(request, tenant, "", 0)
+
+    async def _taken(self, request: web.Request, take: Coroutine[Any, Any, Taken]) -> Taken:
         if self._streams.trouble is not None:
+            take.close()
             raise unavailable()
         try:
-            taken = await self._streams.quotas.count(tenant.name, tenant.quota, uuid.uuid4().hex)
+            taken = await take
         except BusDown:
             raise unavailable() from None
         request[BUCKETS] = taken.buckets
+        return taken
+
+    def _check(self, tenant: Tenant, quota: Quota, taken: Taken, prompts: list[tuple[int, int]]) -> None:
         if taken.used_up is not None:
             self._telemetry.count(QUOTA_REFUSALS, 1, self._telemetry.tenant_label(tenant.name), NAMES[taken.used_up])
-            raise _refusal(tenant.quota, taken.used_up, taken, [])
+            raise _refusal(quota, taken.used_up, taken, prompts)
 
     async def _restore(self, request: web.Request, tenant: str, quota: Quota, request_id: str) -> None:
         if self._streams.trouble is None:  # else the bucket fills within a minute

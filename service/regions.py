@@ -178,6 +178,13 @@ class RegionReader:
         return found
 
     @property
+    def kind(self) -> str:
+        """What the open region is: content, reasoning or calls."""
+        if self._call is not None:
+            return "calls"
+        return "content" if self._field is None else self._field.kind
+
+    @property
     def waiting_space(self) -> str:
         """White space at the end of the content so far, which is dropped if a marker follows it."""
         return "".join(self._held) if self._field is None else ""

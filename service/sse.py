@@ -61,10 +61,13 @@ async def write(
     meter: Meter,
     sent: Callable[[list[int]], None],
     waiting: Waiting | None = None,
+    *,
+    silent: Callable[[], bool] = bool,
 ) -> web.StreamResponse:
     """Stream an answer to its end.  Calls `sent` with the tokens of each choice that were sent so far.
 
-    `waiting`: where the request stands in the queue.
+    `waiting`: where the request stands in the queue.  `silent()`: whether the client was sent nothing for too long.
+    Tokens may arrive meanwhile, whose text is held back.
 
     Raises Refusal while nothing was sent; later it sends the error as an event.  Raises ConnectionError when the client
     has left.  Raises HandedOver, which `pieces` raises, when the client shall resume elsewhere: the stream breaks off,
@@ -76,8 +79,8 @@ async def write(
                 response = await begin(request, _headers(form, waiting))
             for piece in changed:
                 meter.record_piece(piece)
-            data = await _chunks(form, changed) if changed else form.idle() or _idle(waiting, comments=form.ids)
-            if data:
+            data = await _chunks(form, changed)
+            if data or ((not changed or silent()) and (data := form.idle() or _idle(waiting, comments=form.ids))):
                 sent(form.tokens)  # before the write: if it fails, a part may have arrived
                 await response.write(data)
                 await request.writer.drain()  # aiohttp checks the buffer only every 64 KiB

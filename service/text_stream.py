@@ -22,6 +22,7 @@ from service.format import Piece
 from service.mailbox import Mailbox
 from service.open_request import OpenRequest
 from service.orders import REQUEST_LOST
+from service.pacing import Pacer
 from service.queue_updates import Waiting
 from service.region_stream import RegionStream
 from service.regions import split
@@ -29,7 +30,7 @@ from service.stop_strings import StopSearch, StopStrings
 from service.tokenizer import Tokenizer
 
 Taken = tuple[list[int], list[TokenLogprob] | None, Finish | None]  # what a mailbox held
-TURN_TOKENS = 4096  # of one request, decoded before other requests run: about 2 ms
+SLICE_TOKENS = 64  # decoded between two looks at the clock; fewer, as a running answer has them, need no slice
 
 
 class TextStream:
@@ -153,21 +154,59 @@ async def decode(
     stops = StopStrings(valid.stop)
     await stops.prepare()
     streams = [stream_of(valid, tokenizer, stops) for _ in opened.mailboxes]
+    work = LongWork(opened.pacer)
     async for changed in opened:
-        pieces, tokens = [], 0
+        pieces: list[Piece] = []
+        work.begin()
         for mailbox in changed:
-            taken = mailbox.take()
-            for one in _singly(taken, valid) if each_token else [taken]:
-                piece = _read(one, mailbox, streams[mailbox.choice], valid, opened.waiting)
+            taken, stream = mailbox.take(), streams[mailbox.choice]
+            await _catch_up(mailbox, stream, work)
+            for one in _singly(taken, valid) if each_token else _slices(taken):
+                if await work.does(len(one[0])) and pieces:
+                    yield pieces
+                    pieces = []
+                piece = _read(one, mailbox, stream, valid, opened.waiting)
                 pieces.append(piece)
-                tokens += len(piece.token_ids)
                 if piece.finish is not None:
                     opened.end(mailbox.choice)
                     break
-            if tokens > TURN_TOKENS:  # of a request with many choices that lags behind
-                tokens = 0
-                await asyncio.sleep(0)
-        yield pieces
+        if pieces or not changed:
+            yield pieces
+
+
+class LongWork:
+    """Decides when a handler that has much to decode lets other requests run: by the clock, not by tokens."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self._pacer = pacer
+        self._time = asyncio.get_running_loop().time
+        self._tokens, self._until = 0, 0.0
+
+    def begin(self) -> None:
+        """Begin with what has just arrived: little of it needs no slice."""
+        self._tokens, self._until = 0, 0.0
+
+    async def does(self, tokens: int) -> bool:
+        """Count tokens that are decoded next.  Returns whether other requests have run before."""
+        self._tokens += tokens
+        if self._tokens <= SLICE_TOKENS or self._time() < self._until:
+            return False
+        self._until = await self._pacer.slice()
+        return True
+
+
+def _slices(taken: Taken) -> list[Taken]:
+    """Return what was taken from a mailbox in parts of SLICE_TOKENS."""
+    tokens, logprobs, finish = taken
+    if len(tokens) <= SLICE_TOKENS:
+        return [taken]
+    edges = range(0, len(tokens), SLICE_TOKENS)
+    parts: list[Taken] = [
+        (tokens[at : at + SLICE_TOKENS], None if logprobs is None else logprobs[at : at + SLICE_TOKENS], None)
+        for at in edges
+    ]
+    last = parts.pop()
+    return [*parts, (last[0], last[1], finish)]
 
 
 def _singly(taken: Taken, valid: ValidRequest) -> list[Taken]:
@@ -212,10 +251,14 @@ def stream_of(valid: ValidRequest, tokenizer: Tokenizer, stops: StopStrings | No
     )
 
 
-def reasoning_tokens(valid: ValidRequest, tokenizer: Tokenizer, tokens: list[int]) -> int:
+async def reasoning_tokens(valid: ValidRequest, tokenizer: Tokenizer, tokens: list[int], pacer: Pacer) -> int:
     """Return how many of the first tokens of an answer are reasoning."""
-    stream = stream_of(valid, tokenizer)
-    stream.push(tokens)
+    if valid.reading is None:
+        return 0
+    stream, work = stream_of(valid, tokenizer), LongWork(pacer)
+    for at in range(0, len(tokens), SLICE_TOKENS):
+        await work.does(SLICE_TOKENS)
+        stream.push(tokens[at : at + SLICE_TOKENS])
     return stream.reasoning_tokens if isinstance(stream, RegionStream) else 0
 
 
@@ -308,11 +351,32 @@ def _read_regions(
     return piece
 
 
+async def _catch_up(mailbox: Mailbox, stream: TextStream | RegionStream, work: LongWork) -> None:
+    """Decode most of the tokens that a resuming client already has; the last of them are left for `_replay`."""
+    had, at = mailbox.had, 0
+    while len(had) - at > SLICE_TOKENS:
+        await work.does(SLICE_TOKENS)
+        end = at + SLICE_TOKENS
+        _decode_had(stream, had[at:end], mailbox.had_logprobs and mailbox.had_logprobs[at:end], over=False)
+        at = end
+    if at:
+        mailbox.had = had[at:]
+        mailbox.had_logprobs = mailbox.had_logprobs and mailbox.had_logprobs[at:]
+
+
 def _replay(mailbox: Mailbox, stream: TextStream | RegionStream, *, over: bool, hides_last: bool) -> None:
     """Decode the tokens that a resuming client already has, so that their text is not sent again.
 
     `over`: the client has all of the choice but its end."""
-    text, tokens = "", mailbox.had[:-1] if over and hides_last else mailbox.had
+    tokens = mailbox.had[:-1] if over and hides_last else mailbox.had
+    _decode_had(stream, tokens, mailbox.had_logprobs, over=over)
+    mailbox.had, mailbox.had_logprobs = [], None
+
+
+def _decode_had(
+    stream: TextStream | RegionStream, tokens: list[int], logprobs: list[TokenLogprob] | None, *, over: bool
+) -> None:
+    text = ""
     if isinstance(stream, RegionStream):
         stream.push(tokens)
         if over:
@@ -322,8 +386,7 @@ def _replay(mailbox: Mailbox, stream: TextStream | RegionStream, *, over: bool, 
         text = stream.push(tokens) + (stream.finish() if over else "")
     offsets = stream.take_offsets()
     if stream.scores is not None:  # entries may be due that wait for the next text
-        _content_scores(stream, tokens, mailbox.had_logprobs or [], offsets, text, final=over)
-    mailbox.had, mailbox.had_logprobs = [], None
+        _content_scores(stream, tokens, logprobs or [], offsets, text, final=over)
 
 
 def _add_scores(

@@ -75,9 +75,11 @@ class QuotaStore:
         tokens of all its continuations) of each."""
         return await self._take(tenant, quota, request_id, deadline_ms, *(count for pair in prompts for count in pair))
 
-    async def count(self, tenant: str, quota: Quota, request_id: str) -> Taken:
-        """Take one request of those per minute, for work that needs no engine."""
-        return await self._take(tenant, msgspec.structs.replace(quota, max_requests=None), request_id, 0)
+    async def take_repeat(self, tenant: str, quota: Quota, repeat_id: str, tokens: int) -> Taken:
+        """Take one request and `tokens` for what runs at no engine, such as a stored answer that is sent again.
+
+        Nothing is given back later."""
+        return await self._take(tenant, quota, repeat_id, 0, tokens, 0, running=False)
 
     async def look(self, tenant: str, quota: Quota) -> Buckets:
         """Return what is left; takes nothing."""
@@ -88,8 +90,10 @@ class QuotaStore:
         requests_ms, tokens_ms = await self._run(QUOTA_RETURN, tenant, request_id)
         return Buckets(quota, float(requests_ms), float(tokens_ms))
 
-    async def _take(self, tenant: str, quota: Quota, request_id: str, deadline_ms: int, *counts: int) -> Taken:
-        given = (quota.requests_per_minute, quota.tokens_per_minute, quota.max_requests)
+    async def _take(
+        self, tenant: str, quota: Quota, request_id: str, deadline_ms: int, *counts: int, running: bool = True
+    ) -> Taken:
+        given = (quota.requests_per_minute, quota.tokens_per_minute, quota.max_requests if running else "-")
         limits = ("" if limit is None else limit for limit in given)
         reply = await self._run(QUOTA_TAKE, tenant, *limits, request_id, deadline_ms, *counts)
         used_up, wait_ms, requests_ms, tokens_ms = reply

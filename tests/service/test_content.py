@@ -132,6 +132,8 @@ TEXTS = st.lists(
 @example(
     text="<think>\nHm.\n</think>\n\n<<", opened=Reading("", calls=True), cuts=[], resumed=0, broken=[], include=False
 )
+@example(text=CALL + "<<", opened=OPEN, cuts=[], resumed=0, broken=[], include=False)
+@example(text=CALL + "<<", opened=Reading("", calls=True), cuts=[], resumed=0, broken=[], include=False)
 @settings(max_examples=300, deadline=None)
 def test_log_probabilities_join_to_the_content(
     tools_tokenizer: Tokenizer,

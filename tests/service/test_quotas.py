@@ -15,6 +15,7 @@ from aiohttp import ClientSession
 
 from engine.wire.link import BusDown
 from engine.wire.messages import Finish, Generate
+from engine.wire.quotas import Quota, Taken
 from service import admission
 from service.api import Refusal
 from service.quotas import duration
@@ -184,20 +185,38 @@ async def test_requests_at_once_are_counted_until_they_end(serve: Serve, engine:
             assert (await ask(other.session, max_tokens=2))[0] == 200
 
 
-async def test_a_duplicate_and_a_resumed_answer_take_nothing(serve: Serve, engine: EngineMaker, tmp_path: Path) -> None:
-    served = await serve(tenants=tenants_file(tmp_path, requests_per_minute=10), retain_s=60.0)
-    async with engine(six_tokens):
+async def test_a_repeat_takes_a_request_and_the_tokens_that_are_sent_again(
+    serve: Serve, engine: EngineMaker, tmp_path: Path
+) -> None:
+    """Also a client that resumes; what it has already, and what is still to be computed, costs nothing."""
+    path = tenants_file(tmp_path, requests_per_minute=5, tokens_per_minute=60_000, max_requests=1)
+    served = await serve(tenants=path, retain_s=60.0)
+    taken: list[int] = []
+    redis = served.streams.quotas
+    take = redis.take_repeat
+
+    async def watched(tenant: str, quota: Quota, repeat_id: str, tokens: int) -> Taken:
+        taken.append(tokens)
+        return await take(tenant, quota, repeat_id, tokens)
+
+    redis.take_repeat = watched  # type: ignore[method-assign]
+    async with engine(six_tokens) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
         key = {**KEY, "Idempotency-Key": "k"}
-        answers = await asyncio.gather(*(ask(served.session, key) for _ in range(4)))
-        assert [status for status, *_ in answers] == [200] * 4
-        assert len({body["id"] for _, body, _ in answers}) == 1
-        assert (await left(served))[0] == 9
-        url = f"/v1/streams/{answers[0][1]['id']}"
-        async with served.session.get(url, headers=KEY) as response:
+        status, body, _ = await ask(served.session, key)
+        assert (status, (await left(served))[0]) == (200, 4)
+        await settled(lambda: not fake.busy)
+        for again in range(2):
+            assert (await ask(served.session, key))[:2] == (200, body)
+            assert (await left(served))[0] == 3 - again
+        async with served.session.get(f"/v1/streams/{body['id']}:4", headers=KEY) as response:
             assert response.status == 200
-            assert response.headers["x-ratelimit-remaining-requests"] == "9"
             await response.read()
+        assert taken == [6, 6, 2]
+        assert (await ask(served.session))[0] == 200, "a repeat holds no place of max_requests"
+        status, body, headers = await ask(served.session, key)
+        assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert int(headers["Retry-After"]) >= 1
 
 
 async def test_a_request_that_is_not_admitted_takes_nothing(

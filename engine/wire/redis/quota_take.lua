@@ -1,8 +1,8 @@
 -- Take what a request may use of its tenant's quotas: all of it or nothing.
--- `requests`, `tokens`: quotas a minute; `at_once`: most requests that have not ended; '' for no such quota.
+-- `requests`, `tokens`: quotas a minute; `at_once`: most requests that have not ended; '' for no such quota; '-' for a
+-- stored answer that is sent again: no request runs, and nothing is settled later.
 -- `request`: id without a prompt's number; '' only reads the buckets.
--- Then for each prompt: its tokens, most output tokens of all its continuations.  Without prompts the request counts
--- for a minute only: no engine gets it, so it never ends.
+-- Then for each prompt: its tokens, most output tokens of all its continuations.
 -- Returns {quota that is used up ('' for none), ms until its bucket has enough, ms until the buckets of requests and of
 -- tokens are full}.
 local tenant, requests, tokens, at_once, request, deadline = unpack(ARGV, 1, 6)
@@ -35,7 +35,7 @@ local function end_finished()  -- do now for requests that are over what settle.
 end
 
 local function has_place()
-  if at_once == '' or call('ZCARD', open) < at_once + 0 then return true end
+  if at_once == '' or at_once == '-' or call('ZCARD', open) < at_once + 0 then return true end
   end_finished()
   return call('ZCARD', open) < at_once + 0
 end
@@ -58,7 +58,7 @@ local function take()
   for bucket, ms in pairs(cost) do
     if ms > 0 then shift_bucket(tenant, bucket, ms, now) end
   end
-  if prompts == 0 then return outlive(key, QUOTA_MS + EXPIRY_MS) end
+  if at_once == '-' then return outlive(key, QUOTA_MS + EXPIRY_MS) end
   call('HSET', held, request, string.format('%d %d %.6f', prompts, now, cost.requests))
   for i = 0, prompts - 1 do
     local size, output = unpack(ARGV, FIRST + 2 * i, FIRST + 2 * i + 1)
