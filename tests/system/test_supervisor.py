@@ -101,7 +101,9 @@ def test_a_killed_supervisor_leaves_no_process(tmp_path: Path, hanging: bool) ->
         left = family(server)
         assert len(left) >= 7  # Redis, engine, spare, two gateways, two that render templates
         if hanging:
-            gateways(server)[0].send_signal(signal.SIGSTOP)
+            (stopped := gateways(server)[0]).send_signal(signal.SIGSTOP)
+            # The kernel continues it when its parent ends, but only if it has stopped by then.
+            until(lambda: stopped.status() == psutil.STATUS_STOPPED, "not stopped")
         server.kill()
         try:
             until(lambda: all(ended(one) for one in left), str([one for one in left if not ended(one)]))
