@@ -31,7 +31,7 @@ class Clock:
         self.started = 0.0  # entered the batch
         self.first: dict[int, float] = {}  # continuation -> its first token
         self.preempted: dict[int, float] = {}  # continuations that wait to enter the batch again
-        self.preemptions = 0  # of all its continuations
+        self.preemptions = 0  # all sequences of the request
         self.resumed: dict[int, float] = {}  # continuations that another engine began, since they run here
         self.longest = 0  # output tokens of its longest continuation that has ended
         self.step = 0  # the first step of its present phase
@@ -54,8 +54,8 @@ class RequestTimes:
         self.prompt_tokens = Tally(histograms.TOKENS)
         self.output_tokens = Tally(histograms.TOKENS)
         self.longest_tokens = Tally(histograms.TOKENS)  # of each request: output tokens of its longest continuation
-        self.preemptions = Tally(histograms.PREEMPTIONS)  # of each request
-        self.prefilled_tokens = 0  # of prompts whose first token was sampled, cached ones included
+        self.preemptions = Tally(histograms.PREEMPTIONS)  # per request
+        self.prefilled_tokens = 0  # prompts whose first token was sampled, cached tokens included
         self.computed_tokens = Tally(histograms.TOKENS)  # of each request: prompt tokens that no prefix cache had
 
     def observe(self, record: TurnRecord) -> None:

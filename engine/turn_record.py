@@ -34,7 +34,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     running: int = 0  # sequences in that step
     result: StepResult | None = None  # of the step that was collected
     failed: bool = False  # the executor lost every step in flight
-    gated: int = 0  # of the waiting sequences, those that wait for a grammar
+    gated: int = 0  # waiting sequences that wait for a grammar
     load: EngineLoad | None = None  # None: the turn has not published yet
     totals: Totals  # counts since start; the scheduler's own object, which goes on changing
     outputs: Outputs = msgspec.field(default_factory=lambda: Outputs({}, []))

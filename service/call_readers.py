@@ -29,7 +29,7 @@ class PythonCalls:
         self.committed = False
         self._context = context
         self._json: JsonCalls | None = None  # reads calls that are JSON after all
-        self._reader: JsonReader | None = None  # of the open call's arguments
+        self._reader: JsonReader | None = None  # reads the open call's arguments
         self._name = ""
         self._first = True
 

@@ -15,7 +15,7 @@ from service.notations import Notation
 
 BESIDE = frozenset({"type", "id", "index", "tool_call_id"})  # keys of a call that are no arguments
 
-End = Literal["", "cut", "whole"]  # of the answer: not reached; it could have been longer; the model ended it
+End = Literal["", "cut", "whole"]  # end of the answer: not reached; cut by a limit; ended by the model
 CallPart = tuple[str | None, str]  # a new call's name or None, and a part of its arguments
 
 
@@ -32,7 +32,7 @@ class Context(msgspec.Struct, frozen=True):
     """What a reader knows of its answer."""
 
     notation: Notation
-    name: str  # that the marker holds, or ""
+    name: str  # the name in the marker, or ""
     tools: Tools
     parallel: bool
     ends: Markers  # markers that end calls, of the kinds `close`, `call`, `argument` and `junk`

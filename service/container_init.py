@@ -43,7 +43,7 @@ def _keep(child: int) -> None:
     while True:
         told = signal.sigwaitinfo({*FORWARDED, signal.SIGCHLD})
         if told.si_signo != signal.SIGCHLD:
-            if told.si_code <= 0:  # of a process; a terminal's reach the child by themselves
+            if told.si_code <= 0:  # sent by a process; signals of a terminal reach the child by themselves
                 os.kill(child, told.si_signo)
             continue
         for process, status in _ended():

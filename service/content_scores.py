@@ -63,7 +63,7 @@ class ContentScores:
     """The log probabilities of one choice's content, in order."""
 
     def __init__(self) -> None:
-        self._tokens: deque[_Token] = deque()  # whose text may still become content
+        self._tokens: deque[_Token] = deque()  # tokens whose text may still become content
         self._new: list[Score] = []
         self._sent = 0  # characters that `release_next` has released
 

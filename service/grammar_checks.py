@@ -18,7 +18,7 @@ import msgspec
 from engine.common.fair_list import FairList
 from service.grammar import Compiled, Constraint, compile_grammar
 
-KEPT_BYTES = 32 << 20  # of constraints that passed and need no second check, and their grammars
+KEPT_BYTES = 32 << 20  # constraints that passed and need no second check, and their grammars
 THREADS = 2  # checks at once: each takes up to some tenths of a second, and the event loop needs a core
 
 
@@ -28,7 +28,7 @@ class Check:
 
     constraint: Constraint
     outcome: asyncio.Future[Compiled | Exception]
-    tenants: Counter[str] = field(default_factory=Counter)  # of the requests that wait for it
+    tenants: Counter[str] = field(default_factory=Counter)  # requests that wait for it, by tenant
     begun: bool = False
 
 

@@ -59,7 +59,7 @@ Parse = Callable[[bytes, GatewayConfig, str, float, api.Served], api.ValidReques
 
 # Errors under which the first request with an idempotency key leaves no answer behind.
 FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "request_lost", "engine_error")
-NAMES = {messages.PREFIX: messages.NAMES, responses.PREFIX: responses.NAMES}  # of a chat's fields, by format
+NAMES = {messages.PREFIX: messages.NAMES, responses.PREFIX: responses.NAMES}  # names of a chat's fields, by format
 RETRIES = 3  # first requests under one idempotency key that may turn out to have no answer, before a retry gives up
 
 

@@ -17,11 +17,11 @@ class JsonCalls:
         self.parts: list[CallPart] = []
         self.committed = False
         self._context, self._notation = context, context.notation
-        self._value: _JsonCall | _JsonList | None = None  # that is being read
+        self._value: _JsonCall | _JsonList | None = None  # the value that is being read
         self._fence = False  # within the word after the backticks of a code fence
         self._first = True
         self._waiting: list[CallPart] = []  # complete, until it is known that they are calls
-        self._rest = False  # of the call's object, only what follows its arguments is left
+        self._rest = False  # only the part of the call's object after its arguments is left
         self._blank = True  # and that is nothing but spaces, so far
 
     def read(self, text: str, at: int, end: End) -> tuple[int, Status]:
@@ -125,7 +125,7 @@ class _JsonCall:
         self._name = context.name
         self._slot = "arguments" if self._named else ""
         self._json.loosens = self._named
-        self._collected: list[str] = []  # of the slot
+        self._collected: list[str] = []  # text of the slot
         self._arguments: list[str] = []
         self._complete = False  # the arguments were read to their end
         self._filled = False  # and they are more than an empty object

@@ -58,7 +58,7 @@ FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname
 POINTER = r"(/([^~/]|~[01])*)*"
 PATTERNS = {"json-pointer": f"^{POINTER}$", "relative-json-pointer": rf"^(0|[1-9][0-9]*)(#|{POINTER})$"}
 ARRANGEMENTS = 256  # arrays that stand for `uniqueItems` of few values
-BRANCHES = 16  # of a oneOf whose branches are compared with each other
+BRANCHES = 16  # maximum branches of a oneOf that are compared with each other
 PARTS = 5000  # schemas inside one schema, those of rewritten assertions included
 NAMED = 16  # words that assert nothing and that one answer names
 

@@ -16,7 +16,7 @@ class _Known(msgspec.Struct, forbid_unknown_fields=True):
     """Which response template belongs to a chat template."""
 
     response_template: str
-    sha256: str = ""  # of the chat template, as `digest` computes it
+    sha256: str = ""  # digest of the chat template, as `digest` computes it
     contains: list[str] = []  # all of these, for a chat template without a digest here
     lacks: list[str] = []  # none of these
 

@@ -91,7 +91,7 @@ class JsonReader:
         self._word: list[str] = []
         self._spaced = False  # there is a space in it
         self._key: list[str] = []
-        self.key = ""  # of the watched object, the last one read
+        self.key = ""  # last key read of the watched object
         self.pairs = 0  # colons read
         self.words = 0  # bare values read
         self.strict = True  # text may still be bad

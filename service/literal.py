@@ -22,7 +22,7 @@ from service.refusal import bad_request
 
 TRUSTED = ("system", "developer")  # roles of the application itself, whose messages may hold special tokens
 WINDOW = 65_536  # characters searched at once: no other thread runs meanwhile, 1 ms at worst
-READINGS_KEPT = 4  # of the template's own strings: the model's, and those of clients
+READINGS_KEPT = 4  # sets of a template's own strings: the model's, and those of clients
 PRIVATE = "[\ue000-\uf8ff]"
 ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})", re.I)  # as JSON writes a private character in ASCII
 

@@ -23,7 +23,7 @@ class Columns(NamedTuple):
     tokens: list[int]
     found: list[TokenLogprob | None]  # of each token; None: nothing precedes it, so it has no probability
     offsets: list[int]  # characters before each token; empty for chats
-    texts: Sequence[bytes | None] = ()  # of a chat: the part of each token that is content; None: all of it
+    texts: Sequence[bytes | None] = ()  # chats: the part of each token that is content; None: all of it
 
 
 def _finite(logprob: float) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 WINDOW = 512  # characters of a marker at most; a longer one is text
-KNOWN_CHARS = 2**16  # of which it is known whether markers begin with them; beyond, any other character may
+KNOWN_CHARS = 2**16  # characters known to begin a marker or not; beyond, any other may
 # Patterns in which the text before a marker counts.
 _LOOKS_BEHIND = re.compile(r"\(\?<[=!]|\\[bBGmM]|(?<!\[)\^")
 
@@ -24,7 +24,7 @@ class Marker(msgspec.Struct, frozen=True, eq=False):
     """What may end or interrupt a region."""
 
     kind: str
-    pattern: Any  # of the module `regex`, which tells whether a text could become a match
+    pattern: Any  # compiled by the module `regex`: it tells whether a text could become a match
     field: Any = None  # belongs to the caller
     grows: bool = True  # a match at the end of the text may become longer with more text
     empty: bool = True  # a match without characters counts

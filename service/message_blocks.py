@@ -23,7 +23,7 @@ from service.refusal import Refusal, bad_request
 from service.response_items import NOTE, SUMMARY
 from service.skipped import Skipped
 
-TOOL_PREFIX = "toolu_"  # of the ids of tool calls; chat templates get the rest, which some bound to nine characters
+TOOL_PREFIX = "toolu_"  # prefix of call ids; chat templates get the rest, which some bound to nine characters
 BILLING = "x-anthropic-billing-header:"  # begins a line at the head of a coding agent's system prompt
 # Of the assistant: what a provider encrypted, its own tools and their results.
 SKIPPED = (
@@ -53,11 +53,11 @@ class ContentBlock(msgspec.Struct):
     name: str | None = None
     input: Any = None
     tool_use_id: str | None = None
-    content: Any = None  # of a result, a compaction or a search result: a string or blocks
+    content: Any = None  # a result's, a compaction's or a search result's: a string or blocks
     is_error: bool | None = None
     thinking: str | None = None
     signature: str | None = None
-    source: Any = None  # of a document, an image or a search result
+    source: Any = None  # a document's, an image's or a search result's
     title: str | None = None
     context: str | None = None
     cache_control: Any = None
@@ -90,7 +90,7 @@ def system_of(given: str | list[ContentBlock] | None, skipped: Skipped) -> list[
 def messages_of(turns: list[Turn], skipped: Skipped) -> list[Message]:
     """Return the messages of a chat: a tool's result is one of its own there.  Raises Refusal."""
     found: list[Message] = []
-    names: dict[str, str] = {}  # of the tools that were called, by the call's id
+    names: dict[str, str] = {}  # names of the tools that were called, by the call's id
     for at, turn in enumerate(turns):
         param = f"messages[{at}]"
         if turn.role not in ("user", "assistant", "system"):

@@ -323,7 +323,7 @@ class Telemetry(Collector):
         self._tenants: set[str] = set()  # those that have series of their own
         self._engines: dict[str, EngineLoad] = {}  # as of the last reading
         self._fingerprint = ""  # of the model that answers now
-        self._dropped_lines = 0  # of the log, as of the last scrape
+        self._dropped_lines = 0  # lines of the log, as of the last scrape
         for metric in TABLE:
             self._create(metric)
         self.set(GATEWAY_INFO, 1, *histograms.build().values())

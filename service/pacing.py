@@ -25,7 +25,7 @@ from typing import Any
 
 TURN_CALLS = 32  # handlers woken in one turn of the loop
 TURN_EVENTS = 32  # sockets handled in one turn
-SLICE_S = 0.002  # of one request's long work, before other requests run
+SLICE_S = 0.002  # longest slice of one request's work before other requests run
 CLOCK_S = 1e-6  # the event loop may run a timer this much early
 WATCH_S = 0.01  # between two measurements
 # Thresholds of the garbage collector.  The first: how many new objects start a collection of the young generation (5 to
@@ -66,7 +66,7 @@ class Pacer:
         self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._left = TURN_CALLS  # in this turn
         self._armed = False
-        self._slices: deque[asyncio.Future[None]] = deque()  # of long works, in the order in which they asked
+        self._slices: deque[asyncio.Future[None]] = deque()  # long works, in the order of their requests
         self._slicing = False
 
     async def slice(self) -> float:

@@ -49,7 +49,7 @@ class RegionStream:
         """`text`: without stop strings.  `scores`: for the log probabilities of the content."""
         self._text, self._reader = text, template.reader(reading)
         self._stops, self._min_tokens = StopSearch(stops, include=include_stop) if stops else None, min_tokens
-        self._ahead: StopSearch | None = None  # which has searched the white space that a marker may still follow
+        self._ahead: StopSearch | None = None  # a search that has seen the white space before a possible marker
         self._peeked = 0  # characters of that
         self.scores = scores
         self._places = ContentPlaces() if scores is not None else None

@@ -117,7 +117,7 @@ class RegionReader:
         self._text, self._at = "", 0  # text that was not dealt with yet, from a position on; one character before it
         self._zero = -1  # where a marker without characters was found
         self._clear = 0  # up to there the reasoning is known not to be closed
-        self._tail = ""  # of the text, which may be the beginning of the marker that closes the reasoning
+        self._tail = ""  # end of the text that may begin the marker which closes the reasoning
         self._field: Field | None = None  # the open region; None: the content
         self._after_marker = self._after_call = False  # only white space, or brackets, have followed the marker
         self._held: list[str] = []  # white space that a marker may follow

@@ -28,8 +28,8 @@ from service.limits import shown
 from service.refusal import Refusal, bad_request
 from service.skipped import Skipped
 
-CALL_PREFIX = "call_"  # of the ids of tool calls; chat templates get the rest, which some bound to nine characters
-Item = dict[str, Any]  # of an input or an output, as JSON
+CALL_PREFIX = "call_"  # prefix of call ids; chat templates get the rest, which some bound to nine characters
+Item = dict[str, Any]  # one item of an input or an output, as JSON
 
 ROLES = ("user", "system", "developer", "assistant")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -148,7 +148,7 @@ class _History:
     def __init__(self, skipped: Skipped) -> None:
         self.found: list[Message] = []
         self._skipped = skipped
-        self._names: dict[str, str] = {}  # of the functions that were called, by the call's id
+        self._names: dict[str, str] = {}  # names of the functions that were called, by the call's id
 
     def add(self, param: str, item: Item) -> None:
         """Add one item.  Raises Refusal."""

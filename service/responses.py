@@ -64,9 +64,9 @@ INCLUDED = (
     "computer_call_output.output.image_url",
     "message.input_image.image_url",
 )
-PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_", "custom": "ctc_"}  # of the ids of output items
+PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_", "custom": "ctc_"}  # prefixes of the ids of output items
 ARGUMENTS, CUSTOM = "response.function_call_arguments", "response.custom_tool_call_input"
-TURN_PIECES = 256  # of a whole answer, read before other requests run
+TURN_PIECES = 256  # deltas of a complete answer, read before other requests run
 SUMMARIES = ("auto", "concise", "detailed")
 
 

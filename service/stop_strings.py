@@ -18,7 +18,7 @@ import msgspec
 from service.api import ValidRequest
 
 Arcs = dict[tuple[int, str], int]
-INLINE_CHARS = 1024  # of all stop strings: their automaton is built in a millisecond; longer ones take up to 15
+INLINE_CHARS = 1024  # all stop strings together: their automaton is built in a millisecond; longer ones take up to 15
 
 
 class _Automaton:

@@ -10,7 +10,7 @@ from service.calls import CallPart, Context, End, Status
 from service.json_calls import JsonCalls
 from service.markers import Match
 
-STREAM_CHARS = 256  # of one argument in tags: a longer string is passed on as it is written
+STREAM_CHARS = 256  # longest argument in tags that is held back: a longer string is passed on as it is written
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
 
@@ -24,8 +24,8 @@ class TagCalls:
         self._json: JsonCalls | None = None  # reads arguments that are JSON after all
         self._written: list[str] = []  # arguments that were not passed on yet
         self._keys = set[str]()
-        self._key: str | None = None  # of the open argument
-        self._type = ""  # that its tag says: "true" for a string, "false" for anything else
+        self._key: str | None = None  # name of the open argument
+        self._type = ""  # the attribute of its tag: "true" for a string, "false" for anything else
         self._value: list[str] = []
         self._length = 0
         self._streams = False

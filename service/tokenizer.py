@@ -568,7 +568,7 @@ class Tokenizer:
         return encoded
 
     async def _rendered(self, options: ChatOptions, size: int, work: Callable[[], T]) -> T:
-        """Do work that may render a chat template where it delays nobody else."""
+        """Do work that may render a chat template where it delays no other request."""
         if options.template:  # a client's: it may take long, whatever its size, and others do not wait for it
             return await asyncio.get_running_loop().run_in_executor(self._template_pool, work)
         return await self.offload(size, work)

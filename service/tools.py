@@ -25,7 +25,7 @@ RESERVED = re.compile(
 )
 CHOICES = ("none", "auto", "required")
 HINTS = ("reasoning_effort", "verbosity")  # wishes of a client that some chat templates read
-TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")  # of JSON schemas
+TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")  # types in JSON schemas
 
 
 class ToolRules(NamedTuple):

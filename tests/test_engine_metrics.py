@@ -310,7 +310,10 @@ def test_every_name_of_vllm_has_the_value_of_what_was_sent() -> None:
     stop = Sampling(seed=4, stop_token_ids=[scripted_token(4, 0, 1, INFO.vocab_size)])
     traced.run(Generate("stops", "g", [6] * 5, 50, stop, 2**60), Generate("late", "g", [7], 5, Sampling(), 1))
     seconds = time.monotonic() - seconds
-    traced.telemetry.queue_share, traced.telemetry.gated = 2.5, 1  # of the shared queue; waits for a grammar
+    traced.telemetry.queue_share, traced.telemetry.gated = (
+        2.5,
+        1,
+    )  # share of the queue; waiting for a grammar
     traced.telemetry.load = msgspec.structs.replace(
         traced.telemetry.load, running=3, waiting=4, swapped=1, free_blocks=48
     )

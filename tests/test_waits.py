@@ -70,7 +70,7 @@ def waits(call: ast.Call) -> Iterator[ast.expr]:
     if function not in WAITS or "mark" in owner:  # verdicts.py scales the marker `timeout`
         return
     if (function == "join" and owner[:1] in "'\"") or (function == "wait_for" and "asyncio" not in owner):
-        return  # of text; of a helper that knows pace.py
+        return  # text, or a helper that knows pace.py
     yield from (word.value for word in call.keywords if word.arg in BOUNDS)
     place = WAITS[function]
     if place is not None and len(call.args) > place:

@@ -49,7 +49,7 @@ class FairList(Generic[Key]):
         """Remove and return the key whose turn it is; None: there is none.  O(tenants with work)."""
         if not self._waiting:
             return None
-        tenant = min(self._waiting, key=self._next.__getitem__)  # of equal ones the first that joined
+        tenant = min(self._waiting, key=self._next.__getitem__)  # ties: the tenant that joined first
         key = next(iter(self._waiting[tenant]))
         self._now = self._next[tenant]
         self._next[tenant] += 1 / self._weights[tenant]

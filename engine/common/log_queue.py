@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-MAX_LINES, MAX_BYTES = 10_000, 4 << 20  # of one stream's queue
+MAX_LINES, MAX_BYTES = 10_000, 4 << 20  # bounds of one stream's queue: lines, bytes
 WRITE_BYTES = 1 << 16  # largest write; the capacity of a pipe
 DRAIN_S = 2.0  # longest wait at the end of the process for lines that are still queued
 

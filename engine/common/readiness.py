@@ -46,7 +46,7 @@ class ReadinessListener:
         self.address = str(Path(self._folder.name) / "s")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind(self.address)
-        self.beats = 0  # that have been read
+        self.beats = 0  # heartbeats read so far
 
     def is_ready(self) -> bool:
         """Return whether the child has said that it is ready since the last call, and count its beats.  Never waits."""

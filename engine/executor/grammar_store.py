@@ -36,7 +36,7 @@ LEXER_BYTES = 24 << 20  # at most in a lexer: 20,000 states (grammars.LIMITS) of
 MEASURED = 16  # one eviction in so many is measured: malloc counts its free chunks for that, up to about 1 ms
 PRIOR_BYTES = 4 << 20  # measured bytes that weigh as much as the constants above
 SCALES = (0.25, 16.0)  # bounds of the ratio
-CORES_PER_THREAD, MOST_THREADS = 4, 4  # of those that compile: cores are for the steps
+CORES_PER_THREAD, MOST_THREADS = 4, 4  # compile threads: few, since steps need the cores
 
 
 class Compiled(Protocol):
@@ -100,7 +100,7 @@ class Grammar:
     compiled: Compiled | None = None
     fault: str = ""
     tenants: Counter[str] = field(default_factory=Counter)  # holders
-    tokens: int = 0  # that copies took in
+    tokens: int = 0  # consumed by all copies
     copies: int = 0  # in use
 
     def bytes(self) -> int:
@@ -243,7 +243,7 @@ class GrammarStore:
             if text is None:
                 return False
             grammar = self._grammars[text]
-            if grammar.state is not State.WAITING:  # of several tenants, one of which had its turn
+            if grammar.state is not State.WAITING:  # another tenant's turn has compiled it
                 return True
             grammar.state = State.COMPILING
             for tenant in grammar.tenants:

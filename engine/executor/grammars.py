@@ -71,8 +71,8 @@ THREADED = 4
 FAILED = "the grammar cannot be followed any further"
 FAULTY = "this model cannot follow the grammar"
 NO_ANSWER = "it allows no answer"
-REASON_CHARS = 256  # of llguidance's reason, at most
-KEPT_BYTES = 256 << 20  # of compiled grammars that no request holds, as `grammar_memory_mib` has it by default
+REASON_CHARS = 256  # maximum length of llguidance's reason
+KEPT_BYTES = 256 << 20  # compiled grammars that no request holds, as `grammar_memory_mib` has it by default
 # llguidance is asked for forced tokens again after each of them, so that they are the tokens of the masks that it would
 # write.  Each answer has all that are left and takes 2 us a token.  So this bounds the tokens of all answers of a step:
 # a run of up to 63 tokens is found as a whole, a longer one in parts.

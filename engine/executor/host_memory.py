@@ -19,7 +19,7 @@ from engine.executor.errors import NotEnoughMemory
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
-CPU_DEFAULT_GIB = 1.0  # of KV cache on a CPU
+CPU_DEFAULT_GIB = 1.0  # KV cache on a CPU
 DEFAULT_SWAP_GIB = EngineConfig().swap_memory_gib
 # Resident MiB of `quire serve builtin` without KV cache and weights, after a few requests: engine 412, spare 391,
 # gateway 106, supervisor 50, Redis 13; together 972, shared pages counted in each.  The rest is for queued requests.

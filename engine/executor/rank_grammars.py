@@ -24,7 +24,7 @@ class Hold(msgspec.Struct, frozen=True, array_like=True):
     """A request holds a grammar."""
 
     request_id: str
-    key: int  # of the grammar, until its last release
+    key: int  # names the grammar until its last release
     text: str | None  # None: as in the first Hold with this key
     tenant: str
     weight: float
@@ -43,7 +43,7 @@ class GrammarsOfRanks:
     def __init__(self, own: GrammarStore, tell: Callable[[bytes], None], ask: Callable[[bytes], list[bytes]]) -> None:
         """`tell`: sends a command to the other ranks.  `ask`: sends one, returns the answer of each."""
         self._own, self._tell, self._ask = own, tell, ask
-        self._keys: dict[str, int] = {}  # of held grammars
+        self._keys: dict[str, int] = {}  # held grammars -> keys
         self._holders: dict[str, str] = {}  # request id -> text
         self._counts: dict[str, int] = {}  # text -> requests that hold it
         self._missing: dict[int, str] = {}  # held grammars that some rank may not have compiled
@@ -114,7 +114,7 @@ class RankGrammars:
     def __init__(self, store: GrammarStore | None) -> None:
         """`store`: of this rank; None: the model's answers can follow no grammar, on any rank."""
         self._store = store
-        self._texts: dict[int, str] = {}  # of held grammars, by key
+        self._texts: dict[int, str] = {}  # held grammars, by key
 
     def obey(self, message: bytes, commands: Connection) -> bool:
         """Do what rank 0 wants of grammars, and answer a question.  Returns False for any other command."""

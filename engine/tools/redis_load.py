@@ -39,7 +39,7 @@ from engine.wire.layout import TOKEN_CHANNELS
 from engine.wire.messages import Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 from engine.wire.prefixes import PrefixReport, prefix_digests
 
-STEPS, READINGS = 32, 8  # of each engine, calls
+STEPS, READINGS = 32, 8  # steps per engine, readings in all
 TOKEN = 20_000  # ids of tokens are from here on: 3 bytes, as most of a vocabulary
 COSTS = PrefixReport(token_us=23.0, step_us=5000.0, backlog=1000)
 
@@ -50,9 +50,9 @@ class Size(msgspec.Struct, frozen=True):
     gateways: int = 1
     engines: int = 1
     sequences: int = 16  # on each engine
-    tenants: int = 1  # whose requests wait
-    prompt_tokens: int = 1000  # of each request
-    steps: int = STEPS  # of each engine
+    tenants: int = 1  # tenants with waiting requests
+    prompt_tokens: int = 1000  # per request
+    steps: int = STEPS  # per engine
 
 
 SIZES = (
@@ -67,7 +67,7 @@ SIZES = (
 def expected_step(size: Size) -> dict[str, float]:
     """Return what a step costs by the formula of docs/scaling.md: commands, and bytes to and from Redis."""
     channels = min(size.gateways, TOKEN_CHANNELS)
-    parts = 24 * size.sequences + 12 * size.gateways  # of all messages of a step: tokens with their ids, names
+    parts = 24 * size.sequences + 12 * size.gateways  # all messages of a step: tokens with their ids, names
     return {
         "commands": 16 + 2 * channels + 0.15 * size.sequences,
         "in_bytes": 1000 + 30 * size.sequences + 12 * size.gateways,

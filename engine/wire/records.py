@@ -32,7 +32,7 @@ class LaneQueue(msgspec.Struct, frozen=True):
     requests: int = 0
     tokens: int = 0  # their prompt tokens, counted once for all continuations of a prompt
     oldest_ms: int = 0  # since the oldest was submitted
-    tenants: int = 0  # that have something queued in it
+    tenants: int = 0  # number of tenants with requests queued in it
 
 
 class QueueBounds(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ class Fleet(msgspec.Struct, frozen=True):
     queued_tokens: int  # their prompt tokens, counted once for all continuations of a prompt
     time_ms: int  # unix time of this reading, on Redis' clock
     room_tokens: int = 0  # prompt tokens the engines would still claim; one silent for STALE_MS has none
-    tenants: dict[str, TenantQueue] = {}  # of each lane those TENANTS_SHOWN that are next
+    tenants: dict[str, TenantQueue] = {}  # the next TENANTS_SHOWN of each lane
     # Attach to every open request again.  Either this gateway had to subscribe to its tokens again, so it may have
     # missed some.  Or Redis has not received a heartbeat of it for long, so its requests may have other listeners.  Or
     # Redis may have lost data: it was restarted, or a replica was promoted, so its data has a new history.
@@ -99,7 +99,7 @@ class Queue(msgspec.Struct, frozen=True):
     queued: int
     queued_tokens: int
     room_tokens: int
-    tenants: dict[str, TenantQueue]  # that of the request only, if it has something queued
+    tenants: dict[str, TenantQueue]  # only the request's own, if it has requests queued
     on_time: LaneQueue = LaneQueue()
     late: LaneQueue = LaneQueue()
     lane: Lane | None = None  # that the request joined; None: nothing was queued, it would have been too much

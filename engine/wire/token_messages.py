@@ -21,7 +21,7 @@ from engine.wire.layout import TOKEN_CHANNELS
 from engine.wire.messages import Delta, Finish, TokenBatch, TokenLogprob
 from engine.wire.request_ids import pack, unpack
 
-NO_CHANNEL = ""  # of a message for the tail only
+NO_CHANNEL = ""  # a message for the tail only has none
 
 _encode = msgspec.msgpack.Encoder().encode
 

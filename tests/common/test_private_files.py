@@ -96,7 +96,7 @@ def test_a_second_user_is_refused_with_the_first_ones_name(tmp_path: Path) -> No
         with pytest.raises(EmbeddedRedisError) as caught, EmbeddedRedis(tmp_path / "data"):
             pass
         assert re.fullmatch(rf"--data-dir \S+/data is in use by PID {os.getpid()} on \S+: .*", str(caught.value))
-        first.stop()  # which a start follows
+        first.stop()  # a start follows
         with pytest.raises(EmbeddedRedisError, match="is in use"), EmbeddedRedis(tmp_path / "data"):
             pass
     with EmbeddedRedis(tmp_path / "data"):

@@ -217,4 +217,4 @@ def test_tokens_that_frame_messages_are_controls_though_not_special(tmp_path: Pa
     assert [made.count(token) for token in ids] == [1, 1]
     text = tokenizer._hf.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
     assert tokenizer.text_of(made, skip_special=False) == text
-    assert made.count(tokenizer._backend.token_to_id("<think>")) == 2  # which is the client's to write
+    assert made.count(tokenizer._backend.token_to_id("<think>")) == 2  # the client may write it

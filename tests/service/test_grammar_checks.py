@@ -1,4 +1,5 @@
-"""Each constraint is checked once, however many wait for it; tenants take turns; what nobody waits for is dropped."""
+"""Each constraint is checked once for all requests that wait; tenants take turns; a check that no request waits for is
+dropped."""
 
 from __future__ import annotations
 

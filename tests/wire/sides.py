@@ -19,7 +19,7 @@ from engine.wire.token_messages import channel_of
 from tests.pace import patience
 
 PLENTY = (1_000_000, 1_000)  # room in tokens and in requests
-LONG_MS = 3_600_000  # of deadlines and leases: longer than any pause of the machine
+LONG_MS = 3_600_000  # deadlines and leases: longer than any pause of the machine
 
 
 def generate(request_id: str, tokens: int = 10, gateway: str = "g1", **more: Any) -> Generate:

@@ -20,8 +20,8 @@ from tests.wire.test_locality import SLOW, ask, prompt
 
 QUEUED = 600  # more than Redis keeps as one list
 # Commands that keep the sums which submits read in place of all engines and tenants.
-OFFER = 2  # of an exchange of an engine whose room changes
-CLAIM = 1  # of each claimed request
+OFFER = 2  # commands of an exchange whose engine has other free capacity than before
+CLAIM = 1  # commands per claimed request
 
 
 @pytest.fixture

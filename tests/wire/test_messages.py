@@ -81,7 +81,7 @@ DELTA = Delta(
 )
 SEQUENCE_BLOCKS = SequenceBlocks("r1", 1, b"\x05\x00\x00\x00\x02\x00\x00\x00")
 BATCH = TokenBatch("e1", [DELTA, Delta("r2", 0, [9])])
-SHORT = "chatcmpl-019a0c55d7b2" + "5a" * 10  # of a client
+SHORT = "chatcmpl-019a0c55d7b2" + "5a" * 10  # a client's id
 
 GOLDEN: list[tuple[Any, str]] = [
     (

@@ -50,7 +50,7 @@ def test_the_deadline_of_a_command_is_set_again_once_and_only_within_the_memory_
     now += 2.0 + link.HELD_UP_S / 2
     assert deadline.left() < 0  # it just ran out
     now += 3.0
-    assert deadline.left() == 2.0  # whoever sees it so late stood still
+    assert deadline.left() == 2.0  # a process that sees it so late stood still
     now += 5.0
     assert deadline.left() < 0
     now = 100.0

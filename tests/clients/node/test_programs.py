@@ -90,7 +90,7 @@ def test_ai_sdk(tmp_path: Path, provider: str) -> None:
     told = json.loads(printed.splitlines()[-1])
     assert told["first"] == told["second"] == told["whole"] == FINAL
     assert told["streamed"].endswith(FINAL)
-    if provider != "chat":  # that provider reads no reasoning
+    if provider != "chat":  # the provider reads no reasoning there
         assert told["thoughts"][0] == "I need the tool run_shell."
     assert told["object"] == {"ages": {"ann": "7"}}
     assert (tmp_path / "work" / "made.txt").read_text() == "kiwi\n"

@@ -15,7 +15,7 @@ from tests.pace import paced_ms
 from tests.system.chaos.proxy import Proxy
 from tests.system.chaos.world import Machine, World, until
 
-LEASE_MS = paced_ms(1000)  # of the engines here
+LEASE_MS = paced_ms(1000)  # leases of the engines here
 FROZEN_S = (1.2 * LEASE_MS / 1000, 2.5 * LEASE_MS / 1000)  # longer than a lease
 GATEWAY_DEAD_S = 5.5  # a gateway not heard of for 5 s is taken for dead
 AWAY_S = (0.2, 2.5)  # how long Redis or a network is away; a gateway's patience is 2 s
