@@ -15,7 +15,8 @@ from typing import Any
 from loadtest.stats import gaps
 
 HEAD = (
-    b"POST %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    b"POST %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 )
 MARK = b"data: "
 

@@ -539,7 +539,7 @@ async def test_a_slow_reader_delays_nobody_and_loses_nothing(
                 "stream_options": {"include_ids": True},
             }
         ).encode()
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         writer.write(head % len(body) + body)
         await settled(lambda: len(fake.seen) == 1)  # and read nothing
@@ -571,7 +571,9 @@ async def send_raw(url: str, request: bytes) -> bytes:
 async def test_a_body_that_is_not_what_its_encoding_says_is_a_400(serve: Serve) -> None:
     served = await serve()
     for encoding in ("gzip", "deflate"):
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Encoding: {encoding}\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Encoding: {encoding}\r\n"
+        )
         head += "Content-Type: application/json\r\n"
         answer = await send_raw(served.url, f"{head}Content-Length: 5\r\n\r\nhello".encode())
         assert b" 400 " in answer.splitlines()[0]
@@ -586,7 +588,9 @@ async def test_bytes_that_are_not_utf8_in_a_header_or_path_are_refused_like_any_
         b"GET /nowhere/%ff HTTP/1.1",
     )
     for line in lines:
-        answer = await send_raw(served.url, line + b"\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+        answer = await send_raw(
+            served.url, line + b"\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+        )
         assert answer.splitlines()[0].split()[1] in (b"400", b"404"), answer
         assert b'"error"' in answer
 

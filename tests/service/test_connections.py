@@ -43,12 +43,12 @@ class Raw:
 
     def post(self, length: int, body: bytes = b"", path: str = "/v1/completions", headers: str = "") -> None:
         """Announce `length` bytes of a body and send `body` of it."""
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}"
         self.send(f"{head}Content-Length: {length}\r\n\r\n".encode() + body)
 
     async def get(self, path: str) -> int:
         """The status of a GET."""
-        self.send(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        self.send(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         return (await self.answer())[0]
 
     async def answer(self) -> tuple[int, dict[str, str], bytes]:
@@ -229,7 +229,7 @@ async def test_zipped_bodies_are_read(serve: Serve, engine: EngineMaker, encodin
 async def test_a_broken_transfer_is_the_clients_error(serve: Serve, headers: str, body: bytes, expected: int) -> None:
     served = await serve()
     async with raw(served) as client:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}\r\n"
         client.send(head.encode() + body[:100])
         assert (await client.answer())[0] == expected
 

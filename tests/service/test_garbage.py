@@ -48,7 +48,7 @@ async def ask(
 ) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps({"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 20, **fields}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     writer.write(f"{head}X-Request-Timeout: {timeout_s}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
     await read(reader)
     writer.transport.abort()

@@ -27,7 +27,7 @@ def begin(port: int, body: dict[str, object]) -> socket.socket:
     one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     one.connect(("127.0.0.1", port))
     sent = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     one.sendall(head % len(sent) + sent)
     one.setblocking(False)

@@ -66,7 +66,8 @@ async def open_stream(port: int, timeout_s: float) -> tuple[asyncio.StreamReader
     """A stream that has had its first event."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps({"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 100, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}"
     writer.write(f"{head}\r\nX-Request-Timeout: {timeout_s:.1f}\r\n\r\n".encode() + body)
     found = await reader.readuntil(b"data: ")
     assert found.startswith(b"HTTP/1.1 200"), found

@@ -116,7 +116,7 @@ async def test_a_slow_reader_costs_bounded_memory_and_delays_nobody(make: Make, 
                 "stream_options": {"include_usage": True, "continuous_usage_stats": True, "include_ids": True},
             }
         ).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         readers = []
         for _ in range(4):

@@ -108,13 +108,14 @@ GARBAGE = (
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     b"GET\r\n\r\n",
     b"POST /v1/completions HTTP/9.9\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 3000 + b"\r\n",
-    b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nabc",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 3000 + b"\r\n",
+    b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET / HTTP/1.1\r\nHost : x\r\n\tfolded\r\n\r\n",
-    b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n" * 20,
+    b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20,
 )
 
 
@@ -157,7 +158,7 @@ class Shooter:
     def _small(self, dice: random.Random) -> Shot:
         method = dice.choice(METHODS) if dice.random() < 0.3 else "GET"
         path = dice.choice((*GETS, *POSTS))
-        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         return Shot([head.encode()], method.isupper(), name=f"{method} {path}")
 
     def _comeback(self, dice: random.Random) -> Shot:
@@ -168,10 +169,10 @@ class Shooter:
             event = event[:at] + dice.choice("0:,9f-x%é") + event[at + dice.randint(0, 3) :]
         if dice.random() < 0.5:
             quoted = "".join(c if c.isalnum() or c in ":,-" else f"%{ord(c) % 256:02x}" for c in event)
-            head = f"GET /v1/streams/{quoted} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+            head = f"GET /v1/streams/{quoted} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         else:
             path = dice.choice(("/v1/completions", "/v1/chat/completions"))
-            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nLast-Event-ID: {event}\r\n"
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nLast-Event-ID: {event}\r\n"
             head += "Content-Length: 0\r\n\r\n"
         leave = dice.randint(0, 2000) if dice.random() < 0.2 else -1
         return Shot([head.encode("latin-1", "replace")], True, leave_after=leave, name="comeback", notes=[event])
