@@ -127,11 +127,11 @@ class Server:
         if config.standby:
             log.info("takeover: this spare serves from now on")
             self._watch = Stopwatch()
-        else:
-            log.info("%s", host_resources.read())
         self._executor = load(config)
         keep_what_is_loaded()
         self._open_logs()
+        if not config.standby:  # after all that ends a process with one line
+            log.info("%s", host_resources.read())
         self._telemetry.describe_model(self._executor.info, config)
         observers = [each for each in (self._telemetry, self._flight, self._requests) if each is not None]
         self._engine = Engine(config, self._executor, self._bus, self._bus, observers=observers)

@@ -172,6 +172,8 @@ class Gateway:
             routes += page.routes()
             if root:
                 app.router.add_get(root, page.slash)
+        else:
+            routes.append(web.get("/", status.no_page))
         for prefix in dict.fromkeys(["", root]):
             for route in routes:
                 app.router.add_route(route.method, prefix + route.path, route.handler)

@@ -114,6 +114,10 @@ class Status:
         """HEAD /: some programs ask it once, to see whether there is a server."""
         return web.Response()
 
+    async def no_page(self, request: web.Request) -> web.Response:
+        """GET / without the playground: 404, although HEAD has an answer."""
+        raise web.HTTPNotFound
+
     async def ready(self, request: web.Request) -> web.Response:
         """GET /ready: may a load balancer send work here?  If not, the body says why."""
         why = self._redis_trouble()

@@ -8,7 +8,8 @@ from typing import Any
 from service.markers import Marker, Markers
 from service.notations import Anchor, Field, Notation, Template
 
-CLOSING_TAG = r"</[^<>\s]{1,64}>"
+# Closing tags that models write once too often, with DeepSeek's prefix or without.
+CLOSING_TAG = r"</(?:\W?DSML\W)?(?:param|parameter|argument|arg_key|arg_value|value|function|invoke)>"
 _NAME = r"(?P<name>[A-Za-z_][\w.\-]{0,127})\s*\("
 
 

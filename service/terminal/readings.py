@@ -89,7 +89,8 @@ def quantile(buckets: Mapping[float, float], q: float) -> Latency | None:
         if buckets[bound] >= rank and buckets[bound] > below:
             if bound == math.inf:
                 break
-            return Latency(low + (bound - low) * (rank - below) / (buckets[bound] - below), False)
+            inside = low + (bound - low) * (rank - below) / (buckets[bound] - below)
+            return Latency(min(inside, bound), False)  # rounding may exceed the bucket by one unit in the last place
         below, low = buckets[bound], bound if bound < math.inf else low
     return Latency(low, True)
 

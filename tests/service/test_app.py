@@ -549,7 +549,7 @@ async def test_a_slow_reader_delays_nobody_and_loses_nothing(
         await settled(lambda: not fake.busy)
         assert len(served.streams) == 1  # the engine is long done, the rest waits here
         received = (await reader.read()).decode()
-        assert f":{tokens}\n" in received
+        assert f":{tokens}:done\n" in received  # the last chunk of text has the finish reason
         assert received.count('"top_logprobs"') == tokens
         assert "data: [DONE]" in received
         writer.close()

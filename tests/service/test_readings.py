@@ -169,7 +169,10 @@ def test_tenants_are_joined_from_queue_and_counters() -> None:
     for tenant, outcome in (("loud", "ok"), ("loud", "refused"), ("quiet", "ok")):
         gateway.telemetry.count(metrics.TENANT_REQUESTS, 2, tenant, outcome)
     gateway.telemetry.count(metrics.TENANT_TOKENS, 50, "quiet", "output")
-    [loud, quiet] = figures(gateway.read(1.0), before).tenants
+    rows = {row.name: row for row in figures(gateway.read(1.0), before).tenants}
+    loud, quiet = rows["loud"], rows["quiet"]
+    assert sorted(rows) == ["loud", "other", "quiet"]
+    assert rows["other"].queued_tokens == 90  # the late lane's: the reading names no tenant there
     assert (loud.name, loud.queued_tokens, loud.service, loud.refused, loud.requests_per_s) == ("loud", 900, 70, 2, 4)
     assert (quiet.name, quiet.service, quiet.tokens_per_s, quiet.refused) == ("quiet", None, 50.0, 0)
 

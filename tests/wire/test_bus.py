@@ -41,7 +41,7 @@ from tests.wire.sides import (
 
 pytestmark = pytest.mark.every_redis
 
-KEPT = (b"arrivals", b"counters", b"weights", b"left", b"usage", b"layout")  # a few bytes a tenant
+KEPT = (b"arrivals", b"counters", b"weights", b"left", b"usage", b"layout", b"offered")  # a few bytes per tenant
 
 
 async def test_a_request_goes_down_and_its_tokens_come_up(bus: Bus) -> None:
