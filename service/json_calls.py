@@ -173,7 +173,7 @@ class _JsonCall:
         if not self._name:
             return False
         arguments = self._written()
-        if arguments is None:
+        if arguments is None or (self._extra and _NOTHING.fullmatch(arguments)):  # its arguments stand elsewhere
             return False
         if not arguments:
             if self._extra or self._notation.bare:

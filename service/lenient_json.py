@@ -26,6 +26,7 @@ from service.markers import Markers
 DEPTH = 256  # nested objects and lists
 RUN = 256  # characters of a bare word that are looked at together
 LOOK_AHEAD = 16  # spaces after a quote, before the character that tells whether it ends its string
+_NO_KEY = re.compile(r"[{\[\"']")  # in text between values, not in a bare key
 _SPACES = re.compile(r"[ \t\r\n]+")
 _ODD_SPACES = re.compile(r"[^\S \t\r\n]+")
 _RUN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
@@ -402,6 +403,8 @@ class JsonReader:
         char = text[at]
         if run := (_KEY_WORD if self._is_key else _VALUE_WORD).match(text, at, at + RUN):
             end = run.end() if self._stop is None else max(self._stop.candidate(text, at, run.end()), at + 1)
+            if self._is_key and self.strict and (odd := _NO_KEY.search(text, at, end)):
+                return odd.start(), Event.BAD
             self._word.append(text[at:end])
             return end, None
         ends = char in (",}])\n\r:=" if self._is_key else ",}])\n\r")
