@@ -131,5 +131,5 @@ def tokens_outside(sampling: Sampling, vocab_size: int) -> str:
             odd = next(token for token in ids if not 0 <= token < vocab_size)
             return f"{name}: token ids are 0 to {vocab_size - 1}, got {odd}"
         if name == "bad_words" and not ids:
-            return "bad_words: each entry needs at least 1 token id, got 0"
+            return f"bad_words: each entry needs at least 1 token id from 0 to {vocab_size - 1}, got 0"
     return ""

@@ -185,7 +185,7 @@ class Shooter:
         else:
             body = self._body(dice, path, notes)
         headers = {
-            "Host": "x",
+            "Host": "localhost",
             "Content-Type": "application/json",
             "Connection": "close",
             "Content-Length": str(len(body)),
