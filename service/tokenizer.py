@@ -410,6 +410,9 @@ class Tokenizer:
     ) -> list[int]:
         """Render the chat template in jinja2's sandbox, then encode: the template places special tokens."""
         options = options or ChatOptions()
+        for message in messages:  # before anything searches it: no template shortens a content
+            if isinstance(text := message.get("content"), str):
+                self._check_length(text, budget)
         with self._chosen(options) as template:
             text, spans = self._render_chat(template, messages, options)
         if self._literal is None or not spans:
