@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+MOST_ESCAPES = 100_000  # backslashes of a body that is repaired; with more, half a surrogate is no JSON: a 400
 REPLACEMENT = "\ufffd"
 HALVES = re.compile("[\ud800-\udfff]")
 # An escape of JSON: a whole pair, half of one, or any other, which is only there to be passed over.
@@ -27,6 +28,6 @@ def without_surrogates(value: Any) -> Any:
 
 def repaired(body: bytes) -> bytes:
     """Return a body of JSON with U+FFFD in place of escaped half surrogates."""
-    if b"\\ud" not in body and b"\\uD" not in body:
+    if (b"\\ud" not in body and b"\\uD" not in body) or body.count(b"\\") > MOST_ESCAPES:
         return body
     return ESCAPES.sub(lambda match: b"\\ufffd" if match.group(1) else match.group(), body)
