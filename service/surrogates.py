@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 MOST_ESCAPES = 100_000  # backslashes of a body that is repaired; with more, half a surrogate is no JSON: a 400
+STRETCH = 2**16  # bytes that one search reads: other threads run between two
 REPLACEMENT = "\ufffd"
 HALVES = re.compile("[\ud800-\udfff]")
 # An escape of JSON: a whole pair, half of one, or any other, which is only there to be passed over.
@@ -28,6 +29,9 @@ def without_surrogates(value: Any) -> Any:
 
 def repaired(body: bytes) -> bytes:
     """Return a body of JSON with U+FFFD in place of escaped half surrogates."""
-    if (b"\\ud" not in body and b"\\uD" not in body) or body.count(b"\\") > MOST_ESCAPES:
+    starts = range(0, len(body), STRETCH)
+    if not any(body.find(half, at, at + STRETCH + 2) >= 0 for at in starts for half in (b"\\ud", b"\\uD")):
+        return body
+    if sum(body.count(b"\\", at, at + STRETCH) for at in starts) > MOST_ESCAPES:
         return body
     return ESCAPES.sub(lambda match: b"\\ufffd" if match.group(1) else match.group(), body)
