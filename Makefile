@@ -44,8 +44,8 @@ serve: $(KERNELS)
 HERE := not gpu and not multi_gpu and not perf
 test: $(INSTALLED) $(KERNELS)
 ifeq ($(ARGS),)
-	@$(RUN) -m pytest -q -m "alone and $(HERE)"
-	@$(RUN) -m pytest -m "not alone and $(HERE)" -n auto --dist loadfile
+	@failed=0; $(RUN) -m pytest -q -m "alone and $(HERE)" || failed=1; \
+	  $(RUN) -m pytest -m "not alone and $(HERE)" -n auto --dist loadfile || failed=1; exit $$failed
 else
 	@$(RUN) -m pytest -m "$(HERE)" $(ARGS)
 endif

@@ -1,7 +1,8 @@
 """Own every wait of the tests: each is a multiple of what this machine shows at the moment.
 
-patience() bounds a hang: a passing test never waits for so long.  paced() is a time-out of the product that a passing
-test does wait for, such as a lease.  wait_until() and until() poll; a pause of the machine counts as one poll.
+patience() bounds a hang, by LONGEST_S at most: a passing test never waits for so long.  paced() is a time-out of the
+product that a passing test does wait for, such as a lease.  wait_until() and until() poll; a pause of the machine
+counts as one poll.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import IO
 GUARD = 3.0  # a bound of a hang is at least this many times what a test names
 NOMINAL_S = 5e-4  # python_s() of the machine for which tests name their seconds
 NOMINAL_CORES = 2  # cores of that machine
+LONGEST_S = 300.0  # longest bound of one hang: it must end within TEST_S of verdicts.py, and CI within its time
 MOST = 20.0  # largest factor: beyond it, the time-outs of CI end a test anyway
 MEMORY_S = 120.0  # how long a measurement counts: the next load may be like the last one
 EVERY_S = 2.0  # between two measurements, of two milliseconds each
@@ -159,9 +161,9 @@ def _longest_pause() -> float:
     return max((end - begin for begin, end in _witness().pauses() if end > since), default=0.0)
 
 
-def patience(seconds: float) -> float:
-    """The bound of a hang, in seconds: a passing test never waits for so long, whatever else runs here."""
-    return GUARD * (seconds * slowness() + _longest_pause())
+def patience(seconds: float, longest_s: float = LONGEST_S) -> float:
+    """The bound of a hang, in seconds, at most `longest_s`: a passing test never waits for so long."""
+    return min(longest_s, GUARD * (seconds * slowness() + _longest_pause()))
 
 
 def paced(seconds: float) -> float:

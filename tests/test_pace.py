@@ -48,12 +48,13 @@ def test_workers_follow_the_cores(monkeypatch: pytest.MonkeyPatch, cores: float,
 
 
 def test_a_bound_grows_with_the_machine_and_its_pauses(monkeypatch: pytest.MonkeyPatch, even: None) -> None:
-    bound, lease = pace.patience(60), pace.paced_ms(500)
-    assert (bound, lease) == (180, 500)
+    bound, lease = pace.patience(20), pace.paced_ms(500)
+    assert (bound, lease) == (60, 500)
     monkeypatch.setattr(pace, "slowness", lambda: 4.0)
     monkeypatch.setattr(pace, "_longest_pause", lambda: 7.0)
-    assert pace.patience(60) > 4 * bound
+    assert pace.LONGEST_S > pace.patience(20) > 4 * bound
     assert pace.paced_ms(500) == 9000  # no lease lapses because of such a pause
+    assert pace.patience(60) == pace.patience(900) == pace.LONGEST_S  # on any machine a hang ends
 
 
 @pytest.mark.usefixtures("even")
@@ -134,22 +135,76 @@ def test_hangs():
 """
 
 
-def test_a_failure_in_a_pause_runs_again_and_others_do_not(tmp_path: Path) -> None:
-    (tmp_path / "test_stood_still.py").write_text(STOOD_STILL)
-    words = [sys.executable, "-m", "pytest", "-p", "tests.verdicts", "-p", "no:cacheprovider", "-c", os.devnull]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
+def run_pytest(folder: Path, tests: str, *options: str, **env: str) -> str:
+    """Run these tests with the hooks of verdicts.py; return what pytest prints."""
+    (folder / "test_it.py").write_text(tests)
+    plugins = ["tests.verdicts", "pytest_timeout", "xdist.plugin", "no:cacheprovider", "no:warnings"]
+    words = [sys.executable, "-m", "pytest", *(f"-p{name}" for name in plugins), "-c", os.devnull]
+    env |= {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
-        [*words, "--rootdir", str(tmp_path), str(tmp_path)],
-        **{"cwd": tmp_path, "env": env, "timeout": pace.patience(100)},  # type: ignore[call-overload]
+        [*words, *options, "--rootdir", str(folder), str(folder)],
+        cwd=folder,
+        env={**os.environ, **env},
+        timeout=pace.patience(100),
         capture_output=True,
         text=True,
         check=False,
     )
-    said = done.stdout
-    assert "3 failed, 2 passed" in said, said + done.stderr
+    assert done.returncode != 0
+    return done.stdout + done.stderr
+
+
+def test_a_failure_in_a_pause_runs_again_and_others_do_not(tmp_path: Path) -> None:
+    said = run_pytest(tmp_path, STOOD_STILL)
+    assert "3 failed, 2 passed" in said, said
     assert "wrong at once: 4" in said  # run once
     assert "Failed: Timeout" in said
     repeated = [line.split("::")[1].split()[0] for line in said.splitlines() if line.startswith("repeated: ")]
     assert (
         sorted(repeated) == ["test_paused"] * 2 + ["test_set_up_again"] + ["test_wrong_whatever_the_machine_does"] * 2
     )
+
+
+HANG = """
+import collections, itertools, time
+import pytest
+from tests import verdicts
+
+verdicts.TEARDOWN_S = 0.2
+
+
+@pytest.fixture
+def that_never_ends():
+    yield
+    verdicts.STUCK_S = 0.2  # of the next test
+    time.sleep(1000)
+
+
+@pytest.mark.timeout(0.01)
+def test_hangs_and_then_its_fixture(that_never_ends):
+    time.sleep(1000)
+
+
+@pytest.mark.timeout(0.01)
+def test_holds_the_interpreter():
+    collections.deque(itertools.repeat(0), maxlen=0)
+
+
+def test_passes():
+    pass
+"""
+
+
+def test_no_hang_lasts_longer_than_its_limit(tmp_path: Path) -> None:
+    said = run_pytest(tmp_path, HANG, "-n", "1")
+    assert "2 failed, 1 passed, 1 error" in said, said
+    assert "crashed while running 'test_it.py::test_holds_the_interpreter'" in said
+    assert "in test_holds_the_interpreter" in said  # where it was
+
+
+def test_a_run_that_is_out_of_time_ends_with_a_report(tmp_path: Path) -> None:
+    tests = "def test_first(): pass\ndef test_second(): pass\n"
+    said = run_pytest(tmp_path, tests, "-n", "1", QUIRE_TESTS_UNTIL=str(time.time()))
+    assert "the tests have used up their time (QUIRE_TESTS_UNTIL): no other starts" in said, said
+    assert "out of time: 1 of 2 tests did not run" in said
+    assert "1 passed" in said
