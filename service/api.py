@@ -186,6 +186,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     hide_reasoning: bool = False  # reasoning is left out of the answer
     repeated: list[str] = []  # chats with `echo`: of each the text that its answers begin with
     conversations: list[list[dict[str, Any]]] = []  # further chats, each a prompt of its own; `messages` is the first
+    sources: list[str] = []  # formats other than a chat's: the client's field from which each of `messages` comes
 
     @property
     def width(self) -> int:

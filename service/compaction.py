@@ -17,7 +17,7 @@ import msgspec
 from service.api import NO_DEFAULTS, Served, ValidRequest
 from service.config import GatewayConfig
 from service.response_items import Item, sealed
-from service.responses import PREFIX, ResponseFormat, Turn, parse
+from service.responses import PREFIX, ResponseFormat, parse
 
 OBJECT = "response.compaction"
 ITEM_PREFIX = "cmp_"
@@ -34,16 +34,13 @@ def parse_compaction(
     served_name: str,
     timeout_s: float,
     served: Served = NO_DEFAULTS,
-    history: Sequence[Turn] = (),
+    earlier: Sequence[Item] = (),
     items: Mapping[str, Item] | None = None,
 ) -> ValidRequest:
     """Parse the body of POST /v1/responses/compact; the other arguments are those of `responses.parse`.
 
     Raises Refusal."""
-    valid = parse(body, config, served_name, timeout_s, served, history, items)
-    earlier: list[Item] = []
-    for given, answered in history:
-        earlier += msgspec.json.decode(given) + msgspec.json.decode(answered)["output"]
+    valid = parse(body, config, served_name, timeout_s, served, earlier, items)
     kept = [_kept(item) for item in (*earlier, *valid.items) if item.get("role") == "user"]
     messages = [*valid.messages, {"role": "user", "content": ASK}]
     options = msgspec.structs.replace(valid.options, tools=[], demanded=[], strict="")

@@ -45,6 +45,7 @@ from service.open_request import HandedOver, OpenRequest
 from service.quotas import Quotas
 from service.refusal import renaming
 from service.request_work import RequestWork, cut_after
+from service.response_items import earlier_items
 from service.responses import ResponseFormat
 from service.skipped import left_out
 from service.stop_strings import with_stop_tokens
@@ -358,7 +359,8 @@ class Handlers:
             history = await self._stored.history(holder, wanted.previous)
             items = await self._stored.items(holder, wanted.items)
             size += sum(len(given) + len(answered) for given, answered in history)
-            parse = partial(cast(Any, parse), history=history, items=items)
+            earlier = await self._work.offload(size, earlier_items, history)
+            parse = partial(cast(Any, parse), earlier=earlier, items=items)
         valid = await self._work.offload(size, parse, body.data, config, self._model, timeout_s, self._served)
         unread = left_out(self._tokenizer.unread(valid), NAMES.get(prefix, ()), config)
         request[METER].record_unknown((*valid.unknown, *unread))

@@ -186,21 +186,22 @@ def _object(given: Any, dialect: Dialect) -> Any:
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
-def refused(error: Exception, entries: list[Entry], render: Callable[[list[dict[str, Any]]], Any]) -> Refusal:
-    """Return the refusal of messages with which a template has raised `error`; it names the message at fault.
+def refused(error: Exception, count: int, render: Callable[[int], Any]) -> Refusal:
+    """Return the refusal of `count` messages with which a template has raised `error`; it names the message at fault.
 
-    That is the last one of the shortest beginning of the conversation that raises the same."""
+    That is the last one of the shortest beginning of the conversation that raises the same.  `render` renders the first
+    N messages, made fit anew: one that was joined to an earlier one has its own index."""
     reason = _reason(error)
-    passed, failed = 0, len(entries)
+    passed, failed = 0, count
     while failed - passed > 1:
         middle = (passed + failed) // 2
         try:
-            render([message for message, _ in entries[:middle]])
+            render(middle)
         except Exception as other:  # whatever a template raises
             passed, failed = (passed, middle) if _reason(other) == reason else (middle, failed)
         else:
             passed = middle
-    name = f"messages[{entries[failed - 1][1]}]"
+    name = f"messages[{failed - 1}]"
     message = f"{name}: the model's chat template refuses it: {reason}"
     return Refusal(400, "chat_template_error", message, param=name)
 

@@ -87,9 +87,12 @@ def system_of(given: str | list[ContentBlock] | None, skipped: Skipped) -> list[
     ]
 
 
-def messages_of(turns: list[Turn], skipped: Skipped) -> list[Message]:
-    """Return the messages of a chat: a tool's result is one of its own there.  Raises Refusal."""
+def messages_of(turns: list[Turn], skipped: Skipped) -> tuple[list[Message], list[str]]:
+    """Return the messages of a chat, and the field from which each comes: a tool's result is one of its own there.
+
+    Raises Refusal."""
     found: list[Message] = []
+    sources: list[str] = []
     names: dict[str, str] = {}  # names of the tools that were called, by the call's id
     for at, turn in enumerate(turns):
         param = f"messages[{at}]"
@@ -102,7 +105,8 @@ def messages_of(turns: list[Turn], skipped: Skipped) -> list[Message]:
             found += _answer(f"{param}.content", blocks, names, skipped)
         else:
             found += _question(f"{param}.content", turn.role, blocks, names, skipped)
-    return found
+        sources += [param] * (len(found) - len(sources))
+    return found, sources
 
 
 def _question(

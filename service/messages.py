@@ -22,7 +22,7 @@ from service.context_edits import edited
 from service.format import Piece, Prompted, call_id
 from service.limits import WHOLE, shown
 from service.message_blocks import TOOL_PREFIX, ContentBlock, Turn, messages_of, system_of
-from service.refusal import bad_request, check
+from service.refusal import bad_request, check, placing
 from service.skipped import Skipped
 from service.surrogates import without_surrogates
 from service.tools import ToolRules
@@ -99,21 +99,23 @@ def parse(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float
     asked, unknown = decode_all(body, MessagesBody, "messages", config)
     check("max_tokens", asked.max_tokens, config)
     skipped = Skipped(config)
-    chat, rules = chat_of(asked, skipped)
+    chat, rules, sources = chat_of(asked, skipped)
     chat.max_tokens, chat.stream, chat.stop = asked.max_tokens, asked.stream, asked.stop_sequences
     chat.temperature, chat.top_p, chat.top_k, chat.seed = asked.temperature, asked.top_p, asked.top_k, asked.seed
     chat.priority, chat.timeout, chat.cache_salt = asked.priority, asked.timeout, asked.cache_salt
-    valid = chat_request(chat, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
-    return msgspec.structs.replace(_with_thinking(valid, asked), at_most=True)
+    with placing(sources):
+        valid = chat_request(chat, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
+    return msgspec.structs.replace(_with_thinking(valid, asked), at_most=True, sources=sources)
 
 
 def parse_count(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: Served) -> ValidRequest:
     """Parse the body of POST /v1/messages/count_tokens.  Raises Refusal."""
     asked, unknown = decode_all(body, CountBody, "messages", config)
     skipped = Skipped(config)
-    chat, rules = chat_of(asked, skipped)
-    valid = chat_request(chat, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
-    return _with_thinking(valid, asked)
+    chat, rules, sources = chat_of(asked, skipped)
+    with placing(sources):
+        valid = chat_request(chat, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
+    return msgspec.structs.replace(_with_thinking(valid, asked), sources=sources)
 
 
 def _with_thinking(valid: ValidRequest, asked: CountBody) -> ValidRequest:
@@ -127,21 +129,24 @@ def _with_thinking(valid: ValidRequest, asked: CountBody) -> ValidRequest:
 # ------------------------------------------------------------------------------------------------------------- requests
 
 
-def chat_of(asked: CountBody, skipped: Skipped) -> tuple[ChatBody, ToolRules]:
-    """Return the chat that a body asks for, without what only an answer needs, and its rules.  Raises Refusal."""
+def chat_of(asked: CountBody, skipped: Skipped) -> tuple[ChatBody, ToolRules, list[str]]:
+    """Return the chat that a body asks for, without what only an answer needs; its rules; the source of each message.
+
+    Raises Refusal."""
     for name, feature in UNSERVED.items():
         if getattr(asked, name) not in (None, [], {}):
             raise _unsupported(name, f"{feature} is not served")
     turns = edited(asked.messages, asked.context_management, skipped)
-    messages = messages_of(turns, skipped)
+    messages, sources = messages_of(turns, skipped)
     # An answer continues a last message of the assistant's, as at Anthropic.
     continued = bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
     tools, rules = message_tools(asked.tools, skipped, asked.tool_choice)
     choice, parallel = _tool_choice(asked.tool_choice)
     effort, form = _output_config(asked.output_config)
+    system = system_of(asked.system, skipped)
     chat = ChatBody(
         model=asked.model,
-        messages=[*system_of(asked.system, skipped), *messages],
+        messages=[*system, *messages],
         tools=tools or None,
         tool_choice=choice,
         parallel_tool_calls=parallel,
@@ -150,7 +155,7 @@ def chat_of(asked: CountBody, skipped: Skipped) -> tuple[ChatBody, ToolRules]:
         response_format=form,
         continue_final_message=continued or None,
     )
-    return chat, rules
+    return chat, rules, ["system"] * len(system) + sources
 
 
 def _unsupported(param: str, reason: str, allowed: str | None = None, given: str | None = None) -> Refusal:

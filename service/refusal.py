@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -121,3 +121,17 @@ def renaming(names: tuple[tuple[str, str], ...]) -> Iterator[None]:
         yield
     except Refusal as refusal:
         raise renamed(refusal, names) from None
+
+
+@contextlib.contextmanager
+def placing(sources: Sequence[str]) -> Iterator[None]:
+    """A context whose refusals name `sources[i]`, a field of the client's format, in the place of `messages[i]`.
+
+    What follows `messages[i]` is left out: it is a field of the chat's message.  No `sources`: nothing is renamed."""
+    try:
+        yield
+    except Refusal as refusal:
+        found = re.match(r"messages\[(\d+)\][\w.\[\]]*", refusal.param or "") if sources else None
+        if found is None or int(found[1]) >= len(sources):
+            raise
+        raise renamed(refusal, ((re.escape(found[0]), sources[int(found[1])]),)) from None

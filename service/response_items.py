@@ -133,13 +133,32 @@ def tools_in(items: Sequence[Item]) -> list[dict[str, Any]]:
     return found
 
 
-def messages_of(items: list[Item], skipped: Skipped) -> list[Message]:
-    """Return the messages of a chat.  Reasoning, text and calls of the assistant in a row are one message."""
+def earlier_items(history: Sequence[tuple[bytes, bytes]]) -> list[Item]:
+    """Return the items that precede an input.  `history`: (input items, response) as JSON of each earlier turn."""
+    found: list[Item] = []
+    for given, answered in history:  # one after the other: decoding holds the interpreter
+        found += msgspec.json.decode(given) + msgspec.json.decode(answered)["output"]
+    return found
+
+
+def messages_of(
+    items: Sequence[Item], skipped: Skipped, earlier: Sequence[Item] = ()
+) -> tuple[list[Message], list[str]]:
+    """Return the messages of a chat, and the field from which each comes.  `earlier`: the items before the input.
+
+    Reasoning, text and calls of the assistant in a row are one message: the first of them is its source."""
     history = _History(skipped)
-    for at, item in enumerate(items):
-        history.add(f"input[{at}]", item)
-    found = history.found
-    return [one for one in found if one.content or one.tool_calls or one.reasoning_content or one.role != "assistant"]
+    fields = ["previous_response_id"] * len(earlier) + [f"input[{at}]" for at in range(len(items))]
+    sources: list[str] = []
+    for field, item in zip(fields, (*earlier, *items), strict=True):
+        history.add(field, item)
+        sources += [field] * (len(history.found) - len(sources))
+    kept = [
+        (one, source)
+        for one, source in zip(history.found, sources, strict=True)
+        if one.content or one.tool_calls or one.reasoning_content or one.role != "assistant"
+    ]
+    return [one for one, _ in kept], [source for _, source in kept]
 
 
 class _History:

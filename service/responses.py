@@ -24,7 +24,7 @@ from service.config import GatewayConfig
 from service.format import Piece, Prompted, call_id
 from service.history import Message
 from service.limits import shown
-from service.refusal import bad_request, check
+from service.refusal import bad_request, check, placing
 from service.response_items import CALL_PREFIX, Item, Referring, messages_of, resolved, sealed, tools_in, with_ids
 from service.response_logprobs import Entry, ResponseLogprobs
 from service.skipped import Skipped
@@ -141,25 +141,24 @@ def parse(
     served_name: str,
     timeout_s: float,
     served: Served = NO_DEFAULTS,
-    history: Sequence[Turn] = (),
+    earlier: Sequence[Item] = (),
     items: Mapping[str, Item] | None = None,
 ) -> ValidRequest:
     """Parse the body of POST /v1/responses.  Raises Refusal.
 
-    `history`: what it continues, oldest first.  `items`: stored items that it may refer to, by their ids."""
+    `earlier`: the items that it continues.  `items`: stored items that it may refer to, by their ids."""
     asked, unknown = decode_all(body, ResponsesBody, "responses", config)
     given = resolved(with_ids(asked.input), items or {})
     stored, skipped = _stored(asked, config), Skipped(config)
-    earlier: list[Item] = []
-    for before, answered in history:  # one after the other: decoding holds the interpreter
-        earlier += msgspec.json.decode(before) + msgspec.json.decode(answered)["output"]
-    chat, rules = chat_of(asked, [*earlier, *given], config, skipped)
-    valid = chat_request(chat, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
+    chat, rules, sources = chat_of(asked, given, earlier, config, skipped)
+    with placing(sources):
+        valid = chat_request(chat, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
     called = names_of([*(asked.tools or ()), *tools_in([*earlier, *given])])
     return msgspec.structs.replace(
         valid,
         shown={"store": stored, **_shown(asked, valid)},
         items=given,
+        sources=sources,
         called=called,
         seals=SEALED in (asked.include or ()),
     )
@@ -190,11 +189,11 @@ def _stored(asked: ResponsesBody, config: GatewayConfig) -> bool:
 
 
 def chat_of(
-    asked: ResponsesBody, items: list[Item], config: GatewayConfig, skipped: Skipped
-) -> tuple[ChatBody, ToolRules]:
-    """Return the chat that a body asks for, and its rules.  `items`: its input and what precedes it.
+    asked: ResponsesBody, items: Sequence[Item], earlier: Sequence[Item], config: GatewayConfig, skipped: Skipped
+) -> tuple[ChatBody, ToolRules, list[str]]:
+    """Return the chat that a body asks for, its rules, and the source of each message.
 
-    Raises Refusal."""
+    `items`: its input.  `earlier`: the items before it.  Raises Refusal."""
     _refuse_unserved(asked)
     _check_metadata(asked.metadata or {}, config)
     effort = (asked.reasoning or {}).get("effort")
@@ -209,11 +208,14 @@ def chat_of(
         message = f"max_output_tokens: must be {limit}, got {given}"
         raise bad_request("invalid_value", message, "max_output_tokens", limit, given)
     system = [Message("system", asked.instructions)] if asked.instructions else []
-    tools, rules = functions_of([*(asked.tools or ()), *tools_in(items)], skipped, config)
+    messages, sources = messages_of(items, skipped, earlier)
+    if isinstance(asked.input, str):
+        sources = ["input" if source == "input[0]" else source for source in sources]
+    tools, rules = functions_of([*(asked.tools or ()), *tools_in([*earlier, *items])], skipped, config)
     choice, tools, rules = allowed_tools(asked.tool_choice, tools, rules)
     chat = ChatBody(
         model=asked.model,
-        messages=[*system, *messages_of(items, skipped)],
+        messages=[*system, *messages],
         tools=tools or None,
         tool_choice=tool_choice(choice),
         parallel_tool_calls=asked.parallel_tool_calls,
@@ -234,7 +236,7 @@ def chat_of(
         cache_salt=asked.cache_salt,
         chat_template_kwargs=asked.chat_template_kwargs,
     )
-    return chat, rules
+    return chat, rules, ["instructions"] * len(system) + sources
 
 
 def _refuse_unserved(asked: ResponsesBody) -> None:

@@ -57,7 +57,7 @@ class Record(msgspec.Struct, frozen=True):
     def encode(self) -> bytes:
         """Return the record as it is stored in Redis."""
         bare = msgspec.structs.replace(
-            self.valid, prompts=[], messages=[], conversations=[], items=[], options=ChatOptions()
+            self.valid, prompts=[], messages=[], conversations=[], sources=[], items=[], options=ChatOptions()
         )
         return msgspec.msgpack.encode(msgspec.structs.replace(self, valid=bare))
 

@@ -37,7 +37,7 @@ from service.grammar import Constraint
 from service.history import for_template, refused
 from service.limits import WORD_TOKENS
 from service.literal import LiteralContent, Span
-from service.refusal import bad_request, limit_refusal, renamed
+from service.refusal import bad_request, limit_refusal, placing, renamed
 from service.regions import Reading, find
 from service.template_probe import Dialect, names_in, probe
 from service.template_variables import dialect_by_name, variables_of
@@ -429,9 +429,8 @@ class Tokenizer:
         """Return the text of messages, and the spans in which special tokens stay text.  Raises Refusal."""
         self._check_options(options, template)
         variables, _ = variables_of(options, template.dialect, template.reads, thinks=self._has_reasoning)
-        entries = for_template(messages, template.dialect, template.text)
+        fitted = _fitted(messages, template)
         given = {"tools": options.tools or None, "documents": options.documents or None, **variables}
-        fitted = [message for message, _ in entries]
         hidden = self._literal.hidden(template.dialect.constants, fitted, given) if self._literal else None
 
         try:
@@ -444,7 +443,9 @@ class Tokenizer:
         except Refusal:  # a client's template, and it says why
             raise
         except Exception as error:  # whatever a template raises is caused by these messages
-            raise refused(error, entries, lambda some: template.render(some, **given)) from None
+            raise refused(
+                error, len(messages), lambda first: template.render(_fitted(messages[:first], template), **given)
+            ) from None
         return hidden.reveal(text) if hidden else (text, [])
 
     def _check_options(self, options: ChatOptions, template: Template) -> None:
@@ -563,7 +564,8 @@ class Tokenizer:
                 for prompt in valid.prompts
             ]
 
-        encoded = await self._rendered(valid.options, INLINE_BYTES + 1 if size is None else size, work)
+        with placing(valid.sources):
+            encoded = await self._rendered(valid.options, INLINE_BYTES + 1 if size is None else size, work)
         if (keep := valid.truncate_prompt_tokens) is not None:
             if keep == -1:
                 keep = max(1, longest - max(1, valid.max_tokens or 0))
@@ -656,6 +658,11 @@ class Tokenizer:
         first, last = self._added
         yield from range(min(first, len(ids)))
         yield from range(max(first, len(ids) - last), len(ids))
+
+
+def _fitted(messages: list[dict[str, Any]], template: Template) -> list[dict[str, Any]]:
+    """Return messages as the template renders them.  Raises Refusal."""
+    return [message for message, _ in for_template(messages, template.dialect, template.text)]
 
 
 def _unsupported(field: str, reason: str) -> Refusal:

@@ -16,7 +16,7 @@ from service.api import ValidRequest
 from service.config import GatewayConfig
 from service.refusal import Refusal
 from service.tokenizer import Tokenizer
-from tests.service.fakes import byte_level, with_template
+from tests.service.fakes import TOOLS_TEMPLATE, byte_level, with_template
 from tests.system.chaos.histories import histories
 
 CONFIG = GatewayConfig()
@@ -290,6 +290,87 @@ def test_what_a_template_raises_names_the_message_and_the_reason(
         chat_prompt(tokenizer, conversation)
     assert refused.value.param == f"messages[{at}]"
     assert refused.value.message == f"messages[{at}]: the model's chat template refuses it: {reason}"
+
+
+def test_the_message_at_fault_keeps_its_index_when_it_was_joined_to_another(tmp_path: Path) -> None:
+    in_turns = (
+        "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}{% for m in rest %}"
+        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('In turns.') }}{% endif %}{% endfor %}"
+    )
+    tokenizer = Tokenizer(str(with_template(byte_level(tmp_path / "m"), in_turns + RAISING)))
+    for roles in (["system"] * 3 + ["user"], ["user", "system", "system", "user"], ["user"] * 4):
+        for at in range(4):
+            conversation = [say(role, "bad" if i == at else "fine") for i, role in enumerate(roles)]
+            with pytest.raises(Refusal) as refused:
+                chat_prompt(tokenizer, conversation)
+            assert refused.value.param == f"messages[{at}]", (roles, at)
+
+
+def blocks(kind: str, **fields: Any) -> list[dict[str, Any]]:
+    return [{"type": kind, **fields}]
+
+
+RAISING_TOOLS = (
+    "{% for m in messages %}{% if m.content and 'bad' in m.content %}{{ raise_exception('No bad words.') }}{% endif %}"
+    "{% endfor %}" + TOOLS_TEMPLATE
+)
+RESULT = {"role": "user", "content": blocks("tool_result", tool_use_id="x", content="b")}
+TWO_RESULTS = {"role": "user", "content": [*RESULT["content"], *RESULT["content"]]}
+CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+OUTPUT_ITEM = {"type": "function_call_output", "call_id": "c", "output": "b"}
+OTHER_FORMATS: list[tuple[str, str, dict[str, Any], str]] = [
+    ("llama2", "messages", {"system": "s", "messages": [say("user", "a"), RESULT]}, "messages[1]"),
+    ("llama2", "messages", {"messages": [say("user", "a"), RESULT]}, "messages[1]"),
+    ("llama2", "messages", {"system": "s", "messages": [say("user", "a"), say("system", "t"), RESULT]}, "messages[2]"),
+    ("raising", "messages", {"system": "s", "messages": [TWO_RESULTS, say("user", "bad")]}, "messages[1]"),
+    ("raising", "messages", {"system": "bad", "messages": [say("user", "a")]}, "system"),
+    ("raising", "messages", {"system": "s", "messages": [say("system", "bad"), say("user", "a")]}, "messages[0]"),
+    ("llama2", "responses", {"instructions": "s", "input": [say("user", "a"), CALL_ITEM, OUTPUT_ITEM]}, "input[1]"),
+    ("raising", "responses", {"instructions": "bad", "input": "a"}, "instructions"),
+    ("raising", "responses", {"instructions": "s", "input": "bad"}, "input"),
+    ("raising", "responses", {"input": [say("user", "a"), CALL_ITEM, OUTPUT_ITEM, say("user", "bad")]}, "input[3]"),
+]
+
+
+@pytest.mark.parametrize(("name", "format_", "fields", "param"), OTHER_FORMATS)
+async def test_a_refusal_names_the_clients_own_field(
+    tokenizer_of: Callable[[str], Tokenizer],
+    tmp_path: Path,
+    name: str,
+    format_: str,
+    fields: dict[str, Any],
+    param: str,
+) -> None:
+    if name == "raising":
+        tokenizer = Tokenizer(str(with_template(byte_level(tmp_path / "m"), RAISING_TOOLS)))
+    else:
+        tokenizer = tokenizer_of(name)
+    module = messages if format_ == "messages" else responses
+    body = json.dumps({"max_tokens": 5, **fields} if format_ == "messages" else fields).encode()
+    valid = module.parse(body, CONFIG, "m", 600.0, api.NO_DEFAULTS)
+    with pytest.raises(Refusal) as refused:
+        await tokenizer.encode(valid)
+    assert refused.value.param == param
+    assert refused.value.message.startswith(f"{param}: ")
+
+
+async def test_items_of_an_earlier_response_do_not_move_the_index(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(str(with_template(byte_level(tmp_path / "m"), RAISING)))
+    earlier = [say("user", "a"), say("assistant", "b")]
+
+    def asked(given: list[dict[str, Any]], before: list[dict[str, Any]]) -> ValidRequest:
+        body = json.dumps({"input": given}).encode()
+        return responses.parse(body, CONFIG, "m", 600.0, api.NO_DEFAULTS, before)
+
+    with pytest.raises(Refusal) as refused:
+        await tokenizer.encode(asked([say("user", "c"), say("user", "bad")], earlier))
+    assert refused.value.param == "input[1]"
+    with pytest.raises(Refusal) as refused:
+        await tokenizer.encode(asked([say("user", "c")], [say("user", "bad"), earlier[1]]))
+    assert refused.value.param == "previous_response_id"
+    with pytest.raises(Refusal) as refused:
+        asked([{"type": "nonsense"}], earlier)
+    assert refused.value.param == "input[0].type"
 
 
 def test_a_refusal_is_content_of_the_assistant(published: Tokenizer) -> None:

@@ -425,7 +425,7 @@ def prompt_of(tokenizer: Tokenizer, body: dict[str, Any]) -> str:
 
 
 def test_items_become_messages() -> None:
-    found = messages_of(
+    found, sources = messages_of(
         [
             {"role": "developer", "content": "Be brief."},
             {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
@@ -443,6 +443,7 @@ def test_items_become_messages() -> None:
     assert (found[2].reasoning_content, [call["id"] for call in found[2].tool_calls or ()]) == ("hm", ["1", "2"])
     assert (found[3].content, found[3].name, found[3].tool_call_id) == ("2", "g", "2")
     assert [found[4].content, found[5].content] == ["Yes", "and no"]
+    assert sources == [f"input[{at}]" for at in (0, 1, 2, 5, 6, 8)]
 
 
 def test_calls_may_be_demanded() -> None:
