@@ -35,6 +35,7 @@ from service.refusal import bad_request as _bad
 from service.refusal import check as check
 from service.refusal import limit_refusal as limit_refusal
 from service.regions import Reading
+from service.scoring import Scoring
 from service.skipped import Skipped
 from service.surrogates import repaired
 from service.tools import OPENAI, ChatOptions, ToolRules, chat_options
@@ -186,6 +187,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     hide_reasoning: bool = False  # reasoning is left out of the answer
     repeated: list[str] = []  # chats with `echo`: of each the text that its answers begin with
     conversations: list[list[dict[str, Any]]] = []  # further chats, each a prompt of its own; `messages` is the first
+    scoring: Scoring | None = None  # each of `prompts` is an item whose score the answer is
     sources: list[str] = []  # formats other than a chat's: the client's field from which each of `messages` comes
 
     @property
@@ -512,6 +514,18 @@ def parse_completion(
 ) -> ValidRequest:
     """Parse the body of POST /v1/completions.  Raises Refusal."""
     asked, unknown = decode_all(body, CompletionBody, "completions", config)
+    return completion_request(asked, config, served_name, timeout_s, served, unknown)
+
+
+def completion_request(
+    asked: CompletionBody,
+    config: GatewayConfig,
+    served_name: str,
+    timeout_s: float,
+    served: Served,
+    unknown: tuple[str, ...],
+) -> ValidRequest:
+    """Check a decoded completion.  `unknown`: fields of its body that nothing reads.  Raises Refusal."""
     fields = _common(asked, config, served_name, timeout_s, served)
     given = 16 if asked.max_tokens is msgspec.UNSET else asked.max_tokens  # OpenAI's default
     prompts = _prompts(asked.prompt, config)

@@ -137,6 +137,7 @@ class Gateway:
                 "/v1/chat/completions/batch", partial(handlers.answer, parse=chat_batch.parse, prefix="chatcmpl-")
             ),
             web.post("/invocations", partial(handlers.answer, parse=chat_batch.parse_invocation, prefix="")),
+            web.post("/generative_scoring", handlers.scores),
             web.post("/v1/messages", handlers.messages),
             web.post("/v1/messages/count_tokens", handlers.tokens.count_tokens),
             web.post("/v1/responses", handlers.responses),

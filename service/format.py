@@ -180,6 +180,7 @@ class Format:
         ids: bool = True,
     ) -> None:
         """`ids`: whether events have ids.  Without them each event is exactly one line that begins with `data: `."""
+        self._model, self._created = model, created
         self._valid, self._prompts, self._scores = valid, prompts, LogprobFormat(valid, vocabulary)
         self._id, self.request_id, self.ids = request_id.encode(), request_id, ids
         choices = len(prompts) * valid.n

@@ -26,7 +26,7 @@ from aiohttp import web
 from engine.wire.clock import steady_ms
 from engine.wire.messages import Generate
 from engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
-from service import admission, api, messages, responses, resume, sse
+from service import admission, api, generative_scoring, messages, responses, resume, sse
 from service.api import Refusal
 from service.background import Background, Job
 from service.beams import queue_extra
@@ -121,6 +121,11 @@ class Handlers:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         return await self.answer(request, api.parse_chat, "chatcmpl-")
+
+    async def scores(self, request: web.Request) -> web.StreamResponse:
+        """POST /generative_scoring."""
+        with renaming(generative_scoring.NAMES):
+            return await self.answer(request, generative_scoring.parse, "cmpl-", self._work.max_tokens())
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages."""

@@ -41,7 +41,16 @@ TENANT = web.RequestKey("tenant", Tenant)
 OWNER = web.RequestKey("owner", str)  # digest of the API key that was given
 MESSAGES = "/v1/messages"  # its errors have Anthropic's format
 # Paths that need a key.
-GUARDED = ("/v1/", "/tokenize", "/detokenize", "/invocations", "/debug/", "/engine/", "/reset_prefix_cache")
+GUARDED = (
+    "/v1/",
+    "/tokenize",
+    "/detokenize",
+    "/invocations",
+    "/generative_scoring",
+    "/debug/",
+    "/engine/",
+    "/reset_prefix_cache",
+)
 CLIENT_LEFT = 499  # nginx's number
 UNREAD_BODY = (408, 413, 415)  # statuses that are sent before the body was read
 

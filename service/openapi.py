@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from service import api, chat_batch, fields, messages, responses
+from service import api, chat_batch, fields, generative_scoring, messages, responses
 from service.config import GatewayConfig
 from service.connections import PROBES
 from service.limits import LIMITS
@@ -40,6 +40,7 @@ OPERATIONS = (
     Operation("post", "/v1/chat/completions", "Answer a chat", api.ChatBody, "chat", (JSON, EVENTS)),
     Operation("post", "/v1/chat/completions/batch", "Answer several chats", chat_batch.BatchBody, "chat"),
     Operation("post", "/invocations", "Answer a chat or continue prompts", answers=(JSON, EVENTS)),
+    Operation("post", "/generative_scoring", "Score items by a label", generative_scoring.ScoringBody, "scoring"),
     Operation(
         "post", "/v1/messages", "Answer in Anthropic's format", messages.MessagesBody, "messages", (JSON, EVENTS)
     ),

@@ -24,6 +24,7 @@ from service.api import Refusal, ValidRequest
 from service.compaction import OBJECT as COMPACTION
 from service.compaction import CompactionFormat
 from service.format import AnswerFormat, Format, Prompted
+from service.generative_scoring import ScoreFormat
 from service.limits import KEY_CHARS
 from service.messages import PREFIX as MESSAGE
 from service.messages import MessageFormat
@@ -75,7 +76,8 @@ class Record(msgspec.Struct, frozen=True):
                 prompt=self.prompts[0],
                 vocabulary=vocabulary,
             )
-        return Format(
+        form_of = Format if self.valid.scoring is None else ScoreFormat
+        return form_of(
             self.valid,
             request_id=request_id,
             model=self.model,

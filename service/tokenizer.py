@@ -39,6 +39,7 @@ from service.limits import WORD_TOKENS
 from service.literal import LiteralContent, Span
 from service.refusal import bad_request, limit_refusal, placing, renamed
 from service.regions import Reading, find
+from service.scoring import Scoring
 from service.template_probe import Dialect, names_in, probe
 from service.template_variables import dialect_by_name, variables_of
 from service.tools import ChatOptions
@@ -547,6 +548,19 @@ class Tokenizer:
         except Refusal as refusal:
             raise renamed(refusal, (("messages", f"messages[{at}]"),)) from None
 
+    def _encode_scored(self, valid: ValidRequest, scoring: Scoring, budget: TokenBudget) -> list[list[int]]:
+        """Return the token ids of a query with each item.  Raises Refusal."""
+
+        def encode(text: str, special: bool) -> list[int]:
+            self._check_length(text, budget)
+            return self._encode(text, special=special)
+
+        found = []
+        for ids in scoring.prompts(valid.prompts, encode, special=valid.special):
+            budget.spend(len(ids))
+            found.append(ids)
+        return found
+
     async def encode(
         self, valid: ValidRequest, size: int | None = None, *, longest: int = UNLIMITED, total: int = UNLIMITED
     ) -> list[list[int]]:
@@ -559,6 +573,8 @@ class Tokenizer:
         def work() -> list[list[int]]:
             if valid.chat:
                 return [self._encode_one(valid, at, budget) for at in range(1 + len(valid.conversations))]
+            if valid.scoring is not None:
+                return self._encode_scored(valid, valid.scoring, budget)
             return [
                 self._encode_prompt(prompt, budget, special=valid.special, suffix=valid.suffix)
                 for prompt in valid.prompts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -243,3 +244,28 @@ async def test_a_reset_empties_the_prefix_cache_before_the_next_request(stack: S
                 assert await response.json() == {"engines": 1}
             assert await cached() == 0
         assert await cached() > 0
+
+
+async def test_scores_of_items_are_those_of_a_completion(stack: Stack) -> None:
+    """A score is what the model's own log probabilities say, and the items of a request share nothing but the query."""
+    labels, items = [40, 41, 7], ["    return a", "pass", "    return a"]
+    query = tokenizer().encode(PROMPTS[0])
+    async with aiohttp.ClientSession(stack.url) as session:
+        for softmax in (True, False):
+            body = {"query": PROMPTS[0], "items": items, "label_token_ids": labels, "apply_softmax": softmax}
+            async with session.post("/generative_scoring", json=body) as response:
+                found = (await response.json())["data"]
+            for at, item in enumerate(items):
+                prompt = query + tokenizer().encode(item, add_special_tokens=False)
+                asked = {
+                    "prompt": prompt,
+                    "max_tokens": 1,
+                    "temperature": 0,
+                    "logprobs": 0,
+                    "logprob_token_ids": labels,
+                }
+                (choice,) = await whole(session, {**asked, "return_tokens_as_token_ids": True})
+                logprobs = choice["logprobs"]["top_logprobs"][0]
+                odds = [math.exp(logprobs[f"token_id:{label}"]) for label in labels]
+                expected = odds[0] / (sum(odds) if softmax else 1.0)
+                assert found[at] == {"index": at, "object": "score", "score": pytest.approx(expected, rel=1e-4)}
