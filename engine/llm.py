@@ -1,8 +1,11 @@
 """Offline mode: the same core and executor as the server, with no Redis and no HTTP.
 
-from engine.llm import LLM
-for completion in LLM("./checkpoint").generate(["To be", "or not"], max_new_tokens=32):
-    print(completion.texts)
+    from engine.llm import LLM
+
+    for completion in LLM("./checkpoint").generate(["To be", "or not"], max_new_tokens=32):
+        print(completion.outputs[0].text)
+
+Options of LLM are the fields of engine.config.EngineConfig.
 """
 
 from __future__ import annotations

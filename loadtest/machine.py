@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -70,6 +71,13 @@ def slug(name: str) -> str:
 def device() -> str:
     """Return what stands in the names of results: the first GPU, such as h200, or cpu."""
     return slug(gpu_name().partition(",")[0]) or "cpu"
+
+
+def result_name(text: str) -> str:
+    """Return `--name` if loadtest/results/NAME.json can be written; argparse refuses any other before it measures."""
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no file name of letters, digits, '.', '_' and '-'")
+    return text
 
 
 def write(name: str, command: str, figures: Any) -> Path:

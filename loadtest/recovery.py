@@ -296,7 +296,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server", action="append", default=[], help="one more option of quire serve; may be repeated")
     parser.add_argument("--seed", type=int, default=1, help="seed of the prompts; default 1")
     parser.add_argument("--log", type=Path, help="file that keeps the server's log; default: not kept")
-    parser.add_argument("--name", help="write loadtest/results/NAME.json; default: print only")
+    parser.add_argument(
+        "--name", type=machine.result_name, help="write loadtest/results/NAME.json; default: print only"
+    )
 
 
 def main(options: argparse.Namespace, command: str) -> int:

@@ -196,7 +196,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=3,
         help="runs of each system in turn, medians are reported; on a GPU: runs of the trace in one start; default 3",
     )
-    parser.add_argument("--name", help="write loadtest/results/NAME.json; default: throughput_<device>")
+    parser.add_argument(
+        "--name", type=machine.result_name, help="write loadtest/results/NAME.json; default: throughput_<device>"
+    )
 
 
 def main(args: argparse.Namespace, command: str) -> int:

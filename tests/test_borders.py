@@ -1,4 +1,4 @@
-"""Who may import whom (design section 3), walked with ast.  No room is an exception to its own rule."""
+"""Who may import whom (the table of rooms in MAY_SEE), walked with ast.  No room is an exception to its own rule."""
 
 from __future__ import annotations
 

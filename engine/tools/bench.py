@@ -341,8 +341,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--requests", type=Path)
     parser.add_argument("--rounds", type=int, default=1)
-    for name in ("--latency", "--beams"):
-        parser.add_argument(name, type=lambda text: [int(part) for part in text.split(",")], default=[])
+    for flag in ("--latency", "--beams"):
+        parser.add_argument(flag, type=lambda text: [int(part) for part in text.split(",")], default=[])
     parser.add_argument("--compare-prefix-cache", action="store_true")
     parser.add_argument("--slots", action="store_true")
     parser.add_argument("--swap", type=int, default=0)

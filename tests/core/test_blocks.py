@@ -1,4 +1,4 @@
-"""BlockPool against a shadow model, and the rules of the seeds' checklist that concern it alone."""
+"""BlockPool against a shadow model, and the rules that concern it alone."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import urllib.request
 import uuid
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import llm
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.core.blocks import OutOfBlocks
 from engine.executor.models.builtin import builtin
@@ -180,3 +182,12 @@ def test_the_python_of_the_readme_runs(stack: Stack) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
+
+
+def test_the_example_of_the_offline_api_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The code in the docstring of engine.llm, with the built-in model."""
+    assert llm.__doc__ is not None
+    lines = [line for line in llm.__doc__.splitlines() if line.startswith("    ")]
+    code = textwrap.dedent("\n".join(lines)).replace("./checkpoint", str(builtin()))
+    exec(compile(code, "engine.llm", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) >= 2

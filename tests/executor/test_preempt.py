@@ -52,7 +52,7 @@ class Witness:
 def test_every_byte_comes_back(
     checkpoint: Callable[[str], Path], kv_dtype: Literal["auto", "e4m3"], caching: bool, depth: int
 ) -> None:
-    """A25, greedy and sampled, siblings included.  Freed blocks are NaN, so a block that was not copied shows.
+    """Greedy and sampled, siblings included.  Freed blocks are NaN, so a block that was not copied shows.
 
     `depth` 2: planned ahead, as on a GPU."""
     rng = random.Random(1)

@@ -53,3 +53,14 @@ def test_a_command_also_starts_as_a_module(module: str) -> None:
 def test_shapes_writes_a_config(tmp_path: Path) -> None:
     assert main(["shapes", "qwen3-0.6b", str(tmp_path / "made")]) == 0
     assert '"model_type": "qwen3"' in (tmp_path / "made" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("module", ["throughput", "recovery"])
+@pytest.mark.parametrize("name", ["/tmp/result", "a/b", "..", ""])
+def test_a_name_that_is_no_file_name_is_refused_before_anything_is_measured(
+    module: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["llama-8b"] if module == "recovery" else []
+    with pytest.raises(SystemExit, match="2"):
+        main([module, *words, "--name", name])
+    assert f"argument --name: {name!r} is no file name" in capsys.readouterr().err

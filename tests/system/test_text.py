@@ -136,7 +136,7 @@ def test_greedy_text_equals_transformers(
 def test_a_shared_system_prompt_is_computed_once(
     redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """A17: the same 512 tokens before two questions: 512 cached, prefill down by 95 % and more."""
+    """The same 512 tokens before two questions: 512 of the second are cached, so 95 % of its prefill is saved."""
     system = [10 + i % 600 for i in range(512)]
     with Stack(redis_server.url, namespace, checkpoint("llama")) as stack:
         (first,) = asyncio.run(complete(stack.url, [([*system, 20, 21, 22], 4)]))

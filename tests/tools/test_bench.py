@@ -83,3 +83,9 @@ def test_bench_measures_swaps_and_stalls() -> None:
         assert figures[f"{way}_prompt_s"] > 0
     figures = stall_sampled(config, length=400, window=3, rows=2)
     assert figures["beside_p99_ms"] >= figures["at_0_beside_p99_ms"] > 0 < figures["at_0_alone_p99_ms"]
+
+
+def test_its_help_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: python -m engine.tools bench ")
