@@ -91,14 +91,15 @@ async def test_a_silent_connection_is_closed(serve: Serve) -> None:
 
 
 async def test_a_head_that_trickles_in_is_cut_off(serve: Serve) -> None:
-    served = await serve(header_timeout_s=paced(0.5))
+    limit_s = paced(0.5)
+    served = await serve(header_timeout_s=limit_s)
     async with raw(served) as slow:
         slow.send(b"GET /ping HTTP/1.1\r\n")
 
         async def trickle() -> None:
             while True:
                 slow.send(b"X-A: b\r\n")
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(limit_s / 10)  # far below the 128 headers that a head may have
 
         sending = asyncio.create_task(trickle())
         assert await slow.closed()
