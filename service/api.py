@@ -180,6 +180,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     shown: dict[str, Any] = {}  # /v1/responses: fields of the request that the answer repeats
     items: list[dict[str, Any]] = []  # /v1/responses: its input
     seals: bool = False  # /v1/responses: reasoning items have `encrypted_content`
+    raw_messages: bool = False  # /v1/responses: the response has the text and ids of all tokens
     called: dict[str, Called] = {}  # /v1/responses: tools that the chat names otherwise than the client
     beams: Beams | None = None  # the answers are searched, not sampled
     best: int = 0  # of the `n` continuations of a prompt, the likeliest that are returned; 0: all
@@ -441,7 +442,8 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
     check("bad_words", len(body.bad_words or ()), config)
     for word in body.bad_words or ():
         check("bad_words chars", len(word), config)
-    check("cache_salt", len(body.cache_salt or ""), config)
+    if body.cache_salt is not None:
+        check("cache_salt", len(body.cache_salt), config)
     side = _or(body.truncation_side, "left")
     if side not in ("left", "right"):
         allowed, given = "left, right", str(shown(side))
@@ -674,7 +676,7 @@ def too_many_tokens(param: str, limit: int, given: int, *, least: bool = False) 
 
 def no_token(param: str, vocab: int, given: int) -> Refusal:
     """Return the refusal of a token id outside a vocabulary of `vocab` tokens."""
-    message = f"{param}: token ids are 0 to {vocab - 1}, got {shown(given)}; the vocabulary has {vocab} tokens"
+    message = f"{param}: {shown(given)} is out of vocabulary: token ids are 0 to {vocab - 1}, there are {vocab} tokens"
     return limit_refusal("token_id", message, vocab - 1, param=param, given=given)
 
 

@@ -162,6 +162,7 @@ class Gateway:
             web.head("/", status.root),
             web.get("/ready", status.ready),
             web.get("/ping", status.ping),
+            web.post("/ping", status.ping),
             web.get("/load", status.load),
             web.get("/version", status.version),
             web.get("/openapi.json", status.openapi),

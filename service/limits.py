@@ -224,7 +224,7 @@ LIMITS: dict[str, Limit] = {
     ),
     "stop": Limit("stop", "strings", option="max_stop_strings", entries=True, code="too_many"),
     "stop chars": Limit("stop", "characters of each string", 1, option="max_stop_chars"),
-    "cache_salt": Limit("cache_salt", "characters", high=SALT_CHARS, entries=True, code="too_long"),
+    "cache_salt": Limit("cache_salt", "characters", 1, SALT_CHARS, entries=True, code="too_long"),
     "logprobs": Limit("logprobs", "alternatives of each token", 0, option="max_logprobs"),
     "top_logprobs": Limit("top_logprobs", "alternatives of each token", 0, option="max_logprobs"),
     "logprob_token_ids": Limit("logprob_token_ids", "entries", high=NAMED_TOKENS, entries=True, code="too_many"),

@@ -139,6 +139,9 @@ class Meter:
                 self._gaps += tokens
             else:
                 self._cached_tokens += piece.cached_tokens
+                if tokens > 1 and not self._resumed and piece.score is None:  # they arrived with the choice's first
+                    self._telemetry.observe(metrics.INTER_TOKEN, 0.0, times=tokens - 1)
+                    self._gaps += tokens - 1
             self._last[piece.choice] = now
             self._output_tokens += tokens
         if piece.finish is not None:

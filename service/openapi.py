@@ -70,6 +70,7 @@ OPERATIONS = (
     Operation("get", "/healthz", "The same"),
     Operation("get", "/ready", "200 if requests are taken"),
     Operation("get", "/ping", "200 if this gateway answers"),
+    Operation("post", "/ping", "The same"),
     Operation("get", "/load", "Count open requests"),
     Operation("get", "/version", "Name versions"),
     Operation("get", "/metrics", "Metrics of this gateway for Prometheus", answers=(TEXT,)),

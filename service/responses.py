@@ -24,6 +24,7 @@ from service.config import GatewayConfig
 from service.format import Piece, Prompted, call_id
 from service.history import Message
 from service.limits import shown
+from service.raw_messages import RawMessages
 from service.refusal import bad_request, check, placing
 from service.response_items import CALL_PREFIX, Item, Referring, messages_of, resolved, sealed, tools_in, with_ids
 from service.response_logprobs import Entry, ResponseLogprobs
@@ -70,7 +71,30 @@ TURN_PIECES = 256  # deltas of a complete answer, read before other requests run
 SUMMARIES = ("auto", "concise", "detailed")
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True):
+class ChatFields(msgspec.Struct, kw_only=True):
+    """Fields that are Quire's own here, and those of a chat by the same name there."""
+
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: Any = None
+    seed: int | None = None
+    priority: int | str | None = None
+    timeout: float | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: Any = None
+
+
+class ResponsesBody(ChatFields, kw_only=True):
     """Body of POST /v1/responses."""
 
     input: str | list[Item]
@@ -106,14 +130,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     moderation: Any = None
     context_management: Any = None
     max_tool_calls: int | None = None
-    # Quire's own, as in a chat.
-    top_k: int | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    priority: int | str | None = None
-    timeout: float | None = None
-    cache_salt: str | None = None
-    chat_template_kwargs: Any = None
+    enable_response_messages: bool | None = None  # vLLM's: see raw_messages.py
 
 
 class _Wanted(msgspec.Struct):
@@ -161,6 +178,7 @@ def parse(
         sources=sources,
         called=called,
         seals=SEALED in (asked.include or ()),
+        raw_messages=bool(asked.enable_response_messages),
     )
 
 
@@ -227,14 +245,8 @@ def chat_of(
         top_logprobs=asked.top_logprobs,
         temperature=asked.temperature,
         top_p=asked.top_p,
-        top_k=asked.top_k,
-        stop=asked.stop,
-        seed=asked.seed,
         stream=asked.stream,
-        priority=asked.priority,
-        timeout=asked.timeout,
-        cache_salt=asked.cache_salt,
-        chat_template_kwargs=asked.chat_template_kwargs,
+        **{name: getattr(asked, name) for name in ChatFields.__struct_fields__},
     )
     return chat, rules, ["instructions"] * len(system) + sources
 
@@ -321,6 +333,7 @@ class ResponseFormat(BlockFormat):
         self._summary = bool(valid.shown.get("reasoning", {}).get("summary"))  # reasoning is shown as its summary
         self._seals = valid.seals
         self._logprobs = ResponseLogprobs(valid, vocabulary) if valid.sampling.logprobs >= 0 else None
+        self._raw = RawMessages(prompt.token_ids, vocabulary) if valid.raw_messages else None
         self.after = -1  # events up to this number are not written
         self.stored = bool(valid.shown.get("store"))  # false once the response could not be stored
 
@@ -330,6 +343,8 @@ class ResponseFormat(BlockFormat):
         self._finish = piece.finish or self._finish
         if self._logprobs is not None:
             self._logprobs.add(piece)
+        if self._raw is not None:
+            self._raw.add(piece)
 
     # -- the response
 
@@ -351,6 +366,7 @@ class ResponseFormat(BlockFormat):
             **self._valid.shown,
             "store": self.stored,
             "usage": self._usage() if ended else None,
+            **(self._raw.fields() if self._raw is not None and ended else {}),
         }
 
     def _usage(self) -> dict[str, Any]:

@@ -86,6 +86,18 @@ def test_a_meter_records_one_request() -> None:
     assert samples(telemetry)["quire_time_to_first_token_seconds_count", ""] == 1
 
 
+def test_every_token_but_the_first_has_a_gap_however_they_arrive() -> None:
+    counts = set()
+    for cuts in ([1, 1, 1, 1, 1], [5], [3, 2], [1, 4], [2, 1, 2]):
+        telemetry = Telemetry("g", model="tiny")
+        meter = Meter(telemetry, 0.0)
+        for cut in cuts:
+            meter.record_piece(Piece(0, "", [7] * cut))
+        counts.add(samples(telemetry)["quire_inter_token_latency_seconds_count", ""])
+        assert meter.seconds_per_token is not None
+    assert counts == {4.0}
+
+
 async def test_starts_are_counted_by_lane_and_by_whether_they_met_the_target() -> None:
     telemetry = Telemetry("g", target_s=2.0)
     cases: list[tuple[Lane, float, bool]] = [

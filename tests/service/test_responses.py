@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.wire.messages import Finish
-from service.api import Refusal, ValidRequest
+from service.api import Refusal, ValidRequest, parse_chat
 from service.config import GatewayConfig
 from service.format import Piece, Prompted
 from service.refusal import renamed
 from service.response_items import messages_of
-from service.responses import NAMES, ResponseFormat, parse
+from service.responses import NAMES, ChatFields, ResponseFormat, parse
 from service.skipped import Skipped
 from service.tokenizer import Tokenizer
 from tests.service.cuts import pieces_of
@@ -467,3 +467,62 @@ async def test_answers_may_have_a_schema() -> None:
     assert valid.constraint is not None
     assert (valid.constraint.kind, valid.constraint.value) == ("json", {"type": "object"})
     assert valid.shown["text"]["format"] == form
+
+
+OF_A_CHAT: dict[str, Any] = {
+    "top_k": 40,
+    "min_p": 0.05,
+    "stop": "END",
+    "stop_token_ids": [9],
+    "include_stop_str_in_output": True,
+    "ignore_eos": True,
+    "min_tokens": 2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "repetition_penalty": 1.2,
+    "logit_bias": {"15": -100},
+    "bad_words": ["no"],
+    "seed": 7,
+    "cache_salt": "a",
+    "timeout": 20,
+    "priority": "low",
+}
+
+
+def test_sampling_fields_mean_what_they_mean_in_a_chat() -> None:
+    asked = json.dumps({"input": "x", "temperature": 0.5, **OF_A_CHAT}).encode()
+    valid = parse(asked, GatewayConfig(strict_fields=True), "tiny", 600.0)
+    chat = json.dumps({"messages": [{"role": "user", "content": "x"}], "temperature": 0.5, **OF_A_CHAT}).encode()
+    expected = parse_chat(chat, GatewayConfig(strict_fields=True), "tiny", 600.0)
+    assert valid.sampling == expected.sampling
+    for name in ("stop", "include_stop", "bad_words", "seeded", "cache_salt", "timeout_s", "priority"):
+        assert getattr(valid, name) == getattr(expected, name)
+    choice = parse(
+        json.dumps({"input": "x", "structured_outputs": {"choice": ["a"]}}).encode(), *(GatewayConfig(), "m", 9.0)
+    )
+    assert choice.constraint is not None
+    assert choice.constraint.param == "structured_outputs.choice"
+    assert set(OF_A_CHAT) | {"structured_outputs", "chat_template_kwargs"} == set(ChatFields.__struct_fields__)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_may_show_all_tokens(
+    serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer, stream: bool
+) -> None:
+    served = await serve(tools_tokenizer)
+    body = {"model": "tiny", "input": "Rain?", "max_output_tokens": 400}
+    async with model(engine, says(tools_tokenizer, "<think>\nhm\n</think>\n\nNo.")) as fake:
+        await settled(lambda: bool(served.streams.fleet.engines))
+        if stream:
+            found = (await streamed(served.session, {**body, "enable_response_messages": True}))[-1]["response"]
+        else:
+            _, found = await post(served.session, {**body, "enable_response_messages": True})
+        _, plain = await post(served.session, body)
+        prompt = fake.seen[0].token_ids
+    assert "input_messages" not in plain
+    [asked], [answered] = found["input_messages"], found["output_messages"]
+    assert (asked["type"], asked["tokens"]) == ("raw_message_tokens", prompt)
+    assert asked["message"] == tools_tokenizer.text_of(prompt, skip_special=False)
+    assert "Rain?" in asked["message"]
+    assert answered["message"].startswith("<think>\nhm\n</think>\n\nNo.")
+    assert len(answered["tokens"]) == found["usage"]["output_tokens"]

@@ -83,6 +83,28 @@ async def test_errors_of_responses_have_openais_words(
         assert f"Response with id '{missing}' not found." in error["error"]["message"]
 
 
+@pytest.mark.parametrize("parse", [completion, chat])
+def test_an_empty_salt_is_refused_for_it_would_separate_nothing(parse: Callable[..., Any]) -> None:
+    refusal = refused(parse, cache_salt="")
+    assert (refusal.status, refusal.param) == (400, "cache_salt")
+    assert parse(cache_salt=None).cache_salt == ""
+
+
+async def test_a_token_that_does_not_exist_is_out_of_vocabulary(serve: Serve, engine: EngineMaker) -> None:
+    served = await serve()
+    async with engine(lambda generate, index: ([5], None)):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        _, error, _ = await raw(served.session, "/v1/completions", prompt=[999_999])
+    assert "999999 is out of vocabulary" in error["error"]["message"]
+
+
+async def test_ping_may_be_a_post(serve: Serve) -> None:
+    served = await serve()
+    for method in ("GET", "POST"):
+        async with served.session.request(method, "/ping") as response:
+            assert (response.status, await response.text()) == (200, "pong")
+
+
 # ---------------------------------------------------------------------------------------------------------------- echo
 
 
