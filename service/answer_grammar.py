@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from service.api import ValidRequest
-from service.call_grammar import NO_FORM, CallForm, Reasoning, call_rules
+from service.call_form import NO_FORM, CallForm
+from service.call_grammar import Reasoning, call_rules
 from service.grammar import Constraint
 from service.refusal import Refusal
 from service.regions import Reading, ResponseTemplate
@@ -38,9 +39,10 @@ class Model(msgspec.Struct, frozen=True):
         """Return whether reasoning may come before the rest of an answer."""
         if self.responses is None or self.markers is None or reading is None:
             return ""
-        if self.responses.reader(reading).reasoning:
-            return "open"
-        return "" if self.markers[1] in reading.opening else "may"
+        opened, closed = (reading.opening.rfind(marker) for marker in self.markers)
+        if closed > opened:
+            return ""
+        return "open" if self.responses.reader(reading).reasoning else "may"
 
 
 def constraint_of(valid: ValidRequest, reading: Reading | None, model: Model) -> Constraint | None:

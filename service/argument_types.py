@@ -8,12 +8,14 @@ A text stays a string unless its schema names another type and the text is a val
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from service.lenient_json import repaired
 
 SCHEMAS = 64  # looked at for one argument, through references and unions
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
@@ -24,14 +26,14 @@ def reduced(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         parameters = tool["function"].get("parameters") or {}
         properties = parameters.get("properties")
         types = {
-            name: {"type": _types(schema, parameters)}
+            name: {"type": types_of(schema, parameters)}
             for name, schema in (properties.items() if isinstance(properties, dict) else ())
         }
         found.append({"function": {"name": tool["function"]["name"], "parameters": {"properties": types}}})
     return found
 
 
-def _types(schema: Any, root: dict[str, Any]) -> list[str]:
+def types_of(schema: Any, root: dict[str, Any]) -> list[str]:
     """Return the types that a schema allows, in its order; references are followed within `root`."""
     found: list[str] = []
     waiting, seen = [schema], 0
@@ -85,7 +87,7 @@ class Tools:
         for tool in tools:
             function = tool["function"]
             properties = (function.get("parameters") or {}).get("properties") or {}
-            self._types[function["name"]] = {name: _types(schema, {}) for name, schema in properties.items()}
+            self._types[function["name"]] = {name: types_of(schema, {}) for name, schema in properties.items()}
 
     def __bool__(self) -> bool:
         return bool(self._types)
@@ -108,10 +110,15 @@ class Tools:
 
 
 def typed(text: str, types: Iterable[str]) -> str:
-    """Return the JSON of a text as the first of the types whose value it is, else as a string."""
-    wanted = list(types)
+    """Return the JSON of a text as the first of the types whose value it is, else as a string.
+
+    The JSON of a value wins over what only may mean one: "1" is no boolean where an integer is one of the types."""
+    wanted, bare = list(types), text.strip()
     for kind in wanted:
-        if (found := _as(text.strip(), kind, repair="string" not in wanted)) is not None:
+        if (found := _exact(bare, kind)) is not None:
+            return found
+    for kind in wanted:
+        if (found := _as(bare, kind, repair="string" not in wanted)) is not None:
             return found
     return json.dumps(text, ensure_ascii=False)
 
@@ -119,6 +126,15 @@ def typed(text: str, types: Iterable[str]) -> str:
 def untyped(text: str) -> str:
     """Return the JSON of a text of which only is known that it is no string."""
     return typed(text, ["integer", "number", "boolean", "null", "object", "array"])
+
+
+def _exact(text: str, kind: str) -> str | None:
+    """Return the JSON of a scalar, if the text is that; numbers are written again, but for those past a float."""
+    if kind in ("boolean", "null"):
+        return text if text in {"boolean": ("true", "false"), "null": ("null",)}[kind] else None
+    if kind not in ("integer", "number") or not _NUMBER.fullmatch(text):
+        return None
+    return _as(text, kind, repair=False) or (text if kind == "number" else None)
 
 
 def _as(text: str, kind: str, *, repair: bool) -> str | None:

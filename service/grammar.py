@@ -49,8 +49,8 @@ LEGACY = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-KINDS: Mapping[str, Kind] = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+KINDS: Mapping[str, Kind] = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
 class Constraint(msgspec.Struct, frozen=True):
@@ -71,19 +71,32 @@ class AfterReasoning(msgspec.Struct, frozen=True):
 
 
 class Parameters(msgspec.Struct, frozen=True):
-    """The arguments that a tool takes."""
+    """The arguments that a tool takes, or one of them."""
 
     param: str  # the path of `schema`
     schema: dict[str, Any]
-    strict: bool  # else a schema that is not served stands for any arguments
+    strict: bool  # else a schema that is not served stands for `loose`
+    name: str  # as the grammar names it, without the @
+    loose: dict[str, Any]
+
+
+class StringRule(msgspec.Struct, frozen=True):
+    """The terminal of a string that is written without quotes."""
+
+    name: str  # as the grammar names it
+    param: str  # the path of its schema
+    terminal: str
+    loose: str  # of any string
+    strict: bool  # else `loose` stands for a terminal that is not served
 
 
 class CallRules(msgspec.Struct, frozen=True):
     """An answer that makes tool calls, or may make them."""
 
-    grammar: str  # Lark; @tool0 ... are the arguments of `tools`, @answer is `answer`
+    grammar: str  # Lark; @tool0, @value0_1 ... are `values`, @answer is `answer`
     plain: str  # the same with special tokens written as text, for checks that need no model
-    tools: list[Parameters]
+    values: list[Parameters]
+    strings: list[StringRule] = []
     answer: Constraint | None = None  # of the kind json: what may stand there instead of calls
 
 
@@ -229,21 +242,26 @@ def _lark_grammar(constraint: Constraint) -> str:
 def _calls_grammar(constraint: Constraint) -> Compiled:
     """Return the grammar of an answer with calls, checked.  Raises NotServed."""
     rules: CallRules = constraint.value
-    schemas = {f"tool{at}": _arguments(parameters) for at, parameters in enumerate(rules.tools)}
+    served: dict[str, Rewritten] = {}  # equal schemas are checked once
+    schemas = {one.name: _arguments(one, served) for one in rules.values}
+    strings = "".join(f"{one.name}: {_string(one)}\n" for one in rules.strings)
     if rules.answer is not None:
         schemas["answer"] = _checked_schema(rules.answer)
 
     def grammar(lark: str) -> str:
         inner = [{"name": name, "json_schema": _spaced(one.schema)} for name, one in schemas.items()]
-        return json.dumps({"grammars": [{"lark_grammar": lark}, *inner]})
+        return json.dumps({"grammars": [{"lark_grammar": lark + strings}, *inner]})
 
     if why := problem(grammar(rules.plain)):
         raise NotServed(constraint.param, why, code="unsupported")
     return Compiled(grammar(rules.grammar), tuple(path for one in schemas.values() for path in one.passed_over))
 
 
-def _arguments(parameters: Parameters) -> Rewritten:
+def _arguments(parameters: Parameters, served: dict[str, Rewritten]) -> Rewritten:
     """Return the schema to which arguments are held.  Raises NotServed if a strict one cannot be."""
+    known = json.dumps(parameters.schema)
+    if known in served:
+        return served[known]
     try:
         rewritten = rewrite(parameters.schema, parameters.param)
         if why := problem(_of_schema(rewritten.schema)):
@@ -251,8 +269,22 @@ def _arguments(parameters: Parameters) -> Rewritten:
     except NotServed:
         if parameters.strict:
             raise
-        return Rewritten(ANY_OBJECT, ())
+        return Rewritten(parameters.loose, ())
+    served[known] = rewritten
     return rewritten
+
+
+def _string(rule: StringRule) -> str:
+    """Return the terminal of a string.  Raises NotServed if a strict one cannot be followed."""
+    if rule.terminal != rule.loose and (why := problem(_of_terminal(rule.terminal))):
+        if rule.strict:
+            raise NotServed(rule.param, why, code="unsupported")
+        return rule.loose
+    return rule.terminal
+
+
+def _of_terminal(terminal: str) -> str:
+    return LLMatcher.grammar_from_lark(f"start: STRING\nSTRING: {terminal}\n")
 
 
 def _reasoned_grammar(rules: AfterReasoning) -> Compiled:
@@ -304,7 +336,9 @@ def compile_grammar(constraint: Constraint) -> Compiled:
     """Return the grammar of a constraint.  Raises NotServed.  Takes up to some tenths of a second."""
     if constraint.kind == "reasoned":
         return _reasoned_grammar(constraint.value)
-    size = len(msgspec.json.encode(constraint.value))
+    given = constraint.value
+    counted = msgspec.structs.replace(given, plain="") if isinstance(given, CallRules) else given
+    size = len(msgspec.json.encode(counted))
     if size > GRAMMAR_BYTES:
         reason = f"at most {GRAMMAR_BYTES} bytes of JSON, got {size}"
         raise NotServed(constraint.param, reason, code=TOO_LARGE, limit=GRAMMAR_BYTES, given=size)

@@ -12,6 +12,8 @@ The data file extends transformers' schema.  Further keys of a field of calls:
     argument       {"open_pattern", "close_pattern"}: the tags around an argument, instead of `content_args`
     hides_markers  a call that cannot be read becomes content without its opening marker
     content        also "python"
+    example        calls as the family writes them, for chat templates that show none (`call_form.py`)
+    call_id        the ids of its calls: "functions.{name}:{index}"
 
 of the content: `drop`, patterns of further markers that are never text; and in the `open_pattern` of other fields the
 group `shown`, the part of the marker that is text of the region.
@@ -29,7 +31,9 @@ from service.lenient_json import Dialect
 
 # Names of a response template's fields.  A field that is not listed is content, so that no text is dropped.
 KINDS = {"reasoning_content": "reasoning", "reasoning": "reasoning", "thinking": "reasoning", "tool_calls": "calls"}
-EXTENDED = ("also", "bare", "drop", "names", "arguments", "keyed", "argument", "hides_markers")
+EXTENDED = (
+    "also", "bare", "drop", "names", "arguments", "keyed", "argument", "hides_markers", "example", "call_id",
+)  # fmt: skip
 _PLACE = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
 _VALUE = "(?P<value>.*?)"
 SHOWN = "(?P<shown>"
@@ -239,14 +243,9 @@ def marker_texts(described: dict[str, Any]) -> list[str]:
     return found
 
 
-def opening_texts(described: dict[str, Any]) -> list[str]:
-    """Return the markers of plain text that open calls."""
-    return [
-        text
-        for name, field in described["fields"].items()
-        if KINDS.get(name) == "calls"
-        for text in _texts(field, ("open",))
-    ]
+def text_of_calls(described: dict[str, Any], key: str) -> str:
+    """Return what a further key of the calls holds; "" without it."""
+    return next((field[key] for field in described["fields"].values() if key in field), "")
 
 
 def reasoning_texts(described: dict[str, Any]) -> tuple[str, str] | None:

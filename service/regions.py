@@ -29,7 +29,7 @@ from service.call_readers import READERS
 from service.calls import CallPart, CallReader, Context, End, Status
 from service.known_templates import digest, known, name_of
 from service.markers import Marker, Markers, Match
-from service.notations import Field, Notation, compiled, marker_texts, opening_texts, reasoning_texts
+from service.notations import Field, Notation, compiled, marker_texts, reasoning_texts, text_of_calls
 from service.watches import Watches
 
 __all__ = [
@@ -81,9 +81,17 @@ class ResponseTemplate:
         self.has_calls = bool(template.notations)
         self.has_reasoning = any(field.kind == "reasoning" for field in template.fields)
         self.casts = self.has_calls  # names of functions and types of arguments tell what is a call
-        self.call_markers = opening_texts(described)
+        self.notations = template.notations
+        self.opening_patterns = [notation.open.pattern.pattern for notation in template.notations]
+        self.dropped_patterns = [anchor.pattern.pattern for anchor in template.drop]
+        self.example = text_of_calls(described, "example")
         self.reasoning_markers = reasoning_texts(described)
         self._markers = marker_texts(described)
+        self._call_id = text_of_calls(described, "call_id")
+
+    def call_id(self, name: str, index: str) -> str:
+        """Return the id of a call as the family writes it; "": it takes any."""
+        return self._call_id.replace("{name}", name).replace("{index}", index)
 
     def has_marker(self, special: str) -> bool:
         """Return whether a special token is a part of a marker, so that the parser must see it."""

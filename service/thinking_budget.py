@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping
 
 from service.grammar import ANY_TEXT, SPACES, AfterReasoning, Constraint
+from service.lark_text import LarkText
 from service.refusal import Refusal
 
 FIELD = "thinking_token_budget"
@@ -35,8 +36,8 @@ def thought_rules(markers: tuple[str, str], special: Mapping[str, int], budget: 
 
 
 def quoted(marker: str, special: Mapping[str, int]) -> str:
-    """Return a marker as Lark writes it."""
-    return f"<[{special[marker]}]>" if marker in special else json.dumps(marker)
+    """Return a marker as Lark writes it; it may hold a special token, as `<|channel>thought` does."""
+    return LarkText(special)(marker)
 
 
 def after_reasoning(

@@ -28,7 +28,7 @@ from service import infill
 from service.answer_grammar import Model, constraint_of
 from service.api import Prompt, Refusal, ValidRequest, too_long, too_many_tokens
 from service.argument_types import reduced
-from service.call_grammar import NO_FORM, CallForm, form_of
+from service.call_form import NO_FORM, CallForm, form_of
 from service.client_templates import ClientTemplates
 from service.config import GatewayConfig
 from service.echo import aligned

@@ -10,7 +10,7 @@ from service.notations import Anchor, Field, Notation, Template
 
 # Closing tags that models write once too often, with DeepSeek's prefix or without.
 CLOSING_TAG = r"</(?:\W?DSML\W)?(?:param|parameter|argument|arg_key|arg_value|value|function|invoke)>"
-_NAME = r"(?P<name>[A-Za-z_][\w.\-]{0,127})\s*\("
+_NAME = r"(?P<name>[\w.\-]{1,130})\s*\("
 
 
 class Watches:

@@ -21,8 +21,10 @@ from engine.wire.messages import Finish, Generate
 from service.answer_grammar import Model
 from service.grammar import Constraint, compile_grammar
 from service.regions import Reading
+from service.thinking_budget import quoted
 from service.tokenizer import Tokenizer
 from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, Served, byte_level, settled, with_markers, with_template
+from tests.service.published import tokenizer_in
 from tests.service.test_app import events
 
 Serve = Callable[..., Awaitable[Served]]
@@ -217,3 +219,47 @@ async def test_a_budget_bounds_the_reasoning_before_it(
             jsonschema.validate(json.loads(found), SCHEMA)
             details = answer["usage"]["completion_tokens_details"]
             assert details["reasoning_tokens"] <= budget + 1  # the closing marker is counted
+
+
+TYPED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "Rome"]},
+        "on": {"type": ["string", "null"], "maxLength": 3},
+    },
+    "required": ["city", "on"],
+}
+
+
+def test_reasoning_that_the_prompt_has_closed_is_not_open(tmp_path: Path) -> None:
+    """Also where more text could make its closing marker another one."""
+    tokenizer = tokenizer_in(tmp_path, "gemma4")
+    model = Model(tokenizer.responses, lambda: None, tokenizer._grammar_tokens)
+    assert model.thinks(Reading("<|channel>thought\n<channel|>")) == ""
+    assert model.thinks(Reading("<|channel>thought\n")) == "open"
+    assert model.thinks(Reading("")) == "may"
+    assert quoted("<|channel>thought\n", {"<|channel>": 9}) == '<[9]> "thought\\n"'
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "glm", "gemma4"])
+async def test_a_call_between_tags_is_demanded_over_http(
+    serve: Serve, engine: EngineMaker, tmp_path: Path, name: str
+) -> None:
+    tokenizer = tokenizer_in(tmp_path, name)
+    served = await serve(tokenizer)
+    tool = {"type": "function", "function": {"name": "weather", "parameters": TYPED, "strict": True}}
+    choice = {"type": "function", "function": {"name": "weather"}}
+    messages = [{"role": "user", "content": "Hi"}]
+    asked = {"tools": [tool], "tool_choice": choice, "max_tokens": 150}  # the context has 512
+    body = {"model": "tiny", "messages": messages, **asked}
+    async with engine(writes(tokenizer, tmp_path / name)) as fake:
+        fake.load_changes = {"grammars": True}
+        await settled(lambda: any(one.grammars for one in served.streams.fleet.engines))
+        async with served.session.post("/v1/chat/completions", json=body) as response:
+            answer = await response.json()
+    assert response.status == 200, answer
+    message = answer["choices"][0]["message"]
+    assert not (message["content"] or "").strip()
+    [call] = message["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    jsonschema.validate(json.loads(call["function"]["arguments"]), TYPED)

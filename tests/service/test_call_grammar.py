@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from service.call_grammar import CallForm, Reasoning, call_rules, form_of
+from service.call_form import CallForm, form_of
+from service.call_grammar import Reasoning, call_rules
 from service.grammar import BOUNDS, Constraint, byte_tokenizer, compile_grammar
 from service.grammar_errors import NotServed
 from service.regions import Reading, ResponseTemplate, known
@@ -92,7 +93,7 @@ MODELS: dict[str, tuple[str, str, tuple[str, str, str | None, str, str]]] = {
         "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}"
         "{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
         "{% endfor %}</s>{% endif %}{% endfor %}",
-        ("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", "", ""),
+        ("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", "", "[TOOL_CALLS]"),
     ),
     "harmony": (
         "harmony",
@@ -113,7 +114,7 @@ MODELS: dict[str, tuple[str, str, tuple[str, str, str | None, str, str]]] = {
             "<｜tool▁sep｜>",
             "<｜tool▁call▁end｜><｜tool▁call▁begin｜>",
             "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-            "",
+            "<｜tool▁calls▁begin｜>",
         ),
     ),
 }
@@ -148,7 +149,7 @@ def test_the_chat_template_shows_how_its_model_writes_calls(name: str) -> None:
     assert (found.head, found.middle, found.between, found.tail, found.marker) == MODELS[name][2]
 
 
-def test_arguments_in_another_notation_have_no_form() -> None:
+def test_arguments_between_tags_have_a_form_of_their_own() -> None:
     tags = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
         "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n"
@@ -156,7 +157,12 @@ def test_arguments_in_another_notation_have_no_form() -> None:
     )
     render = renderer(tags)
     responses = ResponseTemplate(known().response_templates["function-tags"])
-    assert form_of(render, probe(render, tags), tags, responses, ENDS) is None
+    found = form_of(render, probe(render, tags), tags, responses, ENDS)
+    assert found is not None
+    assert (found.head, found.between, found.tail) == ("<tool_call>\n<function=", "<tool_call>\n<function=", "")
+    assert found.tags is not None
+    assert found.tags.text == (">\n", "\n</parameter>\n")
+    assert (found.tags.first, found.tags.between) == (">\n<parameter=", "<parameter=")
 
 
 def test_a_form_that_the_response_template_would_not_read_is_none() -> None:

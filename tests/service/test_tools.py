@@ -221,7 +221,7 @@ def test_demanded_and_strict_calls_become_a_grammar(tools_tokenizer: Tokenizer, 
     strict = {"type": "function", "function": {**OTHER["function"], "strict": True}}
     assert called(tools_tokenizer, tools=[TOOL]) is None
     one = called(tools_tokenizer, tools=[TOOL, OTHER], tool_choice=named)
-    assert (one.param, one.kind, [each.param for each in one.value.tools]) == (
+    assert (one.param, one.kind, [each.param for each in one.value.values]) == (
         "tool_choice",
         "calls",
         ["tools[0].function.parameters"],
@@ -245,7 +245,7 @@ def test_demanded_and_strict_calls_become_a_grammar(tools_tokenizer: Tokenizer, 
         with pytest.raises(Refusal) as caught:
             called(tools_tokenizer, tools=[TOOL], **fields)
         assert (caught.value.param, caught.value.code) == (param, "unsupported")
-    # A model whose template writes calls in tags, not in JSON.
+    # A model whose template shows no calls.
     tags = (
         "{% for t in tools or [] %}{{ t | tojson }}<function=a><parameter=b>{% endfor %}{% for m in messages %}"
         "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"

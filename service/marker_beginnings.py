@@ -1,0 +1,75 @@
+"""Texts with which every match of a marker's pattern begins: what a text must not hold, so that no marker is in it.
+
+<parameter=(?P<key>[^>\\n]+)>            -> <parameter=
+\\n?</parameter>                         -> </parameter>, as white space before it is left out
+</function>(?:\\s*</call>)?|</call>      -> </function>, </call>
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+_SPACE = re.compile(r"(?:\\[snrt]|[ \n\t]|\[(?:\\[snrt]|[ \n\t])+\])(?:[*+?]\??)?")
+_LITERAL = re.compile(r"\\(\W)|([^\\.^$*+?{}\[\]|()])", re.DOTALL)
+_REPEAT = re.compile(r"[*?]|\{0?,")  # a part before these may be left out
+_GROUP = re.compile(r"\((?:\?:|\?P<\w+>|(?!\?))")
+
+
+def beginnings(pattern: str) -> list[str]:
+    """Return the beginnings of what a pattern matches; "" among them: a match may begin with any text."""
+    return list(dict.fromkeys(found for branch in _branches(pattern) for found in _of_branch(branch)))
+
+
+def fixed(patterns: Iterable[str], least: int = 3) -> list[str]:
+    """Return the beginnings that have at least so many characters; a shorter one may be any text."""
+    return list(dict.fromkeys(text for one in patterns for text in beginnings(one) if len(text) >= least))
+
+
+def shared_beginning(one: str, other: str) -> str:
+    """Return the characters with which both texts begin."""
+    length = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:length]
+
+
+def _branches(pattern: str) -> Iterator[str]:
+    """Yield the alternatives of a pattern that are in no group."""
+    begin = at = 0
+    while at < len(pattern):
+        if pattern[at] == "|":
+            yield pattern[begin:at]
+            begin = at + 1
+        at = _after(pattern, at)
+    yield pattern[begin:]
+
+
+def _after(pattern: str, at: int) -> int:
+    """Return where the character, set or group at a position ends."""
+    if pattern[at] == "\\":
+        return at + 2
+    if pattern[at] not in "([":
+        return at + 1
+    closes, start = (")", at) if pattern[at] == "(" else ("]", at + 1)
+    at += 1
+    while at < len(pattern) and (pattern[at] != closes or at == start):
+        at = _after(pattern, at) if closes == ")" else at + (2 if pattern[at] == "\\" else 1)
+    return at + 1
+
+
+def _of_branch(branch: str) -> Iterator[str]:
+    while (space := _SPACE.match(branch)) is not None:
+        branch = branch[space.end() :]
+    if (group := _GROUP.match(branch)) is not None:
+        end = _after(branch, 0)
+        inner, rest = branch[group.end() : end - 1], branch[end:]
+        yield from beginnings(inner)
+        if (repeat := _REPEAT.match(rest)) is not None:
+            yield from _of_branch(rest[repeat.end() :])
+        return
+    text, at = "", 0
+    while (literal := _LITERAL.match(branch, at)) is not None:
+        if _REPEAT.match(branch, literal.end()):
+            break
+        text += literal[1] or literal[2]
+        at = literal.end()
+    yield text
