@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from engine.executor import ops
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from tests import warm
 from tests.checkpoints import make_checkpoint
 from tests.quantised import WIDE, quantise_checkpoint, store_experts_in_mxfp4
 
@@ -20,6 +22,19 @@ from tests.quantised import WIDE, quantise_checkpoint, store_experts_in_mxfp4
 def kernels() -> None:
     library = os.environ.get("QUIRE_KERNELS")
     ops.load(library=Path(library) if library else None)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def warm_ranks() -> Iterator[None]:
+    """Ranks start as forks of a process that has imported torch (tests/warm.py)."""
+    with warm.everywhere():
+        yield
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test of the start itself: a rank is a new interpreter."""
+    monkeypatch.setattr(subprocess, "Popen", warm.COLD)
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,7 @@ from engine.llm import LLM, Completion
 from engine.tools.models import model_class
 from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from engine.wire.messages import Beams, Sampling
+from tests import warm
 from tests.checkpoints import VOCAB, config_of, make_checkpoint
 from tests.pace import paced, patience
 
@@ -265,6 +266,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine(
     assert rank.returncode == -signal.SIGKILL
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_process_that_does_not_close_a_lost_executor_ends(checkpoint: Checkpoint) -> None:
     """What lets go of a GPU at the end of a process would wait for a kernel, which waits for the lost rank."""
     code = (
@@ -312,8 +314,7 @@ def test_a_process_ends_that_cannot_close_a_lost_executor(checkpoint: Checkpoint
         "llm.executor._local.close = lambda: time.sleep(1000)\n"
         "llm.close()\n"
     )
-    words = [sys.executable, "-c", code, str(checkpoint("llama"))]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=patience(100), check=False)
+    found = warm.run([sys.executable, "-c", code, str(checkpoint("llama"))], timeout=patience(100))
     assert found.stdout == "lost\n", found.stderr
     assert found.returncode == 1
 
@@ -417,7 +418,7 @@ def test_a_rank_that_hangs_or_dies_while_the_model_loads_ends_the_start(
         "    sys.exit(str(error))\n"
     )
     words = [sys.executable, "-c", code, str(checkpoint("llama")), how, where]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as engine:
+    with warm.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as engine:
         assert engine.stdout is not None
         pid = int(engine.stdout.readline())
         stopped = [psutil.Process(pid)] if how == "SIGSTOP" else []
@@ -451,9 +452,7 @@ def test_the_process_ends_though_an_abort_never_returns(abort: str) -> None:
         "with watch.using():\n"
         "    time.sleep(1000)\n"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(120), check=False
-    )
+    found = warm.run([sys.executable, "-c", code], timeout=patience(120))
     assert found.returncode == 1, found.stderr
     assert "rank 1 does not answer" in found.stderr
 
@@ -499,6 +498,7 @@ def test_a_rank_that_fails_alone_ends_the_engine(
     assert rank.returncode == -signal.SIGKILL
 
 
+@pytest.mark.usefixtures("cold")
 def test_no_rank_outlives_its_engine(checkpoint: Checkpoint) -> None:
     """The engine's process is killed, so that it cannot end the others: they notice."""
     code = (
