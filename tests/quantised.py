@@ -139,6 +139,38 @@ def pack_quantised(group: int, *, bits: int = 4, symmetric: bool = True, order: 
     return quantise
 
 
+def e2m1(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two e2m1 numbers a byte and their values, float64 [out, in]; scale: of each element, float64."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    nearest = ((weight / scale).abs()[..., None] - values).abs().argmin(-1)
+    low, high = (nearest + 8 * (weight < 0)).unflatten(-1, (-1, 2)).unbind(-1)
+    return (low | high << 4).to(torch.uint8), values[nearest] * scale * torch.where(weight < 0, -1, 1)
+
+
+def nvfp4(names: str) -> Any:
+    """Return a writer of e2m1 with e4m3 scales of 16 columns; names: modelopt or compressed-tensors, whose they are."""
+
+    def quantise(weight: Tensor) -> tuple[Parts, Tensor]:
+        largest = weight.unflatten(1, (-1, 16)).abs().amax(2)
+        tensor_scale = (largest.max() / (E4M3_MAX * 6)).float()
+        scale = (largest / 6 / tensor_scale.double()).to(torch.float8_e4m3fn)
+        if names == "modelopt":
+            packed, exact = e2m1(weight, (scale.float() * tensor_scale).double().repeat_interleave(16, 1))
+            return {"weight": packed, "weight_scale": scale, "weight_scale_2": tensor_scale}, exact
+        inverse = 1 / tensor_scale
+        packed, exact = e2m1(weight, (scale.float() / inverse).double().repeat_interleave(16, 1))
+        return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": inverse.reshape(1)}, exact
+
+    return quantise
+
+
+def mxfp4_packed(weight: Tensor) -> tuple[Parts, Tensor]:
+    """Write e2m1 with a power of two for each 32 columns."""
+    power = torch.floor(torch.log2(weight.unflatten(1, (-1, 32)).abs().amax(2))) - 2
+    packed, exact = e2m1(weight, torch.exp2(power).repeat_interleave(32, 1))
+    return {"weight_packed": packed, "weight_scale": (power + 127).to(torch.uint8)}, exact
+
+
 def compressed(stored: str, strategy: str, *, inputs: bool = False, **weights: Any) -> dict[str, Any]:
     """inputs: they are rounded to 8 bits, too."""
     number = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False} | weights
@@ -159,6 +191,8 @@ MODELOPT: dict[str, Any] = {
     "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head*"]},
     "producer": {"name": "modelopt"},
 }
+MODELOPT_FP4: dict[str, Any] = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+FP4: dict[str, Any] = {"num_bits": 4, "type": "float"}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 KINDS = {
@@ -174,6 +208,11 @@ KINDS = {
     "ct-int8-tensor": Written(compressed("int-quantized", "tensor", type="int"), by_scale("tensor", number="int")),
     "modelopt": Written(MODELOPT["quantization"] | {"quant_method": "modelopt"}, by_scale("tensor")),
     "modelopt-file": Written({}, by_scale("tensor"), MODELOPT),
+    "modelopt-nvfp4": Written(MODELOPT_FP4 | {"quant_method": "modelopt"}, nvfp4("modelopt")),
+    "nvfp4": Written(
+        compressed("nvfp4-pack-quantized", "tensor_group", group_size=16, **FP4), nvfp4("compressed-tensors")
+    ),
+    "mxfp4-packed": Written(compressed("mxfp4-pack-quantized", "group", group_size=32, **FP4), mxfp4_packed),
     "awq-32": Written(AWQ | {"group_size": 32}, awq(32)),
     "awq-128": Written(AWQ | {"group_size": 128}, awq(128)),
     "gptq-32": Written(GPTQ, gptq(32)),

@@ -401,7 +401,7 @@ def refusal(directory: Path, **options: object) -> str:
 @pytest.mark.parametrize(
     ("described", "named"),
     [
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt (NVFP4)"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt (NVFP4_AWQ)"),
         ({"quant_method": "tomorrow"}, "tomorrow"),
         ({"producer": {"name": "modelopt"}}, "modelopt"),
         ({"bits": 4}, "an unnamed method"),
@@ -415,9 +415,10 @@ def test_quantised_weights_are_refused_by_the_name_of_their_method(
 
 
 def test_modelopt_may_say_so_in_a_file_of_its_own_only(copy: Path) -> None:
-    described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": None}}
+    quantization = {"quant_algo": "NVFP4_AWQ", "kv_cache_quant_algo": None}
+    described = {"producer": {"name": "modelopt"}, "quantization": quantization}
     (copy / "hf_quant_config.json").write_text(json.dumps(described))
-    assert refusal(copy).startswith("llama: weights quantised by modelopt (NVFP4), which is not implemented")
+    assert refusal(copy).startswith("llama: weights quantised by modelopt (NVFP4_AWQ), which is not implemented")
     (copy / "hf_quant_config.json").write_text("[")
     with pytest.raises(ModelLoadError, match=r"hf_quant_config\.json: "):
         load(copy)

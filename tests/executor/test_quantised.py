@@ -28,7 +28,7 @@ from tests.executor.driver import NEW, Driver, greedy, served
 from tests.executor.test_hf import refusal, rewrite
 from tests.executor.test_quantize import at_all_tokens, mean_square, stored_on_gpu
 from tests.executor.test_worker import words
-from tests.quantised import GPTQ, KINDS, WIDE, Written, compressed, pack_quantised, quantise_checkpoint, w4
+from tests.quantised import FP4, GPTQ, KINDS, WIDE, Written, compressed, pack_quantised, quantise_checkpoint, w4
 
 CPU = torch.device("cpu")
 
@@ -55,6 +55,13 @@ READ = {
         "compressed-tensors", "scaled", "channel", 8, ignored=("lm_head",), rounds_inputs=True
     ),
     "modelopt-file": Quantisation("modelopt", "scaled", "tensor", 8, ignored=("re:lm_head.*$",), rounds_inputs=True),
+    "modelopt-nvfp4": Quantisation(
+        "modelopt", "fp4", "group", 4, group=16, ignored=("lm_head",), demanded=frozenset({"scale_2"})
+    ),
+    "nvfp4": Quantisation(
+        "compressed-tensors", "fp4", "group", 4, group=16, ignored=("lm_head",), demanded=frozenset({"global_scale"})
+    ),
+    "mxfp4-packed": Quantisation("compressed-tensors", "fp4", "group", 4, group=32, ignored=("lm_head",)),
     "awq-128": Quantisation("awq", "awq", "group", 4, group=128),
     "gptq-64-asym": Quantisation("gptq", "gptq", "group", 4, group=64, zero_shift=1),
     "gptq-v2": Quantisation("gptq", "gptq", "group", 4, group=32),
@@ -96,7 +103,8 @@ def test_a_config_inside_the_config_of_the_text(tmp_path: Path) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
     ({"quant_method": "auto-round", "bits": 4}, "auto-round"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt (NVFP4)"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt (NVFP4_AWQ)"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "modelopt (MIXED_PRECISION)"),
     ({"quant_method": "modelopt"}, "modelopt"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 (e5m2)"),
     ({"quant_method": "fp8", "expert_dtype": "fp4"}, "fp8 (experts in fp4)"),
@@ -109,7 +117,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (GPTQ | {"dynamic": {"y": {"bits": 4, "group_size": 64}}}, "gptq (the rule y in dynamic: group_size 64)"),
     (GPTQ | {"dynamic": {"+:y": {"desc_act": True}}}, "gptq (the rule +:y in dynamic: desc_act True)"),
     (GPTQ | {"dynamic": {"+:y": {"adapter": None}}}, "gptq (the rule +:y in dynamic: adapter None)"),
-    (compressed("nvfp4-pack-quantized", "tensor_group"), "compressed-tensors (nvfp4-pack-quantized)"),
+    (
+        compressed("nvfp4-pack-quantized", "tensor_group", group_size=16),
+        "compressed-tensors (nvfp4-pack-quantized: float of 8 bits)",
+    ),
+    (
+        compressed("nvfp4-pack-quantized", "tensor_group", group_size=32, **FP4),
+        "compressed-tensors (nvfp4-pack-quantized, tensor_group of 32)",
+    ),
+    (
+        compressed("nvfp4-pack-quantized", "tensor_group", group_size=16, symmetric=False, **FP4),
+        "compressed-tensors (nvfp4-pack-quantized: float of 4 bits, zero_point)",
+    ),
     ({**w4(128), "config_groups": {}}, "compressed-tensors (without weights)"),
     (compressed("marlin-24", "group"), "compressed-tensors (marlin-24)"),
     (w4(128, num_bits=3), "compressed-tensors (pack-quantized: int of 3 bits)"),
@@ -465,6 +484,7 @@ def test_one_float_weight_at_a_time(
 
 
 SERVED = ["fp8-block", "ct-fp8-channel", "ct-int8", "w8-all", "modelopt-file", "awq-32", "gptq-128-order", "w4-64-asym"]
+SERVED += ["modelopt-nvfp4", "nvfp4", "mxfp4-packed"]
 
 
 @pytest.mark.parametrize("kind", SERVED)
@@ -476,7 +496,7 @@ def test_greedy_text_of_quantised_checkpoints(
     check_greedy(plain, directory, exact, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["fp8-block", "w4-32"])
+@pytest.mark.parametrize("kind", ["fp8-block", "w4-32", "modelopt-nvfp4"])
 def test_experts_that_are_quantised_one_by_one(tmp_path: Path, kind: str) -> None:
     """transformers joins the experts of a layer to one tensor, after each was dequantised."""
     plain = make_tiny(tmp_path / "plain", "qwen3_moe")

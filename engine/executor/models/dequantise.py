@@ -8,9 +8,13 @@ Numbers of b bits are packed into int32, the first one in the lowest bits.  With
     gptq     qweight [in * b / 32, out], qzeros and scales [groups, out], g_idx [in]           (q - zero) * scale
     awq      qweight [in, out / 8], qzeros and scales [groups, out]; 8 columns in an own order (q - zero) * scale
     mxfp4    blocks u8 [experts, out, in / 32, 16], scales u8 [experts, out, in / 32]          e2m1[q] * 2^(scale - 127)
+    fp4      packed u8 [out, in / 2], scale e4m3 or u8 [out, in / group], scale_2 [], global_scale [1]  (see below)
 
 `packed` stores q and zero points plus half their range.  Zero points of `packed` are packed along the rows, those of
 gptq and awq along the columns.  g_idx has the group of each column; without it, groups follow one another.
+
+An e2m1 number of `fp4` is multiplied with its scale, where a scale in u8 stands for 2^(scale - 127), and with the
+float32 scale_2 of the tensor (NVFP4 of modelopt), or divided by its global_scale (NVFP4 of compressed-tensors).
 
 Products are computed in float32 and rounded once, in pieces of PIECE numbers.  So apart from the parts and the weight,
 little more is held than a byte for each number.
@@ -33,12 +37,14 @@ PIECE = 1 << 22  # numbers
 WORD = 32  # bits that hold packed numbers
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # place, within a word, of each of 8 consecutive columns
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # by their three low bits; the fourth is the sign
+SIGNED_E2M1 = [*E2M1, *(-number for number in E2M1)]
 NEEDED: dict[Format, set[str]] = {
     "scaled": {"weight", "scale"},
     "packed": {"packed", "scale", "shape"},
     "awq": {"qweight", "qzeros", "scales"},
     "gptq": {"qweight", "qzeros", "scales"},
     "mxfp4": {"blocks", "scales"},
+    "fp4": {"packed", "scale"},
 }
 Shape = tuple[int, ...]
 Kept = Literal["int8", "fp8", "fp8 blocks", "int4"]  # weights that are served as they are stored
@@ -58,6 +64,11 @@ def check_shapes(how: Quantisation, shapes: dict[str, Shape]) -> None:
         *lead, out, columns = shapes["weight"]
         _check("scale", shapes["scale"], *_grids(how, tuple(lead), out, columns))
         _check("zero_point", shapes.get("zero_point", ()), (), shapes["scale"])
+    elif how.format == "fp4":
+        out, half = shapes["packed"]
+        _check("scale", shapes["scale"], (out, math.ceil(2 * half / how.group)))
+        for part in how.demanded:
+            _check(part, shapes[part], (1,), ())
     elif how.format == "packed":
         out, _words = shapes["packed"]
         _, groups = shapes["scale"]
@@ -99,6 +110,8 @@ def dequantise(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) 
     """Return the weight of these parts, whose shapes were checked.  Raises ValueError for values that do not fit."""
     if how.format == "mxfp4":
         return _dequantise_mxfp4(parts["blocks"], parts["scales"], dtype)
+    if how.format == "fp4":
+        return _dequantise_fp4(how, parts, dtype)
     if how.format == "scaled":
         return _dequantise_scaled(how, parts["weight"], parts["scale"], parts.get("zero_point"), dtype)
     if how.format == "packed":
@@ -275,10 +288,30 @@ def _grouped(
     return result
 
 
+def _dequantise_fp4(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return [out, in] of e2m1 numbers, two a byte, the first in its low half."""
+    packed, scale = parts["packed"], parts["scale"]
+    if scale.dtype == torch.uint8:
+        scale = torch.ldexp(torch.ones(scale.shape), scale.to(torch.int32) - 127)
+    scale = scale.to(torch.float32)
+    if "scale_2" in parts:
+        scale = scale * parts["scale_2"].to(torch.float32)
+    if "global_scale" in parts:
+        scale = scale / parts["global_scale"].to(torch.float32)
+    rows, columns = len(packed), 2 * packed.shape[1]
+    values = torch.tensor(SIGNED_E2M1)
+    result = torch.empty(rows, columns, dtype=dtype)
+    for first, end in _pieces(rows, columns):
+        pair = packed[first:end]
+        numbers = values[torch.stack([pair & 0xF, pair >> 4], -1).flatten(1).to(torch.int32)]
+        result[first:end] = numbers.mul_(_widen(scale[first:end], how.group, columns))
+    return result
+
+
 def _dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [experts, in, out]: gpt-oss multiplies with the transpose."""
     experts, out, groups, _ = blocks.shape
-    numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])
+    numbers = torch.tensor(SIGNED_E2M1)
     result = torch.empty(experts, groups * 32, out, dtype=dtype)
     for expert in range(experts):
         for first, end in _pieces(out, groups * 32):

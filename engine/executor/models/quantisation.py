@@ -3,7 +3,8 @@
     quant_method         weights                                              what differs between checkpoints
     fp8                  e4m3, a scale for each block of 128x128, or for all   DeepSeek, Qwen3-FP8
     compressed-tensors   e4m3 or int8, or 4 or 8 bits packed into int32        scale for all, a row, a block, a group
-    modelopt             e4m3                                                  scale for all or for each row
+    compressed-tensors   e2m1 (NVFP4, MXFP4)                                   scales of 16 or 32 columns
+    modelopt             e4m3, or e2m1 (NVFP4)                                 scale for all or each row; of 16 columns
     awq, gptq            4 bits (gptq: or 8) packed into int32                 group size, order of columns
     mxfp4                e2m1, a power of two for each 32                      experts of gpt-oss
 
@@ -21,11 +22,18 @@ from typing import Any, Literal
 
 from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
 
-Format = Literal["scaled", "packed", "awq", "gptq", "mxfp4"]
+Format = Literal["scaled", "packed", "awq", "gptq", "mxfp4", "fp4"]
 Strategy = Literal["tensor", "channel", "group", "block"]
 COMPRESSED_FORMATS = {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized"}
+# Formats of compressed-tensors in e2m1: how scales are shared, columns of one, and parts beside those of each format.
+FP4_FORMATS: dict[str, tuple[str, int, frozenset[str]]] = {
+    "nvfp4-pack-quantized": ("tensor_group", 16, frozenset({"global_scale"})),
+    "mxfp4-pack-quantized": ("group", 32, frozenset()),
+}
 RULE_FIELDS = {"bits", "group_size", "sym", "desc_act"}  # of GPTQ's `dynamic`
 MODELOPT_STRATEGIES: dict[str, Strategy] = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel"}
+MODELOPT_FP4 = {"NVFP4", "W4A16_NVFP4"}  # with inputs in e2m1, too, and without
+MODELOPT_FP4_GROUP = 16  # columns that share a scale, unless the config says otherwise
 
 
 class Unread(Exception):
@@ -139,12 +147,15 @@ def _read_compressed(described: dict[str, Any]) -> Quantisation:
     if len(formats) != 1 or any(_kind(kind) != _kind(kinds[0]) for kind in kinds):
         raise Unread("groups of several kinds")
     (stored,) = formats
-    if stored not in COMPRESSED_FORMATS:
+    if stored not in COMPRESSED_FORMATS and stored not in FP4_FORMATS:
         raise Unread(str(stored))
     if (described.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise Unread("sparse weights")
     if (described.get("transform_config") or {}).get("config_groups"):
         raise Unread("transform_config: rotations of inputs and weights")
+    ignored = tuple(described.get("ignore") or ())
+    if stored in FP4_FORMATS:
+        return _compressed_fp4(str(stored), kinds[0], ignored)
     bits, number, strategy, group, block, demanded = _kind(kinds[0])
     packed = stored == "pack-quantized"
     if number not in ("int", "float") or bits not in ((4, 8) if packed else (8,)) or (packed and number == "float"):
@@ -158,10 +169,23 @@ def _read_compressed(described: dict[str, Any]) -> Quantisation:
         bits,
         group=_positive(group) if strategy == "group" else 0,
         block=_pair(block) if strategy == "block" else (0, 0),
-        ignored=tuple(described.get("ignore") or ()),
+        ignored=ignored,
         rounds_inputs=all(group.get("input_activations") for group in groups),
         demanded=demanded,
     )
+
+
+def _compressed_fp4(stored: str, weights: dict[str, Any], ignored: tuple[str, ...]) -> Quantisation:
+    """Read weights in e2m1.  Their inputs may be meant in e2m1, too; here they keep the model's dtype."""
+    bits, number, strategy, group, _block, demanded = _kind(weights)
+    if (bits, number) != (4, "float") or demanded:
+        raise Unread(
+            f"{stored}: {number} of {bits} bits" + (" with " + ", ".join(sorted(demanded)) if demanded else "")
+        )
+    shared, columns, parts = FP4_FORMATS[stored]
+    if (strategy, group) != (shared, columns):
+        raise Unread(f"{stored}, {strategy} of {group}")
+    return Quantisation("compressed-tensors", "fp4", "group", 4, group=columns, ignored=ignored, demanded=parts)
 
 
 def _kind(weights: dict[str, Any]) -> tuple[int, str, Any, Any, Any, frozenset[str]]:
@@ -179,11 +203,15 @@ def _kind(weights: dict[str, Any]) -> tuple[int, str, Any, Any, Any, frozenset[s
 
 def _read_modelopt(described: dict[str, Any]) -> Quantisation:
     algorithm = described.get("quant_algo")
-    if algorithm not in MODELOPT_STRATEGIES:
+    if algorithm not in MODELOPT_STRATEGIES and algorithm not in MODELOPT_FP4:
         raise Unread(str(algorithm or ""))
     ignored = described.get("ignore") or described.get("exclude_modules") or ()
     # Shell patterns: a star stands for any text.
     patterns = tuple("re:" + re.escape(name).replace(r"\*", ".*") + "$" if "*" in name else name for name in ignored)
+    if algorithm in MODELOPT_FP4:
+        group = _positive(described.get("group_size") or MODELOPT_FP4_GROUP)
+        parts = frozenset({"scale_2"})
+        return Quantisation("modelopt", "fp4", "group", 4, group=group, ignored=patterns, demanded=parts)
     strategy = MODELOPT_STRATEGIES[algorithm]
     return Quantisation("modelopt", "scaled", strategy, 8, ignored=patterns, rounds_inputs=True)
 
@@ -268,6 +296,7 @@ CONFIG_READERS: dict[str, Callable[[dict[str, Any]], Quantisation]] = {
     "fp8": _read_fp8,
     "compressed-tensors": _read_compressed,
     "modelopt": _read_modelopt,
+    "modelopt_fp4": _read_modelopt,
     "awq": _read_awq,
     "gptq": _read_gptq,
     "mxfp4": _read_mxfp4,

@@ -34,6 +34,9 @@ def shape_of(how: Quantisation, shapes: Mapping[str, Shape]) -> Shape:
     if how.format == "mxfp4":
         experts, out, groups, _ = shapes["blocks"]
         return experts, groups * how.group, out
+    if how.format == "fp4":
+        out, pairs = shapes["packed"]
+        return out, 2 * pairs
     if how.format == "packed":
         out, words = shapes["packed"]
         return out, words * numbers
@@ -48,6 +51,8 @@ def units(how: Quantisation) -> tuple[int, int]:
         return how.block if how.strategy == "block" else (1, 1)
     if how.format == "mxfp4":
         return how.group, 1
+    if how.format == "fp4":
+        return 1, how.group
     return word, how.group or 1 if how.format == "awq" else math.lcm(how.group or 1, word)
 
 
@@ -89,6 +94,14 @@ def _area_of_scaled(how: Quantisation, stored: PartSlices, rows: slice, columns:
 def _area_of_mxfp4(how: Quantisation, stored: PartSlices, rows: slice, columns: slice) -> Parts:
     where = (slice(None), columns, _shrunk(rows, how.group))
     return {part: stored[part][where] for part in ("blocks", "scales")}
+
+
+def _area_of_fp4(how: Quantisation, stored: PartSlices, rows: slice, columns: slice) -> Parts:
+    """Read whole groups of columns, and the scale of the tensor."""
+    parts = {part: stored[part][...] for part in stored.keys() - {"packed", "scale"}}
+    parts["packed"] = stored["packed"][rows, _shrunk(columns, 2)]
+    parts["scale"] = stored["scale"][rows, _shrunk(columns, how.group)]
+    return parts
 
 
 def _area_of_packed(how: Quantisation, stored: PartSlices, rows: slice, columns: slice) -> Parts:
@@ -141,4 +154,5 @@ AREA_READERS: dict[Format, Callable[[Quantisation, PartSlices, slice, slice], Pa
     "awq": _area_of_transposed,
     "gptq": _area_of_transposed,
     "mxfp4": _area_of_mxfp4,
+    "fp4": _area_of_fp4,
 }

@@ -54,7 +54,10 @@ PARTS: dict[Format, str] = {
     "awq": r"(?P<of>.+)\.(?P<part>qweight|qzeros|scales)",
     "gptq": r"(?P<of>.+)\.(?P<part>qweight|qzeros|scales|g_idx)",
     "mxfp4": r"(?P<of>.+)_(?P<part>blocks|scales)",
+    "fp4": r"(?P<of>.+\.weight)_(?P<part>packed|scale_2|scale|global_scale)",  # modelopt calls the packed part `weight`
 }
+# The types of the scales of a format's weights, in the words of safetensors; of the others, any number or power of two.
+SCALES: dict[Format, set[str]] = {"mxfp4": {"U8"}, "fp4": {"F8_E4M3", "U8"}}
 # Scales of activations and of cached keys and values, which are computed in the model's dtype.
 OF_ACTIVATIONS = re.compile(
     r".+[._]((input|output|activation)_(scale|zero_point|global_scale)|[qkv]_(scale|zero_point)|kv_scale)"
@@ -141,8 +144,11 @@ class StoredWeights:
             return
         if self.how.format != "scaled":
             if part is not None:
-                of = part["of"] if self.how.format in ("packed", "mxfp4") else part["of"] + ".weight"
+                of = part["of"] if self.how.format in ("packed", "mxfp4", "fp4") else part["of"] + ".weight"
                 self._weights[of][part["part"]] = name
+                return
+            if self.how.format == "fp4" and stored.dtype == "U8" and f"{name}_scale" in tensors:
+                self._weights[name]["packed"] = name
                 return
         elif part is not None and part["of"] in tensors:
             self._weights[part["of"]] |= {"weight": part["of"], part["part"]: name}
@@ -158,8 +164,10 @@ class StoredWeights:
             check_shapes(self.how, {part: stored.shape for part, stored in parts.items()})
             if self.how.format == "scaled" and parts["weight"].dtype not in EIGHT_BITS:
                 raise ValueError(f"it is {parts['weight'].dtype} and has a scale")
+            if self.how.format == "fp4" and parts["packed"].dtype != "U8":
+                raise ValueError(f"its numbers are {parts['packed'].dtype}")
             scale = parts.get("scale") or parts["scales"]
-            if scale.dtype not in (PLAIN | {"F8_E8M0"} if self.how.format != "mxfp4" else {"U8"}):
+            if scale.dtype not in SCALES.get(self.how.format, PLAIN | {"F8_E8M0"}):
                 raise ValueError(f"its scale is {scale.dtype}")
             if self._is_ignored(weight.removesuffix(".weight"), min(named.values())):
                 raise ValueError("the config says that it is not")
