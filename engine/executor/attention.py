@@ -40,15 +40,23 @@ def kv_blocks(
 ) -> tuple[Tensor, None]:
     """Causal attention of one layer over the KV blocks.
 
-    query [1, H, T, D], key and value [1, Hkv, T, D]: views, usually a transposed [1, T, H, D].  T: all tokens of the
-    step, sequence after sequence.  Returns [1, T, H, D] and no attention weights.
+    query [1, H, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv]: views, usually a transposed [1, T, H, D].  T: all
+    tokens of the step, sequence after sequence.  Returns [1, T, H, Dv] and no attention weights.  D and Dv may be below
+    the head size of the cache (`models/cache_shapes.py`).
     `scaling`, `softcap`, `s_aux` (sinks [H]) and among others `sliding_window` are what the model passes.
     Keywords a model may add and that would change the result are refused once, at load (`models/hf.py`), not here.
     """
     cache = step.caches[module.layer_idx]  # type: ignore[index]  # an int on every attention module
-    q = query[0].transpose(0, 1)  # the kernels take any strides, as long as a head's vector is contiguous
-    ops.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), cache.k, cache.v, step.kv_indices, cache.scales)
-    return attend(step, q, cache, scaling, window_of(module, others), softcap or 0.0, s_aux)[None], None
+    # The kernels take any strides, as long as a head's vector is contiguous.
+    q, k, v = (padded(each[0].transpose(0, 1), cache.k.shape[3]) for each in (query, key, value))
+    ops.kv_write(k, v, cache.k, cache.v, step.kv_indices, cache.scales)
+    out = attend(step, q, cache, scaling, window_of(module, others), softcap or 0.0, s_aux)
+    return out[None, ..., : value.shape[3]].contiguous(), None
+
+
+def padded(heads: Tensor, size: int) -> Tensor:
+    """Return heads [T, H, D] with zeros behind each, [T, H, size]; themselves if they are of that size."""
+    return heads if heads.shape[2] == size else nn.functional.pad(heads, (0, size - heads.shape[2]))
 
 
 def window_of(module: nn.Module, keywords: dict[str, Any]) -> int:

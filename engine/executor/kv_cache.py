@@ -34,7 +34,7 @@ class KVShape:
     """What one layer stores of a token: a key and a value, each [heads, head_size]."""
 
     heads: int  # KV heads, not attention heads: with grouped queries there are fewer
-    head_size: int
+    head_size: int  # elements of a key and of a value, zeros that pad them included
     shares: int | None = None  # the layer whose keys and values this one reads; None: it has its own
 
 

@@ -105,7 +105,7 @@ def paged_attention(
 
     q, out      [T, H, D] float32, bfloat16 or float16, any strides as long as rows of D are contiguous
     caches      [blocks, Hkv, block_size, D], dtype of q; H is a multiple of Hkv; any block_size; D at most 512 on a
-                CPU, one of 64, 80, 96, 128 and 256 on a GPU
+                CPU, one of 64, 80, 96, 128, 192 and 256 on a GPU
     tables      [max_rows, max_blocks] int32 block ids in logical order; entries past a sequence's end may be anything
     rows        [S] int32, the row of `tables` of each sequence
     q_start     [S + 1] int32, sequence s owns tokens q_start[s] .. q_start[s + 1] - 1

@@ -27,8 +27,13 @@ from typing import Any
 import msgspec
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTextToWaveform
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForTextToWaveform,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from engine.config import EngineConfig
 from engine.executor import local
@@ -74,14 +79,17 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def families() -> list[str]:
-    """Model types for which transformers has a causal language model, or whose text part is one here, sorted."""
-    return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING} | text_tower.TOWERS.keys())
+    """Model types for which transformers has a class that continues text, with or without images and sound, sorted."""
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
+    return sorted({config.model_type for mapping in mappings for config in mapping} | text_tower.TOWERS.keys())
 
 
 def model_class(family: str) -> Any:
     """The class of transformers that makes a family's models: of a multimodal one, the whole."""
-    if family in text_tower.TOWERS:
-        return AutoModelForImageTextToText
+    causal = family in {config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING}
+    if family in text_tower.TOWERS or not causal:
+        listens = family not in {config.model_type for config in MODEL_FOR_MULTIMODAL_LM_MAPPING}
+        return AutoModelForSeq2SeqLM if listens else AutoModelForMultimodalLM
     return AutoModelForTextToWaveform if family in WHOLE_IS_AUDIO else AutoModelForCausalLM
 
 

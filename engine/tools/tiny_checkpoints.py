@@ -25,10 +25,12 @@ SEED = 1
 # The first pattern that matches a whole field name decides.
 SIZES: list[tuple[str, int]] = [
     (r"vocab_size(_per_layer_input)?", VOCAB),
-    (r"(hidden_size|n_embd|d_model|model_dim|word_embed_proj_dim|embedding_size|emb_dim|text_hidden_size)", HIDDEN),
+    (r"(hidden_size|n_embd|d_model|model_dim|word_embed_proj_dim|embedding_size|emb_dim)", HIDDEN),
+    (r"(text|out)_hidden_size", HIDDEN),
     (r"(hidden_size_per_layer_input|altup_num_inputs|laurel_rank)", 16),
     (r"(moe|shared_expert|expert|mamba_expand).*(intermediate_size|ffn.*(size|dim))", HIDDEN),
     (r"(intermediate_size(_mlp)?|ffn_dim|d_ff|n_inner|ffn_hidden_size|dim_ff|feed_forward_size|mlp_hidden_size)", 192),
+    (r"depth", 1),
     (r"(num_hidden_layers|n_layers?|num_layers|decoder_layers|encoder_layers)", 2),
     (r"(num_attention_heads|n_heads?|num_heads|decoder_attention_heads|encoder_attention_heads)", HEADS),
     (r"(num_key_value_heads|num_kv_heads|multi_query_group_num|num_global_key_value_heads|swa_num_key_value_heads)", 2),
@@ -60,6 +62,7 @@ def _layers(*kinds: str, **fields: Any) -> dict[str, Any]:
 
 
 _MROPE = _ROPE | {"mrope_section": [4, 6, 6]}
+_HALF_MROPE = _ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
 _WINDOWS = _layers(_FULL, _SLIDING, use_sliding_window=True)
 _MIXTURE = {"mlp_layer_types": ["dense", "sparse"]}
 _INDEXER = {
@@ -73,7 +76,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere2_moe": _MIXTURE,
     "cohere_compass_text": _layers(_FULL, _SLIDING, rope_parameters={_FULL: _ROPE, _SLIDING: _ROPE}),
+    "cosmos3_edge_text": {"rope_parameters": _ROPE | {"mrope_section": [6, 5, 5]}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": _layers(_FULL, _SLIDING, n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2),
     "dots3_note": {
         "vision_config": {"adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN, "pyramid_num_routed": [-1, 4]},
@@ -82,13 +87,20 @@ FIELDS: dict[str, dict[str, Any]] = {
     "dots3_note_text": _layers("indexed_attention", _SLIDING, **_MIXTURE)
     | {"num_key_value_heads": HEADS, "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS}
     | {"swa_q_lora_rank": 32, "swa_kv_lora_rank": 32, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16},
+    "ernie4_5_vl_moe_text": {"rope_parameters": _ROPE | {"mrope_section": [6, 6, 4]}},
     "falcon_h1": {"mamba_d_ssm": HEADS * 64},
     "gemma4_assistant": {
         "text_config": _layers(_SLIDING, _FULL, _SLIDING, _FULL, num_kv_shared_layers=4)
         | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     },
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": HIDDEN // 4}},
+    "glm4v_moe_text": {"rope_parameters": _HALF_MROPE},
+    "glm4v_text": {"rope_parameters": _HALF_MROPE},
+    "glm_ocr_text": {"rope_parameters": _HALF_MROPE},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "4/8"},
     "granitemoehybrid": _layers(_LINEAR, _FULL),
+    "hunyuan_vl_text": {"rope_parameters": _ROPE | {"mrope_section": [4, 4, 4, 4]}},
     "laguna": _layers(_FULL, _SLIDING, **_MIXTURE),
     "lfm2": _layers(_CONV, _FULL, _CONV),
     "lfm2_moe": _layers(_CONV, _FULL, _CONV),
@@ -96,11 +108,15 @@ FIELDS: dict[str, dict[str, Any]] = {
     "mellum": _layers(_FULL, _SLIDING, **_MIXTURE),
     "minimax_m3_vl_text": _layers(_FULL, "minimax_m3_sparse", **_MIXTURE),
     "ministral": _layers(_FULL, _SLIDING),
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "muse_spark_audio": {"num_hidden_layers": 4},
     "nemotron": {"num_key_value_heads": 2},
+    "paddleocr_vl_text": {"rope_parameters": _MROPE},
     "qwen2": _WINDOWS,
     "qwen2_moe": _WINDOWS,
     "qwen2_vl": {"vision_config": {"embed_dim": 64, "num_heads": 4, "depth": 1}},
     "qwen2_vl_text": _WINDOWS | {"rope_parameters": _MROPE},
+    "qwen2_5_omni_text": {"rope_parameters": _MROPE},
     "qwen2_5_vl": {"vision_config": {"depth": 1}},
     "qwen2_5_vl_text": _WINDOWS | {"rope_parameters": _MROPE},
     "qwen3": _WINDOWS,
@@ -175,6 +191,8 @@ def changes(config: PretrainedConfig) -> dict[str, Any]:
             found[name] = size
     if "head_dim" in inspect.signature(type(config)).parameters:  # often None by default, with a size computed from it
         found["head_dim"] = HIDDEN // HEADS
+    if "kv_lora_rank" in settable and "num_key_value_heads" in found:  # latent attention makes keys for every head
+        found["num_key_value_heads"] = HEADS
     if "layer_types" in settable and (kinds := getattr(config, "layer_types", None)):
         distinct = list(dict.fromkeys(kinds))
         layers = max(2, len(distinct))

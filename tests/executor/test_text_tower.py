@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.executor.errors import ModelLoadError, UnsupportedModel
-from engine.executor.models import hf, overrides, sharding, text_tower
+from engine.executor.models import hf, overrides, sharding
 from engine.executor.models.fused import is_fused
 from engine.executor.ranks import Ranks
 from engine.tools.models import EQUAL, Verdict, judge
@@ -26,7 +26,11 @@ def load(directory: Path, **options: object) -> hf.LoadedModel:
     return hf.load_model(str(directory), dtype="auto", device=CPU, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", sorted(text_tower.TOWERS))
+# Most of the others: test_multimodal.py.
+FAMILIES = FUSED | {"aya_vision", "gemma3", "gemma4", "llama4"}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_texts_equal_those_of_the_whole_model(family: str, tmp_path: Path) -> None:
     assert judge(family, tmp_path / family) == Verdict(family, EQUAL)
     model = load(tmp_path / family)
@@ -57,7 +61,7 @@ def test_a_missing_tensor_of_the_text_part(tmp_path: Path) -> None:
         load(file.parent)
 
 
-@pytest.mark.parametrize("family", sorted(text_tower.TOWERS.keys() - {"llama4"}))
+@pytest.mark.parametrize("family", sorted(FAMILIES - {"llama4"}))
 def test_the_parts_of_two_ranks_are_the_text_part(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = make(tmp_path, family, **({"text_config": {"global_head_dim": 32}} if family == "gemma4" else {}))
     config = hf.served_part(hf.read_config(directory), directory)

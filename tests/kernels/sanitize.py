@@ -22,7 +22,7 @@ from tests.kernels.paged import error, make_batch, reference
 # Decodes, chunks, padding, a chunk after a prefix long enough for its keys to be shared out.
 LENS = [1, 65, 0, 200, 7, 100, 0, 2100]
 QUERIES = [1, 1, 1, 1, 7, 40, 2, 3]
-SHAPES = [(4, 2, 64), (5, 1, 80), (8, 2, 96), (8, 2, 128), (2, 2, 256)]
+SHAPES = [(4, 2, 64), (5, 1, 80), (8, 2, 96), (8, 2, 128), (4, 2, 192), (2, 2, 256)]
 BLOCK_SIZES = [8, 16, 32, 64]
 WINDOWS = [(0, 0.0), (50, 20.0)]
 

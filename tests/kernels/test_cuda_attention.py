@@ -33,7 +33,7 @@ LENS = [1, 7, 8, 9, 15, 16, 17, 63, 64, 65, 0, 128, 511, 512, 513, 0, 1000, 3000
 
 @pytest.mark.parametrize("e4m3", [False, True], ids=["", "e4m3"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 def test_every_head_size_and_dtype(dtype: torch.dtype, dim: int, e4m3: bool) -> None:
     assert_close(decodes(LENS, dim=dim, dtype=dtype, e4m3=e4m3))
     assert_close(decodes(LENS, dim=dim, dtype=dtype, e4m3=e4m3, heads=12, kv_heads=1), window=100, soft_cap=5.0)
@@ -56,7 +56,7 @@ def test_window_and_soft_cap(window: int, soft_cap: float) -> None:
 
 @pytest.mark.parametrize("e4m3", [False, True], ids=["", "e4m3"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 def test_sinks(dtype: torch.dtype, dim: int, e4m3: bool) -> None:
     """Two that take much, one that takes nothing, and others between; keys of one warp, of several CTAs, of none.
 
@@ -150,7 +150,9 @@ def test_the_same_every_time_and_in_a_graph() -> None:
 @given(
     lens=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 3000)), min_size=1, max_size=40),
     block_size=st.sampled_from([8, 16, 32, 64]),
-    shape=st.sampled_from([(4, 2, 64), (3, 3, 80), (8, 1, 128), (16, 2, 96), (7, 1, 256), (32, 1, 128), (10, 2, 128)]),
+    shape=st.sampled_from(
+        [(4, 2, 64), (3, 3, 80), (8, 1, 128), (16, 2, 96), (7, 1, 256), (5, 1, 192), (32, 1, 128), (10, 2, 128)]
+    ),
     e4m3=st.booleans(),
     window=st.sampled_from([0, 0, 33, 1000]),
     seed=st.integers(0, 99),

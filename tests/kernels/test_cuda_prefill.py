@@ -32,7 +32,7 @@ LENS = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 700]
 
 @pytest.mark.parametrize("e4m3", [False, True], ids=["", "e4m3"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 def test_every_head_size_and_dtype(dtype: torch.dtype, dim: int, e4m3: bool) -> None:
     """Whole prompts, then second halves; with soft cap and window too, on head sizes that have few tests elsewhere."""
     whole = make_batch(LENS, LENS, dim=dim, dtype=dtype, e4m3=e4m3)
@@ -61,7 +61,7 @@ def test_window_and_soft_cap(window: int, soft_cap: float) -> None:
 
 @pytest.mark.parametrize("e4m3", [False, True], ids=["", "e4m3"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 def test_sinks(dtype: torch.dtype, dim: int, e4m3: bool) -> None:
     """Whole prompts, chunks, decodes between them, and few queries after many keys, which are cut into parts."""
     lens = [*LENS, 0, 9000]

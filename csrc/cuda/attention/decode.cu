@@ -28,6 +28,7 @@ void decode(const DecodeArgs& args, cudaStream_t stream) {
     case 80: return decode_80(kernel_args, stream);
     case 96: return decode_96(kernel_args, stream);
     case 128: return decode_128(kernel_args, stream);
+    case 192: return decode_192(kernel_args, stream);
     case 256: return decode_256(kernel_args, stream);
     default: throw std::invalid_argument("decode: no kernel for this head size");
   }

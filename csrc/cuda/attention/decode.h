@@ -65,7 +65,7 @@ struct DecodeArgs {
   void* plan;              // as decode_plan wrote it
 };
 
-// Head sizes 64, 80, 96, 128 and 256, block sizes 8, 16, 32 and 64.  The bindings have checked all that.
+// Head sizes 64, 80, 96, 128, 192 and 256, block sizes 8, 16, 32 and 64.  The bindings have checked all that.
 // rows and tables must have been written before decode_plan was called.  They and the plan are read early: the kernel in
 // front of this one may still run.
 // Reads no key outside the window and none past the end.  A sequence of no keys has its query's output set to zeros.

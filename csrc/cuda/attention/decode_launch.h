@@ -19,6 +19,7 @@ void decode_64(const DecodeKernelArgs& args, cudaStream_t stream);
 void decode_80(const DecodeKernelArgs& args, cudaStream_t stream);
 void decode_96(const DecodeKernelArgs& args, cudaStream_t stream);
 void decode_128(const DecodeKernelArgs& args, cudaStream_t stream);
+void decode_192(const DecodeKernelArgs& args, cudaStream_t stream);
 void decode_256(const DecodeKernelArgs& args, cudaStream_t stream);
 
 }  // namespace quire::cuda

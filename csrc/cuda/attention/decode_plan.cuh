@@ -93,7 +93,7 @@ struct DecodeShape {
 
 inline DecodeShape decode_shape(int heads, int kv_heads, int head_size, int multiprocessors, int arch) {
   const int per_kv = heads / kv_heads;
-  // Head size 256 has no registers for the results of 16 heads.
+  // Head sizes over 128 have no registers for the results of 16 heads.
   const int n_tiles = per_kv <= 8 || head_size > 128 ? 1 : 2;
   return {.heads_per_kv = per_kv,
           .parts_per_kv = (per_kv + 8 * n_tiles - 1) / (8 * n_tiles),

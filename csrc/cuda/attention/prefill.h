@@ -113,7 +113,7 @@ struct PrefillArgs {
   int64_t plan_bytes;
 };
 
-// Head sizes 64, 80, 96, 128 and 256, block sizes 8, 16, 32 and 64, any G, scale > 0.  The bindings have checked that.
+// Head sizes 64, 80, 96, 128, 192 and 256, block sizes 8, 16, 32 and 64, any G, scale > 0.  The bindings have checked that.
 // Picks one of the two below.
 void prefill(const PrefillArgs& args, cudaStream_t stream);
 

@@ -19,8 +19,9 @@ void prefill_mma(const PrefillArgs& args, cudaStream_t stream) {
     case 80: return mma::launch_prefill<80>(args, stream);
     case 96: return mma::launch_prefill<96>(args, stream);
     case 128: return mma::launch_prefill<128>(args, stream);
+    case 192: return mma::launch_prefill<192>(args, stream);
     case 256: return mma::launch_prefill<256>(args, stream);
-    default: throw std::invalid_argument("prefill: head size is not 64, 80, 96, 128 or 256");
+    default: throw std::invalid_argument("prefill: head size is not 64, 80, 96, 128, 192 or 256");
   }
 }
 

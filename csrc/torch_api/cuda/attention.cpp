@@ -24,9 +24,9 @@ void expect_aligned(const char* who, const at::Tensor& t) {
 }
 
 void expect_head_size(int64_t head_size) {
-  constexpr std::array kHeadSizes{64, 80, 96, 128, 256};
+  constexpr std::array kHeadSizes{64, 80, 96, 128, 192, 256};
   TORCH_CHECK_VALUE(std::find(kHeadSizes.begin(), kHeadSizes.end(), head_size) != kHeadSizes.end(), "q: head size ",
-                    head_size, " is not 64, 80, 96, 128 or 256");
+                    head_size, " is not 64, 80, 96, 128, 192 or 256");
 }
 
 int narrow(int64_t size) { return static_cast<int>(size); }

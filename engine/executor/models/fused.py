@@ -323,14 +323,15 @@ class Decoder(nn.Module):
         return self.head.part.out_features if isinstance(self.head, Sharded) else 0
 
 
-def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False) -> None:
+def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False, decoder: bool = True) -> None:
     """Swap submodules in place.  The model must be on its device, in its dtype, and must not move afterwards.
 
     ordered: on a CPU, use products whose bits do not depend on the batch even where others are faster.
+    decoder: also the whole decoder, where it is one of those above; its heads must be cached without padding.
     A model whose decoder was swapped works only through `Forward`.
     """
     linears = Linears(ordered=ordered, dtype=model.dtype)
-    if has_plain_decoder(model):
+    if decoder and has_plain_decoder(model):
         model.model, model.lm_head = Decoder(model, max_model_len, linears), nn.Identity()
     head = None if is_fused(model) else model.get_output_embeddings()
     for parent in list(model.modules()):

@@ -23,14 +23,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from engine.executor.attention import NAME
 from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
 from engine.executor.kv_cache import KVShape
-from engine.executor.models import hub, overrides, rope, text_tower
+from engine.executor.models import hub, multimodal, overrides, rope, text_tower
 from engine.executor.models.bars import no_bars
 from engine.executor.models.builtin import builtin
+from engine.executor.models.cache_shapes import cached_layers
 from engine.executor.models.config_errors import field_reason
 from engine.executor.models.demo import demo
 from engine.executor.models.end_tokens import eos_ids
@@ -45,14 +44,13 @@ from engine.executor.models.quantising import Quantising, check_kind
 from engine.executor.models.sharding import OPTION, fork_rng, random_shard, shard_class, stored_cuts
 from engine.executor.models.sharding import plan as sharding_of
 from engine.executor.models.stored_weights import StoredWeights, in_this_thread
-from engine.executor.models.weights import stored_tensors, weight_files
+from engine.executor.models.weights import Names, stored_tensors, weight_files
 from engine.executor.progress import Progress
 from engine.executor.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-GPU_HEAD_SIZES = {64, 80, 96, 128, 256}
 GPU_DTYPES = {torch.bfloat16, torch.float16}
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 CHUNKED = "chunked_attention"  # sees the tokens of its own chunk only: all of them, in the first one
@@ -128,7 +126,7 @@ def load_model(
     if not random:
         check_files(directory)
     config = served_part(whole, directory, changes)
-    names = text_tower.names_of(part := config is not whole)
+    names = names_of(config, part := config is not whole)
     max_model_len = check_length(config, max_model_len, overrides.load_config(directory, {}) if changes else None)
     quantising = Quantising(quantize, device)
     if random:
@@ -139,14 +137,14 @@ def load_model(
     module = module.to(device).eval().requires_grad_(False)
     fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
     proof = probe(module, max_model_len)
-    check_caches(config.model_type, proof.layers, device)
-    fuse(module, max_model_len, ordered=deterministic)
-    prove_served(module, proof, rounds_inputs=quantising.rounds_inputs)
+    layers = cached_layers(config.model_type, proof.layers, device)
+    fuse(module, max_model_len, ordered=deterministic, decoder=layers == proof.layers)
+    prove_served(module, proof._replace(layers=layers), rounds_inputs=quantising.rounds_inputs)
     return LoadedModel(
         module=module,
         directory=directory,
         dtype=module.dtype,
-        layers=proof.layers,
+        layers=layers,
         vocab_size=proof.vocab_size,
         max_model_len=max_model_len,
         eos_ids=eos_ids(module, directory, proof.vocab_size, changes),
@@ -155,7 +153,7 @@ def load_model(
         | when(fixed, "angles of a sequence of", max_model_len)
         | when(random and ranks.size > 1, "ranks that made up weights", ranks.size),
         batch_dependence=dependence_of(module, deterministic),
-        kv_scales=None if random else read_kv_scales(directory, text.model_type, proof.layers, ranks, names),
+        kv_scales=None if random else read_kv_scales(directory, text.model_type, layers, ranks, names),
     )
 
 
@@ -187,20 +185,6 @@ def check_computed_dtype(kind: str, dtype: torch.dtype, device: torch.device) ->
         raise UnsupportedModel(f"{kind}: {dtype} on a GPU; choose --dtype bfloat16 or float16")
 
 
-def check_caches(kind: str, layers: list[KVShape], device: torch.device) -> None:
-    """Raise UnsupportedModel for layers whose caches no kernel of the device reads.  A CPU's read all."""
-    if device.type != "cuda":
-        return
-    shapes = list(dict.fromkeys((layer.heads, layer.head_size) for layer in layers))
-    on_cpu = "--device cpu can do it"
-    if len(shapes) > 1:
-        both = " and ".join(f"{heads} heads of {size}" for heads, size in shapes[:2])
-        raise UnsupportedModel(f"{kind}: layers that cache {both} numbers; on a GPU all must cache the same; {on_cpu}")
-    if odd := {size for _, size in shapes} - GPU_HEAD_SIZES:
-        sizes = sorted(GPU_HEAD_SIZES)
-        raise UnsupportedModel(f"{kind}: head size {min(odd)}; on a GPU it must be one of {sizes}; {on_cpu}")
-
-
 def random_model(
     directory: Path,
     config: PretrainedConfig,
@@ -221,7 +205,9 @@ def random_model(
     try:
         with fork_rng(device), device:
             torch.manual_seed(0)
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted, attn_implementation=NAME)
+            own: Any = multimodal.served_class(config) if multimodal.loses_towers(config) else AutoModelForCausalLM
+            make = own._from_config if multimodal.loses_towers(config) else own.from_config
+            model: PreTrainedModel = make(config, dtype=wanted, attn_implementation=multimodal.attention_of(config))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # model classes raise whatever their authors liked
@@ -259,7 +245,7 @@ def read_weights(
     all weights become plain ones.  Raises ModelLoadError."""
     if dtype == "auto":
         check_dtype(config.model_type, config.dtype)
-    names = text_tower.names_of(part)
+    names = names_of(config, part)
     if how := read_quantisation(directory, config.model_type):
         wanted = (config.dtype or torch.bfloat16) if dtype == "auto" else getattr(torch, dtype)
         stored = StoredWeights(directory, config, how, names)
@@ -269,26 +255,34 @@ def read_weights(
         return model
     check_stored_dtypes(directory, config, names)
     if ranks.size == 1 and any((directory / name).exists() for name in (hub.WHOLE, hub.INDEX)):
-        return read_whole(directory, config, dtype, quantising, part=part)
+        return read_whole(directory, config, dtype, quantising, names, part=part)
     weights = PlainWeights(directory, names)
     wanted = (config.dtype or weights.dtype) if dtype == "auto" else getattr(torch, dtype)
     return read_tensors(directory, config, wanted, weights, device=device, ranks=ranks, quantising=quantising)
 
 
+def names_of(config: PretrainedConfig, part: bool) -> Names:
+    """Return how names of tensors become those of the served model; part: that is the text part, by `text_tower`."""
+    if not part and multimodal.loses_towers(config):
+        return multimodal.names_of(config)
+    return text_tower.names_of(part)
+
+
 def read_whole(
-    directory: Path, config: PretrainedConfig, dtype: str, quantising: Quantising | None, *, part: bool
+    directory: Path, config: PretrainedConfig, dtype: str, quantising: Quantising | None, names: Names, *, part: bool
 ) -> PreTrainedModel:
     """The model of a checkpoint that is not quantised, by transformers' own reader, which finds files by their
     usual names only.  Raises ModelLoadError."""
     rounding = quantising if quantising is not None and quantising.kind else None
-    own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if rounding else AutoModelForCausalLM
+    by_class = rounding or multimodal.loses_towers(config)
+    own: Any = multimodal.served_class(config) if by_class else AutoModelForCausalLM
     try:
         with report_progress(directory), in_this_thread() if rounding else contextlib.nullcontext():
             module, report = (rounding.while_loading(own) if rounding else own).from_pretrained(
                 directory,
                 config=config,
                 dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-                attn_implementation=NAME,
+                attn_implementation=multimodal.attention_of(config),
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
@@ -297,9 +291,7 @@ def read_whole(
             )
     except Exception as error:  # config and model classes raise whatever their authors liked
         raise ModelLoadError(f"{directory}: {field_reason(config.to_dict(), error)}") from error
-    if part:
-        others = text_tower.OTHER_TOWERS
-        report["unexpected_keys"] = {name for name in report["unexpected_keys"] if not others.match(name)}
+    report["unexpected_keys"] = {name for name in report["unexpected_keys"] if names.own(name)}
     check_report(directory, config, report)
     if rounding:
         rounding.settle(module, own)
@@ -318,7 +310,7 @@ def read_tensors(
     quantising: Quantising | None,
 ) -> PreTrainedModel:
     """The model that these weights make, or a rank's part of it, tensor by tensor.  Raises ModelLoadError."""
-    own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    own = multimodal.served_class(config)
     sharding = sharding_of(config, device, ranks)
     cuts = stored_cuts(config.model_type, sharding, weights.names, own.base_model_prefix)
     if quantising is None:
@@ -338,7 +330,7 @@ def read_tensors(
                 config=config,
                 state_dict=tensors,
                 dtype=dtype,
-                attn_implementation=NAME,
+                attn_implementation=multimodal.attention_of(config),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
             )
@@ -407,6 +399,8 @@ def read_config(directory: Path, changes: dict[str, Any] | None = None) -> Pretr
         raise ModelLoadError(f"{directory}: no config.json")
     config = overrides.load_config(directory, changes or {})
     text = config.get_text_config()
+    if not hasattr(text, "vocab_size"):
+        raise UnsupportedModel(f"{config.model_type}: its config has no vocab_size, so it is no language model")
     read_quantisation(directory, config.model_type)
     for described in (config, text):
         if named := getattr(described, "transformers_weights", None):
@@ -428,7 +422,10 @@ def served_part(whole: PretrainedConfig, directory: Path, changes: dict[str, Any
         check_effect(directory, changes)
     if not text_tower.has_tower(whole):
         check_architecture(whole)
-        return without_temperature(whole)
+        if multimodal.loses_towers(whole):
+            text_tower.lend_fields(whole, whole.get_text_config())
+        without_temperature(whole.get_text_config())
+        return whole
     text = text_tower.text_config(whole, directory)
     try:
         check_architecture(text)
@@ -456,7 +453,7 @@ def check_effect(directory: Path, changes: dict[str, Any]) -> None:
 def fields_of(directory: Path, changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fields of a checkpoint's config with these changes, and of the config of what is served."""
     whole = overrides.load_config(directory, changes).to_dict()
-    return whole, served_part(read_config(directory, changes), directory).to_dict()
+    return whole, multimodal.text_fields(served_part(read_config(directory, changes), directory))
 
 
 def without_temperature(text: PretrainedConfig) -> PretrainedConfig:
@@ -471,13 +468,18 @@ def check_architecture(config: PretrainedConfig) -> None:
     kind = config.model_type
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{kind}: an encoder-decoder; only decoder-only language models are served")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModel(f"{kind}: transformers has no causal language model of this type")
-    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
-        raise UnsupportedModel(f"{kind}: computes attention by itself, past the interface our kernels plug into")
+    if multimodal.class_of(config) is None:
+        raise UnsupportedModel(f"{kind}: transformers has no class of this type that generates text")
     text = config.get_text_config()
-    if odd := sorted(set(getattr(text, "layer_types", None) or []) - PLAIN_LAYERS - {CHUNKED}):
+    if multimodal.loses_towers(config) and text is not config:
+        kind = f"{kind}: its text part, {text.model_type}"
+    kinds = set(getattr(text, "layer_types", None) or [])
+    if getattr(text, "cross_attention_layers", None):  # mllama
+        kinds.add("cross_attention")
+    if odd := sorted(kinds - PLAIN_LAYERS - {CHUNKED}):
         raise UnsupportedModel(f"{kind}: layers of type {odd[0]}; only full and sliding-window attention are computed")
+    if not multimodal.passes_attention(config):
+        raise UnsupportedModel(f"{kind}: computes attention by itself, past the interface our kernels plug into")
     if getattr(text, "alibi", False):
         raise UnsupportedModel(f"{kind}: ALiBi position bias")
 

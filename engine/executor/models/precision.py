@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
+from engine.executor.models.multimodal import served_class
 from engine.executor.models.weights import UNCHANGED, Names, StoredTensor, stored_tensors, weight_files
 
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -53,7 +53,7 @@ def other_tensors(config: PretrainedConfig) -> Callable[[str], bool]:
 
     Buffers have moved between modules, so the last part of the name decides.  Makes the model, without memory.  Raises
     ModelLoadError where its class refuses the config."""
-    own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    own = served_class(config)
     try:
         with torch.device("meta"):
             model = own(copy.deepcopy(config))

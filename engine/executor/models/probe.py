@@ -9,6 +9,7 @@ what is served computes the same.
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -50,12 +51,12 @@ class Probe:
     def record(self, index: int, key: Tensor, value: Tensor, window: int) -> None:
         """Note what a layer caches: keys and values [1, Hkv, T, D] of its own, or those of an earlier layer.
 
-        window: tokens that a query sees; 0: all."""
+        window: tokens that a query sees; 0: all.  Keys and values may differ in D."""
         self.windows[index] = window
         shares = next((at for at, (k, v) in self.cached.items() if k is key and v is value), None)
         if shares is None:
             self.cached[index] = key, value
-        self.layers[index] = KVShape(key.shape[1], key.shape[3], shares)
+        self.layers[index] = KVShape(key.shape[1], max(key.shape[3], value.shape[3]), shares)
 
     def clear(self) -> None:
         """Forget what a forward recorded."""
@@ -88,6 +89,8 @@ def probe_attention(
         raise UnsupportedModel("the model keeps keywords from its attention layers")
     if attention_mask is not None:
         raise UnsupportedModel("a mask or position bias of its own")
+    if others.get("logits_to_keep") is not None:
+        raise UnsupportedModel("its class computes logits of all tokens, also where `logits_to_keep` asks for some")
     if odd := sorted(name for name, thing in others.items() if thing is not None and name not in HARMLESS):
         raise UnsupportedModel(f"attention takes `{odd[0]}`, which is not implemented")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -98,9 +101,11 @@ def probe_attention(
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int) or index in probe.layers:
         raise UnsupportedModel("attention layers without an index of their own")
-    size = key.shape[3]
-    if value.shape != key.shape or query.shape[3] != size:
-        raise UnsupportedModel(f"head size {query.shape[3]} of queries, {size} of keys, {value.shape[3]} of values")
+    if value.shape[:3] != key.shape[:3] or query.shape[3] != key.shape[3]:
+        raise UnsupportedModel(
+            f"queries {list(query.shape)}, keys {list(key.shape)} and values {list(value.shape)} do not fit each other"
+        )
+    size = max(key.shape[3], value.shape[3])
     if size > MAX_HEAD_SIZE:
         raise UnsupportedModel(f"head size {size} is over {MAX_HEAD_SIZE}")
     probe.record(index, key, value, window)
@@ -119,7 +124,7 @@ def plain_attention(
     """Causal attention within each packed sequence; shapes and sinks as `attention.kv_blocks`."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    out = torch.empty_like(query)
+    out = query.new_empty(*query.shape[:3], value.shape[3])
     for first, end in itertools.pairwise(starts):
         score = query[:, :, first:end] @ key[:, :, first:end].transpose(2, 3) * scaling
         if soft_cap:
@@ -191,6 +196,8 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{kind}: {error}") from error
     except Exception as error:  # of the model's own code
+        if lacking := re.search(r"missing \d+ required positional arguments?: (.*)", str(error)):
+            raise UnsupportedModel(f"{kind}: its class computes no text without {lacking[1]}") from error
         raise UnsupportedModel(f"{kind}: a packed forward fails: {one_line(error)}") from error
     finally:
         module.set_attn_implementation(NAME)

@@ -33,13 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-from engine.executor.attention import NAME
 from engine.executor.errors import ModelLoadError, UnsupportedModel
 from engine.executor.models.cuts import Cut
 from engine.executor.models.linear import SHARD, RMSNorm
+from engine.executor.models.multimodal import attention_of, loses_towers, served_class
 from engine.executor.models.quantised import QuantisedLinear
 from engine.executor.models.quantising import Quantising
 from engine.executor.models.shard_proof import kinds, prove_parts, shortened
@@ -210,6 +209,8 @@ def plan_shards(model: PreTrainedModel, ranks: Ranks) -> Sharding:
         raise UnsupportedModel(f"{kind}: {OPTION}: transformers has no table of how its layers are divided")
     check_heads(kind, text, ranks.size)
     prefix = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"  # llama4_text
+    if loses_towers(model.config):
+        prefix = next(path for path, module in model.named_modules() if module is model.get_decoder())
     head = type(model)._tp_plan or (OWN_HEAD if own else {})
     styles = {f"{prefix}.{name}": style for name, style in table.items()} | dict(head)
     sharding = Sharding(vocab_size=text.vocab_size)
@@ -351,7 +352,7 @@ def plan(config: PretrainedConfig, device: torch.device, ranks: Ranks) -> Shardi
     device: where the proof is computed.  Raises ModelLoadError (UnsupportedModel)."""
     if ranks.size == 1:
         return Sharding()
-    whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    whole = served_class(config)
     sharding = _plan_without_proof(whole, config, ranks)
     layers, all_layers = 1, config.get_text_config().num_hidden_layers
     while True:
@@ -360,7 +361,7 @@ def plan(config: PretrainedConfig, device: torch.device, ranks: Ranks) -> Shardi
         if kinds(of_short) == kinds(sharding) or layers == all_layers:
             break
         layers = min(2 * layers, all_layers)
-    options = {"dtype": torch.float32, "attn_implementation": NAME}
+    options = {"dtype": torch.float32, "attn_implementation": attention_of(short)}
     with fork_rng(device), device:
         complete, parts = (each._from_config(short, **options) for each in (whole, shard_class(whole, of_short)))
     prove_parts(complete, parts, of_short, ranks)
@@ -372,16 +373,16 @@ def plan(config: PretrainedConfig, device: torch.device, ranks: Ranks) -> Shardi
 
 def _plan_without_proof(whole: type[PreTrainedModel], config: PretrainedConfig, ranks: Ranks) -> Sharding:
     with torch.device("meta"):
-        return plan_shards(whole._from_config(config, attn_implementation=NAME), ranks)
+        return plan_shards(whole._from_config(config, attn_implementation=attention_of(config)), ranks)
 
 
 def random_shard(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks, quantising: Quantising
 ) -> PreTrainedModel:
     """Return this rank's part of a model with weights as its own training would begin with; not those of one rank."""
-    whole, sharding = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], plan(config, device, ranks)
+    whole, sharding = served_class(config), plan(config, device, ranks)
     with torch.device("meta"):  # the whole may not fit the device
-        model = shard_class(whole, sharding)._from_config(config, dtype=dtype, attn_implementation=NAME)
+        model = shard_class(whole, sharding)._from_config(config, dtype=dtype, attn_implementation=attention_of(config))
     model.to_empty(device=device)
     with fork_rng(device):
         torch.manual_seed(ranks.rank)

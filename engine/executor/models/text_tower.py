@@ -21,27 +21,50 @@ from engine.executor.models.weights import UNCHANGED, Names, stored_tensors, wei
 
 # Multimodal model type -> causal model type that computes its text; "": the type of its own text config.
 TOWERS = {
+    "audioflamingo3": "",
     "aya_vision": "",
+    "deepseek_vl": "",
+    "deepseek_vl_hybrid": "",
     "gemma3": "",
     "gemma4": "",
+    "glmasr": "",
+    "got_ocr2": "",
+    "idefics2": "",
+    "idefics3": "",
     "internvl": "",
+    "janus": "",
+    "lighton_ocr": "",
     "llama4": "",
     "llava": "",
+    "llava_next": "",
+    "llava_next_video": "",
     "llava_onevision": "",
     "mistral3": "",
+    "musicflamingo": "",
+    "ovis2": "",
+    "pp_chart2table": "",
+    "qwen2_audio": "",
     "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2",
+    "qwen3_asr": "",
     "qwen3_vl": "qwen3",
+    "smolvlm": "",
+    "vibevoice_asr": "",
+    "video_llama_3": "",
+    "video_llava": "",
+    "vipllava": "",
+    "voxtral": "",
 }
 # Names of tensors in the files -> those of the text model.  The files of newer versions have another order of parts.
 RENAMED = {
     r"^(?:model\.)?language_model\.lm_head\.": "lm_head.",
-    r"^(?:model\.)?language_model\.(?:model\.)?": "model.",
+    r"^(?:model\.)?(?:language|text)_model\.(?:model\.)?": "model.",
 }
 # First parts of the names of tensors that only images, sound or video need.
 OTHER_TOWERS = re.compile(
-    r"(model\.)?(visual|vision_tower|vision_model|vision_embedder|multi_modal_projector|embed_vision|image_newline"
-    r"|audio_tower|embed_audio)(\.|$)"
+    r"(model\.)?(visual|vision_(tower|model|embedder|encoder|projection|resampler)|high_res_vision_\w+"
+    r"|(video|image|audio)_tower|visual_embeddings_table|(acoustic|semantic)_tokenizer_encoder|(multi_modal_)?projector"
+    r"|aligner|connector|vqmodel|generation_(embeddings|aligner|head)|embed_vision|embed_audio|image_newline)(\.|$)"
 )
 HEAD = re.compile(r"(^|\.)lm_head\.(weight|qweight)")  # or a part of its weight, such as `weight_packed`
 M_ROPE = ("mrope_section", "mrope_interleaved")
@@ -65,14 +88,19 @@ def text_config(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
         rope = described.get("rope_parameters") or {}
         described["rope_parameters"] = {name: value for name, value in rope.items() if name not in M_ROPE}
         text = AutoConfig.for_model(kind, **described)
-    for name in TOKENS:
-        if getattr(text, name, None) is None:
-            setattr(text, name, getattr(config, name, None))
-    if text.dtype is None:
-        text.dtype = config.dtype
+    lend_fields(config, text)
     names = stored_tensors(weight_files(directory)) if any(directory.glob("*.safetensors")) else {}
     text.update({"tie_word_embeddings": not any(HEAD.search(name) for name in names)})
     return text
+
+
+def lend_fields(whole: PretrainedConfig, text: PretrainedConfig) -> None:
+    """Give a text config what only the config of the whole model says: special tokens and the dtype."""
+    for name in TOKENS:
+        if getattr(text, name, None) is None:
+            setattr(text, name, getattr(whole, name, None))
+    if text.dtype is None:
+        text.dtype = whole.dtype
 
 
 def name_in_text(name: str) -> str:

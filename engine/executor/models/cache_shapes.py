@@ -1,0 +1,44 @@
+"""Heads as the KV cache holds them: the widest part of a head, rounded up to a size that the device's kernels take.
+
+    heads of a layer                    cached on a CPU    cached on a GPU
+    keys 128, values 128                128                128
+    keys 192, values 128 (MiMo, MLA)    192                192
+    keys 72, values 72                  72                 80
+
+Zeros behind a query and a key leave their dot product as it is; those behind a value make results that are cut off.
+`attention.kv_blocks` adds and cuts them.  They cost memory and reads of the cache, which the log tells.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from engine.executor.errors import UnsupportedModel
+from engine.executor.kv_cache import KVShape
+
+log = logging.getLogger(__name__)
+
+GPU_HEAD_SIZES = (64, 80, 96, 128, 192, 256)  # that csrc/cuda/attention is compiled for
+
+
+def cached_layers(kind: str, layers: list[KVShape], device: torch.device) -> list[KVShape]:
+    """Return what each layer caches on the device.  layers: the widest part of a head of each.
+
+    kind: the model type.  Raises UnsupportedModel for heads wider than any kernel of a GPU takes."""
+    if device.type != "cuda":
+        return layers
+    found = []
+    for layer in layers:
+        size = next((size for size in GPU_HEAD_SIZES if size >= layer.head_size), None)
+        if size is None:
+            reason = f"head size {layer.head_size}; on a GPU it may be at most {GPU_HEAD_SIZES[-1]}"
+            raise UnsupportedModel(f"{kind}: {reason}; --device cpu can do it")
+        found.append(replace(layer, head_size=size))
+    for own, cached in sorted({(a.head_size, b.head_size) for a, b in zip(layers, found, strict=True)}):
+        if own < cached:
+            share = 100 * (cached - own) / own
+            log.warning("heads of %d are cached as heads of %d, which takes %.0f %% more KV memory", own, cached, share)
+    return found

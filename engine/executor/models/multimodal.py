@@ -1,0 +1,133 @@
+"""The text of a multimodal model whose text part has no causal class in transformers: its own class, without towers.
+
+    model
+    ├─ model
+    │  ├─ visual            a tower, which holds neither the decoder nor the head: removed before weights are read
+    │  └─ language_model    the decoder
+    └─ lm_head
+
+The forward pass of the class stays as its authors wrote it, so embeddings, scales and soft caps of the text are theirs.
+A tower that text needs after all is missed by the start probe: the forward pass fails, and the model is refused.
+`text_tower.py` serves other multimodal models faster, by causal classes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+)
+
+from engine.executor.attention import NAME
+from engine.executor.errors import UnsupportedModel, one_line
+from engine.executor.models.weights import Names
+
+# Classes of transformers that generate text from more than text.  The second also has those that listen.
+MAPPINGS = (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
+
+
+def class_of(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class that computes the text of a config's models; None: transformers has none."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        causal: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return causal
+    whole = next((mapping[type(config)] for mapping in MAPPINGS if type(config) in mapping), None)
+    return None if whole is None else without_towers(whole)
+
+
+def served_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return the class that computes the text of a config that `check_architecture` of hf.py has accepted."""
+    found = class_of(config)
+    assert found is not None
+    return found
+
+
+def loses_towers(config: PretrainedConfig) -> bool:
+    """Whether models of this config are served by their multimodal class."""
+    return type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and class_of(config) is not None
+
+
+@functools.cache
+def without_towers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return a class of the same name whose models have no towers."""
+
+    def make(self: PreTrainedModel, config: PretrainedConfig, *args: Any, **options: Any) -> None:
+        whole.__init__(self, config, *args, **options)
+        remove_towers(self)
+
+    return type(whole.__name__, (whole,), {"__init__": make, "__module__": whole.__module__})
+
+
+def remove_towers(model: PreTrainedModel) -> list[str]:
+    """Remove the modules that hold neither the decoder nor the head, and return their paths."""
+    decoder = model.get_decoder()
+    needed = {id(decoder), id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    removed: list[str] = []
+    if decoder is not model:
+        _remove(model, "", needed, removed)
+    return removed
+
+
+def _remove(parent: nn.Module, path: str, needed: set[int], removed: list[str]) -> bool:
+    """Remove towers from within a module.  Return whether text needs the module."""
+    if id(parent) in needed:
+        return True
+    kept = {name: _remove(child, f"{path}{name}.", needed, removed) for name, child in parent.named_children()}
+    if any(kept.values()):
+        for name in [name for name, keep in kept.items() if not keep]:
+            if next(parent.get_submodule(name).parameters(), None) is not None:  # others cost nothing, and may scale
+                delattr(parent, name)
+                removed.append(path + name)
+    return any(kept.values())
+
+
+def names_of(config: PretrainedConfig) -> Names:
+    """Return how a checkpoint's names become those of a model without towers: tensors of towers have no name there.
+
+    Files may have another order of parts, so the name of a tower counts at any of the first three places.  Raises
+    UnsupportedModel for a class that cannot be made."""
+    whole = served_class(config).__mro__[1]
+    try:
+        with torch.device("meta"):
+            towers = {path.rpartition(".")[2] for path in remove_towers(whole(copy.deepcopy(config)))}
+    except Exception as error:  # model classes raise whatever their authors liked
+        reason = f"its class, whose text would be served, cannot be made: {one_line(error)}"
+        raise UnsupportedModel(f"{config.model_type}: {reason}") from error
+    of_tower = re.compile(rf"(\w+\.){{0,2}}({'|'.join(map(re.escape, sorted(towers)))})(\.|$)")
+    return Names(own=lambda name: "" if towers and of_tower.match(name) else name)
+
+
+def attention_of(config: PretrainedConfig) -> str | dict[str, str]:
+    """Return what transformers calls our attention in models of this config; towers get its own, which all have."""
+    if not loses_towers(config):
+        return NAME
+    text = config.get_text_config()
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    return {"": NAME} | {name: NAME if part is text else "eager" for name, part in parts.items() if part is not None}
+
+
+def passes_attention(config: PretrainedConfig) -> bool:
+    """Whether the class of the text calls an attention function that can be replaced, as far as it says."""
+    text = config.get_text_config()
+    own = MODEL_MAPPING[type(text)] if loses_towers(config) and type(text) in MODEL_MAPPING else class_of(config)
+    return bool(getattr(own, "_supports_attention_backend", False))
+
+
+def text_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of a config that its text depends on: without those of the configs of towers."""
+    described: dict[str, Any] = config.to_dict()
+    if not loses_towers(config):
+        return described
+    text = config.get_text_config()
+    towers = {name for name, value in vars(config).items() if isinstance(value, PretrainedConfig) and value is not text}
+    return {name: value for name, value in described.items() if name not in towers | {"_name_or_path"}}
