@@ -143,7 +143,7 @@ async def test_claims_outside_a_crowd_go_through_the_tenants_once(own_bus: Bus, 
         got, count = await commands(client, engine.exchange([], [], full, 0, 0))
     assert ids(got) == [f"quiet {at:02}" for at in range(20)]
     assert sum(read) <= 2 * (len(crowd) + 1) + 20  # of both lanes
-    assert count <= 20 * 24
+    assert count <= 9 + OFFER + 20 * 24  # an exchange, and each claim; Redis 6.2 counts four commands more than 7.0
 
 
 async def test_output_of_many_sequences_takes_no_more_commands_than_that_of_one(
