@@ -301,9 +301,9 @@ async def test_answers_do_not_depend_on_where_blocks_lie(make: Make, client: aio
 async def test_a_choice_that_met_its_stop_string_is_not_computed_on(make: Make, client: aiohttp.ClientSession) -> None:
     body = {"prompt": [40, 41, 42], "n": 3, "seed": 5, "ignore_eos": True, "skip_special_tokens": False}
     with make() as stack:
-        _, short = await ask(client, stack.url, max_tokens=60, **body)
-        texts = [choice["text"] for choice in short["choices"]]
-        stop = next(
+        _, whole = await ask(client, stack.url, max_tokens=900, **body)
+        texts = [choice["text"] for choice in whole["choices"]]
+        stop = next(  # in none of the others: what the model says differs between versions of torch
             texts[0][at : at + 6]
             for at in range(20, 60)
             if not any(texts[0][at : at + 6] in text for text in texts[1:])
