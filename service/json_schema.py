@@ -53,10 +53,22 @@ DIALECTS = re.compile(
 )
 # Parts of assertions, which assert nothing without them, and anchors of references that are refused.
 PARTNERS = frozenset({"then", "else", "minContains", "maxContains", "$dynamicAnchor", "$recursiveAnchor"})
-FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-# Formats that a pattern describes (RFC 6901, and the relative pointers of JSON Schema's draft of 2019).
+FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})  # that llguidance enforces
+# Formats that a pattern describes: RFC 6901, the relative pointers of JSON Schema's draft of 2019, and RFC 3339 without
+# leap seconds.  llguidance's own dates have a 29th of February in every year, and a 60th second in every minute.
 POINTER = r"(/([^~/]|~[01])*)*"
-PATTERNS = {"json-pointer": f"^{POINTER}$", "relative-json-pointer": rf"^(0|[1-9][0-9]*)(#|{POINTER})$"}
+LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+MONTHS = "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8])"
+DATE = f"({LEAP_YEAR}-02-29|[0-9]{{4}}-({MONTHS}))"
+OF_DAY = "([01][0-9]|2[0-3]):[0-5][0-9]"
+TIME = rf"{OF_DAY}:[0-5][0-9](\.[0-9]+)?([Zz]|[+-]{OF_DAY})"
+PATTERNS = {
+    "json-pointer": f"^{POINTER}$",
+    "relative-json-pointer": rf"^(0|[1-9][0-9]*)(#|{POINTER})$",
+    "date": f"^{DATE}$",
+    "time": f"^{TIME}$",
+    "date-time": f"^{DATE}[Tt]{TIME}$",
+}
 ARRANGEMENTS = 256  # arrays that stand for `uniqueItems` of few values
 BRANCHES = 16  # maximum branches of a oneOf that are compared with each other
 PARTS = 5000  # schemas inside one schema, those of rewritten assertions included
@@ -258,7 +270,8 @@ class _Walk:
             raise _unserved(f"{at}.propertyNames", reason)
 
     def _unevaluated(self, one: dict[str, Any], at: str) -> None:
-        for keyword, inner in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        rest = "additionalItems" if isinstance(one.get("items"), list) else "items"
+        for keyword, inner in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", rest)):
             if keyword not in one or one[keyword] in (True, {}):
                 one.pop(keyword, None)
             elif {"anyOf", "oneOf", "allOf", "$ref", "if", "not", "contains"}.isdisjoint(one):

@@ -163,6 +163,47 @@ def test_draft_4_and_7_notation_keeps_its_meaning() -> None:
         assert not matches(grammar, invalid)
 
 
+def test_items_beyond_a_tuple_are_held_to_unevaluated_items() -> None:
+    for tuple_ in ("items", "prefixItems"):
+        for beyond, valid in ((False, '["a"]'), ({"type": "integer"}, '["a",1]')):
+            schema = {"type": "array", tuple_: [{"type": "string"}], "unevaluatedItems": beyond}
+            grammar = compile_grammar(Constraint("s", "json", schema)).grammar
+            assert matches(grammar, valid)
+            assert not matches(grammar, '["a","b"]')
+
+
+def leap(year: int) -> bool:
+    return year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)
+
+
+def test_dates_and_times_exist() -> None:
+    """Every day of every month, in each kind of year; hours, minutes and seconds at their bounds."""
+    grammars = {
+        name: compile_grammar(Constraint("s", "json", {"type": "string", "format": name})).grammar
+        for name in ("date", "time", "date-time")
+    }
+
+    def takes(name: str, text: str) -> bool:
+        return matches(grammars[name], json.dumps(text))
+
+    for year in (0, 4, 1900, 1996, 2000, 2020, 2021, 2023, 9999):
+        for month, days in enumerate((31, 29 if leap(year) else 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31), 1):
+            for day in (0, 1, days, days + 1):
+                assert takes("date", f"{year:04}-{month:02}-{day:02}") == (1 <= day <= days)
+    for wrong in ("2021-13-01", "2021-00-01", "21-01-01", "2021-1-01", "2021-01-01T00:00:00Z", ""):
+        assert not takes("date", wrong)
+    for time in ("00:00:00Z", "23:59:59.123z", "12:30:00+23:59", "12:30:00-00:00"):
+        assert takes("time", time)
+        assert takes("date-time", f"2020-02-29T{time}")
+    for time in ("24:00:00Z", "00:60:00Z", "23:58:60Z", "22:59:60Z", "00:00:00", "00:00:00.Z", "00:00:00+24:00"):
+        assert not takes("time", time)
+        assert not takes("date-time", f"2020-02-29t{time}")
+    assert not takes("date-time", "2021-02-29T00:00:00Z")
+    listed = {"enum": ["2021-02-29", "2020-02-29", 7], "format": "date"}
+    grammar = compile_grammar(Constraint("s", "json", listed)).grammar
+    assert [matches(grammar, text) for text in ('"2021-02-29"', '"2020-02-29"', "7")] == [False, True, True]
+
+
 # A value with which each assertion that is no keyword of llguidance cannot be rewritten.
 UNSERVED: dict[str, Any] = {
     "not": {"pattern": "a"},
