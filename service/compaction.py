@@ -16,7 +16,7 @@ import msgspec
 
 from service.api import NO_DEFAULTS, Served, ValidRequest
 from service.config import GatewayConfig
-from service.response_items import Item, sealed
+from service.response_items import Item, listed, sealed
 from service.responses import PREFIX, ResponseFormat, parse
 
 OBJECT = "response.compaction"
@@ -41,20 +41,13 @@ def parse_compaction(
 
     Raises Refusal."""
     valid = parse(body, config, served_name, timeout_s, served, earlier, items)
-    kept = [_kept(item) for item in (*earlier, *valid.items) if item.get("role") == "user"]
+    kept = [listed(item) for item in (*earlier, *valid.items) if item.get("role") == "user"]
     messages = [*valid.messages, {"role": "user", "content": ASK}]
     options = msgspec.structs.replace(valid.options, tools=[], demanded=[], strict="")
     shown = {**valid.shown, "object": OBJECT, "store": False, "background": False}
     return msgspec.structs.replace(
         valid, messages=messages, options=options, constraint=None, stream=False, shown=shown, items=kept
     )
-
-
-def _kept(item: Item) -> Item:
-    """Return a message of the user as an item of the output."""
-    content = item.get("content")
-    parts = [{"type": "input_text", "text": content}] if isinstance(content, str) else content
-    return {"type": "message", "id": item.get("id"), "status": "completed", "role": "user", "content": parts}
 
 
 class CompactionFormat(ResponseFormat):

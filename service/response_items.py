@@ -94,6 +94,24 @@ def with_ids(given: str | list[Item]) -> list[Item]:
     return found
 
 
+def listed(item: Item) -> Item:
+    """Return an item of an input as OpenAI's lists of items show it: with content in parts, and a status."""
+    found = {**item, "type": kind_of(item), "status": item.get("status") or "completed"}
+    if found["type"] == "message":
+        content = item.get("content") or []
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        found["content"] = [_listed_part(part, of_model=item.get("role") == "assistant") for part in parts]
+    elif found["type"] == "reasoning":
+        found["summary"] = item.get("summary") or []
+    return found
+
+
+def _listed_part(part: dict[str, Any], *, of_model: bool) -> dict[str, Any]:
+    if part.get("type") not in TEXT_PARTS:
+        return part
+    return {**part, "type": "output_text", "annotations": []} if of_model else {**part, "type": "input_text"}
+
+
 class Referring(msgspec.Struct):
     """What tells a reference to an item from an item."""
 

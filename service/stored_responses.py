@@ -23,7 +23,7 @@ from service.api import Refusal, ValidRequest
 from service.config import GatewayConfig
 from service.limits import shown
 from service.middleware import OWNER, TENANT
-from service.response_items import Item
+from service.response_items import Item, listed
 from service.responses import PREFIX, ResponseFormat, Turn
 from service.streams import Streams, unavailable
 
@@ -197,7 +197,7 @@ class StoredResponses:
         if after := query.get("after"):
             at = next((at for at, item in enumerate(items) if item["id"] == after), len(items))
             items = items[at + 1 :]
-        page = items[: int(limit)]
+        page = [listed(item) for item in items[: int(limit)]]
         ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
         return msgspec.json.encode({"object": "list", "data": page, **ends, "has_more": len(page) < len(items)})
 
