@@ -179,9 +179,7 @@ def _compressed_fp4(stored: str, weights: dict[str, Any], ignored: tuple[str, ..
     """Read weights in e2m1.  Their inputs may be meant in e2m1, too; here they keep the model's dtype."""
     bits, number, strategy, group, _block, demanded = _kind(weights)
     if (bits, number) != (4, "float") or demanded:
-        raise Unread(
-            f"{stored}: {number} of {bits} bits" + (" with " + ", ".join(sorted(demanded)) if demanded else "")
-        )
+        raise Unread(", ".join([f"{stored}: {number} of {bits} bits", *sorted(demanded)]))
     shared, columns, parts = FP4_FORMATS[stored]
     if (strategy, group) != (shared, columns):
         raise Unread(f"{stored}, {strategy} of {group}")
