@@ -23,7 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from service.grammar_errors import NotServed
 from service.json_schema import TOO_LARGE, Rewritten, rewrite, subschemas
-from service.limits import GRAMMAR_BYTES, LARK_CHARS, REGEX_CHARS
+from service.limits import CHOICES, GRAMMAR_BYTES, LARK_CHARS, REGEX_CHARS
 
 Kind = Literal["json", "regex", "choice", "grammar", "calls", "thinking", "reasoned"]
 
@@ -40,6 +40,7 @@ BOUNDS = LLParserLimits(
 WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
 ANY_TEXT = "/(?s:.*)/"  # in Lark
 SPACES = "/[ \\n]{0,4}/"  # after reasoning, before a call
+PROBES = 4  # first bytes of an answer that a check tries
 BLAMED_BYTES = 8192  # JSON of the parts that are compiled alone to find the one at fault
 
 NO_ANSWER = "it allows no answer"
@@ -209,6 +210,9 @@ def _spaced(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choice_grammar(constraint: Constraint) -> str:
+    if (count := len(constraint.value)) > CHOICES:
+        reason = f"at most {CHOICES:,} choices, got {count:,}"
+        raise NotServed(constraint.param, reason, code=TOO_LARGE, limit=CHOICES, given=count)
     return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in constraint.value))
 
 
@@ -318,10 +322,26 @@ def byte_tokenizer() -> LLTokenizer:
     return LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
 
 
+def _after_a_byte(matcher: LLMatcher, first: bytes) -> LLMatcher:
+    """Return a matcher after one of the first bytes that it allows: one that fails there, if such a byte is among PROBES.
+
+    A grammar that is too wide, such as one of 2,100 alternatives, fails there and not before."""
+    allowed = [byte for byte in range(256) if first[byte // 8] >> byte % 8 & 1]
+    moved, step = matcher, max(1, len(allowed) // PROBES)
+    for byte in allowed[::step][:PROBES]:
+        moved = matcher.deep_copy()
+        moved.consume_token(byte)
+        if moved.is_error():
+            break
+    return moved
+
+
 def problem(grammar: str) -> str:
     """Return why a grammar cannot be followed, in one line; "" if it can.  Lets other threads run meanwhile."""
     matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=BOUNDS)
     first = b"" if matcher.is_error() else matcher.compute_bitmask()
+    if first and not matcher.is_error():
+        matcher = _after_a_byte(matcher, first)
     if not matcher.is_error():
         return "" if any(first) else NO_ANSWER
     if matcher.stop_reason() in ("NoExtension", "NoExtensionBias"):

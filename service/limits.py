@@ -45,6 +45,9 @@ GRAMMAR_BYTES = 65_536
 GRAMMAR_DEPTH = 64  # of schemas within schemas
 # To compile a regular expression takes up to the square of its length: 2,000 optional letters take 65 ms.
 REGEX_CHARS = 4096
+CHOICES = (
+    1_900  # texts of `choice`: llguidance follows 2,000 alternatives at once, and reasoning before them takes some
+)
 LARK_CHARS = 16_384
 LONGEST_GIVEN = 64  # characters of a refused value that the answer repeats
 
@@ -198,6 +201,13 @@ LIMITS: dict[str, Limit] = {
         "response_format, structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar",
         "bytes of JSON of the schema, regex, choices or grammar",
         high=GRAMMAR_BYTES,
+        entries=True,
+        code="grammar_too_large",
+    ),
+    "choice": Limit(
+        "structured_outputs.choice, guided_choice",
+        "texts",
+        high=CHOICES,
         entries=True,
         code="grammar_too_large",
     ),

@@ -3,8 +3,8 @@
 Every block is in exactly one of three places:
 
     free   nothing worth keeping          allocate() takes these first
-    idle   no table names it, but it      lookup() can revive it; allocate() evicts the least recently used
-           holds a cached prefix          when no free block is left
+    idle   no table names it, but it      lookup() can revive it; allocate() evicts one when no free block is left:
+           holds a cached prefix          policy/eviction.py chooses it
     held   refs >= 1                      one count for every table that names it
 
            allocate                  release, last ref, sealed
@@ -29,6 +29,8 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from heapq import heappop, heappush
 from itertools import chain
+
+from engine.core.policy.eviction import FairEviction
 
 
 class OutOfBlocks(Exception):
@@ -73,7 +75,8 @@ class BlockPool:
         self._note_discarded = note_discarded
         self._refs = array("i", bytes(total * array("i").itemsize))
         self._free = list(range(total - 1, -1, -1))  # a stack: the block used last is warm in cache
-        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # in the order of eviction, see FairEviction.choose
+        self._eviction = FairEviction(total)
         self._digest: list[bytes | None] = [None] * total
         self._sealed = bytearray(total)  # 1 where `_digest` has one
         self._index: dict[bytes, int] = {}
@@ -108,6 +111,12 @@ class BlockPool:
             self._refs[block] += 1
             self._named += 1
 
+    def acquire_prefix(self, blocks: Iterable[int]) -> None:
+        """acquire() blocks that a request has found with lookup()."""
+        for block in blocks:
+            self._eviction.found(block)
+        self.acquire(blocks)
+
     def idle_among(self, blocks: Iterable[int]) -> int:
         """How many of these acquire() would take out of `available`."""
         return sum(self._refs[block] == 0 for block in blocks)
@@ -121,7 +130,8 @@ class BlockPool:
             if self._free:
                 block = self._free.pop()
             else:
-                block, _none = self._idle.popitem(last=False)
+                block = self._eviction.choose(self._idle, self._digest)
+                del self._idle[block]
                 self._unseal(block)
             self._refs[block] = 1
             taken.append(block)
@@ -191,12 +201,15 @@ class BlockPool:
         refs = self._refs
         return next((at for at, block in enumerate(table) if refs[block] == 1), len(table))
 
-    def seal(self, block: int, digest: bytes) -> None:
-        """Let later requests find a full block.  The first block under a digest wins; twins stay private."""
+    def seal(self, block: int, digest: bytes, tenant: str = "", weight: float = 1.0) -> None:
+        """Let later requests find a full block.  The first block under a digest wins; twins stay private.
+
+        The block counts as cached by `tenant`; `weight` is the tenant's share of the cache relative to others."""
         if self.caching and self._digest[block] is None and digest not in self._index:
             self._index[digest] = block
             self._digest[block] = digest
             self._sealed[block] = 1
+            self._eviction.cached(block, digest, tenant, weight)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Remove blocks from the prefix index: their content is wrong.  Tables that hold them keep them."""
@@ -227,6 +240,8 @@ class BlockPool:
         self._check_sums(sum(named.values()))
         if len(self._index) != self.total - self._digest.count(None):
             raise AccountingError("the index finds a block that is not sealed")
+        if fault := self._eviction.check(self._digest):
+            raise AccountingError(f"the eviction policy counts wrongly: {fault}")
 
     def _check_sums(self, named: int) -> None:
         """Check the sums: each block has one place, and all tables together contain `named`.  O(1).
@@ -271,6 +286,7 @@ class BlockPool:
             del self._index[digest]
             self._digest[block] = None
             self._sealed[block] = 0
+            self._eviction.uncached(block)
             if self.note_evicted:
                 self.evicted.append(digest)
 

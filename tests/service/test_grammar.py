@@ -18,11 +18,11 @@ from engine.wire.records import Fleet
 from service import admission, api
 from service.api import Refusal
 from service.config import GatewayConfig
-from service.grammar import Constraint, asked, compile_grammar
+from service.grammar import AfterReasoning, Constraint, asked, compile_grammar
 from service.grammar_checks import GrammarChecks
 from service.grammar_errors import NotServed
 from service.json_schema import ANNOTATIONS, ENFORCED, PARTNERS
-from service.limits import GRAMMAR_BYTES
+from service.limits import CHOICES, GRAMMAR_BYTES
 from tests.pace import python_s
 from tests.service.fakes import a_load
 
@@ -345,7 +345,7 @@ HOSTILE: dict[str, Constraint] = {
     "regex of powers": Constraint("s", "regex", "((a{1,100}){1,100}){1,100}"),
     "regex of counters": Constraint("s", "regex", "(x+x+)+y(a|b|ab)*c.{500}"),
     "long regex": Constraint("s", "regex", "a?" * 2000),
-    "many choices": Constraint("s", "choice", [f"choice {i}" for i in range(3000)]),
+    "many choices": Constraint("s", "choice", [f"choice {i}" for i in range(CHOICES)]),
     "ambiguous grammar": Constraint("s", "grammar", 'start: start start | "a" | ""'),
 }
 
@@ -379,6 +379,32 @@ def test_a_regex_whose_check_would_take_seconds_is_too_long(constraint: Constrai
     with pytest.raises(NotServed) as caught:
         compile_grammar(constraint)
     assert (caught.value.param, caught.value.code, caught.value.limit) == (param, "grammar_too_large", limit)
+
+
+def test_the_longest_list_of_choices_can_be_followed_to_the_end_and_a_longer_one_is_refused() -> None:
+    """Also behind reasoning, whose rules take some of what llguidance follows at once."""
+    texts = [f"w{i}x" for i in range(CHOICES)]
+    plain = Constraint("s", "choice", texts)
+    reasoned = Constraint("s", "reasoned", AfterReasoning('start: "t"{0,3} /[a-q]*/ "</think>" @answer', plain))
+    for constraint, before in ((plain, ""), (reasoned, "tt</think>")):
+        assert matches(compile_grammar(constraint).grammar, before + texts[-1])
+    with pytest.raises(NotServed, match=rf"s: at most 1,900 choices, got {CHOICES + 1:,}") as caught:
+        compile_grammar(Constraint("s", "choice", [*texts, "one more"]))
+    assert (caught.value.code, caught.value.limit, caught.value.given) == ("grammar_too_large", CHOICES, CHOICES + 1)
+
+
+@pytest.mark.parametrize(
+    "wide",
+    [
+        Constraint("s", "grammar", "start: " + "|".join(f'"{i:x}"' for i in range(2100))),
+        Constraint("s", "json", {"properties": {f"p{i}": {} for i in range(2100)}, "type": "object"}),
+    ],
+    ids=["alternatives", "optional properties"],
+)
+def test_a_grammar_too_wide_for_an_engine_is_refused_by_the_gateway(wide: Constraint) -> None:
+    """Engines ended it after the first token."""
+    with pytest.raises(NotServed, match=r"Current row has \d+ items; max is 2000"):
+        compile_grammar(wide)
 
 
 def test_a_large_schema_is_refused_before_it_is_looked_at() -> None:

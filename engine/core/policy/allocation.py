@@ -56,14 +56,15 @@ class Paged:
         return self._pool.lookup(seq.digest(i, fingerprint, size) for i in range((seq.known - 1) // size))
 
     def start_table(self, seq: Sequence, hits: list[int]) -> list[int]:
-        self._pool.acquire(hits)
+        self._pool.acquire_prefix(hits)
         return list(hits)
 
     def seal(self, seq: Sequence, end: int) -> int | None:
         if not self._pool.caching:
             return None
-        place = end // self._pool.block_size - 1
-        self._pool.seal(seq.table[place], seq.digest(place, self._fingerprint, self._pool.block_size))
+        place, request = end // self._pool.block_size - 1, seq.request
+        digest = seq.digest(place, self._fingerprint, self._pool.block_size)
+        self._pool.seal(seq.table[place], digest, request.tenant, request.weight)
         return seq.table[place]
 
     def table_blocks(self, seq: Sequence, computed: int) -> int:
