@@ -20,7 +20,8 @@ from engine.common.private_files import open_private, restrict_file
 log = logging.getLogger("quire.engine")
 
 CLOSE_S = 10.0  # longest wait for the disk when the log is closed
-QUEUE = 10_000  # records that may wait for the disk; beyond it they are dropped, and counted
+# Most records that wait for the disk, and most bytes of memory that they keep alive.  Others are dropped and counted.
+QUEUE, QUEUE_BYTES = 10_000, 64 << 20
 
 
 class LogFile:
@@ -37,8 +38,9 @@ class LogFile:
 
         Raises OSError."""
         self._path, self._max_bytes, self._rotates = path, max_bytes, rotates
-        self._queue: queue.Queue[Callable[[], bytes] | None] = queue.Queue(QUEUE)
+        self._queue: queue.Queue[tuple[Callable[[], bytes], int] | None] = queue.Queue(QUEUE)
         self.dropped = 0  # records since start, because the queue was full
+        self._queued_bytes = self._taken_bytes = 0  # since start; only write() and only the thread change them
         if path.exists() and not path.is_file():
             raise FileExistsError(errno.EEXIST, "not a regular file", str(path))  # a pipe could stop the start
         if rotates and path.exists():
@@ -52,11 +54,17 @@ class LogFile:
     def previous(self) -> Path:
         return self._path.with_name(self._path.name + ".1")
 
-    def write(self, encode: Callable[[], bytes]) -> None:
-        """Append the record that `encode` returns; it runs on the writer thread."""
+    def write(self, encode: Callable[[], bytes], size: int) -> None:
+        """Append the record that `encode` returns; it runs on the writer thread.
+
+        `size`: bytes of memory that `encode` keeps alive, estimated.  A record of any size may wait alone."""
+        waiting = self._queued_bytes - self._taken_bytes
         try:
+            if waiting and waiting + size > QUEUE_BYTES:
+                raise queue.Full
             if self._rotates or not self.dropped:
-                self._queue.put_nowait(encode)
+                self._queue.put_nowait((encode, size))
+                self._queued_bytes += size
         except queue.Full:
             self.dropped += 1
             if not self._rotates:
@@ -77,14 +85,15 @@ class LogFile:
 
     def _run(self) -> None:
         ended = False
-        while (encode := self._queue.get()) is not None:
-            if ended:
-                continue
+        while (record := self._queue.get()) is not None:
+            encode, size = record
             try:
-                ended = not self._append(encode())
+                ended = ended or not self._append(encode())
             except OSError as error:
                 ended = True
                 log.error("%s ends here: %s", self._path, error)
+            del record, encode  # what it kept alive is freed before the next wait
+            self._taken_bytes += size
         try:
             self._file.close()  # writes what is still buffered
         except OSError as error:

@@ -24,12 +24,16 @@ from engine.core.blocks import chain_digest, root_digest
 from engine.core.plan import StepPlan, StepResult
 from engine.executor.base import Executor, ModelInfo
 from engine.log_file import LogFile
-from engine.orders import Refused, ResetPrefixCache, Resume
+from engine.orders import Refused, ResetPrefixCache, Resume, request_of
 from engine.request_log import digest
 from engine.turn_record import TurnRecord
 from engine.wire.messages import Abort, Generate, Sampling
 
 VERSION = 4
+# Bytes of memory, roughly: of a header; of a turn's record without its lists; of each token id, token with log
+# probabilities, and digest in these lists.
+HEADER_BYTES, TURN_BYTES = 8_000, 2_000
+TOKEN_BYTES, SCORED_BYTES, DIGEST_BYTES = 40, 1_000, 80
 DIGEST = 8  # bytes kept of a block's digest
 STOP = 0  # stands for every token that ends an output
 PRIVATE = ("model", "served_name", "redis_url", "namespace", "engine_id", "kernels", "flight_log", "request_log")
@@ -108,12 +112,12 @@ class Recorder:
         config = msgspec.structs.replace(config, **dict.fromkeys(PRIVATE, ""))
         info = msgspec.structs.replace(executor.info, name="")
         header = Header(VERSION, config, info, *sizes, executor.swap_bytes_per_s)
-        self._file.write(lambda: msgspec.json.encode(header) + b"\n")
+        self._file.write(lambda: msgspec.json.encode(header) + b"\n", HEADER_BYTES)
         self._block_size, self._fingerprint = config.block_size, info.fingerprint
 
     def observe(self, record: TurnRecord) -> None:
         if not (record.was_idle and record.idle and not record.orders):
-            self._file.write(partial(self._line, record))
+            self._file.write(partial(self._line, record), memory_of(record))
 
     def dropped_lines(self) -> int:
         """Return the number of lines that are missing because the disk was too slow."""
@@ -125,6 +129,23 @@ class Recorder:
 
     def _line(self, record: TurnRecord) -> bytes:
         return msgspec.json.encode(logged(record, self._block_size, self._fingerprint)) + b"\n"
+
+
+def memory_of(record: TurnRecord) -> int:
+    """Return the bytes of memory that a turn's record keeps alive, estimated.  O(orders, slices and events)."""
+    tokens = scored = 0
+    for order in record.orders:
+        if (request := request_of(order)) is not None:
+            tokens += len(request.token_ids)
+        if isinstance(order, Resume | Refused):
+            tokens += sum(len(output) for output in order.outputs or () if output is not None)
+    if record.plan is not None:
+        tokens += sum(len(one.token_ids) for one in record.plan.slices)
+    if (result := record.result) is not None:
+        tokens += len(result.tokens) + sum(len(ids) for ids, _ in result.candidates.values())
+        scored = len(result.logprobs) + sum(len(scores) for scores in result.prompt_logprobs.values())
+    digests = sum(len(event.digests) for event in record.outputs.events)
+    return TURN_BYTES + TOKEN_BYTES * tokens + SCORED_BYTES * scored + DIGEST_BYTES * digests
 
 
 def logged(record: TurnRecord, block_size: int, fingerprint: str) -> LoggedTurn:

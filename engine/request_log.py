@@ -19,6 +19,8 @@ from engine.orders import request_of
 from engine.turn_record import TurnRecord
 from engine.wire.messages import FinishReason, Generate
 
+LINE_BYTES = 1_000  # of memory that a line takes until it is written
+
 
 class RequestLine(msgspec.Struct):
     """One finished request.  Times in seconds, rounded to microseconds."""
@@ -60,7 +62,7 @@ class RequestLog:
                 self._milestone(event, now)
         for request_id in record.outputs.finished:
             if (line := self._open.pop(request_id, None)) is not None:
-                self._file.write(partial(encode, line))
+                self._file.write(partial(encode, line), LINE_BYTES)
 
     def dropped_lines(self) -> int:
         """Return the number of lines that are missing because the disk was too slow."""

@@ -323,9 +323,10 @@ def byte_tokenizer() -> LLTokenizer:
 
 
 def _after_a_byte(matcher: LLMatcher, first: bytes) -> LLMatcher:
-    """Return a matcher after one of the first bytes that it allows: one that fails there, if such a byte is among PROBES.
+    """Return a copy of a matcher that has consumed one of the first bytes that it allows.
 
-    A grammar that is too wide, such as one of 2,100 alternatives, fails there and not before."""
+    Tries PROBES of them, and stops at the first one after which the matcher is at fault.  A grammar that is too wide,
+    such as one of 2,100 alternatives, is at fault after its first byte and not before."""
     allowed = [byte for byte in range(256) if first[byte // 8] >> byte % 8 & 1]
     moved, step = matcher, max(1, len(allowed) // PROBES)
     for byte in allowed[::step][:PROBES]:

@@ -20,7 +20,7 @@ from engine.tools import simulate
 from engine.tools.trace import read_trace
 from engine.wire.clock import steady_ms
 from engine.wire.messages import Abort, Generate, Sampling
-from tests.pace import patience
+from tests.pace import patience, wait_until
 
 INFO = ModelInfo("scripted", "f00d", 1000, 512, [0], 64)
 CONFIG = EngineConfig(max_seqs=8, step_tokens=64, check_books=True, admission="none")
@@ -101,11 +101,38 @@ def test_a_slow_disk_drops_lines_and_delays_nothing(tmp_path: Path, monkeypatch:
         return b"x"
 
     for _ in range(10):  # a write that waited for the disk would wait for the end of this test
-        file.write(slow)
+        file.write(slow, 1)
     assert file.dropped >= 6  # three wait, and one is being written
     disk.set()
     file.close()
     assert (tmp_path / "log").read_bytes() == b"x" * (10 - file.dropped)
+
+
+def test_records_that_wait_for_the_disk_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of any size is written when it waits alone."""
+    monkeypatch.setattr("engine.log_file.QUEUE_BYTES", 1000)
+    file, busy, disk = LogFile(tmp_path / "log", 1 << 20), threading.Event(), threading.Event()
+
+    def slow() -> bytes:
+        busy.set()
+        assert disk.wait(patience(60))
+        return b"s"
+
+    file.write(slow, 5000)
+    assert busy.wait(patience(60))
+    file.write(b"lost".strip, 1)  # 5,000 bytes are not written yet
+    assert file.dropped == 1
+    disk.set()
+    wait_until(lambda: file._taken_bytes == 5000, 60)
+    disk.clear()
+    file.write(slow, 400)
+    file.write(b"a".strip, 300)
+    file.write(b"lost".strip, 301)
+    file.write(b"b".strip, 300)
+    assert file.dropped == 2
+    disk.set()
+    file.close()
+    assert (tmp_path / "log").read_bytes() == b"ssab"
 
 
 def test_its_options_are_checked() -> None:

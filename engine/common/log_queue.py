@@ -1,10 +1,13 @@
-"""Standard output and error that never block: a reader that stops costs log lines, never a loop.
+"""Make writes to standard output and standard error non-blocking, so that a stopped log reader cannot stop a server.
 
-    print, logging, warnings --> sys.stderr: QueuedStream --> queue --> writer thread --> file descriptor 2
+    print, logging, warnings --> QueuedStream in place of sys.stderr --> queue --> writer thread --> file descriptor 2
 
-A pipe holds 64 KiB.  When its reader has stopped (a stuck collector, a paused terminal), write() blocks until it reads
-on.  The queue takes MAX_LINES or MAX_BYTES; further lines are dropped and counted.  Once half of it is free again, one
-line says how many were dropped.
+The reader of a server's log may stop reading: a log collector hangs, or a terminal is paused.  Then the pipe fills up
+(64 KiB on Linux) and write() blocks.  A gateway that calls write() on its event loop would answer no request any more.
+
+So the process only appends its lines to a queue in memory.  A thread per stream writes them to the file descriptor, and
+only that thread blocks.  A queue holds at most MAX_LINES lines and MAX_BYTES bytes.  When it is full, new lines are
+dropped and counted until half of the queue is free again.  Then the log gets one line with the number of dropped lines.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from typing import Any, TextIO
 
 MAX_LINES, MAX_BYTES = 10_000, 4 << 20  # bounds of one stream's queue: lines, bytes
 WRITE_BYTES = 1 << 16  # largest write; the capacity of a pipe
+MAX_LINE_CHARS = (
+    1 << 18
+)  # text without a line end that a stream gathers; longer text is queued as if its line had ended
 DRAIN_S = 2.0  # longest wait at the end of the process for lines that are still queued
 
 Notice = Callable[[int], str]  # number of dropped lines -> the line that reports them
@@ -122,8 +128,9 @@ class QueuedWriter:
 class QueuedStream(io.TextIOBase):
     """A text stream over a QueuedWriter, in the place of sys.stdout or sys.stderr.
 
-    write() queues complete lines and keeps the rest until its line ends or flush() is called.  flush() does not wait:
-    print(flush=True) and handlers of libraries call it on event loops."""
+    write() queues complete lines.  It keeps an incomplete line until the line ends, flush() is called, or it has
+    MAX_LINE_CHARS.  flush() does not wait for the writer thread, because print(flush=True) and logging handlers call it
+    on event loops."""
 
     def __init__(self, original: TextIO, notice: Notice = plain_notice) -> None:
         self.original = original
@@ -140,6 +147,8 @@ class QueuedStream(io.TextIOBase):
             lines, end, self._rest = (self._rest + text).rpartition("\n")
             if end:
                 self.queue.write(self._encode(lines + end))
+            if len(self._rest) > MAX_LINE_CHARS:
+                self.flush()
         return len(text)
 
     def flush(self) -> None:

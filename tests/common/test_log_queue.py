@@ -17,6 +17,7 @@ import pytest
 from engine.common import log_queue, logs
 from engine.common.log_queue import QueuedStream, QueuedWriter
 from service.metrics import Telemetry
+from tests.pace import patience, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,6 +71,8 @@ def test_a_reader_that_stops_costs_lines_and_no_caller() -> None:
     pipe = Pipe()
     writer = QueuedWriter(pipe.write_end)
     pipe.fill()
+    writer.write(b"first\n")
+    wait_until(lambda: writer._writing, 60)  # the thread waits for the reader from now on
     total = 1_000
     fill(writer, total)  # more than the queue holds: this call returns all the same
     dropped = writer.dropped
@@ -205,3 +208,18 @@ def test_a_deadline_ends_a_process_whose_log_is_not_read() -> None:
     finally:
         os.close(read_end)
         os.close(write_end)
+
+
+def test_a_line_that_never_ends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that prints without line ends gathers no more than the limit."""
+    monkeypatch.setattr(log_queue, "MAX_LINE_CHARS", 1000)
+    read_end, write_end = os.pipe()
+    stream = QueuedStream(os.fdopen(write_end, "w"))
+    for _ in range(50):
+        stream.write("x" * 99)
+        assert len(stream._rest) <= 1000
+    stream.flush()
+    assert stream.queue.drain(patience(60))
+    assert os.read(read_end, 10_000) == b"x" * 50 * 99
+    os.close(read_end)
+    stream.original.close()

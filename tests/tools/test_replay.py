@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from engine import log_file, recorder
 from engine.config import EngineConfig
-from engine.core.limits import Admission, Outputs, Totals
-from engine.core.plan import Sampler, StepResult
+from engine.core.limits import Admission, Event, Outputs, Totals
+from engine.core.plan import Sampler, Slice, StepPlan, StepResult
 from engine.executor.base import ModelInfo, ScriptedExecutor, StepError
 from engine.loop import Engine
 from engine.orders import Order, Report, ResetPrefixCache, Resume
 from engine.tools import replay, simulate
 from engine.turn_record import TurnRecord
-from engine.wire.messages import Abort, Generate, Sampling
+from engine.wire.messages import Abort, Generate, Sampling, TokenLogprob
 
 INFO = ModelInfo("m", "f00d", 1000, 512, [0], 64)
 MODES = get_args(Admission)
@@ -272,15 +272,32 @@ def test_a_slow_disk_ends_the_log_without_a_gap(tmp_path: Path, monkeypatch: pyt
         free.wait()
         return b"0"
 
-    file.write(slow)
+    file.write(slow, 1)
     busy.wait()
     for at in range(1, 6):
-        file.write(str(at).encode)
+        file.write(str(at).encode, 1)
     assert file.dropped == 1
     free.set()
-    file.write(b"6".strip)
+    file.write(b"6".strip, 1)
     file.close()
     assert (tmp_path / "log").read_bytes() == b"012"
+
+
+def test_the_memory_of_a_turn_grows_with_its_lists() -> None:
+    """Prompts, resumed answers, scores and digests may be large; the estimate has each of them."""
+    long = Generate("r", "g", [7] * 1000, 1, Sampling(), 0)
+    scores = {0: [TokenLogprob(-0.5)] * 1000}
+    event = Event("ended", long, 0, 1, 5, "stop", [b"d" * 32] * 1000)
+    empty = recorder.memory_of(TURN)
+    for changes in (
+        {"orders": [long]},
+        {"orders": [Resume(msgspec.structs.replace(long, token_ids=[1]), [None, [7] * 1000])]},
+        {"plan": StepPlan(1, slices=[Slice(0, 0, [7] * 1000, None)])},
+        {"result": StepResult(1, [], [], prompt_logprobs=scores)},
+        {"result": StepResult(1, [], [], candidates={3: ([7] * 1000, [0.5] * 1000)})},
+        {"outputs": Outputs({}, [], [event])},
+    ):
+        assert recorder.memory_of(msgspec.structs.replace(TURN, **changes)) > empty + 30_000, changes
 
 
 def test_a_record_cut_short_ends_the_log_and_another_file_is_refused(
