@@ -99,6 +99,15 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             "programs.",
         ),
     ] = 30.0
+    gateway_start_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds within which a gateway must be ready after its start; else it is killed and started "
+            "again. A pause of the machine does not count. 0: no limit. The default is many times what a start takes, "
+            "some seconds. Raise it where a tokenizer is read from a very slow disk.",
+        ),
+    ] = 300.0
     data_dir: Annotated[
         str,
         Meta(
@@ -263,6 +272,7 @@ def serve(argv: Sequence[str]) -> int:
                 ["-m", "service.app", *gateway_words, *engine_page, f"--model={model}", f"--port={port}", *named],
                 gateway.drain_s + 10,
                 silence_s=own.gateway_timeout_s,
+                start_s=own.gateway_start_s,
             )
             for i in range(own.gateways)
             for named in [(f"--gateway-id={gateway.gateway_id or name}-{i}", f"--metrics-port={pages[1 + i]}")]
@@ -397,12 +407,19 @@ class Child:
     """One supervised process, which restarts when it ends by itself."""
 
     def __init__(
-        self, name: str, words: list[str], stop_s: float, *, standby: bool = False, silence_s: float = 0.0
+        self,
+        name: str,
+        words: list[str],
+        stop_s: float,
+        *,
+        standby: bool = False,
+        silence_s: float = 0.0,
+        start_s: float = 0.0,
     ) -> None:
         """`words`: arguments of Python.  `stop_s`: seconds it may take to end after SIGTERM.  `standby`: keep a spare,
         started with --standby, which takes over when it ends.  `silence_s`: kill a process that is up and sends no beat
-        for so long; 0: it sends none."""
-        self._silence_s = silence_s
+        for so long; 0: it sends none.  `start_s`: kill a process that is not up after so long; 0: never."""
+        self._silence_s, self._start_s = silence_s, start_s
         self._name = name
         self._words = words
         self._stop_s = stop_s
@@ -492,10 +509,7 @@ class Child:
         Once it is up, a spare starts if there is none.  So a spare never competes with a first start."""
         ending = asyncio.create_task(process.wait())
         try:
-            up = False
-            while not (up or ending.done()):
-                await asyncio.wait([ending], timeout=POLL_S)
-                up = listener.is_ready()
+            up = await self._wait_until_up(ending, listener)
             if self._standby and not ending.done() and (self._spare is None or self._spare.returncode is not None):
                 self._spare = await self._start(listener, "--standby")
             if up and self._silence_s:
@@ -503,6 +517,25 @@ class Child:
             return await ending, up
         finally:
             ending.cancel()
+
+    async def _wait_until_up(self, ending: asyncio.Task[int], listener: readiness.ReadinessListener) -> bool:
+        """Wait until the process is up or ends.  Kill it once it has not been up for `start_s`.  Returns whether it is
+        up."""
+        loop, starting = asyncio.get_running_loop(), Silence(POLL_S)
+        up = killed = False
+        while not (up or ending.done()):
+            await asyncio.wait([ending], timeout=POLL_S)
+            up = listener.is_ready() and not killed
+            spent_s = starting.look(1, loop.time())
+            if self._start_s and spent_s >= self._start_s and not (up or killed or self._stopping.is_set()):
+                print(
+                    f"quire serve: the {self._name} is not ready {self._start_s:g} s after its start "
+                    "(--gateway-start-s); killing it",
+                    file=sys.stderr,
+                )
+                self._signal(signal.SIGKILL)
+                killed = True
+        return up
 
     async def _wait_for_silence(self, ending: asyncio.Task[int], listener: readiness.ReadinessListener) -> None:
         """Wait until the process ends, or kill it once its event loop hangs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import signal
@@ -9,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -55,6 +57,57 @@ def test_a_gateway_whose_loop_hangs_is_restarted(tmp_path: Path) -> None:
         wait_until_ready(url, HANG_S)
         assert [one.pid for one in gateways(server)] != [gateway.pid]
         assert server.terminate(HANG_S) == 0
+
+
+class Hanging:
+    """A process that ends only when it is killed."""
+
+    def __init__(self) -> None:
+        self.returncode: int | None = None
+        self._killed = asyncio.Event()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self.returncode = -number
+        self._killed.set()
+
+    async def wait(self) -> int:
+        await self._killed.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+
+class Readiness:
+    """What a supervisor hears from a process that is ready at a number of looks; 0: never."""
+
+    beats = 0
+
+    def __init__(self, ready_at: int) -> None:
+        self.looks, self._ready_at = 0, ready_at
+
+    def is_ready(self) -> bool:
+        self.looks += 1
+        return self.looks == self._ready_at
+
+
+async def test_a_gateway_that_hangs_before_it_is_ready_is_killed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limit is 10 looks, each of which counts as two at most, so a slow machine changes nothing."""
+    monkeypatch.setattr(cli, "POLL_S", 0.001)
+    for start_s, ready_at, status in ((0.01, 0, -signal.SIGKILL), (0.01, 3, None), (0.0, 60, None)):
+        child, listener = cli.Child("gateway 0", [], 1.0, start_s=start_s), Readiness(ready_at)
+        process: Any = Hanging()
+        child._process = process
+        watching = asyncio.create_task(child._watch(process, cast(Any, listener)))
+        if ready_at:
+            while listener.looks < ready_at:  # noqa: ASYNC110  (looks of the supervisor, not a time)
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.05)  # more than the limit: a longer sleep tests the same
+            assert process.returncode is None
+            process.send_signal(signal.SIGTERM)
+        assert await watching == ((status, False) if status else (-signal.SIGTERM, True))
+        killed = "the gateway 0 is not ready 0.01 s after its start (--gateway-start-s); killing it"
+        assert (killed in capsys.readouterr().err) == (status is not None)
 
 
 def test_a_supervisor_that_was_stopped_kills_no_gateway(tmp_path: Path) -> None:
