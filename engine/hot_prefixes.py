@@ -56,7 +56,7 @@ class PrefixCounts:
         if digest not in self._hot and len(self._hot) < 4 * MOST:
             token_ids = event.request.token_ids[: blocks * self._block_size]
             tokens = struct.pack(f"<{len(token_ids)}I", *token_ids)
-            self._hot[digest] = 0.0, HotPrefix(tokens, event.request.cache_salt, event.request.tenant)
+            self._hot[digest] = 0.0, HotPrefix(tokens, event.request.cache_salt)
         if digest in self._hot:
             hits, prefix = self._hot[digest]
             self._hot[digest] = hits + 1.0, prefix
@@ -108,8 +108,9 @@ def warm(
         if (token_ids := fit(prefix, engine)) and not why:
             name, sampling = f"{AHEAD}{number}", Sampling(temperature=0.0, ignore_eos=True)
             digests = prefix_digests(token_ids, prefix.cache_salt)
-            whose = {"cache_salt": prefix.cache_salt, "tenant": prefix.tenant}
-            box.orders.append(Generate(name, "", token_ids, 1, sampling, FOREVER_MS, prefixes=digests, **whose))
+            box.orders.append(
+                Generate(name, "", token_ids, 1, sampling, FOREVER_MS, prefix.cache_salt, prefixes=digests)
+            )
             while box.orders or not core.idle:
                 if not why and (why := obstacle()):
                     box.orders.append(Abort(name))

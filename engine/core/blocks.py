@@ -111,10 +111,10 @@ class BlockPool:
             self._refs[block] += 1
             self._named += 1
 
-    def acquire_prefix(self, blocks: Iterable[int]) -> None:
-        """acquire() blocks that a request has found with lookup()."""
+    def acquire_prefix(self, blocks: Iterable[int], tenant: str = "", weight: float = 1.0) -> None:
+        """acquire() blocks that a request of this tenant has found with lookup()."""
         for block in blocks:
-            self._eviction.found(block)
+            self._eviction.found(block, tenant, weight)
         self.acquire(blocks)
 
     def idle_among(self, blocks: Iterable[int]) -> int:

@@ -236,7 +236,6 @@ class HotPrefix(msgspec.Struct, frozen=True, array_like=True):
 
     tokens: bytes  # token ids, 4 bytes each, little endian
     cache_salt: str = ""
-    tenant: str = ""  # of a request that found it: the cached blocks count for this tenant
 
 
 class SequenceBlocks(msgspec.Struct, frozen=True, array_like=True):

@@ -56,7 +56,7 @@ class Paged:
         return self._pool.lookup(seq.digest(i, fingerprint, size) for i in range((seq.known - 1) // size))
 
     def start_table(self, seq: Sequence, hits: list[int]) -> list[int]:
-        self._pool.acquire_prefix(hits)
+        self._pool.acquire_prefix(hits, seq.request.tenant, seq.request.weight)
         return list(hits)
 
     def seal(self, seq: Sequence, end: int) -> int | None:

@@ -53,14 +53,7 @@ class FairEviction:
 
     def cached(self, block: int, digest: bytes, tenant: str, weight: float) -> None:
         """Note that a held block entered the prefix index, for a tenant of this weight."""
-        if (owner := self._tenants.get(tenant)) is None:
-            owner = self._tenants[tenant] = CachedBlocks()
-        self._weight += weight - owner.weight
-        owner.weight = weight
-        owner.count += 1
-        self._count += 1
-        self._of[block] = tenant
-        self._rounds[block] = 0
+        self._add(block, tenant, weight)
         self._used_again[block] = digest in self._evicted
         if self._used_again[block]:
             del self._evicted[digest]
@@ -74,9 +67,24 @@ class FairEviction:
             del self._tenants[self._of[block]]
             self._weight = sum(other.weight for other in self._tenants.values())  # no rounding error stays
 
-    def found(self, block: int) -> None:
-        """Note that a request found a block in the prefix index."""
+    def found(self, block: int, tenant: str, weight: float) -> None:
+        """Note that a request found a block in the prefix index.
+
+        The block counts for its tenant from now on: a warm-up may have computed it (engine/hot_prefixes.py)."""
+        if self._of[block] != tenant:
+            self.uncached(block)
+            self._add(block, tenant, weight)
         self._used_again[block] = 1
+        self._rounds[block] = 0
+
+    def _add(self, block: int, tenant: str, weight: float) -> None:
+        if (owner := self._tenants.get(tenant)) is None:
+            owner = self._tenants[tenant] = CachedBlocks()
+        self._weight += weight - owner.weight
+        owner.weight = weight
+        owner.count += 1
+        self._count += 1
+        self._of[block] = tenant
         self._rounds[block] = 0
 
     def choose(self, idle: OrderedDict[int, None], digests: list[bytes | None]) -> int:

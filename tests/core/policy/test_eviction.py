@@ -39,7 +39,7 @@ class Cache:
         digests = [f"{tenant} {prompt} {i}".encode() for i in range(blocks)]
         table = self.pool.lookup(digests)
         hits = len(table)
-        self.pool.acquire_prefix(table)
+        self.pool.acquire_prefix(table, tenant, weight)
         table += self.pool.allocate(blocks - hits)
         evicted, self.pool.evicted = self.pool.evicted, []
         for block, digest in zip(table[hits:], digests[hits:], strict=True):
@@ -159,6 +159,19 @@ def test_the_share_goes_by_weight() -> None:
             cache.ask("flood", next(numbers), 8, other)
         kept.append(cache.ask("heavy", 0, 40, 3.0)[0])
     assert kept[0] == 40 > kept[1]
+
+
+def test_a_block_of_the_warm_up_counts_for_the_tenant_that_finds_it() -> None:
+    """The warm-up computes with a salt and no tenant."""
+    pool = BlockPool(8, SIZE)
+    table = pool.allocate(2)
+    for block, digest in zip(table, (b"1", b"2"), strict=True):
+        pool.seal(block, digest)
+    pool.release(table)
+    pool.acquire_prefix(pool.lookup([b"1", b"2"]), "acme", 2.0)
+    pool.check([table])
+    assert {tenant: owner.count for tenant, owner in pool._eviction._tenants.items()} == {"acme": 2}
+    assert pool._eviction._weight == 2.0
 
 
 def test_memory_and_the_work_of_one_eviction_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
