@@ -287,7 +287,7 @@ def test_the_memory_of_a_turn_grows_with_its_lists() -> None:
     """Prompts, resumed answers, scores and digests may be large; the estimate has each of them."""
     long = Generate("r", "g", [7] * 1000, 1, Sampling(), 0)
     scores = {0: [TokenLogprob(-0.5)] * 1000}
-    event = Event("ended", long, 0, 1, 5, "stop", [b"d" * 32] * 1000)
+    event = Event("ended", long, 0, 1, "stop", 5, [b"d" * 32] * 1000)
     empty = recorder.memory_of(TURN)
     for changes in (
         {"orders": [long]},
