@@ -3,7 +3,8 @@
     python -m tests.system.ending [--streams 1000 4000] [--how leave deadline drain]
 
 One gateway process, an engine that says one token of each answer, and clients that wait for the second.  They all
-leave, or their deadlines pass, or the gateway drains.
+leave, or their deadlines pass, or the gateway drains.  Also prints the memory and descriptors of an open stream.  Each
+side needs a descriptor per stream: `ulimit -n` must be above the number of streams.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tests.system.stack import free_port
 OPENED_AT_ONCE = 100
 SLOTS = 1024  # a real engine has no more sequences than this at once, so no more deltas in one batch
 LIMIT_S = 300.0
+STREAMS_PER_ADDRESS = 20_000  # one pair of addresses has some 28,000 ports for clients
 
 
 class Hushed:
@@ -62,9 +64,9 @@ class Hushed:
             await asyncio.sleep(0.05)
 
 
-async def open_stream(port: int, timeout_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def open_stream(port: int, number: int, timeout_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A stream that has had its first event."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection(f"127.0.0.{1 + number // STREAMS_PER_ADDRESS}", port)
     body = json.dumps({"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 100, "stream": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}"
@@ -106,7 +108,13 @@ async def measure(server: EmbeddedRedis, checkpoint: Path, folder: Path, streams
     """One line of the table."""
     port, page = free_port(), free_port()
     options = [f"--redis-url={server.url}", f"--port={port}", f"--metrics-port={page}", "--gateway-id=g0"]
-    options += ["--served-name=tiny", "--max-open=20000", "--late-wait-s=10000", "--drain-s=0.1"]
+    options += [
+        "--served-name=tiny",
+        f"--max-open={max(20_000, streams + 100)}",
+        "--host=0.0.0.0",
+        "--late-wait-s=10000",
+        "--drain-s=0.1",
+    ]
     timeout_s = 20 + streams / 100 if how == "deadline" else 3000.0
     with ending([Process(folder / f"{how}-{streams}.log", "gateway", str(checkpoint), *options)]) as [gateway]:
         engine = Hushed(server.url)
@@ -115,11 +123,15 @@ async def measure(server: EmbeddedRedis, checkpoint: Path, folder: Path, streams
         client, process = redis.Redis.from_url(server.url), psutil.Process(gateway.popen.pid)
         ends = time.monotonic() + timeout_s
         opened: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        empty, opening, descriptors = process.memory_info().rss, time.monotonic(), process.num_fds()
         while len(opened) < streams:
             some = min(OPENED_AT_ONCE, streams - len(opened))
-            opened += await asyncio.gather(*(open_stream(port, ends - time.monotonic()) for _ in range(some)))
+            numbers = range(len(opened), len(opened) + some)
+            opened += await asyncio.gather(*(open_stream(port, at, ends - time.monotonic()) for at in numbers))
         await asyncio.sleep(paced(1.0))
         before, held = await asyncio.to_thread(stalls, page), process.memory_info().rss
+        opened_s, descriptors = time.monotonic() - opening, process.num_fds() - descriptors
+        each = (held - empty) / streams / 1024
         client.config_resetstat()
         peak_bytes(process.pid, reset=True)
         began, cpu = time.monotonic(), sum(process.cpu_times()[:2])
@@ -150,7 +162,8 @@ async def measure(server: EmbeddedRedis, checkpoint: Path, folder: Path, streams
     return (
         f"{streams:>7} {how:<9} {took:6.1f} s, gateway CPU {spent:5.1f} s, stall <= "
         f"{longest(before['stall'], after['stall']):g} s, busy in it <= {longest(before['busy'], after['busy']):g} s, "
-        f"peak {(peak - held) / 2**20:+.0f} MiB, Redis busy {busy:.2f} s"
+        f"peak {(peak - held) / 2**20:+.0f} MiB, Redis busy {busy:.2f} s; opened in {opened_s:.0f} s, "
+        f"{each:.1f} KiB and {descriptors / streams:.3f} descriptors per stream"
     )
 
 
