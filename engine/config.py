@@ -236,11 +236,20 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(
             ge=0,
             description="MiB of host memory, on each rank, for compiled grammars that no request uses, estimated: a "
-            "schema takes 0.1 to 4 MiB. Those of running and waiting requests are not counted. The default keeps some "
+            "schema takes 0.1 to 4 MiB. grammars_held_mib bounds those of requests. The default keeps some "
             "hundred schemas. Raise it where more different schemas come again and again: compiling one takes "
             "milliseconds, large ones some tenths of a second. 0: none is kept.",
         ),
     ] = 256
+    grammars_held_mib: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="MiB of host memory, on each rank, for grammars of running and waiting requests, estimated. "
+            "Above it requests with other grammars wait until some have ended. The default is enough for 256 schemas "
+            "of 4 MiB at once. Lower it where memory is scarce.",
+        ),
+    ] = 1024
     itl_stretch: Annotated[
         float,
         Meta(

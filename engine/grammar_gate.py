@@ -7,31 +7,50 @@
 A request holds its grammar until it ends, so a sequence that returns after a preemption finds it.  An abort, or a
 deadline that has passed, releases a request that waits: the scheduler then ends it as any other one.  A grammar that
 cannot be followed ends its own request (`Refused`).
+
+The grammars that requests hold are bounded in bytes.  Above the bound a request with another grammar waits here and
+holds nothing, tenants in turns (fair_list.py).  It holds its grammar once enough requests have ended.
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Callable, Iterable
 
+from engine.common.fair_list import FairList
 from engine.executor.grammar_store import GrammarCounts, HeldGrammars
 from engine.orders import Inbox, Order, Refused, Resume, request_of
 from engine.wire.clock import steady_ms
 from engine.wire.messages import Abort, Generate
 
+log = logging.getLogger("quire.engine")
+
+WARN_MS = 60_000  # shortest time between two warnings
 POLL_S = 0.002  # how often an engine with nothing else to do asks for the grammars that it waits for
 
 
 class GrammarGate:
     """An Inbox over another one.  The loop's thread owns it."""
 
-    def __init__(self, inbox: Inbox, store: HeldGrammars | None, clock: Callable[[], int] = steady_ms) -> None:
+    def __init__(
+        self,
+        inbox: Inbox,
+        store: HeldGrammars | None,
+        clock: Callable[[], int] = steady_ms,
+        *,
+        most_held_mib: int = 1024,
+    ) -> None:
         """`store`: None: the executor follows no grammar, and the scheduler refuses requests with one.
-        `clock`: unix time in ms that deadlines are compared with."""
+        `clock`: unix time in ms that deadlines are compared with.  `most_held_mib`: bound of the grammars that requests
+        hold; the last one may exceed it."""
         self._inbox, self._store, self._clock = inbox, store, clock
         self._waiting: dict[str, list[Order]] = {}  # by id: a request, then the aborts of single continuations
         self._by_grammar: dict[str, dict[str, None]] = {}  # the ids that wait for each, in the order of their arrival
         self._deadlines: list[tuple[int, str]] = []  # heap of (deadline_ms, id); those that left drop out lazily
+        self._queue: FairList[str] = FairList()  # ids of those that hold no grammar yet
+        self._tenants: dict[str, str] = {}  # id -> tenant, of these
+        self._most_held_mib, self._warn_ms = most_held_mib, 0
         self.waiting_sequences = self.waiting_tokens = 0  # continuations that wait here, and tokens of their prompts
 
     @property
@@ -65,6 +84,7 @@ class GrammarGate:
             for request_id in list(self._by_grammar.get(grammar, ())):
                 passed += self._checked(self._leave(request_id))
         passed += self._expired()
+        passed += self._next_holders()
         for order in arrived:
             passed += self._route(order)
         return passed
@@ -85,13 +105,46 @@ class GrammarGate:
             return [order]
         if request.id in self._waiting:  # delivered twice
             return []
-        if self._store.hold(request.id, grammar, request.tenant, request.weight):
+        if self._full() and not self._store.is_held(grammar):
+            self._queue.add(request.tenant, request.id, request.weight)
+            self._tenants[request.id] = request.tenant
+        elif self._store.hold(request.id, grammar, request.tenant, request.weight):
             return self._checked([order])
+        else:
+            self._by_grammar.setdefault(grammar, {})[request.id] = None
         self._waiting[request.id] = [order]
-        self._by_grammar.setdefault(grammar, {})[request.id] = None
         self._count(request, 1)
         heapq.heappush(self._deadlines, (request.deadline_ms, request.id))
         return []
+
+    def _full(self) -> bool:
+        """Whether the grammars that requests hold have reached their bound."""
+        assert self._store is not None
+        held_mib = self._store.counts.held_bytes >> 20
+        if held_mib < self._most_held_mib:
+            return False
+        if (now := self._clock()) >= self._warn_ms:
+            self._warn_ms = now + WARN_MS
+            log.warning(
+                "the grammars of requests take %d MiB: requests with other grammars wait (--grammars-held-mib %d)",
+                *(held_mib, self._most_held_mib),
+            )
+        return True
+
+    def _next_holders(self) -> list[Order]:
+        """Let requests hold their grammars, as long as the bound allows more.  Returns those that may start."""
+        assert self._store is not None
+        passed: list[Order] = []
+        while self._queue and not self._full() and (request_id := self._queue.pop()) is not None:
+            del self._tenants[request_id]
+            request = request_of(self._waiting[request_id][0])
+            assert request is not None
+            grammar = request.sampling.grammar
+            done = self._store.hold(request_id, grammar, request.tenant, request.weight)
+            self._by_grammar.setdefault(grammar, {})[request_id] = None
+            if done:
+                passed += self._checked(self._leave(request_id))
+        return passed
 
     def _abort(self, order: Abort) -> list[Order]:
         assert self._store is not None
@@ -125,6 +178,9 @@ class GrammarGate:
         request = request_of(orders[0])
         assert request is not None
         self._count(request, -1)
+        if (tenant := self._tenants.pop(request_id, None)) is not None:
+            self._queue.discard(tenant, request_id)
+            return orders
         same = self._by_grammar[request.sampling.grammar]
         del same[request_id]
         if not same:

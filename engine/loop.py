@@ -109,7 +109,9 @@ class Engine:
         self.draining = False  # set by another thread: claim nothing more, and leave once no token would be lost
         self.busy_since = 0.0  # monotonic seconds at which the present step began; 0: no step is running
         self._leave_at = math.inf  # monotonic seconds at which a draining engine leaves in any case
-        self._inbox, self._outbox = GrammarGate(inbox, executor.grammar_store, clock), outbox
+        held_mib = config.grammars_held_mib
+        self._inbox = GrammarGate(inbox, executor.grammar_store, clock, most_held_mib=held_mib)
+        self._outbox = outbox
         self._clock = clock
         self._load = LoadReport(config.engine_id, executor.info)
         self._in_flight = 0  # steps submitted and not collected

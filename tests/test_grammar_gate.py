@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.core.limits import Outputs
 from engine.executor.base import ScriptedExecutor
-from engine.executor.grammar_store import GrammarError, GrammarStore
+from engine.executor.grammar_store import PER_BYTE, GrammarError, GrammarStore
 from engine.executor.grammars import FAULTY, Grammars
 from engine.grammar_gate import POLL_S, GrammarGate
 from engine.llm import LLM
@@ -42,10 +42,10 @@ class Box:
 class Gate:
     """A gate over a box, whose grammars are compiled when `work` says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_held_mib: int = 1024) -> None:
         self.box, self.compiler, self.now_ms = Box(), Compiler(), 0
         self.store = store_of(self.compiler)
-        self.gate = GrammarGate(self.box, self.store, lambda: self.now_ms)
+        self.gate = GrammarGate(self.box, self.store, lambda: self.now_ms, most_held_mib=most_held_mib)
 
     def take(self, *orders: Order) -> list[Order]:
         self.box.orders += orders
@@ -75,6 +75,86 @@ def test_a_request_waits_and_others_pass() -> None:
     assert gate.gate.queued == 3
     assert not gate.gate.relieved
     assert gate.gate.waiting == gate.gate.waiting_tokens == 0
+
+
+def large(name: str) -> str:
+    """A grammar that counts as 4 MiB or more."""
+    return name + "x" * ((4 << 20) // PER_BYTE)
+
+
+def test_the_bytes_of_held_grammars_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    """Beyond the bound requests wait without a grammar, tenants in turns; those whose grammar is held, or that have
+    none, pass.  As requests end, each one gets its turn."""
+    gate, started, peak = Gate(most_held_mib=12), list[str](), 0
+    orders = [request(f"loud{at}", large(f"{at}"), tenant="loud") for at in range(20)]
+    quiet, shared = request("quiet", large("q"), tenant="quiet"), request("shared", large("0"), tenant="other")
+    passed = gate.take(*orders, quiet, shared, request("plain"))
+    assert [one.id for one in passed if isinstance(one, Generate)] == ["plain"]
+    assert (gate.gate.waiting, gate.store.counts.held) == (22, 3)
+    assert gate.gate.waiting_sequences == 22
+    while gate.gate.waiting:
+        running = [one.id for one in (*gate.take(), *gate.work()) if isinstance(one, Generate)]
+        assert running, "no request got its turn"
+        peak = max(peak, gate.store.counts.held_bytes)
+        started += running
+        gate.gate.ended(running)
+    assert sorted(started) == sorted(one.id for one in (*orders, quiet, shared))
+    assert started.index("quiet") <= 5  # of 22
+    assert peak < 13 << 20  # the last one may exceed the bound, by 4 MiB less what was left
+    assert gate.store.counts.held_bytes == 0
+    assert len([one for one in caplog.records if "requests with other grammars wait" in one.message]) == 1
+
+
+def test_a_request_that_waits_for_others_to_end_can_be_aborted_and_expires() -> None:
+    gate = Gate(most_held_mib=4)
+    gate.take(request("first", large("a")))
+    late = request("late", large("b"), deadline_ms=1000)
+    left = request("left", large("c"))
+    assert gate.take(late, left) == []
+    assert gate.take(Abort("left")) == [left, Abort("left")]
+    gate.now_ms = 1000
+    assert gate.take() == [late]  # the scheduler ends it
+    assert gate.gate.waiting == 1
+    gate.gate.ended(["late", "left", "first"])
+    assert gate.store.counts.held == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5), st.sampled_from(["new", "end", "abort", "work"]))))
+@settings(max_examples=40, deadline=None)
+def test_held_bytes_are_the_sum_of_held_grammars(steps: list[tuple[str, int, str]]) -> None:
+    """And every request that was not aborted starts once, when all that run end."""
+    gate, running, open_ids, started = Gate(most_held_mib=8), list[str](), set[str](), list[str]()
+
+    def note(orders: list[Order]) -> None:
+        for one in orders:
+            if isinstance(one, Generate):
+                running.append(one.id)
+                started.append(one.id)
+
+    for number, (tenant, at, what) in enumerate(steps):
+        if what == "new":
+            open_ids.add(f"r{number}")
+            note(gate.take(request(f"r{number}", large(f"{at}"), tenant=tenant)))
+        elif what == "work":
+            note(gate.work())
+        elif what == "end" and running:
+            gate.gate.ended([running.pop(0)])
+        elif what == "abort" and open_ids:
+            gone = sorted(open_ids)[at % len(open_ids)]
+            open_ids.discard(gone)
+            note(gate.take(Abort(gone)))
+            gate.gate.ended([gone])
+            running = [one for one in running if one != gone]
+        grammars = gate.store._grammars.values()
+        assert gate.store._held_bytes == sum(one.bytes() for one in grammars if one.tenants)
+    for _ in range(2 * len(steps) + 1):
+        note(gate.work())
+        gate.gate.ended(running)
+        running = []
+    assert gate.gate.waiting == 0
+    assert len(started) == len(set(started))
+    assert open_ids <= set(started)
+    assert gate.store._held_bytes == 0
 
 
 def test_an_abort_releases_what_it_aborts() -> None:

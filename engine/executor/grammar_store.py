@@ -51,6 +51,7 @@ class GrammarCounts:
     """What a store has, for metrics."""
 
     held: int = 0
+    held_bytes: int = 0  # estimated, like `kept_bytes`; of one that is not compiled yet: what it will take
     kept: int = 0
     kept_bytes: int = 0
     waiting: int = 0  # held ones whose compilation has not begun
@@ -73,6 +74,9 @@ class HeldGrammars(Protocol):
 
     def fault(self, text: str) -> str:
         """Return why a grammar cannot be followed; "": it can, or that is not known yet."""
+
+    def is_held(self, text: str) -> bool:
+        """Return whether a request holds a grammar."""
 
     @property
     def counts(self) -> GrammarCounts:
@@ -102,11 +106,12 @@ class Grammar:
     tenants: Counter[str] = field(default_factory=Counter)  # holders
     tokens: int = 0  # consumed by all copies
     copies: int = 0  # in use
+    held_bytes: int = 0  # its part of the store's sum
 
     def bytes(self) -> int:
-        """Return the estimated size, unscaled."""
+        """Return the estimated size, unscaled; of a grammar that is not compiled yet, the size that it will have."""
         size = sys.getsizeof(self.text) + len(self.fault)
-        if self.compiled is None:
+        if self.state is State.DONE and self.compiled is None:
             return size + 1_000
         return size + FIXED + PER_BYTE * len(self.text) + min(LEXER_BYTES, PER_TOKEN * self.tokens)
 
@@ -134,7 +139,7 @@ class GrammarStore:
         self._holders: dict[str, tuple[Grammar, str]] = {}  # request id -> what it holds, and its tenant
         self._work: FairList[str] = FairList()
         self._kept: OrderedDict[str, int] = OrderedDict()  # text -> its bytes when it was released, oldest first
-        self._kept_bytes = 0  # sum, unscaled
+        self._kept_bytes = self._held_bytes = 0  # sums, unscaled
         self._finished: deque[str] = deque()
         self._evicted: deque[Grammar] = deque()  # to be freed by a thread: it takes up to a millisecond
         self._running = 0  # threads that compile
@@ -155,6 +160,7 @@ class GrammarStore:
             self._kept_bytes -= self._kept.pop(text, 0)
             self._holders[request_id] = grammar, tenant
             grammar.tenants[tenant] += 1
+            self._count_held(grammar)
             if grammar.state is State.WAITING and not self._closed:
                 self._work.add(tenant, text, weight)
                 self._start_thread()
@@ -171,6 +177,7 @@ class GrammarStore:
                 del grammar.tenants[tenant]
                 self._work.discard(tenant, grammar.text)
             if not grammar.tenants:
+                self._count_held(grammar)
                 self._keep(grammar)
 
     def finished(self) -> list[str]:
@@ -186,6 +193,11 @@ class GrammarStore:
         """Return why a grammar cannot be followed; "": it can, or that is not known yet."""
         with self._lock:
             return self._grammars[text].fault if text in self._grammars else ""
+
+    def is_held(self, text: str) -> bool:
+        """Return whether a request holds a grammar."""
+        with self._lock:
+            return text in self._grammars and bool(self._grammars[text].tenants)
 
     def done(self, text: str) -> bool:
         """Return whether a grammar is compiled, or at fault."""
@@ -215,6 +227,7 @@ class GrammarStore:
                 return
             grammar.copies = max(0, grammar.copies - 1)
             grammar.tokens += tokens
+            self._count_held(grammar)
             if text in self._kept:
                 self._keep(grammar)
 
@@ -224,6 +237,7 @@ class GrammarStore:
         with self._lock:
             return GrammarCounts(
                 held=len(self._grammars) - len(self._kept),
+                held_bytes=int(self._held_bytes * self._scale),
                 kept=len(self._kept),
                 kept_bytes=int(self._kept_bytes * self._scale),
                 waiting=len(self._work),
@@ -261,6 +275,7 @@ class GrammarStore:
             self._compiled += 1
             self._faults += bool(fault)
             self._finished.append(text)
+            self._count_held(grammar)
             if not grammar.tenants:
                 self._keep(grammar)
         return True
@@ -292,6 +307,12 @@ class GrammarStore:
     def _scale(self) -> float:
         least, most = SCALES
         return min(most, max(least, self._measured / self._estimated))
+
+    def _count_held(self, grammar: Grammar) -> None:
+        """Bring a grammar's part of the held bytes up to date.  The lock is held."""
+        size = grammar.bytes() if grammar.tenants else 0
+        self._held_bytes += size - grammar.held_bytes
+        grammar.held_bytes = size
 
     def _keep(self, grammar: Grammar) -> None:
         """Keep a grammar that no request holds, or drop one that is not compiled.  The lock is held."""

@@ -102,6 +102,10 @@ class GrammarsOfRanks:
         """Return why a grammar cannot be followed; "": it can, or that is not known yet."""
         return self._own.fault(text)
 
+    def is_held(self, text: str) -> bool:
+        """Return whether a request holds a grammar."""
+        return text in self._counts
+
     @property
     def counts(self) -> GrammarCounts:
         """Those of rank 0, which the other ranks' equal but for what they evicted."""
