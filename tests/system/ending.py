@@ -104,6 +104,12 @@ def longest(before: dict[float, float], after: dict[float, float]) -> float:
     return max((border for border, count in after.items() if count > before[border]), default=0.0)
 
 
+def say_cost(streams: int, seconds: float, size: int, descriptors: int) -> None:
+    """Print what open streams cost the gateway."""
+    each = f"{size / streams / 1024:.1f} KiB, {descriptors / streams:.3f} descriptors"
+    print(f"{streams:>7} opened in {seconds:.0f} s: each {each}", flush=True)
+
+
 async def measure(server: EmbeddedRedis, checkpoint: Path, folder: Path, streams: int, how: str) -> str:
     """One line of the table."""
     port, page = free_port(), free_port()
@@ -130,8 +136,7 @@ async def measure(server: EmbeddedRedis, checkpoint: Path, folder: Path, streams
             opened += await asyncio.gather(*(open_stream(port, at, ends - time.monotonic()) for at in numbers))
         await asyncio.sleep(paced(1.0))
         before, held = await asyncio.to_thread(stalls, page), process.memory_info().rss
-        opened_s, descriptors = time.monotonic() - opening, process.num_fds() - descriptors
-        each = (held - empty) / streams / 1024
+        say_cost(streams, time.monotonic() - opening, held - empty, process.num_fds() - descriptors)
         client.config_resetstat()
         peak_bytes(process.pid, reset=True)
         began, cpu = time.monotonic(), sum(process.cpu_times()[:2])
@@ -162,8 +167,7 @@ async def measure(server: EmbeddedRedis, checkpoint: Path, folder: Path, streams
     return (
         f"{streams:>7} {how:<9} {took:6.1f} s, gateway CPU {spent:5.1f} s, stall <= "
         f"{longest(before['stall'], after['stall']):g} s, busy in it <= {longest(before['busy'], after['busy']):g} s, "
-        f"peak {(peak - held) / 2**20:+.0f} MiB, Redis busy {busy:.2f} s; opened in {opened_s:.0f} s, "
-        f"{each:.1f} KiB and {descriptors / streams:.3f} descriptors per stream"
+        f"peak {(peak - held) / 2**20:+.0f} MiB, Redis busy {busy:.2f} s"
     )
 
 
