@@ -12,10 +12,12 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from service.lenient_json import repaired
+from service.json_repair import WHOLE_CHARS, Repair, repaired, valid
 
 SCHEMAS = 64  # looked at for one argument, through references and unions
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+NO_STRING = ["integer", "number", "boolean", "null", "object", "array"]  # types of what is known to be no string
+_CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
@@ -104,28 +106,67 @@ class Tools:
         types = self._types.get(name, {}).get(argument, [])
         return not types or types == ["string"]
 
-    def value(self, name: str, argument: str, text: str) -> str:
-        """Return the JSON of an argument that a model wrote as text."""
-        return typed(text, self._types.get(name, {}).get(argument, []))
+    def types(self, name: str, argument: str) -> list[str]:
+        """Return the types of an argument; none: it is a string."""
+        return self._types.get(name, {}).get(argument, [])
 
 
-def typed(text: str, types: Iterable[str]) -> str:
+class ArgumentText:
+    """Text of one argument, as it arrives.  What may be an object or a list is repaired meanwhile."""
+
+    __slots__ = ("_parts", "_repair", "_types", "chars")
+
+    def __init__(self, types: list[str]) -> None:
+        self._types, self.chars = types, 0
+        self._parts: list[str] = []
+        self._repair = Repair() if _repairs(types) and not {"object", "array"}.isdisjoint(types) else None
+
+    def push(self, text: str) -> None:
+        """Add text."""
+        self._parts.append(text)
+        self.chars += len(text)
+        if self._repair is not None:
+            self._repair.push(text)
+
+    @property
+    def begin(self) -> str:
+        """The first characters, without spaces before them."""
+        return "".join(self._parts[:2]).lstrip()
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self._parts)
+
+    def value(self) -> str:
+        """Return the JSON of the text, which is complete."""
+        text = self.text
+        if (data := _CDATA.fullmatch(text)) is not None:
+            return typed(data[1], self._types)
+        return typed(text, self._types, self._repair)
+
+
+def typed(text: str, types: list[str], repair: Repair | None = None) -> str:
     """Return the JSON of a text as the first of the types whose value it is, else as a string.
 
-    The JSON of a value wins over what only may mean one: "1" is no boolean where an integer is one of the types."""
-    wanted, bare = list(types), text.strip()
-    for kind in wanted:
+    The JSON of a value wins over what only may mean one: "1" is no boolean where an integer is one of the types.
+    `repair`: it has read the text."""
+    bare = text.strip()
+    for kind in types:
         if (found := _exact(bare, kind)) is not None:
             return found
-    for kind in wanted:
-        if (found := _as(bare, kind, repair="string" not in wanted)) is not None:
+    for kind in types:
+        if kind in ("object", "array"):
+            found = _container(bare, "{" if kind == "object" else "[", types, repair)
+        else:
+            found = _scalar(bare, kind)
+        if found is not None:
             return found
     return json.dumps(text, ensure_ascii=False)
 
 
-def untyped(text: str) -> str:
-    """Return the JSON of a text of which only is known that it is no string."""
-    return typed(text, ["integer", "number", "boolean", "null", "object", "array"])
+def _repairs(types: list[str]) -> bool:
+    return "string" not in types  # else what is no valid JSON is a string
 
 
 def _exact(text: str, kind: str) -> str | None:
@@ -134,13 +175,11 @@ def _exact(text: str, kind: str) -> str | None:
         return text if text in {"boolean": ("true", "false"), "null": ("null",)}[kind] else None
     if kind not in ("integer", "number") or not _NUMBER.fullmatch(text):
         return None
-    return _as(text, kind, repair=False) or (text if kind == "number" else None)
+    return _scalar(text, kind) or (text if kind == "number" else None)
 
 
-def _as(text: str, kind: str, *, repair: bool) -> str | None:
+def _scalar(text: str, kind: str) -> str | None:
     """Return the JSON of a text as a value of one type; None if it is none."""
-    if kind in ("object", "array"):
-        return _container(text, "{" if kind == "object" else "[", repair)
     if kind == "boolean":
         low = text.lower()
         return "true" if low in ("true", "1") else "false" if low in ("false", "0") else None
@@ -161,15 +200,12 @@ def _as(text: str, kind: str, *, repair: bool) -> str | None:
     return None
 
 
-def _container(text: str, begins: str, repair: bool) -> str | None:
+def _container(text: str, begins: str, types: list[str], repair: Repair | None) -> str | None:
+    """Return the JSON of a text as an object or a list; None if it is none."""
     if not text.startswith(begins):
         return None
-    try:
-        json.loads(text, parse_constant=_refuse)
-        return text
-    except (ValueError, RecursionError):
-        return repaired(text) if repair else None
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    if not _repairs(types):
+        return valid(text)
+    if repair is not None and len(text) > WHOLE_CHARS:
+        return repair.finish()
+    return valid(text) or repaired(text)

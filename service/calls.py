@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from enum import Enum, auto
 from typing import Any, Literal, Protocol
 
 import msgspec
 
 from service.argument_types import Tools
-from service.lenient_json import repaired
+from service.json_repair import repaired
 from service.markers import Markers
 from service.notations import Notation
 
-BESIDE = frozenset({"type", "id", "index", "tool_call_id"})  # keys of a call that are no arguments
+_BESIDE = "id|type|index|tool_call_id"  # keys of a call that are no arguments
+BESIDE = frozenset(_BESIDE.split("|"))
+_ID = re.compile(r"[\w.:-]*")
+_ID_MEMBER = re.compile(rf"""["']?(?:{_BESIDE})["']?\s*[:=]\s*(?:"[\w.:-]*"|'[\w.:-]*'|[\w.:-]+)\s*""")
 
 End = Literal["", "cut", "whole"]  # end of the answer: not reached; cut by a limit; ended by the model
-CallPart = tuple[str | None, str]  # a new call's name or None, and a part of its arguments
+CallPart = tuple[str | None, str]  # (name or None, a part of a call's arguments), or (TEXT, text that is content)
+TEXT = ""  # no call has this name
 
 
 class Status(Enum):
@@ -52,10 +57,18 @@ class CallReader(Protocol):
 
 
 def loaded(text: str) -> Any:
+    """Return the value of JSON; None if it is none, or if an object has a key twice."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError):
         return None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
 
 
 def object_of(value: Any) -> str | None:
@@ -70,26 +83,41 @@ def object_of(value: Any) -> str | None:
     return None
 
 
+def is_id(member: str) -> bool:
+    """Return whether a member of a call, as it was written, is an id or a type."""
+    return _ID_MEMBER.fullmatch(member) is not None
+
+
+def _is_id(key: str, value: Any) -> bool:
+    plain = isinstance(value, int | None) or (isinstance(value, str) and _ID.fullmatch(value) is not None)
+    return key in BESIDE and plain
+
+
 def calls_of(value: Any, notation: Notation) -> list[CallPart] | None:
-    """Return names and arguments of the calls that a value holds; None if it holds anything else."""
+    """Return names and arguments of the calls that a value holds; None if it holds anything else.
+
+    Members of a call that are no part of one become content, after the call."""
     found: list[CallPart] = []
     for one in value if isinstance(value, list) else [value]:
         if not isinstance(one, dict):
             return None
+        beside: dict[str, Any] = {}
         if notation.keyed and len(one) == 1 and "name" not in one:
             [(name, given)] = one.items()
             arguments = object_of(given)
         else:
             function = one.get("function")
             call = function if isinstance(function, dict) else one
-            names = [call[key] for key in notation.names if isinstance(call.get(key), str)]
-            name = (names + ([function] if isinstance(function, str) else []) + [""])[0].strip()
-            every = [object_of(call[key]) for key in notation.arguments if key in call]
-            arguments = None if None in every else next((one for one in every if one and one != "{}"), "")
-            known = {*notation.names, *notation.arguments, "function", *BESIDE}
-            if not known.issuperset(call):
-                return None
-        if not name or arguments is None:
-            return None
+            names = [key for key in (*notation.names, "function") if isinstance(call.get(key), str)][:1]
+            name = call[names[0]].strip() if names else ""
+            every = {key: object_of(call[key]) for key in notation.arguments if key in call}
+            filled = [key for key, given in every.items() if given and given != "{}"]
+            arguments = None if None in every.values() else every[filled[0]] if filled else ""
+            used = {*names, *(every.keys() - filled[1:]), "" if call is one else "function"}
+            beside = {key: inner for key, inner in (one | call).items() if key not in used and not _is_id(key, inner)}
+        if not name or arguments is None or (beside and (notation.bare or arguments in ("", "{}"))):
+            return None  # or its arguments stand elsewhere
         found.append((name, arguments or "{}"))
+        if beside:
+            found.append((TEXT, json.dumps(beside, ensure_ascii=False)))
     return found or None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-from service.calls import BESIDE, CallPart, Context, End, Status, calls_of, loaded, object_of
+from service.calls import BESIDE, TEXT, CallPart, Context, End, Status, calls_of, is_id, loaded, object_of
 from service.lenient_json import Event, JsonReader
 
+_BEFORE_KEY = " \t\r\n{,;"  # what may stand before a key of an object
 _NOTHING = re.compile(r"\s*(\{\s*\}|null|\"\s*\")?\s*")  # as arguments
 
 
@@ -74,7 +75,7 @@ class JsonCalls:
         elif char.isspace():
             self._fence = False
         else:
-            return (self._fence and char.isalpha()) or (not self._first and char in ",;}])")
+            return self._fence and char.isalpha() if self._first else char in ",;}])"
         return True
 
     def _end(self, *, closed: bool) -> Status:
@@ -105,6 +106,8 @@ class JsonCalls:
         rest, self._rest, self._value = self._rest, False, None
         if rest:
             done = event is Event.END or self._blank or (event is not Event.BAD and value.is_closing)
+            if done and isinstance(value, _JsonCall):
+                self.parts += value.take_beside()
             return at, None if done and event is not Event.BAD else Status.DONE if done else Status.BROKEN
         if event is Event.BAD:
             return at, Status.DONE if self.committed else Status.BROKEN
@@ -132,12 +135,17 @@ class _JsonCall:
         self._is_rest = False  # and they were passed on
         self._pairs = self._words = 0  # colons before the arguments, and bare values before the name
         self._extra = False  # there are keys that are no part of a call
+        self._member: list[str] = []  # text since the last value, while its key is none of a call's
+        self._beside: list[str] = []  # members with such keys, as they were written
 
     def read(self, text: str, at: int, end: End) -> tuple[int, Event]:
         """Read on, up to the end of the object."""
         while True:
+            before = at
             at, event = self._json.read(text, at, final=bool(end))
             piece = self._json.take()
+            if self._slot in ("", "other"):
+                self._member.append(text[before:at])
             if event is Event.KEY:
                 self._begin_slot(self._json.key)
                 if self._notation.bare and self._extra and not self._arguments:
@@ -158,8 +166,15 @@ class _JsonCall:
         """Whether nothing but a closing bracket is missing."""
         return self._json.is_between and self._json.depth == 1
 
+    def take_beside(self) -> list[CallPart]:
+        """Return members that are no part of the call, as content."""
+        members, self._beside = self._beside, []
+        return [(TEXT, ", ".join(members))] if members else []
+
     def end(self, event: Event, end: End) -> bool:
         """End the object; return whether it is a call.  `event`: why reading ended."""
+        if self._json.in_key and not self.committed:
+            return False
         if event is not Event.END and end != "cut":
             self._json.complete(self._json.watch)
             self._collect(self._json.take())
@@ -195,6 +210,8 @@ class _JsonCall:
         else:
             self._slot = "other"
             self._extra = self._extra or key not in BESIDE
+        if self._slot != "other":
+            self._member = []
 
     def _collect(self, piece: str) -> None:
         if not piece:
@@ -220,11 +237,14 @@ class _JsonCall:
         if self._notation.bare and self._tools and self._name not in self._tools:
             return
         self.committed = True
-        self.parts.append((self._name, arguments.lstrip()))
+        self.parts += [*self.take_beside(), (self._name, arguments.lstrip())]
 
     def _end_slot(self) -> bool:
         """End the value of a key; return whether it may belong to a call."""
         slot, self._slot = self._slot, ""
+        member, self._member = "".join(self._member), []
+        if slot == "other" and not is_id(member := member.lstrip(_BEFORE_KEY)):
+            self._beside.append(member)
         if self._json.depth == 1:
             self._json.watch = 1
         if slot == "arguments":

@@ -108,6 +108,11 @@ class JsonReader:
         """Whether no value is open but objects and lists."""
         return self._state is _State.AFTER
 
+    @property
+    def in_key(self) -> bool:
+        """Whether a key was begun whose value was not."""
+        return self._state is _State.COLON or (self._is_key and self._state in (_State.STRING, _State.WORD))
+
     def begin_call(self) -> None:
         """Begin with the arguments of a call in Python's notation, after its parenthesis."""
         self._stack.append("call")
@@ -436,18 +441,3 @@ def _json_word(word: str) -> str | None:
     if _NUMBER.fullmatch(word):
         return word
     return _LITERALS.get(word)
-
-
-def repaired(text: str, dialect: Dialect | None = None) -> str | None:
-    """Return the object or list that a text holds as valid JSON; None if it holds anything else."""
-    reader = JsonReader(dialect)
-    reader.strict = False
-    at, event = reader.read(text, 0, final=True)
-    if event is Event.BAD or (not reader.pairs and "[" not in text and "{" not in text):
-        return None
-    if event is not Event.END:
-        reader.complete()
-    elif text[at:].strip():
-        return None
-    found = reader.take()
-    return found if found.strip() else None

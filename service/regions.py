@@ -26,7 +26,7 @@ import msgspec
 
 from service.argument_types import Tools
 from service.call_readers import READERS
-from service.calls import CallPart, CallReader, Context, End, Status
+from service.calls import TEXT, CallPart, CallReader, Context, End, Status
 from service.known_templates import digest, known, name_of
 from service.markers import Marker, Markers, Match
 from service.notations import Field, Notation, compiled, marker_texts, reasoning_texts, text_of_calls
@@ -310,7 +310,7 @@ class RegionReader:
         parts, call.parts = call.parts, []
         self._pass_calls(parts)
         if status is Status.NEXT:
-            self._raw, self._dropped = [], ""
+            self._raw, self._dropped = [""], ""  # the opening marker is the earlier call's
         elif status is Status.BROKEN or (status is Status.MORE and end):
             self._break_call()
         elif status is Status.DONE:
@@ -320,7 +320,9 @@ class RegionReader:
     def _pass_calls(self, parts: list[CallPart]) -> None:
         for name, arguments in parts:
             last = self._new[-1] if self._new else None
-            if name is not None:
+            if name == TEXT:
+                self._pass_on(arguments)
+            elif name is not None:
                 self._new.append(CallDelta(self.calls, name, arguments))
                 self.calls += 1
             elif isinstance(last, CallDelta):
@@ -409,12 +411,12 @@ class RegionReader:
 
     def _end_draft(self, end: End) -> None:
         """End the answer within calls: if they are complete, and the model ended it, they are calls."""
-        if end == "cut" or self._call is not None or not any(name is not None for name, _ in self._drafted):
+        if end == "cut" or self._call is not None or not any(name for name, _ in self._drafted):
             self._release_draft()
             return
         parts = self._drafted
         if not self._parallel:
-            others = [at for at, (name, _) in enumerate(parts) if name is not None][1:]
+            others = [at for at, (name, _) in enumerate(parts) if name][1:]
             parts = parts[: others[0]] if others else parts
         self._draft, self._held, self._field = None, [], None
         self._pass_calls(parts)

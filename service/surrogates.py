@@ -16,6 +16,7 @@ HALVES = re.compile("[\ud800-\udfff]")
 ESCAPES = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.S
 )
+TEXT_ESCAPES = re.compile(ESCAPES.pattern.decode(), re.S)
 
 
 def without_surrogates(value: Any) -> Any:
@@ -25,6 +26,13 @@ def without_surrogates(value: Any) -> Any:
     if isinstance(value, dict):
         return {without_surrogates(key): without_surrogates(inner) for key, inner in value.items()}
     return [without_surrogates(inner) for inner in value] if isinstance(value, list) else value
+
+
+def without_escaped_halves(text: str) -> str:
+    """Return JSON text with U+FFFD in place of escaped half surrogates."""
+    if "\\ud" not in text and "\\uD" not in text:
+        return text
+    return TEXT_ESCAPES.sub(lambda match: "\\ufffd" if match.group(1) else match.group(), text)
 
 
 def repaired(body: bytes) -> bytes:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 
-from service.argument_types import untyped
+from service.argument_types import NO_STRING, ArgumentText
 from service.calls import CallPart, Context, End, Status
 from service.json_calls import JsonCalls
 from service.markers import Match
 
 STREAM_CHARS = 256  # longest argument in tags that is held back: a longer string is passed on as it is written
-_CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
 
 class TagCalls:
@@ -25,9 +23,8 @@ class TagCalls:
         self._written: list[str] = []  # arguments that were not passed on yet
         self._keys = set[str]()
         self._key: str | None = None  # name of the open argument
-        self._type = ""  # the attribute of its tag: "true" for a string, "false" for anything else
-        self._value: list[str] = []
-        self._length = 0
+        self._is_text = False  # it is a string, whatever its text is
+        self._value = ArgumentText([])
         self._streams = False
 
     def read(self, text: str, at: int, end: End) -> tuple[int, Status]:
@@ -71,9 +68,12 @@ class TagCalls:
         return at, self._finish() if self.committed else Status.BROKEN
 
     def _open(self, key: str, match: Match) -> None:
-        self._key, self._value, self._length, self._streams = key, [], 0, False
+        tools = self._context.tools
+        written = (match.found.groupdict().get("string") or "").lower()  # the attribute of its tag
+        types = tools.types(self._name, key) if not written else NO_STRING if written == "false" else []
+        self._is_text = written == "true" or (not written and tools.is_text(self._name, key))
+        self._key, self._value, self._streams = key, ArgumentText(types), False
         self._keys.add(key)
-        self._type = (match.found.groupdict().get("string") or "").lower()
 
     def _argument(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
         """Read the value of the open argument."""
@@ -91,7 +91,7 @@ class TagCalls:
         if end == "whole":
             self._close()
         elif not self._streams:
-            begun = json.dumps("".join(self._value), ensure_ascii=False)[:-1]
+            begun = json.dumps(self._value.text, ensure_ascii=False)[:-1]
             self._written.append(f", {json.dumps(self._key, ensure_ascii=False)}: {begun}")
         return upto, self._finish(cut=end == "cut")
 
@@ -106,14 +106,12 @@ class TagCalls:
         if self._streams:
             self.parts.append((None, json.dumps(text, ensure_ascii=False)[1:-1]))
             return
-        self._value.append(text)
-        self._length += len(text)
-        assert self._key is not None
-        is_text = self._type == "true" or (not self._type and self._context.tools.is_text(self._name, self._key))
-        if is_text and self._length > STREAM_CHARS and not "".join(self._value[:2]).lstrip().startswith("<![CDATA["):
+        value = self._value
+        value.push(text)
+        if self._is_text and value.chars > STREAM_CHARS and not value.begin.startswith("<![CDATA["):
             self._pass_on()
             comma = ", " if len(self._keys) > 1 else ""
-            begun = json.dumps("".join(self._value), ensure_ascii=False)[:-1]
+            begun = json.dumps(value.text, ensure_ascii=False)[:-1]
             self.parts.append((None, f"{comma}{json.dumps(self._key, ensure_ascii=False)}: {begun}"))
             self._streams = True
 
@@ -124,15 +122,8 @@ class TagCalls:
         if self._streams:
             self.parts.append((None, '"'))
             return
-        text = "".join(self._value)
-        if (data := _CDATA.fullmatch(text)) is not None:
-            text = data[1]
-        if self._type:
-            value = untyped(text) if self._type == "false" else json.dumps(text, ensure_ascii=False)
-        else:
-            value = self._context.tools.value(self._name, key, text)
         comma = ", " if len(self._keys) > 1 else ""
-        self._written.append(f"{comma}{json.dumps(key, ensure_ascii=False)}: {value}")
+        self._written.append(f"{comma}{json.dumps(key, ensure_ascii=False)}: {self._value.value()}")
         if self.committed:
             self._pass_on()
 

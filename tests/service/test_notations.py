@@ -4,15 +4,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from service.argument_types import Tools, reduced, typed
-from service.lenient_json import Event, JsonReader, repaired
+from service.argument_types import ArgumentText, Tools, reduced, typed
+from service.json_repair import WHOLE_CHARS, Repair, repaired
+from service.lenient_json import Event, JsonReader
 from service.regions import Reading, ResponseTemplate, find, known
+from service.surrogates import without_surrogates
 
 TEMPLATES = {name: ResponseTemplate(described) for name, described in known().response_templates.items()}
 PROPERTIES: dict[str, Any] = {
@@ -306,3 +312,59 @@ def test_references_are_followed_and_end() -> None:
     [found] = reduced([tool])
     assert found["function"]["parameters"]["properties"] == {"a": {"type": []}}
     assert Tools([found]).is_text("f", "a")
+
+
+@pytest.mark.parametrize("types", [["object"], ["array"], ["object", "null"]])
+def test_a_long_argument_is_repaired_as_it_arrives(types: list[str]) -> None:
+    """Each part costs work for its own characters; the end costs none for those before it."""
+    begin = "{" if "object" in types else "["
+    member = "'a': 'x\ny', " if begin == "{" else "'x\ny', "
+    argument, reads = ArgumentText(types), Counter[int]()
+    inner = JsonReader.read
+
+    def counted(reader: JsonReader, text: str, at: int, *, final: bool = False) -> tuple[int, Event]:
+        reads[len(text) - at] += 1
+        return inner(reader, text, at, final=final)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JsonReader, "read", counted)
+        argument.push(begin)
+        for _ in range(1000):
+            argument.push(member)
+        written = argument.value()
+    assert len(argument.text) > WHOLE_CHARS
+    assert max(reads) <= 2 * len(member)
+    assert json.loads(written) == ({"a": "x\ny"} if begin == "{" else ["x\ny"] * 1000)
+
+
+def test_a_long_string_of_arguments_is_not_repaired_but_stays_text() -> None:
+    """Work at the end of a call is bounded; valid JSON of any length is an object."""
+    valid_text, broken = json.dumps({"a": "x" * 2 * WHOLE_CHARS}), "{'a': '" + "x" * 2 * WHOLE_CHARS + "'}"
+    assert repaired(valid_text) == valid_text
+    assert repaired(broken) is None
+    assert repaired(broken.replace("x" * WHOLE_CHARS, "")) == '{"a": ""}'
+
+
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.text()),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(VALUES, st.lists(st.integers(1, 60)))
+def test_json_is_repaired_alike_however_it_is_cut(value: Any, cuts: list[int]) -> None:
+    text = json.dumps([value], ensure_ascii=False)
+    repair = Repair()
+    for first, end in itertools.pairwise([0, *sorted({min(cut, len(text)) for cut in cuts}), len(text)]):
+        repair.push(text[first:end])
+    assert json.loads(repair.finish() or "") == [value]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": "\\ud83d"}', '{"\\ude00": 1}', '["\\ud83d\\ud83d\\ude00"]', '{"a": "\\\\ud83d"}']
+)
+@pytest.mark.parametrize("types", [["object", "array"], ["object", "array", "string"]])
+def test_half_surrogates_of_typed_arguments_become_replacement_characters(text: str, types: list[str]) -> None:
+    written = typed(text, types)
+    assert json.loads(written.encode()) == json.loads(written)
+    assert json.loads(written) == without_surrogates(json.loads(text))

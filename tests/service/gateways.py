@@ -1,0 +1,107 @@
+"""Gateways of tests: on the test's own event loop, or on a thread whose turns are measured."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from aiohttp import ClientSession
+
+from engine.wire.gateway_side import GatewaySide
+from engine.wire.messages import Sampling
+from service.app import Gateway
+from service.config import GatewayConfig
+from service.metrics import Telemetry
+from service.streams import Streams
+from service.tenants import Tenants
+from service.tokenizer import Tokenizer
+from tests.service.fakes import Served
+
+
+@contextlib.asynccontextmanager
+async def served(
+    config: GatewayConfig, tokenizer: Tokenizer, gateway_id: str = "g0", defaults: Sampling | None = None
+) -> AsyncIterator[Served]:
+    """A gateway on a free port.  A request still open at the end is an error."""
+    side = GatewaySide(
+        config.redis_url, gateway_id, namespace=config.namespace, retain_s=config.retain_s, grace_s=config.resume_s
+    )
+    await side.open()
+    telemetry = Telemetry(gateway_id, model="tiny", vllm=config.vllm_metrics)
+    streams = Streams(side, config, telemetry)
+    await streams.start()
+    tenants = Tenants(config.api_keys, config.tenants, config.admin_keys)
+    gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, defaults=defaults)
+    runner = gateway.runner(shutdown_timeout=0.5)
+    await runner.setup()
+    assert runner.server is not None
+    port = await gateway.connections.listen(runner.server, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{port}"
+    session = ClientSession(base_url=url)
+    yield Served(url, gateway, streams, session, runner)
+    await session.close()
+    gateway.connections.stop_listening()
+    await runner.cleanup()
+    await streams.stop()
+    await side.close()
+    assert len(streams) == 0
+
+
+class MeasuredLoop(asyncio.SelectorEventLoop):
+    """An event loop that knows the CPU time of its longest turn: what other threads and processes take is no part."""
+
+    longest_s = 0.0
+
+    def _run_once(self) -> None:
+        begin = time.thread_time()
+        super()._run_once()  # type: ignore[misc]
+        self.longest_s = max(self.longest_s, time.thread_time() - begin)
+
+
+class MeasuredGateway:
+    """A gateway on a thread of its own."""
+
+    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._loop = MeasuredLoop()
+        self._up, self._stop = threading.Event(), asyncio.Event()
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()), daemon=True)
+        self.served: Served
+
+    async def _serve(self) -> None:
+        async with served(self._config, self._tokenizer) as self.served:
+            self._up.set()
+            await self._stop.wait()
+
+    def __enter__(self) -> MeasuredGateway:
+        self._thread.start()
+        self._up.wait()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        self._loop.close()
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[list[float]]:
+        """Append the CPU seconds of the loop's longest turn within the context, without garbage collections."""
+        found: list[float] = []
+        gc.collect()
+        gc.disable()
+        try:
+            self._loop.longest_s = 0.0
+            yield found
+            found.append(self._loop.longest_s)
+        finally:
+            gc.enable()
+
+
+def settings(**changes: Any) -> GatewayConfig:
+    """Options of a gateway in tests."""
+    return GatewayConfig(**{"served_name": "tiny", "port": 0, "fleet_s": 0.02, "late_wait_s": 5.0, **changes})
