@@ -139,6 +139,7 @@ class Background:
         status = 200
         try:
             await self._read(job, opened)
+            await job.form.prepare_end(opened.pacer)
             response = job.form.response()
         except HandedOver:
             await self._release(job)

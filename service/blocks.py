@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 from service.api import ValidRequest
-from service.format import Piece, Position, Prompted
+from service.format import Position, Prompted
+from service.pacing import Pacer
+from service.pieces import Piece
 from service.regions import CallDelta
 
 Kind = Literal["text", "reasoning", "call"]
@@ -96,7 +98,10 @@ class BlockFormat:
         self._cached = max(cached)
 
     async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
-        """Do nothing: there are no log probabilities."""
+        """Do nothing: log probabilities are encoded with their block."""
+
+    async def prepare_end(self, pacer: Pacer) -> None:
+        """Do nothing: the end of a stream does not repeat the answer."""
 
     def _count(self, piece: Piece) -> None:
         self._tokens[0] += len(piece.token_ids)

@@ -15,11 +15,12 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from engine.wire.messages import TokenLogprob
-from service import beams, best_of, vllm_keys
+from service import beams, best_of, vllm_keys, whole_answers
 from service.api import Refusal, ValidRequest
-from service.content_scores import Score
 from service.logprobs import Columns, LogprobFormat
-from service.regions import CallDelta, Part, TextDelta
+from service.pacing import Pacer, Turns
+from service.pieces import Piece
+from service.whole_answers import WholeChoice
 
 ONE_PART_BYTES = 64 * 1024  # a whole answer up to this size is one part
 
@@ -75,36 +76,6 @@ def _malformed(event_id: str) -> Refusal:
     return Refusal(400, "invalid_event_id", message, param="last-event-id", given=event_id[:64])
 
 
-class Piece(msgspec.Struct):
-    """What is new in one choice.
-
-    `token_ids` are all its new tokens.  `text` lags behind them while a character, a marker or a possible stop string
-    is incomplete; it is complete when `finish` is set."""
-
-    choice: int  # prompt number * n + continuation
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprob] | None = None  # one for each token
-    offsets: list[int] | None = None  # characters of output before each token; set with logprobs
-    prompt_logprobs: list[TokenLogprob] | None = None  # for prompt tokens 1.., on a choice's first piece
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache, on a choice's first piece
-    finish: str | None = None  # "stop", "length" or "tool_calls"; nothing follows
-    stop_reason: str | int | None = None  # the stop string, or the client's own stop token
-    encoded: msgspec.Raw | None = None  # its logprobs as JSON, where they are long: see Format.prepare
-    reasoning: str = ""  # text of that region
-    calls: list[CallDelta] = []
-    reasoning_tokens: int = 0  # of the choice so far
-    score: float | None = None  # of an answer that beam search found, with `finish`
-    searched: int = 0  # tokens that the search computed besides those of its answers, with `finish`
-    shared: float = 0.0  # fraction of its beams' KV cache that they shared, with `finish`
-    parts: list[Part] = []  # text, reasoning and calls in the order in which the model wrote them
-    content: list[Score] | None = None  # the log probabilities of a chat's content; set with logprobs
-
-    def ordered(self) -> list[Part]:
-        """Return text, reasoning and calls in order, also for an answer without regions."""
-        return self.parts or ([TextDelta(self.text)] if self.text else [])
-
-
 class AnswerFormat(Protocol):
     """Writes one request's answer, whole or as the events of a stream."""
 
@@ -137,8 +108,11 @@ class AnswerFormat(Protocol):
     def failure(self, refusal: Refusal) -> bytes:
         """Return the last events of a stream that failed after its first event."""
 
-    async def whole(self, pieces: list[Piece]) -> list[bytes]:
-        """Return the body of an answer that is not streamed, in parts, from all its pieces."""
+    async def prepare_end(self, pacer: Pacer) -> None:
+        """Do the slow part of `done`, and of the answer that is stored, while other requests run."""
+
+    async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
+        """Return the body of an answer that is not streamed, in parts, from all its pieces.  Other requests run."""
 
 
 class Prompted(msgspec.Struct, frozen=True):
@@ -342,14 +316,14 @@ class Format:
         if piece.text:
             delta["content"] = piece.text
         if piece.calls:
-            delta["tool_calls"] = self._calls(piece, index=True)
+            delta["tool_calls"] = self._calls(piece)
         return delta
 
-    def _calls(self, piece: Piece, *, index: bool) -> list[dict[str, Any]]:
-        """Return the tool calls of a piece, each once; `index`: with its number, as events have it."""
+    def _calls(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the tool calls of a piece, each once, with its number."""
         found: dict[int, dict[str, Any]] = {}
         for new in piece.calls:
-            call = found.setdefault(new.index, {"index": new.index} if index else {})
+            call = found.setdefault(new.index, {"index": new.index})
             if new.name is not None:
                 call |= {"id": call_id(self.request_id, piece.choice, new.index), "type": "function"}
                 call["function"] = {"name": new.name, "arguments": new.arguments}
@@ -406,18 +380,23 @@ class Format:
 
     # -- the whole answer
 
-    async def whole(self, pieces: list[Piece]) -> list[bytes]:
+    async def prepare_end(self, pacer: Pacer) -> None:
+        """Do nothing: the end of a stream does not repeat the answer."""
+
+    async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
         """Return the body of a response that is not streamed, in parts.
 
-        `pieces`: all pieces of all choices, in order of arrival.  Long logprobs are encoded as `prepare` does."""
-        by_choice: list[list[Piece]] = [[] for _ in self._tokens]
+        `pieces`: all pieces of all choices, in order of arrival."""
+        turns = Turns(pacer)
         for piece in pieces:
             self._count(piece)
-            by_choice[piece.choice].append(piece)
+            await turns.pause()
+        scored = self._valid.sampling.logprobs >= 0
+        by_choice = await whole_answers.gathered(pieces, len(self._tokens), turns, scored=scored)
         parts, separator, scores = [self._open], b',"choices":[', b"null"
         for index, (at, joined) in enumerate(self._returned(by_choice)):
-            await self.prepare(joined, with_prompt=True)
-            entry = self._choice(joined, by_choice[at][-1])
+            await self.prepare(joined, with_prompt=True, turns=turns)
+            entry = self._choice(joined, by_choice[at].last, await self._whole_calls(joined, turns))
             entry["index"] = index
             if self._valid.prompt_logprobs:
                 prompt = self._prompts[at // self._valid.n].token_ids
@@ -426,6 +405,7 @@ class Format:
                     entry["prompt_logprobs"] = msgspec.Raw(scores)
             parts += [separator, msgspec.json.encode(entry)]
             separator = b","
+            await turns.pause()
         parts += [b'],"usage":', msgspec.json.encode(self.usage())]
         if self._valid.chat and self._valid.return_token_ids:
             parts += [b',"prompt_token_ids":', msgspec.json.encode(self._prompts[0].token_ids)]
@@ -442,36 +422,31 @@ class Format:
         ) * self._valid.prompt_logprobs
         return vllm_keys.nulls(vllm_keys.CHAT_ANSWER, present)
 
-    def _returned(self, by_choice: list[list[Piece]]) -> Iterator[tuple[int, Piece]]:
+    def _returned(self, by_choice: list[WholeChoice]) -> Iterator[tuple[int, Piece]]:
         """Yield (choice, all its pieces as one) of what is returned: every choice, or the likeliest of each prompt."""
         valid = self._valid
         for first in range(0, len(by_choice), valid.n):
             places = list(range(valid.n))
             if valid.best:
                 group = by_choice[first : first + valid.n]
-                logprobs = [[one.logprob for part in found for one in part.logprobs or ()] for found in group]
-                places = best_of.likeliest(logprobs, valid.best)
+                places = best_of.likeliest([one.logprobs for one in group], valid.best)
             for at in places:
-                joined = self._joined(first + at, by_choice[first + at])
+                joined = by_choice[first + at].piece()
                 if valid.hide_logprobs:
                     joined.logprobs = joined.offsets = None
                 yield first + at, joined
 
-    def _joined(self, choice: int, parts: list[Piece]) -> Piece:
-        """Return all pieces of a choice as one."""
-        whole = Piece(
-            choice, "".join(part.text for part in parts), [token for part in parts for token in part.token_ids]
-        )
-        whole.reasoning = "".join(part.reasoning for part in parts)
-        whole.calls = [call for part in parts for call in part.calls]
-        whole.prompt_logprobs = parts[0].prompt_logprobs
-        if self._valid.sampling.logprobs >= 0:
-            whole.logprobs = [entry for part in parts for entry in part.logprobs or ()]
-            whole.offsets = [offset for part in parts for offset in part.offsets or ()]
-            whole.content = [entry for part in parts for entry in part.content or ()]
-        return whole
+    async def _whole_calls(self, whole: Piece, turns: Turns) -> list[msgspec.Raw]:
+        """Return the tool calls of a choice as JSON."""
+        found = []
+        for new in whole.calls:
+            function = {"name": new.name, "arguments": new.arguments}
+            call = {"id": call_id(self.request_id, whole.choice, new.index), "type": "function", "function": function}
+            found.append(msgspec.Raw(msgspec.json.encode(call)))
+            await turns.pause()
+        return found
 
-    def _choice(self, whole: Piece, last: Piece) -> dict[str, Any]:
+    def _choice(self, whole: Piece, last: Piece, calls: list[msgspec.Raw]) -> dict[str, Any]:
         valid, prompt = self._valid, self._prompts[whole.choice // self._valid.n]
         entry: dict[str, Any] = {"index": whole.choice}
         if valid.chat:
@@ -483,8 +458,8 @@ class Format:
             message |= dict.fromkeys(vllm_keys.MESSAGE)
             if whole.reasoning and not valid.hide_reasoning:
                 message["reasoning"] = message["reasoning_content"] = whole.reasoning
-            if whole.calls:
-                message |= {"content": message["content"] or None, "tool_calls": self._calls(whole, index=False)}
+            if calls:
+                message |= {"content": message["content"] or None, "tool_calls": calls}
             entry["message"] = message
         else:
             entry["text"] = prompt.text + whole.text
@@ -503,13 +478,13 @@ class Format:
 
     # -- logprobs
 
-    async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
+    async def prepare(self, piece: Piece, *, with_prompt: bool | None = None, turns: Turns | None = None) -> None:
         """Encode the logprobs of a piece if they are long.  Other requests run in between.
 
         `with_prompt`: whether the prompt's logprobs belong to it; None: as the next `chunk` of its choice decides."""
         if piece.logprobs is not None:
             begins = not self._started[piece.choice] if with_prompt is None else with_prompt
-            piece.encoded = await self._scores.encode_long(self._columns(piece, with_prompt=begins))
+            piece.encoded = await self._scores.encode_long(self._columns(piece, with_prompt=begins), turns)
 
     def _logprobs(self, piece: Piece, *, with_prompt: bool) -> msgspec.Raw | dict[str, Any]:
         return piece.encoded or self._scores.entries(self._columns(piece, with_prompt=with_prompt))

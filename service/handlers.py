@@ -33,7 +33,7 @@ from service.beams import queue_extra
 from service.bodies import Bodies, Body
 from service.compaction import parse_compaction
 from service.config import GatewayConfig
-from service.format import ANSWER_ID, AnswerFormat, Piece, Position
+from service.format import ANSWER_ID, AnswerFormat, Position
 from service.grammar_checks import GrammarChecks
 from service.grammar_errors import NotServed
 from service.inference_headers import InferenceHeaders
@@ -42,6 +42,7 @@ from service.meter import Meter
 from service.metrics import Telemetry
 from service.middleware import METER, OWNER, PATH, TENANT, Capacity
 from service.open_request import HandedOver, OpenRequest
+from service.pieces import Piece
 from service.quotas import Quotas
 from service.refusal import renaming
 from service.request_work import RequestWork, cut_after
@@ -507,12 +508,13 @@ class Handlers:
         meter = request[METER]
         save = None
         if isinstance(form, ResponseFormat) and not resumed:
-            save = partial(self._stored.save, holder_of(request), valid, form)
+            save = partial(self._stored.save, holder_of(request), valid, form, opened.pacer)
         async with contextlib.aclosing(decode(opened, valid, self._tokenizer, each_token=form.each_token)) as pieces:
             if valid.stream:
                 async with contextlib.aclosing(_ending_with(pieces, save)) as saved:
+                    sent, waiting, silent = opened.record_sent, opened.waiting, opened.silent
                     return await sse.write(
-                        request, saved, form, meter, opened.record_sent, opened.waiting, silent=opened.silent
+                        request, saved, form, meter, sent, waiting, silent=silent, pacer=opened.pacer
                     )
             answered = []
             try:
@@ -523,7 +525,7 @@ class Handlers:
             except HandedOver:
                 raise Refusal(503, "shutting_down", "ask again with the same key", retry_after_s=1.0) from None
         headers = opened.waiting.headers() if opened.waiting is not None else None
-        parts = await form.whole(answered)
+        parts = await form.whole(answered, opened.pacer)
         if save is not None and isinstance(form, ResponseFormat):
             await save()
             parts = [form.body()]  # it says whether it was stored

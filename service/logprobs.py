@@ -13,6 +13,7 @@ import msgspec
 
 from engine.wire.messages import TokenLogprob
 from service.api import ValidRequest
+from service.pacing import Turns
 
 TURN_ALTERNATIVES = 4096  # encoded before other requests run: about 3 ms
 
@@ -52,7 +53,7 @@ class LogprobFormat:
             "text_offset": columns.offsets,
         }
 
-    async def encode_long(self, columns: Columns) -> msgspec.Raw | None:
+    async def encode_long(self, columns: Columns, turns: Turns | None = None) -> msgspec.Raw | None:
         """Return `entries` as JSON, made in turns; None where one turn is enough."""
         if len(columns.tokens) <= self._step:
             return None
@@ -62,7 +63,7 @@ class LogprobFormat:
             turn = Columns(columns.tokens[part], columns.found[part], columns.offsets[part], columns.texts[part])
             for name, values in self.entries(turn).items():
                 encoded.setdefault(name, []).append(msgspec.json.encode(values)[1:-1])
-            await asyncio.sleep(0)
+            await (asyncio.sleep(0) if turns is None else turns.pause())
         fields = (b'"%s":[%s]' % (name.encode(), b",".join(parts)) for name, parts in encoded.items())
         return msgspec.Raw(b"{" + b",".join(fields) + b"}")
 

@@ -7,6 +7,7 @@ parts of that size when the reader gets to it.  So a chunk is bounded too, howev
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import msgspec
 
@@ -65,7 +66,7 @@ class Mailbox:
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob] | None = None
         self.had: list[int] = []  # tokens before `at`, which a resuming client already has
-        self.had_logprobs: list[TokenLogprob] | None = None
+        self.had_logprobs: Sequence[TokenLogprob] | None = None
         self.ended = False  # a Finish arrived, or this gateway set one: no more tokens will arrive
         self.closed = False  # the handler takes no more
         self._tokens: list[int] | array[int] = []  # a list while it is one delta's own, which is never changed
@@ -145,7 +146,7 @@ class Mailbox:
         if logged.finish is not None and not self.ended:
             self._finish, self.ended = logged.finish, True
         if logged.token_ids:
-            self._keep(logged.token_ids, logged.logprobs)
+            self._keep(logged.token_ids, None if logged.logprobs is None else list(logged.logprobs))
 
     def resume(self, logged: LoggedOutput, had: int) -> None:
         """Begin after the first `had` tokens of the logged output.  Deltas may have arrived meanwhile."""
@@ -156,7 +157,7 @@ class Mailbox:
         logprobs = logged.logprobs[had:] if logged.logprobs is not None else None
         # If it does not fit, all of it stays in the log: a mailbox holds what begins at `at`, or nothing.
         rest = msgspec.structs.replace(logged, token_ids=logged.token_ids[had:], logprobs=logprobs)
-        self._sample = rest.logprobs[:1] if rest.logprobs else None
+        self._sample = list(rest.logprobs[:1]) if rest.logprobs else None
         if len(rest.token_ids) <= self.refill_tokens:
             self._fill(rest)
         else:

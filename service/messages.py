@@ -19,12 +19,14 @@ from service.blocks import Block, BlockFormat
 from service.client_tools import message_tools
 from service.config import GatewayConfig
 from service.context_edits import edited
-from service.format import Piece, Prompted, call_id
+from service.format import Prompted, call_id
 from service.limits import WHOLE, shown
 from service.message_blocks import TOOL_PREFIX, ContentBlock, Turn, messages_of, system_of
+from service.pacing import Pacer, Turns
+from service.pieces import Piece
 from service.refusal import bad_request, check, placing
 from service.skipped import Skipped
-from service.surrogates import without_surrogates
+from service.surrogates import without_escaped_halves
 from service.tools import ToolRules
 
 PREFIX = "msg_"
@@ -243,7 +245,7 @@ class MessageFormat(BlockFormat):
             "output_tokens": self._tokens[0],
         }
 
-    def _frame(self, content: list[dict[str, Any]], stop: dict[str, Any]) -> dict[str, Any]:
+    def _frame(self, content: list[msgspec.Raw], stop: dict[str, Any]) -> dict[str, Any]:
         head = {"id": self.request_id, "type": "message", "role": "assistant", "model": self._model}
         return head | {"content": content} | stop | {"usage": self._usage()}
 
@@ -308,20 +310,22 @@ class MessageFormat(BlockFormat):
 
     # -- the whole answer
 
-    async def whole(self, pieces: list[Piece]) -> list[bytes]:
-        """Return the body of an answer that is not streamed."""
+    async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
+        """Return the body of an answer that is not streamed.  Other requests run in between."""
+        turns, content = Turns(pacer), list[msgspec.Raw]()
         for piece in pieces:
             self._count(piece)
-            for _ in self._blocks.add(piece):
-                pass
-        content = [self._content(block) for block in self._blocks.found]
+            for step, block, _ in self._blocks.add(piece):
+                if step == "close":
+                    content.append(msgspec.Raw(msgspec.json.encode(self._content(block))))
+            await turns.pause()
         return [msgspec.json.encode(self._frame(content, self._stop(pieces[-1])))]
 
 
 def read_input(arguments: str) -> dict[str, Any]:
     """Return the arguments of a call as an object; {} if they are none, because the model erred or was cut."""
     try:
-        found = without_surrogates(json.loads(arguments, strict=False))
+        found = json.loads(without_escaped_halves(arguments), strict=False)
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -15,8 +15,8 @@ import msgspec
 from engine.common.tracing import Trace, Value
 from service import metrics
 from service.api import Refusal, ValidRequest
-from service.format import Piece
 from service.metrics import NAMELESS, Telemetry
+from service.pieces import Piece
 from service.queue_updates import Waiting
 from service.tenants import OverQuota
 

@@ -172,6 +172,19 @@ class _FewEvents:
         return getattr(self._epoll, name)
 
 
+class Turns:
+    """Divides one handler's work that has no waits of its own: call pause() again and again."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self._pacer, self._time = pacer, asyncio.get_running_loop().time
+        self._until = self._time() + SLICE_S
+
+    async def pause(self) -> None:
+        """Let other requests run if this one has computed for SLICE_S."""
+        if self._time() >= self._until:
+            self._until = await self._pacer.slice()
+
+
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """Return an event loop that handles TURN_EVENTS sockets a turn, where the system has epoll."""
     selector = selectors.DefaultSelector()

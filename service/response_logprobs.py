@@ -8,13 +8,14 @@ An entry may be complete later than its text is sent, when the token also holds 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+
+import msgspec
 
 from service.api import ValidRequest
-from service.format import Piece
 from service.logprobs import Columns, LogprobFormat
+from service.pieces import Piece
 
-Entry = dict[str, Any]
+Entry = msgspec.Raw
 
 
 class ResponseLogprobs:
@@ -22,7 +23,7 @@ class ResponseLogprobs:
 
     def __init__(self, valid: ValidRequest, vocabulary: list[bytes]) -> None:
         self._format = LogprobFormat(valid, vocabulary)
-        self._waiting: deque[Entry] = deque()
+        self._waiting: deque[tuple[Entry, int]] = deque()  # with the bytes of its text
         self._due: deque[list[int]] = deque()  # [block, bytes of its text without an entry]
         self._found: dict[int, list[Entry]] = {}
 
@@ -32,7 +33,8 @@ class ResponseLogprobs:
         columns = Columns(
             [one.token for one in entries], [one.at for one in entries], [], [one.text for one in entries]
         )
-        self._waiting += self._format.entries(columns)["content"]
+        for entry in self._format.entries(columns)["content"]:
+            self._waiting.append((msgspec.Raw(msgspec.json.encode(entry)), len(entry["bytes"])))
 
     def grow(self, block: int, text: str) -> list[Entry]:
         """Return the entries that `text`, the next of a text block, completes; those of earlier blocks join theirs."""
@@ -49,13 +51,12 @@ class ResponseLogprobs:
         """Give the last text block what came after its text."""
         self._share()
         while self._waiting and self._found:
-            self.of(max(self._found)).append(self._waiting.popleft())
+            self.of(max(self._found)).append(self._waiting.popleft()[0])
 
     def _share(self) -> None:
         while self._waiting and self._due:
-            entry = self._waiting.popleft()
+            entry, left = self._waiting.popleft()
             self.of(self._due[0][0]).append(entry)
-            left = len(entry["bytes"])
             while self._due and left >= self._due[0][1]:
                 left -= self._due.popleft()[1]
             if self._due:

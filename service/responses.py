@@ -11,7 +11,6 @@ alone, and any gateway can send those after a given number.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,9 +20,11 @@ from service.api import NO_DEFAULTS, ChatBody, Refusal, Served, ValidRequest, ch
 from service.blocks import Block, BlockFormat
 from service.client_tools import Called, allowed_tools, custom_input, functions_of, names_of, tool_choice
 from service.config import GatewayConfig
-from service.format import Piece, Prompted, call_id
+from service.format import Prompted, call_id
 from service.history import Message
 from service.limits import shown
+from service.pacing import Pacer, Turns
+from service.pieces import Piece
 from service.raw_messages import RawMessages
 from service.refusal import bad_request, check, placing
 from service.response_items import CALL_PREFIX, Item, Referring, messages_of, resolved, sealed, tools_in, with_ids
@@ -67,7 +68,6 @@ INCLUDED = (
 )
 PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_", "custom": "ctc_"}  # prefixes of the ids of output items
 ARGUMENTS, CUSTOM = "response.function_call_arguments", "response.custom_tool_call_input"
-TURN_PIECES = 256  # deltas of a complete answer, read before other requests run
 SUMMARIES = ("auto", "concise", "detailed")
 
 
@@ -334,6 +334,7 @@ class ResponseFormat(BlockFormat):
         self._seals = valid.seals
         self._logprobs = ResponseLogprobs(valid, vocabulary) if valid.sampling.logprobs >= 0 else None
         self._raw = RawMessages(prompt.token_ids, vocabulary) if valid.raw_messages else None
+        self._encoded: list[msgspec.Raw] = []  # items of the output at its end
         self.after = -1  # events up to this number are not written
         self.stored = bool(valid.shown.get("store"))  # false once the response could not be stored
 
@@ -362,12 +363,29 @@ class ResponseFormat(BlockFormat):
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if ended and cut else None,
             "model": self._model,
-            "output": [self._item(block) for block in self._blocks.found] if ended or error else [],
+            "output": self._output() if ended or error else [],
             **self._valid.shown,
             "store": self.stored,
             "usage": self._usage() if ended else None,
             **(self._raw.fields() if self._raw is not None and ended else {}),
         }
+
+    def _output(self) -> list[msgspec.Raw]:
+        """Return all items as JSON: those that `prepare_end` has encoded, and the others."""
+        found = self._encoded
+        return found + [self._encode_item(block) for block in self._blocks.found[len(found) :]]
+
+    def _encode_item(self, block: Block) -> msgspec.Raw:
+        return msgspec.Raw(msgspec.json.encode(self._item(block)))
+
+    async def prepare_end(self, pacer: Pacer) -> None:
+        """Encode the items of the output, of which there may be thousands, while other requests run."""
+        if self._logprobs is not None:
+            self._logprobs.end()
+        turns, found = Turns(pacer), self._encoded
+        while len(found) < len(self._blocks.found) and self._blocks.found[len(found)].complete:
+            found.append(self._encode_item(self._blocks.found[len(found)]))
+            await turns.pause()
 
     def _usage(self) -> dict[str, Any]:
         return {
@@ -538,9 +556,11 @@ class ResponseFormat(BlockFormat):
         """Return the response as it ended."""
         return msgspec.json.encode(self.response())
 
-    async def whole(self, pieces: list[Piece]) -> list[bytes]:
+    async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
         """Return the body of an answer that is not streamed.  Other requests run in between."""
-        for at in range(0, len(pieces), TURN_PIECES):
-            self.read(pieces[at : at + TURN_PIECES])
-            await asyncio.sleep(0)
+        turns = Turns(pacer)
+        for piece in pieces:
+            self.read([piece])
+            await turns.pause()
+        await self.prepare_end(pacer)
         return [self.body()]

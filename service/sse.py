@@ -30,9 +30,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from aiohttp import web
 
 from service.api import Refusal
-from service.format import AnswerFormat, Piece
+from service.format import AnswerFormat
 from service.meter import Meter
 from service.open_request import HandedOver
+from service.pacing import Pacer
+from service.pieces import Piece
 from service.queue_updates import Waiting
 
 log = logging.getLogger("quire.gateway")
@@ -63,6 +65,7 @@ async def write(
     waiting: Waiting | None = None,
     *,
     silent: Callable[[], bool] = bool,
+    pacer: Pacer | None = None,
 ) -> web.StreamResponse:
     """Stream an answer to its end.  Calls `sent` with the tokens of each choice that were sent so far.
 
@@ -86,6 +89,7 @@ async def write(
                 await request.writer.drain()  # aiohttp checks the buffer only every 64 KiB
         if response is None:  # resumed after the last choice had ended
             response = await begin(request, _headers(form, waiting))
+        await form.prepare_end(pacer or Pacer())
         last = form.usage_chunk() + form.done()
     except HandedOver:
         if response is None:

@@ -23,6 +23,7 @@ from service.api import Refusal, ValidRequest
 from service.config import GatewayConfig
 from service.limits import shown
 from service.middleware import OWNER, TENANT
+from service.pacing import Pacer
 from service.response_items import Item, listed
 from service.responses import PREFIX, ResponseFormat, Turn
 from service.streams import Streams, unavailable
@@ -51,12 +52,13 @@ class StoredResponses:
 
     # -- writing
 
-    async def save(self, holder: str, valid: ValidRequest, form: ResponseFormat) -> None:
+    async def save(self, holder: str, valid: ValidRequest, form: ResponseFormat, pacer: Pacer) -> None:
         """Store a response at its end, if its request allows it.
 
         If Redis is away, or the response is too large, it is not stored, and says so itself: `store` is false."""
         if not form.stored:
             return
+        await form.prepare_end(pacer)
         response = form.response()
         try:
             outcome = await self._store.put(

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import AsyncGenerator
+import itertools
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from engine.wire.messages import CONSTRAINT, Finish, TokenLogprob
 from service.api import Refusal, ValidRequest
 from service.content_scores import ContentScores, Score
-from service.format import Piece
 from service.mailbox import Mailbox
 from service.open_request import OpenRequest
 from service.orders import REQUEST_LOST
 from service.pacing import Pacer
+from service.pieces import Piece
 from service.queue_updates import Waiting
 from service.region_stream import RegionStream
 from service.regions import split
@@ -31,6 +32,10 @@ from service.tokenizer import Tokenizer
 
 Taken = tuple[list[int], list[TokenLogprob] | None, Finish | None]  # what a mailbox held
 SLICE_TOKENS = 64  # decoded between two looks at the clock; fewer, as a running answer has them, need no slice
+TOKEN_WEIGHT = 8  # bytes; a token counts as so many at least
+SLICE_WEIGHT = (
+    SLICE_TOKENS * TOKEN_WEIGHT
+)  # bytes decoded between two looks at the clock: vocabularies have long tokens
 
 
 class TextStream:
@@ -160,9 +165,9 @@ async def decode(
         work.begin()
         for mailbox in changed:
             taken, stream = mailbox.take(), streams[mailbox.choice]
-            await _catch_up(mailbox, stream, work)
-            for one in _singly(taken, valid) if each_token else _slices(taken):
-                if await work.does(len(one[0])) and pieces:
+            await _catch_up(mailbox, stream, work, tokenizer.table)
+            for one in _singly(taken, valid) if each_token else _slices(taken, tokenizer.table):
+                if await work.does(weight_of(one[0], tokenizer.table)) and pieces:
                     yield pieces
                     pieces = []
                 piece = _read(one, mailbox, stream, valid, opened.waiting)
@@ -180,37 +185,52 @@ class LongWork:
     def __init__(self, pacer: Pacer) -> None:
         self._pacer = pacer
         self._time = asyncio.get_running_loop().time
-        self._tokens, self._until = 0, 0.0
+        self._weight, self._until = 0, 0.0
 
     def begin(self) -> None:
         """Begin with what has just arrived: little of it needs no slice."""
-        self._tokens, self._until = 0, 0.0
+        self._weight, self._until = 0, 0.0
 
-    async def does(self, tokens: int) -> bool:
-        """Count tokens that are decoded next.  Returns whether other requests have run before."""
-        self._tokens += tokens
-        if self._tokens <= SLICE_TOKENS or self._time() < self._until:
+    async def does(self, weight: int) -> bool:
+        """Count what is decoded next, in bytes.  Returns whether other requests have run before."""
+        self._weight += weight
+        if self._weight <= SLICE_WEIGHT or self._time() < self._until:
             return False
         self._until = await self._pacer.slice()
         return True
 
 
-def _slices(taken: Taken) -> list[Taken]:
-    """Return what was taken from a mailbox in parts of SLICE_TOKENS."""
+def weight_of(tokens: Sequence[int], table: list[bytes]) -> int:
+    """Return how much work tokens are: their bytes, TOKEN_WEIGHT each at least.  `table`: the bytes of each id."""
+    size = len(table)
+    return sum(max(TOKEN_WEIGHT, len(table[token])) if token < size else TOKEN_WEIGHT for token in tokens)
+
+
+def edges_of(tokens: Sequence[int], table: list[bytes]) -> list[int]:
+    """Return where to cut tokens into parts of at most SLICE_WEIGHT, or of one token; 0 and the end included."""
+    edges, weight = [0], 0
+    for at, token in enumerate(tokens):
+        one = weight_of((token,), table)
+        if weight and weight + one > SLICE_WEIGHT:
+            edges.append(at)
+            weight = 0
+        weight += one
+    return [*edges, len(tokens)]
+
+
+def _slices(taken: Taken, table: list[bytes]) -> Iterator[Taken]:
+    """Yield what was taken from a mailbox in parts of SLICE_WEIGHT."""
     tokens, logprobs, finish = taken
-    if len(tokens) <= SLICE_TOKENS:
-        return [taken]
-    edges = range(0, len(tokens), SLICE_TOKENS)
-    parts: list[Taken] = [
-        (tokens[at : at + SLICE_TOKENS], None if logprobs is None else logprobs[at : at + SLICE_TOKENS], None)
-        for at in edges
-    ]
-    last = parts.pop()
-    return [*parts, (last[0], last[1], finish)]
+    if len(tokens) <= 1:
+        yield taken
+        return
+    for first, end in itertools.pairwise(edges_of(tokens, table)):
+        scores = None if logprobs is None else logprobs[first:end]
+        yield tokens[first:end], scores, finish if end == len(tokens) else None
 
 
-def _singly(taken: Taken, valid: ValidRequest) -> list[Taken]:
-    """Return an entry for each token that was taken from a mailbox, and one for the end.
+def _singly(taken: Taken, valid: ValidRequest) -> Iterator[Taken]:
+    """Yield an entry for each token that was taken from a mailbox, and one for the end.
 
     The entry of the end holds the stop token if that is hidden."""
     tokens, logprobs, finish = taken
@@ -219,8 +239,10 @@ def _singly(taken: Taken, valid: ValidRequest) -> list[Taken]:
     def scores(first: int, end: int) -> list[TokenLogprob] | None:
         return None if logprobs is None else logprobs[first:end]
 
-    found: list[Taken] = [([token], scores(at, at + 1), None) for at, token in enumerate(tokens[:shown])]
-    return found if finish is None else [*found, (tokens[shown:], scores(shown, len(tokens)), finish)]
+    for at, token in enumerate(tokens[:shown]):
+        yield [token], scores(at, at + 1), None
+    if finish is not None:
+        yield tokens[shown:], scores(shown, len(tokens)), finish
 
 
 def stream_of(valid: ValidRequest, tokenizer: Tokenizer, stops: StopStrings | None = None) -> TextStream | RegionStream:
@@ -256,9 +278,9 @@ async def reasoning_tokens(valid: ValidRequest, tokenizer: Tokenizer, tokens: li
     if valid.reading is None:
         return 0
     stream, work = stream_of(valid, tokenizer), LongWork(pacer)
-    for at in range(0, len(tokens), SLICE_TOKENS):
-        await work.does(SLICE_TOKENS)
-        stream.push(tokens[at : at + SLICE_TOKENS])
+    for first, end in itertools.pairwise(edges_of(tokens, tokenizer.table)):
+        await work.does(SLICE_WEIGHT)
+        stream.push(tokens[first:end])
     return stream.reasoning_tokens if isinstance(stream, RegionStream) else 0
 
 
@@ -351,14 +373,12 @@ def _read_regions(
     return piece
 
 
-async def _catch_up(mailbox: Mailbox, stream: TextStream | RegionStream, work: LongWork) -> None:
+async def _catch_up(mailbox: Mailbox, stream: TextStream | RegionStream, work: LongWork, table: list[bytes]) -> None:
     """Decode most of the tokens that a resuming client already has; the last of them are left for `_replay`."""
     had, at = mailbox.had, 0
-    while len(had) - at > SLICE_TOKENS:
-        await work.does(SLICE_TOKENS)
-        end = at + SLICE_TOKENS
-        _decode_had(stream, had[at:end], mailbox.had_logprobs and mailbox.had_logprobs[at:end], over=False)
-        at = end
+    for first, at in itertools.pairwise(edges_of(had, table)[:-1]):
+        await work.does(SLICE_WEIGHT)
+        _decode_had(stream, had[first:at], mailbox.had_logprobs and mailbox.had_logprobs[first:at], over=False)
     if at:
         mailbox.had = had[at:]
         mailbox.had_logprobs = mailbox.had_logprobs and mailbox.had_logprobs[at:]
@@ -374,7 +394,7 @@ def _replay(mailbox: Mailbox, stream: TextStream | RegionStream, *, over: bool, 
 
 
 def _decode_had(
-    stream: TextStream | RegionStream, tokens: list[int], logprobs: list[TokenLogprob] | None, *, over: bool
+    stream: TextStream | RegionStream, tokens: list[int], logprobs: Sequence[TokenLogprob] | None, *, over: bool
 ) -> None:
     text = ""
     if isinstance(stream, RegionStream):
@@ -416,7 +436,7 @@ def _add_logprobs(piece: Piece, stream: TextStream | RegionStream, logprobs: lis
 def _content_scores(
     stream: TextStream | RegionStream,
     tokens: list[int],
-    logprobs: list[TokenLogprob],
+    logprobs: Sequence[TokenLogprob],
     offsets: list[int],
     text: str,
     *,

@@ -15,6 +15,9 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
+from collections.abc import Iterator, Sequence
+from operator import eq
+from typing import overload
 
 import msgspec
 
@@ -31,12 +34,41 @@ _decode_head = msgspec.msgpack.Decoder(Head).decode
 _decode_logprob = msgspec.msgpack.Decoder(TokenLogprob).decode
 
 
+class LoggedLogprobs(Sequence[TokenLogprob]):
+    """Log probabilities as the log has them.  Each is decoded when it is read: an answer may have 100,000."""
+
+    __slots__ = ("_encoded",)
+
+    def __init__(self, encoded: Sequence[bytes]) -> None:
+        self._encoded = encoded
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+    @overload
+    def __getitem__(self, at: int) -> TokenLogprob: ...
+    @overload
+    def __getitem__(self, at: slice) -> LoggedLogprobs: ...
+    def __getitem__(self, at: int | slice) -> TokenLogprob | LoggedLogprobs:
+        if isinstance(at, slice):
+            return LoggedLogprobs(self._encoded[at])
+        return _decode_logprob(self._encoded[at])
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        return map(_decode_logprob, self._encoded)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class LoggedOutput(msgspec.Struct, frozen=True):
     """One continuation as the log has it: everything that its clients can have seen, and no token more."""
 
     token_ids: list[int]  # from output position 0
     finish: Finish | None = None  # None: it is being computed, or waits for an engine
-    logprobs: list[TokenLogprob] | None = None  # one for each token id, if asked for
+    logprobs: Sequence[TokenLogprob] | None = None  # one for each token id, if asked for
     cached_tokens: int = 0  # the next two as in the Delta with first == 0
     prompt_logprobs: list[TokenLogprob] | None = None
 
@@ -176,7 +208,7 @@ def read(
     return LoggedOutput(
         list(struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)) if tokens else [],
         _decode_finish(finish) if finish is not None else None,
-        [_decode_logprob(one) for one in logprobs] if logprobs else None,
+        LoggedLogprobs(logprobs) if logprobs else None,
         cached_tokens,
         prompt_logprobs,
     )

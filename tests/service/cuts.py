@@ -6,8 +6,8 @@ import itertools
 
 from engine.wire.messages import Delta, Finish
 from service.api import ValidRequest
-from service.format import Piece
 from service.mailbox import Backlog, Mailbox
+from service.pieces import Piece
 from service.text_stream import _read, _singly, stream_of
 from service.tokenizer import Tokenizer
 

@@ -20,8 +20,10 @@ from service import fields as body_fields
 from service.api import EngineLimits, Refusal, ValidRequest
 from service.config import GatewayConfig
 from service.content_scores import Score
-from service.format import Format, Piece, Prompted
+from service.format import Format, Prompted
 from service.limits import CONTENT_PARTS, TOOL_CALLS
+from service.pacing import Pacer
+from service.pieces import Piece
 from service.tokenizer import ModelError
 
 CONFIG = GatewayConfig(max_n=4, max_stop_strings=16)
@@ -595,7 +597,7 @@ def test_continuous_usage_counts_up() -> None:
 
 
 def whole_answer(written: Format, pieces: list[Piece]) -> Any:
-    return json.loads(b"".join(asyncio.run(written.whole(pieces))))
+    return json.loads(b"".join(asyncio.run(written.whole(pieces, Pacer()))))
 
 
 def logprob(value: float, *top: tuple[int, float]) -> TokenLogprob:

@@ -18,8 +18,8 @@ from engine.wire.token_log import LoggedOutput
 from service import api
 from service.api import ValidRequest
 from service.config import GatewayConfig
-from service.format import Piece
 from service.mailbox import Backlog, Mailbox
+from service.pieces import Piece
 from service.regions import Reading
 from service.stop_strings import with_stop_tokens
 from service.text_stream import _read, stream_of

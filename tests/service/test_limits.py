@@ -17,8 +17,10 @@ from engine.wire.messages import Delta, Finish, Generate, TokenLogprob
 from service import api, limits
 from service.api import EngineLimits, Refusal
 from service.config import GatewayConfig
-from service.format import Format, Piece, Prompted
+from service.format import Format, Prompted
 from service.limits import LIMITS, shown
+from service.pacing import Pacer
+from service.pieces import Piece
 from service.resume import Record
 from service.tenants import Tenant
 
@@ -238,7 +240,7 @@ def test_an_entry_takes_little_memory_everywhere(alternatives: int, count: int) 
         for choice in range(count):
             delta = msgspec.msgpack.decode(sent, type=Delta)
             pieces.append(Piece(choice, "y", [1], delta.logprobs, [0], delta.prompt_logprobs, finish="length"))
-        answer = b"".join(asyncio.run(form.whole(pieces)))
+        answer = b"".join(asyncio.run(form.whole(pieces, Pacer())))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 from engine.wire.messages import Finish
 from service.api import NO_DEFAULTS, Refusal, ValidRequest
 from service.config import GatewayConfig
-from service.format import Piece, Prompted
+from service.format import Prompted
 from service.messages import NAMES, MessageFormat, parse, parse_count
+from service.pacing import Pacer
+from service.pieces import Piece
 from service.refusal import renamed
 from service.tokenizer import Tokenizer
 from tests.service.cuts import pieces_of
@@ -351,7 +353,7 @@ def written(tokenizer: Tokenizer, valid: ValidRequest, pieces: list[Piece], *, s
     form = MessageFormat(valid, request_id=f"msg_{0:032x}", model="tiny", prompt=Prompted([1] * 40))
     if stream:
         return folded(b"".join(map(form.chunk, pieces)) + form.usage_chunk() + form.done())
-    [whole] = asyncio.run(form.whole(pieces))
+    [whole] = asyncio.run(form.whole(pieces, Pacer()))
     message: dict[str, Any] = json.loads(whole)
     return message
 

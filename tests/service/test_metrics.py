@@ -20,9 +20,9 @@ from engine.wire.records import Fleet, Lane, LaneQueue, Usage
 from service import api
 from service.api import Refusal, ValidRequest
 from service.config import GatewayConfig
-from service.format import Piece
 from service.meter import Meter
 from service.metrics import REFUSALS, REQUESTS, Telemetry
+from service.pieces import Piece
 from service.queue_updates import Waiting
 from service.tenants import OverQuota
 from service.usage_ledger import record_usage

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from openai.types.responses import Response, ResponseTextDeltaEvent
 
 from engine.wire.messages import TokenLogprob
 from service.content_scores import Score
-from service.format import Piece
+from service.pieces import Piece
 from service.response_logprobs import ResponseLogprobs
 from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
@@ -124,4 +125,4 @@ def test_each_entry_joins_its_block_however_texts_and_tokens_are_cut(
     else:
         assert given_entries == [scores.of(at) for at in range(len(texts))]
     for at, text in enumerate(texts):
-        assert joined(scores.of(at)) == text
+        assert joined([msgspec.json.decode(entry) for entry in scores.of(at)]) == text

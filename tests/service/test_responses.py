@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from engine.wire.messages import Finish
 from service.api import Refusal, ValidRequest, parse_chat
 from service.config import GatewayConfig
-from service.format import Piece, Prompted
+from service.format import Prompted
+from service.pacing import Pacer
+from service.pieces import Piece
 from service.refusal import renamed
 from service.response_items import messages_of
 from service.responses import NAMES, ChatFields, ResponseFormat, parse
@@ -351,7 +353,7 @@ def written(valid: ValidRequest, pieces: list[Piece], after: int = -1) -> list[d
 async def whole_of(
     valid: ValidRequest, tokenizer: Tokenizer, tokens: list[int], finish: Finish, cuts: list[int]
 ) -> bytes:
-    [body] = await form_of(valid).whole(pieces_of(tokenizer, valid, tokens, finish, cuts, each_token=True))
+    [body] = await form_of(valid).whole(pieces_of(tokenizer, valid, tokens, finish, cuts, each_token=True), Pacer())
     return body
 
 

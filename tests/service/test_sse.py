@@ -12,9 +12,10 @@ from aiohttp import ClientSession, web
 from service import api, sse
 from service.api import Refusal
 from service.config import GatewayConfig
-from service.format import Format, Piece, Prompted
+from service.format import Format, Prompted
 from service.meter import Meter
 from service.metrics import Telemetry
+from service.pieces import Piece
 
 Turns = list[list[Piece] | Exception]
 

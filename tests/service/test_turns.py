@@ -12,7 +12,7 @@ import pytest
 from engine.wire.messages import Finish, Generate
 from service import pacing
 from service.pacing import Pacer
-from service.text_stream import SLICE_TOKENS, LongWork, reasoning_tokens
+from service.text_stream import SLICE_TOKENS, SLICE_WEIGHT, LongWork, reasoning_tokens
 from service.tokenizer import Tokenizer
 from tests.pace import patience
 from tests.service.fakes import FakeEngine, Served, settled
@@ -43,7 +43,7 @@ async def test_long_works_share_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         long = LongWork(pacer)
         for _ in range(100):
-            await long.does(SLICE_TOKENS)
+            await long.does(SLICE_WEIGHT)
             clock.now += pacing.SLICE_S / 4
 
     counting = asyncio.create_task(count_turns())
@@ -60,7 +60,7 @@ async def test_little_work_waits_for_no_turn() -> None:
     long = LongWork(Pacer())
     for _ in range(3):
         long.begin()
-        assert not await long.does(SLICE_TOKENS)
+        assert not await long.does(SLICE_WEIGHT)
 
 
 async def test_a_cancelled_work_leaves_its_turn_to_others() -> None:

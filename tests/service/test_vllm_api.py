@@ -12,8 +12,8 @@ import pytest
 from service import api
 from service.api import EngineLimits, Refusal
 from service.config import GatewayConfig
-from service.format import Piece
 from service.history import for_template, plain_messages
+from service.pieces import Piece
 from service.template_probe import probe
 from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from service.format import Piece
+from service.pieces import Piece
 from service.regions import Reading
 from service.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
