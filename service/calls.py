@@ -13,6 +13,7 @@ from service.argument_types import Tools
 from service.json_repair import repaired
 from service.markers import Markers
 from service.notations import Notation
+from service.surrogates import json_of, without_surrogates
 
 _BESIDE = "id|type|index|tool_call_id"  # keys of a call that are no arguments
 BESIDE = frozenset(_BESIDE.split("|"))
@@ -76,9 +77,9 @@ def object_of(value: Any) -> str | None:
     if value is None or (isinstance(value, str) and not value.strip()):
         return ""
     if isinstance(value, dict):
-        return json.dumps(value, ensure_ascii=False)
+        return json_of(value)
     if isinstance(value, str):
-        found = repaired(value)
+        found = repaired(without_surrogates(value))
         return found if found is not None and found.lstrip().startswith("{") else None
     return None
 
@@ -103,13 +104,14 @@ def calls_of(value: Any, notation: Notation) -> list[CallPart] | None:
             return None
         beside: dict[str, Any] = {}
         if notation.keyed and len(one) == 1 and "name" not in one:
-            [(name, given)] = one.items()
+            [(key, given)] = one.items()
+            name = without_surrogates(key)
             arguments = object_of(given)
         else:
             function = one.get("function")
             call = function if isinstance(function, dict) else one
             names = [key for key in (*notation.names, "function") if isinstance(call.get(key), str)][:1]
-            name = call[names[0]].strip() if names else ""
+            name = without_surrogates(call[names[0]]).strip() if names else ""
             every = {key: object_of(call[key]) for key in notation.arguments if key in call}
             filled = [key for key, given in every.items() if given and given != "{}"]
             arguments = None if None in every.values() else every[filled[0]] if filled else ""
@@ -119,5 +121,5 @@ def calls_of(value: Any, notation: Notation) -> list[CallPart] | None:
             return None  # or its arguments stand elsewhere
         found.append((name, arguments or "{}"))
         if beside:
-            found.append((TEXT, json.dumps(beside, ensure_ascii=False)))
+            found.append((TEXT, json_of(beside)))
     return found or None

@@ -18,7 +18,7 @@ from service.config import GatewayConfig
 from service.limits import shown
 from service.refusal import Refusal, bad_request
 from service.skipped import Skipped
-from service.surrogates import without_surrogates
+from service.surrogates import without_escaped_halves
 from service.tools import ToolRules, check_length
 
 Tool = dict[str, Any]
@@ -158,7 +158,7 @@ def allowed_tools(given: Any, functions: list[Tool], rules: ToolRules) -> tuple[
 def custom_input(arguments: str) -> str:
     """Return the input of a call of a custom tool; arguments in another form are the input themselves."""
     try:
-        found = without_surrogates(json.loads(arguments, strict=False))
+        found = json.loads(without_escaped_halves(arguments), strict=False)
     except (ValueError, RecursionError):
         return arguments
     if isinstance(found, dict) and isinstance(found.get(INPUT), str):

@@ -5,6 +5,7 @@ A model cuts an emoji in half, a client keeps what it wrote, and the next reques
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -26,6 +27,11 @@ def without_surrogates(value: Any) -> Any:
     if isinstance(value, dict):
         return {without_surrogates(key): without_surrogates(inner) for key, inner in value.items()}
     return [without_surrogates(inner) for inner in value] if isinstance(value, list) else value
+
+
+def json_of(value: Any) -> str:
+    """Return JSON that UTF-8 can hold."""
+    return str(without_surrogates(json.dumps(value, ensure_ascii=False)))
 
 
 def without_escaped_halves(text: str) -> str:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from aiohttp import ClientSession
 
 from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.gateway_side import GatewaySide
 from engine.wire.messages import Sampling
-from service.app import Gateway
-from service.config import GatewayConfig
-from service.metrics import Telemetry
-from service.streams import Streams
-from service.tenants import Tenants
 from service.tokenizer import Tokenizer
 from tests.service.fakes import (
     TOOLS_TEMPLATE,
@@ -30,6 +23,7 @@ from tests.service.fakes import (
     sentencepiece_like,
     with_template,
 )
+from tests.service.gateways import served, settings
 from tests.service.published import TEMPLATES, tokenizer_in
 from tests.system.stack import free_port
 
@@ -84,49 +78,16 @@ async def serve(
     redis_server: EmbeddedRedis, namespace: str, byte_level_dir: Path, byte_level_tokenizer: Tokenizer
 ) -> AsyncIterator[Serve]:
     """Start gateways on the test's namespace: `await serve(**config)`.  A request still open at the end is an error."""
-    closers: list[Callable[[], Awaitable[None]]] = []
+    async with contextlib.AsyncExitStack() as stack:
+        started = itertools.count()
 
-    async def start(
-        tokenizer: Tokenizer = byte_level_tokenizer, *, defaults: Sampling | None = None, **changes: object
-    ) -> Served:
-        settings: dict[str, Any] = {
-            "fleet_s": 0.02,
-            "late_wait_s": 5.0,
-            "redis_url": redis_server.url,
-            **changes,
-        }
-        config = GatewayConfig(model=str(byte_level_dir), namespace=namespace, port=0, **settings)
-        gateway_id = f"g{len(closers)}"
-        side = GatewaySide(
-            config.redis_url, gateway_id, namespace=namespace, retain_s=config.retain_s, grace_s=config.resume_s
-        )
-        await side.open()
-        telemetry = Telemetry(gateway_id, model="tiny", vllm=config.vllm_metrics)
-        streams = Streams(side, config, telemetry)
-        await streams.start()
-        tenants = Tenants(config.api_keys, config.tenants, config.admin_keys)
-        gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, defaults=defaults)
-        runner = gateway.runner(shutdown_timeout=0.5)
-        await runner.setup()
-        assert runner.server is not None
-        port = await gateway.connections.listen(runner.server, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{port}"
-        session = ClientSession(base_url=url)
+        async def start(
+            tokenizer: Tokenizer = byte_level_tokenizer, *, defaults: Sampling | None = None, **changes: object
+        ) -> Served:
+            config = settings(model=str(byte_level_dir), namespace=namespace, redis_url=redis_server.url, **changes)
+            return await stack.enter_async_context(served(config, tokenizer, f"g{next(started)}", defaults))
 
-        async def close() -> None:
-            await session.close()
-            gateway.connections.stop_listening()
-            await runner.cleanup()
-            await streams.stop()
-            await side.close()
-            assert len(streams) == 0
-
-        closers.append(close)
-        return Served(url, gateway, streams, session, runner)
-
-    yield start
-    for close in reversed(closers):
-        await close()
+        yield start
 
 
 @pytest.fixture

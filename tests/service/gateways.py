@@ -104,4 +104,4 @@ class MeasuredGateway:
 
 def settings(**changes: Any) -> GatewayConfig:
     """Options of a gateway in tests."""
-    return GatewayConfig(**{"served_name": "tiny", "port": 0, "fleet_s": 0.02, "late_wait_s": 5.0, **changes})
+    return GatewayConfig(**{"port": 0, "fleet_s": 0.02, "late_wait_s": 5.0, **changes})

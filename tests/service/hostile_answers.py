@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import json
 import random
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +25,13 @@ from engine.wire.messages import Finish, Generate
 from service.messages import read_input
 from service.regions import known
 from service.tokenizer import Tokenizer
+from tests.pace import Patience
 from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, byte_level, with_template
+from tests.service.gateways import MeasuredGateway, settings
 from tests.service.test_linear_answers import BEGINNINGS, UNITS
 
 NOTATIONS = sorted(known().response_templates)
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 LONG_TOKENS = (
     " " * 128,
     "ab" * 64,
@@ -68,6 +72,17 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": HELLO},
     "/v1/responses": {"input": "Hi"},
 }
+PATHS = list(BODIES)
+SCORES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"logprobs": 3},
+    "/v1/chat/completions": {"logprobs": True, "top_logprobs": 3},
+    "/v1/responses": {"include": ["message.output_text.logprobs"]},
+}
+MOST_SCORED = 8000  # characters of an answer with log probabilities: 4 entries each, 4 choices, 131,072 in all
+READY_S = 60.0
+TRIES = 3
+LIMIT_S = 0.05
+BURST = 64  # tokens per step and choice
 STOPS = [("ab" * 40)[at:] + char for at in range(32) for char in "xy"]  # 64 of them: none matches, each begins anew
 
 
@@ -100,30 +115,29 @@ def cases(seed: int, chars: int) -> Iterator[Case]:
     """Random cases without end, with answers of about `chars` characters."""
     dice = random.Random(seed)
     while True:
-        notation, path = dice.choice(NOTATIONS), dice.choice(list(BODIES))
+        notation, path = dice.choice(NOTATIONS), dice.choice(PATHS)
         beginning, unit = dice.choice(SHAPES)
         answer = beginning + unit * (chars // len(unit))
-        yield Case(notation, answer, path, fields_of(path, dice))
+        fields = fields_of(
+            path,
+            tools=dice.random() < 0.8,
+            stops=dice.random() < 0.5,
+            scores=dice.random() < 0.4 and len(answer) <= MOST_SCORED,
+            n=dice.choice((1, 1, 2, 4)),
+        )
+        yield Case(notation, answer, path, fields)
 
 
-def fields_of(path: str, dice: random.Random) -> dict[str, Any]:
-    """Random fields of a request."""
+def fields_of(path: str, *, tools: bool, stops: bool, scores: bool, n: int) -> dict[str, Any]:
+    """Fields of a request, as far as its endpoint has them."""
     fields: dict[str, Any] = {}
-    if path in TOOLS and dice.random() < 0.8:
+    if tools and path in TOOLS:
         fields["tools"] = TOOLS[path]
-    if dice.random() < 0.5:
+    if stops:
         fields["stop_sequences" if path == "/v1/messages" else "stop"] = STOPS
-    openai = path in ("/v1/completions", "/v1/chat/completions")
-    if openai and dice.random() < 0.4:
-        fields["n"] = dice.choice((2, 4))
-    if dice.random() < 0.4:
-        if path == "/v1/completions":
-            fields["logprobs"] = 3
-        elif path == "/v1/chat/completions":
-            fields |= {"logprobs": True, "top_logprobs": 3}
-        elif path == "/v1/responses":
-            fields["include"] = ["message.output_text.logprobs"]
-    return fields
+    if n > 1 and path in ("/v1/completions", "/v1/chat/completions"):
+        fields["n"] = n
+    return fields | (SCORES.get(path, {}) if scores else {})
 
 
 Texts = dict[tuple[int, str], str]  # text by choice and region
@@ -185,6 +199,64 @@ class Asker:
         if case.path == "/v1/completions" and any(text != case.answer for text in first.texts.values()):
             wrong.append("a completion is not what the model wrote")
         return wrong
+
+
+class Found(NamedTuple):
+    """What came of one case."""
+
+    turn_s: float  # CPU seconds of the longest turn of the gateway's loop, the least of TRIES
+    wrong: list[str]
+
+
+class World:
+    """A gateway on a thread of its own, a scripted engine, and one who asks."""
+
+    def __init__(self, folder: Path, redis_url: str, notation: str) -> None:
+        namespace = uuid.uuid4().hex[:8]
+        tokenizer = tokenizer_of(folder, notation)
+        config = settings(
+            model=str(folder),
+            served_name="tiny",
+            namespace=namespace,
+            redis_url=redis_url,
+            default_timeout_s=600.0,
+            max_timeout_s=600.0,
+        )
+        self._gateway = MeasuredGateway(config, tokenizer)
+        self._engine = FakeEngine(redis_url, namespace, lambda generate, index: ([], None))
+        self._engine.burst, self._engine.room_tokens = BURST, 10_000_000
+        blocks = {"total_blocks": 1_000_000, "free_blocks": 1_000_000}
+        self._engine.load_changes = {"max_model_len": 1_000_000, "vocab_size": len(tokenizer.table), **blocks}
+        self._tokenizer = tokenizer
+
+    async def __aenter__(self) -> World:
+        await asyncio.to_thread(self._gateway.__enter__)
+        await self._engine.__aenter__()
+        self._session = ClientSession(base_url=self._gateway.served.url)
+        self._asker = Asker(self._session, self._engine, self._tokenizer)
+        bound = Patience(READY_S)
+        while True:
+            async with self._session.get("/ready") as response:
+                if response.status == 200:
+                    return self
+            assert bound.lasts()
+            await asyncio.sleep(0.02)
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._session.close()
+        await self._engine.__aexit__()
+        await asyncio.to_thread(self._gateway.__exit__)
+
+    async def ask(self, case: Case, tries: int = TRIES) -> Found:
+        """Ask for a case in every way.  A turn of the gateway that is long is long each time: the least counts."""
+        turns, wrong = list[float](), list[str]()
+        for _ in range(tries):
+            with self._gateway.measured() as turns_s:
+                wrong = await self._asker.ask_in_every_way(case)
+            turns += turns_s
+            if wrong or turns[-1] <= LIMIT_S / 2:
+                break
+        return Found(min(turns), wrong)
 
 
 def _difference(one: Texts, other: Texts) -> str:

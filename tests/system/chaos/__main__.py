@@ -5,6 +5,7 @@
                                  [--result NAME]
     python -m tests.system.chaos soak [--operations 1000000] [--seed 1]     the scheduler alone: see soak.py
     python -m tests.system.chaos fuzz [--requests 100000] [--seed 1]        hostile clients: see fuzz.py
+    python -m tests.system.chaos answers [--cases 500] [--seed 1]           hostile answers: does a gateway stall?
     python -m tests.system.chaos histories [--requests 100000] [--seed 1]   histories on many chat templates
     python -m tests.system.chaos same-tokens [--requests 500] [--kills 3]   one digest of all tokens: see same_tokens.py
     python -m tests.system.chaos schemas [--draws 2000] [--seed 1]          structured output: see schemas.py
@@ -28,13 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import machine
-from tests.system.chaos import fuzz, histories, kills, rolling, same_tokens, schemas, soak
+from tests.system.chaos import answers, fuzz, histories, kills, rolling, same_tokens, schemas, soak
 from tests.system.chaos.faults import KINDS, Fault, schedule
 from tests.system.chaos.run import Setting, figures, run, table
 
 OTHERS: dict[str, Any] = {
     "soak": soak,
     "fuzz": fuzz,
+    "answers": answers,
     "histories": histories,
     "same-tokens": same_tokens,
     "schemas": schemas,
