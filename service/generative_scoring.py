@@ -16,7 +16,9 @@ from engine.wire.messages import Sampling
 from service import api
 from service.api import ValidRequest
 from service.config import GatewayConfig
-from service.format import Format, Piece
+from service.format import Format
+from service.pacing import Pacer, Turns
+from service.pieces import Piece
 from service.refusal import bad_request, check, renaming
 from service.scoring import Scoring
 
@@ -77,12 +79,13 @@ def parse(
 class ScoreFormat(Format):
     """Writes the answer to POST /generative_scoring; it is sent as one body."""
 
-    async def whole(self, pieces: list[Piece]) -> list[bytes]:
+    async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
         """Return the score of each item, in their order."""
         scoring = self._valid.scoring
         assert scoring is not None
-        scores: dict[int, float] = {}
+        turns, scores = Turns(pacer), dict[int, float]()
         for piece in pieces:
+            await turns.pause()
             self._count(piece)
             for found in piece.logprobs or ():
                 scores[piece.choice] = scoring.score(dict(found.top))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from service.format import Piece
+from service.pieces import Piece
 
 
 class RawMessages:
