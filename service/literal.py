@@ -9,7 +9,8 @@ a message and write another one, of any role.  A rendering does not show which p
 of content with which a special token could begin is hidden: a private character that occurs nowhere in the request
 stands for it.  It keeps its place whatever the template does: trim, cut, split, join, lower, replace, write as JSON.
 
-A template may look into content for strings of its own, such as `</think>`.  Those are left as they are.
+A template may look into content for strings of its own, such as `</think>`.  Those are left as they are, but for what
+an assistant said: templates drop all before such a string.  There only reasoning at the beginning is left to them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ READINGS_KEPT = 4  # sets of a template's own strings: the model's, and those of
 PRIVATE = "[\ue000-\uf8ff]"
 ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})", re.I)  # as JSON writes a private character in ASCII
 
+_MARK = re.compile(r"[<\[][^\s<>\[\]]+[>\]]")
+# Reasoning between a pair of tags, as clients send it back that do not know it.
+_REASONING = re.compile(r"\s*(?:<([\w:]+)>.*?</\1>|\[(\w+)\].*?\[/\2\])", re.S)
+
 Span = tuple[int, int]  # of characters of the rendered text
 
 
@@ -34,6 +39,7 @@ class _Reading(NamedTuple):
 
     exempt: dict[str, tuple[str, ...]]  # by their first character: strings of the template that begin no special token
     constants: frozenset[str]  # all of its strings, in lower case
+    marks: re.Pattern[str] | None  # those of them that are markup; None: there are none
 
 
 class LiteralContent:
@@ -91,7 +97,7 @@ class LiteralContent:
                 if char in self._firsts and self._harmless(constant[at:].lower()):
                     tails.setdefault(char, set()).add(constant[at:])
         exempt = {char: tuple(sorted(found, key=len, reverse=True)) for char, found in tails.items()}
-        made = _Reading(exempt, frozenset(constant.lower() for constant in constants))
+        made = _Reading(exempt, frozenset(constant.lower() for constant in constants), _marks(constants))
         if len(self._readings) >= READINGS_KEPT:
             self._readings = {}
         self._readings[constants] = made
@@ -211,9 +217,27 @@ class Hidden:
         return [
             message
             if message["role"] in TRUSTED
-            else {name: value if name == "role" else self.value(value) for name, value in message.items()}
+            else {name: value if name == "role" else self._field(message, name) for name, value in message.items()}
             for message in messages
         ]
+
+    def _field(self, message: dict[str, Any], name: str) -> Any:
+        said = name == "content" and message["role"] == "assistant"
+        return self.value(self._said(message[name]) if said else message[name])
+
+    def _said(self, content: Any) -> Any:
+        """Return content of an assistant in which no string of the template stands but in reasoning that begins it."""
+        if isinstance(content, list):
+            return [
+                {**part, "text": self._said(part["text"])} if isinstance(part, dict) and "text" in part else part
+                for part in content
+            ]
+        marks = self._reading.marks
+        if not isinstance(content, str) or marks is None or marks.search(content) is None:
+            return content
+        begun = _REASONING.match(content)
+        at = begun.end() if begun is not None else 0
+        return content[:at] + marks.sub(lambda found: self._of(found[0][0]) + found[0][1:], content[at:])
 
     def value(self, value: Any) -> Any:
         """Return a value of JSON with characters hidden in its strings and keys."""
@@ -252,6 +276,12 @@ class Hidden:
         for char, private in self._private.items():
             whole = whole.replace(private, char)
         return whole, self._literal.spans(whole, text, "".join(self._private.values()))
+
+
+def _marks(constants: Iterable[str]) -> re.Pattern[str] | None:
+    """Return a pattern of the markup in a template's strings."""
+    found = {mark for constant in constants for mark in _MARK.findall(constant)}
+    return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True)))) if found else None
 
 
 def _strings(value: Any) -> Iterator[str]:

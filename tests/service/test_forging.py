@@ -180,7 +180,9 @@ def test_content_makes_no_control_token_whatever_the_template_does(rewriting: To
     start, end = backend.token_to_id("<|im_start|>"), backend.token_to_id("<|im_end|>")
     assert counted(rewriting, ids) == [start, end] * len(said)
     text = rewriting._hf.apply_chat_template(said, tokenize=False)
-    if "\\u" not in text:
+    # Strings of the template in what an assistant said are text: test_an_answer_with_strings_of_the_template_is_whole.
+    marked = any(mark in one["content"] for one in said if one["role"] == "assistant" for mark in MARKERS[3:])
+    if "\\u" not in text and not marked:
         assert rewriting.text_of(ids, skip_special=False) == text
 
 

@@ -18,6 +18,7 @@ from service.refusal import Refusal
 from service.tokenizer import Tokenizer
 from tests.service.fakes import TOOLS_TEMPLATE, byte_level, with_template
 from tests.system.chaos.histories import histories
+from tests.system.chaos.returned import returned
 
 CONFIG = GatewayConfig()
 TOOL = {"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object"}}}
@@ -402,3 +403,36 @@ def test_random_histories_are_rendered_or_refused(tmp_path: Path) -> None:
     found, failures = histories(tmp_path, requests=1500, seed=1)
     assert failures == []
     assert found["tokens"] > 500
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "wordone</think>wordtwo",
+        "wordone<think>wordtwo</think>wordthree",
+        "<tool_call>wordone</tool_call></think>wordtwo",
+    ],
+)
+@pytest.mark.parametrize("after", [[], [say("user", "wordthen")]])
+def test_an_answer_with_strings_of_the_template_is_whole(
+    published: Tokenizer, content: str, after: list[dict[str, Any]]
+) -> None:
+    """Templates look for the end of reasoning in what an assistant said, and drop all before it."""
+    text = chat_prompt(published, [say("user", "wordask"), say("assistant", content), *after])
+    assert [word for word in re.findall("word[a-z]+", content) if word not in text] == []
+
+
+def test_reasoning_that_a_client_sends_back_in_the_content_is_left_to_the_template(
+    tokenizer_of: Callable[[str], Tokenizer],
+) -> None:
+    said = [say("user", "Hi"), say("assistant", "<think>\nwordhm\n</think>\n\nwordsaid"), say("user", "Go on")]
+    text = chat_prompt(tokenizer_of("qwen3"), said)
+    assert "wordsaid" in text
+    assert "wordhm" not in text
+
+
+def test_answers_that_are_sent_back_are_histories(tmp_path: Path) -> None:
+    """Many more: `make chaos ARGS='returned --answers 20000'`."""
+    found, failures = returned(tmp_path, answers=132, seed=36)
+    assert not failures, failures[0]
+    assert found == {"fits": 132}

@@ -7,6 +7,7 @@
     python -m tests.system.chaos fuzz [--requests 100000] [--seed 1]        hostile clients: see fuzz.py
     python -m tests.system.chaos answers [--cases 500] [--seed 1]           hostile answers: does a gateway stall?
     python -m tests.system.chaos histories [--requests 100000] [--seed 1]   histories on many chat templates
+    python -m tests.system.chaos returned [--answers 20000] [--seed 1]      answers, sent back as histories
     python -m tests.system.chaos same-tokens [--requests 500] [--kills 3]   one digest of all tokens: see same_tokens.py
     python -m tests.system.chaos schemas [--draws 2000] [--seed 1]          structured output: see schemas.py
     python -m tests.system.chaos kills [--kills 100] [--model demo]         a computing engine, killed: see kills.py
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import machine
-from tests.system.chaos import answers, fuzz, histories, kills, rolling, same_tokens, schemas, soak
+from tests.system.chaos import answers, fuzz, histories, kills, returned, rolling, same_tokens, schemas, soak
 from tests.system.chaos.faults import KINDS, Fault, schedule
 from tests.system.chaos.run import Setting, figures, run, table
 
@@ -38,6 +39,7 @@ OTHERS: dict[str, Any] = {
     "fuzz": fuzz,
     "answers": answers,
     "histories": histories,
+    "returned": returned,
     "same-tokens": same_tokens,
     "schemas": schemas,
     "kills": kills,
