@@ -120,7 +120,7 @@ def cases(seed: int, chars: int) -> Iterator[Case]:
         answer = beginning + unit * (chars // len(unit))
         fields = fields_of(
             path,
-            tools=dice.random() < 0.8,
+            tools="tool_calls" in known().response_templates[notation]["fields"] and dice.random() < 0.8,
             stops=dice.random() < 0.5,
             scores=dice.random() < 0.4 and len(answer) <= MOST_SCORED,
             n=dice.choice((1, 1, 2, 4)),
