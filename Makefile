@@ -2,6 +2,7 @@
 #
 #   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; the small demo model without MODEL
 #   make test  [ARGS='tests/wire -x']                           all tests that need no GPU
+#   make test NIGHTLY=1                                         the rest of the matrices of which that runs a sample
 #   make clients [ARGS='-k stream']                             other clients against a server: LangChain, Claude Code and more
 #   make lint                                                   format, lint, types, length of functions, dead code
 #   make bench [ARGS='--rounds 1']                              tests of speed; tokens per second against other systems
@@ -43,10 +44,13 @@ serve: $(KERNELS)
 # (tests/pace.py).  Those marked `alone` compare times of one load with those of another, and run before.  What ARGS names
 # runs one by one.
 HERE := not gpu and not multi_gpu and not perf
+NIGHTLY ?=
 test: $(INSTALLED) $(KERNELS)
-ifeq ($(ARGS),)
-	@failed=0; $(RUN) -m pytest -q -m "alone and $(HERE)" || failed=1; \
-	  $(RUN) -m pytest -m "not alone and $(HERE)" -n auto --dist loadfile || failed=1; exit $$failed
+ifneq ($(NIGHTLY),)
+	@$(RUN) -m pytest -m "nightly and $(HERE)" -n auto --dist loadfile $(ARGS)
+else ifeq ($(ARGS),)
+	@failed=0; $(RUN) -m pytest -q -m "alone and not nightly and $(HERE)" || failed=1; \
+	  $(RUN) -m pytest -m "not alone and not nightly and $(HERE)" -n auto --dist loadfile || failed=1; exit $$failed
 else
 	@$(RUN) -m pytest -m "$(HERE)" $(ARGS)
 endif

@@ -21,6 +21,7 @@ from engine.executor.models.demo import DemoModelUnavailable
 from engine.wire import link
 from tests import pace
 from tests.checkpoints import make_checkpoint
+from tests.order import longest_first, pytest_xdist_make_scheduler  # noqa: F401  a hook
 from tests.verdicts import (  # noqa: F401  hooks
     pytest_runtest_protocol,
     pytest_sessionstart,
@@ -38,7 +39,10 @@ if not os.environ.get("CI"):
     settings.load_profile("quire")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        items[:] = longest_first(items)
     gpus = torch.cuda.device_count()
     for item in items:
         if not gpus and item.get_closest_marker("gpu"):

@@ -25,16 +25,19 @@ from tests.executor.test_worker import words
 
 Checkpoint = Callable[[str], Path]
 DTYPES = ["float32", "bfloat16", "float16"]
+MODELS = [
+    *((family, "none") for family in FAMILIES),
+    *((family, kind) for family in ("llama", "qwen2", "gemma2") for kind in ("int8", "int4")),
+]
+# Every dtype of one family, and each other model in one of them; the rest nightly.
+CASES = [
+    pytest.param(*model, dtype, marks=[] if number % 3 == place or model == ("llama", "none") else pytest.mark.nightly)
+    for number, model in enumerate(MODELS)
+    for place, dtype in enumerate(DTYPES)
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("family", "quantize"),
-    [
-        *((family, "none") for family in FAMILIES),
-        *((family, kind) for family in ("llama", "qwen2", "gemma2") for kind in ("int8", "int4")),
-    ],
-)
+@pytest.mark.parametrize(("family", "quantize", "dtype"), CASES)
 def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
     checkpoint: Checkpoint, family: str, quantize: Literal["none", "int8", "int4"], dtype: str
 ) -> None:

@@ -128,8 +128,13 @@ def seconds(slice_s: float, *, grammar: str, seqs: int) -> tuple[float, int]:
     return clock.seconds - before, clock.rig.executor.jumps - jumps
 
 
-@pytest.mark.parametrize("seqs", [1, 8, 64])
-@pytest.mark.parametrize("slice_s", [0.0, DECODE_S / 4, DECODE_S])
+NIGHTLY = [pytest.param(slice_s, seqs, marks=pytest.mark.nightly) for slice_s, seqs in ((0.0, 64), (DECODE_S / 4, 64))]
+
+
+@pytest.mark.parametrize(
+    ("slice_s", "seqs"),
+    [(DECODE_S, 64), *((slice_s, seqs) for slice_s in (0.0, DECODE_S / 4, DECODE_S) for seqs in (1, 8)), *NIGHTLY],
+)
 def test_jumps_never_cost_more_than_a_little(slice_s: float, seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without costs, 256 sequences of an 8B shape took 1.36 times as long on an H200: slices made steps longer."""
     monkeypatch.setattr(oracle, "foreseen", lambda context: 4 if context[-1] % 16 == 3 else 0)
