@@ -94,6 +94,7 @@ class Gateway:
             document,
             EnginePages(config.engine_metrics),
             strict=config.strict_fields,
+            ready_without_engine=config.ready_without_engine,
         )
         self._middleware = Middleware(
             telemetry,

@@ -331,11 +331,19 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         float,
         Meta(
             ge=0,
-            description="Seconds that a new request waits where no engine takes requests, counted from when one last "
-            "did: a spare or a restarted engine takes over meanwhile. After them, and with 0 at once, it is refused. "
-            "X-Max-Queue-Wait shortens it.",
+            description="Seconds that a new request waits while no engine takes requests: a spare, a restarted or the "
+            "first engine takes over meanwhile. After them, and with 0 at once, it is refused with 503. The default "
+            "fits a spare engine; where engines are scaled from zero, set it to the time in which one starts. The "
+            "request's timeout and X-Max-Queue-Wait shorten it.",
         ),
     ] = 5.0
+    ready_without_engine: Annotated[
+        bool,
+        Meta(
+            description="Whether /ready is 200 while no engine takes requests. Off, a load balancer sends requests to "
+            "other gateways. Set it where engines are scaled to zero: the requests that wait are what starts one."
+        ),
+    ] = False
     ttft_target_s: Annotated[
         float,
         Meta(

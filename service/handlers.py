@@ -62,6 +62,7 @@ Parse = Callable[[bytes, GatewayConfig, str, float, api.Served], api.ValidReques
 # Errors under which the first request with an idempotency key leaves no answer behind.
 FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "request_lost", "engine_error")
 NAMES = {messages.PREFIX: messages.NAMES, responses.PREFIX: responses.NAMES}  # names of a chat's fields, by format
+MOMENT_S = 0.001  # least time that a request has left after it waited for an engine; admission refuses it
 RETRIES = 3  # first requests under one idempotency key that may turn out to have no answer, before a retry gives up
 
 
@@ -300,10 +301,15 @@ class Handlers:
             return await self.resume(request, response_id, None, fresh=True)
         return await self._work.write(request, [queued])
 
-    async def _limits(self, valid: api.ValidRequest, longest_wait_s: float) -> api.EngineLimits:
-        """Return what every engine can serve.  Waits for an engine that takes over.  Raises Refusal."""
-        await self._streams.wait_for_engine(min(longest_wait_s, valid.timeout_s))
-        return admission.limits(self._streams.fleet, valid.beams)
+    async def _limits(
+        self, valid: api.ValidRequest, longest_wait_s: float
+    ) -> tuple[api.EngineLimits, api.ValidRequest, float]:
+        """Wait for an engine if none takes requests.  Return what every engine can serve, and what is left of the
+        request's time and of the longest wait.  Raises Refusal."""
+        waited_s = await self._streams.engine_wait.wait(min(longest_wait_s, valid.timeout_s))
+        limits = admission.limits(self._streams.fleet, valid.beams)
+        left_s = max(MOMENT_S, valid.timeout_s - waited_s)
+        return limits, msgspec.structs.replace(valid, timeout_s=left_s), max(0.0, longest_wait_s - waited_s)
 
     async def _prepare(self, request: web.Request, body: Body, parse: Parse, prefix: str) -> Prepared:
         """Turn a body into orders for engines, and everything else that the answer needs.  Raises Refusal."""
@@ -314,7 +320,7 @@ class Handlers:
         valid, size = await self._parse(request, body, parse, prefix, timeout_s)
         priority = _right_to(tenant, valid.priority, request[METER]) if priority is None else priority
         valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt), priority=priority, unknown=())
-        limits = await self._limits(valid, longest_wait_s)
+        limits, valid, longest_wait_s = await self._limits(valid, longest_wait_s)
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._work.max_tokens())
         valid = await self._forbid(valid, size)
         valid = await self._constrain(valid, encoded, size, tenant, request[METER])

@@ -157,10 +157,17 @@ TENANT_SERVICE = _gauge(
 )
 
 # The shared queue
-QUEUE_REQUESTS = _gauge("quire_queue_requests", "Requests in the shared queue, by lane.", "lane")
+NO_ENGINE = "no_engine"  # in place of a lane: requests of this gateway that wait for an engine before they join one
+QUEUE_REQUESTS = _gauge(
+    "quire_queue_requests",
+    "Requests in the shared queue, by lane; no_engine: of this gateway, waiting until an engine takes requests.",
+    "lane",
+)
 QUEUE_TOKENS = _gauge("quire_queue_tokens", "Prompt tokens in the shared queue, by lane.", "lane")
 QUEUE_OLDEST = _gauge(
-    "quire_queue_oldest_seconds", "How long the oldest request of each lane has waited, seconds.", "lane"
+    "quire_queue_oldest_seconds",
+    "How long the oldest request of each lane, and of those that wait for an engine (no_engine), has waited, seconds.",
+    "lane",
 )
 _gauge(
     "quire_queue_room_tokens",
@@ -414,6 +421,11 @@ class Telemetry(Collector):
             self.set(QUEUE_TOKENS, queue.tokens, lane)
             self.set(QUEUE_OLDEST, queue.oldest_ms / 1000, lane)
         self._record_tenant_queues(fleet)
+
+    def record_engine_wait(self, requests: int, oldest_s: float) -> None:
+        """Show the requests of this gateway that wait because no engine takes requests."""
+        self.set(QUEUE_REQUESTS, requests, NO_ENGINE)
+        self.set(QUEUE_OLDEST, oldest_s, NO_ENGINE)
 
     def _drop_engines(self, seen: dict[str, EngineLoad]) -> None:
         for engine, old in self._engines.items():

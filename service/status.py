@@ -51,11 +51,13 @@ class Status:
         engine_pages: EnginePages,
         *,
         strict: bool = False,
+        ready_without_engine: bool = False,
     ) -> None:
         """`names`: of the model for clients.  `root`: its hub name, or the name of its directory.
 
-        `document`: returns the OpenAPI document.  `strict`: unknown parameters are refused."""
-        self._strict = strict
+        `document`: returns the OpenAPI document.  `strict`: unknown parameters are refused.
+        `ready_without_engine`: see GatewayConfig."""
+        self._strict, self._ready_without_engine = strict, ready_without_engine
         self._document, self._engine_pages = document, engine_pages
         self._names, self._root, self._streams = names, root, streams
         self._telemetry, self._capacity = telemetry, capacity
@@ -124,10 +126,11 @@ class Status:
         engines = self._streams.fleet.engines
         if self._capacity.draining:
             why = "this gateway is shutting down"
-        elif why is None and not engines:
-            why = "no engine is running"
-        elif why is None and all(load.draining for load in engines):
-            why = "every engine is shutting down"
+        elif why is None and not self._ready_without_engine:
+            if not engines:
+                why = "no engine is running"
+            elif all(load.draining for load in engines):
+                why = "every engine is shutting down"
         return _json({"ready": why is None, "reason": why}, 200 if why is None else 503)
 
     def _redis_trouble(self) -> str | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -29,6 +28,7 @@ from service import admission
 from service.admission import Decision
 from service.api import Refusal, limit_refusal
 from service.config import GatewayConfig
+from service.engine_wait import EngineWait
 from service.fleet_view import FleetView
 from service.metrics import BACKLOG, CLOCK_SKEW, REDIS_SECONDS, Telemetry
 from service.open_request import OpenRequest, Order
@@ -68,8 +68,7 @@ class Streams:
         self._submits = asyncio.Semaphore(SUBMITS)
         self._looks = 0  # readings of the fleet so far
         self._missed = False  # open requests may lack tokens that the logs have
-        self._serving = asyncio.Event()  # set while an engine takes new requests
-        self._served_at = -math.inf  # when one last did, on the monotonic clock
+        self.engine_wait = EngineWait(config.takeover_wait_s, config.max_queued)
         self.supervisor = Supervisor(
             Task("the token reader", self._read, lambda: self._bus.rounds),
             Task("the watch over the engines", self._watch, lambda: self._looks),
@@ -265,24 +264,6 @@ class Streams:
 
     # -- the fleet
 
-    def _record_serving(self) -> None:
-        if self._view.serving:
-            self._served_at = time.monotonic()
-            self._serving.set()
-        else:
-            self._serving.clear()
-
-    async def wait_for_engine(self, longest_s: float) -> None:
-        """Wait while no engine takes new requests but one did until a moment ago: another one is about to take over.
-
-        Returns when an engine is there, or `takeover_wait_s` after the last one was, or after `longest_s` seconds.
-        Then admission decides as ever."""
-        left_s = min(self._served_at + self._config.takeover_wait_s - time.monotonic(), longest_s)
-        if not self._serving.is_set() and left_s > 0:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await self._serving.wait()
-
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._config.fleet_s)
@@ -300,10 +281,11 @@ class Streams:
         self._telemetry.observe(REDIS_SECONDS, time.monotonic() - began, "fleet")
         self._view.record_reading(fleet)
         self._missed = self._missed or fleet.forgotten
-        self._record_serving()
+        self.engine_wait.record(serving=self._view.serving)
         await self._updates.refresh(steady_ms())
         self._troubles.pop("fleet", None)
         self._telemetry.record_fleet(self.fleet)
+        self._telemetry.record_engine_wait(len(self.engine_wait), self.engine_wait.oldest_s)
         self._telemetry.set(BACKLOG, self.orders.backlog.held)
         self._telemetry.set(CLOCK_SKEW, self._bus.clock.skew_s)
         try:

@@ -6,8 +6,8 @@ It shows what prefix locality does to hit rate, requests per second and waiting,
                                       ^ virtual time                          steps take what StepTime says
 
 Redis, the scripts, both sides of the bus and the schedulers are real.  Made up are the model, the time that steps take,
-and Redis' clock: `now_ms` of the scripts reads a key that this program sets.  Every arrival rings every engine that has
-room; rings during an exchange (`--exchange-ms`) count as one.
+and Redis' clock: `now_ms` of the scripts reads a key that this program sets.  An engine exchanges after
+each step, and when a script wakes it; wakes during an exchange (`--exchange-ms`) count as one.
 
 Workloads, each after a warm-up that is not counted:
   prefixes   600 prefixes of 1,000 tokens, 100 tokens of its own and 64 of output for each request (--prefixes, --own,
@@ -266,6 +266,9 @@ class Run:
         self.client = redis.Redis.from_url(server.url)
         self.client.flushall()
         self.engines = [_Engine(f"e{at}", self.url, blocks, step, locality=locality) for at in range(engines)]
+        self.named = {engine.name: engine for engine in self.engines}
+        self.bells: Any = self.client.pubsub()  # type: ignore[no-untyped-call]
+        self.bells.psubscribe("{fleet}:bell:*")
         self.gateway = GatewaySide(self.url, "g", namespace="fleet")
         self.rng = random.Random(seed)
         self.events: list[tuple[float, int, Callable[[], Any]]] = []
@@ -294,12 +297,18 @@ class Run:
         )  # fmt: skip
         self.tick()
         await self.gateway.submit(request, bounds=QueueBounds(target_ms=TARGET_MS))
-        for engine in self.rng.sample(self.engines, len(self.engines)):
-            if engine.core.room()[1] > 0:
-                await self.ring(engine)
+        self.wake()
 
     async def start_session(self, sessions: Sessions, *, counts: bool) -> None:
         await self.arrive(next(sessions), counts=counts)
+
+    def wake(self) -> None:
+        """Let the engines whose bells the last script has rung exchange."""
+        self.bells.ping("end")
+        while (message := self.bells.get_message(timeout=None))["type"] != "pong":
+            if message["type"] == "pmessage":
+                name = message["channel"].decode().rpartition(":")[2]
+                self.at(self.now, partial(self.ring, self.named[name]))
 
     async def ring(self, engine: _Engine) -> None:
         if engine.rung:
@@ -320,6 +329,7 @@ class Run:
     async def exchange(self, engine: _Engine) -> None:
         """Exchange with Redis; ask again when the reply says so, unless another exchange comes first."""
         retry = await engine.exchange()
+        self.wake()
         if retry:
             number = engine.exchanges
             self.at(self.now + retry, lambda: self.talk(engine) if engine.exchanges == number else None)
@@ -368,6 +378,7 @@ class Run:
         for engine in self.engines:
             await engine.side.close()
         await self.gateway.close()
+        self.bells.close()
         return self.figures(total)
 
     def begin(self) -> None:

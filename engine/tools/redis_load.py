@@ -36,11 +36,18 @@ from engine.tools.fleet import redis_cpu_s, unique
 from engine.wire.engine_side import EngineSide
 from engine.wire.gateway_side import GatewaySide
 from engine.wire.layout import TOKEN_CHANNELS
-from engine.wire.messages import Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
+from engine.wire.messages import LATER_FIELDS, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 from engine.wire.prefixes import PrefixReport, prefix_digests
 
 STEPS, READINGS = 32, 8  # steps per engine, readings in all
 TOKEN = 20_000  # ids of tokens are from here on: 3 bytes, as most of a vocabulary
+# As a busy engine reports: large counts, all fields set.
+LOAD = EngineLoad(
+    "", "meta-llama/Llama-3.1-8B-Instruct", 64 * "f", 131_072, 128_256, 16, 40_000, 8_000, 4_000, 64, 3, 3_000,
+    1_700_000_000_000, 3_141.5, 27.1, 12, 123_456_789, 98_765_432, 23_456_789, 12_345, False, 39_000, 0.0203, 2, 120,
+    2**31, 2**30, 1, 17, [(0.5, 10_000, 5_012), (0.9, 10_000, 9_013), (0.99, 10_000, 9_907)], 500_000, 1_234, 2**34,
+    2**33, 100_000, 0, 7, ["tenant-1"], 4_000, [128_001, 128_008, 128_009], True, 8, 80_000, 0.93, list(LATER_FIELDS),
+)  # fmt: skip
 COSTS = PrefixReport(token_us=23.0, step_us=5000.0, backlog=1000)
 
 
@@ -102,6 +109,12 @@ class Spent(msgspec.Struct, frozen=True):
     def __sub__(self, before: Spent) -> Spent:
         return Spent({name: count - before.counts[name] for name, count in self.counts.items()})
 
+    @classmethod
+    def of_reading(cls, client: redis.Redis) -> Spent:
+        """Return what one call of `read` costs itself."""
+        before = cls.read(client)
+        return cls.read(client) - before
+
     def each(self, number: int, less: dict[str, float] | None = None, times: int = 0) -> dict[str, float]:
         """Return the mean of `number`, after `times` times the costs `less` are taken off."""
         return {
@@ -124,7 +137,7 @@ class _Engine:
         for name, (gateway, count) in self.held.items() if tokens else ():
             finish = Finish("length") if name in ended else None
             deltas.setdefault(gateway, []).append(Delta(name, count, [TOKEN + count], finish))
-        load = EngineLoad(self._name, "m", "f", 4096, 32_000, 16, 100, 100, 0, 0, 0, 0, 0)
+        load = msgspec.structs.replace(LOAD, engine=self._name, yield_tokens=0)
         batches = [(gateway, TokenBatch(self._name, some)) for gateway, some in deltas.items()]
         reply = await self.side.exchange(batches, ended, load, 10**9 if room else 0, room, COSTS)
         self.held = {
@@ -222,13 +235,13 @@ def _stored_bytes(client: redis.Redis) -> int:
 
 async def _reading(deployment: _Deployment) -> dict[str, float]:
     """Return the costs of a reading after each engine has exchanged."""
-    readings = []
+    readings, own = [], Spent.of_reading(deployment.client)
     for _ in range(READINGS):
         for engine in deployment.engines:
             await engine.exchange()
         before = Spent.read(deployment.client)
         await deployment.gateway.fleet()
-        readings.append(Spent.read(deployment.client) - before)
+        readings.append(Spent.read(deployment.client) - before - own)
     return sum(readings[1:], readings[0]).each(READINGS)
 
 
@@ -239,11 +252,11 @@ async def measure(url: str, size: Size) -> dict[str, Any]:
     await deployment.open()
     for engine in deployment.engines:
         await engine.exchange(room=1)
-    marks = [Spent.read(client)]
+    own, marks = Spent.of_reading(client), [Spent.read(client)]
 
     def mark() -> Spent:
         marks.append(Spent.read(client))
-        return marks[-1] - marks[-2]
+        return marks[-1] - marks[-2] - own
 
     for _ in range(size.steps):
         for engine in deployment.engines:

@@ -18,8 +18,9 @@ import msgspec
 
 from engine.wire import link, token_log, token_messages
 from engine.wire.clock import RedisClock
+from engine.wire.fleet_pages import FleetPage, FleetPages
 from engine.wire.link import BusDown, Link
-from engine.wire.messages import EngineLoad, Generate, TokenBatch
+from engine.wire.messages import Generate, TokenBatch
 from engine.wire.pool_state_store import PoolStateStore
 from engine.wire.quotas import QuotaStore
 from engine.wire.records import (
@@ -88,6 +89,7 @@ class GatewaySide:
         self._forgotten = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._beats = 0
+        self._engines = FleetPages()
         channel = f"{self._link.prefix}tokens:{token_messages.channel_of(gateway)}"
         self._tokens = Subscription(self._reader, channel, self._on_missed)
         self._undealt: TokenBatch | None = None  # read, and not dealt with by the caller of batches()
@@ -137,7 +139,7 @@ class GatewaySide:
         record: bytes = b"",
         idempotency_key: IdempotencyKey | None = None,
     ) -> Queue:
-        """Queue the prompts of one client's request durably, all or none, and ring the engines' bell.
+        """Queue the prompts of one client's request durably, all or none, and wake engines.
 
         They share gateway, tenant, weight, priority, deadline and lane.  In three cases none is queued (no `lane`):
           * neither lane has room within `bounds`;
@@ -338,24 +340,26 @@ class GatewaySide:
             return None
 
     async def fleet(self) -> Fleet:
-        """Read the fleet in one round trip, and return requests of engines whose lease has lapsed to the queue's head.
+        """Read the fleet, and return requests of engines whose lease has lapsed to the queue's head.
 
+        One round trip, which returns the loads that have changed since the last reading, of READING_ENGINES engines at
+        most.  Where there are more engines, each load is PASS_MS old at most; the first reading reads them all.
         Call it at least every second: it notices dead engines and gateways, and it is this gateway's heartbeat.
         Raises BusDown after PATIENCE_S.
         """
         self._withdrawals.wake()
         if self._doubtful:
             await self._compare_histories()
-        self._beats += 1
-        sent = self.clock.ticks()
-        reply = await self._link.run_script(FLEET, self._gateway, self._grace_ms, self._beats)
-        loads, time_ms, room_tokens, state, known, quarantined, exchanged_ms = reply
-        self.clock.sample(sent, time_ms)
-        engines = [msgspec.msgpack.decode(load, type=EngineLoad) for load in loads]
+        if self._forgotten:
+            self._engines.start_afresh()
+        while True:
+            time_ms, room_tokens, state, quarantined = await self._read_page()
+            if self._engines.complete(time_ms):
+                break
         on_time, late, tenants = _read_queue_state(state)
-        forgotten, self._forgotten = self._forgotten or not known, False
+        forgotten, self._forgotten = self._forgotten, False
         return Fleet(
-            engines,
+            self._engines.loads(),
             on_time.requests + late.requests,
             on_time.tokens + late.tokens,
             time_ms,
@@ -363,10 +367,23 @@ class GatewaySide:
             tenants,
             forgotten,
             quarantined,
-            {load.engine: int(ms) for load, ms in zip(engines, exchanged_ms, strict=True)},
+            self._engines.exchanged_ms(),
             on_time,
             late,
         )
+
+    async def _read_page(self) -> tuple[int, int, list[Any], int]:
+        """Read one page of the engines, and the queue; return unix ms, room in tokens, queue state, quarantined."""
+        self._beats += 1
+        sent = self.clock.ticks()
+        reply = await self._link.run_script(
+            FLEET, self._gateway, self._grace_ms, self._beats, *self._engines.position()
+        )
+        leases, time_ms, room_tokens, state, known, quarantined, following, engines, last_change = reply
+        self.clock.sample(sent, time_ms)
+        self._forgotten = self._forgotten or not known
+        self._engines.record(FleetPage(leases, following, engines, last_change, bool(known), time_ms))
+        return time_ms, room_tokens, state, quarantined
 
 
 def _read_queue_state(state: list[Any]) -> tuple[LaneQueue, LaneQueue, dict[str, TenantQueue]]:

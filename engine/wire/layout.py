@@ -6,7 +6,7 @@ The loader puts every number here before each script, as `local NAME = value`.  
 from __future__ import annotations
 
 # Raise it when a process of the earlier version would misread a key or its fields, or break them.
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 
 EXPIRY_MS = 60_000  # a request outlives its deadline by this, in case no process is left to end it
 TOMBSTONE_MS = 10_000  # how long a request's end is remembered: longer than any retry of a submit
@@ -44,5 +44,13 @@ PATIENCE_PERCENT = 75  # of the time until its target, after which an on-time re
 RECOMPUTE = 2  # what a token costs that another engine holds: its time, and the cached token that it evicts
 PACE_TOKENS = 32  # output tokens for which the step time of an engine counts in its cost
 RESPONSE_BYTES = 1024  # that a stored response counts besides its input and output
+# Engines whose leases one reading of the fleet looks at; a larger fleet takes several readings.
+READING_ENGINES = 256
+# Positions of fields of an EngineLoad, as scripts read it: from 1.
+LOAD_BLOCK_SIZE = 6
+LOAD_TOTAL_BLOCKS = 7
+LOAD_CROWD = 38
+RINGS = 2  # engines that one script wakes for requests that wait; each wakes as many if it leaves requests waiting
+RING_TRIES = 8  # engines to which it publishes at most, until RINGS of them listen
 TENANTS_SHOWN = 32  # most tenants of a lane in a reading of the fleet; totals count all
 COMMAND_WORDS = 1_000  # items of a list that a script gives to one command: Lua passes no more than 8,000 arguments

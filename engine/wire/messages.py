@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 # Raise it when a process of the earlier version would misread a message.  Appended fields leave it as it is.
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 PRIORITIES = (-100, 100)  # first and last class; the lower class goes first
 # Of a length penalty.  Within them length ** length_penalty is a finite float32 above 0 for every length up to 10**7.
@@ -164,7 +164,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprob] | None = None  # for prompt tokens 1.., on the delta with first == 0
 
 
-class EngineLoad(msgspec.Struct, frozen=True):
+class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     """What an engine reports of itself in each exchange, for every gateway's readings of the fleet."""
 
     engine: str

@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import helm_python
@@ -189,6 +190,27 @@ def test_several_gpus_of_an_engine_share_its_model() -> None:
         else:
             assert volumes == [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}]
             assert mounts == [{"name": "shm", "mountPath": "/dev/shm"}]
+
+
+def test_keda_from_zero_keeps_gateways_ready_and_requests_waiting(tmp_path: Path) -> None:
+    """Else no request reaches a gateway, and nothing starts an engine."""
+
+    def gateway_config(keda: dict[str, Any], **own: Any) -> GatewayConfig:
+        manifests = rendered({"engine": {"keda": {"enabled": True, **keda}}, "gateway": {"config": own}})
+        (scaled,) = (one for one in manifests if one["kind"] == "ScaledObject")
+        assert scaled["spec"]["minReplicaCount"] == keda.get("minReplicas", 1)
+        queries = [one["metadata"]["query"] for one in scaled["spec"]["triggers"]]
+        assert any("queue" in query and "oldest_seconds" in query for query in queries)
+        (file := tmp_path / "quire.toml").write_text(config_text(manifests))
+        return settings.parse(GatewayConfig, ["--config", str(file)], {}, table="gateway")
+
+    def waits(got: GatewayConfig) -> tuple[bool, float]:
+        return got.ready_without_engine, got.takeover_wait_s
+
+    assert waits(gateway_config({})) == (False, 5)
+    assert waits(gateway_config({"minReplicas": 0})) == (True, 600)
+    assert waits(gateway_config({"minReplicas": 0, "fromZeroWaitSeconds": 90})) == (True, 90)
+    assert waits(gateway_config({"minReplicas": 0}, takeover_wait_s=7)) == (True, 7)
 
 
 def test_a_change_of_configuration_rolls_the_pods() -> None:

@@ -334,7 +334,7 @@ async def test_echo_with_logprobs(serve: Serve, engine: EngineMaker, byte_level_
 async def test_admission_refuses_with_retry_after(
     serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
-    served = await serve()
+    served = await serve(takeover_wait_s=0.0)
     status, body, _ = await raw(served.session, "/v1/completions", prompt="a")
     assert (status, body["error"]["code"]) == (503, "no_engine")
     async with engine(says(byte_level_tokenizer)) as fake:

@@ -34,6 +34,7 @@ end
 
 local claimed, works = {}, {}  -- {id, prompt tokens held, 1 if it was passed over before} each; what the engine gets
 local orders = {}
+local blocked  -- prompt tokens of the request that comes next and does not fit
 
 -- What the engine gets of a claimed request.  `from`: false if no engine has held it before, so its log has nothing.
 local function work(payload, names, from, id, held, waited)
@@ -83,7 +84,7 @@ local function tries_suspect(trial)
 
   local function makes_room(size)  -- whether this is the one engine that claims nothing until the first suspect fits
     local report = cmsgpack.unpack(load)
-    if size >= report.total_blocks * report.block_size then return false end
+    if size >= report[LOAD_TOTAL_BLOCKS] * report[LOAD_BLOCK_SIZE] then return false end
     local key = P .. 'making_room'
     if (call('GET', key) or engine) ~= engine then return false end
     call('SET', key, engine, 'PX', lease_ms)
@@ -115,7 +116,11 @@ local function claim_share(waiting, engines)
   end
   while #claimed < most and claim_tokens > 0 do
     local lane, id, size, tenant, due = next_request(late_share, left_out)
-    if not id or size > room_tokens then break end
+    if not id then break end
+    if size > room_tokens then
+      blocked = size
+      break
+    end
     if not choose then
       claim(lane, id, size)
     else
@@ -123,7 +128,10 @@ local function claim_share(waiting, engines)
       if not request then
         leave_out(left_out, lane, tenant)
       else
-        if not claim(lane, request.id, request.size, request) then break end
+        if not claim(lane, request.id, request.size, request) then
+          blocked = request.size
+          break
+        end
         note_claim(lane, request)
         note_turn(left_out, lane, tenant)
       end
@@ -146,8 +154,8 @@ if not repeated then
 end
 
 call('PEXPIRE', state, MEMORY_MS)  -- a first write that full memory never refuses: exchanges are what empties Redis
-call('SET', P .. 'lease:' .. engine, load, 'PX', lease_ms)
-local waiting, engines = call('HLEN', P .. 'waiting'), call('SCARD', P .. 'engines')
+renew_lease(engine, load, lease_ms)
+local waiting, engines = call('HLEN', P .. 'waiting'), call('ZCARD', P .. 'engines')
 -- The digests are renewed with the lease.  The engine sends differences, so it must learn where there are none.
 local vanished = publishes ~= '' and 1 - call('PEXPIRE', P .. 'prefixes:' .. engine, lease_ms) or 0
 if repeated then
@@ -204,7 +212,7 @@ local room_left = #claimed < room_requests and room_tokens or 0  -- without a sl
 -- Where no other engine has room, claim for tenants outside the crowd, as far as requests of the crowd would yield.
 if waiting > 0 and yield_tokens > 0 and not closed then
   local crowd = {}
-  for _, tenant in ipairs(cmsgpack.unpack(load).crowd or {}) do
+  for _, tenant in ipairs(cmsgpack.unpack(load)[LOAD_CROWD]) do
     for _, lane in ipairs(LANES) do leave_out(crowd, lane, tenant) end
   end
   room_tokens = yield_tokens
@@ -234,14 +242,22 @@ if publishes == 'afresh' or vanished == 1 and (added ~= '' or #claimed > 0) then
 end
 
 offer(engine, room_left, now_ms() + math.min(STALE_MS, lease_ms), known_room or '0')
+-- Who claims now may be woken again.  Who has left requests waiting wakes others: see "Bells" in KEYS.md.
+local claims_more = room_left > 0 and claim_tokens > 0
+if waiting > LEFT and (#claimed > 0 or blocked or known_room ~= '0' and not claims_more)
+   or closed and #claimed > 0 and call('EXISTS', P .. 'suspects') == 1 then ring(blocked or '1') end
+if claims_more then
+  call('ZADD', P .. 'bells', room_left, engine)
+elseif known_room ~= '0' then
+  call('ZREM', P .. 'bells', engine)
+end
 -- What a retry of this exchange gets, and for submits and other engines how many prompt tokens it would still claim.
-call('HSET', state, 'seq', seq, 'reply', cmsgpack.pack({claimed, orders, retry, vanished}), 'room', room_left,
-     'heard', now_ms())
+call('HSET', state, 'seq', seq, 'reply', cmsgpack.pack({claimed, orders, retry, vanished}), 'room', room_left)
 if publishes ~= '' and room_left > 0 then
   call('HSET', P .. 'spare', engine, struct.pack('<ddddd', room_left, now_ms(), token_us, step_us, backlog))
 elseif known_room ~= '0' then  -- with 0 it is not there
   call('HDEL', P .. 'spare', engine)
 end
-if seq == '1' then engines = engines + call('SADD', P .. 'engines', engine) end  -- REJOIN does it later
+if seq == '1' then engines = engines + call('ZADD', P .. 'engines', 0, engine) end  -- REJOIN does it later
 return {works, orders, waiting - LEFT, engines, now_ms(), rare and call('EXISTS', P .. 'watch') or 0, retry,
         vanished}

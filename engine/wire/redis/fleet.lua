@@ -1,10 +1,14 @@
--- Read the fleet; remove dead gateways and engines on the way.
+-- Read the fleet: what has changed on one page of the engines, and the queue.  Remove dead gateways and engines.
 -- `grace`: ms before requests of dead gateways are withdrawn.  `beat`: number of this heartbeat.
+-- `after`: name of the engine before the page; '': the first page.  `since`: number of the last change that this
+-- gateway knows of the page's engines; 0: none.  Where Redis does not know the last heartbeat, it may have lost what
+-- this gateway has read: it returns the first page with all leases.
 -- Returns {
---   loads, Redis' unix ms, room in tokens, queue state, 1 if the last heartbeat is known, requests in quarantine,
---   unix ms of each engine's last exchange
+--   leases of the page that have changed, Redis' unix ms, room in tokens, queue state, 1 if the last heartbeat is
+--   known, requests in quarantine, name of the page's last engine ('': none follows), number of its engines,
+--   number of the last change
 -- }.
-local gateway, grace, beat = unpack(ARGV)
+local gateway, grace, beat, after, since = unpack(ARGV)
 
 local function register_heartbeat()  -- returns 1 if Redis remembers the last heartbeat, else 0
   local key = P .. 'gateway:' .. gateway
@@ -23,7 +27,10 @@ local function lapses_count()  -- false for a while after Redis was away: then a
 end
 
 local function remove_dead_gateways()
-  for _, name in ipairs(call('SMEMBERS', P .. 'gateways')) do
+  local names, keys = call('SMEMBERS', P .. 'gateways'), {}
+  for i, name in ipairs(names) do keys[i] = P .. 'gateway:' .. name end
+  if #keys <= COMMAND_WORDS and call('EXISTS', unpack(keys)) == #keys then return end
+  for _, name in ipairs(names) do
     if call('EXISTS', P .. 'gateway:' .. name) == 0 then
       call('SREM', P .. 'gateways', name)
       for _, id in ipairs(call('SMEMBERS', P .. 'open:' .. name)) do
@@ -34,14 +41,34 @@ local function remove_dead_gateways()
   end
 end
 
-local function remove_dead_engines(died)
-  for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
-    if call('EXISTS', P .. 'lease:' .. engine) == 0 then
-      give_back(engine, died)
-      call('HINCRBY', P .. 'engine:' .. engine, 'epoch', 1)
-      call('PEXPIRE', P .. 'engine:' .. engine, MEMORY_MS)
+local function remove_dead_engine(engine, died)
+  give_back(engine, died)
+  call('HINCRBY', P .. 'engine:' .. engine, 'epoch', 1)
+  call('PEXPIRE', P .. 'engine:' .. engine, MEMORY_MS)
+end
+
+-- Read one page of the engines, in the order of their names.  Remove those without a lease; `died`: it counts as a
+-- death.  Returns the leases whose number is beyond `since`, the name after which the next page begins, and the
+-- number of engines left.
+local function read_page(died)
+  local first = after == '' and '-' or '(' .. after
+  local names, keys = call('ZRANGEBYLEX', P .. 'engines', first, '+', 'LIMIT', 0, READING_ENGINES + 1), {}
+  local following = ''
+  if #names > READING_ENGINES then
+    names[#names] = nil
+    following = names[#names]
+  end
+  for i, engine in ipairs(names) do keys[i] = P .. 'lease:' .. engine end
+  local leases, changed, live = #keys > 0 and call('MGET', unpack(keys)) or {}, {}, 0
+  for i, lease in ipairs(leases) do
+    if not lease then
+      remove_dead_engine(names[i], died)
+    else
+      live = live + 1
+      if struct.unpack('>d', lease) > since then changed[#changed + 1] = lease end
     end
   end
+  return changed, following, live
 end
 
 local function move_overdue()  -- what has waited past its due time cannot start in time any more
@@ -49,16 +76,13 @@ local function move_overdue()  -- what has waited past its due time cannot start
 end
 
 local known = register_heartbeat()
+if known == 0 then after, since = '', 0 else since = tonumber(since) end
 remove_dead_gateways()
 for _, id in ipairs(call('ZRANGEBYSCORE', P .. 'orphans', '-inf', now_ms())) do withdraw(id) end
-remove_dead_engines(lapses_count())
+local changed, following, live = read_page(lapses_count())
 move_overdue()
 sweep_prefixes()
 for _, lane in ipairs(LANES) do head(lane) end  -- ends requests past their deadline
 first_suspect()
-local loads, heard = {}, {}
-for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
-  loads[#loads + 1] = call('GET', P .. 'lease:' .. engine)
-  heard[#heard + 1] = call('HGET', P .. 'engine:' .. engine, 'heard') or '0'
-end
-return {loads, now_ms(), free_room(), queue_state(), known, call('ZCARD', P .. 'quarantine'), heard}
+return {changed, now_ms(), free_room(), queue_state(), known, call('ZCARD', P .. 'quarantine'), following, live,
+        tonumber(call('GET', P .. 'changes') or 0)}

@@ -2,7 +2,8 @@
 local me = ARGV[1]
 
 local loads = {}
-for _, engine in ipairs(call('SMEMBERS', P .. 'engines')) do
-  if engine ~= me then loads[#loads + 1] = call('GET', P .. 'lease:' .. engine) or nil end
+for _, engine in ipairs(call('ZRANGE', P .. 'engines', 0, -1)) do
+  local lease = engine ~= me and call('GET', P .. 'lease:' .. engine)
+  if lease then loads[#loads + 1] = string.sub(lease, 17) end
 end
 return loads

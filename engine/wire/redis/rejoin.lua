@@ -35,11 +35,16 @@ for i = FIRST, #ARGV do
     held[#held + 1] = {id, listeners(id), log_lengths(id)}
   end
 end
+local returned = false
 for _, id in ipairs(call('ZRANGE', P .. 'held:' .. engine, 0, -1)) do
-  if not kept[id] and let_go(engine, id) then enqueue(id) end
+  if not kept[id] and let_go(engine, id) then
+    enqueue(id)
+    returned = true
+  end
 end
+if returned then ring('1') end
 call('HSET', state, 'session', session, 'seq', seq)
 call('PEXPIRE', state, MEMORY_MS)
-call('SADD', P .. 'engines', engine)
-call('SET', P .. 'lease:' .. engine, load, 'PX', lease_ms)
+call('ZADD', P .. 'engines', 0, engine)
+renew_lease(engine, load, lease_ms)
 return {call('HGET', state, 'epoch') or '0', held}

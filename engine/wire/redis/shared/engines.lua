@@ -21,6 +21,26 @@ local function free_room(me)  -- prompt tokens that the engines, except `me`, wo
   return tokens
 end
 
+-- Renew the engine's lease.  Its value: number of this change among all engines' changes, unix ms, the load.  A reading
+-- of the fleet takes the loads whose number is beyond that of an earlier reading.
+local function renew_lease(engine, load, lease_ms)
+  local value = struct.pack('>dd', call('INCR', P .. 'changes'), now_ms()) .. load
+  call('SET', P .. 'lease:' .. engine, value, 'PX', lease_ms)
+end
+
+-- Wake RINGS of the engines with the most free capacity, of those with enough for a request of so many prompt tokens.
+-- An engine is not woken again before its next exchange, which finds whatever waits by then.  Where the process of an
+-- engine does not listen, another engine is woken.  "Bells" in KEYS.md.
+local function ring(tokens)
+  local tried, woken = {}, 0
+  for _, engine in ipairs(call('ZREVRANGEBYSCORE', P .. 'bells', '+inf', tokens, 'LIMIT', '0', RING_TRIES)) do
+    tried[#tried + 1] = engine
+    if call('PUBLISH', P .. 'bell:' .. engine, '') > 0 then woken = woken + 1 end
+    if woken == RINGS then break end
+  end
+  if #tried > 0 then call('ZREM', P .. 'bells', unpack(tried)) end
+end
+
 local function hold(engine, id, place, tenant, tokens)  -- the engine has claimed the request: charge its tenant
   call('ZADD', P .. 'held:' .. engine, place, id)
   call('HSET', P .. 'req:' .. id, 'engine', engine)
@@ -77,7 +97,8 @@ local function give_back(engine, died)
   call('DEL', P .. 'held:' .. engine, P .. 'lease:' .. engine, P .. 'prefixes:' .. engine)
   call('HDEL', P .. 'spare', engine)
   offer(engine, 0)
-  call('SREM', P .. 'engines', engine)
+  call('ZREM', P .. 'engines', engine)
+  call('ZREM', P .. 'bells', engine)
   for _, id in ipairs(held) do
     if let_go(engine, id) then ids[#ids + 1] = id end
   end
@@ -86,5 +107,5 @@ local function give_back(engine, died)
   for _, id in ipairs(ids) do
     if alive(id) and not call('ZSCORE', P .. 'suspects', id) then enqueue(id) end
   end
-  if #ids > 0 then call('PUBLISH', P .. 'bell', '') end
+  if #ids > 0 then ring('1') end
 end

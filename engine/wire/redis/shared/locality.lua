@@ -51,10 +51,11 @@ local function chooser(me, now)
   --   passed_over  lane -> {id = true}, requests that the engine could have claimed and has not
   --   tried        requests that choose has tried in vain
   --   retry_at     unix ms at which the engine should ask again; nil: it has left no request
+  --   left_to      engines to which it has left a request now, and not before: finish wakes them
   --   backlog      prompt tokens that it has still to compute, with those of its claims
   --   others       what engines_with_room has found; nil until it is needed
   local so_far = {windows = {}, new_digests = {}, passed_over = {on_time = {}, late = {}}, tried = 0,
-                  backlog = me.backlog}
+                  left_to = {}, backlog = me.backlog}
 
   -- Of each request of a window: how many of its digests the engine holds.  Most prefixes are held nowhere, which the
   -- shortest one shows.  Then a binary search for all at once: an engine that holds a prefix holds the shorter ones.
@@ -155,10 +156,10 @@ local function chooser(me, now)
   end
 
   -- Microseconds by which another engine with room is ahead for a request of a window, at most what this engine would
-  -- need for what it does not hold of the prompt; 0: none is ahead.
+  -- need for what it does not hold of the prompt; 0: none is ahead.  And the name of that engine.
   local function time_ahead(window, at, size)
     local held = window.held[at]
-    local mine, ahead = start_cost(me, so_far.backlog, size, held), 0
+    local mine, ahead, name = start_cost(me, so_far.backlog, size, held), 0, nil
     local most = tokens_to_compute(size, held) * me.token_us
     for _, other in ipairs(so_far.others) do
       if ahead >= most then break end
@@ -166,10 +167,11 @@ local function chooser(me, now)
         -- Asked once for the whole window: with many engines, one request at a time is what a claim would cost.
         local theirs = window.elsewhere[other.name] or held_counts(other.name, window)
         window.elsewhere[other.name] = theirs
-        ahead = math.max(ahead, mine - start_cost(other, other.backlog, size, theirs[at]))
+        local by = mine - start_cost(other, other.backlog, size, theirs[at])
+        if by > ahead then ahead, name = by, other.name end
       end
     end
-    return math.min(ahead, most)
+    return math.min(ahead, most), name
   end
 
   -- Until when (unix ms) the engine leaves a request of a window to another one; nil: it does not.
@@ -177,7 +179,7 @@ local function chooser(me, now)
     if window.prefixes[at] == '' or me.token_us == 0 then return nil end
     so_far.others = so_far.others or engines_with_room()
     if #so_far.others == 0 then return nil end
-    local ahead = time_ahead(window, at, size)
+    local ahead, name = time_ahead(window, at, size)
     if ahead == 0 then return nil end
     local goes_first, since = string.match(window.entries[at] or '', '^(%d+) (%d+)$')
     if goes_first then
@@ -187,7 +189,9 @@ local function chooser(me, now)
       goes_first = patience_end(size, tonumber(call('ZSCORE', P .. 'ages:' .. lane, window.ids[at])), due)
     end
     local limit = math.min(since + ahead / 1000, goes_first)
-    return limit > now and limit or nil
+    if limit <= now then return nil end
+    if since == now then so_far.left_to[name] = true end
+    return limit
   end
 
   local function hold_new_digests()  -- requests of the windows whose prefix has been claimed since count as held
@@ -279,8 +283,18 @@ local function chooser(me, now)
     end
   end
 
-  -- Enter the requests that were passed over.  Returns the ms after which the engine should ask again, 0 where it has
-  -- left none, and its backlog with what it has claimed.
+  local function wake_preferred()  -- the engines to which requests were left: an idle one would not ask by itself
+    local tried = {}
+    for name in pairs(so_far.left_to) do
+      if #tried == RING_TRIES then break end
+      tried[#tried + 1] = name
+      call('PUBLISH', P .. 'bell:' .. name, '')
+    end
+    if #tried > 0 then call('ZREM', P .. 'bells', unpack(tried)) end
+  end
+
+  -- Enter the requests that were passed over, and wake the engines to which they were left.  Returns the ms after which
+  -- the engine should ask again, 0 where it has left none, and its backlog with what it has claimed.
   local function finish()
     for lane, found in pairs(so_far.passed_over) do
       local ids = {}
@@ -293,6 +307,7 @@ local function chooser(me, now)
       end
       if #ids > 0 then note_passed_over(lane, ids) end
     end
+    wake_preferred()
     return so_far.retry_at and math.max(1, math.ceil(so_far.retry_at - now)) or 0, so_far.backlog
   end
 
