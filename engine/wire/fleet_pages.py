@@ -43,14 +43,19 @@ class FleetPages:
     def start_afresh(self) -> None:
         """Forget how far the readings came: the next ones return every lease, beginning with the first page."""
         self._after = b""
-        self._since = 0  # last change that the previous pass has read on every page
-        self._pass_change = self._pass_ms = 0  # last change, and unix time, of this pass' first page
+        # Last change at the time when a page was read, by the name before that page: of the last pass and of this one.
+        self._read: dict[bytes, int] = {}
+        self._reading: dict[bytes, int] = {}
+        self._pass_ms = 0  # unix time at which the first page of this pass was read
         self._reread = False  # all leases of the page, because an engine of it has left
         self._passes = 0  # since the readings began afresh
 
     def position(self) -> tuple[bytes, int]:
         """Return what the next reading asks for: the name before its page, and the last change known of the page."""
-        return self._after, 0 if self._reread else self._since
+        if self._reread:
+            return self._after, 0
+        # Where the pages have shifted: the first page was read before all others.
+        return self._after, self._read.get(self._after, self._read.get(b"", 0))
 
     def record(self, page: FleetPage) -> None:
         """Store a reply to `position()`."""
@@ -58,8 +63,8 @@ class FleetPages:
         if not page.known:
             self.start_afresh()
             everything = True
-        if not self._after and not self._reread:
-            self._pass_change, self._pass_ms = page.last_change, page.time_ms
+        if not self._after:
+            self._pass_ms = page.time_ms
         within = {name for name in self._known if self._after < name and (not page.following or name <= page.following)}
         changed = dict(map(_read_lease, page.leases))
         for name in within - changed.keys() if everything else ():
@@ -68,9 +73,10 @@ class FleetPages:
         self._reread = not everything and len(within | changed.keys()) != page.engines
         if self._reread:
             return
+        self._reading[self._after] = page.last_change
         self._after = page.following
         if not page.following:
-            self._since = self._pass_change
+            self._read, self._reading = self._reading, {}
             self._passes += 1
 
     def complete(self, now_ms: int) -> bool:

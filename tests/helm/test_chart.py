@@ -210,7 +210,7 @@ def test_keda_from_zero_keeps_gateways_ready_and_requests_waiting(tmp_path: Path
     assert waits(gateway_config({})) == (False, 5)
     assert waits(gateway_config({"minReplicas": 0})) == (True, 600)
     assert waits(gateway_config({"minReplicas": 0, "fromZeroWaitSeconds": 90})) == (True, 90)
-    assert waits(gateway_config({"minReplicas": 0}, takeover_wait_s=7)) == (True, 7)
+    assert waits(gateway_config({"minReplicas": 0}, takeover_wait_s=70)) == (True, 70)
 
 
 def test_a_change_of_configuration_rolls_the_pods() -> None:

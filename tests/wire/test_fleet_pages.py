@@ -154,6 +154,17 @@ def test_what_changes_between_the_pages_of_a_pass_is_read_by_the_next_pass() -> 
     read.record(page(lease("e2", 2), engines=1, last=3))
     assert read.complete(0)
     assert read.position() == (b"", 2)
+    read.record(page(lease("e1", 3), engines=1, last=3, following=b"e1"))
+    assert read.position() == (b"e1", 3), "the second page was read when change 3 was the last"
+
+
+def test_pages_that_have_shifted_are_read_from_the_last_change_that_the_first_page_knew() -> None:
+    """An engine before the second page has come: its first name is another one."""
+    read = FleetPages()
+    read.record(page(lease("e1", 1), engines=1, last=2, following=b"e1"))
+    read.record(page(lease("e2", 2), engines=1, last=3))
+    read.record(page(lease("e0", 4), engines=1, last=4, following=b"e0"))
+    assert read.position() == (b"e0", 2)
 
 
 def test_a_pass_that_takes_long_is_finished_by_one_reading() -> None:
