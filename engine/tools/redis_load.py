@@ -33,9 +33,10 @@ import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
 from engine.tools.fleet import redis_cpu_s, unique
+from engine.wire import scripts
 from engine.wire.engine_side import EngineSide
 from engine.wire.gateway_side import GatewaySide
-from engine.wire.layout import TOKEN_CHANNELS
+from engine.wire.layout import READING_ENGINES, TENANTS_SHOWN, TOKEN_CHANNELS
 from engine.wire.messages import LATER_FIELDS, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 from engine.wire.prefixes import PrefixReport, prefix_digests
 
@@ -71,14 +72,33 @@ SIZES = (
 )
 
 
-def expected_step(size: Size) -> dict[str, float]:
-    """Return what a step costs by the formula of docs/scaling.md: commands, and bytes to and from Redis."""
-    channels = min(size.gateways, TOKEN_CHANNELS)
-    parts = 24 * size.sequences + 12 * size.gateways  # all messages of a step: tokens with their ids, names
+def expected(size: Size) -> dict[str, dict[str, float]]:
+    """Return the formula of docs/scaling.md: commands, and bytes to and from Redis, of each part."""
+    names = min(size.gateways, size.sequences)  # gateways that a step has tokens for
+    channels = min(names, TOKEN_CHANNELS)
+    readers = size.gateways * channels / min(size.gateways, TOKEN_CHANNELS)  # gateways of those channels
+    parts = 24 * size.sequences + 12 * names  # all messages of a step: tokens with their ids, names
+    tenants = min(size.tenants, size.sequences)  # of an engine
+    shown = 426 + 38 * min(size.tenants, TENANTS_SHOWN)
     return {
-        "commands": 16 + 2 * channels + 0.15 * size.sequences,
-        "in_bytes": 1000 + 30 * size.sequences + 12 * size.gateways,
-        "out_bytes": 300 + size.gateways * (60 + parts / channels),
+        "ring": {"commands": 13, "in_bytes": 700, "out_bytes": 50},
+        "submit": {"commands": 48, "in_bytes": 300 + 5.6 * size.prompt_tokens, "out_bytes": 170},
+        "step": {
+            "commands": 13 + 4 * tenants + 2 * channels + 0.15 * size.sequences,
+            "in_bytes": 700 + 28 * size.sequences + 14 * names,
+            "out_bytes": 60 + readers * (60 + parts / channels),
+        },
+        "request": {
+            "commands": 108,
+            "in_bytes": 750 + 5.6 * size.prompt_tokens,
+            "out_bytes": 400 + 5.2 * size.prompt_tokens,
+        },
+        "reading": {
+            "commands": 34,
+            "in_bytes": 134,
+            "out_bytes": shown + 390 * min(size.engines, READING_ENGINES),
+        },
+        "quiet": {"commands": 34, "in_bytes": 134, "out_bytes": shown},
     }
 
 
@@ -249,6 +269,9 @@ async def measure(url: str, size: Size) -> dict[str, Any]:
     """Return the costs of one size."""
     deployment = _Deployment(url, size)
     client, engines = deployment.client, size.engines
+    for script in vars(scripts).values():  # sent once per server, which is no part of what a request costs
+        if isinstance(script, scripts.Script):
+            client.script_load(script.source)
     await deployment.open()
     for engine in deployment.engines:
         await engine.exchange(room=1)
@@ -292,7 +315,7 @@ async def measure(url: str, size: Size) -> dict[str, Any]:
         "submit": submit,
         "queued_bytes": round(queued_bytes),
         "step": step,
-        "expected_step": expected_step(size),
+        "expected": expected(size),
         "step_cpu_us_per_token": round(step["cpu_us"] / size.sequences, 2),
         "step_bytes_per_token": round((step["in_bytes"] + step["out_bytes"]) / size.sequences),
         "request": turnover.each(size.steps * engines, step, size.steps * engines),
@@ -311,10 +334,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--gateways", type=int, default=1, help="that read, with --engines (default: 1)")
     parser.add_argument("--sequences", type=int, default=16, help="on each engine, with --engines (default: 16)")
     parser.add_argument("--tenants", type=int, default=1, help="that wait, with --engines (default: 1)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of each engine, with --engines (default: {STEPS})")
     args = parser.parse_args(argv)
     sizes = SIZES
     if args.engines:
-        sizes = (Size(args.gateways, args.engines, args.sequences, args.tenants),)
+        sizes = (Size(args.gateways, args.engines, args.sequences, args.tenants, steps=args.steps),)
     runs = []
     for size in sizes:
         with EmbeddedRedis() as server:

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.tools import redis_load
-from engine.tools.redis_load import Spent
+from engine.tools.redis_load import Size, Spent
 from engine.wire.layout import TOKEN_CHANNELS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,16 +32,28 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["request"]["out_bytes"] > 1000
 
 
-@pytest.mark.parametrize(("gateways", "sequences"), [(1, 8), (1, 64), (12, 24), (32, 64)])
+@pytest.mark.parametrize(
+    ("gateways", "engines", "sequences", "tenants", "prompt_tokens"),
+    [
+        (1, 1, 16, 1, 200),
+        (1, 1, 64, 1, 100),
+        (12, 2, 24, 3, 1000),
+        (32, 1, 64, 1, 100),
+        (2, 20, 2, 40, 400),
+        (40, 1, 8, 1, 100),
+    ],
+)
 def test_the_formula_of_the_scaling_page_fits_the_running_bus(
-    capsys: pytest.CaptureFixture[str], gateways: int, sequences: int
+    capsys: pytest.CaptureFixture[str], gateways: int, engines: int, sequences: int, tenants: int, prompt_tokens: int
 ) -> None:
-    """Within a factor of 1.6: gateways do not spread evenly over the channels."""
-    sizes = [f"--gateways={gateways}", f"--sequences={sequences}", "--engines=1", "--prompt-tokens=100"]
-    assert redis_load.main(sizes) == 0
+    """Within a factor of 1.6: gateways do not spread evenly over the channels, nor tenants over the engines."""
+    size = Size(gateways, engines, sequences, tenants, prompt_tokens)
+    sizes = msgspec.structs.asdict(size)
+    assert redis_load.main([f"--{name.replace('_', '-')}={number}" for name, number in sizes.items()]) == 0
     [found] = json.loads(capsys.readouterr().out)["configurations"]
-    for name, expected in found["expected_step"].items():
-        assert expected / 1.6 < found["step"][name] < expected * 1.6, name
+    for part, counts in found["expected"].items():
+        for name, expected in counts.items():
+            assert expected / 1.6 < found[part][name] < expected * 1.6, (part, name)
 
 
 def test_a_step_runs_no_more_commands_the_more_gateways_read_it(capsys: pytest.CaptureFixture[str]) -> None:
