@@ -8,6 +8,7 @@ what is served computes the same.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from dataclasses import dataclass, field
@@ -153,6 +154,11 @@ def past(length: int) -> SimpleNamespace:
     )
 
 
+def cache_argument(module: nn.Module) -> str:
+    """Return what the forward pass calls its cache: transformers renamed it in 5.24, a family at a time."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+
+
 class Proof(NamedTuple):
     """What a probe saw."""
 
@@ -185,7 +191,7 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
     runs: list[tuple[Tensor, Tensor, dict[str, Any]]] = [
         (ids, positions, {"logits_to_keep": keep}),
         (other, positions, {"logits_to_keep": keep}),
-        (ids, in_a_row, {"logits_to_keep": keep, "past_key_values": past(at - FIRST)}),
+        (ids, in_a_row, {"logits_to_keep": keep, cache_argument(module): past(at - FIRST)}),
     ]
     module.set_attn_implementation(PROBE)
     try:
