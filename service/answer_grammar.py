@@ -78,6 +78,10 @@ def _with_calls(
     form = model.call_form()
     if form is None or reading is None:
         raise _unsupported(field, f"{NO_FORM}, so it is not served together with tools")
+    if reading.opening and form.head.startswith(reading.opening):  # the prompt has begun what may be a call
+        form = msgspec.structs.replace(form, head=form.head[len(reading.opening) :], marker="")
+        if not options.demanded and asked is None:
+            raise _unsupported(field, "the prompt begins the call, so arguments are not held to their schema")
     if asked is not None and asked.kind != "json":
         raise _unsupported(asked.param, "with tools, only JSON schemas are served")
     if valid.sampling.ignore_eos:

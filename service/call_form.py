@@ -80,10 +80,10 @@ class CallForm(msgspec.Struct, frozen=True):
     middle: str
     tail: str
     between: str | None  # None: one call an answer
-    marker: str  # with which `head` begins, and which no other text holds; "": there is none
+    marker: str  # the beginning of `head`, which no text outside of calls may hold; "": there is none
     reasoning: tuple[str, str] | None = None  # its markers
     tags: TagForm | None = None  # None: arguments are one JSON object
-    others: tuple[str, ...] = ()  # with which calls of the family's other notations begin
+    others: tuple[str, ...] = ()  # beginnings of calls in the family's other notations
 
 
 def form_of(
@@ -101,11 +101,17 @@ def form_of(
     for example in ("", responses.example):
         shown.example = example
         form = _json_form(shown) or _tag_form(shown)
-        if form is not None and _is_read(form, responses):
+        if form is not None and not _holds_marks(form) and _is_read(form, responses):
             return _with_spaces(form, responses)
         if not responses.example:
             break
     return None
+
+
+def _holds_marks(form: CallForm) -> bool:
+    """Return whether fixed text of a form holds a name or an argument, as where calls say their name twice."""
+    texts = msgspec.json.encode(form).decode()
+    return any(mark in texts for mark in (NAME, *KEYS, *(str(value) for value in MIXED.values())))
 
 
 class _Shown:

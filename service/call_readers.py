@@ -18,33 +18,21 @@ from collections.abc import Callable
 from service.calls import CallPart, CallReader, Context, End, Status, calls_of
 from service.json_calls import JsonCalls
 from service.lenient_json import Event, JsonReader
+from service.stepped_calls import SteppedCalls
 from service.tag_calls import TagCalls
 
 
-class PythonCalls:
+class PythonCalls(SteppedCalls):
     """Reads calls written as in Python."""
 
     def __init__(self, context: Context) -> None:
-        self.parts: list[CallPart] = []
-        self.committed = False
-        self._context = context
-        self._json: JsonCalls | None = None  # reads calls that are JSON after all
+        super().__init__(context)
         self._reader: JsonReader | None = None  # reads the open call's arguments
         self._name = ""
         self._first = True
 
-    def read(self, text: str, at: int, end: End) -> tuple[int, Status]:
-        """Read on; see `CallReader`."""
-        while True:
-            if self._json is not None:
-                at, status = self._json.read(text, at, end)
-                self.parts, self._json.parts = self.parts + self._json.parts, []
-                self.committed = self._json.committed
-                return at, status
-            step = self._between if self._reader is None else self._arguments
-            at, found = step(text, at, end)
-            if found is not None:
-                return at, found
+    def _step(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
+        return self._between(text, at, end) if self._reader is None else self._arguments(text, at, end)
 
     def _between(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
         while at < len(text) and (text[at].isspace() or text[at] in ("[" if self._first else "[],;)")):

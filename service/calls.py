@@ -1,4 +1,4 @@
-"""What readers of tool calls share: how a reader goes on, what it knows, and calls of a value that was read."""
+"""Parts that all readers of tool calls share: their interface, their context, and the calls in a decoded JSON value."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TEXT = ""  # no call has this name
 
 
 class Status(Enum):
-    """How a reader goes on."""
+    """What a reader has found at the position that it returns."""
 
-    MORE = auto()  # it needs more text
-    NEXT = auto()  # what was read is complete, and another call begins here
-    DONE = auto()  # the text of calls ends here
-    BROKEN = auto()  # what was read since the beginning, or since NEXT, is no call
+    MORE = auto()  # the end of the text, within a call: read on once more text has come
+    NEXT = auto()  # the end of a complete call, and the beginning of another one
+    DONE = auto()  # the end of the last call: the text that follows is content or reasoning
+    BROKEN = auto()  # text that is no call: all text since the last complete call becomes content
 
 
 class Context(msgspec.Struct, frozen=True):
@@ -52,9 +52,9 @@ class CallReader(Protocol):
     committed: bool  # a part of the current call was passed on
 
     def read(self, text: str, at: int, end: End) -> tuple[int, Status]:
-        """Read on from a position; return where it stands, and how it goes on.
+        """Read the text from a position on; return the position that was reached, and what was found there.
 
-        After MORE the rest of the text is given again, with more."""
+        After MORE the text from that position on is given again, with more text after it."""
 
 
 def loaded(text: str) -> Any:

@@ -91,7 +91,7 @@ def _ends_in_results(entries: list[Entry]) -> bool:
 def _as_turns(entries: list[Entry]) -> Iterator[Entry]:
     """Yield the entries with system messages as turns of the user, which never part calls and their results."""
     waiting: list[Entry] = []
-    pending = False  # results of calls may follow
+    pending = False  # calls whose results may still follow
     for message, at in entries:
         if message["role"] == "system":
             entry = ({**message, "role": "user"}, at)
@@ -217,7 +217,7 @@ def _alternating(entries: list[Entry], dialect: Dialect) -> list[Entry]:
                 continue
             if role == "user":
                 made.append(({"role": "assistant", "content": ""}, at))
-            else:  # calls are between: what was said before them comes with what is said after them
+            else:  # tool calls stand between two texts of the assistant: the first text moves into the second message
                 message = _merged(earlier, message)
                 del made[before]
         before = len(made)

@@ -87,7 +87,7 @@ class StringRule(msgspec.Struct, frozen=True):
     name: str  # as the grammar names it
     param: str  # the path of its schema
     terminal: str
-    loose: str  # of any string
+    loose: str  # terminal of any string
     strict: bool  # else `loose` stands for a terminal that is not served
 
 
@@ -98,7 +98,9 @@ class CallRules(msgspec.Struct, frozen=True):
     plain: str  # the same with special tokens written as text, for checks that need no model
     values: list[Parameters]
     strings: list[StringRule] = []
-    answer: Constraint | None = None  # of the kind json: what may stand there instead of calls
+    answer: Constraint | None = (
+        None  # JSON schema of an answer without calls; None: it must have calls or may be any text
+    )
 
 
 class Compiled(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from service.client_tools import custom_arguments
 from service.config import GatewayConfig
 from service.fit_history import Entry, fit
 from service.limits import ROLE_CHARS
@@ -71,6 +72,8 @@ def _plain(name: str, message: Message) -> dict[str, Any]:
             entry[field] = value
     if (reasoning := message.reasoning_content or message.reasoning) is not None:
         entry["reasoning_content"] = reasoning
+    if "tool_calls" in entry:
+        entry["tool_calls"] = [_of_custom(call) for call in entry["tool_calls"]]
     for at, call in enumerate(entry.get("tool_calls", ())):
         _check_call(f"{name}.tool_calls[{at}]", call)
     if message.function_call is not None:
@@ -85,6 +88,16 @@ def _part_text(name: str, part: Part) -> str:
         reason = "this server takes text only: only parts of type 'text' are served"
         raise bad_request("unsupported", f"{name}.content: {reason}", f"{name}.content")
     return text
+
+
+def _of_custom(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the call of a custom tool as that of a function with one text, as `/v1/responses` shows such tools."""
+    custom = call.get("custom")
+    if call.get("type") != "custom" or not isinstance(custom, dict):
+        return call
+    arguments = custom_arguments(str(custom.get("input") or ""))
+    rest = {key: value for key, value in call.items() if key not in ("type", "custom")}
+    return {**rest, "type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
 
 
 def _check_call(name: str, call: dict[str, Any], field: str = "function") -> None:

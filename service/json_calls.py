@@ -22,8 +22,8 @@ class JsonCalls:
         self._fence = False  # within the word after the backticks of a code fence
         self._first = True
         self._waiting: list[CallPart] = []  # complete, until it is known that they are calls
-        self._rest = False  # only the part of the call's object after its arguments is left
-        self._blank = True  # and that is nothing but spaces, so far
+        self._rest = False  # the call was passed on: the part of its object after the arguments is being read
+        self._blank = True  # the text of that part is nothing but spaces, so far
 
     def read(self, text: str, at: int, end: End) -> tuple[int, Status]:
         """Read on; see `CallReader`."""
@@ -131,8 +131,8 @@ class _JsonCall:
         self._collected: list[str] = []  # text of the slot
         self._arguments: list[str] = []
         self._complete = False  # the arguments were read to their end
-        self._filled = False  # and they are more than an empty object
-        self._is_rest = False  # and they were passed on
+        self._filled = False  # the complete arguments are more than an empty object
+        self._is_rest = False  # the complete arguments were passed on
         self._pairs = self._words = 0  # colons before the arguments, and bare values before the name
         self._extra = False  # there are keys that are no part of a call
         self._member: list[str] = []  # text since the last value, while its key is none of a call's

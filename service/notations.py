@@ -249,11 +249,12 @@ def text_of_calls(described: dict[str, Any], key: str) -> str:
 
 
 def reasoning_texts(described: dict[str, Any]) -> tuple[str, str] | None:
-    """Return the markers that open and close reasoning; None where there is no one pair of plain text."""
+    """Return the markers that open and close reasoning; None where there is no one pair of plain text.
+
+    Of several closing markers the first is the model's own; the others begin what follows the reasoning."""
     found = [field for name, field in described["fields"].items() if KINDS.get(name) == "reasoning"]
-    if len(found) != 1 or not all(isinstance(found[0].get(key), str) for key in ("open", "close")):
-        return None
-    return found[0]["open"], found[0]["close"]
+    opens, closes = ([*_texts(found[0], (key,))] if len(found) == 1 else [] for key in ("open", "close"))
+    return (opens[0], closes[0]) if len(opens) == 1 and closes else None
 
 
 def _texts(described: dict[str, Any], keys: Iterable[str]) -> Iterator[str]:

@@ -5,40 +5,34 @@ from __future__ import annotations
 import json
 
 from service.argument_types import NO_STRING, ArgumentText
-from service.calls import CallPart, Context, End, Status
+from service.calls import Context, End, Status
 from service.json_calls import JsonCalls
+from service.json_strings import JsonStrings
 from service.markers import Match
+from service.stepped_calls import SteppedCalls
 
 STREAM_CHARS = 256  # longest argument in tags that is held back: a longer string is passed on as it is written
 
 
-class TagCalls:
+class TagCalls(SteppedCalls):
     """Reads the arguments of one call, each between tags of its own."""
 
     def __init__(self, context: Context) -> None:
-        self.parts: list[CallPart] = []
-        self.committed = False
-        self._context, self._name = context, context.name
-        self._json: JsonCalls | None = None  # reads arguments that are JSON after all
+        super().__init__(context)
+        self._name = context.name
         self._written: list[str] = []  # arguments that were not passed on yet
         self._keys = set[str]()
         self._key: str | None = None  # name of the open argument
         self._is_text = False  # it is a string, whatever its text is
         self._value = ArgumentText([])
         self._streams = False
+        self._strings: JsonStrings | None = None  # of a value that is an object or a list
+        self._follows = True  # markers within strings of JSON are text
+        self._marker: int | None = None  # the first such marker, from the position of the reader on
+        self._searched = 0  # characters from the position of the reader on in which no end of the value was found
 
-    def read(self, text: str, at: int, end: End) -> tuple[int, Status]:
-        """Read on; see `CallReader`."""
-        while True:
-            if self._json is not None:
-                at, status = self._json.read(text, at, end)
-                self.parts, self._json.parts = self.parts + self._json.parts, []
-                self.committed = self._json.committed
-                return at, status
-            step = self._between if self._key is None else self._argument
-            at, found = step(text, at, end)
-            if found is not None:
-                return at, found
+    def _step(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
+        return self._between(text, at, end) if self._key is None else self._argument(text, at, end)
 
     def _between(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
         """Read what stands between arguments."""
@@ -70,20 +64,33 @@ class TagCalls:
     def _open(self, key: str, match: Match) -> None:
         tools = self._context.tools
         written = (match.found.groupdict().get("string") or "").lower()  # the attribute of its tag
-        types = tools.types(self._name, key) if not written else NO_STRING if written == "false" else []
-        self._is_text = written == "true" or (not written and tools.is_text(self._name, key))
+        is_text = written in ("true", "string")
+        types = tools.types(self._name, key) if not written else [] if is_text else NO_STRING
+        self._is_text = is_text or (not written and tools.is_text(self._name, key))
         self._key, self._value, self._streams = key, ArgumentText(types), False
         self._keys.add(key)
+        self._marker, self._searched = None, 0
+        is_json = self._follows and not {"object", "array"}.isdisjoint(types)
+        self._strings = JsonStrings() if is_json else None
 
     def _argument(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
         """Read the value of the open argument."""
-        match, upto = self._context.value_ends.next(text, at, final=bool(end))
-        while match is not None and match.marker.kind == "argument" and not self._is_next(match):
-            match, upto = self._context.value_ends.next(text, upto + 1, final=bool(end))
+        match, upto, after = self._value_end(text, at, end)
+        if self._marker is not None:
+            if match is None and not end:  # wait before the marker: it is text only if the JSON is complete after it
+                self._grow(text[at : at + self._marker])
+                at += self._marker
+                self._marker, self._searched = 0, upto - at
+                return at, Status.MORE
+            if match is None or not _is_json(self._value.text + text[at:upto]):
+                self._follows = False  # once per call, so that no text is read more than twice
+                self._strings, self._marker, self._searched = None, None, 0
+                return self._argument(text, at, end)
+        self._searched = 0
         self._grow(text[at:upto])
         if match is not None:
             self._close()
-            return match.found.end() if match.marker.kind == "closes" else upto, None
+            return after if match.marker.kind == "closes" else upto, None
         if not end:
             return upto, Status.MORE
         if not self.committed:
@@ -94,6 +101,28 @@ class TagCalls:
             begun = json.dumps(self._value.text, ensure_ascii=False)[:-1]
             self._written.append(f", {json.dumps(self._key, ensure_ascii=False)}: {begun}")
         return upto, self._finish(cut=end == "cut")
+
+    def _value_end(self, text: str, at: int, end: End) -> tuple[Match | None, int, int]:
+        """Return the marker that ends the value, the position up to which there is none, and where the marker ends.
+
+        A marker within a string of JSON is text; the place of the first one is `_marker`."""
+        place = at + self._searched
+        skipped = place - 1 if self._searched else 0  # so that no text is searched twice while the reader waits
+        window = text[skipped:] if skipped else text
+        while True:
+            match, upto = self._context.value_ends.next(window, place - skipped, final=bool(end))
+            upto += skipped
+            if self._strings is not None:
+                self._strings.follow(text[place:upto])
+            if match is None:
+                return None, upto, upto
+            if match.marker.kind != "argument" or self._is_next(match):
+                if self._strings is None or not self._strings.inside:
+                    return match, upto, match.found.end() + skipped
+                self._marker = upto - at if self._marker is None else self._marker
+            if self._strings is not None:
+                self._strings.follow(text[upto])
+            place = upto + 1
 
     def _is_next(self, match: Match) -> bool:
         """Return whether the tag of an argument follows on one that was not closed, rather than being text."""
@@ -140,3 +169,12 @@ class TagCalls:
         if not cut:
             self.parts.append((None, "}"))
         return Status.DONE
+
+
+def _is_json(text: str) -> bool:
+    """Return whether a text is JSON, but for line ends within its strings."""
+    try:
+        json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -124,6 +124,40 @@ NOTATIONS: dict[str, str] = {
         '<function name="{{ c.name }}">' + ITEMS + '<param name="{{ k }}">' + ANY + "</param>{% endfor %}</function>",
         "\n",
     ),
+    "kimi-k3": "<|open|>tools<|sep|>"
+    + _each(
+        '<|open|>call tool="{{ c.name }}" index="{{ loop.index }}"<|sep|>'
+        + ITEMS
+        + '<|open|>argument key="{{ k }}" type="{{ "string" if v is string else "number" }}"<|sep|>'
+        + ANY
+        + "<|close|>argument<|sep|>{% endfor %}<|close|>call<|sep|>"
+    )
+    + "<|close|>tools<|sep|>",
+    "minimax-m1": "<tool_calls>\n" + _each(LIST + "\n") + "</tool_calls>",
+    "gigachat": "{% set c = m.tool_calls[0].function %}<|function_call|>" + LIST,
+    "functionary-v3.1": _each("<function={{ c.name }}>{{ c.arguments | tojson }}</function>"),
+    "functionary-v3.2": _each(">>>{{ c.name }}\n{{ c.arguments | tojson }}"),
+    "firefunction": " functools[" + _each(LIST, ", ") + "]",
+    "command-r-plus": "Action:\n```json\n["
+    + _each('\n    {"tool_name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}', ",")
+    + "\n]\n```",
+    "apriel": "\n<tool_calls>[" + _each(LIST, ", ") + "]</tool_calls>",
+    "solar-open": "<|tool_calls|>"
+    + _each(
+        "<|tool_call:begin|>{{ one.id }}<|tool_call:name|>{{ c.name }}<|tool_call:args|>{{ c.arguments | tojson }}"
+        "<|tool_call:end|>"
+    )
+    + "<|calls|>",
+    # Without `to=NAME` before the call: calls that say their name twice have no form.
+    "muse": "<atem:function_calls>\n"
+    + _each(
+        '<atem:invoke name="{{ c.name }}">\n'
+        + ITEMS
+        + '<atem:parameter name="{{ k }}">'
+        + ANY
+        + "</atem:parameter>\n{% endfor %}</atem:invoke>\n"
+    )
+    + "</atem:function_calls>",
 }
 
 

@@ -10,7 +10,8 @@ import re
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jsonschema
 import numpy as np
@@ -18,11 +19,14 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.wire.messages import Finish, Generate
-from service.answer_grammar import Model
-from service.grammar import Constraint, compile_grammar
+from service.answer_grammar import Model, constraint_of
+from service.grammar import Constraint, byte_tokenizer, compile_grammar
+from service.refusal import Refusal
 from service.regions import Reading
 from service.thinking_budget import quoted
 from service.tokenizer import Tokenizer
+from service.tools import ChatOptions
+from tests.service.call_notations import notation
 from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, Served, byte_level, settled, with_markers, with_template
 from tests.service.published import tokenizer_in
 from tests.service.test_app import events
@@ -34,13 +38,13 @@ OPENS = TOOLS_TEMPLATE.replace(
     "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{% if enable_thinking is defined",
 )
 EOS = 1
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"a": {"enum": ["x", "y"]}},
     "required": ["a"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 
 
 def thinker_of(folder: Path, markers: str) -> Path:
@@ -263,3 +267,24 @@ async def test_a_call_between_tags_is_demanded_over_http(
     [call] = message["tool_calls"]
     assert call["function"]["name"] == "weather"
     jsonschema.validate(json.loads(call["function"]["arguments"]), TYPED)
+
+
+def test_a_call_that_the_prompt_begins_goes_on_from_there() -> None:
+    """Functionary's prompts end in `>>>`, with which its calls begin."""
+    form, responses = notation("functionary-v3.2")
+    model = Model(responses, lambda: form, {})
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    for tools, demanded in (([TOOL], ["f"]), ([strict], [])):
+        options = ChatOptions(tools=tools, demanded=demanded, strict="" if demanded else "tools[0].function.strict")
+        valid = SimpleNamespace(options=options, constraint=None, sampling=SimpleNamespace(ignore_eos=False))
+        reading = Reading(">>>", calls=True)
+        if not demanded:
+            with pytest.raises(Refusal, match="the prompt begins the call"):
+                constraint_of(cast(Any, valid), reading, model)
+            continue
+        found = constraint_of(cast(Any, valid), reading, model)
+        assert found is not None
+        matcher = LLMatcher(byte_tokenizer(), compile_grammar(found).grammar, log_level=0)
+        written = list(b'f\n{"a": "x"}')
+        assert matcher.try_consume_tokens(written) == len(written)
+        assert matcher.is_accepting()

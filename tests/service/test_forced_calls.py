@@ -251,7 +251,8 @@ STRICT = [name for name in NOTATIONS if form_of(name)[0].marker]
 
 
 def test_strict_calls_of_an_answer_that_may_be_text_need_a_marker() -> None:
-    assert set(NOTATIONS) - set(STRICT) == {"llama3", "harmony"}
+    without = {"llama3", "harmony", "firefunction", "command-r-plus", "kimi-k3", "muse"}
+    assert set(NOTATIONS) - set(STRICT) == without
 
 
 @pytest.mark.parametrize("name", STRICT)
@@ -298,3 +299,21 @@ def test_special_tokens_of_a_notation_are_named_by_their_ids() -> None:
         assert '"<|' not in rules.grammar
         assert all(f"<[{token}]>" in rules.grammar for token in ids.values())
         assert "<[" not in rules.plain
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_markers_within_json_between_tags_are_text(name: str) -> None:
+    """Grammars allow any text in the strings and keys of an object."""
+    form, responses = form_of(name)
+    tags = form.tags
+    assert tags is not None
+    marks = [*tags.barred, tags.last, form.tail, tags.value[1] + tags.last, '"', "\\", "\n", "{", "x"]
+    dice = random.Random(5)
+    for _ in range(10):
+        texts = ["".join(dice.choices(marks, k=4)) for _ in range(4)]
+        value = {"x": 3, texts[0]: texts[1], "l": [texts[2], {texts[3]: 1}]}
+        pairs = {"at": json.dumps(value), "factor": "1.5"}
+        each = tags.between.join(f"{key}{tags.value[0]}{written}{tags.value[1]}" for key, written in pairs.items())
+        text = f"{form.head}set{tags.first}{each}{tags.last}{form.tail}"
+        content, _, calls = read(responses, text)
+        assert (content.strip(), calls) == ("", [("set", {"at": value, "factor": 1.5})]), text

@@ -217,6 +217,23 @@ def test_function_calls_of_old_clients_are_tool_calls(published: Tokenizer) -> N
     assert all(word in text for word in ("wordf", "wordx", "wordresult"))
 
 
+def test_calls_of_custom_tools_are_calls_of_functions_with_one_text(published: Tokenizer) -> None:
+    if not published._dialect.calls:
+        return
+    custom = {"id": "call00001", "type": "custom", "custom": {"name": "wordpatch", "input": 'wordin "a"\n'}}
+    function = {"name": "wordpatch", "arguments": json.dumps({"input": 'wordin "a"\n'})}
+    texts = []
+    for call in (custom, {"id": "call00001", "type": "function", "function": function}):
+        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        result = {"role": "tool", "name": "wordpatch", "tool_call_id": "call00001", "content": "wordresult"}
+        texts.append(chat_prompt(published, [say("user", "Hi"), answer, result]))
+    assert texts[0] == texts[1]
+    assert all(word in texts[0] for word in ("wordpatch", "wordin", "wordresult"))
+    broken = {"id": "call00001", "type": "custom", "custom": {"input": "a"}}
+    with pytest.raises(Refusal, match=r"^messages\[1\]\.tool_calls\[0\]\.function\.name: "):
+        chat([say("user", "Hi"), {"role": "assistant", "tool_calls": [broken]}])
+
+
 def test_foreign_call_ids_are_renamed_alike(tokenizer_of: Callable[[str], Tokenizer]) -> None:
     def asked(ids: Sequence[str | None], results: Sequence[str | None]) -> str:
         calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}} for _ in ids]

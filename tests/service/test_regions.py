@@ -280,6 +280,90 @@ ANSWERS: dict[str, list[tuple[str, str, str, Calls]]] = {
             [("f", {"a": 1})],
         )
     ],
+    "kimi-k3": [
+        (
+            "<|open|>think<|sep|>hm<|close|>think<|sep|>"
+            "<|open|>response<|sep|>ok<|close|>response<|sep|><|open|>tools<|sep|>"
+            '<|open|>call tool="f" index="1"<|sep|>'
+            '<|open|>argument key="a" type="number"<|sep|>1<|close|>argument<|sep|>'
+            '<|open|>argument key="b" type="string"<|sep|>2<|close|>argument<|sep|><|close|>call<|sep|>'
+            '<|open|>call tool="g" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>',
+            "ok",
+            "hm",
+            [("f", {"a": 1, "b": "2"}), ("g", {})],
+        ),
+        ("<|open|>response<|sep|>ok<|close|>response<|sep|><|close|>message<|sep|>", "ok", "", []),
+    ],
+    "minimax-m1": [
+        (
+            '<think>hm</think>ok<tool_calls>\n{"name": "f", "arguments": {"a": 1}}\n{"name": "g", "arguments": {}}\n'
+            "</tool_calls>",
+            "ok",
+            "hm",
+            [("f", {"a": 1}), ("g", {})],
+        )
+    ],
+    "minimax-m3": [("<mm:think>hm</mm:think>ok", "ok", "hm", []), ("</mm:think>ok", "ok", "", [])],
+    "gigachat": [
+        (
+            'ok<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {"a": 1}}<|message_sep|>\n\n',
+            "ok",
+            "",
+            [("f", {"a": 1})],
+        ),
+        ('ok<|function_call|>{"name": "f", "arguments": {"a": 1}}', "ok", "", [("f", {"a": 1})]),
+    ],
+    "functionary-v3.1": [('ok<function=f>{"a": 1}</function>', "ok", "", [("f", {"a": 1})])],
+    "functionary-v3.2": [
+        ('>>>all\nok>>>f\n{"a": 1}>>>g\n{}', "ok", "", [("f", {"a": 1}), ("g", {})]),
+        ('>>>f\n{"a": 1}', "", "", [("f", {"a": 1})]),
+    ],
+    "firefunction": [
+        (
+            'ok functools[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+            "ok",
+            "",
+            [("f", {"a": 1}), ("g", {})],
+        ),
+    ],
+    "command-r-plus": [
+        (
+            'Action:\n```json\n[\n    {\n        "tool_name": "f",\n        "parameters": {"a": 1}\n    }\n]\n```',
+            "",
+            "",
+            [("f", {"a": 1})],
+        ),
+    ],
+    "apriel": [
+        (
+            "Here are my reasoning steps:\nhm\n[BEGIN FINAL RESPONSE]\nok\n"
+            '<tool_calls>[{"name": "f", "arguments": {"a": 1}}]</tool_calls>',
+            "ok",
+            "hm",
+            [("f", {"a": 1})],
+        ),
+        ("[BEGIN FINAL RESPONSE]ok[END FINAL RESPONSE]", "ok", "", []),
+    ],
+    "solar-open": [
+        (
+            "<|think|>hm<|end|><|begin|>assistant<|content|>ok<|end|><|begin|>assistant<|tool_calls|>"
+            '<|tool_call:begin|>k3<|tool_call:name|>f<|tool_call:args|>{"a": 1}<|tool_call:end|><|calls|>',
+            "ok",
+            "hm",
+            [("f", {"a": 1})],
+        )
+    ],
+    "muse": [
+        (
+            " to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>ok<|eom|>"
+            "<|start|>assistant to=f<|message|><atem:function_calls>\n"
+            '<atem:invoke name="f">\n<atem:parameter name="a">1</atem:parameter>\n</atem:invoke>\n'
+            "</atem:function_calls><|eot|>",
+            "ok",
+            "hm",
+            [("f", {"a": "1"})],
+        )
+    ],
 }
 ALL = [(name, *answer) for name, answers in ANSWERS.items() for answer in answers]
 

@@ -1,0 +1,30 @@
+"""Whether a text that is read piece by piece is within a string of JSON."""
+
+from __future__ import annotations
+
+import re
+
+_QUOTES = re.compile(r"\\.|[\"\\]", re.DOTALL)
+
+
+class JsonStrings:
+    """Follows the quotes of a text that begins as an object or a list; any other text has no strings."""
+
+    def __init__(self) -> None:
+        self.inside = False  # the text so far ends within a string
+        self._begins = ""  # the first character that is no space
+        self._escapes = False  # the text so far ends in a backslash
+
+    def follow(self, text: str) -> None:
+        """Go on with more of the text."""
+        if not self._begins:
+            self._begins = text.lstrip()[:1]
+        if self._begins not in ("{", "["):
+            return
+        start = 1 if self._escapes and text else 0
+        self._escapes = self._escapes and not text
+        for found in _QUOTES.finditer(text, start):
+            if found[0] == '"':
+                self.inside = not self.inside
+            elif found[0] == "\\":
+                self._escapes = True
