@@ -78,7 +78,10 @@ ON_GPU: dict[str, tuple[str, dict[str, Any]]] = {
     "odd": ("llama", {"head_dim": 72}),
     "small": ("gpt_neox", {}),
     "two sizes": ("gemma4_text", {"head_dim": 128, "global_head_dim": 256}),
-    "two numbers of heads": ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "two numbers of heads": (
+        "gemma4_text",
+        {"head_dim": 64, "global_head_dim": 128, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
     "shared": (
         "gemma4_text",
         {"head_dim": 64, "global_head_dim": 128, "num_hidden_layers": 6, "num_kv_shared_layers": 3}
