@@ -14,6 +14,7 @@ import contextlib
 import faulthandler
 import math
 import os
+import signal
 import time
 from collections import Counter
 from typing import Any
@@ -79,7 +80,13 @@ def remaining_s() -> float:
 
 
 def pytest_sessionstart() -> None:
-    """Start the process that sees pauses."""
+    """Start the process that sees pauses, and let signals mean what they mean in a terminal.
+
+    Whatever starts the tests in the background may ignore SIGINT or SIGHUP, and the programs under test would inherit
+    that: the tests that send them would wait for nothing."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
     pace.watch()
 
 

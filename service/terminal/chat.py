@@ -39,6 +39,8 @@ class Outcome(msgspec.Struct):
 def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the command.  Returns the exit status."""
     config = settings.load(ChatConfig, words, options.environment(environ), prog=PROG, positional="url")
+    if sys.stdin.isatty():
+        options.heed_interrupts()
     try:
         with asyncio.Runner() as runner:
             return Chat(config, runner).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -111,6 +112,11 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ] = False
     seed: Annotated[int, Meta(ge=-1, description="Seed of arrivals and prompts. -1: random.")] = 0
     timeout_s: Annotated[float, Meta(gt=0, le=86_400, description="Longest silence of a stream.")] = 120.0
+
+
+def heed_interrupts() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt, also where the parent ignored it: a script does for what it starts with `&`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:

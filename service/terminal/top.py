@@ -52,6 +52,7 @@ def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
     try:
         if config.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
             return asyncio.run(_once(config))
+        options.heed_interrupts()
         return asyncio.run(_watch(config))
     except OperatorError as error:
         settings.stop(PROG, str(error), error.exit_status)

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -34,10 +35,10 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]")
 
 
 class Terminal:
-    """A `quire` command in a pseudo-terminal of 100 columns."""
+    """A `quire` command in a pseudo-terminal of 100 columns.  inherited: what its parent does with Ctrl-C."""
 
-    def __init__(self, *words: str) -> None:
-        self._words = words
+    def __init__(self, *words: str, inherited: signal.Handlers = signal.SIG_DFL) -> None:
+        self._words, self._inherited = words, inherited
         self._shown, self._seen = b"", 0
 
     @property
@@ -60,6 +61,7 @@ class Terminal:
 
     def _control(self) -> None:
         """Make the terminal the child's own, so that Ctrl-C there is a signal."""
+        signal.signal(signal.SIGINT, self._inherited)
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
@@ -181,13 +183,14 @@ def by_message(tokenizer: Tokenizer) -> Callable[[Generate, int], tuple[list[int
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("inherited", [signal.SIG_DFL, signal.SIG_IGN], ids=["heeded", "ignored"])
 async def test_chat_answers_stops_and_leaves(
-    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer
+    serve: Serve, engine: EngineMaker, byte_level_tokenizer: Tokenizer, inherited: signal.Handlers
 ) -> None:
     served = await serve(resume_s=600.0)
     async with engine(by_message(byte_level_tokenizer), step_s=0.02) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
-        async with Terminal("chat", served.url, "--system", "Be brief.") as chat:
+        async with Terminal("chat", served.url, "--system", "Be brief.", inherited=inherited) as chat:
             assert "Ctrl-C stops" in await chat.shows("> $")
             chat.type("Talk for ever\n")
             await chat.shows("One request down")
