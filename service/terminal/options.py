@@ -115,7 +115,7 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def heed_interrupts() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt, also where the parent ignored it: a script does for what it starts with `&`."""
+    """Let Ctrl-C raise KeyboardInterrupt, also if the parent ignores it, as scripts do with `&`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -113,7 +113,7 @@ def folded(found: list[dict[str, Any]], first: int = 0) -> dict[str, Any]:
     return last
 
 
-def text_of(item: dict[str, Any]) -> str:
+def part_of(item: dict[str, Any]) -> str:
     return str(item["arguments"]) if item["type"] == "function_call" else str(item["content"][0]["text"])
 
 
@@ -262,6 +262,13 @@ async def test_what_is_not_stored_says_so(serve: Serve, engine: EngineMaker, too
             assert (status, error["error"]["param"], error["error"]["code"]) == (400, param, "unsupported")
 
 
+def text_of(item: dict[str, Any]) -> str:
+    """The text of a message whose content is one part."""
+    [part] = item["content"]
+    assert part["type"] == "input_text"
+    return str(part["text"])
+
+
 async def test_pages_of_the_input(serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer) -> None:
     served = await serve(tools_tokenizer)
     given_items = [{"role": "user", "content": text} for text in "abc"]
@@ -270,11 +277,11 @@ async def test_pages_of_the_input(serve: Serve, engine: EngineMaker, tools_token
         _, made = await post(served.session, {**ASK, "input": given_items})
         path = f"{PATH}/{made['id']}/input_items"
         _, page = await get(served.session, f"{path}?limit=2&order=asc")
-        assert ([item["content"] for item in page["data"]], page["has_more"]) == (["a", "b"], True)
+        assert ([part_of(item) for item in page["data"]], page["has_more"]) == (["a", "b"], True)
         _, rest = await get(served.session, f"{path}?order=asc&after={page['last_id']}")
-        assert ([item["content"] for item in rest["data"]], rest["has_more"]) == (["c"], False)
+        assert ([part_of(item) for item in rest["data"]], rest["has_more"]) == (["c"], False)
         _, newest = await get(served.session, path)
-        assert [item["content"] for item in newest["data"]] == ["c", "b", "a"]
+        assert [part_of(item) for item in newest["data"]] == ["c", "b", "a"]
         for query, param in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order")):
             status, error = await get(served.session, f"{path}?{query}")
             assert (status, error["error"]["param"]) == (400, param)
