@@ -113,7 +113,7 @@ def folded(found: list[dict[str, Any]], first: int = 0) -> dict[str, Any]:
     return last
 
 
-def part_of(item: dict[str, Any]) -> str:
+def text_of(item: dict[str, Any]) -> str:
     return str(item["arguments"]) if item["type"] == "function_call" else str(item["content"][0]["text"])
 
 
@@ -262,7 +262,7 @@ async def test_what_is_not_stored_says_so(serve: Serve, engine: EngineMaker, too
             assert (status, error["error"]["param"], error["error"]["code"]) == (400, param, "unsupported")
 
 
-def text_of(item: dict[str, Any]) -> str:
+def part_of(item: dict[str, Any]) -> str:
     """The text of a message whose content is one part."""
     [part] = item["content"]
     assert part["type"] == "input_text"
