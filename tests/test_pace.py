@@ -204,7 +204,7 @@ def test_no_hang_lasts_longer_than_its_limit(tmp_path: Path) -> None:
 
 def test_a_run_that_is_out_of_time_ends_with_a_report(tmp_path: Path) -> None:
     tests = "def test_first(): pass\ndef test_second(): pass\n"
-    said = run_pytest(tmp_path, tests, "-n", "1", QUIRE_TESTS_UNTIL=str(time.time()))
-    assert "the tests have used up their time (QUIRE_TESTS_UNTIL): no other starts" in said, said
+    said = run_pytest(tmp_path, tests, "-n", "1", TESTS_UNTIL=str(time.time()))
+    assert "the tests have used up their time (TESTS_UNTIL): no other starts" in said, said
     assert "out of time: 1 of 2 tests did not run" in said
     assert "1 passed" in said

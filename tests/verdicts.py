@@ -32,7 +32,7 @@ TELL_S = 0.2  # until a pause that has just ended is known
 TEST_S = 600.0  # longest limit of one test, on the slowest machine
 TEARDOWN_S = 60.0  # for the fixtures of a test that has used up its limit
 STUCK_S = 60.0  # more, for a call that no signal interrupts
-UNTIL = "QUIRE_TESTS_UNTIL"
+UNTIL = "TESTS_UNTIL"
 SLOW_FILES = 15  # that the summary names
 SLOW_S = 60.0  # sum of the tests' times from which on the summary names slow files
 
