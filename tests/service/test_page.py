@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import urllib.request
@@ -117,14 +118,20 @@ class Site:
             GatewayThread(redis_url, namespace, "open", self.model, **options),
             GatewayThread(redis_url, namespace, "guarded", self.model, **guarded, **options),
         ]
-        for gateway in self.gateways:
-            gateway.wait_ready(60)
+        try:
+            for gateway in self.gateways:
+                gateway.wait_ready(60)
+        except BaseException:
+            with contextlib.suppress(Exception):  # what failed first is the news
+                self.stop()
+            raise
         self.url, self.guarded = self.gateways[0].url + "/", self.gateways[1].url + "/llm/a"
 
     def stop(self) -> None:
-        for gateway in self.gateways:
-            gateway.stop()
-        self.engine.stop()
+        with contextlib.ExitStack() as last:
+            last.callback(self.engine.stop)
+            for gateway in self.gateways:
+                last.callback(gateway.stop)
 
 
 @pytest.fixture(scope="module")

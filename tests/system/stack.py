@@ -77,7 +77,11 @@ class EngineThread:
         self.engine = Engine(self.config, self.executor, self.bus, self.bus)
         self.engine.observers.append(PoolObserver(self.engine.core, self.bus.pool))
         self.bus.start()
-        warm(self.engine, self.bus)
+        try:
+            warm(self.engine, self.bus)
+        except BaseException:
+            self.bus.stop()
+            raise
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name)
         self._thread.start()
@@ -151,7 +155,8 @@ class GatewayThread:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._stopping.set)
+        with contextlib.suppress(RuntimeError):  # it has failed
+            self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(timeout=patience(30))
         if self.failure is not None:
             raise self.failure
@@ -171,15 +176,21 @@ class Stack:
         gateway_options: dict[str, Any] | None = None,
         **engine_options: Any,
     ) -> None:
-        self.engines = [
-            EngineThread(redis_url, namespace, f"engine{i}", checkpoint, **engine_options) for i in range(engines)
-        ]
-        self.gateways = [
-            GatewayThread(redis_url, namespace, f"gateway{i}", checkpoint, **(gateway_options or {}))
-            for i in range(gateways)
-        ]
-        for gateway in self.gateways:
-            gateway.wait_ready()
+        self.engines: list[EngineThread] = []
+        self.gateways: list[GatewayThread] = []
+        try:
+            for i in range(engines):
+                self.engines.append(EngineThread(redis_url, namespace, f"engine{i}", checkpoint, **engine_options))
+            for i in range(gateways):
+                name = f"gateway{i}"
+                self.gateways.append(GatewayThread(redis_url, namespace, name, checkpoint, **(gateway_options or {})))
+            for gateway in self.gateways:
+                gateway.wait_ready()
+        except BaseException:
+            # No thread outlives its test: one that asks Redis again for ever would use `random` in the tests of others.
+            with contextlib.suppress(Exception):  # what failed first is the news
+                self.stop()
+            raise
 
     @property
     def url(self) -> str:
@@ -195,10 +206,13 @@ class Stack:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for gateway in self.gateways:
-            gateway.stop()
-        for engine in self.engines:
-            engine.stop()
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop every gateway, then every engine, also if one of them has failed."""
+        with contextlib.ExitStack() as last:
+            for stop in [part.stop for part in self.engines] + [part.stop for part in self.gateways]:
+                last.callback(stop)  # the last one is the first to run
 
 
 @contextlib.contextmanager
