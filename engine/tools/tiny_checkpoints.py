@@ -110,6 +110,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "ministral": _layers(_FULL, _SLIDING),
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "muse_spark_audio": {"num_hidden_layers": 4},
+    "muse_spark_text": _MIXTURE,
     "nemotron": {"num_key_value_heads": 2},
     "paddleocr_vl_text": {"rope_parameters": _MROPE},
     "qwen2": _WINDOWS,

@@ -13,6 +13,7 @@ A tower that text needs after all is missed by the start probe: the forward pass
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
@@ -119,7 +120,10 @@ def attention_of(config: PretrainedConfig) -> str | dict[str, str]:
 def passes_attention(config: PretrainedConfig) -> bool:
     """Whether the class of the text calls an attention function that can be replaced, as far as it says."""
     text = config.get_text_config()
-    own = MODEL_MAPPING[type(text)] if loses_towers(config) and type(text) in MODEL_MAPPING else class_of(config)
+    own = class_of(config)
+    if loses_towers(config) and type(text) in MODEL_MAPPING:
+        with contextlib.suppress(ValueError):  # transformers lists classes that it does not export
+            own = MODEL_MAPPING[type(text)]
     return bool(getattr(own, "_supports_attention_backend", False))
 
 
