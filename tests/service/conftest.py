@@ -84,7 +84,9 @@ async def serve(
         async def start(
             tokenizer: Tokenizer = byte_level_tokenizer, *, defaults: Sampling | None = None, **changes: object
         ) -> Served:
-            config = settings(model=str(byte_level_dir), namespace=namespace, redis_url=redis_server.url, **changes)
+            config = settings(
+                **{"model": str(byte_level_dir), "namespace": namespace, "redis_url": redis_server.url, **changes}
+            )
             return await stack.enter_async_context(served(config, tokenizer, f"g{next(started)}", defaults))
 
         yield start

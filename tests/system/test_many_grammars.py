@@ -72,14 +72,14 @@ async def test_one_large_grammar_of_many_requests_is_compiled_once(served: Stack
     assert served.engines[0].engine._inbox.counts().compiled == before + 1
 
 
-async def test_choices_that_pass_the_gateway_and_not_the_engine_are_the_request_s_fault(served: Stack) -> None:
-    """llguidance follows at most 2,000 alternatives at once, and the gateway looks at none."""
+async def test_choices_that_no_engine_can_follow_are_the_request_s_fault(served: Stack) -> None:
+    """llguidance follows at most 2,000 alternatives at once: the gateway refuses more."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience(200))) as session:
         async with session.post(
             f"{served.url}/v1/completions", json=body([f"choice {at}" for at in range(2700)])
         ) as got:
             error = (await got.json())["error"]
-        assert (got.status, error["code"]) == (400, "unsupported")
+        assert (got.status, error["code"]) == (400, "grammar_too_large")
         assert error["param"] == "structured_outputs.choice"
         assert "grammar" in error["message"]
         assert await ask(session, served.url, ["yes", "no"]) == 200

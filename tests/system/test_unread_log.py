@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.pace import patience
+from tests.pace import patience, wait_until
 from tests.service.fakes import byte_level
 from tests.system.processes import ENVIRONMENT, QUIRE, ROOT
 
@@ -32,6 +32,12 @@ async def ask(url: str, count: int) -> None:
             if number % 50 == 0:
                 async with client.get(f"{url}/ping") as answer:
                     assert answer.status == 200
+
+
+def requests_in(log: bytearray) -> int:
+    """Whole lines of the log that are about a completion."""
+    lines = bytes(log).splitlines(keepends=True)
+    return sum(b"quire.request" in line and b"/v1/completions" in line and line.endswith(b"\n") for line in lines)
 
 
 @pytest.mark.timeout(600)
@@ -60,6 +66,7 @@ def test_no_request_waits_for_the_reader_of_the_log(tmp_path: Path, words: list[
 
         thread = threading.Thread(target=reader)
         thread.start()  # the rest comes now, nothing of it is lost
+        wait_until(lambda: requests_in(read) == REQUESTS, why=lambda: requests_in(read))
         serve.send_signal(signal.SIGTERM)
         assert serve.wait(patience(250)) == 0
         thread.join()
