@@ -57,8 +57,12 @@ class Subscription:
         pool = self._link.redis.connection_pool
         connection: AbstractConnection = await pool.get_connection()  # type: ignore[no-untyped-call]
         self._connection = connection
-        await connection.send_command("SUBSCRIBE", self._channel)
-        await connection.read_response()
+        try:
+            await connection.send_command("SUBSCRIBE", self._channel)
+            await connection.read_response()
+        except BaseException:
+            self._stale = True  # Redis may have refused, and a connection without a subscription reads nothing
+            raise
         if self._began:
             self._missed()
         self._began = True
