@@ -19,7 +19,7 @@ from engine.orders import request_of
 from engine.turn_record import TurnRecord
 from engine.wire.messages import FinishReason, Generate
 
-LINE_BYTES = 1_000  # of memory that a line takes until it is written
+LINE_BYTES = 1_000  # memory of one line until it is written, estimated
 
 
 class RequestLine(msgspec.Struct):

@@ -22,7 +22,7 @@ from service.pieces import Piece
 from service.refusal import bad_request, check, renaming
 from service.scoring import Scoring
 
-PREFIX = "generative-scoring-"  # of the id that the answer shows
+PREFIX = "generative-scoring-"  # begins the id in the answer
 # Fields of a completion, as refusals of its path name them -> fields of this format.
 NAMES = ((r"prompt|n(?=$|\W)", "items"), (r"logprob_token_ids|logprobs", "label_token_ids"))
 

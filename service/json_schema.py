@@ -53,7 +53,7 @@ DIALECTS = re.compile(
 )
 # Parts of assertions, which assert nothing without them, and anchors of references that are refused.
 PARTNERS = frozenset({"then", "else", "minContains", "maxContains", "$dynamicAnchor", "$recursiveAnchor"})
-FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})  # that llguidance enforces
+FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})  # llguidance enforces these
 # Formats that a pattern describes: RFC 6901, the relative pointers of JSON Schema's draft of 2019, and RFC 3339 without
 # leap seconds.  llguidance's own dates have a 29th of February in every year, and a 60th second in every minute.
 POINTER = r"(/([^~/]|~[01])*)*"

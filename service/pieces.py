@@ -27,8 +27,8 @@ class Piece(msgspec.Struct):
     encoded: msgspec.Raw | None = None  # its logprobs as JSON, where they are long: see Format.prepare
     reasoning: str = ""  # text of that region
     calls: list[CallDelta] = []
-    reasoning_tokens: int = 0  # of the choice so far
-    score: float | None = None  # of an answer that beam search found, with `finish`
+    reasoning_tokens: int = 0  # reasoning tokens of the choice so far
+    score: float | None = None  # score that beam search gave the answer, with `finish`
     searched: int = 0  # tokens that the search computed besides those of its answers, with `finish`
     shared: float = 0.0  # fraction of its beams' KV cache that they shared, with `finish`
     parts: list[Part] = []  # text, reasoning and calls in the order in which the model wrote them

@@ -26,7 +26,7 @@ class TagCalls(SteppedCalls):
         self._is_text = False  # it is a string, whatever its text is
         self._value = ArgumentText([])
         self._streams = False
-        self._strings: JsonStrings | None = None  # of a value that is an object or a list
+        self._strings: JsonStrings | None = None  # set while a value is an object or a list
         self._follows = True  # markers within strings of JSON are text
         self._marker: int | None = None  # the first such marker, from the position of the reader on
         self._searched = 0  # characters from the position of the reader on in which no end of the value was found

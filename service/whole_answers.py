@@ -36,7 +36,7 @@ class WholeChoice:
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._tokens: list[int] = []
-        self._names: list[str] = []  # of calls, in order
+        self._names: list[str] = []  # names of calls, in order
         self._arguments: list[list[str]] = []
         self._logprobs: list[TokenLogprob] | None = [] if scored else None
         self._offsets: list[int] = []

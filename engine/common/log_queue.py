@@ -27,9 +27,8 @@ from typing import Any, TextIO
 
 MAX_LINES, MAX_BYTES = 10_000, 4 << 20  # bounds of one stream's queue: lines, bytes
 WRITE_BYTES = 1 << 16  # largest write; the capacity of a pipe
-MAX_LINE_CHARS = (
-    1 << 18
-)  # text without a line end that a stream gathers; longer text is queued as if its line had ended
+# Most characters of an incomplete line that a stream keeps; longer text is queued as if its line had ended.
+MAX_LINE_CHARS = 1 << 18
 DRAIN_S = 2.0  # longest wait at the end of the process for lines that are still queued
 
 Notice = Callable[[int], str]  # number of dropped lines -> the line that reports them

@@ -78,7 +78,7 @@ def expected(size: Size) -> dict[str, dict[str, float]]:
     channels = min(names, TOKEN_CHANNELS)
     readers = size.gateways * channels / min(size.gateways, TOKEN_CHANNELS)  # gateways of those channels
     parts = 24 * size.sequences + 12 * names  # all messages of a step: tokens with their ids, names
-    tenants = min(size.tenants, size.sequences)  # of an engine
+    tenants = min(size.tenants, size.sequences)  # tenants with sequences on one engine
     shown = 426 + 38 * min(size.tenants, TENANTS_SHOWN)
     return {
         "ring": {"commands": 13, "in_bytes": 700, "out_bytes": 50},

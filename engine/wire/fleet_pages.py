@@ -27,7 +27,7 @@ class FleetPage(NamedTuple):
 
     leases: list[bytes]
     following: bytes  # name of the page's last engine; b"": no page follows
-    engines: int  # of the page, changed or not
+    engines: int  # number of engines in the page, changed or not
     last_change: int  # number of the last change of any engine
     known: bool  # Redis remembers the last heartbeat; else this is the first page, with all its leases
     time_ms: int  # unix time of the reading

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-ROUNDS = 16  # of a block since a request used it last: a round is one pass of evictions over all idle blocks
+ROUNDS = 16  # most passes of evictions over all idle blocks that a block survives after its last use
 MOST_MOVES = 1_024  # blocks that one eviction passes over, about 0.1 ms
 REMEMBERED = 4  # digests of evicted blocks are kept for a quarter of the pool's blocks
 

@@ -21,7 +21,7 @@ from engine.executor.kv_cache import KVShape
 
 log = logging.getLogger(__name__)
 
-GPU_HEAD_SIZES = (64, 80, 96, 128, 192, 256)  # that csrc/cuda/attention is compiled for
+GPU_HEAD_SIZES = (64, 80, 96, 128, 192, 256)  # csrc/cuda/attention is compiled for these
 
 
 def cached_layers(kind: str, layers: list[KVShape], device: torch.device) -> list[KVShape]:

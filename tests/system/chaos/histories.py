@@ -15,6 +15,7 @@ import random
 import tempfile
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,9 @@ def outcome(tokenizer: Tokenizer, endpoint: str, body: bytes) -> str:
     return "tokens"
 
 
+Run = Callable[..., tuple[Counter[str], list[str]]]  # returns how many had each outcome, and what failed
+
+
 def histories(folder: Path, *, requests: int, seed: int, first: int = 0) -> tuple[Counter[str], list[str]]:
     """Send requests; return how many had each outcome, and what failed."""
     made, tokenizers = Histories(seed), {name: tokenizer_in(folder, name) for name in TEMPLATES}
@@ -190,13 +194,17 @@ def histories(folder: Path, *, requests: int, seed: int, first: int = 0) -> tupl
     return found, failures
 
 
-def main(words: list[str]) -> int:
-    """Run the command."""
-    parser = argparse.ArgumentParser(prog="histories", description=__doc__)
-    for option, default in (("--requests", 100_000), ("--seed", 1), ("--first", 0)):
-        parser.add_argument(option, type=int, default=default)
-    asked = parser.parse_args(words)
+def command(name: str, text: str | None, counted: str, many: int, run: Run, words: list[str]) -> int:
+    """Run a corpus from the command line: `--COUNTED` requests, `many` unless given.  1: one of them failed."""
+    parser = argparse.ArgumentParser(prog=name, description=text)
+    for option, default in ((counted, many), ("seed", 1), ("first", 0)):
+        parser.add_argument(f"--{option}", type=int, default=default)
     with tempfile.TemporaryDirectory() as folder:
-        found, failures = histories(Path(folder), requests=asked.requests, seed=asked.seed, first=asked.first)
+        found, failures = run(Path(folder), **vars(parser.parse_args(words)))
     print(*(f"{count:7} {what}" for what, count in found.most_common()), *failures[:20], sep="\n")
     return 1 if failures else 0
+
+
+def main(words: list[str]) -> int:
+    """Run the command."""
+    return command("histories", __doc__, "requests", 100_000, histories, words)

@@ -10,12 +10,10 @@ call's name or of its arguments is missing.  Exit status 1 otherwise, with the n
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
 import re
-import tempfile
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -34,7 +32,7 @@ from service.tokenizer import Tokenizer
 from tests.service.cuts import pieces_of
 from tests.service.published import TEMPLATES, tokenizer_in
 from tests.service.test_regions import ANSWERS
-from tests.system.chaos.histories import parsed
+from tests.system.chaos.histories import command, parsed
 
 ENDPOINTS = ("chat", "messages", "responses")
 ESCAPES = ("\\ud83d", "\\ude00 ", "é🙂", "\\n", '"', "}", "<|im_end|>", "</think>", "\x00", " ")
@@ -163,11 +161,4 @@ def returned(folder: Path, *, answers: int, seed: int, first: int = 0) -> tuple[
 
 def main(words: list[str]) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="returned", description=__doc__)
-    for option, default in (("--answers", 20_000), ("--seed", 1), ("--first", 0)):
-        parser.add_argument(option, type=int, default=default)
-    asked = parser.parse_args(words)
-    with tempfile.TemporaryDirectory() as folder:
-        found, failures = returned(Path(folder), answers=asked.answers, seed=asked.seed, first=asked.first)
-    print(*(f"{count:7} {what}" for what, count in found.most_common()), *failures[:20], sep="\n")
-    return 1 if failures else 0
+    return command("returned", __doc__, "answers", 20_000, returned, words)
