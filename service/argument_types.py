@@ -170,12 +170,12 @@ def _repairs(types: list[str]) -> bool:
 
 
 def _exact(text: str, kind: str) -> str | None:
-    """Return the JSON of a scalar, if the text is that; numbers are written again, but for those past a float."""
+    """Return the JSON of a scalar, if the text is that; numbers are written again, but for those beyond a float."""
     if kind in ("boolean", "null"):
         return text if text in {"boolean": ("true", "false"), "null": ("null",)}[kind] else None
     if kind not in ("integer", "number") or not _NUMBER.fullmatch(text):
         return None
-    return _scalar(text, kind) or (text if kind == "number" else None)
+    return _scalar(text, kind) or (text if abs(float(text)) == float("inf") else None)
 
 
 def _scalar(text: str, kind: str) -> str | None:

@@ -19,6 +19,7 @@ from service.calls import CallPart, CallReader, Context, End, Status, calls_of
 from service.json_calls import JsonCalls
 from service.lenient_json import Event, JsonReader
 from service.stepped_calls import SteppedCalls
+from service.surrogates import json_of
 from service.tag_calls import TagCalls
 
 
@@ -117,9 +118,10 @@ class WholeCalls:
         notation = self._context.notation
         try:
             value = process_field("".join(self._body), notation.described, {notation.captured: self._context.name})
+            text = json_of(value)
         except Exception:  # whatever a content parser raises is caused by what the model wrote
             return None
-        return calls_of(value, notation)
+        return calls_of(text, notation)
 
 
 READERS: dict[str, Callable[[Context], CallReader]] = {

@@ -1,23 +1,23 @@
-"""Parts that all readers of tool calls share: their interface, their context, and the calls in a decoded JSON value."""
+"""Parts that all readers of tool calls share: their interface, their context, and the calls in a JSON text."""
 
 from __future__ import annotations
 
 import json
 import re
 from enum import Enum, auto
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
 from service.argument_types import Tools
 from service.json_repair import repaired
+from service.lenient_json import Event, JsonReader
 from service.markers import Markers
 from service.notations import Notation
-from service.surrogates import json_of, without_surrogates
+from service.surrogates import without_surrogates
 
 _BESIDE = "id|type|index|tool_call_id"  # keys of a call that are no arguments
 BESIDE = frozenset(_BESIDE.split("|"))
-_ID = re.compile(r"[\w.:-]*")
 _ID_MEMBER = re.compile(rf"""["']?(?:{_BESIDE})["']?\s*[:=]\s*(?:"[\w.:-]*"|'[\w.:-]*'|[\w.:-]+)\s*""")
 
 End = Literal["", "cut", "whole"]  # end of the answer: not reached; cut by a limit; ended by the model
@@ -57,31 +57,49 @@ class CallReader(Protocol):
         After MORE the text from that position on is given again, with more text after it."""
 
 
-def loaded(text: str) -> Any:
-    """Return the value of JSON; None if it is none, or if an object has a key twice."""
+def string_of(text: str) -> str | None:
+    """Return the string that a JSON text holds; None if it holds no string."""
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        value = json.loads(text) if text.lstrip().startswith('"') else None
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def arguments_of(text: str) -> str | None:
+    """Return the JSON object in the JSON of a call's arguments, as written; "": no arguments; None: no object.
+
+    An object within a string is repaired."""
+    text = text.strip()
+    if text in ("", "null"):
+        return ""
+    if (within := string_of(text)) is not None:
+        if not within.strip():
+            return ""
+        text = repaired(without_surrogates(within)) or ""
+    return text if text.lstrip().startswith("{") else None
+
+
+def members_of(text: str) -> list[tuple[str, str]]:
+    """Return keys and values of a JSON object, values and their order as written; a repeated key is there again."""
+    reader, found, at = JsonReader(watch=1), list[tuple[str, str]](), 0
+    while True:
+        at, event = reader.read(text, at, final=True)
+        value = reader.take()
+        if event is Event.VALUE:
+            found.append((reader.key, value.strip()))
+        elif event is not Event.KEY:
+            return found
+
+
+def _elements(text: str) -> list[str] | None:
+    """Return the elements of a JSON list, or the one value of any other JSON, as written; None if it is no JSON."""
+    try:
+        if not text.lstrip().startswith("["):
+            return [text]
+        return [bytes(one).decode() for one in msgspec.json.decode(text, type=list[msgspec.Raw])]
     except (ValueError, RecursionError):
         return None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
-    return found
-
-
-def object_of(value: Any) -> str | None:
-    """Return arguments as the JSON of an object; "": there are none; None: they are none."""
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return ""
-    if isinstance(value, dict):
-        return json_of(value)
-    if isinstance(value, str):
-        found = repaired(without_surrogates(value))
-        return found if found is not None and found.lstrip().startswith("{") else None
-    return None
 
 
 def is_id(member: str) -> bool:
@@ -89,37 +107,42 @@ def is_id(member: str) -> bool:
     return _ID_MEMBER.fullmatch(member) is not None
 
 
-def _is_id(key: str, value: Any) -> bool:
-    plain = isinstance(value, int | None) or (isinstance(value, str) and _ID.fullmatch(value) is not None)
-    return key in BESIDE and plain
+def calls_of(text: str, notation: Notation) -> list[CallPart] | None:
+    """Return names and arguments of the calls in a JSON object or list; None if it holds anything else.
 
-
-def calls_of(value: Any, notation: Notation) -> list[CallPart] | None:
-    """Return names and arguments of the calls that a value holds; None if it holds anything else.
-
-    Members of a call that are no part of one become content, after the call."""
+    Arguments stay as written: a repeated key, and a number beyond a float, too.  Members of a call that are no part of
+    one become content, after the call."""
     found: list[CallPart] = []
-    for one in value if isinstance(value, list) else [value]:
-        if not isinstance(one, dict):
+    for one in _elements(text) or [""]:
+        if not one.lstrip().startswith("{"):
             return None
-        beside: dict[str, Any] = {}
-        if notation.keyed and len(one) == 1 and "name" not in one:
-            [(key, given)] = one.items()
-            name = without_surrogates(key)
-            arguments = object_of(given)
-        else:
-            function = one.get("function")
-            call = function if isinstance(function, dict) else one
-            names = [key for key in (*notation.names, "function") if isinstance(call.get(key), str)][:1]
-            name = without_surrogates(call[names[0]]).strip() if names else ""
-            every = {key: object_of(call[key]) for key in notation.arguments if key in call}
-            filled = [key for key, given in every.items() if given and given != "{}"]
-            arguments = None if None in every.values() else every[filled[0]] if filled else ""
-            used = {*names, *(every.keys() - filled[1:]), "" if call is one else "function"}
-            beside = {key: inner for key, inner in (one | call).items() if key not in used and not _is_id(key, inner)}
-        if not name or arguments is None or (beside and (notation.bare or arguments in ("", "{}"))):
-            return None  # or its arguments stand elsewhere
-        found.append((name, arguments or "{}"))
-        if beside:
-            found.append((TEXT, json_of(beside)))
-    return found or None
+        parts = _call_of(members_of(one), notation)
+        if parts is None:
+            return None
+        found += parts
+    return found
+
+
+def _call_of(members: list[tuple[str, str]], notation: Notation) -> list[CallPart] | None:
+    """Return the call that an object's members are, and what else it holds as content; None if it is no call."""
+    if notation.keyed and len(members) == 1 and members[0][0] != "name":
+        [(name, value)] = members
+        arguments = arguments_of(value)
+        return [(name, arguments or "{}")] if name and arguments is not None else None
+    inner = next((value for key, value in members if key == "function" and value.startswith("{")), None)
+    if inner is not None:
+        members = [one for one in members if one != ("function", inner)] + members_of(inner)
+    keys = [*notation.names, "function"]
+    names = [one for key in keys for one in members if one[0] == key and one[1].startswith('"')]
+    if not names or sum(key == names[0][0] for key, _ in members) > 1:
+        return None
+    every = [(one, arguments_of(one[1])) for key in notation.arguments for one in members if one[0] == key]
+    filled = [(one, arguments) for one, arguments in every if arguments not in ("", "{}")]
+    used = [names[0], *(one for one, arguments in every if arguments in ("", "{}")), *(one for one, _ in filled[:1])]
+    name, arguments = (string_of(names[0][1]) or "").strip(), filled[0][1] if filled else ""
+    texts = [f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members if (key, value) not in used]
+    beside = [text for text in texts if not is_id(text)]
+    if not name or None in (arguments for _, arguments in every) or (beside and (notation.bare or not filled)):
+        return None  # or its arguments stand elsewhere
+    call: list[CallPart] = [(name, arguments or "{}")]
+    return [*call, (TEXT, "{" + ", ".join(beside) + "}")] if beside else call

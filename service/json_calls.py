@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import re
 
-from service.calls import BESIDE, TEXT, CallPart, Context, End, Status, calls_of, is_id, loaded, object_of
+from service.calls import (
+    BESIDE,
+    TEXT,
+    CallPart,
+    Context,
+    End,
+    Status,
+    arguments_of,
+    calls_of,
+    is_id,
+    string_of,
+)
 from service.lenient_json import Event, JsonReader
 
 _BEFORE_KEY = " \t\r\n{,;"  # what may stand before a key of an object
@@ -187,7 +198,7 @@ class _JsonCall:
             return False
         if not self._name:
             return False
-        arguments = self._written()
+        arguments = arguments_of("".join(self._arguments))
         if arguments is None or (self._extra and _NOTHING.fullmatch(arguments)):  # its arguments stand elsewhere
             return False
         if not arguments:
@@ -251,8 +262,8 @@ class _JsonCall:
             self._complete, self._json.strict, self._json.loosens = True, True, False  # anything else may follow
             self._filled = _NOTHING.fullmatch("".join(self._arguments)) is None
         elif slot in ("name", "function"):
-            value = loaded("".join(self._collected))
-            if isinstance(value, str) and self._json.words == self._words:
+            value = string_of("".join(self._collected))
+            if value is not None and self._json.words == self._words:
                 self._name = value.strip()
                 if not self._name or (self._notation.bare and self._tools and self._name not in self._tools):
                     return False
@@ -260,15 +271,6 @@ class _JsonCall:
             elif slot == "name":
                 return False
         return True
-
-    def _written(self) -> str | None:
-        """Return the arguments as an object; "": there are none; None: they are none."""
-        text = "".join(self._arguments).strip()
-        if not text or text == "null":
-            return ""
-        if text.startswith('"'):
-            return object_of(loaded(text))
-        return text if text.startswith("{") else None
 
 
 class _JsonList:
@@ -300,7 +302,7 @@ class _JsonList:
             self._json.complete()
             self._text.append(self._json.take())
         context = self._context
-        calls = calls_of(loaded("".join(self._text)), context.notation)
+        calls = calls_of("".join(self._text), context.notation)
         if calls is None:
             return False
         if context.notation.bare and context.tools and any(name not in context.tools for name, _ in calls if name):

@@ -74,7 +74,7 @@ def valid(text: str) -> str | None:
     if text.count("\\") > MOST_ESCAPES:
         return None
     try:
-        found = json.loads(text, parse_constant=_refuse)
+        found = json.loads(text, parse_constant=_refuse, parse_int=float)  # an int has at most 4,300 digits
     except (ValueError, RecursionError):
         return None
     return without_escaped_halves(text) if isinstance(found, dict | list) else None

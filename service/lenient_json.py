@@ -32,7 +32,7 @@ _ODD_SPACES = re.compile(r"[^\S \t\r\n]+")
 _RUN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
 _VALUE_WORD = re.compile(r"[^\s,\]})<]+")
 _KEY_WORD = re.compile(r"[^\s,\]})<:=]+")
-_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _AFTER_QUOTE = re.compile(rf"[ \t]{{0,{LOOK_AHEAD}}}")
 _ENDS_VALUE = ",}])\n\r\"'<;"  # what may follow a string that is a value
 _HEX = re.compile(r"[0-9a-fA-F]{4}")

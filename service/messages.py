@@ -263,7 +263,7 @@ class MessageFormat(BlockFormat):
         if block.kind == "reasoning":
             return {"type": "thinking", "thinking": text, "signature": ""}
         call = TOOL_PREFIX + call_id(self.request_id, 0, block.call)
-        return {"type": "tool_use", "id": call, "name": block.name, "input": {} if empty else read_input(text)}
+        return {"type": "tool_use", "id": call, "name": block.name, "input": read_input(text)}
 
     # -- a stream
 
@@ -322,13 +322,16 @@ class MessageFormat(BlockFormat):
         return [msgspec.json.encode(self._frame(content, self._stop(pieces[-1])))]
 
 
-def read_input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object; {} if they are none, because the model erred or was cut."""
+def read_input(arguments: str) -> msgspec.Raw:
+    """Return the arguments of a call as an object, as written; {} if they are none, because the model erred or was cut.
+
+    A repeated key stays, and so does a number beyond a float."""
+    text = without_escaped_halves(arguments)
     try:
-        found = json.loads(without_escaped_halves(arguments), strict=False)
+        found = json.loads(text, parse_int=float)  # an int has at most 4,300 digits
     except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        found = None
+    return msgspec.Raw(text.encode() if isinstance(found, dict) else b"{}")
 
 
 def _delta(block: Block, text: str) -> dict[str, Any]:

@@ -17,6 +17,8 @@ HALVES = re.compile("[\ud800-\udfff]")
 ESCAPES = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.S
 )
+_NUMBERS = {"Infinity": "1e999", "-Infinity": "-1e999", "NaN": "null"}
+_CONSTANTS = re.compile(r'("(?:[^"\\]|\\.)*")|-?Infinity|NaN')  # strings are passed over
 TEXT_ESCAPES = re.compile(ESCAPES.pattern.decode(), re.S)
 
 
@@ -30,8 +32,11 @@ def without_surrogates(value: Any) -> Any:
 
 
 def json_of(value: Any) -> str:
-    """Return JSON that UTF-8 can hold."""
-    return str(without_surrogates(json.dumps(value, ensure_ascii=False)))
+    """Return valid JSON that UTF-8 can hold.  An infinite float is a number beyond any float, NaN is null."""
+    text = str(without_surrogates(json.dumps(value, ensure_ascii=False)))
+    if "Infinity" not in text and "NaN" not in text:
+        return text
+    return _CONSTANTS.sub(lambda match: match[1] or _NUMBERS[match[0]], text)
 
 
 def without_escaped_halves(text: str) -> str:

@@ -22,6 +22,7 @@ class TagCalls(SteppedCalls):
         self._name = context.name
         self._written: list[str] = []  # arguments that were not passed on yet
         self._keys = set[str]()
+        self._pairs = 0  # arguments begun: a key may be there twice
         self._key: str | None = None  # name of the open argument
         self._is_text = False  # it is a string, whatever its text is
         self._value = ArgumentText([])
@@ -51,8 +52,6 @@ class TagCalls(SteppedCalls):
         kind = match.marker.kind if match is not None else ""
         if match is not None and kind == "argument":
             key = match.found["key"].strip()
-            if key in self._keys and not self.committed:
-                return at, Status.BROKEN
             self._open(key, match)
             return match.found.end(), None
         if match is not None and kind == "junk":
@@ -69,6 +68,7 @@ class TagCalls(SteppedCalls):
         self._is_text = is_text or (not written and tools.is_text(self._name, key))
         self._key, self._value, self._streams = key, ArgumentText(types), False
         self._keys.add(key)
+        self._pairs += 1
         self._marker, self._searched = None, 0
         is_json = self._follows and not {"object", "array"}.isdisjoint(types)
         self._strings = JsonStrings() if is_json else None
@@ -139,7 +139,7 @@ class TagCalls(SteppedCalls):
         value.push(text)
         if self._is_text and value.chars > STREAM_CHARS and not value.begin.startswith("<![CDATA["):
             self._pass_on()
-            comma = ", " if len(self._keys) > 1 else ""
+            comma = ", " if self._pairs > 1 else ""
             begun = json.dumps(value.text, ensure_ascii=False)[:-1]
             self.parts.append((None, f"{comma}{json.dumps(self._key, ensure_ascii=False)}: {begun}"))
             self._streams = True
@@ -151,7 +151,7 @@ class TagCalls(SteppedCalls):
         if self._streams:
             self.parts.append((None, '"'))
             return
-        comma = ", " if len(self._keys) > 1 else ""
+        comma = ", " if self._pairs > 1 else ""
         self._written.append(f"{comma}{json.dumps(key, ensure_ascii=False)}: {self._value.value()}")
         if self.committed:
             self._pass_on()
@@ -174,7 +174,7 @@ class TagCalls(SteppedCalls):
 def _is_json(text: str) -> bool:
     """Return whether a text is JSON, but for line ends within its strings."""
     try:
-        json.loads(text, strict=False)
+        json.loads(text, strict=False, parse_int=float)  # an int has at most 4,300 digits
     except (ValueError, RecursionError):
         return False
     return True

@@ -298,7 +298,7 @@ class _Reader:
     def texts(self) -> Texts:
         joined = {place: "".join(parts) for place, parts in self._parts.items()}
         return {
-            place: json.dumps(read_input(text)) if place[1].startswith("input") else text
+            place: json.dumps(json.loads(bytes(read_input(text)))) if place[1].startswith("input") else text
             for place, text in joined.items()
             if text
         }

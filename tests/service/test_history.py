@@ -161,7 +161,7 @@ def as_messages(content: str, reasoning: str, calls: list[tuple[str, str]]) -> l
     blocks: list[dict[str, Any]] = [{"type": "thinking", "thinking": reasoning, "signature": ""}] if reasoning else []
     blocks += [{"type": "text", "text": content}] if content else []
     blocks += [
-        {"type": "tool_use", "id": f"toolu_{at}", "name": name, "input": messages.read_input(text)}
+        {"type": "tool_use", "id": f"toolu_{at}", "name": name, "input": json.loads(bytes(messages.read_input(text)))}
         for at, (name, text) in enumerate(calls)
     ]
     results = [
@@ -194,7 +194,7 @@ def test_an_answer_is_history_of_the_other_endpoints(published: Tokenizer, endpo
             turns = [say("user", "wordask"), *as_messages(content, reasoning, calls), say("user", "wordthen")]
             body = json.dumps({"max_tokens": 5, "system": "wordrules", "messages": turns}).encode()
             valid = messages.parse(body, CONFIG, "m", 600.0, api.NO_DEFAULTS)
-            calls = [(name, json.dumps(messages.read_input(text))) for name, text in calls]
+            calls = [(name, json.dumps(json.loads(bytes(messages.read_input(text))))) for name, text in calls]
         else:
             items = [say("user", "wordask"), *as_items(content, reasoning, calls), say("user", "wordthen")]
             body = json.dumps({"instructions": "wordrules", "input": items}).encode()

@@ -537,10 +537,6 @@ def test_arguments_in_json_are_passed_on_as_they_are_written() -> None:
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>"),
         ("glm", "<tool_call>f <arg_key>a</arg_key> lost <arg_value>1</arg_value></tool_call>"),
-        (
-            "function-tags",
-            "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>",
-        ),
         ("mistral-list", '[TOOL_CALLS] [{"name": "f"}, 3]'),
         ("llama3", '{"name": "f"}'),
     ],
