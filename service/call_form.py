@@ -19,7 +19,7 @@ import msgspec
 
 from service.argument_types import reduced
 from service.history import for_template
-from service.marker_beginnings import beginnings, fixed, shared_beginning
+from service.marker_beginnings import beginnings, fixed, required, shared_beginning
 from service.notations import Notation
 from service.regions import Reading, ResponseTemplate
 from service.template_probe import Dialect
@@ -84,6 +84,8 @@ class CallForm(msgspec.Struct, frozen=True):
     reasoning: tuple[str, str] | None = None  # its markers
     tags: TagForm | None = None  # None: arguments are one JSON object
     others: tuple[str, ...] = ()  # beginnings of calls in the family's other notations
+    barred: str = ""  # pattern of what begins a call where `marker` is plain JSON or prose; "": the marker itself
+    goes_on: bool = False  # an object or a list after a call, with nothing but brackets and commas between, is a call
 
 
 def form_of(
@@ -202,6 +204,10 @@ def _form(
     drops = [text for text in fixed(responses.dropped_patterns) if not text[0].isalnum()]
     begun = head.lstrip()
     marker = max((text for text in calls + drops if begun.startswith(text)), key=len, default="")
+    barred, whole = "", f"{begun}{NAME}{middle}{{"
+    own = next((notation for notation in responses.notations if notation.open.pattern.search(whole)), None)
+    if not marker:
+        marker, barred = _trigger(responses, begun)
     return CallForm(
         head,
         middle,
@@ -211,7 +217,24 @@ def _form(
         responses.reasoning_markers,
         tags,
         tuple(text for text in calls if text != marker),
+        barred,
+        goes_on=own is not None and own.body == "json" and own.close is None and not own.captured,
     )
+
+
+def _trigger(responses: ResponseTemplate, head: str) -> tuple[str, str]:
+    """Return the shortest beginning of `head` that the parser takes for a call, and the pattern of all of these.
+
+    Twice "": it takes none, or what it takes cannot be said without lookaround other than (?=...)."""
+    for notation in responses.notations:
+        pattern = notation.open.pattern
+        barred = required(re.sub(r"\(\?(?:=|P<\w+>)", "(?:", pattern.pattern))
+        if re.search(r"\(\?(?!:)", barred):
+            continue
+        for end in range(1, len(head) + 1):
+            if pattern.match(head[:end]):
+                return head[:end], barred
+    return "", ""
 
 
 # ------------------------------------------------------------------------------------------------ arguments one by one

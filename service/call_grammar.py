@@ -21,6 +21,8 @@ from service.thinking_budget import quoted as quoted_marker
 from service.thinking_budget import thought_rules
 from service.tools import ChatOptions
 
+# Text after a call that does not go on with an object or a list, in Lark.
+NO_CALL = r"/[\s,;}\])]*([^\s,;}\])\[{](?s:.*))?/"
 NO_PARAMETERS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
 
 Reasoning = Literal["", "may", "open"]  # none; before the calls, as the model likes; the prompt has opened it
@@ -43,7 +45,12 @@ def call_rules(
 ) -> CallRules:
     """Return what holds an answer to its tools.  The other parameters are those of `lark`.
 
-    Raises Refusal for a strict tool whose arguments cannot be written in the model's notation."""
+    Raises Refusal for a strict tool whose arguments cannot be written in the model's notation, and where calls may
+    follow text but nothing in the text tells that a call begins."""
+    if not (options.demanded or answer is not None or form.marker):
+        field = options.strict or "tools"
+        message = f"{field}: with tool_choice auto, text in the model's notation does not tell where a call begins"
+        raise Refusal(400, "unsupported", message, param=field)
     tools, parts = list[_Tool](), Parts()
     for at, tool in enumerate(options.tools):
         function = tool["function"]
@@ -130,12 +137,26 @@ def lark(
         opens = max((one for one in special if bare.startswith(one)), key=len, default="")
         if not opens.startswith(form.marker) and not (opens and form.marker.startswith(opens)):
             opens = form.marker
-        rest = quoted(bare.removeprefix(opens))
-        begins = "|".join(re.escape(text).replace("/", "\\/") for text in (form.marker, *form.others))
-        rules.append(f"TEXT: {ANY_TEXT} & ~/(?s:.*)({begins})(?s:.*)/")
-        if opens in special:
-            rules.append(f"before: TEXT {quoted(opens)}")
+        texts = form.others if form.barred else (form.marker, *form.others)
+        begins = "|".join(one.replace("/", "\\/") for one in [*filter(None, [form.barred]), *map(re.escape, texts)])
+        rest = f"{quoted(bare.removeprefix(opens))} {calls} {quoted(form.tail)}"
+        text = f"{ANY_TEXT} & ~/(?s:.*)({begins})(?s:.*)/"
+        rules += _free_text("TEXT", text, opens, opens in special, quoted)
+        again = "TEXT"
+        if form.goes_on:
+            again = "LATER"
+            rules += _free_text(again, f"{text} & {NO_CALL}", opens, opens in special, quoted)
+        if again == "TEXT":
+            start = f"{thought} (before_text {rest}){'*' if parallel else '?'} TEXT"
         else:
-            rules += ["before: BEFORE", f"BEFORE: (TEXT) {quoted(opens)}"]
-        start = f"{thought} (before {rest} {calls} {quoted(form.tail)}){'*' if parallel else '?'} TEXT"
+            more = f"(before_later {rest})*" if parallel else ""
+            start = f"{thought} (TEXT | before_text {rest} {more} LATER)"
     return "\n".join([f"start: {start}", *rules]) + "\n"
+
+
+def _free_text(name: str, text: str, marker: str, special: bool, quoted: LarkText) -> list[str]:
+    """Return the terminal of a free text, and the rule of this text up to a marker."""
+    rules, before = [f"{name}: {text}"], f"before_{name.lower()}"
+    if special:
+        return [*rules, f"{before}: {name} {quoted(marker)}"]
+    return [*rules, f"{before}: B_{name}", f"B_{name}: ({name}) {quoted(marker)}"]

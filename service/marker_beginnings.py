@@ -32,6 +32,20 @@ def shared_beginning(one: str, other: str) -> str:
     return one[:length]
 
 
+def required(pattern: str) -> str:
+    """Return a pattern without what may be missing at its beginning."""
+    while (group := _GROUP.match(pattern)) is not None:
+        end = _after(pattern, 0)
+        inner, rest = pattern[group.end() : end - 1], pattern[end:]
+        if rest[:1] in ("?", "*"):
+            pattern = rest[1:]
+        elif rest[:1] not in ("+", "{") and len([*_branches(inner)]) == 1:
+            pattern = inner + rest
+        else:
+            break
+    return pattern
+
+
 def _branches(pattern: str) -> Iterator[str]:
     """Yield the alternatives of a pattern that are in no group."""
     begin = at = 0

@@ -73,7 +73,7 @@ MODELS: dict[str, tuple[str, str, tuple[str, str, str | None, str, str]]] = {
         "{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
         '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
         "{{ m.tool_calls[0].function.arguments | tojson }}}{% endif %}<|eot_id|>{% endfor %}",
-        ('{"name": "', '", "parameters": ', None, "}", ""),
+        ('{"name": "', '", "parameters": ', None, "}", '{"name":'),
     ),
     "mistral with ids": (
         "mistral-list",
@@ -302,5 +302,5 @@ def test_special_tokens_are_named_by_their_ids() -> None:
     found, _ = FORMS["mistral with ids"]
     assert found is not None
     made = call_rules(found, ChatOptions(tools=TOOLS), {"[TOOL_CALLS]": 259}, "", None)
-    assert "before: TEXT <[259]>" in made.grammar
+    assert "before_text: TEXT <[259]>" in made.grammar
     assert "<[" not in made.plain

@@ -251,8 +251,11 @@ STRICT = [name for name in NOTATIONS if form_of(name)[0].marker]
 
 
 def test_strict_calls_of_an_answer_that_may_be_text_need_a_marker() -> None:
-    without = {"llama3", "harmony", "firefunction", "command-r-plus", "kimi-k3", "muse"}
+    without = {"harmony", "kimi-k3", "muse"}
     assert set(NOTATIONS) - set(STRICT) == without
+    for name in without:
+        with pytest.raises(Refusal, match=r"^tools\[0\]\.function\.strict: "):
+            compiled(name, strict="tools[0].function.strict")
 
 
 @pytest.mark.parametrize("name", STRICT)
@@ -276,6 +279,36 @@ def test_strict_arguments_hold_where_the_model_decides_to_call(name: str) -> Non
     [(called, arguments)] = read(responses, text)[2]
     assert called == "weather"
     fits(called, arguments)
+
+
+@pytest.mark.parametrize("name", [name for name in STRICT if form_of(name)[0].barred or form_of(name)[0].goes_on])
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_no_call_in_a_free_text_escapes_its_schema_where_no_marker_closes_calls(name: str, seed: int) -> None:
+    form, responses = form_of(name)
+    tools = [tool for tool in TOOLS if tool["function"]["name"] in ("weather", "now")]
+    heads = [form.head, form.head.replace(" ", ""), form.head.replace("[", "[ "), "[", form.middle, form.tail]
+    text = drawn(compiled(name, tools=tools), seed, [*words_of(name), *heads, '{"type":', "weather", "city"], most=300)
+    if text is not None:
+        for called, arguments in read(responses, text)[2]:
+            assert called in ("weather", "now")
+            fits(called, arguments)
+
+
+@pytest.mark.parametrize("name", [name for name in STRICT if form_of(name)[0].goes_on])
+def test_a_second_call_without_a_marker_is_held_to_its_schema_too(name: str) -> None:
+    """The parser reads on after a call that no marker closes."""
+    _, responses = form_of(name)
+    tools = [tool for tool in TOOLS if tool["function"]["name"] in ("weather", "now")]
+    grammar = compiled(name, tools=tools)
+    call = drawn(compiled(name, tools=tools, demanded=["weather"], parallel=False), 3, words_of(name))
+    assert call is not None
+    later = '{"id": "a", "name": "weather", "arguments": {"city": 7}}'
+    for between in ("", ", ", "\n", ";", "}"):
+        text = f"{call.lstrip()}{between}{later}"
+        assert not accepts(grammar, text), text
+    assert read(responses, f"{call.lstrip()}\n{later}")[2][1:] == [("weather", {"city": 7})]
+    assert accepts(grammar, f"{call.lstrip()}\nThat is {{}}, or [1].")
 
 
 def test_a_pattern_that_no_grammar_can_follow_is_refused_where_the_tool_is_strict() -> None:
