@@ -21,6 +21,7 @@ import psutil
 QUIRE_READY_S, VLLM_READY_S = 120.0, 300.0
 STOP_S = 60.0  # a drain may take 30 s
 MODEL_NAME = "bench"
+FORKED_ENGINE = "quire-engine"  # process name of an engine that a fork server forked
 VLLM_BLOCK = 32  # tokens: the block size that its CPU kernels support
 LAST_LINES = 30  # lines of the server's log that are shown when it fails to start
 
@@ -49,7 +50,7 @@ def engine_processes(supervisor: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in supervisor.children():
         try:
-            if "engine" in child.cmdline():
+            if "engine" in child.cmdline() or child.name() == FORKED_ENGINE:
                 found.append((child.create_time(), child))
         except psutil.Error:  # it has just ended
             continue

@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from engine.common import child_python, host_resources, log_queue, orphans, readiness, settings
+from engine.common import child_python, log_queue, orphans, readiness, settings
 from engine.common.addresses import host_and_port, local_url
 from engine.common.embedded_redis import EmbeddedRedis, die_with_parent
 from engine.common.errors import OperatorError
@@ -36,6 +36,7 @@ from engine.wire.gateway_side import GatewaySide
 from engine.wire.link import BusDown
 from service.config import GatewayConfig
 from service.container_init import leave_pid_1
+from service.spares import ForkedProcess, Spares
 from service.terminal.options import ClientEnvironment
 from service.tokenizer import served_name
 
@@ -67,11 +68,9 @@ ENGINE_GRACE_S = 5.0  # the gateways have ended by then: requests that are left 
 ENGINE_STOP_S = 15.0  # from SIGTERM to SIGKILL
 POLL_S = 0.2
 KEEPERS_S = 5.0  # for each keeper to end its spare, after its child has ended
-# With at most this many cores, the next spare starts once the engine that takes over is up: its imports take seconds of
-# a core.  With more, it starts at once, to be ready for a second death soon after the first.
-FEW_CORES = 2
 
 Children = list["Child"]
+Process = asyncio.subprocess.Process | ForkedProcess
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -85,9 +84,9 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         bool,
         Meta(
             description="Keep a second engine process that has imported and prepared everything but the "
-            "weights. It takes "
-            "over when the engine dies, many seconds sooner than a new process could. It takes 0.4 GB of memory, with "
-            "tensor_parallel for each rank. See spare_on_gpu for what it holds on a GPU."
+            "weights. It takes over when the engine dies, many seconds sooner than a new process could. A fork server "
+            "makes it; the two take 0.4 GB of memory, with tensor_parallel 0.4 GB more for each rank. See spare_on_gpu "
+            "for what the spare holds on a GPU."
         ),
     ] = True
     gateway_timeout_s: Annotated[
@@ -260,12 +259,9 @@ def serve(argv: Sequence[str]) -> int:
         os.environ["QUIRE_REDIS_URL"] = url  # inherited; a flag would show its password to every user of the machine
         pages, engine_page = metrics_pages(gateway, own.gateways, engine_config.metrics_host)
         first = [f"--engine-id={name}", f"--grace-s={ENGINE_GRACE_S}"]  # the engine's own options may change them
-        engine = Child(
-            "engine",
-            ["-m", "engine", *first, *engine_words, f"--model={model}", f"--metrics-port={pages[0]}"],
-            ENGINE_STOP_S,
-            standby=own.spare,
-        )
+        words = [*first, *engine_words, f"--model={model}", f"--metrics-port={pages[0]}"]
+        spare = ["-m", "engine.fork_server", *words] if own.spare else []
+        engine = Child("engine", ["-m", "engine", *words], ENGINE_STOP_S, spare=spare)
         gateways = [
             Child(
                 f"gateway {i}",
@@ -412,20 +408,21 @@ class Child:
         words: list[str],
         stop_s: float,
         *,
-        standby: bool = False,
+        spare: Sequence[str] = (),
         silence_s: float = 0.0,
         start_s: float = 0.0,
     ) -> None:
-        """`words`: arguments of Python.  `stop_s`: seconds it may take to end after SIGTERM.  `standby`: keep a spare,
-        started with --standby, which takes over when it ends.  `silence_s`: kill a process that is up and sends no beat
-        for so long; 0: it sends none.  `start_s`: kill a process that is not up after so long; 0: never."""
+        """`words`: arguments of Python.  `stop_s`: seconds it may take to end after SIGTERM.  `spare`: arguments of
+        Python that start a fork server of spares, one of which takes over when it ends.  `silence_s`: kill a process
+        that is up and sends no beat for so long; 0: it sends none.  `start_s`: kill a process that is not up after so
+        long; 0: never."""
         self._silence_s, self._start_s = silence_s, start_s
         self._name = name
         self._words = words
         self._stop_s = stop_s
-        self._standby = standby
-        self._process: asyncio.subprocess.Process | None = None
-        self._spare: asyncio.subprocess.Process | None = None
+        self._spare_words = spare
+        self._process: Process | None = None
+        self._spares: Spares | None = None
         self._stopping = asyncio.Event()
 
     async def keep(self) -> None:
@@ -435,22 +432,25 @@ class Child:
         process that was up once restarts for ever, at once if its last run was up: what it lacks now, such as Redis,
         may return."""
         with readiness.ReadinessListener() as listener:
+            if self._spare_words:
+                self._spares = Spares(self._spare_words, self._environment(listener))
             try:
                 await self._keep(listener)
             finally:
-                await self._end_spare()
+                if self._spares is not None:
+                    await self._spares.close()
 
     async def _keep(self, listener: readiness.ReadinessListener) -> None:
         failures, known = 0, False
         while not self._stopping.is_set():
-            spare = self._promoted()
+            spare = await self._spares.promote() if self._spares else None
             self._process = spare or await self._start(listener)
             if self._stopping.is_set():  # stop() found no process to signal; this one has done nothing yet
                 self.kill()
                 await self._process.wait()
                 return
-            if spare and host_resources.usable_cpus() > FEW_CORES:
-                self._spare = await self._start(listener, "--standby")
+            if spare and self._spares:  # ready for a second death soon after the first
+                await self._spares.prepare()
             status, up = await self._watch(self._process, listener)
             if self._stopping.is_set():
                 return
@@ -466,52 +466,29 @@ class Child:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
-    async def _end_spare(self) -> None:
-        """Kill the spare, and wait until the event loop has closed its pipe."""
-        spare, self._spare = self._spare, None
-        if spare is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            spare.kill()
-        await spare.wait()
-        assert spare.stdin is not None
-        spare.stdin.close()
-        with contextlib.suppress(OSError):
-            await spare.stdin.wait_closed()
-
-    async def _start(self, listener: readiness.ReadinessListener, *words: str) -> asyncio.subprocess.Process:
+    async def _start(self, listener: readiness.ReadinessListener) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            *child_python.command(*self._words, *words),
-            stdin=subprocess.PIPE if words else subprocess.DEVNULL,
+            *child_python.command(*self._words),
+            stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
-            env={**child_python.environment(), readiness.VARIABLE: listener.address},
+            env=self._environment(listener),
             process_group=0,  # Ctrl-C reaches only the supervisor, which stops its children in order
             preexec_fn=die_with_parent(),
         )
 
-    def _promoted(self) -> asyncio.subprocess.Process | None:
-        """Promote the spare: signal it to take over.  Returns None without a living spare."""
-        spare, self._spare = self._spare, None
-        if spare is None or spare.returncode is not None:
-            return None
-        assert spare.stdin is not None
-        spare.stdin.write(b"now\n")
-        spare.stdin.close()
-        with contextlib.suppress(OSError):  # it may still prepare, at a lower priority
-            os.setpriority(os.PRIO_PROCESS, spare.pid, os.getpriority(os.PRIO_PROCESS, 0))
-        return spare
+    @staticmethod
+    def _environment(listener: readiness.ReadinessListener) -> dict[str, str]:
+        return {**child_python.environment(), readiness.VARIABLE: listener.address}
 
-    async def _watch(
-        self, process: asyncio.subprocess.Process, listener: readiness.ReadinessListener
-    ) -> tuple[int, bool]:
+    async def _watch(self, process: Process, listener: readiness.ReadinessListener) -> tuple[int, bool]:
         """Wait until the process ends.  Returns its status, and whether it was up.
 
-        Once it is up, a spare starts if there is none.  So a spare never competes with a first start."""
+        Once it is up, a spare is prepared if there is none.  So its imports never compete with a first start."""
         ending = asyncio.create_task(process.wait())
         try:
             up = await self._wait_until_up(ending, listener)
-            if self._standby and not ending.done() and (self._spare is None or self._spare.returncode is not None):
-                self._spare = await self._start(listener, "--standby")
+            if self._spares and not ending.done():
+                await self._spares.prepare()
             if up and self._silence_s:
                 await self._wait_for_silence(ending, listener)
             return await ending, up
@@ -555,6 +532,8 @@ class Child:
     async def stop(self) -> None:
         """Send SIGTERM, and SIGKILL if the process does not end in time."""
         self._stopping.set()
+        if self._spares:
+            self._spares.stop()
         if self._process is None or self._process.returncode is not None:
             return
         self._signal(signal.SIGTERM)

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = str(Path(__file__).resolve().parents[1])
-MODULES = {"engine", "engine.rank", "service.app", "service.cli"}
+MODULES = {"engine", "engine.fork_server", "engine.rank", "service.app", "service.cli"}
 IMPORTS = (
     "engine.executor.parallel",
     "engine.executor.preload",
@@ -257,7 +257,8 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     if "PYTHONUNBUFFERED" in os.environ:
         sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8", write_through=True)
     words = [word for word in words[1:] if word != "-P"]
-    if words[0] == "-c" or {"serve", "--tensor-parallel"} & set(re.split("[= ]", " ".join(words))):
+    own = {"serve", "--tensor-parallel"} & set(re.split("[= ]", " ".join(words)))
+    if words[0] == "-c" or (own and "engine.fork_server" not in words):  # whose forks could not share a template
         start_template_of_its_own()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run_main(words)

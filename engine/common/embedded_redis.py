@@ -63,19 +63,21 @@ def server_binary() -> Path:
     )
 
 
-def die_with_parent() -> Callable[[], None] | None:
+def die_with_parent(parent: int | None = None) -> Callable[[], None] | None:
     """Return a `preexec_fn` that sends the child SIGTERM when the thread that started it ends, for any reason.
+
+    `parent`: PID of the child's parent, if that is not this process.
 
     None on a system other than Linux, which cannot do that; everything else here works without it.
     """
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None).prctl  # looked up before the fork: no dynamic loading in the child
-    parent = os.getpid()
+    expected = parent or os.getpid()
 
     def in_child() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # the parent died between fork and prctl
+        if os.getppid() != expected:  # the parent died between fork and prctl
             os._exit(1)
 
     return in_child

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.common.embedded_redis import EmbeddedRedis
+from loadtest.server import engine_processes
 from tests.checkpoints import VOCAB, tokenizer
 from tests.system.processes import Process, ending
 from tests.system.stack import Stack
@@ -179,12 +180,7 @@ async def test_a_seed_gives_the_same_text_whatever_else_runs(server: Server) -> 
                 texts[chunk.choices[0].index] += chunk.choices[0].text
             assert texts == three
 
-        engine, _spare = [
-            child
-            for child in psutil.Process(server.process.popen.pid).children()
-            if child.cmdline()[2:4] == ["-m", "engine"]
-        ]
-        engine.kill()
+        engine_processes(psutil.Process(server.process.popen.pid))[0].kill()
         with server.client(max_retries=100) as patient:
             assert [await asyncio.to_thread(sampled, patient, seed) for seed in seeds] == alone
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from loadtest.server import engine_processes
 from service import cli
 from tests.pace import patience
 from tests.service.fakes import byte_level
@@ -199,12 +199,7 @@ def test_a_spare_takes_over_and_is_replaced(tmp_path: Path) -> None:
 
     def engines() -> list[int]:
         """Those alive, the spare last."""
-        found = []
-        for child in psutil.Process(serve.pid).children():
-            with contextlib.suppress(psutil.Error):
-                if child.cmdline()[2:4] == ["-m", "engine"]:
-                    found.append((child.create_time(), child.pid))
-        return [pid for _, pid in sorted(found)]
+        return [process.pid for process in engine_processes(psutil.Process(serve.pid))]
 
     def until_two() -> list[int]:
         give_up = time.monotonic() + patience(40)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from engine.fork_server import SERVER_NAME
 from loadtest.server import engine_processes
 from tests.pace import paced, patience
 from tests.system.processes import ENVIRONMENT, ROOT, ending, wait_until_ready
@@ -40,6 +41,11 @@ def engines(served: Served) -> list[psutil.Process]:
     return engine_processes(psutil.Process(served.process.popen.pid))
 
 
+def fork_servers(served: Served) -> list[psutil.Process]:
+    """Return the processes that fork spares: one, unless one has died."""
+    return [one for one in psutil.Process(served.process.popen.pid).children() if one.name() == SERVER_NAME]
+
+
 async def spare_of(served: Served) -> psutil.Process:
     """Return the spare when it is ready."""
     deadline = time.monotonic() + patience(LIMIT_S)
@@ -60,18 +66,20 @@ async def asking_on(client: aiohttp.ClientSession, served: Served) -> Answer:
             return answer
 
 
-async def test_two_deaths_in_quick_succession_cost_no_token(
+async def test_deaths_in_quick_succession_cost_no_token(
     checkpoint: Callable[[str], Path], tmp_path: Path, client: aiohttp.ClientSession
 ) -> None:
-    """The engine that took over is killed as soon as it has sent one token, when the next spare is hardly started.
+    """The engine that took over is killed as soon as it has sent one token, and the next one before it has a model.
 
-    Then the model's weights are replaced.  The spare had prepared for the old weights and must serve the new ones."""
+    Each of the three successors is a fork of one fork server: none imports anything.  Then the model's weights are
+    replaced.  The spare had prepared for the old weights and must serve the new ones."""
     model = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
     served = Served(tmp_path, model, *OPTIONS, "--late-wait-s=1000", "--takeover-wait-s=200")
     with ending([served.process]):
         await asyncio.to_thread(wait_until_ready, served.url, LIMIT_S)
         undisturbed = await asyncio.gather(*(Answer(body).read(client, served.url) for body in bodies()))
         spare = await spare_of(served)
+        forkers = fork_servers(served)
         answers = [Answer(body) for body in bodies()]
         reading = begin(answers, client, served.url)
 
@@ -85,7 +93,13 @@ async def test_two_deaths_in_quick_succession_cost_no_token(
         await until(lambda: served.process.said().count("started: ") == 2 and said() > had, reading)
         assert engines(served)[0] == spare
         spare.kill()
+        takeover = "takeover: this spare serves"
+        await until(lambda: served.process.said().count(takeover) == 2, reading)
+        engines(served)[0].kill()
         await asyncio.gather(*reading)
+        assert served.process.said().count(takeover) == 3
+        [server] = forkers
+        assert fork_servers(served) == [server]
         for answer, wanted in zip(answers, undisturbed, strict=True):
             answer.same_as(wanted)
 

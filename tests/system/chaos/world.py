@@ -18,6 +18,7 @@ import psutil
 import redis
 
 from engine.common.embedded_redis import EmbeddedRedis
+from loadtest.server import FORKED_ENGINE
 from tests.pace import Patience, patience
 from tests.system.chaos.proxy import Dial, Proxy
 from tests.system.chaos.readers import Doors
@@ -44,7 +45,7 @@ class Machine:
         found = []
         for child in psutil.Process(self.process.popen.pid).children():
             with contextlib.suppress(psutil.Error):
-                if module in child.cmdline():
+                if module in child.cmdline() or (module, child.name()) == ("engine", FORKED_ENGINE):
                     found.append(child)
         return sorted(found, key=lambda child: child.create_time())
 
