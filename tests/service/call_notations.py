@@ -7,11 +7,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import jinja2
+from llguidance import LLMatcher
 
 from service.call_form import CallForm, form_of
-from service.regions import ResponseTemplate, known
+from service.grammar import BOUNDS, byte_tokenizer
+from service.regions import Reading, ResponseTemplate, known
 from service.template_probe import probe
 
 ANY = "{{ v if v is string else v | tojson }}"
@@ -172,6 +175,33 @@ def renderer(template: str) -> Callable[..., str]:
     environment.globals["raise_exception"] = refuse
     compiled = environment.from_string(template)
     return lambda messages, tools=None: compiled.render(messages=messages, tools=tools)
+
+
+def written(responses: ResponseTemplate, text: str, reading: Reading) -> tuple[str, str, list[tuple[str, str]]]:
+    """Return content, reasoning and calls of an answer, with the text of their arguments."""
+    reader = responses.reader(reading)
+    reader.push(text)
+    reader.finish(cut=False)
+    content, reasoning, deltas = reader.take()
+    calls: list[list[str]] = []
+    for delta in deltas:
+        if delta.name is not None:
+            calls.append([delta.name, ""])
+        calls[-1][1] += delta.arguments
+    return content, reasoning, [(name, arguments) for name, arguments in calls]
+
+
+def read(responses: ResponseTemplate, text: str, reading: Reading) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Return content, reasoning and calls of an answer."""
+    content, reasoning, calls = written(responses, text, reading)
+    return content, reasoning, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Return whether a text is complete in a grammar."""
+    matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=BOUNDS)
+    tokens = list(text.encode())
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
 @cache

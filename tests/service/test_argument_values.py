@@ -12,9 +12,9 @@ from service.call_form import CallForm
 from service.calls import calls_of
 from service.messages import read_input
 from service.notations import Notation
-from service.regions import Reading, ResponseTemplate
+from service.regions import Reading
 from service.surrogates import json_of
-from tests.service.call_notations import NOTATIONS, notation
+from tests.service.call_notations import NOTATIONS, notation, written
 
 KINDS = {"a": "integer", "b": "number", "c": "object", "d": "string"}
 TOOLS: list[dict[str, Any]] = [
@@ -26,6 +26,7 @@ TOOLS: list[dict[str, Any]] = [
         },
     }
 ]
+READING = Reading("", calls=True, tools=reduced(TOOLS))
 DIGITS = "1234567890" * 500  # more than Python reads as an integer
 WRITTEN: dict[str, list[tuple[str, str]]] = {
     "a key twice": [("a", "1"), ("a", "2")],
@@ -66,29 +67,15 @@ def answer(form: CallForm, pairs: list[tuple[str, str]]) -> str:
     return f"{form.head}f{tags.first}{tags.between.join(each)}{tags.last}{form.tail}"
 
 
-def read(responses: ResponseTemplate, text: str) -> tuple[str, list[str]]:
-    """Content and the arguments of calls."""
-    reader = responses.reader(Reading("", calls=True, tools=reduced(TOOLS)))
-    reader.push(text)
-    reader.finish(cut=False)
-    content, _, deltas = reader.take()
-    found: list[str] = []
-    for delta in deltas:
-        if delta.name is not None:
-            found.append("")
-        found[-1] += delta.arguments
-    return content.strip(), found
-
-
 @pytest.mark.parametrize("kind", WRITTEN)
 @pytest.mark.parametrize("name", NOTATIONS)
 def test_every_notation_keeps_keys_and_numbers_as_they_are_written(name: str, kind: str) -> None:
     form, responses = notation(name)
     assert form is not None
     pairs = WRITTEN[kind]
-    content, calls = read(responses, answer(form, pairs))
-    assert content == ""
-    [arguments] = calls
+    content, _, calls = written(responses, answer(form, pairs), READING)
+    assert content.strip() == ""
+    [(_, arguments)] = calls
     assert values(arguments) == ("object", [(key, values(value)) for key, value in pairs])
 
 
@@ -96,8 +83,8 @@ def test_every_notation_keeps_keys_and_numbers_as_they_are_written(name: str, ki
 def test_a_list_of_calls_and_one_call_have_the_same_arguments(kind: str) -> None:
     given = "{" + ", ".join(f'"{key}": {value}' for key, value in WRITTEN[kind]) + "}"
     call = f'{{"name": "f", "arguments": {given}}}'
-    for written in (call, f'{{"type": "function", "function": {call}}}', call.replace(given, json.dumps(given))):
-        for text in (written, f"[{written}]"):
+    for one in (call, f'{{"type": "function", "function": {call}}}', call.replace(given, json.dumps(given))):
+        for text in (one, f"[{one}]"):
             assert calls_of(text, Notation(open=None)) == [("f", given)]  # type: ignore[arg-type]
 
 
@@ -115,5 +102,6 @@ def test_values_that_json_does_not_know_are_written_as_json() -> None:
 
 def test_digits_of_other_scripts_are_text() -> None:
     _, responses = notation("hermes")
-    _, [arguments] = read(responses, '<tool_call>{"name": "f", "arguments": {"d": 1\u0663}}</tool_call>')
+    text = '<tool_call>{"name": "f", "arguments": {"d": 1\u0663}}</tool_call>'
+    [(_, arguments)] = written(responses, text, READING)[2]
     assert values(arguments) == ("object", [("d", "1\u0663")])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable
 from typing import Any
 
-import jinja2
 import jsonschema
 import pytest
 from hypothesis import given, settings
@@ -21,6 +18,7 @@ from service.grammar_errors import NotServed
 from service.regions import Reading, ResponseTemplate, known
 from service.template_probe import probe
 from service.tools import ChatOptions
+from tests.service.call_notations import accepts, read, renderer
 
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
 CITY = {**CITY, "additionalProperties": False}
@@ -121,17 +119,6 @@ MODELS: dict[str, tuple[str, str, tuple[str, str, str | None, str, str]]] = {
 ENDS = frozenset({"<|im_end|>", "<|eot_id|>", "</s>", "<｜end▁of▁sentence｜>"})
 
 
-def renderer(template: str) -> Callable[..., str]:
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = jinja2.Environment(autoescape=False)
-    environment.filters["tojson"] = json.dumps
-    environment.globals["raise_exception"] = refuse
-    compiled = environment.from_string(template)
-    return lambda messages, tools=None: compiled.render(messages=messages, tools=tools)
-
-
 def form(name: str) -> tuple[CallForm | None, ResponseTemplate]:
     described, template, _ = MODELS[name]
     responses = ResponseTemplate(known().response_templates[described])
@@ -179,12 +166,6 @@ def rules(name: str, reasoning: Reasoning = "", answer: Constraint | None = None
     return compile_grammar(Constraint("tool_choice", "calls", made)).grammar
 
 
-def accepts(grammar: str, text: str) -> bool:
-    matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=BOUNDS)
-    tokens = list(text.encode())
-    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
-
-
 def drawn(grammar: str, seed: int, most: int = 600) -> str | None:
     """A random text that the grammar allows; None if it is longer than `most` bytes."""
     rng, matcher = random.Random(seed), LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=BOUNDS)
@@ -202,19 +183,6 @@ def drawn(grammar: str, seed: int, most: int = 600) -> str | None:
     return None
 
 
-def read(name: str, text: str, reading: Reading) -> tuple[str, str, list[tuple[str, Any]]]:
-    reader = FORMS[name][1].reader(reading)
-    reader.push(text)
-    reader.finish(cut=False)
-    content, reasoning, deltas = reader.take()
-    calls: list[list[str]] = []
-    for delta in deltas:
-        if delta.name is not None:
-            calls.append([delta.name, ""])
-        calls[-1][1] += delta.arguments
-    return content, reasoning, [(called, json.loads(arguments)) for called, arguments in calls]
-
-
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), one=st.booleans())
@@ -223,7 +191,7 @@ def test_whatever_a_demanded_answer_says_it_is_calls_that_fit_their_schemas(name
     text = drawn(rules(name, demanded=wanted), seed)
     if text is None:
         return
-    content, _, calls = read(name, text, Reading("", calls=True))
+    content, _, calls = read(FORMS[name][1], text, Reading("", calls=True))
     assert calls
     assert content.strip() == ""
     for called, arguments in calls:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from service.marker_beginnings import beginnings
 from service.refusal import Refusal
 from service.regions import Reading, ResponseTemplate, known
 from service.tools import ChatOptions
-from tests.service.call_notations import NOTATIONS, notation
+from tests.service.call_notations import NOTATIONS, accepts, notation, read
 
 NUMBERS: dict[str, Any] = {"minimum": 0, "maximum": 99}
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -65,6 +66,7 @@ TOOLS: list[dict[str, Any]] = [
 ]
 TOOLS.append({"type": "function", "function": {"name": "time"}})
 READ = reduced(TOOLS)
+READING = Reading("", calls=True, tools=READ)
 
 
 def drawn(grammar: str, seed: int, words: list[str], most: int = 1200) -> str | None:
@@ -86,19 +88,6 @@ def drawn(grammar: str, seed: int, words: list[str], most: int = 1200) -> str | 
         assert matcher.consume_token(byte)
         said.append(byte)
     return None
-
-
-def read(responses: ResponseTemplate, text: str, parallel: bool = True) -> tuple[str, str, list[tuple[str, Any]]]:
-    reader = responses.reader(Reading("", calls=True, tools=READ, parallel=parallel))
-    reader.push(text)
-    reader.finish(cut=False)
-    content, reasoning, deltas = reader.take()
-    calls: list[list[str]] = []
-    for delta in deltas:
-        if delta.name is not None:
-            calls.append([delta.name, ""])
-        calls[-1][1] += delta.arguments
-    return content, reasoning, [(called, json.loads(arguments)) for called, arguments in calls]
 
 
 def form_of(name: str) -> tuple[CallForm, ResponseTemplate]:
@@ -156,19 +145,13 @@ def test_whatever_the_grammar_of_a_demanded_call_allows_is_read_as_calls_that_fi
         text = drawn(demanding(name, tuple(wanted), parallel), seed, words_of(name))
         if text is None:
             continue
-        content, reasoning, calls = read(responses, text, parallel)
+        content, reasoning, calls = read(responses, text, msgspec.structs.replace(READING, parallel=parallel))
         assert (content.strip(), reasoning) == ("", ""), text
         assert calls, text
         assert len(calls) == 1 or parallel, text
         for called, arguments in calls:
             assert called in wanted, text
             fits(called, arguments)
-
-
-def accepts(grammar: str, text: str) -> bool:
-    matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=BOUNDS)
-    tokens = list(text.encode())
-    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
 def said(name: str, called: str, **arguments: str) -> str:
@@ -221,7 +204,7 @@ def test_values_other_than_strings_are_json_between_the_tags(name: str) -> None:
     each = tags.between.join(f"{key}{tags.value[0]}{value}{tags.value[1]}" for key, value in pairs.items())
     text = f"{form.head}set{tags.first}{each}{tags.last}{form.tail}"
     assert accepts(grammar, text)
-    assert read(responses, text)[2] == [("set", {key: json.loads(value) for key, value in pairs.items()})]
+    assert read(responses, text, READING)[2] == [("set", {key: json.loads(value) for key, value in pairs.items()})]
     assert not accepts(grammar, text.replace('"x": 3', '"x": 300'))
     assert not accepts(grammar, text.replace("true", "True"))
 
@@ -276,7 +259,7 @@ def test_strict_arguments_hold_where_the_model_decides_to_call(name: str) -> Non
         f"{call}{form.marker}",
     ):
         assert not accepts(grammar, wrong), wrong
-    [(called, arguments)] = read(responses, text)[2]
+    [(called, arguments)] = read(responses, text, READING)[2]
     assert called == "weather"
     fits(called, arguments)
 
@@ -290,7 +273,7 @@ def test_no_call_in_a_free_text_escapes_its_schema_where_no_marker_closes_calls(
     heads = [form.head, form.head.replace(" ", ""), form.head.replace("[", "[ "), "[", form.middle, form.tail]
     text = drawn(compiled(name, tools=tools), seed, [*words_of(name), *heads, '{"type":', "weather", "city"], most=300)
     if text is not None:
-        for called, arguments in read(responses, text)[2]:
+        for called, arguments in read(responses, text, READING)[2]:
             assert called in ("weather", "now")
             fits(called, arguments)
 
@@ -307,7 +290,7 @@ def test_a_second_call_without_a_marker_is_held_to_its_schema_too(name: str) -> 
     for between in ("", ", ", "\n", ";", "}"):
         text = f"{call.lstrip()}{between}{later}"
         assert not accepts(grammar, text), text
-    assert read(responses, f"{call.lstrip()}\n{later}")[2][1:] == [("weather", {"city": 7})]
+    assert read(responses, f"{call.lstrip()}\n{later}", READING)[2][1:] == [("weather", {"city": 7})]
     assert accepts(grammar, f"{call.lstrip()}\nThat is {{}}, or [1].")
 
 
@@ -348,5 +331,5 @@ def test_markers_within_json_between_tags_are_text(name: str) -> None:
         pairs = {"at": json.dumps(value), "factor": "1.5"}
         each = tags.between.join(f"{key}{tags.value[0]}{written}{tags.value[1]}" for key, written in pairs.items())
         text = f"{form.head}set{tags.first}{each}{tags.last}{form.tail}"
-        content, _, calls = read(responses, text)
+        content, _, calls = read(responses, text, READING)
         assert (content.strip(), calls) == ("", [("set", {"at": value, "factor": 1.5})]), text
