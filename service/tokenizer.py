@@ -32,6 +32,7 @@ from service.call_form import NO_FORM, CallForm, form_of
 from service.client_templates import ClientTemplates
 from service.config import GatewayConfig
 from service.echo import aligned
+from service.family_ids import with_family_ids
 from service.format import Prompted
 from service.grammar import Constraint
 from service.history import for_template, refused
@@ -430,6 +431,7 @@ class Tokenizer:
         """Return the text of messages, and the spans in which special tokens stay text.  Raises Refusal."""
         self._check_options(options, template)
         variables, _ = variables_of(options, template.dialect, template.reads, thinks=self._has_reasoning)
+        messages = with_family_ids(messages, self.responses)
         fitted = _fitted(messages, template)
         given = {"tools": options.tools or None, "documents": options.documents or None, **variables}
         hidden = self._literal.hidden(template.dialect.constants, fitted, given) if self._literal else None
