@@ -284,10 +284,18 @@ def linear(
     return out
 
 
-# A mixture of experts on a GPU, for few tokens, in bfloat16 or float16.
+# A mixture of experts on a GPU, in bfloat16 or float16.
 
 MOST_EXPERTS, MOST_CHOSEN = 512, 32  # of a layer, of a token
-MOST_PAIRS = 512  # of a token and one of its experts in a call of `experts`
+MOST_PAIRS = 512  # of a token and one of its experts in a call of `experts` that `takes_all_pairs` does not cover
+_HOPPER, _WHOLE_SLABS = 9, 64  # compute capability; hidden and inner size are multiples of it
+
+
+def takes_all_pairs(hidden: int, inner: int, device: torch.device) -> bool:
+    """Whether `experts` computes any number of tokens of such a layer; else T * k is at most MOST_PAIRS."""
+    if hidden % _WHOLE_SLABS or inner % _WHOLE_SLABS or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= _HOPPER
 
 
 def route(logits: torch.Tensor, top: int, *, normalise: bool, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -328,7 +336,7 @@ def experts(
 ) -> torch.Tensor:
     """plus + the weighted sum of what each token's experts make of it, in place: x, plus [T, hidden] -> plus.
 
-    chosen, weights  [T, k] as `route` returns them; T * k is at most MOST_PAIRS
+    chosen, weights  [T, k] as `route` returns them; T * k is at most MOST_PAIRS unless `takes_all_pairs`
     gate_up          [E, 2 * inner, hidden]: of each expert gate rows, then up rows; both sizes are multiples of 8.
                      With `clamped` each gate row is followed by its up row
     gate_up_bias     [E, 2 * inner], in the order of the rows
@@ -336,7 +344,8 @@ def experts(
     down_bias        [E, hidden]
     clamped          the activation; None: silu(gate) * up
 
-    Reads each chosen expert once.  A token's result does not depend on the others."""
+    Reads each chosen expert once.  The number of pairs chooses the kernel; beyond that a token's result does not depend
+    on the others."""
     name, alpha, limit = ("silu", 0.0, 0.0) if clamped is None else ("clamped", clamped.alpha, clamped.limit)
     torch.ops.quire.experts.default(
         x, chosen, weights, gate_up, gate_up_bias, down, down_bias, name, alpha, limit, plus

@@ -264,12 +264,19 @@ def routing(kind: str, mixture: Mixture, tokens: int) -> Tensor:
     return torch.multinomial(share.expand(tokens, -1), mixture.chosen).int()
 
 
+EXPERT_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 72, 96, 128, 256, 512, 2048, 8192)
+MANY_TOKENS = 512  # beyond this few routings differ in time
+
+
 def experts_of(name: str, mixture: Mixture, top: Ceilings, *, quick: bool) -> Iterator[Row]:
     sets, numbers_of_one = 4, 3 * mixture.hidden * mixture.inner
     weights = [mixture.weights() for _ in range(sets)]
-    for tokens in (1, 32) if quick else (1, 2, 4, 8, 16, 32, 64):
+    for tokens in EXPERT_TOKENS[::4] if quick else EXPERT_TOKENS:
+        taken = ops.takes_all_pairs(mixture.hidden, mixture.inner, torch.device("cuda"))
+        if not taken and tokens * mixture.chosen > ops.MOST_PAIRS:
+            continue
         for kind in ("balanced", "zipf", "same"):
-            routings = [routing(kind, mixture, tokens) for _ in range(5 * sets)]
+            routings = [routing(kind, mixture, tokens) for _ in range(5 * sets if tokens <= MANY_TOKENS else sets)]
 
             def call(at: int, routings: list[Tensor] = routings, tokens: int = tokens) -> Call:
                 x, plus = random(tokens, mixture.hidden), random(tokens, mixture.hidden)
@@ -284,7 +291,7 @@ def experts_of(name: str, mixture: Mixture, top: Ceilings, *, quick: bool) -> It
 
 
 def experts(top: Ceilings, *, quick: bool) -> Iterator[Row]:
-    """The experts of a layer for few tokens, against reading those that are chosen."""
+    """The experts of a layer, against reading those that are chosen, or computing."""
     for name, mixture in MIXTURES.items():
         yield from experts_of(name, mixture, top, quick=quick)
 
@@ -349,6 +356,6 @@ TABLES: dict[str, tuple[str, Callable[..., Iterator[Row]]]] = {
     "linear": ("products, against reading the weights or multiplying (torch: the product alone, by cuBLAS)", linear),
     "fp8": ("products with weights in e4m3, with scales of blocks", fp8),
     "int4": ("products with weights of 4 bits, in groups of 128", int4),
-    "experts": ("experts of a mixture for few tokens, against reading those that are chosen", experts),
+    "experts": ("experts of a mixture, against reading those that are chosen or computing", experts),
     "sampling": ("sampling, against one reading of the logits (torch: softmax and multinomial)", sampling),
 }

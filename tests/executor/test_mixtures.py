@@ -1,4 +1,4 @@
-"""Mixtures of experts on a GPU: our operators for few tokens, transformers' own experts for many."""
+"""Mixtures of experts on a GPU: our operators, and transformers' own experts where ours do not take so many tokens."""
 
 from __future__ import annotations
 
@@ -102,22 +102,28 @@ def plain_route(logits: Tensor, top: int, *, normalise: bool, rounded: bool) -> 
 
 def plain_experts(*operands: Tensor, plus: Tensor, **options: Any) -> Tensor:
     """What `ops.experts` promises, in torch."""
-    assert operands[1].numel() <= ops.MOST_PAIRS
     return plus.add_(exact(*operands, **options).to(plus.dtype))
 
 
-@pytest.mark.parametrize("chunk", [5, 70, 300])
+@pytest.mark.parametrize(("chunk", "takes_all"), [(5, False), (300, False), (300, True)])
 @pytest.mark.parametrize("name", MIXTURES)
 @torch.inference_mode()
 def test_the_layers_around_the_operators(
-    mixture: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
+    mixture: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, chunk: int, takes_all: bool
 ) -> None:
     """Our layers on a CPU, with operators in torch in place of a GPU's, give the logits of the model's own.
 
-    Chunks of 300 tokens take transformers' experts, with weights as our layers keep them."""
+    Chunks of 300 tokens take transformers' experts, with weights as our layers keep them, unless ours take them."""
+    pairs: list[int] = []
+
+    def experts(*operands: Tensor, plus: Tensor, **options: Any) -> Tensor:
+        pairs.append(operands[1].numel())
+        return plain_experts(*operands, plus=plus, **options)
+
     monkeypatch.setattr(fused, "has_plain_decoder", fused.has_known_parts)
     monkeypatch.setattr(ops, "route", plain_route)
-    monkeypatch.setattr(ops, "experts", plain_experts)
+    monkeypatch.setattr(ops, "experts", experts)
+    monkeypatch.setattr(ops, "takes_all_pairs", lambda hidden, inner, device: takes_all)
     model = load_model(str(mixture(name)), dtype="float32", device=torch.device("cpu"))
     assert is_fused(model.module)
     assert len(mixtures_of(model)) == (4 if name == "gpt_oss" else 2)
@@ -131,6 +137,22 @@ def test_the_layers_around_the_operators(
         got.append(driver.worker.logits)
     torch.testing.assert_close(torch.cat(got), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
     assert len(sinks_of(model)) == (4 if name == "gpt_oss" else 0)
+    assert (max(pairs) > ops.MOST_PAIRS) == takes_all
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "capability", "taken"),
+    [
+        *((2048, 768, (9, 0), True), (2048, 768, (10, 0), True), (2048, 768, (8, 9), False)),
+        *((2880, 2880, (9, 0), True), (2080, 768, (9, 0), False), (2048, 760, (9, 0), False)),
+    ],
+)
+def test_which_layers_compute_any_number_of_tokens(
+    monkeypatch: pytest.MonkeyPatch, hidden: int, inner: int, capability: tuple[int, int], taken: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert ops.takes_all_pairs(hidden, inner, CUDA) == taken
+    assert not ops.takes_all_pairs(hidden, inner, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("way", ["grouped_mm", "batched_mm"])
@@ -215,7 +237,7 @@ def test_logits_stay_within_the_noise_of_bfloat16(mixture: Callable[[str], Path]
     """As far from the float32 model as transformers' own bfloat16 forward, at the median of the tokens.
 
     Rounding may send a token to another expert, and what it computes is then another.  300 tokens have more pairs than
-    our operator takes."""
+    the kernels for few pairs take."""
     model = load_model(str(mixture(name)), dtype="bfloat16", device=CUDA)
     assert is_fused(model.module)
     found = mixtures_of(model)

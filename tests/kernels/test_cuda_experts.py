@@ -1,4 +1,4 @@
-"""A mixture of experts for few tokens on a GPU, against float64."""
+"""A mixture of experts on a GPU, against float64."""
 
 from __future__ import annotations
 
@@ -65,19 +65,21 @@ def exact(
 ) -> torch.Tensor:
     """What `ops.experts` adds, in float64, rounded to x's dtype where it is: arguments as there."""
     result = torch.zeros_like(x, dtype=torch.float64)
-    for token, (ids, shares) in enumerate(zip(chosen.tolist(), weights.tolist(), strict=True)):
-        for expert, share in zip(ids, shares, strict=True):
-            both = gate_up[expert].double() @ x[token].double()
-            if gate_up_bias is not None:
-                both += gate_up_bias[expert].double()
-            if clamped is None:
-                gate, up = both.to(x.dtype).double().chunk(2)
-                between = torch.nn.functional.silu(gate).to(x.dtype).double() * up
-            else:
-                gate, up = both[::2].clamp(max=clamped.limit), both[1::2].clamp(-clamped.limit, clamped.limit)
-                between = gate * torch.sigmoid(clamped.alpha * gate) * (up + 1)
-            y = down[expert].double() @ between.to(x.dtype).double()
-            result[token] += share * (y if down_bias is None else y + down_bias[expert].double())
+    for expert in chosen.unique().tolist():
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        both = x[tokens].double() @ gate_up[expert].double().T
+        if gate_up_bias is not None:
+            both += gate_up_bias[expert].double()
+        if clamped is None:
+            gate, up = both.to(x.dtype).double().chunk(2, -1)
+            between = torch.nn.functional.silu(gate).to(x.dtype).double() * up
+        else:
+            gate, up = both[:, ::2].clamp(max=clamped.limit), both[:, 1::2].clamp(-clamped.limit, clamped.limit)
+            between = gate * torch.sigmoid(clamped.alpha * gate) * (up + 1)
+        y = between.to(x.dtype).double() @ down[expert].double().T
+        if down_bias is not None:
+            y += down_bias[expert].double()
+        result.index_add_(0, tokens, weights[tokens, places].double()[:, None] * y)
     return result
 
 
@@ -105,16 +107,47 @@ def test_experts(tokens: int, count: int, top: int, hidden: int, inner: int, dty
 CLAMPED = ops.Clamped(alpha=1.702, limit=7.0)
 
 
+def skip_unless_taken(pairs: int, hidden: int, inner: int) -> None:
+    if pairs > ops.MOST_PAIRS and not ops.takes_all_pairs(hidden, inner, CUDA):
+        pytest.skip("more pairs than this GPU's kernel takes with these sizes")
+
+
+def leave_nan() -> None:
+    """Give NaN back to torch's allocator, which hands it out again: what a kernel does not write is then NaN."""
+    for size in (1 << 16, 1 << 20, 1 << 24, 1 << 27):
+        torch.full((size,), math.nan, dtype=torch.bfloat16, device=CUDA)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("count", "top", "hidden", "inner"),
+    # Fewer rows than an item has, more than one item with the last not full, slabs fewer and more than stages.
+    [(8, 2, 64, 64), (16, 4, 320, 448), (128, 8, 512, 192), (300, 6, 576, 64), (512, 10, 128, 128), (1, 1, 256, 320)],
+)
+@pytest.mark.parametrize("tokens", [27, 65, 97, 129, 193, 300, 513, 820, 1025, 2048, 4096])
+def test_any_number_of_tokens(tokens: int, count: int, top: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+    """On Hopper, with sizes that are multiples of 64.  Up to 8,192 pairs one CTA sorts them."""
+    skip_unless_taken(tokens * top, hidden, inner)
+    x, plus = randn(tokens, hidden, dtype=dtype), randn(tokens, hidden, dtype=dtype)
+    weights = made(count, hidden, inner, dtype)
+    chosen, shares = ops.route(randn(tokens, count, dtype=dtype), top, normalise=True, rounded=False)
+    before = plus.clone()
+    leave_nan()
+    assert ops.experts(x, chosen, shares, *weights, plus) is plus
+    assert error(plus, before.double() + exact(x, chosen, shares, *weights)) < 2 * torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("count", "top", "hidden", "inner"),
     [(4, 2, 64, 40), (32, 4, 2880, 2880), (16, 4, 1000, 104), (8, 8, 8, 8), (20, 3, 512, 384), (7, 2, 320, 64)],
 )
-@pytest.mark.parametrize("tokens", [1, 2, 5, 17, 64])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 17, 64, 170, 1000])
 def test_clamped_experts_with_biases(
     tokens: int, count: int, top: int, hidden: int, inner: int, dtype: torch.dtype
 ) -> None:
-    """As gpt-oss has them.  Inputs are so large that either clamp acts on a part of the numbers."""
+    """As gpt-oss has them.  Inputs are so large that either clamp acts on a part of the values."""
+    skip_unless_taken(tokens * top, hidden, inner)
     x, plus = 4 * randn(tokens, hidden, dtype=dtype), randn(tokens, hidden, dtype=dtype)
     weights = made(count, hidden, inner, dtype)
     biases: dict[str, Any] = {
@@ -176,9 +209,10 @@ def test_clamping_keeps_nan_and_takes_infinities() -> None:
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(512, 384), (200, 72)])
-@pytest.mark.parametrize("tokens", [1, 6, 8, 9, 16, 17, 32, 33, 64, 65, 170])
+@pytest.mark.parametrize("tokens", [1, 6, 8, 9, 16, 17, 32, 33, 64, 65, 170, 193, 400, 3000])
 def test_tokens_that_all_want_the_same_experts(tokens: int, hidden: int, inner: int) -> None:
-    """In tiles of up to eight pairs, up to four of them at once; the last one is not full."""
+    """In tiles of up to eight pairs, or of up to 192; the last one is not full.  17 experts are empty."""
+    skip_unless_taken(tokens * 3, hidden, inner)
     x, weights = randn(tokens, hidden, dtype=torch.bfloat16), made(20, hidden, inner, torch.bfloat16)
     chosen = torch.tensor([[19, 0, 7]] * tokens, dtype=torch.int32, device=CUDA)
     shares = torch.rand(tokens, 3, device=CUDA)
@@ -203,9 +237,10 @@ def skewed(kind: str, tokens: int, count: int, top: int) -> torch.Tensor:
     ("count", "top", "hidden", "inner"),
     [(128, 8, 2048, 768), (32, 4, 2880, 2880), (500, 3, 64, 128), (24, 6, 576, 320), (24, 6, 200, 72)],
 )
-@pytest.mark.parametrize("tokens", [2, 16, 33, 64])
+@pytest.mark.parametrize("tokens", [2, 16, 33, 64, 250, 1500])
 def test_skewed_routing(tokens: int, count: int, top: int, hidden: int, inner: int, kind: str) -> None:
     """Experts with one pair and with as many as there are tokens, in one call."""
+    skip_unless_taken(tokens * top, hidden, inner)
     x, weights = randn(tokens, hidden, dtype=torch.bfloat16), made(count, hidden, inner, torch.bfloat16)
     chosen, shares = skewed(kind, tokens, count, top), torch.rand(tokens, top, device=CUDA)
     out = ops.experts(x, chosen, shares, *weights, torch.zeros_like(x))
@@ -230,12 +265,27 @@ def test_a_token_does_not_depend_on_the_others(count: int, hidden: int, inner: i
             assert torch.equal(alone, together[part])
 
 
+@pytest.mark.parametrize("experts", [20, 200])
+@pytest.mark.parametrize("clamped", [None, CLAMPED])
+def test_a_token_among_many_does_not_depend_on_the_others(clamped: ops.Clamped | None, experts: int) -> None:
+    """With more than 256 pairs in each call, which all take one kernel."""
+    skip_unless_taken(9000, 320, 192)
+    x, weights = randn(1500, 320, dtype=torch.bfloat16), made(experts, 320, 192, torch.bfloat16)
+    chosen, shares = ops.route(randn(1500, experts, dtype=torch.bfloat16), 6, normalise=False, rounded=True)
+    together = ops.experts(x, chosen, shares, *weights, torch.zeros_like(x), clamped=clamped)
+    for first, end in [(0, 43), (43, 200), (200, 1500)]:
+        part = slice(first, end)
+        alone = ops.experts(x[part], chosen[part], shares[part], *weights, torch.zeros_like(x[part]), clamped=clamped)
+        assert torch.equal(alone, together[part])
+
+
 @pytest.mark.parametrize(("hidden", "inner"), [(256, 128), (200, 72)])
-@pytest.mark.parametrize("tokens", [1, 9, 64])
+@pytest.mark.parametrize("tokens", [1, 9, 64, 100, 900, 3000])
 def test_replayed_in_a_graph(tokens: int, hidden: int, inner: int) -> None:
     """Eight layers with other experts than those that were chosen while they were captured.
 
     Kernels start before those in front have ended.  A layer's choice is stored where that of the layer before was."""
+    skip_unless_taken(tokens * 4, hidden, inner)
     layers = [made(32, hidden, inner, torch.bfloat16) for _ in range(8)]
     x, logits = randn(tokens, hidden, dtype=torch.bfloat16), randn(8, tokens, 32, dtype=torch.bfloat16)
 
@@ -262,6 +312,7 @@ def test_replayed_in_a_graph(tokens: int, hidden: int, inner: int) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     x, (gate_up, down) = randn(65, 64, dtype=torch.bfloat16), made(8, 64, 32, torch.bfloat16)
+    assert not ops.takes_all_pairs(64, 32, x.device)
     chosen, shares = ops.route(randn(65, 8, dtype=torch.bfloat16), 8, normalise=True, rounded=True)
     with pytest.raises(ValueError, match="520 experts of all tokens, the most are 512"):
         ops.experts(x, chosen, shares, gate_up, down, torch.zeros_like(x))

@@ -91,6 +91,15 @@ __device__ inline void copy_box(void* to, const CUtensorMap* map, uint64_t* bar,
       : "memory");
 }
 
+// The same of a 2-dimensional tensor.
+__device__ inline void copy_box(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          shared_address(to)),
+      "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1)
+      : "memory");
+}
+
 // Copies the box at (c0, c1, c2) of a 3-dimensional tensor.  What is read once leaves L2 first; what many CTAs read leaves
 // it last.  The policies are createpolicy's.
 __device__ inline void copy_with_policy(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2,
@@ -110,7 +119,7 @@ __device__ inline void copy_run(void* to, const void* from, uint64_t* bar, int b
                : "memory");
 }
 
-constexpr uint64_t kLeavesFirst = 0x12F0000000000000;
+constexpr uint64_t kLeavesFirst = 0x12F0000000000000, kLeavesInTurn = 0x1000000000000000;
 
 __device__ inline void copy_once(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2) {
   copy_with_policy(to, map, bar, c0, c1, c2, kLeavesFirst);
@@ -127,11 +136,11 @@ __device__ inline void copy_once(void* to, const CUtensorMap* map, uint64_t* bar
 
 // And of a 5-dimensional one.
 __device__ inline void copy_once(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2, int c3,
-                                 int c4) {
+                                 int c4, uint64_t policy = kLeavesFirst) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
       "%4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(to)),
-      "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(kLeavesFirst)
+      "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(policy)
       : "memory");
 }
 
@@ -205,20 +214,25 @@ struct Wgmma;
 
 #define QUIRE_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define QUIRE_16(i) QUIRE_4(i), QUIRE_4(i + 4), QUIRE_4(i + 8), QUIRE_4(i + 12)
+#define QUIRE_D8 QUIRE_4(0), QUIRE_4(4)
 #define QUIRE_D16 QUIRE_16(0)
 #define QUIRE_D32 QUIRE_D16, QUIRE_16(16)
 #define QUIRE_D48 QUIRE_D32, QUIRE_16(32)
 #define QUIRE_D64 QUIRE_D48, QUIRE_16(48)
-#define QUIRE_D128 QUIRE_D64, QUIRE_16(64), QUIRE_16(80), QUIRE_16(96), QUIRE_16(112)
+#define QUIRE_D80 QUIRE_D64, QUIRE_16(64)
+#define QUIRE_D96 QUIRE_D80, QUIRE_16(80)
+#define QUIRE_D128 QUIRE_D96, QUIRE_16(96), QUIRE_16(112)
+#define QUIRE_N8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define QUIRE_N16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define QUIRE_N32 QUIRE_N16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define QUIRE_N48 QUIRE_N32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define QUIRE_N64 QUIRE_N48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define QUIRE_N80 QUIRE_N64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define QUIRE_N96 QUIRE_N80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define QUIRE_N128                                                                                                    \
-  QUIRE_N64                                                                                                           \
-  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91," \
-  "%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,"  \
-  "%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+  QUIRE_N96                                                                                                           \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,"  \
+  "%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
 // o0..o4: the numbers of the operands after the R = N / 2 registers of the result.
 #define QUIRE_WGMMA(T, NAME, N, R, o0, o1, o2, o3, o4)                                                            \
@@ -240,15 +254,21 @@ struct Wgmma;
     }                                                                                                                 \
   };
 
+QUIRE_WGMMA(__nv_bfloat16, "bf16", 16, 8, 8, 9, 10, 11, 12)
 QUIRE_WGMMA(__nv_bfloat16, "bf16", 32, 16, 16, 17, 18, 19, 20)
 QUIRE_WGMMA(__nv_bfloat16, "bf16", 64, 32, 32, 33, 34, 35, 36)
 QUIRE_WGMMA(__nv_bfloat16, "bf16", 96, 48, 48, 49, 50, 51, 52)
 QUIRE_WGMMA(__nv_bfloat16, "bf16", 128, 64, 64, 65, 66, 67, 68)
+QUIRE_WGMMA(__nv_bfloat16, "bf16", 160, 80, 80, 81, 82, 83, 84)
+QUIRE_WGMMA(__nv_bfloat16, "bf16", 192, 96, 96, 97, 98, 99, 100)
 QUIRE_WGMMA(__nv_bfloat16, "bf16", 256, 128, 128, 129, 130, 131, 132)
+QUIRE_WGMMA(__half, "f16", 16, 8, 8, 9, 10, 11, 12)
 QUIRE_WGMMA(__half, "f16", 32, 16, 16, 17, 18, 19, 20)
 QUIRE_WGMMA(__half, "f16", 64, 32, 32, 33, 34, 35, 36)
 QUIRE_WGMMA(__half, "f16", 96, 48, 48, 49, 50, 51, 52)
 QUIRE_WGMMA(__half, "f16", 128, 64, 64, 65, 66, 67, 68)
+QUIRE_WGMMA(__half, "f16", 160, 80, 80, 81, 82, 83, 84)
+QUIRE_WGMMA(__half, "f16", 192, 96, 96, 97, 98, 99, 100)
 QUIRE_WGMMA(__half, "f16", 256, 128, 128, 129, 130, 131, 132)
 
 }  // namespace quire::cuda::hopper

@@ -55,6 +55,21 @@ __device__ inline uint32_t transpose(uint32_t pair) {
   return result;
 }
 
+// Quads hold 8 rows; a quad's lanes hold 2 columns of each block of 8.  Afterwards x, of 4 blocks before, is all of one
+// block: block (lane % 4) of the four.
+__device__ inline uint4 gather_block(uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3, int lane) {
+  const bool high = lane & 2, odd = lane & 1;
+  const uint32_t a0 = __shfl_xor_sync(~0u, high ? x0 : x2, 2), a1 = __shfl_xor_sync(~0u, high ? x1 : x3, 2);
+  // Ours: blocks 0, 1 for the low lanes, 2, 3 for the high ones; own columns and those of the lane two further.
+  const uint32_t own0 = high ? x2 : x0, own1 = high ? x3 : x1;
+  const uint32_t b0 = __shfl_xor_sync(~0u, odd ? own0 : own1, 1), b1 = __shfl_xor_sync(~0u, odd ? a0 : a1, 1);
+  const uint32_t own = odd ? own1 : own0, far = odd ? a1 : a0;
+  // own: columns of this lane; b0: of lane ^ 1; far: of lane ^ 2; b1: of lane ^ 3
+  const uint32_t even_pair = odd ? b0 : own, odd_pair = odd ? own : b0;
+  const uint32_t far_even = odd ? b1 : far, far_odd = odd ? far : b1;
+  return high ? make_uint4(far_even, far_odd, even_pair, odd_pair) : make_uint4(even_pair, odd_pair, far_even, far_odd);
+}
+
 template <class T>
 __device__ inline void mma16816(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 

@@ -1,17 +1,22 @@
-// A step of few tokens is as fast as the weights of its experts can be read, each of them once.
+// A mixture of experts for any number of tokens.
 //
 //   logits [tokens, experts] ── route ──> chosen, weights [tokens, top]: a pair is a token and one of its experts
 //
-//   gate_up   x ──> between [pairs, inner] = silu(gate) * up        experts_sm90.cu, or elsewhere experts_mma.cu
-//   down      between ──> sums [pairs, hidden], with biases          the same
+//   gate_up   x ──> between = silu(gate) * up     up to kFewPairs: experts_sm90.cu, or elsewhere experts_mma.cu
+//   down      between ──> sums, with biases       more: sort.cu and grouped.cuh
 //   combine   out += sum over a token's pairs of weight * sums       here: grid (parts of hidden, tokens)
 //
-// Sums are float32, in one order that `hidden` and `inner` decide: results do not depend on the other tokens.
+// With few pairs a step is as fast as the weights of its experts can be read, each of them once.  The kernels for few
+// pairs cut an expert's rows finer, so that one token's experts keep all multiprocessors busy.
+//
+// GEMMs sum in float32, in one order that `hidden` and `inner` decide: results do not depend on the other tokens, unless
+// their number chooses other kernels.
 #include "cuda/experts/experts.h"
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/parts.cuh"
+#include "cuda/experts/sort.h"
 
 namespace quire::cuda {
 namespace {
@@ -19,7 +24,10 @@ namespace {
 constexpr int kWidth = 8;  // numbers that a thread makes
 constexpr int kThreads = 128;
 
-template <class T>
+// With more pairs, `grouped` is faster than the kernels for few pairs.
+constexpr int kFewPairs = 256;
+
+template <class T, class Sum>
 __global__ void combine_kernel(ExpertsArgs a) {
   let_next_kernel_start();
   wait_for_previous_kernels();
@@ -31,9 +39,8 @@ __global__ void combine_kernel(ExpertsArgs a) {
   for (int k = 0; k < a.top; ++k) {
     const int pair = token * a.top + k;
     const float weight = a.weights[pair];
-    const float4* const sums = reinterpret_cast<const float4*>(a.sums + static_cast<int64_t>(pair) * a.hidden + at);
-    const float4 first = sums[0], second = sums[1];
-    const float of_pair[kWidth] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+    float of_pair[kWidth];
+    widen(load_pack<kWidth>(static_cast<const Sum*>(a.sums) + static_cast<int64_t>(pair) * a.hidden + at), of_pair);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) total[i] += weight * of_pair[i];
   }
@@ -45,13 +52,32 @@ __global__ void combine_kernel(ExpertsArgs a) {
 
 }  // namespace
 
-void experts(const ExpertsArgs& a, cudaStream_t stream) {
+ExpertsWay way_of(const ExpertsArgs& a) {
+  if (!fits_experts_sm90(a)) return ExpertsWay::few;
+  return a.tokens * a.top <= kFewPairs ? ExpertsWay::few_sm90 : ExpertsWay::grouped;
+}
+
+ExpertsMemory memory_of(const ExpertsArgs& a, ExpertsWay way) {
+  const int64_t pairs = static_cast<int64_t>(a.tokens) * a.top, half = sizeof(uint16_t);
+  const bool grouped = way == ExpertsWay::grouped;
+  return {.between = pairs * a.inner * half,
+          .sums = pairs * a.hidden * (grouped ? half : static_cast<int64_t>(sizeof(float))),
+          .order = grouped ? pair_order_bytes(static_cast<int>(pairs), a.experts) : 0,
+          .gathered = grouped ? pairs * a.hidden * half : 0};
+}
+
+void experts(const ExpertsArgs& a, ExpertsWay way, cudaStream_t stream) {
   if (a.tokens == 0) return;
-  fits_experts_sm90(a) ? experts_sm90(a, stream) : experts_mma(a, stream);
+  switch (way) {
+    case ExpertsWay::few: experts_mma(a, stream); break;
+    case ExpertsWay::few_sm90: experts_sm90(a, stream); break;
+    case ExpertsWay::grouped: experts_grouped(a, stream); break;
+  }
   by_half_dtype(a.dtype, [&](auto number) {
+    using T = decltype(number);
     constexpr int kOfCta = kThreads * kWidth;
-    launch(combine_kernel<decltype(number)>, dim3((a.hidden + kOfCta - 1) / kOfCta, a.tokens), dim3(kThreads), 0,
-           stream, a);
+    launch(way == ExpertsWay::grouped ? combine_kernel<T, T> : combine_kernel<T, float>,
+           dim3((a.hidden + kOfCta - 1) / kOfCta, a.tokens), dim3(kThreads), 0, stream, a);
   });
 }
 

@@ -1,4 +1,4 @@
-// A mixture of experts for a few tokens: which experts each token has, and the sum of what they compute.
+// A mixture of experts: which experts each token has, and the sum of what they compute.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +9,9 @@
 
 namespace quire::cuda {
 
-constexpr int kMostExperts = 512, kMostPairs = 512;  // of a layer; of tokens and their experts in one call
+constexpr int kMostExperts = 512;  // of a layer
+constexpr int kMostTokens = 65535;  // of a call
+constexpr int kMostPairs = 512;    // of a token and one of its experts in a call of the kernels for few pairs
 
 struct RouteArgs {
   Dtype dtype;         // of logits: bf16 or fp16
@@ -36,13 +38,25 @@ struct ExpertsArgs {
   const void* gate_up_bias;  // [experts, 2 * inner], in the order of the rows; or null
   const void* down;          // [experts, hidden, inner]
   const void* down_bias;     // [experts, hidden], or null
-  void* between;             // [tokens * top, inner], for the call's own use
-  float* sums;               // [tokens * top, hidden], likewise
+  void* between;             // for the call's own use, like the next three: `memory_of` says how many bytes each needs
+  void* sums;
+  void* order;
+  void* gathered;
   void* out;                 // [tokens, hidden], added to
   int tokens, top, experts, hidden, inner;  // hidden and inner are multiples of 8
   Activation activation;
   float alpha, limit;  // of `clamped`
 };
-void experts(const ExpertsArgs& args, cudaStream_t stream);
+
+// few, few_sm90: up to kMostPairs pairs, on any GPU since Ampere, and on Hopper; grouped: any number, on Hopper.
+enum class ExpertsWay { few, few_sm90, grouped };
+ExpertsWay way_of(const ExpertsArgs& args);  // the fastest for these sizes on this GPU
+
+struct ExpertsMemory {
+  int64_t between, sums, order, gathered;  // bytes
+};
+ExpertsMemory memory_of(const ExpertsArgs& args, ExpertsWay way);
+
+void experts(const ExpertsArgs& args, ExpertsWay way, cudaStream_t stream);
 
 }  // namespace quire::cuda

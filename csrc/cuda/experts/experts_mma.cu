@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, 2) down_kernel(ExpertsArgs a) {
         count, weight + low_row * a.inner, weight + high_row * a.inner, a.inner, partial,
         [&](int i) { return static_cast<const T*>(a.between) + static_cast<int64_t>(found.list[i]) * a.inner; },
         [&](int i, float of_low, float of_high) {
-          float* const to = a.sums + static_cast<int64_t>(found.list[i]) * a.hidden;
+          float* const to = static_cast<float*>(a.sums) + static_cast<int64_t>(found.list[i]) * a.hidden;
           if (low < a.hidden) to[low] = of_low + low_bias;
           if (high < a.hidden) to[high] = of_high + high_bias;
         });

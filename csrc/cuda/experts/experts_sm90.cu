@@ -237,7 +237,7 @@ __device__ void by_tiles(int count, const Run& run) {
 template <class T, Kind kKind>
 __device__ void store(const ExpertsArgs& a, int64_t pair, int row, float low, float high) {
   if constexpr (kKind == Kind::down) {
-    float* const to = a.sums + pair * a.hidden;
+    float* const to = static_cast<float*>(a.sums) + pair * a.hidden;
     to[row] = low, to[a.hidden / 2 + row] = high;
   } else {
     constexpr Activation kActivation = kKind == Kind::clamped ? Activation::clamped : Activation::silu;

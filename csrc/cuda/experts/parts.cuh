@@ -17,17 +17,18 @@ template <class T, Activation kActivation>
 __device__ T activated(float gate, float up, const ExpertsArgs& a) {
   if constexpr (kActivation == Activation::silu) {
     gate = to_float(from_float<T>(gate)), up = to_float(from_float<T>(up));
-    return from_float<T>(to_float(from_float<T>(gate / (1 + __expf(-gate)))) * up);
+    return from_float<T>(to_float(from_float<T>(__fdividef(gate, 1 + __expf(-gate)))) * up);
   }
   // Not by fminf and fmaxf, which would hide NaN.
   gate = gate > a.limit ? a.limit : gate;
   up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
-  return from_float<T>((up + 1) * gate / (1 + __expf(-a.alpha * gate)));
+  return from_float<T>(__fdividef((up + 1) * gate, 1 + __expf(-a.alpha * gate)));
 }
 
-// The two products of `experts`: x -> between, and between -> sums.
+// The two GEMMs of `experts`: x -> between, and between -> sums.
 void experts_mma(const ExpertsArgs& args, cudaStream_t stream);  // any GPU since Ampere, any sizes
 bool fits_experts_sm90(const ExpertsArgs& args);                 // the GPU has TMA, and the sizes are multiples of 64
 void experts_sm90(const ExpertsArgs& args, cudaStream_t stream);
+void experts_grouped(const ExpertsArgs& args, cudaStream_t stream);  // where fits_experts_sm90; sums are of args.dtype
 
 }  // namespace quire::cuda

@@ -1,4 +1,4 @@
-// Binds a mixture of experts for few tokens on a GPU.
+// Binds a mixture of experts on a GPU.
 
 #include "cuda/experts/experts.h"
 
@@ -69,34 +69,42 @@ void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& we
   if (down_bias) expect_plain("down_bias", *down_bias, {count, hidden}, x.scalar_type(), place, "x");
   expect_plain("out", out, {tokens, hidden}, x.scalar_type(), place, "x");
   const Activation kind = activation_of(activation, alpha, limit);
-  TORCH_CHECK_VALUE(tokens * top <= kMostPairs, "chosen: ", tokens * top, " experts of all tokens, the most are ",
-                    kMostPairs);
   TORCH_CHECK_VALUE(count <= kMostExperts, "down: ", int64_t{count}, " experts, the most are ", kMostExperts);
   TORCH_CHECK_VALUE(hidden % 8 == 0 && inner % 8 == 0, "down: hidden size ", int64_t{hidden}, " and inner size ",
                     int64_t{inner}, " are not multiples of 8");
   const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor between = at::empty({tokens * top, inner}, x.options());
-  const at::Tensor sums = at::empty({tokens * top, hidden}, x.options().dtype(at::kFloat));
-  cuda::experts({.dtype = dtype,
-                 .x = x.const_data_ptr(),
-                 .chosen = chosen.const_data_ptr<int>(),
-                 .weights = weights.const_data_ptr<float>(),
-                 .gate_up = gate_up.const_data_ptr(),
-                 .gate_up_bias = gate_up_bias ? gate_up_bias->const_data_ptr() : nullptr,
-                 .down = down.const_data_ptr(),
-                 .down_bias = down_bias ? down_bias->const_data_ptr() : nullptr,
-                 .between = between.data_ptr(),
-                 .sums = sums.data_ptr<float>(),
-                 .out = out.data_ptr(),
-                 .tokens = static_cast<int>(tokens),
-                 .top = static_cast<int>(top),
-                 .experts = static_cast<int>(count),
-                 .hidden = static_cast<int>(hidden),
-                 .inner = static_cast<int>(inner),
-                 .activation = kind,
-                 .alpha = static_cast<float>(alpha),
-                 .limit = static_cast<float>(limit)},
-                stream_of(x));
+  ExpertsArgs args{.dtype = dtype,
+                   .x = x.const_data_ptr(),
+                   .chosen = chosen.const_data_ptr<int>(),
+                   .weights = weights.const_data_ptr<float>(),
+                   .gate_up = gate_up.const_data_ptr(),
+                   .gate_up_bias = gate_up_bias ? gate_up_bias->const_data_ptr() : nullptr,
+                   .down = down.const_data_ptr(),
+                   .down_bias = down_bias ? down_bias->const_data_ptr() : nullptr,
+                   .out = out.data_ptr(),
+                   .tokens = static_cast<int>(tokens),
+                   .top = static_cast<int>(top),
+                   .experts = static_cast<int>(count),
+                   .hidden = static_cast<int>(hidden),
+                   .inner = static_cast<int>(inner),
+                   .activation = kind,
+                   .alpha = static_cast<float>(alpha),
+                   .limit = static_cast<float>(limit)};
+  const ExpertsWay way = way_of(args);
+  const bool few = way != ExpertsWay::grouped;
+  TORCH_CHECK_VALUE(!few || tokens * top <= kMostPairs, "chosen: ", tokens * top,
+                    " experts of all tokens, the most are ", kMostPairs,
+                    " unless the GPU is a Hopper and hidden and inner size are multiples of 64");
+  TORCH_CHECK_VALUE(tokens <= kMostTokens, "x: ", int64_t{tokens}, " tokens, the most are ", kMostTokens);
+  const ExpertsMemory memory = memory_of(args, way);
+  const auto scratch = [&](int64_t bytes) { return at::empty({bytes}, x.options().dtype(at::kByte)); };
+  const at::Tensor between = scratch(memory.between), sums = scratch(memory.sums), order = scratch(memory.order);
+  const at::Tensor gathered = scratch(memory.gathered);
+  args.between = between.data_ptr();
+  args.sums = sums.data_ptr();
+  args.order = order.data_ptr();
+  args.gathered = gathered.data_ptr();
+  cuda::experts(args, way, stream_of(x));
 }
 
 TORCH_LIBRARY_IMPL(quire, CUDA, m) {

@@ -23,9 +23,9 @@ stream, which the last product of each half updates in place:
 Where ranks add up their parts of the o and down projections on GPUs, one kernel sums them, adds the sum to x and
 computes the norm that follows (`Residual.normed`).
 
-A mixture of experts routes its tokens with one operator and computes few of them with another (`Mixture`).  Weights of
-experts stay where they are.  Those of gpt_oss are turned in place at load (`store_rows`): both our operator and
-transformers' own experts, which compute many tokens, read them by rows.
+A mixture of experts routes its tokens with one operator and computes them with another (`Mixture`).  Weights of experts
+stay where they are.  Those of gpt_oss are turned in place at load (`store_rows`): both our operator and transformers'
+own experts, which compute many tokens where ours do not take them, read them by rows.
 
 On a CPU with packed weights a product is one operator, packed_linear, or where the library's is faster up to three.
 Where all products are ours, all layers together are one operator, decoder_layers.
@@ -175,6 +175,8 @@ class Mixture(nn.Module):
         if family.clamped:
             store_rows(experts)
             self.clamped = ops.Clamped(experts.alpha, experts.limit)
+        _, hidden, inner = experts.down_proj.shape
+        self.takes_all = ops.takes_all_pairs(hidden, inner, experts.down_proj.device)
 
     def forward(self, x: Tensor, normed: Tensor | None, then: RMSNorm | None) -> Residual:
         y = ops.rms_norm(x, self.norm.weight, self.norm.eps) if normed is None else normed
@@ -184,7 +186,7 @@ class Mixture(nn.Module):
         logits = ops.linear(y, self.router, self.router_bias)
         chosen, weights = ops.route(logits, self.top, **self.routing._asdict())
         experts = self.experts
-        if chosen.numel() <= ops.MOST_PAIRS:
+        if self.takes_all or chosen.numel() <= ops.MOST_PAIRS:
             return ops.experts(
                 y,
                 chosen,
