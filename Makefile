@@ -9,6 +9,7 @@
 #   make chaos [ARGS='--minutes 5 --seed 1']                    load and faults: is a token lost or repeated?
 #   make chaos ARGS='soak --operations 1000000'                 the scheduler alone: is the block accounting balanced?
 #   make chaos ARGS='fuzz --requests 100000'                    hostile clients: does a gateway fail, stall or leak?
+#   make chaos ARGS='requests --requests 100000'                mutated requests: is each answered as docs/api.md says?
 #   make chaos ARGS='answers --cases 500'                       hostile answers: does a gateway stall or lose text?
 #   make chaos ARGS='same-tokens --requests 500'                one digest of all tokens: alone, in a crowd, through kill -9
 #   make chaos ARGS='schemas --draws 2000'                      structured output: do answers to random schemas validate?

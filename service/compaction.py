@@ -18,6 +18,7 @@ from service.api import NO_DEFAULTS, Served, ValidRequest
 from service.config import GatewayConfig
 from service.response_items import Item, listed, sealed
 from service.responses import PREFIX, ResponseFormat, parse
+from service.stored_responses import missing
 
 OBJECT = "response.compaction"
 ITEM_PREFIX = "cmp_"
@@ -52,6 +53,10 @@ def parse_compaction(
 
 class CompactionFormat(ResponseFormat):
     """Writes the answer to POST /v1/responses/compact; it is sent as one body."""
+
+    def events_after(self, number: int) -> ValidRequest:
+        """Refuse: a compaction is sent as one body and is not stored."""
+        raise missing(self.request_id)
 
     def response(self, status: str = "", error: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the compacted conversation."""

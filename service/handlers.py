@@ -442,7 +442,7 @@ class Handlers:
         form = record.form(request_id, self._tokenizer.table, ids=True)
         if isinstance(form, ResponseFormat):
             if after is not None:
-                form.after, valid = after, msgspec.structs.replace(valid, stream=True)
+                valid = form.events_after(after)
             elif valid.shown.get("background") and not valid.stream:  # again under its idempotency key
                 return await self._work.write(request, [(await self._stored.load(holder_of(request), request_id)).body])
         prompts, n = len(record.prompts), valid.n

@@ -9,6 +9,7 @@ A tenant without quotas needs no script.  Redis keeps the buckets (`engine/wire/
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import secrets
@@ -63,7 +64,14 @@ class Quotas:
         request_id = orders[0].id.rpartition(".")[0]
         prompts = _prompts(tenant.quota, orders, bounded=bounded)
         take = self._streams.quotas.take(tenant.name, tenant.quota, request_id, orders[0].deadline_ms, prompts)
-        taken = await self._taken(request, take)
+        taking = asyncio.ensure_future(self._taken(request, take))
+        try:
+            taken = await asyncio.shield(taking)
+        except asyncio.CancelledError:  # its client left: Redis may have run the script, or be about to
+            with contextlib.suppress(Refusal):
+                await taking
+            await self._restore(request, tenant.name, tenant.quota, request_id)
+            raise
         self._check(tenant, tenant.quota, taken, prompts)
         try:
             yield hold

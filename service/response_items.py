@@ -84,13 +84,16 @@ def kind_of(item: Item) -> str:
 
 
 def with_ids(given: str | list[Item]) -> list[Item]:
-    """Return the input as items with ids."""
+    """Return the input as items with ids.  Raises Refusal: an id is a string."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     found = []
-    for item in items:
-        kind = kind_of(item)
-        prefix = ID_PREFIXES.get(kind, "msg_")
-        found.append({"id": prefix + secrets.token_hex(16), **item, "type": kind})
+    for at, item in enumerate(items):
+        kind, item_id = kind_of(item), item.get("id")
+        if item_id is None:
+            item_id = ID_PREFIXES.get(kind, "msg_") + secrets.token_hex(16)
+        elif not isinstance(item_id, str):
+            raise _wrong(f"input[{at}].id", "a string")
+        found.append({**item, "id": item_id, "type": kind})
     return found
 
 

@@ -529,6 +529,11 @@ class ResponseFormat(BlockFormat):
         """Return nothing: the last event has the usage."""
         return b""
 
+    def events_after(self, number: int) -> ValidRequest:
+        """Leave out events up to this number; return the request as a streamed one.  Raises Refusal without events."""
+        self.after = number
+        return msgspec.structs.replace(self._valid, stream=True)
+
     def done(self) -> bytes:
         """Return the event that ends the stream."""
         response = self.response()

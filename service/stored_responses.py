@@ -134,7 +134,7 @@ class StoredResponses:
         """Return a response.  Raises Refusal: 404 if there is none of this holder."""
         found = await _ask(self._store.get(holder, response_id)) if self._ttl_ms else None
         if found is None:
-            raise _missing(response_id)
+            raise missing(response_id)
         return found
 
     async def history(self, holder: str, response_id: str | None) -> list[Turn]:
@@ -154,7 +154,7 @@ class StoredResponses:
             message = f"{field}: the responses that it continues have more than {most} bytes (--max-body-bytes)"
             raise Refusal(400, "too_long", message, param=field, limit=most, given=size)
         if chain.missing:
-            raise _missing(chain.missing, field)
+            raise missing(chain.missing, field)
         if not all(one.ended for one in chain.found):
             message = f"{field}: '{shown(response_id)}' has not ended"
             raise Refusal(400, "invalid_value", message, param=field)
@@ -180,7 +180,7 @@ class StoredResponses:
     async def drop(self, holder: str, response_id: str) -> None:
         """Delete a response.  Raises Refusal: 404 if there is none of this holder."""
         if not self._ttl_ms or not await _ask(self._store.drop(holder, response_id)):
-            raise _missing(response_id)
+            raise missing(response_id)
 
     async def input_items(self, request: web.Request) -> bytes:
         """Return a page of a response's own input, as `GET /v1/responses/{id}/input_items` answers it."""
@@ -204,7 +204,8 @@ class StoredResponses:
         return msgspec.json.encode({"object": "list", "data": page, **ends, "has_more": len(page) < len(items)})
 
 
-def _missing(response_id: str, param: str | None = None) -> Refusal:
+def missing(response_id: str, param: str | None = None) -> Refusal:
+    """Return the refusal of a response that is not stored.  `param`: the field that names it."""
     prefix = f"{param}: " if param else ""
     message = f"{prefix}Response with id '{shown(response_id)}' not found."
     return Refusal(404, "response_not_found", message, param=param, given=response_id)

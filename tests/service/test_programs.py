@@ -489,6 +489,9 @@ async def test_a_conversation_is_compacted_and_continued(
         assert "Noted." not in prompt
         async with served.session.get(f"{RESPONSES}/{compacted['id']}") as response:
             assert response.status == 404  # it is not stored
+        async with served.session.get(f"{RESPONSES}/{compacted['id']}?stream=true") as response:
+            assert response.status == 404, await response.text()  # and has no events
+            assert (await response.json())["error"]["code"] == "response_not_found"
 
 
 async def test_input_tokens_are_those_of_the_prompt(

@@ -11,11 +11,12 @@ from typing import Any
 
 import openai
 import pytest
+import redis.asyncio
 from aiohttp import ClientSession
 
 from engine.wire.link import BusDown
 from engine.wire.messages import Finish, Generate
-from engine.wire.quotas import Quota, Taken
+from engine.wire.quotas import Quota, QuotaStore, Taken
 from service import admission
 from service.api import Refusal
 from service.quotas import duration
@@ -192,14 +193,14 @@ async def test_a_repeat_takes_a_request_and_the_tokens_that_are_sent_again(
     path = tenants_file(tmp_path, requests_per_minute=5, tokens_per_minute=60_000, max_requests=1)
     served = await serve(tenants=path, retain_s=60.0)
     taken: list[int] = []
-    redis = served.streams.quotas
-    take = redis.take_repeat
+    store = served.streams.quotas
+    take = store.take_repeat
 
     async def watched(tenant: str, quota: Quota, repeat_id: str, tokens: int) -> Taken:
         taken.append(tokens)
         return await take(tenant, quota, repeat_id, tokens)
 
-    redis.take_repeat = watched  # type: ignore[method-assign]
+    store.take_repeat = watched  # type: ignore[method-assign]
     async with engine(six_tokens) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
         key = {**KEY, "Idempotency-Key": "k"}
@@ -319,3 +320,33 @@ async def test_counting_tokens_takes_requests_per_minute_and_no_place(serve: Ser
             assert float(response.headers["retry-after"]) > 0
         async with served.session.post(path, json=body, headers=FREE) as response:
             assert response.status == 200
+
+
+@pytest.mark.parametrize("reached", [False, True], ids=["on its way", "done"])
+async def test_a_client_that_leaves_while_its_quota_is_taken_gets_it_back(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached: bool
+) -> None:
+    served = await serve(tenants=tenants_file(tmp_path, requests_per_minute=5, tokens_per_minute=1000, max_requests=1))
+    take, began, go_on = QuotaStore.take, asyncio.Event(), asyncio.Event()
+
+    async def slow_take(self: QuotaStore, *args: Any) -> Taken:
+        taken = await take(self, *args) if reached else None
+        began.set()
+        await go_on.wait()
+        return taken or await take(self, *args)
+
+    monkeypatch.setattr(QuotaStore, "take", slow_take)
+    config = served.gateway._config
+    async with FakeEngine(config.redis_url, config.namespace, six_tokens):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        asking = asyncio.create_task(ask(served.session))
+        await began.wait()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await asyncio.sleep(0.05)
+        go_on.set()
+        await settled(lambda: served.gateway.capacity.answering == 0)
+        async with redis.asyncio.from_url(config.redis_url) as client:
+            assert not await client.keys(f"{{{config.namespace}}}:quota_*")
+        monkeypatch.setattr(QuotaStore, "take", take)
+        assert (await ask(served.session))[0] == 200  # its place is free, too

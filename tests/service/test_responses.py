@@ -535,3 +535,19 @@ async def test_a_response_may_show_all_tokens(
     assert "Rain?" in asked["message"]
     assert answered["message"].startswith("<think>\nhm\n</think>\n\nNo.")
     assert len(answered["tokens"]) == found["usage"]["output_tokens"]
+
+
+@pytest.mark.parametrize("item", [{"type": "item_reference"}, {"role": "user", "content": "a"}, {"type": "reasoning"}])
+@pytest.mark.parametrize("item_id", [{"a": 1}, ["msg_1"], 5, True, 1.5, {}])
+def test_the_id_of_an_item_is_a_string(item: dict[str, Any], item_id: object) -> None:
+    body = json.dumps({"input": [{"role": "user", "content": "Hi"}, {**item, "id": item_id}]}).encode()
+    with pytest.raises(Refusal) as refused:
+        parse(body, GatewayConfig(), "tiny", 600.0)
+    assert (refused.value.status, refused.value.param) == (400, "input[1].id")
+    assert refused.value.message.startswith("input[1].id: must be a string")
+
+
+def test_an_item_whose_id_is_null_gets_one() -> None:
+    body = json.dumps({"input": [{"role": "user", "content": "Hi", "id": None}]}).encode()
+    [item] = parse(body, GatewayConfig(), "tiny", 600.0).items
+    assert item["id"].startswith("msg_")

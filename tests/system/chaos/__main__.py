@@ -5,6 +5,7 @@
                                  [--result NAME]
     python -m tests.system.chaos soak [--operations 1000000] [--seed 1]     the scheduler alone: see soak.py
     python -m tests.system.chaos fuzz [--requests 100000] [--seed 1]        hostile clients: see fuzz.py
+    python -m tests.system.chaos requests [--requests 100000] [--seed 1]    mutated requests, a gateway in this process
     python -m tests.system.chaos answers [--cases 500] [--seed 1]           hostile answers: does a gateway stall?
     python -m tests.system.chaos histories [--requests 100000] [--seed 1]   histories on many chat templates
     python -m tests.system.chaos returned [--answers 20000] [--seed 1]      answers, sent back as histories
@@ -30,13 +31,14 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import machine
-from tests.system.chaos import answers, fuzz, histories, kills, returned, rolling, same_tokens, schemas, soak
+from tests.system.chaos import answers, fuzz, histories, kills, requests, returned, rolling, same_tokens, schemas, soak
 from tests.system.chaos.faults import KINDS, Fault, schedule
 from tests.system.chaos.run import Setting, figures, run, table
 
 OTHERS: dict[str, Any] = {
     "soak": soak,
     "fuzz": fuzz,
+    "requests": requests,
     "answers": answers,
     "histories": histories,
     "returned": returned,
