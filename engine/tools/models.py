@@ -28,6 +28,7 @@ import msgspec
 import torch
 import transformers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
@@ -37,8 +38,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from engine.config import EngineConfig
 from engine.executor import local
-from engine.executor.errors import ModelLoadError, one_line
-from engine.executor.models import text_tower
+from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
+from engine.executor.models import hf, text_tower
 from engine.executor.models.bars import no_bars
 from engine.llm import LLM
 from engine.tools.tiny_checkpoints import MORE_LAYERS, VOCAB, make_checkpoint
@@ -100,12 +101,14 @@ def judge(family: str, directory: Path, ranks: int = 1) -> Verdict:
     try:
         make_checkpoint(directory, family, model_class=model_class(family), **MORE_LAYERS.get(family, {}))
     except Exception as error:  # whatever a config class or a model raises for sizes it doesn't like
-        return Verdict(family, NOT_MADE, one_line(error))
+        reason = refusal_of_default(family)
+        return Verdict(family, REFUSED, reason) if reason else Verdict(family, NOT_MADE, one_line(error))
     try:
         alone = our_texts(directory) if ranks > 1 else {}
         ours = our_texts(directory, tensor_parallel=ranks)
     except ModelLoadError as error:
-        return Verdict(family, REFUSED, str(error).replace(str(directory), "checkpoint"))
+        reason = refusal_of_default(family) or str(error).replace(str(directory), "checkpoint")
+        return Verdict(family, REFUSED, reason)
     except Exception as error:
         return Verdict(family, FAILS, one_line(error))
     if ranks > 1:
@@ -124,6 +127,19 @@ def judge(family: str, directory: Path, ranks: int = 1) -> Verdict:
     if odd := [name for name, texts in ours.items() if texts != wanted]:
         return Verdict(family, DIFFERENT, ", ".join(odd))
     return Verdict(family, EQUAL)
+
+
+def refusal_of_default(family: str) -> str:
+    """Return why the family's default config is refused; empty: it is not.
+
+    A tiny checkpoint may hold a part only, as of an encoder-decoder, and is then refused for another reason."""
+    try:
+        hf.check_architecture(AutoConfig.for_model(family))
+    except UnsupportedModel as error:
+        return str(error)
+    except Exception:  # config classes raise what their authors liked
+        return ""
+    return ""
 
 
 def prompts() -> list[list[int]]:

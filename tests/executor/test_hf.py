@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, PreTrainedModel
+from transformers.integrations import peft as peft_of_transformers
+from transformers.models.auto import auto_factory
 
 from engine.executor import attention
 from engine.executor.errors import ModelLoadError, UnsupportedModel
@@ -75,7 +79,7 @@ def test_sharded_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
         load(tmp_path / "cut")
 
 
-@pytest.mark.parametrize("family", ["gptj", "falcon", "bloom", "mpt", "codegen", "gpt_neo", "stablelm"])
+@pytest.mark.parametrize("family", ["falcon", "bloom", "mpt", "gpt_neo", "stablelm"])
 def test_attention_past_the_interface_is_refused(family: str) -> None:
     with pytest.raises(UnsupportedModel, match=rf"^{family}: computes attention by itself"):
         hf.check_architecture(AutoConfig.for_model(family))
@@ -154,6 +158,27 @@ def test_positions_from_the_place_in_the_batch_are_refused() -> None:
             tensor.data.normal_(std=0.2)
     with pytest.raises(UnsupportedModel, match=r"^llama4_text: takes a token's position from its place in the batch"):
         probe(model.eval(), 64)
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+def test_positions_that_do_not_begin_at_zero_are_refused(checkpoint: Checkpoint, offset: int) -> None:
+    """As Kosmos 2.5 counts them where it gets none: from the id of its padding token."""
+    model = plain(checkpoint("gpt2"))
+    counted: list[torch.Tensor] = []
+    forward = model.forward
+
+    def counting(position_ids: torch.Tensor | None = None, **others: Any) -> Any:
+        if position_ids is None:
+            position_ids = offset + torch.arange(others["input_ids"].shape[1])[None]
+            counted.append(position_ids)
+        return forward(position_ids=position_ids, **others)
+
+    model.forward = counting
+    with (
+        contextlib.nullcontext() if not offset else pytest.raises(UnsupportedModel, match=r"^gpt2: numbers a prompt's")
+    ):
+        probe(model)
+    assert counted
 
 
 def test_a_window_that_only_a_mask_knows_is_refused() -> None:
@@ -284,7 +309,13 @@ def test_adapters_are_refused(copy: Path, alone: bool, name: str) -> None:
     assert refusal(copy) == f"{copy}/{name}: {reason}"
 
 
-def test_a_description_of_a_merged_adapter_is_a_warning(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("peft", [False, True])
+def test_a_description_of_a_merged_adapter_is_a_warning(
+    copy: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, peft: bool
+) -> None:
+    """Whether PEFT is installed or not: with it transformers' reader would look for the adapter's weights."""
+    for module in (auto_factory, peft_of_transformers):
+        monkeypatch.setattr(module, "is_peft_available", lambda: peft)
     (copy / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/name"}')
     assert load(copy).max_model_len == 1024
     [line] = [each.getMessage() for each in caplog.records if "adapter" in each.getMessage()]

@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 GPU_DTYPES = {torch.bfloat16, torch.float16}
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+ADAPTER_CONFIG = "adapter_config.json"
 CHUNKED = "chunked_attention"  # sees the tokens of its own chunk only: all of them, in the first one
 # Models that Quire makes by itself, by the names that options have for them.
 INCLUDED: dict[str, Callable[[], Path]] = {"": builtin, "builtin": builtin, "demo": demo}
@@ -254,7 +255,9 @@ def read_weights(
             log.info("weights quantised by %s are dequantised to %s, so they take its memory", how.method, wanted)
         return model
     check_stored_dtypes(directory, config, names)
-    if ranks.size == 1 and any((directory / name).exists() for name in (hub.WHOLE, hub.INDEX)):
+    # With PEFT installed, transformers' reader would look for the adapter that such a file describes.
+    merged = (directory / ADAPTER_CONFIG).exists()
+    if ranks.size == 1 and not merged and any((directory / name).exists() for name in (hub.WHOLE, hub.INDEX)):
         return read_whole(directory, config, dtype, quantising, names, part=part)
     weights = PlainWeights(directory, names)
     wanted = (config.dtype or weights.dtype) if dtype == "auto" else getattr(torch, dtype)
@@ -528,7 +531,7 @@ def check_adapter(directory: Path) -> None:
     if weights := sorted(directory.glob("adapter_model*")):
         reason = "an adapter, which is not applied; serve its model with the adapter merged, and without this file"
         raise UnsupportedModel(f"{weights[0]}: {reason}")
-    if (file := directory / "adapter_config.json").is_file():
+    if (file := directory / ADAPTER_CONFIG).is_file():
         log.warning("%s is not read: no adapter is applied; the weights must have it merged", file)
 
 

@@ -188,11 +188,14 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
     other = ids.clone()
     other[:, :FIRST] = (ids[:, :FIRST] + 17) % text.vocab_size
     seen, logits = Probe([0, FIRST, FIRST + SECOND]), []
-    runs: list[tuple[Tensor, Tensor, dict[str, Any]]] = [
+    runs: list[tuple[Tensor, Tensor | None, dict[str, Any]]] = [
         (ids, positions, {"logits_to_keep": keep}),
         (other, positions, {"logits_to_keep": keep}),
         (ids, in_a_row, {"logits_to_keep": keep, cache_argument(module): past(at - FIRST)}),
     ]
+    # Rotary embeddings know distances only; others may count from another number than 0 where they are not told.
+    if not getattr(text, "rope_parameters", None):
+        runs += [(ids, None, {}), (ids, torch.arange(ids.shape[1], device=device)[None], {})]
     module.set_attn_implementation(PROBE)
     try:
         for tokens, where, others in runs:
@@ -222,6 +225,8 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
             raise UnsupportedModel(f"{kind}: a sequence's logits change with what it is packed with ({drift:.0e})")
         if not (drift := drift_of(logits[2], logits[0])) < most:
             raise UnsupportedModel(f"{kind}: takes a token's position from its place in the batch ({drift:.0e})")
+        if len(logits) > 3 and not (drift := drift_of(logits[3], logits[4])) < most:
+            raise UnsupportedModel(f"{kind}: numbers a prompt's positions from another number than 0 ({drift:.0e})")
     layers = [seen.layers[i] for i in range(text.num_hidden_layers)]
     return Proof(layers, logits[0].shape[2], ids, positions, logits[0])
 
