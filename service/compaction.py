@@ -17,8 +17,7 @@ import msgspec
 from service.api import NO_DEFAULTS, Served, ValidRequest
 from service.config import GatewayConfig
 from service.response_items import Item, listed, sealed
-from service.responses import PREFIX, ResponseFormat, parse
-from service.stored_responses import missing
+from service.responses import PREFIX, ResponseFormat, missing, parse
 
 OBJECT = "response.compaction"
 ITEM_PREFIX = "cmp_"

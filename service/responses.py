@@ -569,3 +569,10 @@ class ResponseFormat(BlockFormat):
             await turns.pause()
         await self.prepare_end(pacer)
         return [self.body()]
+
+
+def missing(response_id: str, param: str | None = None) -> Refusal:
+    """Return the refusal of a response that is not stored.  `param`: the field that names it."""
+    prefix = f"{param}: " if param else ""
+    message = f"{prefix}Response with id '{shown(response_id)}' not found."
+    return Refusal(404, "response_not_found", message, param=param, given=response_id)

@@ -25,7 +25,7 @@ from service.limits import shown
 from service.middleware import OWNER, TENANT
 from service.pacing import Pacer
 from service.response_items import Item, listed
-from service.responses import PREFIX, ResponseFormat, Turn
+from service.responses import PREFIX, ResponseFormat, Turn, missing
 from service.streams import Streams, unavailable
 
 log = logging.getLogger("quire.gateway")
@@ -202,13 +202,6 @@ class StoredResponses:
         page = [listed(item) for item in items[: int(limit)]]
         ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
         return msgspec.json.encode({"object": "list", "data": page, **ends, "has_more": len(page) < len(items)})
-
-
-def missing(response_id: str, param: str | None = None) -> Refusal:
-    """Return the refusal of a response that is not stored.  `param`: the field that names it."""
-    prefix = f"{param}: " if param else ""
-    message = f"{prefix}Response with id '{shown(response_id)}' not found."
-    return Refusal(404, "response_not_found", message, param=param, given=response_id)
 
 
 async def _ask(reply: Awaitable[T]) -> T:
