@@ -39,7 +39,7 @@ FETCHED := .venv-clients/openai-2.fetched .venv-clients/openai-3.fetched $(NODE)
 .DELETE_ON_ERROR:
 
 serve: $(KERNELS)
-	@$(RUN) -m service.cli serve $(MODEL) $(ARGS)
+	@$(RUN) -m quire.service.cli serve $(MODEL) $(ARGS)
 
 # Most tests wait for processes, so three files run at a time on two cores: `auto` follows the cores of this container
 # (tests/pace.py).  Those marked `alone` compare times of one load with those of another, and run before.  What ARGS names
@@ -70,7 +70,7 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED) $(KERNELS)
 	@$(RUN) -m pytest -q -m "perf and not gpu"
-	@$(RUN) -m loadtest.throughput $(ARGS)
+	@$(RUN) -m quire.loadtest.throughput $(ARGS)
 
 chaos: $(INSTALLED) $(KERNELS)
 	@$(RUN) -m tests.system.chaos $(ARGS)
@@ -120,5 +120,5 @@ $(INSTALLED): $(SERVING)
 
 $(KERNELS): $(SERVING) engine/executor/ops.py engine/executor/kernels_build.py $(shell find csrc -type f)
 	@echo "Building the kernels of csrc, unless they are built already"
-	@$(RUN) -m engine.executor.ops >/dev/null
+	@$(RUN) -m quire.engine.executor.ops >/dev/null
 	@touch $@

@@ -38,11 +38,11 @@ if nvcc != torch.version.cuda:
     sys.exit(f"nvcc has CUDA {nvcc}, torch was built with {torch.version.cuda}: set the Dockerfile's CUDA to that")
 CHECK
     fi
-    (cd / && "$prefix/bin/python" -m engine.executor.ops --ahead "$prefix/kernels" ${GPUS+--gpus "$GPUS"})
+    (cd / && "$prefix/bin/python" -m quire.engine.executor.ops --ahead "$prefix/kernels" ${GPUS+--gpus "$GPUS"})
     rm -r "$prefix/kernels/build"
     ;;
   model)
-    (cd / && "$prefix/bin/python" -m engine.executor.models.demo "$prefix/models/smollm2-135m")
+    (cd / && "$prefix/bin/python" -m quire.engine.executor.models.sources.demo "$prefix/models/smollm2-135m")
     rm "$prefix/models/smollm2-135m.lock"
     ;;
   *) sed -n 's/^# \{0,1\}//p' "$0" >&2; exit 2 ;;

@@ -19,12 +19,12 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from engine.common import settings  # noqa: E402
-from engine.config import EngineConfig  # noqa: E402
-from service import limits  # noqa: E402
-from service.cli import ServeConfig  # noqa: E402
-from service.config import GatewayConfig  # noqa: E402
-from service.terminal.options import BenchConfig, ChatConfig, TopConfig  # noqa: E402
+from quire.engine.common import settings  # noqa: E402
+from quire.engine.config import EngineConfig  # noqa: E402
+from quire.service.cli import ServeConfig  # noqa: E402
+from quire.service.common import limits  # noqa: E402
+from quire.service.config import GatewayConfig  # noqa: E402
+from quire.service.terminal.options import BenchConfig, ChatConfig, TopConfig  # noqa: E402
 
 PAGE = ROOT / "service" / "OPTIONS.md"
 API = ROOT / "docs" / "api.md"
@@ -107,7 +107,7 @@ def page() -> str:
 
 
 def limit_table() -> str:
-    """Returns every row of service/limits.py, with the defaults of a gateway."""
+    """Returns every row of service/common/limits.py, with the defaults of a gateway."""
     head = "| input | what is counted | limit | option | refusal |\n|---|---|---|---|---|"
     rows = limits.rows(GatewayConfig())
     return "\n".join([head, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)])

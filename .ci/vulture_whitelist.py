@@ -2,10 +2,16 @@
 """Names that vulture cannot see used: `make lint` takes these as used. A line here needs its reason."""
 
 # Read by msgspec, with getattr by name, or by a client of the JSON that they become.
-_.structured_outputs, _.guided_json, _.guided_regex, _.guided_choice, _.guided_grammar  # service/api.py: refused fields
+(
+    _.structured_outputs,
+    _.guided_json,
+    _.guided_regex,
+    _.guided_choice,
+    _.guided_grammar,
+)  # service/api/api.py: refused fields
 _.beam_width, _.num_beams, _.bad_words, _.audio, _.logits_processors
 _.tool_call_id, _.reasoning_effort, _.verbosity
-# service/messages.py, service/responses.py: harmless and refused fields of foreign formats.
+# service/api/anthropic/messages.py, service/api/openai_responses/responses.py: harmless and refused fields of foreign formats.
 _.signature, _.cache_control, _.citations, _.service_tier, _.inference_geo, _.safety_identifier
 _.mcp_servers, _.container, _.context_management, _.speed, _.conversation, _.moderation, _.max_tool_calls
 _.prompt_cache_key, _.prompt_cache_retention, _.prompt_cache_options
@@ -17,7 +23,7 @@ _.prompt_cache_key, _.prompt_cache_retention, _.prompt_cache_options
     _.max_choices,
     _.max_logprobs,
     _.max_logprob_entries,
-)  # service/config.py: read by service/limits.py
+)  # service/config.py: read by service/common/limits.py
 _.max_stop_strings, _.max_stop_chars, _.max_token_list, _.max_timeout_s
 _.alarms  # engine/wire/messages.py: a field of EngineLoad
 (
@@ -36,7 +42,7 @@ _.offered_per_s, _.served_per_s, _.ttft_by_tenant, _.busiest, _.exchange_us  # e
 # Read by a library.
 _._timeout, _._devices, _.asyncOp, _.rootRank, _.rootTensor, _.reduceOp  # options of torch's process groups
 _.__class__
-_.memory  # engine/executor/one_shot.py: held while it is mapped
+_.memory  # engine/executor/ranks/one_shot.py: held while it is mapped
 _.content_type  # aiohttp
 _.post_processor  # tokenizers
 _.unused  # an argument that transformers passes to attention
@@ -76,7 +82,7 @@ _.logged_tokens  # engine/wire/records.py: a field of Quarantined
 # engine/wire/records.py: fields of QueueBounds, which submit passes on in their order.
 _.on_time_excess, _.late_excess, _.target_ms, _.most_requests, _.most_bytes
 
-# Fields that `service/grammar.py` reads by name, and what llguidance asks of a tokenizer.
+# Fields that `service/grammar/grammar.py` reads by name, and what llguidance asks of a tokenizer.
 _.response_format, _.special_token_ids
 
 # For users of the offline API.
@@ -85,7 +91,7 @@ _.finish_reason, _.prompt_token_ids
 # Named in documentation and tests: one of the three outcomes that a kernel writes.
 _.CHOSEN
 
-# Read by transformers and by Python itself: engine/executor/models/quantising.py.
+# Read by transformers and by Python itself: engine/executor/models/quantised/quantising.py.
 _._is_hf_initialized, _.__class__
 
 _.convert_to_native_format  # engine/tokenizers/conversion.py: called by transformers' from_pretrained

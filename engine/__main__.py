@@ -1,4 +1,4 @@
-"""`python -m engine`: one engine process.
+"""`python -m quire.engine`: one engine process.
 
 main: options --> Server.start: model, logs, metrics page, queue --> Server.serve: warm up, say ready, run the loop
 """
@@ -16,28 +16,28 @@ from pathlib import Path
 
 import msgspec
 
-from engine.bus_thread import BusThread
-from engine.common import host_resources, logs, open_files, orphans, readiness, settings
-from engine.common.deadline import ends_process
-from engine.common.errors import OperatorError
-from engine.common.tracing import Tracing
-from engine.config import EngineConfig
-from engine.core.blocks import AccountingError
-from engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
-from engine.executor.errors import ModelLoadError
-from engine.hot_prefixes import warm
-from engine.interpreter import keep_what_is_loaded, tune_interpreter
-from engine.loop import ConfigError, Engine
-from engine.metrics import Telemetry
-from engine.metrics_page import Page
-from engine.pool_state import PoolObserver
-from engine.prefix_reports import HeldPrefixes
-from engine.recorder import Recorder
-from engine.request_log import RequestLog
-from engine.standby import low_priority, wait_for_turn, without_optional_packages
-from engine.turn_record import Observer
-from engine.watchdog import Watchdog
-from engine.wire.link import BusDown
+from quire.engine.bus_thread import BusThread
+from quire.engine.common import host_resources, logs, open_files, orphans, readiness, settings
+from quire.engine.common.deadline import ends_process
+from quire.engine.common.errors import OperatorError
+from quire.engine.common.tracing import Tracing
+from quire.engine.config import EngineConfig
+from quire.engine.core.blocks import AccountingError
+from quire.engine.executor.base import Executor, ExecutorLost, ScriptedExecutor
+from quire.engine.executor.errors import ModelLoadError
+from quire.engine.loop import ConfigError, Engine
+from quire.engine.observers.metrics import Telemetry
+from quire.engine.observers.metrics_page import Page
+from quire.engine.observers.pool_state import PoolObserver
+from quire.engine.observers.prefix_reports import HeldPrefixes
+from quire.engine.observers.recorder import Recorder
+from quire.engine.observers.request_log import RequestLog
+from quire.engine.observers.turn_record import Observer
+from quire.engine.process.hot_prefixes import warm
+from quire.engine.process.interpreter import keep_what_is_loaded, tune_interpreter
+from quire.engine.process.standby import low_priority, wait_for_turn, without_optional_packages
+from quire.engine.process.watchdog import Watchdog
+from quire.engine.wire.link import BusDown
 
 log = logging.getLogger("quire.engine")
 
@@ -71,14 +71,14 @@ def code(config: EngineConfig) -> tuple[Callable[[EngineConfig], Executor], Call
     try:
         with without_optional_packages():
             # torch takes seconds to import: only for a valid configuration
-            from engine.executor import local, preload
+            from quire.engine.executor import local, preload
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "ninja"):
             raise
         raise ModelLoadError(f"package {error.name} is missing: pip install 'quire[engine]'") from None
 
     if config.standby and config.tensor_parallel > 1:
-        from engine.executor.parallel import WaitingRanks
+        from quire.engine.executor.ranks.parallel import WaitingRanks
 
         waiting = WaitingRanks()
         return waiting.load, waiting.prepare

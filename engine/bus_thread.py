@@ -21,18 +21,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.config import EngineConfig
-from engine.core.limits import Outputs
-from engine.metrics import Telemetry
-from engine.orders import Order, Report, ResetPrefixCache, Resume, merged, on_own_clock, without
-from engine.pool_state import PoolPublisher
-from engine.prefix_reports import PromptBacklog
-from engine.wire.engine_side import EngineSide
-from engine.wire.layout import STALE_MS
-from engine.wire.link import BusDown
-from engine.wire.messages import Abort, Delta, EngineLoad, HotPrefix, TokenBatch
-from engine.wire.prefixes import PrefixReport
-from engine.wire.records import ExchangeReply
+from quire.engine.config import EngineConfig
+from quire.engine.core.limits import Outputs
+from quire.engine.observers.metrics import Telemetry
+from quire.engine.observers.pool_state import PoolPublisher
+from quire.engine.observers.prefix_reports import PromptBacklog
+from quire.engine.orders import Order, Report, ResetPrefixCache, Resume, merged, on_own_clock, without
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.layout import STALE_MS
+from quire.engine.wire.link import BusDown
+from quire.engine.wire.messages import Abort, Delta, EngineLoad, HotPrefix, TokenBatch
+from quire.engine.wire.prefixes import PrefixReport
+from quire.engine.wire.records import ExchangeReply
 
 log = logging.getLogger("quire.engine")
 T = TypeVar("T")

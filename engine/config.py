@@ -9,7 +9,7 @@ from msgspec import Meta
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Frozen after start.  `engine.common.settings.load` fills it from flags, environment and a file."""
+    """Frozen after start.  `quire.engine.common.settings.load` fills it from flags, environment and a file."""
 
     model: Annotated[
         str,

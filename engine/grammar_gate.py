@@ -18,11 +18,11 @@ import heapq
 import logging
 from collections.abc import Callable, Iterable
 
-from engine.common.fair_list import FairList
-from engine.executor.grammar_store import GrammarCounts, HeldGrammars
-from engine.orders import Inbox, Order, Refused, Resume, request_of
-from engine.wire.clock import steady_ms
-from engine.wire.messages import Abort, Generate
+from quire.engine.common.fair_list import FairList
+from quire.engine.executor.grammar_store import GrammarCounts, HeldGrammars
+from quire.engine.orders import Inbox, Order, Refused, Resume, request_of
+from quire.engine.wire.clock import steady_ms
+from quire.engine.wire.messages import Abort, Generate
 
 log = logging.getLogger("quire.engine")
 

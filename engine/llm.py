@@ -1,6 +1,6 @@
 """Offline mode: the same core and executor as the server, with no Redis and no HTTP.
 
-    from engine.llm import LLM
+    from quire.engine.llm import LLM
 
     for completion in LLM("./checkpoint").generate(["To be", "or not"], max_new_tokens=32):
         print(completion.outputs[0].text)
@@ -16,15 +16,15 @@ from typing import Any, Self
 import msgspec
 from tqdm import tqdm
 
-from engine.common import host_resources
-from engine.config import EngineConfig
-from engine.executor import local
-from engine.executor.base import Executor
-from engine.executor.models import hf
-from engine.loop import Engine
-from engine.orders import LocalBox
-from engine.tokenizers.files import load_tokenizer
-from engine.wire.messages import FOREVER_MS, Abort, Beams, Delta, FinishReason, Generate, Sampling, TokenLogprob
+from quire.engine.common import host_resources
+from quire.engine.config import EngineConfig
+from quire.engine.executor import local
+from quire.engine.executor.base import Executor
+from quire.engine.executor.models import hf
+from quire.engine.loop import Engine
+from quire.engine.orders import LocalBox
+from quire.engine.tokenizers.files import load_tokenizer
+from quire.engine.wire.messages import FOREVER_MS, Abort, Beams, Delta, FinishReason, Generate, Sampling, TokenLogprob
 
 
 class Output(msgspec.Struct):

@@ -21,21 +21,21 @@ import time
 from collections.abc import Callable, Iterable
 from copy import copy
 
-from engine.accounting_checks import AccountingChecks
-from engine.canary import Canary
-from engine.common.errors import OperatorError
-from engine.config import EngineConfig
-from engine.core.blocks import BlockPool, HostPool
-from engine.core.limits import Limits
-from engine.core.policy.step_cost import StepCostModel
-from engine.core.scheduler import Scheduler
-from engine.executor.base import Executor, StepError
-from engine.grammar_gate import GrammarGate
-from engine.load_report import LoadReport
-from engine.orders import Inbox, Outbox, Report, Resume, StepCosts, apply_order, request_of
-from engine.turn_record import Observer, TurnRecord
-from engine.wire.clock import steady_ms
-from engine.wire.messages import Abort
+from quire.engine.common.errors import OperatorError
+from quire.engine.config import EngineConfig
+from quire.engine.core.blocks import BlockPool, HostPool
+from quire.engine.core.limits import Limits
+from quire.engine.core.policy.step_cost import StepCostModel
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.executor.base import Executor, StepError
+from quire.engine.grammar_gate import GrammarGate
+from quire.engine.observers.accounting_checks import AccountingChecks
+from quire.engine.observers.canary import Canary
+from quire.engine.observers.load_report import LoadReport
+from quire.engine.observers.turn_record import Observer, TurnRecord
+from quire.engine.orders import Inbox, Outbox, Report, Resume, StepCosts, apply_order, request_of
+from quire.engine.wire.clock import steady_ms
+from quire.engine.wire.messages import Abort
 
 log = logging.getLogger("quire.engine")
 

@@ -13,11 +13,11 @@ from typing import Protocol
 
 import msgspec
 
-from engine.core.limits import Outputs
-from engine.core.scheduler import Scheduler
-from engine.wire.clock import RedisClock
-from engine.wire.messages import Abort, Delta, EngineLoad, Generate
-from engine.wire.records import ANY_TOKENS
+from quire.engine.core.limits import Outputs
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.wire.clock import RedisClock
+from quire.engine.wire.messages import Abort, Delta, EngineLoad, Generate
+from quire.engine.wire.records import ANY_TOKENS
 
 
 class Resume(msgspec.Struct, frozen=True):

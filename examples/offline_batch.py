@@ -12,8 +12,8 @@ import json
 import os
 import sys
 
-from engine.llm import LLM
-from engine.wire.messages import Sampling
+from quire.engine.llm import LLM
+from quire.engine.wire.messages import Sampling
 
 
 def main(prompts: list[str]) -> None:

@@ -9,7 +9,7 @@ PagedAttention", SOSP 2023, sections 4.2 and 4.4.
 
 from __future__ import annotations
 
-from engine.core.blocks import BlockPool
+from quire.engine.core.blocks import BlockPool
 
 
 class BlockTables:

@@ -1,4 +1,4 @@
-"""Measure Quire, or any OpenAI-compatible server: `python -m loadtest NAME --help` describes one command."""
+"""Measure Quire, or any OpenAI-compatible server: `python -m quire.loadtest NAME --help` describes one command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import runpy
 import sys
 
-from loadtest import command_line
+from quire.loadtest import command_line
 
 # name -> (module, what it measures)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -37,8 +37,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def main(words: list[str]) -> int:
     listing = "\n".join(f"  {name:14}{text}" for name, (_, text) in COMMANDS.items())
     parser = argparse.ArgumentParser(
-        prog="python -m loadtest",
-        usage="python -m loadtest NAME [options]",
+        prog="python -m quire.loadtest",
+        usage="python -m quire.loadtest NAME [options]",
         description=__doc__,
         epilog=f"commands:\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -47,7 +47,7 @@ def main(words: list[str]) -> int:
     name = parser.parse_args(words[:1]).name
     module_name = f"loadtest.{COMMANDS[name][0]}"
     if name == "kernels":  # a package with a __main__ of its own
-        sys.argv = ["python -m loadtest kernels", *words[1:]]
+        sys.argv = ["python -m quire.loadtest kernels", *words[1:]]
         runpy.run_module(module_name, run_name="__main__")
         return 0
     module = importlib.import_module(module_name)  # only now: some commands need torch

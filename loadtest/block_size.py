@@ -1,6 +1,6 @@
 """The block size: throughput, filled slots, and what a preemption costs, with blocks of 8, 16, 32 and 64 tokens.
 
-    python -m loadtest block-size DIR [--sizes 8,16,32,64] [--requests 1000] [--lengths 128,512,2048,8192]
+    python -m quire.loadtest block-size DIR [--sizes 8,16,32,64] [--requests 1000] [--lengths 128,512,2048,8192]
 
 The 42M model is made in DIR if the directory holds no model.  For each size, requests of ShareGPT-like lengths run all
 at once (`engine.tools bench --requests --slots`).  Then, for each length of a sequence, moving its blocks to the host's
@@ -19,8 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from loadtest import command_line, machine, trace
-from loadtest.checkpoint import make_llama_42m
+from quire.loadtest import command_line, machine, trace
+from quire.loadtest.checkpoint import make_llama_42m
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(directory: Path, *words: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "engine.tools", "bench", str(directory), *words]
+    command = [sys.executable, "-m", "quire.engine.tools", "bench", str(directory), *words]
     output = subprocess.run(command, cwd=machine.ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     figures: dict[str, float] = json.loads(output)
     return figures

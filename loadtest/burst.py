@@ -1,7 +1,7 @@
 """A threefold burst on a busy server, once for each way to handle it: two lanes, one queue, other modes, vLLM.
 
-    python -m loadtest burst DIR                                                    42M model on a CPU
-    python -m loadtest burst DIR --shape llama-8b --kv-tokens 40960 --scale 1       8B shape on a GPU
+    python -m quire.loadtest burst DIR                                                    42M model on a CPU
+    python -m quire.loadtest burst DIR --shape llama-8b --kv-tokens 40960 --scale 1       8B shape on a GPU
 
     base: 80 % of the pool ── burst: three times the rate for 30 s ── base ── nothing, until all are answered
 
@@ -31,10 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest import burst_summary, machine, replay, shapes, workloads
-from loadtest.calibrate import MEASURE_S, RAMP_S, Calibration, calibrate
-from loadtest.checkpoint import COUNTDOWN, make_shape, prepare, read_countdown
-from loadtest.server import MODEL_NAME, Server, ServerError, serve, serve_vllm
+from quire.loadtest import burst_summary, machine, replay, shapes, workloads
+from quire.loadtest.calibrate import MEASURE_S, RAMP_S, Calibration, calibrate
+from quire.loadtest.checkpoint import COUNTDOWN, make_shape, prepare, read_countdown
+from quire.loadtest.server import MODEL_NAME, Server, ServerError, serve, serve_vllm
 
 MODES = ("threshold", "watermark", "reserve", "none")  # admission modes of the engine other than its default
 SYSTEMS = ("lanes", "fifo", *MODES)
@@ -205,7 +205,7 @@ def measure(run: Run, path: Path) -> dict[str, Any]:
         if run.warm_words:
             warm, _ = replay.run([*served, *run.warm_words], {}, "")
             print(f"warm-up: {warm['figures']['completed']} of {warm['figures']['requests']} answered", flush=True)
-        command = " ".join(["python -m loadtest replay URL", *run.words])
+        command = " ".join(["python -m quire.loadtest replay URL", *run.words])
         result, _ = replay.run([*served, "--note", run.server, *run.words], {}, command)
     result |= {"system": run.system, "load": run.load, "seed": run.seed, "server": run.server}
     path.write_text(json.dumps(result) + "\n", encoding="utf-8")
@@ -249,7 +249,7 @@ def base_rate(args: argparse.Namespace, vocab: int, eos: int) -> tuple[float, di
 
 
 def write_arrivals(path: Path, args: argparse.Namespace, result: dict[str, Any], words: tuple[str, ...]) -> None:
-    """Write the input of `python -m engine.tools oracle`: one run's arrivals, and its engine's capacity."""
+    """Write the input of `python -m quire.engine.tools oracle`: one run's arrivals, and its engine's capacity."""
     _, arrivals = replay.arrivals_of(replay.parse(["http://127.0.0.1", *words]))
     page = {
         "blocks": args.kv_tokens // BLOCK,
@@ -287,7 +287,7 @@ def oracle_of(seed: int, results: list[dict[str, Any]], runs: list[Run], args: a
     path = args.into / f"arrivals_{seed}.json"
     words = next(run.words for run in runs if run.seed == seed)
     write_arrivals(path, args, first, words)
-    command = [sys.executable, "-m", "engine.tools", "oracle", str(path), "--json"]
+    command = [sys.executable, "-m", "quire.engine.tools", "oracle", str(path), "--json"]
     done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         print(done.stderr, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The table of `python -m loadtest burst`: medians over seeds, a block for each load, and the goals.
+"""The table of `python -m quire.loadtest burst`: medians over seeds, a block for each load, and the goals.
 
 Pure: results in, figures and text out.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.report import look_up, show
+from quire.loadtest.report import look_up, show
 
 GAP_S = 0.1  # the longest gap that a stream may have
 ORACLE = ("simulated", "bound", "without_lengths")  # shares of `engine.tools oracle`

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.replay import Options, Session, body, record_of
-from loadtest.stats import Record
-from loadtest.trace import Job
-from loadtest.workloads import Arrival
+from quire.loadtest.replay import Options, Session, body, record_of
+from quire.loadtest.stats import Record
+from quire.loadtest.trace import Job
+from quire.loadtest.workloads import Arrival
 
 RAMP_S, MEASURE_S = 12.0, 20.0
 

@@ -1,6 +1,6 @@
 """What the canary of an idle engine costs, and whether its runs are equal.
 
-    python -m loadtest canary DIR [--runs 20] [--options "--dtype bfloat16"]
+    python -m quire.loadtest canary DIR [--runs 20] [--options "--dtype bfloat16"]
 
 The 42M model is made in DIR if the directory holds no model.  `engine.tools canary` loads it and runs the canary, with
 a request before each run.  Writes loadtest/results/canary_<device>.json.
@@ -14,8 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from loadtest import command_line, machine
-from loadtest.checkpoint import make_llama_42m
+from quire.loadtest import command_line, machine
+from quire.loadtest.checkpoint import make_llama_42m
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace, command: str) -> int:
     if not (args.directory / "config.json").exists():
         make_llama_42m(args.directory)
-    tool = [sys.executable, "-m", "engine.tools", "canary", str(args.directory), "--runs", str(args.runs)]
+    tool = [sys.executable, "-m", "quire.engine.tools", "canary", str(args.directory), "--runs", str(args.runs)]
     done = subprocess.run(
         [*tool, *args.options.split()], cwd=machine.ROOT, stdout=subprocess.PIPE, text=True, check=True
     )

@@ -1,6 +1,6 @@
 """The number of users that a server serves within an SLA, with the same memory and four ways to allocate it.
 
-    python -m loadtest capacity DIR [--kv-blocks 512] [--sla-ttft 1] [--sla-itl 0.05] [--sla-stall 1]
+    python -m quire.loadtest capacity DIR [--kv-blocks 512] [--sla-ttft 1] [--sla-itl 0.05] [--sla-stall 1]
 
     static             a sequence reserves one contiguous run for its prompt and max_tokens when it starts
     paged              a sequence takes blocks as it grows, and starts as soon as its prompt fits
@@ -30,13 +30,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest import machine
-from loadtest.checkpoint import prepare
-from loadtest.replay import Options, Session, body, record_of
-from loadtest.server import MODEL_NAME, ServerError, serve
-from loadtest.stats import Record, Sample, percentile, prefix_hits
-from loadtest.trace import Job, lognormal
-from loadtest.workloads import Arrival
+from quire.loadtest import machine
+from quire.loadtest.checkpoint import prepare
+from quire.loadtest.replay import Options, Session, body, record_of
+from quire.loadtest.server import MODEL_NAME, ServerError, serve
+from quire.loadtest.stats import Record, Sample, percentile, prefix_hits
+from quire.loadtest.trace import Job, lognormal
+from quire.loadtest.workloads import Arrival
 
 SYSTEMS: dict[str, tuple[str, ...]] = {
     "static": ("--allocation", "static"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loadtest.answers import Retry
+from quire.loadtest.answers import Retry
 
 PRIORITIES = ("high", "normal", "low")
 PRIORITY_RANGE = range(-100, 101)

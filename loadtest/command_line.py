@@ -23,11 +23,11 @@ def run(
     """Parse `words` (default: those of this process) and run the command `name`.  Returns its exit status."""
     words = sys.argv[1:] if words is None else words
     raw = argparse.RawDescriptionHelpFormatter  # the descriptions are docstrings with examples and tables
-    parser = argparse.ArgumentParser(prog=f"python -m loadtest {name}", description=text, formatter_class=raw)
+    parser = argparse.ArgumentParser(prog=f"python -m quire.loadtest {name}", description=text, formatter_class=raw)
     add_arguments(parser)
     args = parser.parse_args(words)
     signal.signal(signal.SIGTERM, _exit)
-    return main(args, shlex.join(["python", "-m", "loadtest", name, *words]))
+    return main(args, shlex.join(["python", "-m", "quire.loadtest", name, *words]))
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
 """Where paging does not help: one request at a time, and short jobs of equal length, against contiguous allocation.
 
-    python -m loadtest contiguous DIR [--pairs 7] [--alone 4] [--jobs 32]
+    python -m quire.loadtest contiguous DIR [--pairs 7] [--alone 4] [--jobs 32]
 
 The 42M model is made in DIR if the directory holds no model.  Two servers are up, one with `--allocation static` (each
 sequence has one run of blocks for its greatest length from its start, as an engine without block tables has), one with
@@ -28,13 +28,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from loadtest import command_line, machine
-from loadtest.checkpoint import make_llama_42m
-from loadtest.replay import Options, replay
-from loadtest.server import MODEL_NAME, engine_processes, serve
-from loadtest.stats import Record
-from loadtest.trace import Job
-from loadtest.workloads import Arrival
+from quire.loadtest import command_line, machine
+from quire.loadtest.checkpoint import make_llama_42m
+from quire.loadtest.replay import Options, replay
+from quire.loadtest.server import MODEL_NAME, engine_processes, serve
+from quire.loadtest.stats import Record
+from quire.loadtest.trace import Job
+from quire.loadtest.workloads import Arrival
 
 ALONE, UNIFORM = (128, 128), (50, 50)  # tokens in and out
 MODES = ("static", "paged")

@@ -1,6 +1,6 @@
 """A quiet tenant's time to first token while a loud tenant fills the pool, compared with the quiet tenant alone.
 
-    python -m loadtest fairness DIR [--seeds 1,2,3]
+    python -m quire.loadtest fairness DIR [--seeds 1,2,3]
 
 Each seed gives one set of arrivals, which is replayed twice on a new server: all of them, and the quiet tenant's alone.
 The loud tenant sends more than the server can serve in time, so both of the gateway's lanes are in use.
@@ -17,10 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from loadtest import machine, replay
-from loadtest.checkpoint import prepare
-from loadtest.server import MODEL_NAME, serve
-from loadtest.stats import Record, spread
+from quire.loadtest import machine, replay
+from quire.loadtest.checkpoint import prepare
+from quire.loadtest.server import MODEL_NAME, serve
+from quire.loadtest.stats import Record, spread
 
 TENANTS = ("loud", "quiet")
 GOAL = 1.2  # the quiet tenant's p99 with the loud tenant, over its p99 alone

@@ -1,6 +1,6 @@
 """How many tokens one gateway process streams, and how much CPU time a token takes.
 
-    python -m loadtest gateway MODEL_DIRECTORY [--streams 256] [--tokens 400] [--step-ms 5] [--compare CHECKOUT]
+    python -m quire.loadtest gateway MODEL_DIRECTORY [--streams 256] [--tokens 400] [--step-ms 5] [--compare CHECKOUT]
                                [--chat] [--tools]
 
 Starts `quire serve` with the scripted executor, which computes nothing.  Everything else is real: the engine's step
@@ -25,9 +25,9 @@ from typing import Any
 
 import psutil
 
-from loadtest import command_line, machine
-from loadtest.raw_stream import encode_request, read_stream
-from loadtest.server import MODEL_NAME, serve
+from quire.loadtest import command_line, machine
+from quire.loadtest.raw_stream import encode_request, read_stream
+from quire.loadtest.server import MODEL_NAME, serve
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -82,7 +82,7 @@ def main(args: argparse.Namespace, command: str) -> int:
 
     def run(checkout: Path | None) -> dict[str, Any]:
         with serve(args.model, *flags, checkout=checkout) as server:
-            gateway = server.child("service.app")
+            gateway = server.child("quire.service.app")
             found = measure(server.port, args.streams, args.tokens, gateway, chat=args.chat, tools=args.tools)
             return asyncio.run(found)
 

@@ -7,7 +7,7 @@ Each kind of user has its own entries: ttft, itl, e2e in milliseconds, "refused 
 first attempt, pauses included; itl is the time between events.
 
 This loop is closed: users of a slower server send less, so the load shrinks.  Real users do the same.  So percentiles
-under overload are measured with `python -m loadtest replay`, which is open.
+under overload are measured with `python -m quire.loadtest replay`, which is open.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import gevent
 from locust import FastHttpUser, LoadTestShape, between, events, task
 from locust.argument_parser import LocustArgumentParser
 
-from loadtest.answers import Answer, announced_pause, pause
-from loadtest.replay import WORDS
-from loadtest.stats import REFUSED
-from loadtest.trace import lognormal
-from loadtest.workloads import MEANS, users_at
+from quire.loadtest.answers import Answer, announced_pause, pause
+from quire.loadtest.replay import WORDS
+from quire.loadtest.stats import REFUSED
+from quire.loadtest.trace import lognormal
+from quire.loadtest.workloads import MEANS, users_at
 
 SYSTEM_WORDS, DOCUMENT_WORDS, DOCUMENTS, TURNS = 300, 2000, 8, 6
 _numbers = itertools.count()

@@ -1,6 +1,6 @@
 """The time between tokens of 32 sequences while an engine computes a prompt of 32k tokens.
 
-    python -m loadtest long-prompt DIR [--tokens 32768] [--steps 60]
+    python -m quire.loadtest long-prompt DIR [--tokens 32768] [--steps 60]
 
 The 42M model with a context of CONTEXT tokens is made in DIR if the directory holds no model.  The whole prompt takes
 minutes on a CPU.  So `--steps` steps are measured without it, then as many at each quarter of the prompt.  The prompt
@@ -15,8 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from loadtest import command_line, machine
-from loadtest.checkpoint import make_llama_42m
+from quire.loadtest import command_line, machine
+from quire.loadtest.checkpoint import make_llama_42m
 
 CONTEXT = 40_000  # tokens
 GOAL = 2.0  # p99 with the prompt, over p99 without
@@ -32,7 +32,7 @@ def main(args: argparse.Namespace, command: str) -> int:
     if not (args.directory / "config.json").exists():
         make_llama_42m(args.directory, CONTEXT)
     words = ["--long-prompt", str(args.tokens), "--long-prompt-steps", str(args.steps), "--kv-blocks", "6000"]
-    bench = [sys.executable, "-m", "engine.tools", "bench", str(args.directory), *words]
+    bench = [sys.executable, "-m", "quire.engine.tools", "bench", str(args.directory), *words]
     output = subprocess.run(bench, cwd=machine.ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     figures = {name: round(value, 3) for name, value in json.loads(output).items() if name != "first_token_at"}
     print(json.dumps(figures, indent=1))

@@ -1,6 +1,6 @@
 """What paging and the prefix cache make of memory: filled slots, eta, pool use over time and hit rate, by workload.
 
-    python -m loadtest memory-use DIR [--seconds 30] [--rates sharegpt=1.5,alpaca=6,...]
+    python -m quire.loadtest memory-use DIR [--seconds 30] [--rates sharegpt=1.5,alpaca=6,...]
 
 The 42M model is made in DIR if the directory holds no model.  One server gets each workload in turn, open-loop, at its
 own rate; between two of them it becomes idle.  The server's own metrics are read four times a second:
@@ -21,11 +21,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from loadtest import command_line, machine, replay
-from loadtest.checkpoint import make_llama_42m
-from loadtest.clients import ProfileError, parse_shares
-from loadtest.server import MODEL_NAME, serve
-from loadtest.workloads import WORKLOADS
+from quire.loadtest import command_line, machine, replay
+from quire.loadtest.checkpoint import make_llama_42m
+from quire.loadtest.clients import ProfileError, parse_shares
+from quire.loadtest.server import MODEL_NAME, serve
+from quire.loadtest.workloads import WORKLOADS
 
 # Workload -> requests a second: two slow cores keep up.
 RATES = "sharegpt=1.2,alpaca=5,uniform-50=5,chat=1.2,rag=2,agents=2,translation=6"

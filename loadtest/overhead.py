@@ -1,6 +1,6 @@
 """What Redis, gateway and HTTP cost, compared with the same engine offline: time to first token, tokens a second.
 
-    python -m loadtest overhead [--rate 10] [--requests 200] [--rounds 3] [--threads 1]
+    python -m quire.loadtest overhead [--rate 10] [--requests 200] [--rounds 3] [--threads 1]
 
 The model is the 42M one of loadtest/checkpoint.py, prompts have 78 tokens, outputs about 172, sampling is greedy.
 Requests arrive at `--rate` a second, at the same seeded random times offline and served.  A request that arrives during
@@ -23,12 +23,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from loadtest import command_line, machine, trace
-from loadtest.checkpoint import VOCAB, make_llama_42m
-from loadtest.replay import Options, replay
-from loadtest.server import MODEL_NAME, Server, serve
-from loadtest.stats import Record
-from loadtest.workloads import Arrival
+from quire.loadtest import command_line, machine, trace
+from quire.loadtest.checkpoint import VOCAB, make_llama_42m
+from quire.loadtest.replay import Options, replay
+from quire.loadtest.server import MODEL_NAME, Server, serve
+from quire.loadtest.stats import Record
+from quire.loadtest.workloads import Arrival
 
 
 def peak_concurrency(records: list[Record]) -> int:
@@ -52,7 +52,16 @@ def run_served(server: Server, jobs: list[trace.Job], arrivals_s: list[float]) -
 
 
 def run_offline(checkpoint: Path, requests: Path, flags: list[str]) -> dict[str, float]:
-    command = [sys.executable, "-m", "engine.tools", "bench", "--requests", str(requests), *flags, str(checkpoint)]
+    command = [
+        sys.executable,
+        "-m",
+        "quire.engine.tools",
+        "bench",
+        "--requests",
+        str(requests),
+        *flags,
+        str(checkpoint),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=machine.ROOT)
     figures: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
     return {key: figures[key] for key in ("tokens_per_s", "ttft_p50_ms")}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.stats import Record, Sample, Slo, spread
+from quire.loadtest.stats import Record, Sample, Slo, spread
 
 FIT_WINDOW_S = 1.0  # windows of the fit: several steps each, and short compared with a burst
 BEFORE_BURST_S = 5.0  # the pool's use is averaged over this time before the burst

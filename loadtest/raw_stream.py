@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtest.stats import gaps
+from quire.loadtest.stats import gaps
 
 HEAD = (
     b"POST %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"

@@ -1,6 +1,6 @@
 """How long streams pause when the engine is killed, and which parts of the restart take the time.
 
-    python -m loadtest recovery MODEL [--streams 32] [--kills 4] [--second-after 4] [--server=--threads=1] [--root DIR]
+    python -m quire.loadtest recovery MODEL [--streams 32] [--kills 4] [--second-after 4] [--server=--threads=1] [--root DIR]
 
 MODEL is a directory, in which the 42M model is made if it is empty.  Or it is a shape of loadtest/shapes.py with random
 weights made on the device (`--load random`). `quire serve` runs with one engine and its spare.  Each client streams
@@ -35,9 +35,9 @@ from typing import Any
 import aiohttp
 import psutil
 
-from loadtest import command_line, machine, shapes
-from loadtest.checkpoint import make_llama_42m, prepare
-from loadtest.server import MODEL_NAME, Server, engine_processes, serve
+from quire.loadtest import command_line, machine, shapes
+from quire.loadtest.checkpoint import make_llama_42m, prepare
+from quire.loadtest.server import MODEL_NAME, Server, engine_processes, serve
 
 LIMIT_S = 120.0  # for each condition that is waited for
 CONTEXT = 8192  # tokens, of the shapes

@@ -1,6 +1,6 @@
 """Open-loop replay: every request is sent when it is due, even if earlier requests are still waiting.
 
-    python -m loadtest replay URL [--workload sharegpt] [--rate 5] [--seconds 60] [--peak 15] [--out RESULT.json]
+    python -m quire.loadtest replay URL [--workload sharegpt] [--rate 5] [--seconds 60] [--peak 15] [--out RESULT.json]
 
     due ──lag──> sent ──> 429, pause, sent again ... ──> first text ── gap ── gap ──> end
      └────────────────────────── TTFT ────────────────────────┘
@@ -31,13 +31,13 @@ from typing import Any, Self
 import aiohttp
 from tqdm import tqdm
 
-from loadtest import clients, machine, overload, scrape, workloads
-from loadtest.answers import Answer, announced_pause, pause
-from loadtest.checkpoint import COUNTDOWN, read_countdown
-from loadtest.clients import Mix, ProfileError
-from loadtest.stats import REFUSED, Attempt, Record, Sample, Slo, series, summarise
-from loadtest.trace import TraceError
-from loadtest.workloads import Arrival, Phase
+from quire.loadtest import clients, machine, overload, scrape, workloads
+from quire.loadtest.answers import Answer, announced_pause, pause
+from quire.loadtest.checkpoint import COUNTDOWN, read_countdown
+from quire.loadtest.clients import Mix, ProfileError
+from quire.loadtest.stats import REFUSED, Attempt, Record, Sample, Slo, series, summarise
+from quire.loadtest.trace import TraceError
+from quire.loadtest.workloads import Arrival, Phase
 
 SAMPLE_S = 0.25
 DEADLINE_CODE = "deadline_exceeded"

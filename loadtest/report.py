@@ -1,6 +1,6 @@
 """An HTML page of one replay result, or of two: plots, numbers, and whether the second is worse than the first.
 
-    python -m loadtest report A.json [B.json] [--out report.html] [--tolerance 0.1]
+    python -m quire.loadtest report A.json [B.json] [--out report.html] [--tolerance 0.1]
 
 Exit status: 0; 1 if B is worse than A; 2 if they cannot be compared.  The page is one file without scripts.
 """
@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from loadtest.svg import Bars, Line, chart
+from quire.loadtest.svg import Bars, Line, chart
 
 
 class ResultError(ValueError):
@@ -81,7 +81,7 @@ def load(path: Path) -> dict[str, Any]:
         raise ResultError(f"{path}: not JSON: {error}") from None
     for field in ("config", "windows", "figures", "series"):
         if not isinstance(result, dict) or not isinstance(result.get(field), dict):
-            raise ResultError(f"{path}: {field} is missing; is it a result of `python -m loadtest replay`?")
+            raise ResultError(f"{path}: {field} is missing; is it a result of `python -m quire.loadtest replay`?")
     return result
 
 

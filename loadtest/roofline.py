@@ -1,10 +1,10 @@
 """The least time a step needs: bytes over the memory's speed, or operations over the matrix units' speed.
 
-    python -m loadtest roofline llama-8b --read-gbps 4601 --tflops 790
+    python -m quire.loadtest roofline llama-8b --read-gbps 4601 --tflops 790
 
 The floor assumes that nothing else takes time: no launch, no gap, no host.  Activations never leave the chip, and every
 product has the speed of a large square one.  No system reaches it; the distance to it is the figure of interest.
-`python -m loadtest kernels --only ceilings` measures a GPU's two ceilings.
+`python -m quire.loadtest kernels --only ceilings` measures a GPU's two ceilings.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest import command_line, shapes, trace
-from loadtest.trace import Job
+from quire.loadtest import command_line, shapes, trace
+from quire.loadtest.trace import Job
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from loadtest.stats import Sample
+from quire.loadtest.stats import Sample
 
 # field of Sample -> for each kind of server, the metrics whose series add up to it
 _NAMES: dict[str, tuple[tuple[str, ...], ...]] = {

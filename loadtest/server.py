@@ -63,7 +63,7 @@ def serve(model: str, *flags: str, checkout: Path | None = None, log: Path | Non
 
     `checkout`: directory of another version of the code.  `log`: file that keeps the server's output.
     Raises ServerError."""
-    command = [sys.executable, "-m", "service.cli", "serve", model, "--served-name", MODEL_NAME, *flags]
+    command = [sys.executable, "-m", "quire.service.cli", "serve", model, "--served-name", MODEL_NAME, *flags]
     shown = " ".join(["quire serve", model, *flags])
     with _serving(command, shown, "/ready", QUIRE_READY_S, checkout=checkout, kept=log) as server:
         yield server

@@ -1,6 +1,6 @@
 """Shapes of the models for measurements on a GPU; the engine makes random weights on the device.
 
-    python -m loadtest shapes llama-8b DIR
+    python -m quire.loadtest shapes llama-8b DIR
 
 writes a DIR that an engine serves with `--load random`.
 """
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from loadtest import command_line
+from quire.loadtest import command_line
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-8b": {

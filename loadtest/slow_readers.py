@@ -1,6 +1,6 @@
 """What clients that read a byte a second cost a gateway and its fast clients.
 
-    python -m loadtest slow-readers DIRECTORY [--slow 1000] [--slow-tokens 1200] [--fast 64] [--tokens 300]
+    python -m quire.loadtest slow-readers DIRECTORY [--slow 1000] [--slow-tokens 1200] [--fast 64] [--tokens 300]
 
 DIRECTORY holds a model, of which only the tokenizer is read; the 42M model is made there if it holds none.  `quire
 serve` runs with the scripted executor, which computes nothing.  Everything else is real: step loop, Redis, one
@@ -32,12 +32,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loadtest import command_line, machine
-from loadtest.checkpoint import prepare
-from loadtest.raw_stream import encode_request, read_stream
-from loadtest.scrape import sample
-from loadtest.server import MODEL_NAME, Server, serve
-from loadtest.stats import percentile
+from quire.loadtest import command_line, machine
+from quire.loadtest.checkpoint import prepare
+from quire.loadtest.raw_stream import encode_request, read_stream
+from quire.loadtest.scrape import sample
+from quire.loadtest.server import MODEL_NAME, Server, serve
+from quire.loadtest.stats import percentile
 
 RECEIVE_BYTES = 2048  # a slow client's socket buffer, doubled by the kernel
 SHARES = 20  # the slow clients are read in this many groups a second, so that no group delays the fast clients here
@@ -86,7 +86,7 @@ class Watch:
     """Reads the gateway's metrics page and memory."""
 
     def __init__(self, server: Server) -> None:
-        self._url, self._gateway = f"{server.url}/metrics", server.child("service.app")
+        self._url, self._gateway = f"{server.url}/metrics", server.child("quire.service.app")
         self.most_rss = self.most_kernel = 0
 
     async def page(self) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtest.clients import ANONYMOUS, FIELDS, ClientProfile
+from quire.loadtest.clients import ANONYMOUS, FIELDS, ClientProfile
 
 MIN_PAUSE_S = 1.0  # the smallest value of Retry-After
 REFUSED = (429, 503)

@@ -1,6 +1,6 @@
 """Offline throughput and latency of Quire, transformers and vLLM: the same requests on the same machine, in turn.
 
-    python -m loadtest throughput [--device cuda] [--vllm-python PATH] [--systems quire,vllm] [--rounds 3]
+    python -m quire.loadtest throughput [--device cuda] [--vllm-python PATH] [--systems quire,vllm] [--rounds 3]
 
 All requests are submitted at once.  Sampling is greedy, end-of-sequence is ignored, prompts are token ids.
 
@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtest import command_line, machine, shapes, trace
-from loadtest.checkpoint import VOCAB, make_llama_42m
-from loadtest.roofline import Machine, Shape
+from quire.loadtest import command_line, machine, shapes, trace
+from quire.loadtest.checkpoint import VOCAB, make_llama_42m
+from quire.loadtest.roofline import Machine, Shape
 
 PEERS = Path(__file__).resolve().parent / "peers"
 BATCHES = (1, 8, 32, 128, 256)
@@ -90,7 +90,7 @@ def run(command: list[str]) -> dict[str, float]:
 def engine(directory: Path, requests: Path, *options: str) -> list[str]:
     # No client streams, here or with the peers, so prompt chunks need not be limited for the sake of decode steps.
     words = ["--requests", str(requests), "--itl-stretch", "0", *options, str(directory)]
-    return [sys.executable, "-m", "engine.tools", "bench", *words]
+    return [sys.executable, "-m", "quire.engine.tools", "bench", *words]
 
 
 def peer(python: str, name: str, directory: Path, requests: Path, *options: str) -> list[str]:
@@ -112,7 +112,7 @@ def cpu_work(scratch: Path, args: argparse.Namespace) -> list[Work]:
 
 
 def gpu_work(scratch: Path, args: argparse.Namespace) -> list[Work]:
-    ceilings = run([sys.executable, "-m", "loadtest.kernels", "--only", "ceilings"])
+    ceilings = run([sys.executable, "-m", "quire.loadtest.kernels", "--only", "ceilings"])
     top = Machine(ceilings["read_gbps"], ceilings["matmul_8192_tflops"])
     jobs = trace.read("sharegpt_like")
     works = []

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest import clients
-from loadtest.clients import ClientProfile, ProfileError
+from quire.loadtest import clients
+from quire.loadtest.clients import ClientProfile, ProfileError
 
 TRACES = Path(__file__).resolve().parent / "traces"
 

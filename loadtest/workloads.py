@@ -10,9 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from loadtest import clients
-from loadtest.clients import ANONYMOUS, ClientProfile
-from loadtest.trace import Job, lognormal, read_trace
+from quire.loadtest import clients
+from quire.loadtest.clients import ANONYMOUS, ClientProfile
+from quire.loadtest.trace import Job, lognormal, read_trace
 
 Shape = Literal["steady", "ramp", "burst", "soak"]
 

@@ -22,33 +22,36 @@ from functools import partial
 
 from aiohttp import web
 
-from engine.common import histograms, logs, open_files, orphans, readiness, settings
-from engine.common.addresses import host_and_port
-from engine.common.errors import OperatorError
-from engine.common.tracing import Tracing
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.link import BusDown
-from engine.wire.messages import Finish, Sampling
-from service import api, chat_batch, generation_config, memory, openapi
-from service.config import GatewayConfig
-from service.connections import Connections
-from service.cors import Cors
-from service.engine_pages import EnginePages, EnginePagesError
-from service.engine_state import EngineStateFeed
-from service.handlers import Handlers
-from service.heartbeat import Heartbeat
-from service.inference_headers import InferenceHeaders, ObjectivesError
-from service.metrics import Telemetry
-from service.middleware import Capacity, Middleware, drop_broken_http
-from service.pacing import GC_THRESHOLDS, QuietCollector, StallWatch, new_event_loop
-from service.playground import Playground
-from service.quotas import Quotas
-from service.status import Status
-from service.streams import Streams
-from service.tenants import Tenants, TenantsError
-from service.tenants_watch import TenantsWatch
-from service.tokenizer import ModelError, Tokenizer, served_name, served_names
-from service.web_guard import WebGuard
+from quire.engine.common import histograms, logs, open_files, orphans, readiness, settings
+from quire.engine.common.addresses import host_and_port
+from quire.engine.common.errors import OperatorError
+from quire.engine.common.tracing import Tracing
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.link import BusDown
+from quire.engine.wire.messages import Finish, Sampling
+from quire.service.api import api, chat_batch
+from quire.service.api.inference_headers import InferenceHeaders, ObjectivesError
+from quire.service.api.tenants import Tenants, TenantsError
+from quire.service.common import memory
+from quire.service.common.heartbeat import Heartbeat
+from quire.service.common.metrics import Telemetry
+from quire.service.common.pacing import GC_THRESHOLDS, QuietCollector, StallWatch, new_event_loop
+from quire.service.config import GatewayConfig
+from quire.service.delivery.quotas import Quotas
+from quire.service.delivery.streams import Streams
+from quire.service.delivery.tenants_watch import TenantsWatch
+from quire.service.http import openapi
+from quire.service.http.connections import Connections
+from quire.service.http.cors import Cors
+from quire.service.http.engine_pages import EnginePages, EnginePagesError
+from quire.service.http.engine_state import EngineStateFeed
+from quire.service.http.handlers import Handlers
+from quire.service.http.middleware import Capacity, Middleware, drop_broken_http
+from quire.service.http.playground import Playground
+from quire.service.http.status import Status
+from quire.service.http.web_guard import WebGuard
+from quire.service.text import generation_config
+from quire.service.text.tokenizer import ModelError, Tokenizer, served_name, served_names
 
 log = logging.getLogger("quire.gateway")
 
@@ -372,7 +375,7 @@ def _port_in_use(host: str, port: int, flag: str) -> Iterator[None]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run `python -m service.app [MODEL] [options]`.
+    """Run `python -m quire.service.app [MODEL] [options]`.
 
     Returns after a drain.  Else prints one line and exits: 2 when it cannot start, 1 when it cannot continue."""
     prog = "quire gateway"

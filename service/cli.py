@@ -26,19 +26,19 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from engine.common import child_python, log_queue, orphans, readiness, settings
-from engine.common.addresses import host_and_port, local_url
-from engine.common.embedded_redis import EmbeddedRedis, die_with_parent
-from engine.common.errors import OperatorError
-from engine.common.silence import Silence
-from engine.config import EngineConfig
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.link import BusDown
-from service.config import GatewayConfig
-from service.container_init import leave_pid_1
-from service.spares import ForkedProcess, Spares
-from service.terminal.options import ClientEnvironment
-from service.tokenizer import served_name
+from quire.engine.common import child_python, log_queue, orphans, readiness, settings
+from quire.engine.common.addresses import host_and_port, local_url
+from quire.engine.common.embedded_redis import EmbeddedRedis, die_with_parent
+from quire.engine.common.errors import OperatorError
+from quire.engine.common.silence import Silence
+from quire.engine.config import EngineConfig
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.link import BusDown
+from quire.service.common.container_init import leave_pid_1
+from quire.service.common.spares import ForkedProcess, Spares
+from quire.service.config import GatewayConfig
+from quire.service.terminal.options import ClientEnvironment
+from quire.service.text.tokenizer import served_name
 
 USAGE = """usage: quire serve [MODEL] [options]   Redis, an engine and gateways on this machine
        quire gateway [MODEL] [options]  one gateway, around a Redis of your own
@@ -49,16 +49,16 @@ USAGE = """usage: quire serve [MODEL] [options]   Redis, an engine and gateways 
        quire bench URL [options]        a small load, and a table of latencies
 Each says more with --help."""
 
-PROCESSES = {"gateway": "service.app", "engine": "engine"}  # command -> module
+PROCESSES = {"gateway": "quire.service.app", "engine": "engine"}  # command -> module
 # command -> module.  They are clients: the packages that only they need are imported when one is started.
 CLIENTS = {name: f"service.terminal.{name}" for name in ("top", "chat", "bench")}
 # Settings that a gateway and its engine must agree on: given once, passed to both.
 BOTH = {"model", "served_name", "namespace", "vllm_metrics", "log_format", "otlp_endpoint", "trace_sample"}
 # Models that Quire makes by itself: value of MODEL -> arguments of Python that print the directory.
 INCLUDED = {
-    "": ["engine.executor.models.demo", "--or-builtin"],
-    "demo": ["engine.executor.models.demo"],
-    "builtin": ["engine.executor.models.builtin"],
+    "": ["quire.engine.executor.models.sources.demo", "--or-builtin"],
+    "demo": ["quire.engine.executor.models.sources.demo"],
+    "builtin": ["quire.engine.executor.models.sources.builtin"],
 }
 CHAT_TEMPLATE = "chat_template.jinja"  # a file of checkpoints that can chat
 CONFIG_ERROR = 2  # exit status of a child that another start cannot mend: a bad option, no model, no compiler
@@ -260,12 +260,12 @@ def serve(argv: Sequence[str]) -> int:
         pages, engine_page = metrics_pages(gateway, own.gateways, engine_config.metrics_host)
         first = [f"--engine-id={name}", f"--grace-s={ENGINE_GRACE_S}"]  # the engine's own options may change them
         words = [*first, *engine_words, f"--model={model}", f"--metrics-port={pages[0]}"]
-        spare = ["-m", "engine.fork_server", *words] if own.spare else []
-        engine = Child("engine", ["-m", "engine", *words], ENGINE_STOP_S, spare=spare)
+        spare = ["-m", "quire.engine.process.fork_server", *words] if own.spare else []
+        engine = Child("engine", ["-m", "quire.engine", *words], ENGINE_STOP_S, spare=spare)
         gateways = [
             Child(
                 f"gateway {i}",
-                ["-m", "service.app", *gateway_words, *engine_page, f"--model={model}", f"--port={port}", *named],
+                ["-m", "quire.service.app", *gateway_words, *engine_page, f"--model={model}", f"--port={port}", *named],
                 gateway.drain_s + 10,
                 silence_s=own.gateway_timeout_s,
                 start_s=own.gateway_start_s,

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.wire.messages import PRIORITIES
+from quire.engine.wire.messages import PRIORITIES
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Frozen after start.  `engine.common.settings.load` fills it from flags, environment and a file."""
+    """Frozen after start.  `quire.engine.common.settings.load` fills it from flags, environment and a file."""
 
     model: Annotated[
         str, Meta(description="Directory or hub name of the model. A gateway loads its tokenizer and chat template.")
@@ -139,7 +139,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     tenants: Annotated[
         str,
         Meta(
-            description="TOML file of tenants, with weights, key digests and quotas (see service/tenants.py). The "
+            description="TOML file of tenants, with weights, key digests and quotas (see service/api/tenants.py). The "
             "queue is fair between "
             "tenants."
         ),

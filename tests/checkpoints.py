@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from engine.executor.models.builtin import save_checkpoint, train_tokenizer
+from quire.engine.executor.models.sources.builtin import save_checkpoint, train_tokenizer
 
 VOCAB = 640
 MAX_LEN = 1024

@@ -15,10 +15,10 @@ import torch
 from hypothesis import HealthCheck, settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.common.embedded_redis import EmbeddedRedis, server_binaries, server_binary
-from engine.executor.models import demo
-from engine.executor.models.demo import DemoModelUnavailable
-from engine.wire import link
+from quire.engine.common.embedded_redis import EmbeddedRedis, server_binaries, server_binary
+from quire.engine.executor.models.sources import demo
+from quire.engine.executor.models.sources.demo import DemoModelUnavailable
+from quire.engine.wire import link
 from tests import pace
 from tests.checkpoints import make_checkpoint
 from tests.order import longest_first, pytest_xdist_make_scheduler  # noqa: F401  a hook

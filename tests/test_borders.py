@@ -14,44 +14,49 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # room -> the rooms of ours it may import.  A room is a dotted prefix; its longest match counts.
 MAY_SEE: dict[str, set[str]] = {
-    "service": {"service", "engine.common", "engine.tokenizers", "engine.wire"},
+    "service": {"service", "quire.engine.common", "quire.engine.tokenizers", "quire.engine.wire"},
     # The command line checks the options of every program it starts, before it starts any.
-    "service.cli": {"service", "engine.common", "engine.wire", "engine.config"},
+    "quire.service.cli": {"service", "quire.engine.common", "quire.engine.wire", "quire.engine.config"},
     # Clients for a terminal.  They know the names of the gateway's metrics; bench is made of the load test's parts.
-    "service.terminal": {"service.terminal", "service.metrics", "engine.common", "loadtest"},
-    "engine.common": {"engine.common", "engine.wire.messages"},
+    "quire.service.terminal": {
+        "quire.service.terminal",
+        "quire.service.common.metrics",
+        "quire.engine.common",
+        "loadtest",
+    },
+    "quire.engine.common": {"quire.engine.common", "quire.engine.wire.messages"},
     # The tokenizer of a checkpoint, which gateways, engines and the offline API must read alike.
-    "engine.tokenizers": {"engine.tokenizers", "engine.common.errors"},
-    "engine.wire": {"engine.common", "engine.wire"},
-    "engine.config": set(),
-    "engine.core": {"engine.core", "engine.wire.messages"},
-    "engine.executor": {
-        "engine.executor",
-        "engine.common.child_python",
-        "engine.common.deadline",
-        "engine.common.errors",
-        "engine.common.fair_list",
-        "engine.common.host_resources",
-        "engine.config",
-        "engine.core.plan",
-        "engine.tokenizers.ends",
-        "engine.wire.messages",
+    "quire.engine.tokenizers": {"quire.engine.tokenizers", "quire.engine.common.errors"},
+    "quire.engine.wire": {"quire.engine.common", "quire.engine.wire"},
+    "quire.engine.config": set(),
+    "quire.engine.core": {"quire.engine.core", "quire.engine.wire.messages"},
+    "quire.engine.executor": {
+        "quire.engine.executor",
+        "quire.engine.common.child_python",
+        "quire.engine.common.deadline",
+        "quire.engine.common.errors",
+        "quire.engine.common.fair_list",
+        "quire.engine.common.host_resources",
+        "quire.engine.config",
+        "quire.engine.core.plan",
+        "quire.engine.tokenizers.ends",
+        "quire.engine.wire.messages",
     },
     "engine": {"engine"},  # loop, __main__, offline: the rooms that put the others together
     "grafana": {"grafana"},  # it knows metrics by name; that they exist is checked below
     "loadtest": {"loadtest"},  # a client: it knows our programs and their output, nothing inside
     # Times single operators, which no client can: it calls them through the wrappers that the engine itself uses.
     # Sums of ranks need the ranks.
-    "loadtest.kernels": {"loadtest", "engine.executor.ops", "engine.executor.ranks"},
+    "quire.loadtest.kernels": {"loadtest", "quire.engine.executor.ops", "quire.engine.executor.ranks.ranks"},
 }
 # room -> heavy or impure packages it must not import.
 MAY_NOT_USE: dict[str, set[str]] = {
     "service": {"torch", "numpy"},
-    "engine.common": {"torch", "transformers", "aiohttp", "numpy"},
-    "engine.tokenizers": {"torch", "aiohttp", "numpy"},
-    "engine.wire": {"torch", "transformers", "aiohttp", "numpy"},
-    "engine.core": {"torch", "transformers", "redis", "random", "logging", "time", "asyncio", "numpy"},
-    "engine.loop": {"torch", "transformers"},
+    "quire.engine.common": {"torch", "transformers", "aiohttp", "numpy"},
+    "quire.engine.tokenizers": {"torch", "aiohttp", "numpy"},
+    "quire.engine.wire": {"torch", "transformers", "aiohttp", "numpy"},
+    "quire.engine.core": {"torch", "transformers", "redis", "random", "logging", "time", "asyncio", "numpy"},
+    "quire.engine.loop": {"torch", "transformers"},
 }
 
 
@@ -101,7 +106,7 @@ def test_imports_stay_inside_borders(module: str, path: Path) -> None:
 
 def test_only_ops_names_torch_ops() -> None:
     for module, path in modules():
-        if module != "engine.executor.ops":
+        if module != "quire.engine.executor.ops":
             assert "torch.ops" not in path.read_text(encoding="utf-8"), f"{module}: call engine.executor.ops instead"
 
 
@@ -124,8 +129,8 @@ def test_every_metric_of_a_dashboard_exists() -> None:
 
 def test_every_metric_is_used() -> None:
     """By a dashboard, `quire top`, an alert, the load test or a test: one that nothing reads rots."""
-    named: dict[str, str] = {}  # metric -> its constant in service/metrics.py; "": it has none
-    for table in ("service/metrics.py", "engine/metrics.py"):
+    named: dict[str, str] = {}  # metric -> its constant in service/common/metrics.py; "": it has none
+    for table in ("service/common/metrics.py", "engine/observers/metrics.py"):
         for node in ast.walk(ast.parse((ROOT / table).read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and re.fullmatch(r"quire_\w+", str(node.value)):
                 named.setdefault(str(node.value), "")
@@ -146,11 +151,14 @@ def test_every_metric_is_used() -> None:
 
 def test_only_the_tables_name_metrics() -> None:
     for module, path in modules():
-        if module.startswith(("service", "engine")) and module not in {"service.metrics", "engine.metrics"}:
+        if module.startswith(("service", "engine")) and module not in {
+            "quire.service.common.metrics",
+            "quire.engine.observers.metrics",
+        }:
             assert not re.search(r"\b(quire_[a-z]+_[a-z_]+|vllm:\w+)", path.read_text(encoding="utf-8")), module
 
 
-@pytest.mark.parametrize("module", ["engine.wire.messages", "engine.core.plan", "service"])
+@pytest.mark.parametrize("module", ["quire.engine.wire.messages", "quire.engine.core.plan", "service"])
 def test_import_does_not_load_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -13,15 +13,15 @@ import msgspec
 import pytest
 import torch
 
-from engine.canary import MOST_SHARE, QUIET_S, TAIL, TOLERANCE, Canary, difference
-from engine.config import EngineConfig
-from engine.core.plan import StepPlan, StepResult
-from engine.executor.base import Executor, ModelInfo, ScriptedExecutor, StepError
-from engine.executor.local import LocalExecutor, load
-from engine.loop import Engine
-from engine.metrics import Telemetry
-from engine.orders import LocalBox, Order
-from engine.wire.messages import FOREVER_MS, Generate, Sampling
+from quire.engine.config import EngineConfig
+from quire.engine.core.plan import StepPlan, StepResult
+from quire.engine.executor.base import Executor, ModelInfo, ScriptedExecutor, StepError
+from quire.engine.executor.local import LocalExecutor, load
+from quire.engine.loop import Engine
+from quire.engine.observers.canary import MOST_SHARE, QUIET_S, TAIL, TOLERANCE, Canary, difference
+from quire.engine.observers.metrics import Telemetry
+from quire.engine.orders import LocalBox, Order
+from quire.engine.wire.messages import FOREVER_MS, Generate, Sampling
 
 CONFIG = EngineConfig(
     kv_blocks=12, max_seqs=4, step_tokens=64, max_model_len=128, threads=1, check_books=True, canary_every_s=60.0

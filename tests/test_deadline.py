@@ -9,7 +9,7 @@ from tests.pace import patience
 
 BEGIN = """
 import ctypes, time
-from engine.common.deadline import ends_process
+from quire.engine.common.deadline import ends_process
 
 def hold(seconds):  # and with it every other thread of Python
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
@@ -43,7 +43,7 @@ def test_an_engine_whose_executor_never_lets_go_of_its_device_ends() -> None:
     """One that failed: its requests have moved on, and a supervisor starts another when the process ends."""
     found = run(
         "from types import SimpleNamespace\n"
-        "import engine.__main__ as main\n"
+        "import quire.engine.__main__ as main\n"
         "main.CLOSE_S = 0.2\n"
         "bus = SimpleNamespace(stop=lambda died: print('stopped', died, flush=True))\n"
         "stuck = SimpleNamespace(close=lambda: hold(900))\n"

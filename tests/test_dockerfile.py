@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.executor import ops
-from engine.executor.models import demo
+from quire.engine.config import EngineConfig
+from quire.engine.executor import ops
+from quire.engine.executor.models.sources import demo
 from tests.system import images
 
 ROOT = Path(__file__).resolve().parent.parent

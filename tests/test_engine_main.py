@@ -1,4 +1,4 @@
-"""How `python -m engine` ends when it cannot start: one line, exit status 2, no traceback."""
+"""How `python -m quire.engine` ends when it cannot start: one line, exit status 2, no traceback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def start(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "engine", "--redis-url=redis://127.0.0.1:1/0", *words]
+    command = [sys.executable, "-m", "quire.engine", "--redis-url=redis://127.0.0.1:1/0", *words]
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | environ
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=patience(250), check=False)
 

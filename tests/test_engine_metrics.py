@@ -16,16 +16,16 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.common.tracing import Tracing
-from engine.config import EngineConfig
-from engine.core.limits import Totals
-from engine.core.plan import StepPlan, StepResult
-from engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
-from engine.loop import Engine
-from engine.metrics import VLLM_TABLE, Telemetry
-from engine.orders import LocalBox, Order, Resume
-from engine.turn_record import PHASES, TurnRecord
-from engine.wire.messages import EngineLoad, Generate, Sampling
+from quire.engine.common.tracing import Tracing
+from quire.engine.config import EngineConfig
+from quire.engine.core.limits import Totals
+from quire.engine.core.plan import StepPlan, StepResult
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
+from quire.engine.loop import Engine
+from quire.engine.observers.metrics import VLLM_TABLE, Telemetry
+from quire.engine.observers.turn_record import PHASES, TurnRecord
+from quire.engine.orders import LocalBox, Order, Resume
+from quire.engine.wire.messages import EngineLoad, Generate, Sampling
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
 CONFIG = EngineConfig(max_seqs=8, step_tokens=64, chunk_tokens=16, check_books=True, engine_id="e0", admission="none")

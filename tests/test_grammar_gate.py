@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig
-from engine.core.limits import Outputs
-from engine.executor.base import ScriptedExecutor
-from engine.executor.grammar_store import PER_BYTE, GrammarError, GrammarStore
-from engine.executor.grammars import FAULTY, Grammars
-from engine.grammar_gate import POLL_S, GrammarGate
-from engine.llm import LLM
-from engine.loop import Engine
-from engine.orders import Order, Refused, Report, Resume, request_of
-from engine.wire.messages import CONSTRAINT, FOREVER_MS, Abort, Delta, Finish, Generate, Sampling
+from quire.engine.config import EngineConfig
+from quire.engine.core.limits import Outputs
+from quire.engine.executor.base import ScriptedExecutor
+from quire.engine.executor.grammar_store import PER_BYTE, GrammarError, GrammarStore
+from quire.engine.executor.grammars import FAULTY, Grammars
+from quire.engine.grammar_gate import POLL_S, GrammarGate
+from quire.engine.llm import LLM
+from quire.engine.loop import Engine
+from quire.engine.orders import Order, Refused, Report, Resume, request_of
+from quire.engine.wire.messages import CONSTRAINT, FOREVER_MS, Abort, Delta, Finish, Generate, Sampling
 from tests.executor.test_grammar_store import Compiler, Matcher, store_of, work
 from tests.pace import patience
 

@@ -15,21 +15,21 @@ from typing import Any, Final, cast
 import msgspec
 import pytest
 
-from engine import recorder
-from engine.bus_thread import BusThread
-from engine.config import EngineConfig
-from engine.core.limits import Event, Outputs
-from engine.core.plan import StepPlan, StepResult
-from engine.executor.base import ModelInfo, ScriptedExecutor, StepError
-from engine.hot_prefixes import LONGEST, WRITE_S, PrefixCounts, warm
-from engine.loop import Engine
-from engine.metrics import Telemetry
-from engine.metrics_page import Page
-from engine.orders import LocalBox, Report
-from engine.tools import replay
-from engine.wire.hot_prefix_store import MOST, MOST_BYTES
-from engine.wire.link import BusDown
-from engine.wire.messages import Generate, HotPrefix, Sampling
+from quire.engine.bus_thread import BusThread
+from quire.engine.config import EngineConfig
+from quire.engine.core.limits import Event, Outputs
+from quire.engine.core.plan import StepPlan, StepResult
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor, StepError
+from quire.engine.loop import Engine
+from quire.engine.observers import recorder
+from quire.engine.observers.metrics import Telemetry
+from quire.engine.observers.metrics_page import Page
+from quire.engine.orders import LocalBox, Report
+from quire.engine.process.hot_prefixes import LONGEST, WRITE_S, PrefixCounts, warm
+from quire.engine.tools import replay
+from quire.engine.wire.hot_prefix_store import MOST, MOST_BYTES
+from quire.engine.wire.link import BusDown
+from quire.engine.wire.messages import Generate, HotPrefix, Sampling
 from tests.system.stack import free_port
 
 INFO = ModelInfo("scripted", "f00d", 1000, 512, [0], 64)

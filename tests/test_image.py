@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.executor import ops
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.executor import ops
 from tests.pace import patience
 from tests.service.fakes import byte_level
 from tests.system.processes import Process, ending, wait_until_ready
@@ -47,7 +47,7 @@ def test_the_wheel_holds_every_file_of_ours_and_its_kernels_build(tmp_path: Path
     assert all((site / path).read_bytes() == (ROOT / path).read_bytes() for path in ours)
     # Loaded from the wheel, the builder finds the wheel's own sources; what it compiles them to is the same as here.
     code = (
-        "import sys; from pathlib import Path; from engine.executor import kernels_build, ops; import torch\n"
+        "import sys; from pathlib import Path; from quire.engine.executor import kernels_build, ops; import torch\n"
         "assert ops.CSRC == Path(sys.argv[1]) / 'csrc', ops.CSRC\n"
         "script = kernels_build.build_script(ops.Target()); assert f'{ops.CSRC}/cpu/attention.cpp' in script\n"
         "ops.load(library=Path(sys.argv[2])); print(ops.rms_norm(torch.ones(1, 8), torch.ones(8), 0.0).sum().item())"

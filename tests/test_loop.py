@@ -10,20 +10,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.bus_thread import BusThread
-from engine.config import EngineConfig
-from engine.core.blocks import DoubleFree
-from engine.core.limits import Outputs
-from engine.core.plan import StepResult
-from engine.executor.base import ModelInfo, ScriptedExecutor, StepError, scripted_token
-from engine.llm import LLM
-from engine.load_report import Rate
-from engine.loop import ConfigError, Engine, build_scheduler
-from engine.orders import LocalBox, Report, ResetPrefixCache, Resume, merged
-from engine.turn_record import TurnRecord
-from engine.wire.clock import RedisClock
-from engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenLogprob
-from engine.wire.records import ExchangeReply
+from quire.engine.bus_thread import BusThread
+from quire.engine.config import EngineConfig
+from quire.engine.core.blocks import DoubleFree
+from quire.engine.core.limits import Outputs
+from quire.engine.core.plan import StepResult
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor, StepError, scripted_token
+from quire.engine.llm import LLM
+from quire.engine.loop import ConfigError, Engine, build_scheduler
+from quire.engine.observers.load_report import Rate
+from quire.engine.observers.turn_record import TurnRecord
+from quire.engine.orders import LocalBox, Report, ResetPrefixCache, Resume, merged
+from quire.engine.wire.clock import RedisClock
+from quire.engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenLogprob
+from quire.engine.wire.records import ExchangeReply
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
 CONFIG = EngineConfig(max_seqs=8, step_tokens=64, check_books=True)

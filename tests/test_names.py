@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from engine import __main__ as engine_main
-from engine.common import logs, settings
-from engine.config import EngineConfig
-from engine.executor.errors import ModelLoadError
-from engine.wire.link import BusDown
-from service import app, cli
-from service.config import GatewayConfig
+from quire.engine import __main__ as engine_main
+from quire.engine.common import logs, settings
+from quire.engine.config import EngineConfig
+from quire.engine.executor.errors import ModelLoadError
+from quire.engine.wire.link import BusDown
+from quire.service import app, cli
+from quire.service.config import GatewayConfig
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.common import settings
-from service.cli import CLIENTS
+from quire.engine.common import settings
+from quire.service.cli import CLIENTS
 
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("options", ROOT / ".ci" / "options.py")

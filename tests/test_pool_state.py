@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from engine import pool_state
-from engine.config import EngineConfig
-from engine.core.blocks import BlockPool
-from engine.core.scheduler import Scheduler
-from engine.core.sequence import Sequence
-from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.loop import Engine
-from engine.orders import LocalBox
-from engine.pool_state import PoolObserver, PoolPublisher, PoolSnapshot, TableReader, copy_counts
-from engine.wire.link import BusDown
-from engine.wire.messages import Generate, PoolState, Sampling, SequenceBlocks
+from quire.engine.config import EngineConfig
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.sequence import Sequence
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.loop import Engine
+from quire.engine.observers import pool_state
+from quire.engine.observers.pool_state import PoolObserver, PoolPublisher, PoolSnapshot, TableReader, copy_counts
+from quire.engine.orders import LocalBox
+from quire.engine.wire.link import BusDown
+from quire.engine.wire.messages import Generate, PoolState, Sampling, SequenceBlocks
 from tests.core.machine import SchedulerMachine
 from tests.core.rig import Rig
 from tests.service.fakes import settled

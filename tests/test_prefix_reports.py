@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.bus_thread import BusThread
-from engine.config import EngineConfig
-from engine.core.blocks import BlockPool, chain_digest, root_digest
-from engine.core.limits import Outputs
-from engine.core.scheduler import Scheduler
-from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.orders import Report, StepCosts
-from engine.prefix_reports import HeldPrefixes, PromptBacklog
-from engine.tools.simulate import FAR, engine_limits
-from engine.wire import prefixes
-from engine.wire.clock import RedisClock
-from engine.wire.layout import DIGEST_BYTES
-from engine.wire.messages import Delta, EngineLoad, Generate, Sampling
-from engine.wire.prefixes import LENGTHS, PrefixReport, PublishedPrefixes, prefix_digests, split
-from engine.wire.records import Claim, ExchangeReply
+from quire.engine.bus_thread import BusThread
+from quire.engine.config import EngineConfig
+from quire.engine.core.blocks import BlockPool, chain_digest, root_digest
+from quire.engine.core.limits import Outputs
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.observers.prefix_reports import HeldPrefixes, PromptBacklog
+from quire.engine.orders import Report, StepCosts
+from quire.engine.tools.simulate import FAR, engine_limits
+from quire.engine.wire import prefixes
+from quire.engine.wire.clock import RedisClock
+from quire.engine.wire.layout import DIGEST_BYTES
+from quire.engine.wire.messages import Delta, EngineLoad, Generate, Sampling
+from quire.engine.wire.prefixes import LENGTHS, PrefixReport, PublishedPrefixes, prefix_digests, split
+from quire.engine.wire.records import Claim, ExchangeReply
 
 
 class Rig:
@@ -103,7 +103,7 @@ def test_evicted_and_reset_prefixes_are_taken_back() -> None:
 
 
 def test_the_number_of_digests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.prefix_reports.MOST_HELD", 20)
+    monkeypatch.setattr("quire.engine.observers.prefix_reports.MOST_HELD", 20)
     rig = Rig(1024)
     for seed in range(4):
         rig.claim(f"r{seed}", tokens(seed, 1000))
@@ -123,7 +123,7 @@ def test_the_number_of_digests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 def test_beyond_the_bound_the_longest_prefixes_leave_first(work: list[tuple[int, int, int, int]]) -> None:
     """An engine that looks for what another one holds asks for the shortest prefix first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.prefix_reports.MOST_HELD", 20)
+        patch.setattr("quire.engine.observers.prefix_reports.MOST_HELD", 20)
         rig, prompts = Rig(1024), list[list[int]]()
         for number, (trunk, branch, common, length) in enumerate(work):
             prompts.append((tokens(trunk, common) + tokens(100 + branch, 1000))[:length])
@@ -224,7 +224,7 @@ class ExchangingRig(Rig):
 
 def test_claims_beyond_the_bound_leave_in_redis_what_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """HeldPrefixes reports a digest once, so an engine that forgot it would publish it no more."""
-    monkeypatch.setattr("engine.wire.prefixes.MOST_PUBLISHED", 40)
+    monkeypatch.setattr("quire.engine.wire.prefixes.MOST_PUBLISHED", 40)
     rig, digests = ExchangingRig(1024), [set(split(prefix_digests(tokens(seed, 1000), ""))) for seed in range(4)]
     rig.claim("r0", tokens(0, 1000))
     rig.finish()

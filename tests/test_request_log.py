@@ -10,16 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.config import EngineConfig
-from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.log_file import LogFile
-from engine.loop import Engine
-from engine.orders import LocalBox, Order, Resume
-from engine.request_log import RequestLog
-from engine.tools import simulate
-from engine.tools.trace import read_trace
-from engine.wire.clock import steady_ms
-from engine.wire.messages import Abort, Generate, Sampling
+from quire.engine.config import EngineConfig
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.loop import Engine
+from quire.engine.observers.log_file import LogFile
+from quire.engine.observers.request_log import RequestLog
+from quire.engine.orders import LocalBox, Order, Resume
+from quire.engine.tools import simulate
+from quire.engine.tools.trace import read_trace
+from quire.engine.wire.clock import steady_ms
+from quire.engine.wire.messages import Abort, Generate, Sampling
 from tests.pace import patience, wait_until
 
 INFO = ModelInfo("scripted", "f00d", 1000, 512, [0], 64)
@@ -93,7 +93,7 @@ def test_it_stays_in_its_bounds_and_keeps_the_file_before(tmp_path: Path) -> Non
 
 
 def test_a_slow_disk_drops_lines_and_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.log_file.QUEUE", 3)
+    monkeypatch.setattr("quire.engine.observers.log_file.QUEUE", 3)
     file, disk = LogFile(tmp_path / "log", 1 << 20), threading.Event()
 
     def slow() -> bytes:
@@ -110,7 +110,7 @@ def test_a_slow_disk_drops_lines_and_delays_nothing(tmp_path: Path, monkeypatch:
 
 def test_records_that_wait_for_the_disk_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record of any size is written when it waits alone."""
-    monkeypatch.setattr("engine.log_file.QUEUE_BYTES", 1000)
+    monkeypatch.setattr("quire.engine.observers.log_file.QUEUE_BYTES", 1000)
     file, busy, disk = LogFile(tmp_path / "log", 1 << 20), threading.Event(), threading.Event()
 
     def slow() -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine import standby
+from quire.engine.process import standby
 
 
 @pytest.fixture

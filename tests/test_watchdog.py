@@ -8,16 +8,16 @@ import subprocess
 import sys
 import time
 
-from engine.bus_thread import BusThread
-from engine.config import EngineConfig
-from engine.core.limits import Outputs
-from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.loop import Engine
-from engine.orders import LocalBox, Report
-from engine.watchdog import Watchdog
-from engine.wire.clock import RedisClock
-from engine.wire.messages import EngineLoad, Generate, Sampling
-from engine.wire.records import ExchangeReply
+from quire.engine.bus_thread import BusThread
+from quire.engine.config import EngineConfig
+from quire.engine.core.limits import Outputs
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.loop import Engine
+from quire.engine.orders import LocalBox, Report
+from quire.engine.process.watchdog import Watchdog
+from quire.engine.wire.clock import RedisClock
+from quire.engine.wire.messages import EngineLoad, Generate, Sampling
+from quire.engine.wire.records import ExchangeReply
 from tests.pace import paced, patience, wait_until
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
@@ -63,7 +63,7 @@ def test_the_loop_says_since_when_a_step_computes() -> None:
 
 STOPPED = """
 import os, signal, sys, time
-from engine.watchdog import Watchdog
+from quire.engine.process.watchdog import Watchdog
 since = time.monotonic()
 watchdog = Watchdog(float(sys.argv[2]), lambda: since, lambda seconds: os._exit(3))
 watchdog.start()

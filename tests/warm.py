@@ -34,13 +34,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = str(Path(__file__).resolve().parents[1])
-MODULES = {"engine", "engine.fork_server", "engine.rank", "service.app", "service.cli"}
+MODULES = {
+    "engine",
+    "quire.engine.process.fork_server",
+    "quire.engine.process.rank",
+    "quire.service.app",
+    "quire.service.cli",
+}
 IMPORTS = (
-    "engine.executor.parallel",
-    "engine.executor.preload",
-    "engine.executor.rank_process",
-    "service.app",
-    "service.cli",
+    "quire.engine.executor.ranks.parallel",
+    "quire.engine.executor.preload",
+    "quire.engine.executor.ranks.rank_process",
+    "quire.service.app",
+    "quire.service.cli",
 )
 # Variables that only what a process does after its imports reads.  Any other that differs has a process start cold.
 READ_LATE = (
@@ -194,7 +200,7 @@ def main(line: int) -> None:
 
 def import_all() -> None:
     """Import what engines, ranks and gateways import, as they do."""
-    from engine.standby import without_optional_packages
+    from quire.engine.process.standby import without_optional_packages
 
     with without_optional_packages():
         for name in IMPORTS:
@@ -258,7 +264,9 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
         sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8", write_through=True)
     words = [word for word in words[1:] if word != "-P"]
     own = {"serve", "--tensor-parallel"} & set(re.split("[= ]", " ".join(words)))
-    if words[0] == "-c" or (own and "engine.fork_server" not in words):  # whose forks could not share a template
+    if words[0] == "-c" or (
+        own and "quire.engine.process.fork_server" not in words
+    ):  # whose forks could not share a template
         start_template_of_its_own()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run_main(words)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from functools import cache
 
-from engine.common.log_queue import descriptor_for_crashes
+from quire.engine.common.log_queue import descriptor_for_crashes
 
 _lock = threading.Lock()
 _ends: list[float] = []  # of the blocks that run now; faulthandler has one timer for all

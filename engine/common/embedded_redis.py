@@ -25,8 +25,8 @@ from typing import IO, Self
 
 import redis
 
-from engine.common.errors import OperatorError
-from engine.common.private_files import DirectoryRefused, LockedDirectory, open_private
+from quire.engine.common.errors import OperatorError
+from quire.engine.common.private_files import DirectoryRefused, LockedDirectory, open_private
 
 START_S = 15.0  # longest start until PING is answered; generous, because it includes loading the append-only file
 STOP_S = 5.0  # from SIGTERM to SIGKILL

@@ -1,6 +1,6 @@
 """Histograms cheap enough for a hot path, vLLM's bucket bounds, and build info, for the metrics of both processes.
 
-Names no metric: `service/metrics.py` and `engine/metrics.py` do.
+Names no metric: `service/common/metrics.py` and `engine/observers/metrics.py` do.
 """
 
 from __future__ import annotations

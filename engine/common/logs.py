@@ -15,7 +15,7 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-from engine.common import log_queue
+from quire.engine.common import log_queue
 
 Format = Literal["text", "json"]
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from engine.common import log_queue, readiness
+from quire.engine.common import log_queue, readiness
 
 POLL_S = 0.5
 

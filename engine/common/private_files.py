@@ -15,7 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from engine.common.errors import OperatorError
+from quire.engine.common.errors import OperatorError
 
 DIRECTORY, FILE = 0o700, 0o600
 LOCK = "quire.lock"  # in a locked directory: names the holder

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from engine.common.errors import OperatorError
+from quire.engine.common.errors import OperatorError
 
 C = TypeVar("C", bound=msgspec.Struct)
 

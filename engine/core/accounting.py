@@ -8,14 +8,14 @@ write into one block, which would mix the answers of two clients.
 
 from __future__ import annotations
 
-from engine.core.batch import Batch
-from engine.core.blocks import AccountingError, BlockPool
-from engine.core.open_requests import OpenRequests
-from engine.core.policy.allocation import AllocationPolicy
-from engine.core.report import SchedulerReport
-from engine.core.sequence import Sequence, State
-from engine.core.swapping import Swapping
-from engine.core.waiting_queue import WaitingQueue
+from quire.engine.core.batch import Batch
+from quire.engine.core.blocks import AccountingError, BlockPool
+from quire.engine.core.open_requests import OpenRequests
+from quire.engine.core.policy.allocation import AllocationPolicy
+from quire.engine.core.report import SchedulerReport
+from quire.engine.core.sequence import Sequence, State
+from quire.engine.core.swapping import Swapping
+from quire.engine.core.waiting_queue import WaitingQueue
 
 
 class Auditor:

@@ -15,9 +15,9 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from engine.core.blocks import AccountingError
-from engine.core.sequence import Sequence, State
-from engine.core.slots import Slots
+from quire.engine.core.blocks import AccountingError
+from quire.engine.core.sequence import Sequence, State
+from quire.engine.core.slots import Slots
 
 
 class IssuedPlan(NamedTuple):

@@ -29,12 +29,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import takewhile
 
-from engine.core.batch import Batch
-from engine.core.beams import BeamSearch, Child, Row
-from engine.core.blocks import BlockPool
-from engine.core.limits import Limits
-from engine.core.sequence import Sequence, State
-from engine.wire.messages import LENGTH_PENALTIES, Generate, Sampling
+from quire.engine.core.batch import Batch
+from quire.engine.core.beams import BeamSearch, Child, Row
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.limits import Limits
+from quire.engine.core.sequence import Sequence, State
+from quire.engine.wire.messages import LENGTH_PENALTIES, Generate, Sampling
 
 SHARING_EVERY = 8  # tokens of output between two counts of a group's blocks, which take a microsecond for 30 entries
 

@@ -28,7 +28,7 @@ from heapq import merge
 from itertools import islice
 from typing import NamedTuple
 
-from engine.wire.messages import Beams
+from quire.engine.wire.messages import Beams
 
 NEVER = -1e9  # the score of what cannot be chosen
 Row = tuple[Sequence[int], Sequence[float]]  # token ids and log-probabilities in float32, likeliest first

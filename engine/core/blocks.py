@@ -30,7 +30,7 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 from itertools import chain
 
-from engine.core.policy.eviction import FairEviction
+from quire.engine.core.policy.eviction import FairEviction
 
 
 class OutOfBlocks(Exception):

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Set
 
-from engine.core.sequence import Sequence, State
+from quire.engine.core.sequence import Sequence, State
 
 FAILED_TWICE = "the engine failed on this request twice at the same position"  # for clients
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from engine.core.swapping import Preempt
-from engine.wire.messages import Delta, FinishReason, Generate
+from quire.engine.core.swapping import Preempt
+from quire.engine.wire.messages import Delta, FinishReason, Generate
 
 Admission = Literal["forecast", "threshold", "watermark", "reserve", "none"]
 Allocation = Literal["paged", "static"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.core.sequence import Sequence
+from quire.engine.core.sequence import Sequence
 
 
 def used_positions(live: Iterable[Sequence], step: int, block_size: int) -> tuple[int, int]:

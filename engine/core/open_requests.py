@@ -6,9 +6,9 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 
-from engine.core.limits import Limits
-from engine.core.sequence import Sequence, State
-from engine.wire.messages import Generate, Sampling
+from quire.engine.core.limits import Limits
+from quire.engine.core.sequence import Sequence, State
+from quire.engine.wire.messages import Generate, Sampling
 
 Outputs = list[list[int] | None]  # of each continuation, what an earlier engine has emitted; None: it has finished
 

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.wire.messages import Sampling, TokenLogprob
+from quire.engine.wire.messages import Sampling, TokenLogprob
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):

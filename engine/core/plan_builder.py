@@ -13,23 +13,23 @@ finish            the StepPlan
 
 from __future__ import annotations
 
-from engine.core.batch import Batch, IssuedPlan
-from engine.core.beam_groups import BeamGroups
-from engine.core.blocks import BlockPool
-from engine.core.forced import FEWEST, ForcedTokens
-from engine.core.isolation import Isolation
-from engine.core.limits import Limits
-from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan
-from engine.core.plan_edits import PlanEdits
-from engine.core.policy.admission import AdmissionPolicy
-from engine.core.policy.allocation import AllocationPolicy
-from engine.core.policy.fairness import PREEMPTIBLE, Fairness
-from engine.core.policy.jumps import JumpCosts
-from engine.core.preemption import Preemption
-from engine.core.report import SchedulerReport
-from engine.core.sequence import Sequence, State
-from engine.core.swapping import Swapping
-from engine.core.waiting_queue import WaitingQueue
+from quire.engine.core.batch import Batch, IssuedPlan
+from quire.engine.core.beam_groups import BeamGroups
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.forced import FEWEST, ForcedTokens
+from quire.engine.core.isolation import Isolation
+from quire.engine.core.limits import Limits
+from quire.engine.core.plan import Fork, Sampler, Slice, Start, StepPlan
+from quire.engine.core.plan_edits import PlanEdits
+from quire.engine.core.policy.admission import AdmissionPolicy
+from quire.engine.core.policy.allocation import AllocationPolicy
+from quire.engine.core.policy.fairness import PREEMPTIBLE, Fairness
+from quire.engine.core.policy.jumps import JumpCosts
+from quire.engine.core.preemption import Preemption
+from quire.engine.core.report import SchedulerReport
+from quire.engine.core.sequence import Sequence, State
+from quire.engine.core.swapping import Swapping
+from quire.engine.core.waiting_queue import WaitingQueue
 
 
 class PlanBuilder:

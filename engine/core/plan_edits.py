@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine.core.blocks import BlockPool
-from engine.core.plan import Fork, Slice, Start
-from engine.core.sequence import Sequence
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.plan import Fork, Slice, Start
+from quire.engine.core.sequence import Sequence
 
 
 class PlanEdits:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from engine.core.batch import Batch
-from engine.core.beam_groups import BeamGroups
-from engine.core.blocks import BlockPool
-from engine.core.plan_edits import PlanEdits
-from engine.core.policy.fairness import PREEMPTIBLE, Fairness
-from engine.core.report import SchedulerReport
-from engine.core.sequence import Sequence, State
-from engine.core.swapping import Swapping
-from engine.core.waiting_queue import WaitingQueue
+from quire.engine.core.batch import Batch
+from quire.engine.core.beam_groups import BeamGroups
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.plan_edits import PlanEdits
+from quire.engine.core.policy.fairness import PREEMPTIBLE, Fairness
+from quire.engine.core.report import SchedulerReport
+from quire.engine.core.sequence import Sequence, State
+from quire.engine.core.swapping import Swapping
+from quire.engine.core.waiting_queue import WaitingQueue
 
 
 class Preemption:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from engine.core.batch import Batch
-from engine.core.limits import Event, Milestone, Outputs, Totals
-from engine.core.sequence import Sequence
-from engine.wire.messages import Delta, Finish, FinishReason, TokenLogprob
+from quire.engine.core.batch import Batch
+from quire.engine.core.limits import Event, Milestone, Outputs, Totals
+from quire.engine.core.sequence import Sequence
+from quire.engine.wire.messages import Delta, Finish, FinishReason, TokenLogprob
 
 
 class SchedulerReport:

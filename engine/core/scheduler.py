@@ -22,31 +22,31 @@ from collections.abc import Iterator
 
 import msgspec
 
-from engine.core.accounting import Auditor
-from engine.core.batch import Batch, IssuedPlan
-from engine.core.beam_groups import BeamGroup, BeamGroups
-from engine.core.blocks import BlockPool, HostPool
-from engine.core.forced import ForcedTokens
-from engine.core.isolation import FAILED_TWICE, Isolation
-from engine.core.limits import Limits, Outputs
-from engine.core.occupancy import shared_fraction, used_positions, wasted_positions
-from engine.core.open_requests import OpenRequests, refusal
-from engine.core.plan import StepPlan, StepResult
-from engine.core.plan_builder import PlanBuilder
-from engine.core.plan_edits import PlanEdits
-from engine.core.policy.admission import admission_policy
-from engine.core.policy.allocation import allocation_policy
-from engine.core.policy.claims import Claims
-from engine.core.policy.fairness import Fairness
-from engine.core.policy.jumps import JumpCosts
-from engine.core.policy.prompt_budget import prompt_budget
-from engine.core.policy.step_cost import StepCostModel
-from engine.core.preemption import Preemption
-from engine.core.report import SchedulerReport, full_delta
-from engine.core.sequence import Sequence, State
-from engine.core.swapping import Swapping
-from engine.core.waiting_queue import WaitingQueue
-from engine.wire.messages import CONSTRAINT, Delta, Finish, FinishReason, Generate, TokenLogprob
+from quire.engine.core.accounting import Auditor
+from quire.engine.core.batch import Batch, IssuedPlan
+from quire.engine.core.beam_groups import BeamGroup, BeamGroups
+from quire.engine.core.blocks import BlockPool, HostPool
+from quire.engine.core.forced import ForcedTokens
+from quire.engine.core.isolation import FAILED_TWICE, Isolation
+from quire.engine.core.limits import Limits, Outputs
+from quire.engine.core.occupancy import shared_fraction, used_positions, wasted_positions
+from quire.engine.core.open_requests import OpenRequests, refusal
+from quire.engine.core.plan import StepPlan, StepResult
+from quire.engine.core.plan_builder import PlanBuilder
+from quire.engine.core.plan_edits import PlanEdits
+from quire.engine.core.policy.admission import admission_policy
+from quire.engine.core.policy.allocation import allocation_policy
+from quire.engine.core.policy.claims import Claims
+from quire.engine.core.policy.fairness import Fairness
+from quire.engine.core.policy.jumps import JumpCosts
+from quire.engine.core.policy.prompt_budget import prompt_budget
+from quire.engine.core.policy.step_cost import StepCostModel
+from quire.engine.core.preemption import Preemption
+from quire.engine.core.report import SchedulerReport, full_delta
+from quire.engine.core.sequence import Sequence, State
+from quire.engine.core.swapping import Swapping
+from quire.engine.core.waiting_queue import WaitingQueue
+from quire.engine.wire.messages import CONSTRAINT, Delta, Finish, FinishReason, Generate, TokenLogprob
 
 
 class Scheduler:

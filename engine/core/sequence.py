@@ -20,8 +20,8 @@ import enum
 
 import msgspec
 
-from engine.core.blocks import chain_digest, root_digest
-from engine.wire.messages import Generate, TokenLogprob
+from quire.engine.core.blocks import chain_digest, root_digest
+from quire.engine.wire.messages import Generate, TokenLogprob
 
 
 class State(enum.Enum):

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from engine.core.blocks import AccountingError
-from engine.core.sequence import Sequence
+from quire.engine.core.blocks import AccountingError
+from quire.engine.core.sequence import Sequence
 
 
 class Slots:

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from engine.core.blocks import AccountingError, BlockPool, HostPool
-from engine.core.policy.step_cost import StepCostModel
-from engine.core.sequence import Sequence
+from quire.engine.core.blocks import AccountingError, BlockPool, HostPool
+from quire.engine.core.policy.step_cost import StepCostModel
+from quire.engine.core.sequence import Sequence
 
 Preempt = Literal["recompute", "swap", "auto"]
 

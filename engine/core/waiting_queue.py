@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from engine.core.blocks import AccountingError
-from engine.core.sequence import Sequence, State
+from quire.engine.core.blocks import AccountingError
+from quire.engine.core.sequence import Sequence, State
 
 
 class WaitingQueue:

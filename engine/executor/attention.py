@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from engine.executor import ops
-from engine.executor.batch import StepTensors
-from engine.executor.kv_cache import LayerCache
+from quire.engine.executor import ops
+from quire.engine.executor.batch import StepTensors
+from quire.engine.executor.kv_cache import LayerCache
 
 NAME = "kv_blocks"
 

@@ -23,8 +23,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.plan import Sampler
-from engine.executor.followers import Follower, following
+from quire.engine.core.plan import Sampler
+from quire.engine.executor.followers import Follower, following
 
 KEPT = 64  # tries of the last requests: the continuations of one request share theirs
 EVERY = np.int32(-1)  # a word of a mask that allows all of its 32 tokens

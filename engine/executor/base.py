@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.config import EngineConfig
-from engine.core.plan import Sampler, StepPlan, StepResult
-from engine.executor.constraints import IMPOSSIBLE, Constraints
-from engine.executor.followers import Follower, advance, forced_tokens
-from engine.executor.grammar_store import GrammarStore, HeldGrammars
-from engine.executor.grammars import Grammars
+from quire.engine.config import EngineConfig
+from quire.engine.core.plan import Sampler, StepPlan, StepResult
+from quire.engine.executor.constraints import IMPOSSIBLE, Constraints
+from quire.engine.executor.followers import Follower, advance, forced_tokens
+from quire.engine.executor.grammar_store import GrammarStore, HeldGrammars
+from quire.engine.executor.grammars import Grammars
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

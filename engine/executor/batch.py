@@ -30,10 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.plan import StepPlan
-from engine.executor import ops
-from engine.executor.kv_cache import Caches
-from engine.executor.staging import Array, Staging
+from quire.engine.core.plan import StepPlan
+from quire.engine.executor import ops
+from quire.engine.executor.kv_cache import Caches
+from quire.engine.executor.staging import Array, Staging
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.plan import Sampler
-from engine.executor.banned import BannedSequences
-from engine.executor.followers import Follower
-from engine.executor.grammars import Grammars
-from engine.wire.messages import Sampling
+from quire.engine.core.plan import Sampler
+from quire.engine.executor.banned import BannedSequences
+from quire.engine.executor.followers import Follower
+from quire.engine.executor.grammars import Grammars
+from quire.engine.wire.messages import Sampling
 
 # Why a slot has no token; for clients.
 IMPOSSIBLE = (

@@ -8,7 +8,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from engine.common.errors import OperatorError
+from quire.engine.common.errors import OperatorError
 
 
 class CacheRefused(OperatorError):

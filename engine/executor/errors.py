@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.common.errors import OperatorError
+from quire.engine.common.errors import OperatorError
 
 
 class ModelLoadError(OperatorError):

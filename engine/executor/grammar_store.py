@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from engine.common import host_resources
-from engine.common.fair_list import FairList
+from quire.engine.common import host_resources
+from quire.engine.common.fair_list import FairList
 
 log = logging.getLogger(__name__)
 

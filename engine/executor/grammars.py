@@ -37,11 +37,11 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from engine.common import host_resources
-from engine.core.plan import Sampler
-from engine.executor.followers import Follower, following
-from engine.executor.grammar_store import GrammarError, GrammarStore
-from engine.wire.messages import Sampling
+from quire.engine.common import host_resources
+from quire.engine.core.plan import Sampler
+from quire.engine.executor.followers import Follower, following
+from quire.engine.executor.grammar_store import GrammarError, GrammarStore
+from quire.engine.wire.messages import Sampling
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from engine.executor.batch import Shape
-from engine.executor.progress import Progress
+from quire.engine.executor.batch import Shape
+from quire.engine.executor.progress import Progress
 
 log = logging.getLogger(__name__)
 Key = TypeVar("Key")

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from engine.config import EngineConfig
-from engine.executor.errors import NotEnoughMemory
+from quire.engine.config import EngineConfig
+from quire.engine.executor.errors import NotEnoughMemory
 
 log = logging.getLogger(__name__)
 

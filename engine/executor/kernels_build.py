@@ -25,9 +25,9 @@ from pathlib import Path
 import ninja
 import torch
 
-from engine.common import host_resources
-from engine.executor.disk_cache import cache_directory
-from engine.executor.errors import ModelLoadError
+from quire.engine.common import host_resources
+from quire.engine.executor.disk_cache import cache_directory
+from quire.engine.executor.errors import ModelLoadError
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 LIBRARY = "libquire.so"
@@ -288,8 +288,8 @@ def _report(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`python -m engine.executor.ops`: compile now, and print the path of the library."""
-    parser = argparse.ArgumentParser(prog="python -m engine.executor.ops", description="Compile the kernels now.")
+    """`python -m quire.engine.executor.ops`: compile now, and print the path of the library."""
+    parser = argparse.ArgumentParser(prog="python -m quire.engine.executor.ops", description="Compile the kernels now.")
     parser.add_argument(
         "--ahead", type=Path, metavar="DIRECTORY", help="compile for other machines, into this directory"
     )

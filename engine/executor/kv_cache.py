@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.executor.errors import NotEnoughMemory
-from engine.executor.host_memory import CPU_DEFAULT_GIB
+from quire.engine.executor.errors import NotEnoughMemory
+from quire.engine.executor.host_memory import CPU_DEFAULT_GIB
 
 GIB = 1 << 30
 GRAPH_BYTES = 2 * GIB  # for the CUDA graphs of the batch sizes worth one; a guess that left 10 GiB of an H200 unused

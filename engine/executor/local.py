@@ -24,19 +24,20 @@ from pathlib import Path
 import msgspec
 import torch
 
-from engine.common import host_resources
-from engine.config import EngineConfig
-from engine.core.plan import StepPlan, StepResult
-from engine.executor import ops
-from engine.executor.base import Executor, ExecutorLost, ModelInfo, StepError
-from engine.executor.errors import one_line
-from engine.executor.grammar_store import GrammarStore
-from engine.executor.kv_cache import GIB, KV_DTYPES, bytes_per_token
-from engine.executor.models import builtin, fused
-from engine.executor.models.hf import LoadedModel, load_model
-from engine.executor.models.weights import fingerprint
-from engine.executor.ranks import ALONE, Ranks
-from engine.executor.worker import GPU_DEPTH, Launched, Pending, Worker
+from quire.engine.common import host_resources
+from quire.engine.config import EngineConfig
+from quire.engine.core.plan import StepPlan, StepResult
+from quire.engine.executor import ops
+from quire.engine.executor.base import Executor, ExecutorLost, ModelInfo, StepError
+from quire.engine.executor.errors import one_line
+from quire.engine.executor.grammar_store import GrammarStore
+from quire.engine.executor.kv_cache import GIB, KV_DTYPES, bytes_per_token
+from quire.engine.executor.models import fused
+from quire.engine.executor.models.hf import LoadedModel, load_model
+from quire.engine.executor.models.sources import builtin
+from quire.engine.executor.models.weights import fingerprint
+from quire.engine.executor.ranks.ranks import ALONE, Ranks
+from quire.engine.executor.worker import GPU_DEPTH, Launched, Pending, Worker
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def fingerprint_of(config: EngineConfig, model: LoadedModel) -> str:
 
 
 class LocalExecutor:
-    """An `engine.executor.base.Executor` over one worker.  Not thread-safe: one loop owns it.
+    """An `quire.engine.executor.base.Executor` over one worker.  Not thread-safe: one loop owns it.
 
     Load it on the thread that will use it.  OpenMP keeps a team of threads for each thread that ever computed.  With a
     second team the runtime takes the machine for oversubscribed and sends waiting threads to sleep at every barrier.
@@ -235,6 +236,6 @@ def load(config: EngineConfig) -> Executor:
     """
     if config.tensor_parallel == 1:
         return LocalExecutor(config)
-    from engine.executor.parallel import ParallelExecutor  # which is made of a LocalExecutor a rank
+    from quire.engine.executor.ranks.parallel import ParallelExecutor  # which is made of a LocalExecutor a rank
 
     return ParallelExecutor(config)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig
-from engine.executor.models.weights import CACHE
+from quire.engine.config import EngineConfig
+from quire.engine.executor.models.weights import CACHE
 
 MOST = 32  # sizes kept: the newest
 

@@ -1,6 +1,6 @@
 """Loads and calls the kernels of csrc.  No other module names torch.ops.  kernels_build.py compiles the kernels.
 
-`load()` must return before any operator is called.  `python -m engine.executor.ops` compiles the kernels now rather
+`load()` must return before any operator is called.  `python -m quire.engine.executor.ops` compiles the kernels now rather
 than at first use; with `--ahead DIRECTORY` it compiles for other machines, for example into an image.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from engine.executor import int4_layout
-from engine.executor.kernels_build import (
+from quire.engine.executor import int4_layout
+from quire.engine.executor.kernels_build import (
     AHEAD_CPU,
     AHEAD_GPUS,
     CSRC,
@@ -54,7 +54,9 @@ def load(directory: Path | None = None, *, library: Path | None = None) -> None:
     a process takes its operators from one library.  Writes to stderr when it compiles.  Raises KernelBuildError.
     """
     if library is not None and not library.is_file():
-        raise KernelBuildError(f"{library}: no such file; `python -m engine.executor.ops --ahead DIRECTORY` makes one")
+        raise KernelBuildError(
+            f"{library}: no such file; `python -m quire.engine.executor.ops --ahead DIRECTORY` makes one"
+        )
     if hasattr(torch.ops.quire, "linear"):
         return
     path = library or build(directory or default_directory())

@@ -22,13 +22,13 @@ from typing import Any
 import msgspec
 import torch
 
-from engine.common import host_resources
-from engine.config import EngineConfig
-from engine.core.plan import Sampler, Slice, Start, StepPlan
-from engine.executor import host_memory, local, ops
-from engine.executor.models import hf, overrides
-from engine.executor.models.weights import weight_files
-from engine.wire.messages import Sampling
+from quire.engine.common import host_resources
+from quire.engine.config import EngineConfig
+from quire.engine.core.plan import Sampler, Slice, Start, StepPlan
+from quire.engine.executor import host_memory, local, ops
+from quire.engine.executor.models import hf, overrides
+from quire.engine.executor.models.weights import weight_files
+from quire.engine.wire.messages import Sampling
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def rehearse(config: EngineConfig, directory: Path) -> None:
             graph_seconds=0.0,
             swap_memory_gib=0.0,
         )
-        loggers = [logging.getLogger(name) for name in ("engine.executor.local", "engine.executor.worker")]
+        loggers = [logging.getLogger(name) for name in ("quire.engine.executor.local", "quire.engine.executor.worker")]
         levels = [logger.level for logger in loggers]
         for logger in loggers:
             logger.setLevel(logging.WARNING)

@@ -37,12 +37,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.core.plan import Sampler
-from engine.executor import ops
-from engine.executor.constraints import Constraints
-from engine.executor.followers import Follower
-from engine.executor.masks import Masks
-from engine.wire.messages import Sampling, TokenLogprob
+from quire.engine.core.plan import Sampler
+from quire.engine.executor import ops
+from quire.engine.executor.constraints import Constraints
+from quire.engine.executor.followers import Follower
+from quire.engine.executor.masks import Masks
+from quire.engine.wire.messages import Sampling, TokenLogprob
 
 # Prompt positions whose logits exist at one time, and their log-softmax, both in float32.  128 rows of 256k
 # tokens take 0.3 GB.  Reading the head again for every 128 rows takes a GPU a few per cent of a scoring step.

@@ -22,8 +22,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.executor import ops
-from engine.executor.kv_cache import Caches, by_shape
+from quire.engine.executor import ops
+from quire.engine.executor.kv_cache import Caches, by_shape
 
 
 class Swap:

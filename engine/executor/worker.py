@@ -22,17 +22,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.common import host_resources
-from engine.config import EngineConfig
-from engine.core.plan import StepPlan, StepResult
-from engine.executor import host_memory, ops
-from engine.executor.batch import Batch, Mixed, Shape, StepTensors, Targets
-from engine.executor.beam_candidates import BeamCandidates, find_candidates
-from engine.executor.constraints import IMPOSSIBLE, Constraints
-from engine.executor.divided_logits import DividedLogits
-from engine.executor.followers import Follower, advance, forced_tokens
-from engine.executor.grammars import Grammars
-from engine.executor.graphs import (
+from quire.engine.common import host_resources
+from quire.engine.config import EngineConfig
+from quire.engine.core.plan import StepPlan, StepResult
+from quire.engine.executor import host_memory, ops
+from quire.engine.executor.batch import Batch, Mixed, Shape, StepTensors, Targets
+from quire.engine.executor.beam_candidates import BeamCandidates, find_candidates
+from quire.engine.executor.constraints import IMPOSSIBLE, Constraints
+from quire.engine.executor.followers import Follower, advance, forced_tokens
+from quire.engine.executor.grammars import Grammars
+from quire.engine.executor.graphs import (
     Graphs,
     SecondUse,
     Where,
@@ -43,13 +42,14 @@ from engine.executor.graphs import (
     rung,
     urgent,
 )
-from engine.executor.kv_cache import KV_DTYPES, Caches, allocate, blocks_that_fit, by_shape, bytes_per_token
-from engine.executor.masks import Masks
-from engine.executor.memory_plan import MemoryPlan
-from engine.executor.models.fused import Forward, own_columns
-from engine.executor.models.hf import LoadedModel
-from engine.executor.ranks import ALONE, Ranks
-from engine.executor.sampling import (
+from quire.engine.executor.kv_cache import KV_DTYPES, Caches, allocate, blocks_that_fit, by_shape, bytes_per_token
+from quire.engine.executor.masks import Masks
+from quire.engine.executor.memory_plan import MemoryPlan
+from quire.engine.executor.models.fused import Forward, own_columns
+from quire.engine.executor.models.hf import LoadedModel
+from quire.engine.executor.ranks.divided_logits import DividedLogits
+from quire.engine.executor.ranks.ranks import ALONE, Ranks
+from quire.engine.executor.sampling import (
     NOT_FINITE,
     NOTHING_ALLOWED,
     TARGET_ROWS,
@@ -58,8 +58,8 @@ from engine.executor.sampling import (
     SamplerBank,
     logprobs_from,
 )
-from engine.executor.staging import Staging
-from engine.executor.swap import Swap
+from quire.engine.executor.staging import Staging
+from quire.engine.executor.swap import Swap
 
 log = logging.getLogger(__name__)
 

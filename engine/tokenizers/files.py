@@ -9,9 +9,9 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from engine.common.errors import OperatorError
-from engine.tokenizers.config_fields import odd_field
-from engine.tokenizers.pipeline import difference
+from quire.engine.common.errors import OperatorError
+from quire.engine.tokenizers.config_fields import odd_field
+from quire.engine.tokenizers.pipeline import difference
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def unread_file(name: str) -> str:
 
 def converted(source: str, name: str) -> Any:
     """Return the tokenizer of a vocabulary file that Quire converts.  Raises TokenizerError."""
-    from engine.tokenizers import conversion
+    from quire.engine.tokenizers import conversion
 
     described = read_json(file_of(source, CONFIG))
     family = str(read_json(file_of(source, "config.json")).get("model_type"))

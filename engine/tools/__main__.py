@@ -1,4 +1,4 @@
-"""Tools for developers and operators: `python -m engine.tools NAME [options]`.
+"""Tools for developers and operators: `python -m quire.engine.tools NAME [options]`.
 
 simulate   the scheduler on a virtual clock, or an exact replay of a flight log
 fleet      several engines on one queue, on a virtual clock: what prefix locality does

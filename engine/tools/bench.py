@@ -1,10 +1,10 @@
 """Measurements on one loaded model, with no Redis and no HTTP: a file of requests, the time of a token, the start.
 
-    python -m engine.tools bench MODEL --requests FILE [--rounds 2] [--latency 1,32] [--compare-prefix-cache] [--slots]
-    python -m engine.tools bench MODEL --beams 8           the time of a token of 8 beams, beside that of 8 sequences
-    python -m engine.tools bench MODEL --swap 512          what a preemption costs by block size, swapped or recomputed
-    python -m engine.tools bench MODEL --long-prompt 8192  the time between tokens of 32 sequences while a prompt joins
-    python -m engine.tools bench MODEL --long-prompt 32768 --long-prompt-steps 100   the same at each quarter of it
+    python -m quire.engine.tools bench MODEL --requests FILE [--rounds 2] [--latency 1,32] [--compare-prefix-cache] [--slots]
+    python -m quire.engine.tools bench MODEL --beams 8           the time of a token of 8 beams, beside that of 8 sequences
+    python -m quire.engine.tools bench MODEL --swap 512          what a preemption costs by block size, swapped or recomputed
+    python -m quire.engine.tools bench MODEL --long-prompt 8192  the time between tokens of 32 sequences while a prompt joins
+    python -m quire.engine.tools bench MODEL --long-prompt 32768 --long-prompt-steps 100   the same at each quarter of it
 
 and any option of an engine.  Prints one line of JSON: medians over the rounds.  FILE: {"token_ids", "max_new_tokens"}
 a line, and "at_s" where a request comes later than at once.
@@ -23,14 +23,14 @@ from pathlib import Path
 
 import msgspec
 
-from engine.common import settings
-from engine.common.errors import OperatorError
-from engine.config import EngineConfig
-from engine.executor import local
-from engine.interpreter import keep_what_is_loaded
-from engine.llm import LLM, Completion, all_cores
-from engine.loop import ConfigError
-from engine.wire.messages import Beams, Sampling
+from quire.engine.common import settings
+from quire.engine.common.errors import OperatorError
+from quire.engine.config import EngineConfig
+from quire.engine.executor import local
+from quire.engine.llm import LLM, Completion, all_cores
+from quire.engine.loop import ConfigError
+from quire.engine.process.interpreter import keep_what_is_loaded
+from quire.engine.wire.messages import Beams, Sampling
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 PROMPT, OUTPUT = 128, 256  # tokens of each sequence, where the time of a token is measured
@@ -337,7 +337,7 @@ def say(text: str) -> None:
 
 def main(argv: list[str]) -> int:
     """2 with one line on stderr when the model can't be loaded."""
-    name = "python -m engine.tools bench"
+    name = "python -m quire.engine.tools bench"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--requests", type=Path)
     parser.add_argument("--rounds", type=int, default=1)

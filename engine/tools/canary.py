@@ -1,6 +1,6 @@
 """What the canary costs on a loaded model, and how equal its runs are.
 
-    python -m engine.tools canary MODEL [--runs 20]
+    python -m quire.engine.tools canary MODEL [--runs 20]
 
 and any option of an engine.  A request runs before each run, so that the canary gets other blocks.  Prints one line of
 JSON:
@@ -21,13 +21,13 @@ import time
 
 import msgspec
 
-from engine.canary import MOST_SHARE
-from engine.common import settings
-from engine.common.errors import OperatorError
-from engine.config import EngineConfig
-from engine.executor import local
-from engine.llm import LLM
-from engine.wire.messages import Sampling
+from quire.engine.common import settings
+from quire.engine.common.errors import OperatorError
+from quire.engine.config import EngineConfig
+from quire.engine.executor import local
+from quire.engine.llm import LLM
+from quire.engine.observers.canary import MOST_SHARE
+from quire.engine.wire.messages import Sampling
 
 
 def measure(llm: LLM, runs: int) -> dict[str, float]:
@@ -57,7 +57,7 @@ def measure(llm: LLM, runs: int) -> dict[str, float]:
 
 def main(argv: list[str]) -> int:
     """2 with one line on stderr when the model can't be loaded."""
-    name = "python -m engine.tools canary"
+    name = "python -m quire.engine.tools canary"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--runs", type=int, default=20)
     own, rest = parser.parse_known_args(argv)

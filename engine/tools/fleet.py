@@ -1,4 +1,4 @@
-"""`python -m engine.tools fleet WORKLOAD`: several engines on one queue, on a virtual clock.
+"""`python -m quire.engine.tools fleet WORKLOAD`: several engines on one queue, on a virtual clock.
 
 It shows what prefix locality does to hit rate, requests per second and waiting, and what the fleet asks of Redis.
 
@@ -38,21 +38,21 @@ from typing import Any
 import msgspec
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.core.blocks import BlockPool, HostPool
-from engine.core.limits import Outputs
-from engine.core.scheduler import Scheduler
-from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.orders import merged
-from engine.prefix_reports import HeldPrefixes, PromptBacklog
-from engine.tools.simulate import FAR, StepTime, engine_limits, percentiles
-from engine.tools.trace import EOS, VOCAB
-from engine.wire import scripts
-from engine.wire.engine_side import EngineSide
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
-from engine.wire.prefixes import PrefixReport, prefix_digests
-from engine.wire.records import QueueBounds
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.core.blocks import BlockPool, HostPool
+from quire.engine.core.limits import Outputs
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.observers.prefix_reports import HeldPrefixes, PromptBacklog
+from quire.engine.orders import merged
+from quire.engine.tools.simulate import FAR, StepTime, engine_limits, percentiles
+from quire.engine.tools.trace import EOS, VOCAB
+from quire.engine.wire import scripts
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
+from quire.engine.wire.prefixes import PrefixReport, prefix_digests
+from quire.engine.wire.records import QueueBounds
 
 # An 8B model in bfloat16 on an H200: 4.06 ms a step with one sequence, 9.65 ms with 256; 23 us a prompt token.
 STEP = StepTime(fixed=0.00404, row=0.000022, prompt_token=0.000023)
@@ -442,7 +442,9 @@ def use_virtual_clock() -> None:
 
 def options() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m engine.tools fleet", description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(
+        prog="python -m quire.engine.tools fleet", description=__doc__, formatter_class=raw
+    )
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("--engines", type=int, default=4, help="engines (default: 4)")
     parser.add_argument("--blocks", type=int, default=12_288, help="KV blocks of 16 tokens of each (default: 12288)")

@@ -1,6 +1,6 @@
 """How long the GPU stands idle between decode steps, from a profile.
 
-    python -m engine.tools gpu-idle MODEL [--batches 1,32,256] [--trace FILE]
+    python -m quire.engine.tools gpu-idle MODEL [--batches 1,32,256] [--trace FILE]
 
 and any option of an engine.  Prints one line of JSON for each batch size.  The profiler slows the host down, the device
 hardly: what it says of gaps is an upper bound.  FILE: also write the last batch's profile for a trace viewer.
@@ -22,12 +22,12 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from engine.common import settings
-from engine.common.errors import OperatorError
-from engine.config import EngineConfig
-from engine.executor import local
-from engine.llm import LLM, Completion, all_cores
-from engine.wire.messages import Sampling
+from quire.engine.common import settings
+from quire.engine.common.errors import OperatorError
+from quire.engine.config import EngineConfig
+from quire.engine.executor import local
+from quire.engine.llm import LLM, Completion, all_cores
+from quire.engine.wire.messages import Sampling
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 PROMPT, WARM, STEPS = 128, 40, 60  # prompt tokens, steps of all before the profile, steps in it
@@ -116,7 +116,7 @@ def evaluate(batch: int, did: list[Did]) -> Idle:
 
 def main(argv: list[str]) -> int:
     """2 with one line on stderr when the model can't be loaded."""
-    name = "python -m engine.tools gpu-idle"
+    name = "python -m quire.engine.tools gpu-idle"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 32, 256])
     parser.add_argument("--trace", type=Path)

@@ -1,8 +1,8 @@
 """Which model families of the installed transformers are served, proved on tiny checkpoints; writes docs/models.md.
 
-    python -m engine.tools models                     every causal family; takes about ten minutes on two cores
-    python -m engine.tools models --only llama,gpt2   some of them; prints the table and writes no page
-    python -m engine.tools models --tensor-parallel 2  texts of two ranks, compared with those of one; writes no page
+    python -m quire.engine.tools models                     every causal family; takes about ten minutes on two cores
+    python -m quire.engine.tools models --only llama,gpt2   some of them; prints the table and writes no page
+    python -m quire.engine.tools models --tensor-parallel 2  texts of two ranks, compared with those of one; writes no page
 
 For each family a tiny checkpoint with random weights is made, in float32, and three prompts are continued greedily on a
 CPU, as `transformers.generate` continues them: whole and in one batch, again with their prefixes cached, and in chunks
@@ -36,14 +36,14 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
-from engine.config import EngineConfig
-from engine.executor import local
-from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
-from engine.executor.models import hf, text_tower
-from engine.executor.models.bars import no_bars
-from engine.llm import LLM
-from engine.tools.tiny_checkpoints import MORE_LAYERS, VOCAB, make_checkpoint
-from engine.wire.messages import Sampling
+from quire.engine.config import EngineConfig
+from quire.engine.executor import local
+from quire.engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
+from quire.engine.executor.models import hf, text_tower
+from quire.engine.executor.models.bars import no_bars
+from quire.engine.llm import LLM
+from quire.engine.tools.tiny_checkpoints import MORE_LAYERS, VOCAB, make_checkpoint
+from quire.engine.wire.messages import Sampling
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 PROMPTS = (5, 33, 61)  # tokens
@@ -204,7 +204,7 @@ def page(verdicts: list[Verdict]) -> str:
     lines = [
         "# Model families",
         "",
-        f"Made by `python -m engine.tools models` with transformers {transformers.__version__} on a CPU. Every causal",
+        f"Made by `python -m quire.engine.tools models` with transformers {transformers.__version__} on a CPU. Every causal",
         "family gets a tiny checkpoint with random weights in float32. Three prompts are continued greedily: whole and",
         f"in one batch, again with their prefixes cached, and in chunks of {CHUNK}. Do not edit this page.",
         "",
@@ -241,7 +241,7 @@ def compare(names: list[str], ranks: int = 1) -> list[Verdict]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m engine.tools models", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m quire.engine.tools models", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--only", default="", help="families, separated by commas; the page is not written then")
     parser.add_argument("--out", type=Path, default=PAGE, help="the page to write")

@@ -1,6 +1,6 @@
-"""`python -m engine.tools oracle ARRIVALS.json`: how many requests of a burst any scheduler could serve in time.
+"""`python -m quire.engine.tools oracle ARRIVALS.json`: how many requests of a burst any scheduler could serve in time.
 
-`python -m loadtest burst` writes ARRIVALS.json: the arrivals of a run, the pool, and the step times that were measured.
+`python -m quire.loadtest burst` writes ARRIVALS.json: the arrivals of a run, the pool, and the step times that were measured.
 Three shares, each of the requests due in the burst and of all:
 
     simulated         of a schedule with perfect knowledge of lengths and arrivals, on a virtual clock
@@ -37,9 +37,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.tools.lane_policies import POLICIES, WITHOUT_LENGTHS
-from engine.tools.pool_model import Capacity, Goal, Outcome, Pool, Request, Work, run
-from engine.tools.simulate import StepTime
+from quire.engine.tools.lane_policies import POLICIES, WITHOUT_LENGTHS
+from quire.engine.tools.pool_model import Capacity, Goal, Outcome, Pool, Request, Work, run
+from quire.engine.tools.simulate import StepTime
 
 GRID_S = 1.0  # ends of the intervals of the bound
 SHARES = (0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0)  # of the requests, cheapest first, that may start
@@ -48,7 +48,7 @@ ROUNDING, SLACK_S = 1e-9, 1e-6
 
 
 class Arrivals(msgspec.Struct, forbid_unknown_fields=True):
-    """The file that `python -m loadtest burst` writes."""
+    """The file that `python -m quire.loadtest burst` writes."""
 
     requests: list[Request]
     blocks: int
@@ -229,8 +229,10 @@ def read(path: Path) -> Arrivals:
 
 def options() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m engine.tools oracle", description=__doc__, formatter_class=raw)
-    parser.add_argument("arrivals", type=Path, help="file that `python -m loadtest burst` writes")
+    parser = argparse.ArgumentParser(
+        prog="python -m quire.engine.tools oracle", description=__doc__, formatter_class=raw
+    )
+    parser.add_argument("arrivals", type=Path, help="file that `python -m quire.loadtest burst` writes")
     parser.add_argument(
         "--rounds", type=int, default=100, help="steps of the local search; default 100. More find more"
     )

@@ -1,7 +1,7 @@
 """What quantised weights, or an 8-bit KV cache, cost and give: one model, plain and with these options, in pairs.
 
-    python -m engine.tools quantized MODEL --text FILE --quantize int8 [--text-tokens 1024] [--rounds 5] [--cpu-time]
-    python -m engine.tools quantized MODEL --text FILE --kv-dtype e4m3
+    python -m quire.engine.tools quantized MODEL --text FILE --quantize int8 [--text-tokens 1024] [--rounds 5] [--cpu-time]
+    python -m quire.engine.tools quantized MODEL --text FILE --kv-dtype e4m3
 
 and any option of an engine.  MODEL needs a tokenizer.  --cpu-time measures CPU time of the process, which changes less
 with what else the machine does; for --threads 1 on a CPU.  Prints one line of JSON:
@@ -26,16 +26,16 @@ from pathlib import Path
 
 import msgspec
 
-from engine.common import settings
-from engine.common.errors import OperatorError
-from engine.config import EngineConfig
-from engine.executor import local
-from engine.executor.models import hf
-from engine.llm import LLM, all_cores
-from engine.loop import ConfigError
-from engine.tokenizers.files import load_tokenizer
-from engine.tools.bench import GREEDY, PROMPT, prompt, say
-from engine.wire.messages import Sampling
+from quire.engine.common import settings
+from quire.engine.common.errors import OperatorError
+from quire.engine.config import EngineConfig
+from quire.engine.executor import local
+from quire.engine.executor.models import hf
+from quire.engine.llm import LLM, all_cores
+from quire.engine.loop import ConfigError
+from quire.engine.tokenizers.files import load_tokenizer
+from quire.engine.tools.bench import GREEDY, PROMPT, prompt, say
+from quire.engine.wire.messages import Sampling
 
 WINDOW = 512  # tokens that are scored together, and of the prompt that is timed
 ANSWERS, ANSWER = 16, 32  # greedy answers, and their tokens
@@ -107,7 +107,7 @@ def compare(plain: LLM, quantised: LLM, tokens: list[int], rounds: int, clock: C
 
 def main(argv: list[str]) -> int:
     """2 with one line on stderr when the model can't be loaded or scored."""
-    name = "python -m engine.tools quantized"
+    name = "python -m quire.engine.tools quantized"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--text-tokens", type=int, default=1024)

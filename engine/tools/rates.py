@@ -1,6 +1,6 @@
 """Normalised latency by request rate, and sequences side by side, for four ways to allocate the same KV memory.
 
-    python -m engine.tools rates MODEL --requests FILE --kv-memory-gib 11.2 [--rates 2,4,8] [--seconds 20]
+    python -m quire.engine.tools rates MODEL --requests FILE --kv-memory-gib 11.2 [--rates 2,4,8] [--seconds 20]
                                        [--at-once 120] [--ways static,paged,admission,prefix-cache]
 
 and any option of an engine.  The ways:
@@ -38,14 +38,14 @@ from typing import Any
 
 import msgspec
 
-from engine.common import settings
-from engine.common.errors import OperatorError
-from engine.config import EngineConfig
-from engine.executor import local
-from engine.llm import LLM, Completion, all_cores
-from engine.loop import ConfigError
-from engine.tools.bench import Job, say
-from engine.wire.messages import Sampling
+from quire.engine.common import settings
+from quire.engine.common.errors import OperatorError
+from quire.engine.config import EngineConfig
+from quire.engine.executor import local
+from quire.engine.llm import LLM, Completion, all_cores
+from quire.engine.loop import ConfigError
+from quire.engine.tools.bench import Job, say
+from quire.engine.wire.messages import Sampling
 
 WAYS: dict[str, dict[str, Any]] = {
     "static": {"allocation": "static", "prefix_cache": False},
@@ -151,7 +151,7 @@ def sweep(config: EngineConfig, jobs: list[Job], own: argparse.Namespace) -> dic
 
 def main(argv: list[str]) -> int:
     """2 with one line on stderr when the model can't be loaded or the requests do not suffice."""
-    name = "python -m engine.tools rates"
+    name = "python -m quire.engine.tools rates"
     numbers = lambda text: [float(part) for part in text.split(",") if part]  # noqa: E731
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--requests", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""`python -m engine.tools redis-load`: what requests, exchanges and tokens cost Redis.
+"""`python -m quire.engine.tools redis-load`: what requests, exchanges and tokens cost Redis.
 
 Both sides of the bus and the scripts are the real ones, and so are Redis with its append-only file and the request ids.
 No model runs.  For each number of gateways, of engines, of sequences per engine and of tenants that wait:
@@ -31,14 +31,14 @@ from typing import Any, Self
 import msgspec
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.tools.fleet import redis_cpu_s, unique
-from engine.wire import scripts
-from engine.wire.engine_side import EngineSide
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.layout import READING_ENGINES, TENANTS_SHOWN, TOKEN_CHANNELS
-from engine.wire.messages import LATER_FIELDS, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
-from engine.wire.prefixes import PrefixReport, prefix_digests
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.tools.fleet import redis_cpu_s, unique
+from quire.engine.wire import scripts
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.layout import READING_ENGINES, TENANTS_SHOWN, TOKEN_CHANNELS
+from quire.engine.wire.messages import LATER_FIELDS, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
+from quire.engine.wire.prefixes import PrefixReport, prefix_digests
 
 STEPS, READINGS = 32, 8  # steps per engine, readings in all
 TOKEN = 20_000  # ids of tokens are from here on: 3 bytes, as most of a vocabulary
@@ -211,7 +211,7 @@ class _Deployment:
         tokens = next(self._prompts).tokens
         now_ms = int(1000 * time.time())
         gateway = next(self._turns)
-        name = f"chatcmpl-{now_ms:012x}{secrets.token_hex(10)}.0"  # as service/resume.py makes them
+        name = f"chatcmpl-{now_ms:012x}{secrets.token_hex(10)}.0"  # as service/delivery/resume.py makes them
         digests = prefix_digests(tokens, "")
         request = Generate(
             name,
@@ -328,7 +328,9 @@ async def measure(url: str, size: Size) -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     """Print one JSON object."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m engine.tools redis-load", description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(
+        prog="python -m quire.engine.tools redis-load", description=__doc__, formatter_class=raw
+    )
     parser.add_argument("--prompt-tokens", type=int, default=1000, help="of each request (default: 1000)")
     parser.add_argument("--engines", type=int, default=0, help="measure this number only (default: 1 to 1,000)")
     parser.add_argument("--gateways", type=int, default=1, help="that read, with --engines (default: 1)")

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.core.plan import Sampler, StepResult
-from engine.executor.base import ScriptedExecutor, StepError
-from engine.loop import Engine
-from engine.orders import LocalBox, Refused, Resume
-from engine.recorder import DIGEST, STOP, Arrival, Entry, Header, Log, LoggedTurn, logged, read
-from engine.tools.trace import VOCAB
-from engine.turn_record import TurnRecord
-from engine.wire.messages import Generate
+from quire.engine.core.plan import Sampler, StepResult
+from quire.engine.executor.base import ScriptedExecutor, StepError
+from quire.engine.loop import Engine
+from quire.engine.observers.recorder import DIGEST, STOP, Arrival, Entry, Header, Log, LoggedTurn, logged, read
+from quire.engine.observers.turn_record import TurnRecord
+from quire.engine.orders import LocalBox, Refused, Resume
+from quire.engine.tools.trace import VOCAB
+from quire.engine.wire.messages import Generate
 
 FILLER = 1  # every token but the last of each block; STOP is 0
 
@@ -184,7 +184,7 @@ def _order(number: int, arrival: Arrival, found: Outputs, block_size: int) -> Ge
 
 
 def report(path: Path) -> str:
-    """Return the line that `python -m engine.tools simulate --replay` prints.  Raises FlightLogError."""
+    """Return the line that `python -m quire.engine.tools simulate --replay` prints.  Raises FlightLogError."""
     log = read(path)
     same, difference = replay(log)
     rest = ", all there are"

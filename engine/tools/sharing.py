@@ -1,6 +1,6 @@
 """How many KV blocks parallel sampling and beam search share, as the PagedAttention paper counts it.
 
-    python -m engine.tools sharing MODEL --text FILE [--lengths alpaca|sharegpt] [--requests 20] [--ways 2,4,6]
+    python -m quire.engine.tools sharing MODEL --text FILE [--lengths alpaca|sharegpt] [--requests 20] [--ways 2,4,6]
 
 and any option of an engine.  MODEL needs a tokenizer: prompts are pieces of FILE, because beams of made-up prompts
 would part at once.  The prefix cache is off, so that requests share nothing with each other.  Lengths of prompts and
@@ -23,16 +23,16 @@ from pathlib import Path
 
 import msgspec
 
-from engine.common import settings
-from engine.common.errors import OperatorError
-from engine.config import EngineConfig
-from engine.executor import local
-from engine.executor.models import hf
-from engine.llm import LLM, all_cores
-from engine.loop import ConfigError
-from engine.tokenizers.files import load_tokenizer
-from engine.tools.bench import say
-from engine.wire.messages import Beams, Sampling
+from quire.engine.common import settings
+from quire.engine.common.errors import OperatorError
+from quire.engine.config import EngineConfig
+from quire.engine.executor import local
+from quire.engine.executor.models import hf
+from quire.engine.llm import LLM, all_cores
+from quire.engine.loop import ConfigError
+from quire.engine.tokenizers.files import load_tokenizer
+from quire.engine.tools.bench import say
+from quire.engine.wire.messages import Beams, Sampling
 
 MEANS = {"alpaca": (19.31, 58.45), "sharegpt": (161.31, 337.99)}  # tokens of a prompt and of an output
 SEED = 20231023
@@ -73,7 +73,7 @@ def shared(llm: LLM, jobs: list[Job], ways: int, *, beams: bool) -> float:
 
 def main(argv: list[str]) -> int:
     """2 with one line on stderr when the model can't be loaded or the text is too short."""
-    name = "python -m engine.tools sharing"
+    name = "python -m quire.engine.tools sharing"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--lengths", choices=sorted(MEANS), default="alpaca")

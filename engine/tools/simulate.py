@@ -1,4 +1,4 @@
-"""`python -m engine.tools simulate`: the scheduler on a virtual clock, without a model.
+"""`python -m quire.engine.tools simulate`: the scheduler on a virtual clock, without a model.
 
 It shows what a pool size and an admission mode do to a given load.
 
@@ -19,16 +19,16 @@ from typing import Literal, get_args
 
 import msgspec
 
-from engine.core.blocks import BlockPool, HostPool
-from engine.core.limits import Admission, Limits
-from engine.core.plan import Sampler, StepPlan
-from engine.core.policy.step_cost import StepCostModel
-from engine.core.scheduler import Scheduler
-from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.recorder import FlightLogError
-from engine.tools import replay
-from engine.tools.trace import EOS, VOCAB, Job, TraceError, burst, read_trace
-from engine.wire.messages import Generate, Sampling
+from quire.engine.core.blocks import BlockPool, HostPool
+from quire.engine.core.limits import Admission, Limits
+from quire.engine.core.plan import Sampler, StepPlan
+from quire.engine.core.policy.step_cost import StepCostModel
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.observers.recorder import FlightLogError
+from quire.engine.tools import replay
+from quire.engine.tools.trace import EOS, VOCAB, Job, TraceError, burst, read_trace
+from quire.engine.wire.messages import Generate, Sampling
 
 FAR = 1 << 62
 SLO_TTFT_S, SLO_ITL_S = 2.0, 0.2
@@ -277,7 +277,7 @@ def line(mode: str, seed: int, report: Report) -> str:
 
 
 def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m engine.tools simulate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m quire.engine.tools simulate", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--trace", type=Path, help="JSON lines: at_s, prompt_len, output_len, max_tokens, ...; or a request log"

@@ -1,6 +1,6 @@
 """What grammars cost: tokens a second with and without them, in pairs on one loaded model, and the time of the masks.
 
-    python -m engine.tools structured MODEL [--batch 1,64,256] [--tokens 256] [--rounds 5] [--max-length 40]
+    python -m quire.engine.tools structured MODEL [--batch 1,64,256] [--tokens 256] [--rounds 5] [--max-length 40]
 
 and any option of an engine.  MODEL needs a tokenizer.json.  Each sequence has a schema of its own, of five kinds, whose
 answers are longer than --tokens: all sequences of a pair compute the same number of tokens.  --max-length bounds the
@@ -34,15 +34,15 @@ from unittest import mock
 import msgspec
 from llguidance import LLMatcher
 
-from engine.common import settings
-from engine.common.errors import OperatorError
-from engine.config import EngineConfig
-from engine.executor import local
-from engine.executor.grammars import Grammars
-from engine.llm import LLM, all_cores
-from engine.loop import ConfigError
-from engine.tools.bench import PROMPT, percentiles, prompt, say
-from engine.wire.messages import Sampling
+from quire.engine.common import settings
+from quire.engine.common.errors import OperatorError
+from quire.engine.config import EngineConfig
+from quire.engine.executor import local
+from quire.engine.executor.grammars import Grammars
+from quire.engine.llm import LLM, all_cores
+from quire.engine.loop import ConfigError
+from quire.engine.tools.bench import PROMPT, percentiles, prompt, say
+from quire.engine.wire.messages import Sampling
 
 LONG = 1_000_000  # items of an array: no answer reaches its end
 
@@ -155,7 +155,7 @@ def measure(llm: LLM, batch: int, tokens: int, rounds: int, max_length: int) -> 
 
 def main(argv: list[str]) -> int:
     """2 with one line on stderr when the model can't be loaded or cannot follow grammars."""
-    name = "python -m engine.tools structured"
+    name = "python -m quire.engine.tools structured"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--batch", type=lambda text: [int(part) for part in text.split(",")], default=[1, 64, 256])
     parser.add_argument("--tokens", type=int, default=256)

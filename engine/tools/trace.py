@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from engine.common.errors import OperatorError
-from engine.request_log import RequestLine
+from quire.engine.common.errors import OperatorError
+from quire.engine.observers.request_log import RequestLine
 
 EOS = 0
 VOCAB = 1 << 30

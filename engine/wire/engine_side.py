@@ -17,15 +17,15 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError, ResponseError
 
-from engine.wire import link, token_log, token_messages
-from engine.wire.clock import RedisClock
-from engine.wire.hot_prefix_store import HotPrefixStore
-from engine.wire.link import BusDown, Link
-from engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
-from engine.wire.pool_state_store import PoolStateStore
-from engine.wire.prefixes import PrefixReport, PublishedPrefixes
-from engine.wire.records import ANY_TOKENS, Claim, ExchangeReply
-from engine.wire.scripts import CLOSE, EXCHANGE, OPEN, OTHERS, REJOIN
+from quire.engine.wire import link, token_log, token_messages
+from quire.engine.wire.clock import RedisClock
+from quire.engine.wire.hot_prefix_store import HotPrefixStore
+from quire.engine.wire.link import BusDown, Link
+from quire.engine.wire.messages import Abort, Delta, EngineLoad, Generate, TokenBatch
+from quire.engine.wire.pool_state_store import PoolStateStore
+from quire.engine.wire.prefixes import PrefixReport, PublishedPrefixes
+from quire.engine.wire.records import ANY_TOKENS, Claim, ExchangeReply
+from quire.engine.wire.scripts import CLOSE, EXCHANGE, OPEN, OTHERS, REJOIN
 
 RESET_ORDER = b"!reset_prefix_cache"  # an engine of an earlier release takes it for the abort of an unknown request
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.wire.messages import EngineLoad
+from quire.engine.wire.messages import EngineLoad
 
 PASS_MS = 1_000  # a reading goes on until all pages are read, if the first one was read so long ago
 LEASE_HEAD = struct.Struct(">dd")  # number of the change, unix ms of the exchange; the load follows

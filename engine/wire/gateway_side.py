@@ -16,14 +16,14 @@ from typing import Any
 
 import msgspec
 
-from engine.wire import link, token_log, token_messages
-from engine.wire.clock import RedisClock
-from engine.wire.fleet_pages import FleetPage, FleetPages
-from engine.wire.link import BusDown, Link
-from engine.wire.messages import Generate, TokenBatch
-from engine.wire.pool_state_store import PoolStateStore
-from engine.wire.quotas import QuotaStore
-from engine.wire.records import (
+from quire.engine.wire import link, token_log, token_messages
+from quire.engine.wire.clock import RedisClock
+from quire.engine.wire.fleet_pages import FleetPage, FleetPages
+from quire.engine.wire.link import BusDown, Link
+from quire.engine.wire.messages import Generate, TokenBatch
+from quire.engine.wire.pool_state_store import PoolStateStore
+from quire.engine.wire.quotas import QuotaStore
+from quire.engine.wire.records import (
     LANES,
     Attached,
     DuplicateRequest,
@@ -37,8 +37,8 @@ from engine.wire.records import (
     TenantQueue,
     Usage,
 )
-from engine.wire.response_store import ResponseStore
-from engine.wire.scripts import (
+from quire.engine.wire.response_store import ResponseStore
+from quire.engine.wire.scripts import (
     ADOPT,
     ATTACH,
     CANCEL,
@@ -53,9 +53,9 @@ from engine.wire.scripts import (
     SETTLE,
     SUBMIT,
 )
-from engine.wire.subscription import Subscription
-from engine.wire.token_log import LoggedOutput
-from engine.wire.withdrawals import FOR_ALL, UNREAD, Withdrawal, Withdrawals
+from quire.engine.wire.subscription import Subscription
+from quire.engine.wire.token_log import LoggedOutput
+from quire.engine.wire.withdrawals import FOR_ALL, UNREAD, Withdrawal, Withdrawals
 
 log = logging.getLogger("quire.bus")
 

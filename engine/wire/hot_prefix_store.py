@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from engine.wire import link
-from engine.wire.link import Link
-from engine.wire.messages import HotPrefix
-from engine.wire.scripts import REQUESTS_WAIT
+from quire.engine.wire import link
+from quire.engine.wire.link import Link
+from quire.engine.wire.messages import HotPrefix
+from quire.engine.wire.scripts import REQUESTS_WAIT
 
 TTL_MS = 600_000
 MOST = 128  # prefixes

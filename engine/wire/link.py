@@ -27,13 +27,13 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import MovedError, NoScriptError, RedisError
 
-from engine.common.addresses import host_and_port
-from engine.common.errors import OperatorError
-from engine.wire.layout import LAYOUT_VERSION, TOMBSTONE_MS
-from engine.wire.messages import WIRE_VERSION
-from engine.wire.nodes import Address, Nodes, has_hash_tag
-from engine.wire.redis_errors import Remedy, code_of, one_line, remedy
-from engine.wire.scripts import MEET, Script
+from quire.engine.common.addresses import host_and_port
+from quire.engine.common.errors import OperatorError
+from quire.engine.wire.layout import LAYOUT_VERSION, TOMBSTONE_MS
+from quire.engine.wire.messages import WIRE_VERSION
+from quire.engine.wire.nodes import Address, Nodes, has_hash_tag
+from quire.engine.wire.redis_errors import Remedy, code_of, one_line, remedy
+from quire.engine.wire.scripts import MEET, Script
 
 log = logging.getLogger("quire.bus")
 T = TypeVar("T")

@@ -24,7 +24,7 @@ FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one request's tokens are sampled.  `service/api.py` has validated it."""
+    """How one request's tokens are sampled.  `service/api/api.py` has validated it."""
 
     temperature: float = 1.0  # 0 means greedy
     top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches this

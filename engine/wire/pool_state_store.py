@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from engine.wire import link
-from engine.wire.link import Link
-from engine.wire.messages import PoolState
+from quire.engine.wire import link
+from quire.engine.wire.link import Link
+from quire.engine.wire.messages import PoolState
 
 WATCH_MS = 3_000  # engines publish for so long after a gateway's last word; a gateway renews it every second
 STATE_MS = 5_000  # an engine that is alive writes its state every second, even while a step lasts

@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from engine.wire.layout import QUOTA_MS
-from engine.wire.scripts import QUOTA_RETURN, QUOTA_TAKE, Script
+from quire.engine.wire.layout import QUOTA_MS
+from quire.engine.wire.scripts import QUOTA_RETURN, QUOTA_TAKE, Script
 
 Kind = Literal["requests", "tokens", "concurrent"]
 

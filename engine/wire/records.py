@@ -6,9 +6,9 @@ from typing import Literal
 
 import msgspec
 
-from engine.wire.layout import PLACES, SIZES
-from engine.wire.messages import Abort, EngineLoad, Generate
-from engine.wire.token_log import LoggedOutput
+from quire.engine.wire.layout import PLACES, SIZES
+from quire.engine.wire.messages import Abort, EngineLoad, Generate
+from quire.engine.wire.token_log import LoggedOutput
 
 Lane = Literal["on_time", "late"]
 LANES: tuple[Lane, ...] = ("on_time", "late")  # in the order in which engines claim

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.wire.quotas import RunScript
-from engine.wire.scripts import RESPONSE_DROP, RESPONSE_GET, RESPONSE_LEASE, RESPONSE_PUT
+from quire.engine.wire.quotas import RunScript
+from quire.engine.wire.scripts import RESPONSE_DROP, RESPONSE_GET, RESPONSE_LEASE, RESPONSE_PUT
 
 TAKEN = 16  # most responses that one renewal takes over
 

@@ -19,9 +19,9 @@ import re
 from importlib import resources
 from typing import NamedTuple
 
-from engine.wire import layout
+from quire.engine.wire import layout
 
-FILES = resources.files("engine.wire") / "redis"
+FILES = resources.files("quire.engine.wire") / "redis"
 # Each uses only those before it.
 SHARED = (
     "base",

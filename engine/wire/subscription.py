@@ -11,8 +11,8 @@ from collections.abc import Callable
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import TimeoutError as RedisTimeout
 
-from engine.wire import link
-from engine.wire.link import Link
+from quire.engine.wire import link
+from quire.engine.wire.link import Link
 
 MESSAGE = b"message"
 

@@ -21,8 +21,8 @@ from typing import overload
 
 import msgspec
 
-from engine.wire.layout import TAIL, TAIL_BYTES
-from engine.wire.messages import Delta, Finish, TokenBatch, TokenLogprob
+from quire.engine.wire.layout import TAIL, TAIL_BYTES
+from quire.engine.wire.messages import Delta, Finish, TokenBatch, TokenLogprob
 
 TOKEN_BYTES = 4
 

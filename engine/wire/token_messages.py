@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from engine.wire.layout import TOKEN_CHANNELS
-from engine.wire.messages import Delta, Finish, TokenBatch, TokenLogprob
-from engine.wire.request_ids import pack, unpack
+from quire.engine.wire.layout import TOKEN_CHANNELS
+from quire.engine.wire.messages import Delta, Finish, TokenBatch, TokenLogprob
+from quire.engine.wire.request_ids import pack, unpack
 
 NO_CHANNEL = ""  # a message for the tail only has none
 

@@ -1,4 +1,4 @@
-"""python -m loadtest.kernels: see the package."""
+"""python -m quire.loadtest.kernels: see the package."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from engine.executor import ops
-from loadtest import machine
-from loadtest.kernels import cpu
+from quire.engine.executor import ops
+from quire.loadtest import machine
+from quire.loadtest.kernels import cpu
 
 WIDTH = 10
 SHOWN = {  # column of a row -> heading and format
@@ -67,8 +67,8 @@ def table(title: str, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def measure_gpu(only: set[str], quick: bool) -> dict[str, Any]:
     """Every table of `only`."""
-    from loadtest.kernels import attention, layers, sums
-    from loadtest.kernels.timing import measure_ceilings
+    from quire.loadtest.kernels import attention, layers, sums
+    from quire.loadtest.kernels.timing import measure_ceilings
 
     memory = attention.Memory((9 if "decode" in only and not quick else 2) << 20)
     top = measure_ceilings(memory.keys[: 1 << 31])
@@ -122,7 +122,7 @@ TABLES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m loadtest.kernels", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m quire.loadtest.kernels", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the smaller half, without cuDNN beside it")
     parser.add_argument("--only", default=",".join(TABLES), help=f"some of {','.join(TABLES)}")
     parser.add_argument("--name", help="of the file in loadtest/results; a full run has a name by itself")
@@ -145,7 +145,7 @@ def main() -> None:
         device = machine.slug(torch.cuda.get_device_name())
     full = only == set(TABLES) and not args.quick
     if name := args.name or (f"kernels_{device}" if full else ""):
-        command = " ".join(["python -m loadtest.kernels", *sys.argv[1:]])
+        command = " ".join(["python -m quire.loadtest.kernels", *sys.argv[1:]])
         print(f"written to {machine.write(name, command, figures).relative_to(machine.ROOT)}")
     if any("failed" in found for found in figures.values()):
         raise SystemExit(1)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.executor import ops
-from loadtest.kernels import peer_figures
-from loadtest.kernels.timing import Call, Ceilings, graph_us, sets_for
+from quire.engine.executor import ops
+from quire.loadtest.kernels import peer_figures
+from quire.loadtest.kernels.timing import Call, Ceilings, graph_us, sets_for
 
 Row = dict[str, Any]
 CONTEXTS, BATCHES = (512, 2048, 8192, 32768), (1, 8, 32, 128, 256)

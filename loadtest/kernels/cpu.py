@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.executor import ops
+from quire.engine.executor import ops
 
 HEADS, KV_HEADS, BLOCK = 8, 4, 16
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.executor import ops
-from loadtest.kernels.timing import Call, Ceilings, elapsed_us, graph_us, sets_for
+from quire.engine.executor import ops
+from quire.loadtest.kernels.timing import Call, Ceilings, elapsed_us, graph_us, sets_for
 
 Row = dict[str, Any]
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 16

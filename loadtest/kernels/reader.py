@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loadtest.kernels.timing import Call
+from quire.loadtest.kernels.timing import Call
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """Sums over the ranks of a model, each on a GPU of its own: NCCL's, torch's over symmetric memory, and ours.
 
-    python -m loadtest kernels --only sums     on a machine with two GPUs; nothing else may run on them
+    python -m quire.loadtest kernels --only sums     on a machine with two GPUs; nothing else may run on them
 
 Each rank is a process, and all make the same calls.  A call sums [rows, 4096] in bfloat16; times are of a call in a
-CUDA graph of 40, the median of 15 replays on rank 0.  The borders in engine/executor/one_shot.py rest on this table.
+CUDA graph of 40, the median of 15 replays on rank 0.  The borders in engine/executor/ranks/one_shot.py rest on this table.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d
 
-from engine.executor import ops
-from engine.executor.ranks import Ranks
-from loadtest import machine
+from quire.engine.executor import ops
+from quire.engine.executor.ranks.ranks import Ranks
+from quire.loadtest import machine
 
 c10d: Any = _distributed_c10d
 RANKS, WIDTH, EPS = 2, 4096, 1e-5
@@ -41,7 +41,7 @@ MOST_ROWS_OF_ONE_SHOT = 128  # 1 MiB: "then norm" is torch's 1-shot sum up to he
 def rows() -> Iterator[dict[str, Any]]:
     """Start the ranks; yield a row of the table for each size as rank 0 measures it."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-m", "loadtest.kernels.sums"]
+        words = [sys.executable, "-m", "quire.loadtest.kernels.sums"]
         ranks = [
             subprocess.Popen(
                 [*words, str(rank), f"{folder}/meeting"],

@@ -99,7 +99,7 @@ def measure_ceilings(big: Tensor) -> Ceilings:
 
 def _best_reader_us(big: Tensor) -> float:
     try:
-        from loadtest.kernels import reader
+        from quire.loadtest.kernels import reader
     except ImportError:  # no Triton here: torch.sum is the reader
         return math.inf
     return min(graph_us([call], seconds=0.1) for call in reader.variants(big))

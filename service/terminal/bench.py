@@ -1,6 +1,6 @@
 """`quire bench`: a small open-loop load on a running server, with a table of latencies at the end.
 
-It is made of loadtest's parts: the replay, its records and its percentiles.  `python -m loadtest replay` has workloads,
+It is made of loadtest's parts: the replay, its records and its percentiles.  `python -m quire.loadtest replay` has workloads,
 bursts, tenants, retries and reports.
 """
 
@@ -17,15 +17,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from engine.common import settings
-from engine.common.errors import OperatorError
-from loadtest.clients import ClientProfile
-from loadtest.replay import Options, replay
-from loadtest.stats import Record, spread
-from loadtest.trace import Job
-from loadtest.workloads import Arrival, gaps
-from service.terminal import options, server
-from service.terminal.options import BenchConfig
+from quire.engine.common import settings
+from quire.engine.common.errors import OperatorError
+from quire.loadtest.clients import ClientProfile
+from quire.loadtest.replay import Options, replay
+from quire.loadtest.stats import Record, spread
+from quire.loadtest.trace import Job
+from quire.loadtest.workloads import Arrival, gaps
+from quire.service.terminal import options, server
+from quire.service.terminal.options import BenchConfig
 
 PROG = "quire bench"
 STOPPED = 130  # exit status after Ctrl-C

@@ -15,12 +15,12 @@ import msgspec
 from rich.console import Console
 from rich.status import Status
 
-from engine.common import settings
-from engine.common.errors import OperatorError
-from service.terminal import options, server
-from service.terminal.conversation import Answer, Ended, Event, Lost, Piece, Waits
-from service.terminal.options import ChatConfig
-from service.terminal.wrapping import Wrapper
+from quire.engine.common import settings
+from quire.engine.common.errors import OperatorError
+from quire.service.terminal import options, server
+from quire.service.terminal.conversation import Answer, Ended, Event, Lost, Piece, Waits
+from quire.service.terminal.options import ChatConfig
+from quire.service.terminal.wrapping import Wrapper
 
 PROG = "quire chat"
 PROMPT = "> "

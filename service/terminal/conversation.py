@@ -20,9 +20,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from service.terminal import server
-from service.terminal.options import ChatConfig
-from service.terminal.server import ServerError
+from quire.service.terminal import server
+from quire.service.terminal.options import ChatConfig
+from quire.service.terminal.server import ServerError
 
 RESUME_S = 30.0  # a gateway keeps the request of a client that left for so long (--resume-s)
 PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)  # between tries to resume; the last one repeats

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from service import metrics
-from service.metrics import Metric
-from service.terminal.server import printable
+from quire.service.common import metrics
+from quire.service.common.metrics import Metric
+from quire.service.terminal.server import printable
 
 Labels = tuple[tuple[str, str], ...]  # sorted
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from engine.common.errors import OperatorError
+from quire.engine.common.errors import OperatorError
 
 CONNECT_S = 10.0  # a server that does not accept a connection for so long cannot be reached
 ANSWER_S = 30.0  # for a short answer, such as the list of models

@@ -23,11 +23,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from engine.common import settings
-from engine.common.errors import OperatorError
-from service.terminal import options, server
-from service.terminal.options import TopConfig
-from service.terminal.readings import (
+from quire.engine.common import settings
+from quire.engine.common.errors import OperatorError
+from quire.service.terminal import options, server
+from quire.service.terminal.options import TopConfig
+from quire.service.terminal.readings import (
     SORTS,
     Figures,
     Latency,

@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.executor.models import demo
-from engine.executor.models.demo import DemoModelUnavailable
+from quire.engine.executor.models.sources import demo
+from quire.engine.executor.models.sources.demo import DemoModelUnavailable
 from tests.system.processes import Process, ending
 
 HERE = Path(__file__).parent

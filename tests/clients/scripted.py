@@ -19,15 +19,15 @@ from typing import Any
 
 from aiohttp import ClientSession, ClientTimeout, web
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.messages import Finish, Generate
-from service.app import Gateway
-from service.config import GatewayConfig
-from service.metrics import Telemetry
-from service.streams import Streams
-from service.tenants import Tenants
-from service.tokenizer import Tokenizer
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.messages import Finish, Generate
+from quire.service.api.tenants import Tenants
+from quire.service.app import Gateway
+from quire.service.common.metrics import Telemetry
+from quire.service.config import GatewayConfig
+from quire.service.delivery.streams import Streams
+from quire.service.text.tokenizer import Tokenizer
 from tests.clients.script import MODEL, answer
 from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, byte_level, with_template
 

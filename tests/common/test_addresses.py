@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.common.addresses import host_and_port, local_url
-from engine.wire.link import Link
+from quire.engine.common.addresses import host_and_port, local_url
+from quire.engine.wire.link import Link
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.common import child_python
+from quire.engine.common import child_python
 
 SHADOWS = (
     "import json, types, redis, engine, service; print(*(m.__file__ for m in (json, types, redis, engine, service)))"

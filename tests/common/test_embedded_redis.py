@@ -17,8 +17,8 @@ import psutil
 import pytest
 import redis
 
-from engine.common import embedded_redis
-from engine.common.embedded_redis import EmbeddedRedis, EmbeddedRedisError
+from quire.engine.common import embedded_redis
+from quire.engine.common.embedded_redis import EmbeddedRedis, EmbeddedRedisError
 from tests.pace import patience
 
 
@@ -69,7 +69,7 @@ def test_it_ends_when_its_owner_is_killed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tempfile, "tempdir", folder)
     code = """
 import time
-from engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.common.embedded_redis import EmbeddedRedis
 server = EmbeddedRedis()
 server.start()
 print(server.pid, server.url, flush=True)

@@ -7,10 +7,10 @@ import pkgutil
 
 import pytest
 
-import engine.common
-import engine.wire
-from engine.common.errors import OperatorError
-from engine.common.settings import SettingsError
+import quire.engine.common
+import quire.engine.wire
+from quire.engine.common.errors import OperatorError
+from quire.engine.common.settings import SettingsError
 
 MODULES = [
     module.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.common.fair_list import FairList
+from quire.engine.common.fair_list import FairList
 
 
 def drained(work: FairList[str]) -> list[str]:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.common import host_resources
-from engine.common.host_resources import GIB, Resources, read
+from quire.engine.common import host_resources
+from quire.engine.common.host_resources import GIB, Resources, read
 
 ROOT = Path(__file__).resolve().parents[2]
-SHOW = [sys.executable, "-c", "from engine.common import host_resources as h; print(h.usable_cpus(), h.read())"]
+SHOW = [sys.executable, "-c", "from quire.engine.common import host_resources as h; print(h.usable_cpus(), h.read())"]
 V2 = "31 23 0:28 {root} {mount} rw,relatime shared:9 - cgroup2 cgroup2 rw"
 V1 = "32 31 0:29 {root} {mount} rw,relatime - cgroup cgroup rw,{controllers}"
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.common import log_queue, logs
-from engine.common.log_queue import QueuedStream, QueuedWriter
-from service.metrics import Telemetry
+from quire.engine.common import log_queue, logs
+from quire.engine.common.log_queue import QueuedStream, QueuedWriter
+from quire.service.common.metrics import Telemetry
 from tests.pace import patience, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,7 +169,7 @@ def test_a_gateway_counts_dropped_lines(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("end", ["sys.exit(3)", "logging.shutdown(); os._exit(3)", "raise SystemExit(3)"])
 def test_a_process_ends_though_its_log_is_not_read(end: str) -> None:
     code = (
-        "import logging, os, sys\nfrom engine.common import logs\nlogs.start('text')\n"
+        "import logging, os, sys\nfrom quire.engine.common import logs\nlogs.start('text')\n"
         f"for _ in range(20_000): logging.warning('x' * 100); print('y' * 100)\n{end}"
     )
     read_end, write_end = os.pipe()
@@ -184,7 +184,7 @@ def test_a_process_ends_though_its_log_is_not_read(end: str) -> None:
 @pytest.mark.parametrize("end", ["sys.exit(3)", "logging.shutdown(); os._exit(3)", "raise ValueError('last')"])
 def test_a_process_that_ends_loses_no_line(end: str) -> None:
     code = (
-        "import logging, os, sys\nfrom engine.common import logs\nlogs.start('text')\n"
+        "import logging, os, sys\nfrom quire.engine.common import logs\nlogs.start('text')\n"
         f"for i in range(1000): logging.warning('line %d', i)\n{end}"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -196,7 +196,7 @@ def test_a_process_that_ends_loses_no_line(end: str) -> None:
 
 def test_a_deadline_ends_a_process_whose_log_is_not_read() -> None:
     code = (
-        "import os, time\nfrom engine.common.deadline import ends_process\n"
+        "import os, time\nfrom quire.engine.common.deadline import ends_process\n"
         "os.set_blocking(2, False)\n"
         "try:\n    while True: os.write(2, b'x' * 4096)\nexcept BlockingIOError: os.set_blocking(2, True)\n"
         "with ends_process(0.01): time.sleep(600)\n"

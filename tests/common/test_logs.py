@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from engine.common import logs
-from engine.common.logs import JsonLines, KeyValues
+from quire.engine.common import logs
+from quire.engine.common.logs import JsonLines, KeyValues
 
 
 def record(message: str, fields: dict[str, object] | None = None, *, failed: bool = False) -> logging.LogRecord:

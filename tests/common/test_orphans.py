@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.common import orphans, readiness
-from engine.common.silence import Silence
+from quire.engine.common import orphans, readiness
+from quire.engine.common.silence import Silence
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,7 +52,7 @@ def test_a_supervisor_that_reads_nothing_stops_no_beat(tmp_path: Path, monkeypat
 def test_a_supervised_process_ends_after_its_supervisor(supervised: bool, tmp_path: Path) -> None:
     """Its handler of SIGTERM runs, and it ends though it never drains.  Without a supervisor nothing happens."""
     code = (
-        "import os, signal, sys, time\nfrom engine.common import orphans\n"
+        "import os, signal, sys, time\nfrom quire.engine.common import orphans\n"
         "signal.signal(signal.SIGTERM, lambda *_: print('drains', flush=True))\n"
         "parents = iter([1, 1])\n"
         "orphans.end_with_supervisor(0.1, lambda: next(parents, 2))\n"

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import redis
 
-from engine.common import private_files
-from engine.common.embedded_redis import EmbeddedRedis, EmbeddedRedisError
-from engine.common.private_files import DirectoryRefused, LockedDirectory, open_private
-from engine.log_file import LogFile
+from quire.engine.common import private_files
+from quire.engine.common.embedded_redis import EmbeddedRedis, EmbeddedRedisError
+from quire.engine.common.private_files import DirectoryRefused, LockedDirectory, open_private
+from quire.engine.observers.log_file import LogFile
 
 ROOT = Path(__file__).resolve().parents[2]
-HOLD = "from pathlib import Path\nfrom engine.common.private_files import LockedDirectory\nimport sys, time\n"
+HOLD = "from pathlib import Path\nfrom quire.engine.common.private_files import LockedDirectory\nimport sys, time\n"
 
 
 @pytest.fixture(autouse=True, params=[0o000, 0o022, 0o777], ids=lambda mask: f"umask-{mask:03o}")
@@ -137,7 +137,7 @@ def test_a_child_that_outlives_its_killed_owner_is_waited_for(tmp_path: Path, mo
         if len(looks) == 3:
             os.kill(child, signal.SIGKILL)
 
-    monkeypatch.setattr("engine.common.private_files.time.sleep", sleep)
+    monkeypatch.setattr("quire.engine.common.private_files.time.sleep", sleep)
     with LockedDirectory(tmp_path / "data", "--x", []):
         assert len(looks) >= 3
 

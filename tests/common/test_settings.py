@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from engine.common import settings
-from engine.config import EngineConfig
-from service.cli import BOTH, ServeConfig, split
-from service.config import GatewayConfig
+from quire.engine.common import settings
+from quire.engine.config import EngineConfig
+from quire.service.cli import BOTH, ServeConfig, split
+from quire.service.config import GatewayConfig
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

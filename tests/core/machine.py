@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.limits import Admission, Allocation
-from engine.core.sequence import State
-from engine.core.swapping import Preempt
-from engine.wire.messages import Beams
+from quire.engine.core.limits import Admission, Allocation
+from quire.engine.core.sequence import State
+from quire.engine.core.swapping import Preempt
+from quire.engine.wire.messages import Beams
 from tests.core.oracle import FORCED, VOCAB
 from tests.core.rig import BAD_SEED, FAR, Rig
 

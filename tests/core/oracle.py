@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from hashlib import blake2b
 
-from engine.core.beams import BeamSearch
-from engine.core.plan import Sampler, StepPlan, StepResult
-from engine.wire.messages import Beams, TokenLogprob
+from quire.engine.core.beams import BeamSearch
+from quire.engine.core.plan import Sampler, StepPlan, StepResult
+from quire.engine.wire.messages import Beams, TokenLogprob
 
 VOCAB = 50
 EOS = 0

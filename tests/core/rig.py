@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from engine.core.blocks import BlockPool, HostPool
-from engine.core.isolation import FAILED_TWICE
-from engine.core.limits import Admission, Allocation, Event, Limits
-from engine.core.plan import StepPlan, StepResult
-from engine.core.policy.fairness import Shares
-from engine.core.policy.step_cost import StepCostModel
-from engine.core.scheduler import Scheduler
-from engine.core.sequence import Sequence
-from engine.core.swapping import Preempt
-from engine.wire.messages import Beams, Delta, Finish, Generate, Sampling
+from quire.engine.core.blocks import BlockPool, HostPool
+from quire.engine.core.isolation import FAILED_TWICE
+from quire.engine.core.limits import Admission, Allocation, Event, Limits
+from quire.engine.core.plan import StepPlan, StepResult
+from quire.engine.core.policy.fairness import Shares
+from quire.engine.core.policy.step_cost import StepCostModel
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.sequence import Sequence
+from quire.engine.core.swapping import Preempt
+from quire.engine.wire.messages import Beams, Delta, Finish, Generate, Sampling
 from tests.core.oracle import EOS, VOCAB, OracleExecutor, StepFails, reference, reference_beams
 
 FAR = 2**60

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.core.blocks import AccountingError, DoubleFree, Leak
-from engine.core.sequence import Sequence, State
+from quire.engine.core.blocks import AccountingError, DoubleFree, Leak
+from quire.engine.core.sequence import Sequence, State
 from tests.core.rig import Rig
 
 PROMPT = [7 + i % 11 for i in range(18)]  # four blocks of 4 and a half

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.core.beam_groups import BeamGroups
-from engine.core.plan_builder import PlanBuilder
-from engine.core.sequence import Sequence, State
-from engine.wire.messages import Beams, Finish
+from quire.engine.core.beam_groups import BeamGroups
+from quire.engine.core.plan_builder import PlanBuilder
+from quire.engine.core.sequence import Sequence, State
+from quire.engine.wire.messages import Beams, Finish
 from tests.core.rig import Rig
 
 PROMPT = [5, 6, 7, 8, 9, 10]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from engine.core.beams import BeamSearch, Row
-from engine.wire.messages import Beams
+from quire.engine.core.beams import BeamSearch, Row
+from quire.engine.wire.messages import Beams
 
 VOCAB, END = 64, 1
 MODES: list[bool | Literal["never"]] = [False, True, "never"]

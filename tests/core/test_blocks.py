@@ -9,7 +9,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from engine.core.blocks import AccountingError, BlockPool, OutOfBlocks, chain_digest, root_digest
+from quire.engine.core.blocks import AccountingError, BlockPool, OutOfBlocks, chain_digest, root_digest
 from tests.core.machine import SchedulerMachine
 from tests.core.rig import Rig
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.plan import StepResult
-from engine.wire.messages import Finish
+from quire.engine.core.plan import StepResult
+from quire.engine.wire.messages import Finish
 from tests.core.oracle import VOCAB
 from tests.core.rig import Rig
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.core.blocks import AccountingError
-from engine.core.forced import FEWEST
-from engine.core.limits import Totals
-from engine.core.policy.step_cost import PROBE
+from quire.engine.core.blocks import AccountingError
+from quire.engine.core.forced import FEWEST
+from quire.engine.core.limits import Totals
+from quire.engine.core.policy.step_cost import PROBE
 from tests.core import oracle
 from tests.core.oracle import EOS, FORCED, foreseen, reference
 from tests.core.rig import Rig

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.limits import Admission
-from engine.core.swapping import Preempt
+from quire.engine.core.limits import Admission
+from quire.engine.core.swapping import Preempt
 from tests.core.rig import BAD_SEED, Rig
 
 

@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from engine.core.blocks import BlockPool
-from engine.core.limits import Limits
-from engine.core.scheduler import Scheduler
-from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.wire.messages import Generate, Sampling
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.limits import Limits
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.wire.messages import Generate, Sampling
 
 
 def test_at_least_96_percent_of_the_allocated_cache_holds_tokens() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.core.blocks import AccountingError
-from engine.core.plan import StepPlan
-from engine.core.sequence import Sequence, State
-from engine.wire.messages import FinishReason
+from quire.engine.core.blocks import AccountingError
+from quire.engine.core.plan import StepPlan
+from quire.engine.core.sequence import Sequence, State
+from quire.engine.wire.messages import FinishReason
 from tests.core.rig import Rig
 
 SWAP: dict[str, Any] = {"preempt": "swap", "host_blocks": 40}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.wire.messages import Delta, Finish, Generate, Sampling
+from quire.engine.wire.messages import Delta, Finish, Generate, Sampling
 from tests.core.oracle import VOCAB
 from tests.core.rig import FAR, Rig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.wire.messages import Finish
+from quire.engine.wire.messages import Finish
 from tests.core.rig import Rig
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.blocks import BlockPool
-from engine.core.limits import Limits
-from engine.core.scheduler import Scheduler
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.limits import Limits
+from quire.engine.core.scheduler import Scheduler
 from tests.core.oracle import reference
 from tests.core.rig import Rig
 

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from engine.core.blocks import BlockPool
-from engine.core.limits import Limits
-from engine.core.scheduler import Scheduler
-from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.wire.messages import Generate, Sampling
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.limits import Limits
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.wire.messages import Generate, Sampling
 from tests.core.rig import FAR
 from tests.pace import python_s
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.core.blocks import BlockPool
-from engine.core.limits import Limits
-from engine.core.scheduler import Scheduler
-from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.wire.messages import Generate, Sampling
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.limits import Limits
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.wire.messages import Generate, Sampling
 
 STEP_TOKENS = 1024
 COUNT, PROMPT, OUTPUT = 32, 120, 200  # sequences, and tokens of each

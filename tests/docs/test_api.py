@@ -14,10 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from service import api, fields, messages, responses
-from service.api import Refusal
-from service.config import GatewayConfig
-from service.limits import LIMITS
+from quire.service.api import api, fields
+from quire.service.api.anthropic import messages
+from quire.service.api.api import Refusal
+from quire.service.api.openai_responses import responses
+from quire.service.common.limits import LIMITS
+from quire.service.config import GatewayConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.common import settings
-from engine.config import EngineConfig
-from engine.metrics import VLLM_TABLE
-from service.cli import ServeConfig
-from service.config import GatewayConfig
-from service.metrics import TABLE as GATEWAY_TABLE
-from service.terminal.options import BenchConfig, ChatConfig, TopConfig
+from quire.engine.common import settings
+from quire.engine.config import EngineConfig
+from quire.engine.observers.metrics import VLLM_TABLE
+from quire.service.cli import ServeConfig
+from quire.service.common.metrics import TABLE as GATEWAY_TABLE
+from quire.service.config import GatewayConfig
+from quire.service.terminal.options import BenchConfig, ChatConfig, TopConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 # Pages of this folder's scope; folder READMEs have checks of their own.
@@ -69,8 +69,8 @@ def test_every_module_and_make_target_exists(name: str) -> None:
     for module in set(re.findall(r"python -m ([a-z_][\w.]*)", text)):
         if module.split(".")[0] in ROOMS and not (history and "sim" in module):
             assert importlib.util.find_spec(module) is not None, module
-    tools = importlib.import_module("engine.tools.__main__").NAMES
-    for tool in set(re.findall(r"python -m engine\.tools ([a-z][a-z-]*)", text)):
+    tools = importlib.import_module("quire.engine.tools.__main__").NAMES
+    for tool in set(re.findall(r"python -m quire.engine\.tools ([a-z][a-z-]*)", text)):
         assert tool in tools, tool
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"\bmake ([a-z]+)\b", text)):

@@ -45,7 +45,7 @@ def test_the_wheel_holds_what_the_bench_command_imports() -> None:
     include = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
     done = subprocess.run([sys.executable, "-c", code, *include], cwd=ROOT, capture_output=True, text=True, check=True)
     found = done.stdout.split()
-    assert {"service", "service.terminal", "engine", "csrc", "loadtest"} <= set(found)
+    assert {"service", "quire.service.terminal", "engine", "csrc", "loadtest"} <= set(found)
     assert not [name for name in found if name.startswith(("loadtest.", "tests"))]
     assert "rich" in " ".join(PROJECT["project"]["optional-dependencies"]["cli"])
 

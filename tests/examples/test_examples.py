@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import llm
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.core.blocks import OutOfBlocks
-from engine.executor.models.builtin import builtin
 from examples.paged_memory import BlockTables
+from quire.engine import llm
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.core.blocks import OutOfBlocks
+from quire.engine.executor.models.sources.builtin import builtin
 from tests.pace import patience
 from tests.system.stack import Stack
 
@@ -189,5 +189,5 @@ def test_the_example_of_the_offline_api_runs(capsys: pytest.CaptureFixture[str])
     assert llm.__doc__ is not None
     lines = [line for line in llm.__doc__.splitlines() if line.startswith("    ")]
     code = textwrap.dedent("\n".join(lines)).replace("./checkpoint", str(builtin()))
-    exec(compile(code, "engine.llm", "exec"), {})
+    exec(compile(code, "quire.engine.llm", "exec"), {})
     assert len(capsys.readouterr().out.splitlines()) >= 2

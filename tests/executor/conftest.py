@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.executor import ops
-from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from quire.engine.executor import ops
+from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from tests import warm
 from tests.checkpoints import make_checkpoint
 from tests.quantised import WIDE, quantise_checkpoint, store_experts_in_mxfp4

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.config import EngineConfig
-from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan, StepResult
-from engine.executor.local import LocalExecutor
-from engine.executor.models.fused import Forward
-from engine.executor.models.hf import LoadedModel, load_model
-from engine.executor.worker import Launched, Worker
-from engine.llm import LLM
-from engine.wire.messages import Sampling
+from quire.engine.config import EngineConfig
+from quire.engine.core.plan import Fork, Sampler, Slice, Start, StepPlan, StepResult
+from quire.engine.executor.local import LocalExecutor
+from quire.engine.executor.models.fused import Forward
+from quire.engine.executor.models.hf import LoadedModel, load_model
+from quire.engine.executor.worker import Launched, Worker
+from quire.engine.llm import LLM
+from quire.engine.wire.messages import Sampling
 from tests.executor.matchers import hold
 
 GREEDY = Sampling(temperature=0)

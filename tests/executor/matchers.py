@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.plan import Sampler
-from engine.executor.grammar_store import GrammarStore
-from engine.executor.grammars import Grammars
-from engine.wire.messages import Sampling
-from service.grammar import Constraint, compile_grammar
+from quire.engine.core.plan import Sampler
+from quire.engine.executor.grammar_store import GrammarStore
+from quire.engine.executor.grammars import Grammars
+from quire.engine.wire.messages import Sampling
+from quire.service.grammar.grammar import Constraint, compile_grammar
 from tests.checkpoints import VOCAB, tokenizer
 from tests.pace import wait_until
 

@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor
 
-from engine.config import EngineConfig
-from engine.core.plan import Sampler
-from engine.executor.banned import BannedSequences, trie_of
-from engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
-from engine.executor.constraints import IMPOSSIBLE
-from engine.executor.followers import advance
-from engine.executor.local import LocalExecutor
-from engine.llm import LLM, Output
-from engine.wire.messages import Sampling
+from quire.engine.config import EngineConfig
+from quire.engine.core.plan import Sampler
+from quire.engine.executor.banned import BannedSequences, trie_of
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
+from quire.engine.executor.constraints import IMPOSSIBLE
+from quire.engine.executor.followers import advance
+from quire.engine.executor.local import LocalExecutor
+from quire.engine.llm import LLM, Output
+from quire.engine.wire.messages import Sampling
 from tests.checkpoints import VOCAB, tokenizer
 from tests.executor.driver import Driver, fail_next_step
 from tests.executor.matchers import PERSON, PROMPT, choice, schema

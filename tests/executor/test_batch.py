@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.core.plan import Fork, Sampler, Slice, Start, StepPlan
-from engine.executor import ops
-from engine.executor.batch import Batch, Shape, StepTensors
-from engine.executor.kv_cache import KVShape, allocate
-from engine.executor.staging import Staging
-from engine.wire.messages import Sampling
+from quire.engine.core.plan import Fork, Sampler, Slice, Start, StepPlan
+from quire.engine.executor import ops
+from quire.engine.executor.batch import Batch, Shape, StepTensors
+from quire.engine.executor.kv_cache import KVShape, allocate
+from quire.engine.executor.staging import Staging
+from quire.engine.wire.messages import Sampling
 
 SAMPLER = Sampler(Sampling(temperature=0), 3, [])
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from engine.core.plan import Slice, Start, StepPlan
-from engine.llm import LLM, Output
-from engine.wire.messages import Beams, Sampling
+from quire.engine.core.plan import Slice, Start, StepPlan
+from quire.engine.llm import LLM, Output
+from quire.engine.wire.messages import Beams, Sampling
 from tests.checkpoints import VOCAB
 from tests.executor.driver import Driver
 
@@ -186,7 +186,7 @@ def test_a_beam_whose_logits_are_not_finite_fails(checkpoint: Checkpoint) -> Non
 
 
 def test_many_slots_ask_for_different_counts(checkpoint: Checkpoint) -> None:
-    from engine.executor.beam_candidates import find_candidates
+    from quire.engine.executor.beam_candidates import find_candidates
 
     logits = torch.randn(150, 20)
     found = find_candidates(logits, 3, [(slot, 1 + slot % 4) for slot in range(140)])

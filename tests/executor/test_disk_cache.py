@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.executor.disk_cache import CacheRefused, cache_directory
+from quire.engine.executor.disk_cache import CacheRefused, cache_directory
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from engine.executor.errors import ModelLoadError
-from engine.llm import LLM, Output
-from engine.wire.messages import Sampling
+from quire.engine.executor.errors import ModelLoadError
+from quire.engine.llm import LLM, Output
+from quire.engine.wire.messages import Sampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

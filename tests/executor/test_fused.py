@@ -13,11 +13,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.executor import ops
-from engine.executor.models import fused
-from engine.executor.models.fused import Decoder
-from engine.executor.models.hf import load_model
-from engine.executor.models.linear import PackedLinear, Product, RMSNorm, Sharded
+from quire.engine.executor import ops
+from quire.engine.executor.models import fused
+from quire.engine.executor.models.fused import Decoder
+from quire.engine.executor.models.hf import load_model
+from quire.engine.executor.models.linear import PackedLinear, Product, RMSNorm, Sharded
 from tests.checkpoints import FAMILIES
 from tests.executor.driver import Driver
 from tests.executor.test_worker import words

@@ -18,13 +18,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.config import EngineConfig
-from engine.core.plan import Sampler, Slice, Start, StepPlan
-from engine.executor.base import StepError
-from engine.executor.local import load
-from engine.executor.models.hf import load_model
-from engine.llm import LLM
-from engine.wire.messages import Sampling
+from quire.engine.config import EngineConfig
+from quire.engine.core.plan import Sampler, Slice, Start, StepPlan
+from quire.engine.executor.base import StepError
+from quire.engine.executor.local import load
+from quire.engine.executor.models.hf import load_model
+from quire.engine.llm import LLM
+from quire.engine.wire.messages import Sampling
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.executor.driver import Driver
 

@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from engine.common import host_resources
-from engine.executor.grammar_store import FIXED, MEASURED, GrammarError, GrammarStore, compile_threads
+from quire.engine.common import host_resources
+from quire.engine.executor.grammar_store import FIXED, MEASURED, GrammarError, GrammarStore, compile_threads
 from tests.checkpoints import tokenizer
 from tests.pace import patience, wait_until
 
@@ -229,8 +229,8 @@ MEMORY = """
 import sys
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
-from engine.executor.grammar_store import GrammarStore, malloc_bytes
-from engine.executor.grammars import LIMITS, SLICES
+from quire.engine.executor.grammar_store import GrammarStore, malloc_bytes
+from quire.engine.executor.grammars import LIMITS, SLICES
 from tests.executor.matchers import choice, regex, schema
 
 heap = malloc_bytes()

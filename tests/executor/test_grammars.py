@@ -16,15 +16,15 @@ import pytest
 from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig
-from engine.executor import followers
-from engine.executor.base import ScriptedExecutor, scripted_token
-from engine.executor.grammars import FAILED, FAULTY, THREADED, Grammars
-from engine.executor.local import LocalExecutor
-from engine.executor.worker import Launched, Pending
-from engine.llm import LLM, Completion, Output
-from engine.wire.messages import Sampling
-from service.grammar import Constraint, compile_grammar
+from quire.engine.config import EngineConfig
+from quire.engine.executor import followers
+from quire.engine.executor.base import ScriptedExecutor, scripted_token
+from quire.engine.executor.grammars import FAILED, FAULTY, THREADED, Grammars
+from quire.engine.executor.local import LocalExecutor
+from quire.engine.executor.worker import Launched, Pending
+from quire.engine.llm import LLM, Completion, Output
+from quire.engine.wire.messages import Sampling
+from quire.service.grammar.grammar import Constraint, compile_grammar
 from tests.checkpoints import VOCAB, tokenizer
 from tests.executor.driver import Driver, fail_next_step
 from tests.executor.matchers import EOS, PERSON, PROMPT, begin, choice, four_slots, regex, schema
@@ -447,7 +447,7 @@ def test_the_scripted_executor_follows_grammars(checkpoint: Callable[[str], Path
 
 
 def test_llguidance_is_the_release_that_was_tested() -> None:
-    """A later release may know other keywords: look at ENFORCED of service/grammar.py again."""
+    """A later release may know other keywords: look at ENFORCED of service/grammar/grammar.py again."""
     assert llguidance.__version__.startswith("1.")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.executor.batch import Shape
-from engine.executor.graphs import SecondUse, capture_all, ladder, memory_first, mixed_ladder, rung, urgent
+from quire.engine.executor.batch import Shape
+from quire.engine.executor.graphs import SecondUse, capture_all, ladder, memory_first, mixed_ladder, rung, urgent
 
 
 @pytest.mark.parametrize("most", [1, 3, 40, 256, 1000, 1024])

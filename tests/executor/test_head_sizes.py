@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.executor.errors import UnsupportedModel
-from engine.executor.kv_cache import KVShape
-from engine.executor.models import hf
-from engine.executor.models.cache_shapes import GPU_HEAD_SIZES, cached_layers
-from engine.executor.models.fused import is_fused
-from engine.tools import models
-from engine.tools.tiny_checkpoints import make_checkpoint
+from quire.engine.executor.errors import UnsupportedModel
+from quire.engine.executor.kv_cache import KVShape
+from quire.engine.executor.models import hf
+from quire.engine.executor.models.cache_shapes import GPU_HEAD_SIZES, cached_layers
+from quire.engine.executor.models.fused import is_fused
+from quire.engine.tools import models
+from quire.engine.tools.tiny_checkpoints import make_checkpoint
 from tests.executor.test_gpu import check_greedy, llm, texts, words
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -17,15 +17,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, PreTrained
 from transformers.integrations import peft as peft_of_transformers
 from transformers.models.auto import auto_factory
 
-from engine.executor import attention
-from engine.executor.errors import ModelLoadError, UnsupportedModel
-from engine.executor.kv_cache import KVShape, bytes_per_token
-from engine.executor.models import hf, hub
-from engine.executor.models.linear import PackedLinear
-from engine.executor.models.probe import probe
-from engine.executor.ranks import Ranks
-from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
-from engine.tools.tiny_checkpoints import tiny_config
+from quire.engine.executor import attention
+from quire.engine.executor.errors import ModelLoadError, UnsupportedModel
+from quire.engine.executor.kv_cache import KVShape, bytes_per_token
+from quire.engine.executor.models import hf
+from quire.engine.executor.models.linear import PackedLinear
+from quire.engine.executor.models.probe import probe
+from quire.engine.executor.models.sources import hub
+from quire.engine.executor.ranks.ranks import Ranks
+from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from quire.engine.tools.tiny_checkpoints import tiny_config
 from tests.checkpoints import FAMILIES, MAX_LEN, VOCAB, config_of, make_checkpoint, tokenizer
 
 CPU = torch.device("cpu")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.common import host_resources
-from engine.config import EngineConfig
-from engine.executor import host_memory
-from engine.executor.errors import NotEnoughMemory
-from engine.executor.host_memory import GIB, PROCESS_BYTES, HostMemory
+from quire.engine.common import host_resources
+from quire.engine.config import EngineConfig
+from quire.engine.executor import host_memory
+from quire.engine.executor.errors import NotEnoughMemory
+from quire.engine.executor.host_memory import GIB, PROCESS_BYTES, HostMemory
 
 BLOCK = 1 << 20  # bytes of a KV block
 
@@ -108,7 +108,7 @@ def test_shared_weights_count_once() -> None:
 
 
 def test_an_engine_stays_within_the_limit(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.executor.local import LocalExecutor
+    from quire.engine.executor.local import LocalExecutor
 
     limit = PROCESS_BYTES + (64 << 20)
     monkeypatch.setattr(host_resources, "memory_limit", lambda: limit)

@@ -18,9 +18,10 @@ import pytest
 import torch
 from huggingface_hub import snapshot_download
 
-from engine.executor.errors import ModelLoadError
-from engine.executor.models import hf, hub
-from engine.executor.models.weights import weight_files
+from quire.engine.executor.errors import ModelLoadError
+from quire.engine.executor.models import hf
+from quire.engine.executor.models.sources import hub
+from quire.engine.executor.models.weights import weight_files
 from tests.checkpoints import make_checkpoint
 
 COMMIT = "c" * 40
@@ -187,7 +188,7 @@ def test_after_a_failed_download_complete_files_are_not_fetched_again(repository
 def test_a_download_logs_how_far_it_is(
     repository: type[Hub], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("engine.executor.progress.EVERY_S", 0.0)
+    monkeypatch.setattr("quire.engine.executor.progress.EVERY_S", 0.0)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 20)
     repository.files = contents(SMALL) | {hub.WHOLE: bytes(300_000_000)}
     with caplog.at_level(logging.INFO, hub.__name__):

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.executor import ops
-from engine.executor.int4_layout import INPUTS, PIECE, ROWS, pack
+from quire.engine.executor import ops
+from quire.engine.executor.int4_layout import INPUTS, PIECE, ROWS, pack
 
 SHAPES = [(16, 128, 32), (48, 256, 64), (32, 384, 128), (16, 512, 256), (32, 384, 96), (16, 640, 640)]
 
@@ -61,7 +61,7 @@ def test_records_hold_numbers_scales_and_zero_points(rows: int, inner: int, grou
 def test_a_weight_is_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers, scale, zero = made(80, 256, 32)
     whole = pack(in_bytes(numbers), scale, zero)
-    monkeypatch.setattr("engine.executor.int4_layout.PIECE", 256 * 32)
+    monkeypatch.setattr("quire.engine.executor.int4_layout.PIECE", 256 * 32)
     pieces = pack(in_bytes(numbers), scale, zero)
     assert PIECE > 80 * 256
     assert all(map(torch.equal, whole, pieces))

@@ -20,14 +20,14 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig
-from engine.core.policy.jumps import JumpCosts
-from engine.executor import followers, grammars
-from engine.executor.base import ScriptedExecutor
-from engine.executor.grammars import Grammars
-from engine.llm import LLM, Completion, Output
-from engine.orders import Resume
-from engine.wire.messages import FOREVER_MS, Generate, Sampling
+from quire.engine.config import EngineConfig
+from quire.engine.core.policy.jumps import JumpCosts
+from quire.engine.executor import followers, grammars
+from quire.engine.executor.base import ScriptedExecutor
+from quire.engine.executor.grammars import Grammars
+from quire.engine.llm import LLM, Completion, Output
+from quire.engine.orders import Resume
+from quire.engine.wire.messages import FOREVER_MS, Generate, Sampling
 from tests.checkpoints import VOCAB, tokenizer
 from tests.executor.driver import fail_next_step
 from tests.executor.matchers import EOS, PROMPT, begin, four_slots, regex, schema

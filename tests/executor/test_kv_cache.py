@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.executor.errors import NotEnoughMemory
-from engine.executor.kv_cache import GIB, KV_DTYPES, KVShape, allocate, blocks_that_fit, by_shape, bytes_per_token
+from quire.engine.executor.errors import NotEnoughMemory
+from quire.engine.executor.kv_cache import GIB, KV_DTYPES, KVShape, allocate, blocks_that_fit, by_shape, bytes_per_token
 
 CPU = torch.device("cpu")
 LLAMA_70B = [KVShape(heads=8, head_size=128)] * 80  # 64 attention heads share 8 KV heads

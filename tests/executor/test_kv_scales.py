@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from engine.executor.errors import UnsupportedModel
-from engine.executor.kv_cache import KVShape
-from engine.executor.models.kv_scales import read_kv_scales
-from engine.executor.ranks import Ranks
+from quire.engine.executor.errors import UnsupportedModel
+from quire.engine.executor.kv_cache import KVShape
+from quire.engine.executor.models.quantised.kv_scales import read_kv_scales
+from quire.engine.executor.ranks.ranks import Ranks
 from tests.executor.driver import Driver
 from tests.executor.test_worker import own_logits, rounded_attention, words
 

@@ -14,9 +14,9 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from engine.llm import LLM
-from engine.turn_record import TurnRecord
-from engine.wire.messages import Beams
+from quire.engine.llm import LLM
+from quire.engine.observers.turn_record import TurnRecord
+from quire.engine.wire.messages import Beams
 from tests.executor.test_gpu import GREEDY, llm, words
 
 pytestmark = pytest.mark.gpu

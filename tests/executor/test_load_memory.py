@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.executor.models.bars import no_bars
+from quire.engine.executor.models.bars import no_bars
 from tests.quantised import KINDS
 
 MB = 1e6
@@ -26,8 +26,8 @@ OTHERWISE = 24 * MB
 MEASURE = """
 import ctypes, gc, json, re, sys, threading, time, traceback
 import torch
-from engine.executor import ops
-from engine.executor.models.hf import load_model
+from quire.engine.executor import ops
+from quire.engine.executor.models.hf import load_model
 
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024

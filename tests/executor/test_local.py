@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.core.plan import Sampler, Slice, Start, StepPlan
-from engine.executor.base import Executor, StepError
-from engine.executor.errors import NotEnoughMemory
-from engine.executor.local import load
-from engine.llm import LLM
-from engine.wire.messages import Sampling
+from quire.engine.config import EngineConfig
+from quire.engine.core.plan import Sampler, Slice, Start, StepPlan
+from quire.engine.executor.base import Executor, StepError
+from quire.engine.executor.errors import NotEnoughMemory
+from quire.engine.executor.local import load
+from quire.engine.llm import LLM
+from quire.engine.wire.messages import Sampling
 
 SAMPLER = Sampler(Sampling(temperature=0), 4, [])
 PROMPT = [5, 6, 7, 8]

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from engine.executor import ops
-from engine.executor.models import fused
-from engine.executor.models.fused import Mixture, is_fused
-from engine.executor.models.hf import LoadedModel, load_model
+from quire.engine.executor import ops
+from quire.engine.executor.models import fused
+from quire.engine.executor.models.fused import Mixture, is_fused
+from quire.engine.executor.models.hf import LoadedModel, load_model
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.executor.driver import Driver
 from tests.executor.test_gpu import GREEDY, llm, texts, words

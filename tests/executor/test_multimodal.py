@@ -11,14 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig
-from engine.executor import local
-from engine.executor.errors import ModelLoadError, UnsupportedModel
-from engine.executor.models import hf, sharding
-from engine.executor.ranks import Ranks
-from engine.llm import LLM
-from engine.tools.models import GREEDY, model_class, prompts
-from engine.tools.tiny_checkpoints import tiny_config
+from quire.engine.config import EngineConfig
+from quire.engine.executor import local
+from quire.engine.executor.errors import ModelLoadError, UnsupportedModel
+from quire.engine.executor.models import hf
+from quire.engine.executor.models.sharding import sharding
+from quire.engine.executor.ranks.ranks import Ranks
+from quire.engine.llm import LLM
+from quire.engine.tools.models import GREEDY, model_class, prompts
+from quire.engine.tools.tiny_checkpoints import tiny_config
 from tests.towers import make
 
 pytestmark = pytest.mark.usefixtures("kernels", "one_thread")

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.executor.errors import ModelLoadError
-from engine.executor.models import hf, overrides, rope
-from engine.executor.models.weights import fingerprint
-from engine.tools.models import our_texts, own_texts
-from engine.tools.tiny_checkpoints import make_checkpoint
+from quire.engine.executor.errors import ModelLoadError
+from quire.engine.executor.models import hf, overrides, rope
+from quire.engine.executor.models.weights import fingerprint
+from quire.engine.tools.models import our_texts, own_texts
+from quire.engine.tools.tiny_checkpoints import make_checkpoint
 from tests.towers import make
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -24,19 +24,19 @@ import psutil
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.core.plan import Sampler, Slice, Start, StepPlan
-from engine.executor import parallel
-from engine.executor.base import ExecutorLost, StepError
-from engine.executor.errors import ModelLoadError
-from engine.executor.local import load
-from engine.executor.parallel import ParallelExecutor, WaitingRanks, check_equal
-from engine.executor.rank_process import CLOSE, SUBMIT, Facts, Task
-from engine.executor.ranks import Ranks
-from engine.llm import LLM, Completion
-from engine.tools.models import model_class
-from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
-from engine.wire.messages import Beams, Sampling
+from quire.engine.config import EngineConfig
+from quire.engine.core.plan import Sampler, Slice, Start, StepPlan
+from quire.engine.executor.base import ExecutorLost, StepError
+from quire.engine.executor.errors import ModelLoadError
+from quire.engine.executor.local import load
+from quire.engine.executor.ranks import parallel
+from quire.engine.executor.ranks.parallel import ParallelExecutor, WaitingRanks, check_equal
+from quire.engine.executor.ranks.rank_process import CLOSE, SUBMIT, Facts, Task
+from quire.engine.executor.ranks.ranks import Ranks
+from quire.engine.llm import LLM, Completion
+from quire.engine.tools.models import model_class
+from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from quire.engine.wire.messages import Beams, Sampling
 from tests import warm
 from tests.checkpoints import VOCAB, config_of, make_checkpoint
 from tests.pace import paced, patience
@@ -271,8 +271,8 @@ def test_a_process_that_does_not_close_a_lost_executor_ends(checkpoint: Checkpoi
     """What lets go of a GPU at the end of a process would wait for a kernel, which waits for the lost rank."""
     code = (
         "import os, signal, sys, time\n"
-        "from engine.llm import LLM\n"
-        "from engine.wire.messages import Sampling\n"
+        "from quire.engine.llm import LLM\n"
+        "from quire.engine.wire.messages import Sampling\n"
         "class Kernel:\n"
         "    def __init__(self): self.sleep = time.sleep\n"
         "    def __del__(self): self.sleep(1000)\n"
@@ -302,8 +302,8 @@ def test_a_process_that_does_not_close_a_lost_executor_ends(checkpoint: Checkpoi
 def test_a_process_ends_that_cannot_close_a_lost_executor(checkpoint: Checkpoint) -> None:
     code = (
         "import sys, time\n"
-        "from engine.executor import parallel\n"
-        "from engine.llm import LLM\n"
+        "from quire.engine.executor.ranks import parallel\n"
+        "from quire.engine.llm import LLM\n"
         "parallel.CLOSE_S = 1.0\n"
         "llm = LLM(sys.argv[1], tensor_parallel=2, threads=1, kv_blocks=80)\n"
         "llm.executor._others[0].process.kill()\n"
@@ -398,9 +398,9 @@ def test_a_rank_that_hangs_or_dies_while_the_model_loads_ends_the_start(
     silence_s = math.ceil(paced(3.0))
     code = (
         "import logging, os, signal, sys\n"
-        "from engine.config import EngineConfig\n"
-        "from engine.executor import parallel\n"
-        "from engine.executor.errors import ModelLoadError\n"
+        "from quire.engine.config import EngineConfig\n"
+        "from quire.engine.executor.ranks import parallel\n"
+        "from quire.engine.executor.errors import ModelLoadError\n"
         "logging.basicConfig()\n"
         f"parallel.LOAD_SILENCE_S = parallel.LEASES_OF_SILENCE = {silence_s}\n"
         "begun, (_, model, how, where) = [], sys.argv\n"
@@ -441,7 +441,7 @@ def test_the_process_ends_though_an_abort_never_returns(abort: str) -> None:
     code = (
         "import ctypes, signal, socket, subprocess, sys, time\n"
         "from types import SimpleNamespace\n"
-        "from engine.executor.parallel import Rank, Watch\n"
+        "from quire.engine.executor.ranks.parallel import Rank, Watch\n"
         "process = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)\n"
         "process.send_signal(signal.SIGSTOP)\n"
         "life, _theirs = socket.socketpair()\n"
@@ -502,7 +502,7 @@ def test_a_rank_that_fails_alone_ends_the_engine(
 def test_no_rank_outlives_its_engine(checkpoint: Checkpoint) -> None:
     """The engine's process is killed, so that it cannot end the others: they notice."""
     code = (
-        "import sys, time; from engine.config import EngineConfig; from engine.executor.local import load\n"
+        "import sys, time; from quire.engine.config import EngineConfig; from quire.engine.executor.local import load\n"
         "executor = load(EngineConfig(model=sys.argv[1], tensor_parallel=2, threads=1, kv_blocks=80, max_seqs=4))\n"
         "print(executor._others[0].process.pid, flush=True); time.sleep(1000)"
     )
@@ -510,7 +510,7 @@ def test_no_rank_outlives_its_engine(checkpoint: Checkpoint) -> None:
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as engine:
         assert engine.stdout is not None
         rank = psutil.Process(int(engine.stdout.readline()))
-        assert "engine.rank" in rank.cmdline()
+        assert "quire.engine.process.rank" in rank.cmdline()
         engine.kill()
     psutil.wait_procs([rank], timeout=patience(60))
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE  # of a container without an init process
@@ -569,7 +569,7 @@ def test_a_plan_reaches_a_rank_in_microseconds(edits: int) -> None:
     code = (
         "import sys, msgspec\n"
         "from multiprocessing.connection import Connection\n"
-        "from engine.core.plan import StepPlan\n"
+        "from quire.engine.core.plan import StepPlan\n"
         "commands, decoder = Connection(int(sys.argv[1])), msgspec.msgpack.Decoder(StepPlan)\n"
         "while (message := commands.recv_bytes())[:1] == b'S':\n"
         "    decoder.decode(memoryview(message)[1:])\n"

@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.llm import LLM
-from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from quire.engine.llm import LLM
+from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.checkpoints import make_checkpoint
 from tests.executor.test_gpu import GREEDY, check_greedy, llm, texts, words
 from tests.executor.test_quantised import write_exact
@@ -86,7 +86,7 @@ def test_graphs_change_no_token_of_two_ranks(checkpoint: Checkpoint) -> None:
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from engine.wire.messages import Sampling\n"
+        "from quire.engine.wire.messages import Sampling\n"
         "from tests.executor.test_gpu import GREEDY, llm, words\n"
         "engine = llm(Path(sys.argv[1]), tensor_parallel=2, graph_seconds=float(sys.argv[2]))\n"
         "assert engine.executor._ranks.one_shot is not None\n"

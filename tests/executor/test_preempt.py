@@ -12,9 +12,9 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.executor.local import LocalExecutor
-from engine.llm import LLM
+from quire.engine.config import EngineConfig
+from quire.engine.executor.local import LocalExecutor
+from quire.engine.llm import LLM
 from tests.checkpoints import VOCAB
 
 

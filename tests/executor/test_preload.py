@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig
-from engine.core.plan import Sampler, Slice, Start, StepPlan
-from engine.executor import local, preload
-from engine.executor.kv_cache import KVShape, allocate
-from engine.executor.memory_plan import MOST, MemoryPlan
-from engine.standby import OPTIONAL, without_optional_packages
-from engine.tools import tiny_checkpoints
-from engine.tools.models import model_class
-from engine.wire.messages import Sampling
+from quire.engine.config import EngineConfig
+from quire.engine.core.plan import Sampler, Slice, Start, StepPlan
+from quire.engine.executor import local, preload
+from quire.engine.executor.kv_cache import KVShape, allocate
+from quire.engine.executor.memory_plan import MOST, MemoryPlan
+from quire.engine.process.standby import OPTIONAL, without_optional_packages
+from quire.engine.tools import tiny_checkpoints
+from quire.engine.tools.models import model_class
+from quire.engine.wire.messages import Sampling
 
 Checkpoint = Callable[[str], Path]
 CPU = torch.device("cpu")

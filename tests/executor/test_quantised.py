@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-from engine.executor import attention, ops
-from engine.executor.errors import ModelLoadError, UnsupportedModel
-from engine.executor.models import end_tokens, hf
-from engine.executor.models.dequantise import as_stored, dequantise
-from engine.executor.models.quantisation import Quantisation, read_quantisation
-from engine.executor.models.quantised import DTYPE, Quantised, QuantisedLinear
-from engine.executor.models.quantising import Quantising
-from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from quire.engine.executor import attention, ops
+from quire.engine.executor.errors import ModelLoadError, UnsupportedModel
+from quire.engine.executor.models import end_tokens, hf
+from quire.engine.executor.models.quantised.dequantise import as_stored, dequantise
+from quire.engine.executor.models.quantised.quantisation import Quantisation, read_quantisation
+from quire.engine.executor.models.quantised.quantised import DTYPE, Quantised, QuantisedLinear
+from quire.engine.executor.models.quantised.quantising import Quantising
+from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.checkpoints import make_checkpoint
 from tests.executor.driver import NEW, Driver, greedy, served
 from tests.executor.test_hf import refusal, rewrite
@@ -546,7 +546,7 @@ def test_weights_are_made_one_by_one_in_the_thread_that_loads(
         threads.append(threading.get_ident())
         return dequantise(*parts)
 
-    monkeypatch.setattr("engine.executor.models.stored_weights.dequantise", noted)
+    monkeypatch.setattr("quire.engine.executor.models.quantised.stored_weights.dequantise", noted)
     loaded(quantised(kind)[0], "bfloat16")
     assert threads == [threading.get_ident()] * 14
 

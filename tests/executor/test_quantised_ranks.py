@@ -14,17 +14,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.executor.models import hf, sharding
-from engine.executor.models.cuts import Cut
-from engine.executor.models.dequantise import dequantise
-from engine.executor.models.quantisation import Quantisation, read_quantisation
-from engine.executor.models.quantised import Quantised, QuantisedLinear
-from engine.executor.models.quantising import Quantising
-from engine.executor.models.stored_areas import read_area
-from engine.executor.models.stored_weights import StoredWeights
-from engine.executor.ranks import Ranks
-from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
-from engine.wire.messages import Sampling
+from quire.engine.executor.models import hf
+from quire.engine.executor.models.cuts import Cut
+from quire.engine.executor.models.quantised.dequantise import dequantise
+from quire.engine.executor.models.quantised.quantisation import Quantisation, read_quantisation
+from quire.engine.executor.models.quantised.quantised import Quantised, QuantisedLinear
+from quire.engine.executor.models.quantised.quantising import Quantising
+from quire.engine.executor.models.quantised.stored_areas import read_area
+from quire.engine.executor.models.quantised.stored_weights import StoredWeights
+from quire.engine.executor.models.sharding import sharding
+from quire.engine.executor.ranks.ranks import Ranks
+from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from quire.engine.wire.messages import Sampling
 from tests.checkpoints import make_checkpoint
 from tests.executor.driver import GREEDY
 from tests.executor.noted_files import Noted, noted_open
@@ -89,7 +90,7 @@ def test_two_ranks_read_each_number_once(quantised: Made, kind: str, dim: int, m
     """Where an area ends at units.  Scales alone may be read by both."""
     read: list[int] = []
     noting = noted_open(lambda found: read.append(found.nbytes))
-    monkeypatch.setattr("engine.executor.models.stored_weights.safe_open", noting)
+    monkeypatch.setattr("quire.engine.executor.models.quantised.stored_weights.safe_open", noting)
     directory, name = quantised(kind)[0], {-1: DOWN, -2: UP}[dim]
     weight_of(directory, name, None)
     whole = sorted(read)

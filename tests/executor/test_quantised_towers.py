@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.executor.errors import ModelLoadError
-from engine.executor.models import hf, sharding
-from engine.executor.models.quantised import DTYPE, Quantised, QuantisedLinear
-from engine.executor.models.quantising import Quantising
-from engine.executor.ranks import ALONE, Ranks
-from engine.tools.models import model_class
-from engine.wire.messages import Sampling
+from quire.engine.executor.errors import ModelLoadError
+from quire.engine.executor.models import hf
+from quire.engine.executor.models.quantised.quantised import DTYPE, Quantised, QuantisedLinear
+from quire.engine.executor.models.quantised.quantising import Quantising
+from quire.engine.executor.models.sharding import sharding
+from quire.engine.executor.ranks.ranks import ALONE, Ranks
+from quire.engine.tools.models import model_class
+from quire.engine.wire.messages import Sampling
 from tests.executor.driver import GREEDY, Driver, greedy, served
 from tests.executor.noted_files import noted_open
 from tests.executor.test_quantised import CPU, GPU, check_exact, write_exact
@@ -226,7 +227,9 @@ def test_other_towers_are_never_read_nor_needed(
     ]
     odd = {f"{other}.odd.weight": torch.ones(8, 8).to(torch.float8_e5m2), f"{other}.odd.qweight": torch.ones(3).int()}
     sizes: list[int] = []
-    monkeypatch.setattr("engine.executor.models.stored_weights.safe_open", noted_open(lambda x: sizes.append(x.nbytes)))
+    monkeypatch.setattr(
+        "quire.engine.executor.models.quantised.stored_weights.safe_open", noted_open(lambda x: sizes.append(x.nbytes))
+    )
     for change in (lambda tensors: tensors.update(odd), lambda tensors: keep_only(tensors, of_text)):
         rewrite(directory, change)
         sizes.clear()

@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.config import EngineConfig
-from engine.executor import ops
-from engine.executor.errors import UnsupportedModel
-from engine.executor.local import load
-from engine.executor.models import hf
-from engine.executor.models.fused import is_fused
-from engine.executor.models.hf import LoadedModel, load_model
-from engine.executor.models.linear import PackedLinear, Product
-from engine.executor.models.quantised import DTYPE, LARGEST, Quantised, QuantisedLinear
-from engine.executor.models.quantising import Quantising, check_kind
-from engine.executor.models.weights import fingerprint
-from engine.llm import LLM
-from engine.tools.models import model_class
-from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
-from engine.wire.messages import Sampling
+from quire.engine.config import EngineConfig
+from quire.engine.executor import ops
+from quire.engine.executor.errors import UnsupportedModel
+from quire.engine.executor.local import load
+from quire.engine.executor.models import hf
+from quire.engine.executor.models.fused import is_fused
+from quire.engine.executor.models.hf import LoadedModel, load_model
+from quire.engine.executor.models.linear import PackedLinear, Product
+from quire.engine.executor.models.quantised.quantised import DTYPE, LARGEST, Quantised, QuantisedLinear
+from quire.engine.executor.models.quantised.quantising import Quantising, check_kind
+from quire.engine.executor.models.weights import fingerprint
+from quire.engine.llm import LLM
+from quire.engine.tools.models import model_class
+from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from quire.engine.wire.messages import Sampling
 from tests.executor.driver import Driver, greedy, served
 from tests.executor.test_worker import words
 
@@ -79,7 +79,7 @@ def test_rounding_to_4_bits_is_within_its_bound(seed: int, given_as: torch.dtype
 def test_rounding_to_4_bits_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
     whole = Quantised.of(weight, torch.uint8)
-    monkeypatch.setattr("engine.executor.models.quantised.PIECE", 128)
+    monkeypatch.setattr("quire.engine.executor.models.quantised.quantised.PIECE", 128)
     pieces = Quantised.of(weight, torch.uint8)
     assert torch.equal(whole.dequantised(torch.float32), pieces.dequantised(torch.float32))
 
@@ -92,7 +92,7 @@ def test_rounding_to_8_bits_in_pieces(
     weight = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).to(given_as)
     weight[4] = 0
     whole = Quantised.of(weight, dtype)
-    monkeypatch.setattr("engine.executor.models.quantised.PIECE", 128)
+    monkeypatch.setattr("quire.engine.executor.models.quantised.quantised.PIECE", 128)
     pieces = Quantised.of(weight, dtype, lambda largest: largest)
     assert torch.equal(pieces.numbers.view(torch.uint8), whole.numbers.view(torch.uint8))
     assert torch.equal(pieces.scale, whole.scale)
@@ -103,7 +103,7 @@ def test_blocks_are_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = torch.randn(256, 384, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
     scale = torch.rand(2, 3, generator=torch.Generator().manual_seed(2))
     wanted = numbers.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    monkeypatch.setattr("engine.executor.models.quantised.PIECE", 100 * 384)
+    monkeypatch.setattr("quire.engine.executor.models.quantised.quantised.PIECE", 100 * 384)
     assert torch.equal(Quantised(numbers, scale).dequantised(torch.float32), wanted)
 
 

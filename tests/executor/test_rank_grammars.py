@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.executor.rank_grammars import ASK, GrammarsOfRanks, RankGrammars
+from quire.engine.executor.ranks.rank_grammars import ASK, GrammarsOfRanks, RankGrammars
 from tests.executor.test_grammar_store import Compiler, store_of, work
 
 

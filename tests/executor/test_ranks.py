@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.executor.ranks import Ranks
+from quire.engine.executor.ranks.ranks import Ranks
 
 SIZE = 4
 

@@ -29,9 +29,9 @@ from compressed_tensors.quantization.utils import (
 )
 from transformers import AutoModelForCausalLM
 
-from engine.executor.kv_cache import KVShape
-from engine.executor.models.kv_scales import read_kv_scales
-from engine.executor.models.quantisation import quantisation_config, read_quantisation
+from quire.engine.executor.kv_cache import KVShape
+from quire.engine.executor.models.quantised.kv_scales import read_kv_scales
+from quire.engine.executor.models.quantised.quantisation import quantisation_config, read_quantisation
 from tests.checkpoints import make_checkpoint
 from tests.executor.test_hf import refusal
 from tests.executor.test_quantised import CPU, GPU, check_greedy, loaded, served_weights

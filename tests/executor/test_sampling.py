@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from engine.core.plan import Sampler
-from engine.executor import ops
-from engine.executor.sampling import CHOSEN, NOT_FINITE, Report, SamplerBank, logprobs_of
-from engine.wire.messages import Sampling, TokenLogprob
+from quire.engine.core.plan import Sampler
+from quire.engine.executor import ops
+from quire.engine.executor.sampling import CHOSEN, NOT_FINITE, Report, SamplerBank, logprobs_of
+from quire.engine.wire.messages import Sampling, TokenLogprob
 
 VOCAB = 1000
 PROMPT = 10

@@ -10,13 +10,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from engine.executor.errors import ModelLoadError, UnsupportedModel
-from engine.executor.models import hf, plain_weights, shard_proof, sharding
-from engine.executor.models.cuts import Cut
-from engine.executor.models.sharding import plan_shards
-from engine.executor.ranks import Ranks
-from engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
-from engine.tools.tiny_checkpoints import tiny_config
+from quire.engine.executor.errors import ModelLoadError, UnsupportedModel
+from quire.engine.executor.models import hf
+from quire.engine.executor.models.cuts import Cut
+from quire.engine.executor.models.quantised import plain_weights
+from quire.engine.executor.models.sharding import shard_proof, sharding
+from quire.engine.executor.models.sharding.sharding import plan_shards
+from quire.engine.executor.ranks.ranks import Ranks
+from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
+from quire.engine.tools.tiny_checkpoints import tiny_config
 from tests.checkpoints import VOCAB, config_of
 from tests.executor.noted_files import noted_open
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.executor.staging import Staging
+from quire.engine.executor.staging import Staging
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -15,11 +15,11 @@ import msgspec
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.executor import local, ops, worker
-from engine.executor.graphs import Graphs, SecondUse, ladder, mixed_ladder
-from engine.llm import LLM
-from engine.wire.messages import Sampling
+from quire.engine.config import EngineConfig
+from quire.engine.executor import local, ops, worker
+from quire.engine.executor.graphs import Graphs, SecondUse, ladder, mixed_ladder
+from quire.engine.llm import LLM
+from quire.engine.wire.messages import Sampling
 from tests.checkpoints import VOCAB
 
 Checkpoint = Callable[[str], Path]

@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.executor.errors import ModelLoadError, UnsupportedModel
-from engine.executor.models import hf, overrides, sharding
-from engine.executor.models.fused import is_fused
-from engine.executor.ranks import Ranks
-from engine.tools.models import EQUAL, Verdict, judge
+from quire.engine.executor.errors import ModelLoadError, UnsupportedModel
+from quire.engine.executor.models import hf, overrides
+from quire.engine.executor.models.fused import is_fused
+from quire.engine.executor.models.sharding import sharding
+from quire.engine.executor.ranks.ranks import Ranks
+from quire.engine.tools.models import EQUAL, Verdict, judge
 from tests.towers import make, reorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")

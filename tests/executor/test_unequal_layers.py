@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.config import EngineConfig
-from engine.executor import local, ops
-from engine.executor.errors import ModelLoadError
-from engine.executor.kv_cache import KVShape
-from engine.executor.models import hf
-from engine.llm import LLM
-from engine.tools import models
-from engine.tools.tiny_checkpoints import VOCAB, make_checkpoint
-from engine.wire.messages import Beams
+from quire.engine.config import EngineConfig
+from quire.engine.executor import local, ops
+from quire.engine.executor.errors import ModelLoadError
+from quire.engine.executor.kv_cache import KVShape
+from quire.engine.executor.models import hf
+from quire.engine.llm import LLM
+from quire.engine.tools import models
+from quire.engine.tools.tiny_checkpoints import VOCAB, make_checkpoint
+from quire.engine.wire.messages import Beams
 from tests.executor.test_beams import same, theirs
 from tests.executor.test_preempt import Witness
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.executor.errors import ModelLoadError
-from engine.executor.models import hf, weights
-from engine.executor.models.plain_weights import PlainWeights
-from engine.executor.models.quantising import Quantising
-from engine.executor.models.weights import fingerprint, weight_files
+from quire.engine.executor.errors import ModelLoadError
+from quire.engine.executor.models import hf, weights
+from quire.engine.executor.models.quantised.plain_weights import PlainWeights
+from quire.engine.executor.models.quantised.quantising import Quantising
+from quire.engine.executor.models.weights import fingerprint, weight_files
 
 
 @pytest.fixture

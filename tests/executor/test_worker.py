@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from engine.core.plan import StepPlan
-from engine.executor.models import fused
-from engine.executor.sampling import TARGET_ROWS
-from engine.wire.messages import Sampling
+from quire.engine.core.plan import StepPlan
+from quire.engine.executor.models import fused
+from quire.engine.executor.sampling import TARGET_ROWS
+from quire.engine.wire.messages import Sampling
 from tests.checkpoints import FAMILIES, VOCAB
 from tests.executor.driver import GREEDY, Driver
 

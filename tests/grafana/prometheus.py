@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.pace import Patience, patience
 from tests.system.processes import ROOT, Process, ending, wait_until_ready
 from tests.system.stack import free_port

@@ -14,10 +14,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from engine.common import settings
-from engine.config import EngineConfig
-from service.cli import PROCESSES
-from service.config import GatewayConfig
+from quire.engine.common import settings
+from quire.engine.config import EngineConfig
+from quire.service.cli import PROCESSES
+from quire.service.config import GatewayConfig
 from tests.helm.chart import CHART, VALUES, config, config_text, notes, only, pods, rendered, values
 
 ROOT = CHART.parent

@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.common.embedded_redis import server_binary
-from engine.executor import ops
+from quire.engine.common.embedded_redis import server_binary
+from quire.engine.executor import ops
 from tests.helm.chart import Manifest, config_text, only, pods, rendered, values
 from tests.pace import patience
 from tests.system.processes import ROOT, Process, ending

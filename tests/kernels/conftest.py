@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.executor import ops
+from quire.engine.executor import ops
 
 
 @pytest.fixture(scope="session", autouse=True)

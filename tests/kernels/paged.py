@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from engine.executor import ops
+from quire.engine.executor import ops
 
 NAN = math.nan
 E4M3 = torch.float8_e4m3fn

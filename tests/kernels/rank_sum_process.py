@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.executor import ops
-from engine.executor.one_shot import OneShot
-from engine.executor.ranks import Ranks
+from quire.engine.executor import ops
+from quire.engine.executor.ranks.one_shot import OneShot
+from quire.engine.executor.ranks.ranks import Ranks
 
 SIZE, EPS = 2, 1e-5
 SCENES: dict[str, Callable[[Ranks, OneShot], None]] = {}

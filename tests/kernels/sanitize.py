@@ -16,7 +16,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 
-from engine.executor import ops
+from quire.engine.executor import ops
 from tests.kernels.paged import error, make_batch, reference
 
 # Decodes, chunks, padding, a chunk after a prefix long enough for its keys to be shared out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.executor import ops
+from quire.engine.executor import ops
 
 BLOCK_SIZE = 16
 

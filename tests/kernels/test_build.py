@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.executor import kernels_build, ops
-from engine.executor.errors import ModelLoadError
+from quire.engine.executor import kernels_build, ops
+from quire.engine.executor.errors import ModelLoadError
 from tests.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = """
 import sys
 from pathlib import Path
-from engine.executor import kernels_build
+from quire.engine.executor import kernels_build
 kernels_build.CSRC = Path(sys.argv[2])
 print(kernels_build.build(Path(sys.argv[1])))
 """
@@ -49,7 +49,7 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
 
 
 def test_a_cached_start_compiles_nothing() -> None:
-    code = "from engine.executor import ops; ops.load()"
+    code = "from quire.engine.executor import ops; ops.load()"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stderr == ""
 
@@ -58,7 +58,7 @@ def test_a_cached_start_compiles_nothing() -> None:
 def test_cached_start_is_fast() -> None:
     """Beyond importing torch, in a fresh process; CPU time, since other work may share the machine."""
     code = (
-        "import time; from engine.executor import ops; started = time.process_time(); ops.load();"
+        "import time; from quire.engine.executor import ops; started = time.process_time(); ops.load();"
         "print(time.process_time() - started)"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -79,7 +79,7 @@ def test_no_compiler_on_path_is_one_line_that_the_engine_catches(
     with pytest.raises(ModelLoadError, match=r"^cannot build the kernels: no C\+\+ compiler.*set CXX$") as raised:
         ops.build(tmp_path)
     assert "\n" not in str(raised.value)
-    command = [sys.executable, "-m", "engine.executor.ops"]
+    command = [sys.executable, "-m", "quire.engine.executor.ops"]
     env = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 1
@@ -121,7 +121,7 @@ def test_changed_source_is_a_different_build(tmp_path: Path, monkeypatch: pytest
 def test_only_torchs_thread_pool_is_used() -> None:
     """A second OpenMP runtime in the process would mean two pools fighting for the same cores."""
     code = (
-        "import torch; from engine.executor import ops; before = open('/proc/self/maps').read(); ops.load();"
+        "import torch; from quire.engine.executor import ops; before = open('/proc/self/maps').read(); ops.load();"
         "after = open('/proc/self/maps').read();"
         "found = lambda maps: {line.split()[-1] for line in maps.splitlines() if 'omp' in line.split()[-1]};"
         "assert found(before) == found(after), found(after) - found(before)"

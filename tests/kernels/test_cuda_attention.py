@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.executor import ops
+from quire.engine.executor import ops
 from tests.kernels.paged import NAN, Batch, check_sinks, error, make_batch, reference
 
 pytestmark = pytest.mark.gpu

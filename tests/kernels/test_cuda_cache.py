@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine.executor import ops
+from quire.engine.executor import ops
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

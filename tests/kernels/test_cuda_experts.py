@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.executor import ops
+from quire.engine.executor import ops
 from tests.kernels.test_cuda_linear import CUDA, error, randn
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine.executor import ops
+from quire.engine.executor import ops
 from tests.kernels.test_layers import DTYPES, assert_rounded_once, exact_norm, norm_in_place
 
 pytestmark = pytest.mark.gpu

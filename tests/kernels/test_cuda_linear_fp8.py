@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.executor import ops
+from quire.engine.executor import ops
 from tests.kernels.test_cuda_linear import CUDA, error, randn
 from tests.kernels.test_cuda_linear import check as check_product
 from tests.kernels.test_layers import exact_norm

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine.executor import ops
+from quire.engine.executor import ops
 from tests.kernels.test_cuda_linear import CUDA, error, randn
 from tests.kernels.test_cuda_linear import check as check_product
 

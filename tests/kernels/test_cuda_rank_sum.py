@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.executor import ops
+from quire.engine.executor import ops
 from tests.kernels.rank_sum_process import in_order
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.plan import Sampler
-from engine.executor import ops
-from engine.executor.sampling import CHOSEN, NOT_FINITE, NOTHING_ALLOWED, SamplerBank
-from engine.wire.messages import Sampling
+from quire.engine.core.plan import Sampler
+from quire.engine.executor import ops
+from quire.engine.executor.sampling import CHOSEN, NOT_FINITE, NOTHING_ALLOWED, SamplerBank
+from quire.engine.wire.messages import Sampling
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine.executor import ops
+from quire.engine.executor import ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Relative error of float32 arithmetic before the result is rounded; measured: 2.6e-7 (norm), 2.4e-7 (silu * up).

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.executor import ops
-from engine.executor.models.quantised import DTYPE, Quantised
+from quire.engine.executor import ops
+from quire.engine.executor.models.quantised.quantised import DTYPE, Quantised
 
 KINDS = ["plain", "int8", "int4"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.executor import ops
+from quire.engine.executor import ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

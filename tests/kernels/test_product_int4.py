@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.executor import ops
+from quire.engine.executor import ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(32, 1, 32), (96, 33, 32), (576, 65, 64), (512, 100, 128), (640, 31, 640), (1408, 96, 32), (4096, 40, 4096)]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.executor import ops
+from quire.engine.executor import ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(1, 1), (7, 33), (64, 32), (255, 100), (257, 31), (513, 96), (1408, 512)]

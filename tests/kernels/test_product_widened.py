@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.executor import ops
-from engine.executor.models.quantised import DTYPE, Quantised
+from quire.engine.executor import ops
+from quire.engine.executor.models.quantised.quantised import DTYPE, Quantised
 
 KINDS = ["int8", "int4"]
 SIZES = [(32, 1), (96, 33), (576, 65), (1408, 96), (2304, 40), (4128, 17)]

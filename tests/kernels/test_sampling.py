@@ -13,16 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.executor import ops
-from engine.executor.sampling import (
-    CHOSEN,
-    FORBIDDEN,
-    IN_PROMPT,
-    NOT_FINITE,
-    NOTHING_ALLOWED,
-    RECORD,
-    STOP,
-)
+from quire.engine.executor import ops
+from quire.engine.executor.sampling import CHOSEN, FORBIDDEN, IN_PROMPT, NOT_FINITE, NOTHING_ALLOWED, RECORD, STOP
 
 WORDS = RECORD.itemsize // 8
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

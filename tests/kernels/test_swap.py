@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.executor import ops
-from engine.executor.kv_cache import Caches, KVShape, allocate
-from engine.executor.swap import Swap, runs
+from quire.engine.executor import ops
+from quire.engine.executor.kv_cache import Caches, KVShape, allocate
+from quire.engine.executor.swap import Swap, runs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]

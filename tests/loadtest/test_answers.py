@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.answers import MAX_RETRIES, Answer, announced_pause, pause
+from quire.loadtest.answers import MAX_RETRIES, Answer, announced_pause, pause
 
 
 def event(body: dict[str, Any]) -> bytes:

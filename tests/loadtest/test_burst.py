@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from loadtest import burst, burst_summary
-from loadtest.checkpoint import COUNTDOWN
+from quire.loadtest import burst, burst_summary
+from quire.loadtest.checkpoint import COUNTDOWN
 from tests.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,7 +158,17 @@ def burst_run(model: Path, into: Path, *extra: str, status: int = 0) -> str:
     short = "--rate 5 --seconds 1 --peak-seconds 1 --after-seconds 1 --scale 0.1 --context 256 --ask-tokens 256"
     words = "--systems fifo --loads known,warm --seeds 1 --fifo-server= --warm-requests 5 --drain 60"
     server = ["--server", "--executor scripted --scripted-step-ms 5 --no-spare", "--into", str(into)]
-    command = [sys.executable, "-m", "loadtest", "burst", str(model), *short.split(), *words.split(), *server, *extra]
+    command = [
+        sys.executable,
+        "-m",
+        "quire.loadtest",
+        "burst",
+        str(model),
+        *short.split(),
+        *words.split(),
+        *server,
+        *extra,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(250), check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
@@ -184,7 +194,7 @@ def test_the_command(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     assert summary["seeds"] == {"known": {"fifo": 1}, "warm": {"fifo": 1}}
     assert summary["figures"]["known"]["fifo"]["unanswered"] == 0
     assert summary["figures"]["known"]["fifo"]["the same over fifo's"] == 1.0
-    assert summary["command"].startswith("python -m loadtest burst DIR ")
+    assert summary["command"].startswith("python -m quire.loadtest burst DIR ")
 
     (tmp_path / "burst_warm_fifo_1.json").write_text('{"cut": ')  # as a run that was killed while it wrote
     before = (tmp_path / "burst_known_fifo_1.json").stat().st_mtime_ns
@@ -198,7 +208,16 @@ def test_a_server_that_does_not_start_is_reported_and_does_not_end_the_others(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     words = ["--systems", "lanes", "--loads", "known", "--seeds", "1,2", "--server=--no-such-option 1", "--rate", "5"]
-    command = [sys.executable, "-m", "loadtest", "burst", str(checkpoint("llama")), *words, "--into", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "quire.loadtest",
+        "burst",
+        str(checkpoint("llama")),
+        *words,
+        "--into",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(120), check=False)
     assert done.returncode == 1
     assert done.stderr.count("before it was ready") == 2

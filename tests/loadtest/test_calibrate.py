@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.common.embedded_redis import EmbeddedRedis
-from loadtest.calibrate import blocks_held, calibrate, clients_for, closed_loop, tokens_between
-from loadtest.replay import Options
-from loadtest.stats import Record
-from loadtest.trace import Job
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.loadtest.calibrate import blocks_held, calibrate, clients_for, closed_loop, tokens_between
+from quire.loadtest.replay import Options
+from quire.loadtest.stats import Record
+from quire.loadtest.trace import Job
 from tests.system.stack import Stack
 
 pytestmark = pytest.mark.alone
@@ -61,7 +61,7 @@ def test_the_rate_is_corrected_by_the_measured_use(monkeypatch: pytest.MonkeyPat
     async def measured(*_: object) -> tuple[float, float | None]:
         return 640.0, 0.6
 
-    monkeypatch.setattr("loadtest.calibrate.closed_loop", measured)
+    monkeypatch.setattr("quire.loadtest.calibrate.closed_loop", measured)
     options = Options(url="", model="", metrics_url="")
     found = calibrate(options, [Job(24, 64, 1)], 100, 16, 0.9)
     assert found.rate == pytest.approx(640 / 64 * 0.9 / 0.6)

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.llm import LLM
-from engine.wire.messages import Sampling
-from loadtest.checkpoint import (
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.llm import LLM
+from quire.engine.wire.messages import Sampling
+from quire.loadtest.checkpoint import (
     VOCAB,
     countdown_heads,
     make_llama_42m,
@@ -23,11 +23,11 @@ from loadtest.checkpoint import (
     split_by_text,
     write_countdown,
 )
-from loadtest.replay import Options, body, replay
-from loadtest.trace import Job
-from loadtest.workloads import Arrival
-from service.text_stream import TextStream
-from service.tokenizer import Tokenizer
+from quire.loadtest.replay import Options, body, replay
+from quire.loadtest.trace import Job
+from quire.loadtest.workloads import Arrival
+from quire.service.text.text_stream import TextStream
+from quire.service.text.tokenizer import Tokenizer
 from tests.checkpoints import VOCAB as TINY_VOCAB
 from tests.checkpoints import make_checkpoint, tokenizer
 from tests.system.stack import Stack

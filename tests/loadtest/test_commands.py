@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.__main__ import COMMANDS, main
+from quire.loadtest.__main__ import COMMANDS, main
 from tests.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,10 +29,10 @@ def test_every_command_describes_its_options(name: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"])
     shown = capsys.readouterr().out
-    assert shown.startswith(f"usage: python -m loadtest {name} ")
+    assert shown.startswith(f"usage: python -m quire.loadtest {name} ")
     module = importlib.import_module(f"loadtest.{COMMANDS[name][0]}")
     assert module.__doc__ is not None
-    assert f"python -m loadtest {name} " in module.__doc__  # its example
+    assert f"python -m quire.loadtest {name} " in module.__doc__  # its example
     assert "--help" in shown
 
 
@@ -47,7 +47,7 @@ def test_a_command_also_starts_as_a_module(module: str) -> None:
     words = [sys.executable, "-m", f"loadtest.{module}", "--help"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=patience(60), check=False)
     assert done.returncode == 0, done.stderr
-    assert f"usage: python -m loadtest {module.replace('_', '-')} " in done.stdout
+    assert f"usage: python -m quire.loadtest {module.replace('_', '-')} " in done.stdout
 
 
 def test_shapes_writes_a_config(tmp_path: Path) -> None:

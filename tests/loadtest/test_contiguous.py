@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.config import EngineConfig
-from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.llm import LLM
-from engine.wire.messages import Sampling
-from loadtest.contiguous import ALONE, UNIFORM, pairs
+from quire.engine.config import EngineConfig
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.llm import LLM
+from quire.engine.wire.messages import Sampling
+from quire.loadtest.contiguous import ALONE, UNIFORM, pairs
 
 
 def test_pairs_take_turns_and_their_ratios_forgive_a_machine_that_slows_down() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from loadtest.clients import ClientProfile
-from loadtest.fairness import of_tenant
-from loadtest.stats import Attempt, Record
+from quire.loadtest.clients import ClientProfile
+from quire.loadtest.fairness import of_tenant
+from quire.loadtest.stats import Attempt, Record
 
 
 def asked(

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.core.scheduler import Scheduler
-from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.llm import LLM
-from engine.load_report import LoadReport
-from engine.wire.messages import Sampling
-from loadtest.clients import parse_shares
-from loadtest.memory_use import RATES, figures_of, workload_name
-from loadtest.workloads import WORKLOADS, jobs
+from quire.engine.config import EngineConfig
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.llm import LLM
+from quire.engine.observers.load_report import LoadReport
+from quire.engine.wire.messages import Sampling
+from quire.loadtest.clients import parse_shares
+from quire.loadtest.memory_use import RATES, figures_of, workload_name
+from quire.loadtest.workloads import WORKLOADS, jobs
 
 
 def test_figures_are_those_of_the_result() -> None:
@@ -101,7 +101,7 @@ def test_filled_slots_are_counted_once_a_second(monkeypatch: pytest.MonkeyPatch)
         counts += 1
         return 0.5
 
-    monkeypatch.setattr("engine.load_report.slots_filled", count)
+    monkeypatch.setattr("quire.engine.observers.load_report.slots_filled", count)
     report = LoadReport("e0", llm.executor.info)
     for turn in range(1000):
         assert report.describe(llm.engine.core, turn / 128, draining=False, queued=False).slots_filled == 0.5

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.overload import figures, step_time, waiting
-from loadtest.stats import Attempt, Record, Sample, Slo
+from quire.loadtest.overload import figures, step_time, waiting
+from quire.loadtest.stats import Attempt, Record, Sample, Slo
 
 WINDOWS = {"base": (0.0, 10.0), "burst": (10.0, 20.0)}
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.overhead import peak_concurrency
-from loadtest.raw_stream import encode_request, read_stream
-from loadtest.stats import Record
+from quire.loadtest.overhead import peak_concurrency
+from quire.loadtest.raw_stream import encode_request, read_stream
+from quire.loadtest.stats import Record
 from tests.pace import patience
 
 REQUEST = encode_request({"stream": True})

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from engine.common.embedded_redis import EmbeddedRedis
-from loadtest.clients import ClientProfile
-from loadtest.replay import Options, replay
-from loadtest.stats import Slo, summarise
-from loadtest.trace import Job
-from loadtest.workloads import Arrival, Phase, synthetic
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.loadtest.clients import ClientProfile
+from quire.loadtest.replay import Options, replay
+from quire.loadtest.stats import Slo, summarise
+from quire.loadtest.trace import Job
+from quire.loadtest.workloads import Arrival, Phase, synthetic
 from tests.pace import paced, patience
 from tests.system.stack import Stack
 

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.report import ResultError, judge, load, page, same_work
-from loadtest.stats import Attempt, Record, Sample, Slo, series, summarise
-from loadtest.svg import Bars, Line, chart, decades, ticks
+from quire.loadtest.report import ResultError, judge, load, page, same_work
+from quire.loadtest.stats import Attempt, Record, Sample, Slo, series, summarise
+from quire.loadtest.svg import Bars, Line, chart, decades, ticks
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOWS = {"base": (0.0, 10.0), "burst": (10.0, 20.0), "after": (20.0, 30.0)}
@@ -36,7 +36,7 @@ def result(slowness: float = 1.0, preemptions: float = 0.0) -> dict[str, Any]:
     work = {"workload": "sharegpt", "phases": [["base", 5, 10]], "burstiness": 1.0, "scale": 1.0, "seed": 0}
     return {
         "kind": "replay",
-        "command": "python -m loadtest replay <url>",
+        "command": "python -m quire.loadtest replay <url>",
         "commit": "abc",
         "time": "now",
         "cpu": "cpu",
@@ -132,7 +132,7 @@ def test_exit_status(tmp_path: Path) -> None:
 
     def report(*words: str) -> tuple[int, str]:
         done = subprocess.run(
-            [sys.executable, "-m", "loadtest", "report", *words, "--out", str(tmp_path / "r.html")],
+            [sys.executable, "-m", "quire.loadtest", "report", *words, "--out", str(tmp_path / "r.html")],
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.scrape import sample
-from loadtest.stats import Sample
+from quire.loadtest.scrape import sample
+from quire.loadtest.stats import Sample
 
 FILLED = """quire_engine_kv_blocks{engine="e0",gateway="g"} 100.0
 quire_engine_kv_blocks{engine="e1",gateway="g"} 100.0

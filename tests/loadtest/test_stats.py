@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.clients import ClientProfile
-from loadtest.stats import (
+from quire.loadtest.clients import ClientProfile
+from quire.loadtest.stats import (
     Attempt,
     Record,
     Sample,

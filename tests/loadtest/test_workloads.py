@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.clients import (
+from quire.loadtest.clients import (
     ClientProfile,
     Mix,
     ProfileError,
@@ -26,8 +26,8 @@ from loadtest.clients import (
     parse_tenant,
     read_keys,
 )
-from loadtest.trace import TraceError, read_trace
-from loadtest.workloads import (
+from quire.loadtest.trace import TraceError, read_trace
+from quire.loadtest.workloads import (
     MEANS,
     SYSTEM,
     TALKS,

@@ -12,10 +12,10 @@ from typing import Any
 import jinja2
 from llguidance import LLMatcher
 
-from service.call_form import CallForm, form_of
-from service.grammar import BOUNDS, byte_tokenizer
-from service.regions import Reading, ResponseTemplate, known
-from service.template_probe import probe
+from quire.service.chat_templates.template_probe import probe
+from quire.service.grammar.grammar import BOUNDS, byte_tokenizer
+from quire.service.output.regions import Reading, ResponseTemplate, known
+from quire.service.text.call_form import CallForm, form_of
 
 ANY = "{{ v if v is string else v | tojson }}"
 ITEMS = "{% for k, v in c.arguments.items() %}"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.messages import Sampling
-from service.tokenizer import Tokenizer
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.messages import Sampling
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import (
     TOOLS_TEMPLATE,
     FakeEngine,
@@ -128,7 +128,7 @@ def launch(
     started: list[subprocess.Popen[str]] = []
 
     def start(*options: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "service.app", str(byte_level_dir), "--redis-url", redis_server.url]
+        command = [sys.executable, "-m", "quire.service.app", str(byte_level_dir), "--redis-url", redis_server.url]
         command += ["--namespace", namespace, "--port", str(port), "--served-name", "tiny", *options]
         process = Logged(command, tmp_path / f"gateway-{len(started)}.log")
         started.append(process)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-from engine.wire.messages import Delta, Finish
-from service.api import ValidRequest
-from service.mailbox import Backlog, Mailbox
-from service.pieces import Piece
-from service.text_stream import _read, _singly, stream_of
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Delta, Finish
+from quire.service.api.api import ValidRequest
+from quire.service.delivery.mailbox import Backlog, Mailbox
+from quire.service.output.pieces import Piece
+from quire.service.text.text_stream import _read, _singly, stream_of
+from quire.service.text.tokenizer import Tokenizer
 
 
 def pieces_of(

@@ -17,10 +17,10 @@ from aiohttp import ClientSession, web
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from engine.wire.engine_side import EngineSide
-from engine.wire.messages import Delta, EngineLoad, Finish, Generate, TokenBatch, TokenLogprob
-from service.app import Gateway
-from service.streams import Streams
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.messages import Delta, EngineLoad, Finish, Generate, TokenBatch, TokenLogprob
+from quire.service.app import Gateway
+from quire.service.delivery.streams import Streams
 from tests.pace import until
 
 CORPUS = [

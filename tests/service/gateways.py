@@ -12,14 +12,14 @@ from typing import Any
 
 from aiohttp import ClientSession
 
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.messages import Sampling
-from service.app import Gateway
-from service.config import GatewayConfig
-from service.metrics import Telemetry
-from service.streams import Streams
-from service.tenants import Tenants
-from service.tokenizer import Tokenizer
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.messages import Sampling
+from quire.service.api.tenants import Tenants
+from quire.service.app import Gateway
+from quire.service.common.metrics import Telemetry
+from quire.service.config import GatewayConfig
+from quire.service.delivery.streams import Streams
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import Served
 
 

@@ -21,10 +21,10 @@ from aiohttp import ClientSession
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from engine.wire.messages import Finish, Generate
-from service.messages import read_input
-from service.regions import known
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Finish, Generate
+from quire.service.api.anthropic.messages import read_input
+from quire.service.output.regions import known
+from quire.service.text.tokenizer import Tokenizer
 from tests.pace import Patience
 from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, byte_level, with_template
 from tests.service.gateways import MeasuredGateway, settings

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from service.tokenizer import Tokenizer
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import byte_level, with_template
 
 FOLDER = Path(__file__).parent / "chat_templates"

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.wire.messages import EngineLoad
-from engine.wire.records import ANY_TOKENS, Fleet, LaneQueue, Place, TenantQueue
-from service.admission import NEVER, Cost, Decision, ahead, decide, limits, wait_estimator
-from service.api import Refusal
-from service.config import GatewayConfig
+from quire.engine.wire.messages import EngineLoad
+from quire.engine.wire.records import ANY_TOKENS, Fleet, LaneQueue, Place, TenantQueue
+from quire.service.api.api import Refusal
+from quire.service.config import GatewayConfig
+from quire.service.delivery.admission import NEVER, Cost, Decision, ahead, decide, limits, wait_estimator
 from tests.pace import python_s
 from tests.service.fakes import a_load
 

@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.wire.messages import Finish, Generate
-from service.answer_grammar import Model, constraint_of
-from service.grammar import Constraint, byte_tokenizer, compile_grammar
-from service.refusal import Refusal
-from service.regions import Reading
-from service.thinking_budget import quoted
-from service.tokenizer import Tokenizer
-from service.tools import ChatOptions
+from quire.engine.wire.messages import Finish, Generate
+from quire.service.api.tools import ChatOptions
+from quire.service.common.refusal import Refusal
+from quire.service.grammar.grammar import Constraint, byte_tokenizer, compile_grammar
+from quire.service.output.regions import Reading
+from quire.service.text.answer_grammar import Model, constraint_of
+from quire.service.text.thinking_budget import quoted
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.call_notations import notation
 from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, Served, byte_level, settled, with_markers, with_template
 from tests.service.published import tokenizer_in

@@ -13,18 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wire.messages import Sampling, TokenLogprob
-from engine.wire.prefixes import prefix_digests
-from service import api, generation_config
-from service import fields as body_fields
-from service.api import EngineLimits, Refusal, ValidRequest
-from service.config import GatewayConfig
-from service.content_scores import Score
-from service.format import Format, Prompted
-from service.limits import CONTENT_PARTS, TOOL_CALLS
-from service.pacing import Pacer
-from service.pieces import Piece
-from service.tokenizer import ModelError
+from quire.engine.wire.messages import Sampling, TokenLogprob
+from quire.engine.wire.prefixes import prefix_digests
+from quire.service.api import api
+from quire.service.api import fields as body_fields
+from quire.service.api.api import EngineLimits, Refusal, ValidRequest
+from quire.service.api.format import Format, Prompted
+from quire.service.common.limits import CONTENT_PARTS, TOOL_CALLS
+from quire.service.common.pacing import Pacer
+from quire.service.config import GatewayConfig
+from quire.service.output.content_scores import Score
+from quire.service.output.pieces import Piece
+from quire.service.text import generation_config
+from quire.service.text.tokenizer import ModelError
 
 CONFIG = GatewayConfig(max_n=4, max_stop_strings=16)
 LIMITS = EngineLimits(max_model_len=100, vocab_size=50, block_size=16, total_blocks=5, eos_ids=frozenset([2]))
@@ -665,7 +666,7 @@ def test_token_ids_stand_where_vllm_puts_them(call: Any) -> None:
 @pytest.mark.parametrize("turn", [4096, 4])
 @pytest.mark.parametrize("call", [completion, chat])
 def test_prompt_logprobs_as_vllm_writes_them(call: Any, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.logprobs.TURN_ALTERNATIVES", turn)
+    monkeypatch.setattr("quire.service.api.logprobs.TURN_ALTERNATIVES", turn)
     valid = call(prompt_logprobs=1, n=2)
     assert (valid.sampling.logprobs, valid.sampling.prompt_logprobs) == (-1, 1)
     found = [logprob(-2.0, (5, -0.1)), logprob(float("-inf"), (1, -0.2))]
@@ -748,7 +749,7 @@ def test_long_logprobs_are_encoded_in_turns_to_the_same_json(
         return events
 
     at_once = whole_answer(form(valid, prompts), pieces()), asyncio.run(streamed())
-    monkeypatch.setattr("service.logprobs.TURN_ALTERNATIVES", 4)
+    monkeypatch.setattr("quire.service.api.logprobs.TURN_ALTERNATIVES", 4)
     in_turns = whole_answer(form(valid, prompts), pieces()), asyncio.run(streamed())
     assert in_turns == at_once
 

@@ -19,11 +19,11 @@ from aiohttp import ClientConnectionResetError, ClientError, ClientSession, web
 from aiohttp.http_exceptions import BadStatusLine
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.wire.messages import Finish, Generate
-from service.metrics import TABLE
-from service.middleware import drop_broken_http
-from service.tenants import Tenant
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Finish, Generate
+from quire.service.api.tenants import Tenant
+from quire.service.common.metrics import TABLE
+from quire.service.http.middleware import drop_broken_http
+from quire.service.text.tokenizer import Tokenizer
 from tests.pace import paced, patience
 from tests.service.fakes import FakeEngine, Served, settled
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from service.argument_types import reduced
-from service.call_form import CallForm
-from service.calls import calls_of
-from service.messages import read_input
-from service.notations import Notation
-from service.regions import Reading
-from service.surrogates import json_of
+from quire.service.api.anthropic.messages import read_input
+from quire.service.common.surrogates import json_of
+from quire.service.output.argument_types import reduced
+from quire.service.output.calls import calls_of
+from quire.service.output.notations import Notation
+from quire.service.output.regions import Reading
+from quire.service.text.call_form import CallForm
 from tests.service.call_notations import NOTATIONS, notation, written
 
 KINDS = {"a": "integer", "b": "number", "c": "object", "d": "string"}

@@ -14,10 +14,10 @@ import openai
 import pytest
 from aiohttp import ClientSession
 
-from engine.wire.messages import Finish
-from service import background
-from service.stored_responses import StoredResponses
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Finish
+from quire.service.http import background
+from quire.service.http.stored_responses import StoredResponses
+from quire.service.text.tokenizer import Tokenizer
 from tests.pace import patience
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_responses import ASK, PATH, bare, events, folded, get, post

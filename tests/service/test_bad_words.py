@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.wire.messages import Sampling
-from engine.wire.records import Fleet
-from service import admission, api
-from service import limits as table
-from service.api import EngineLimits, Refusal
-from service.config import GatewayConfig
-from service.limits import WORD_TOKENS
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Sampling
+from quire.engine.wire.records import Fleet
+from quire.service.api import api
+from quire.service.api.api import EngineLimits, Refusal
+from quire.service.common import limits as table
+from quire.service.common.limits import WORD_TOKENS
+from quire.service.config import GatewayConfig
+from quire.service.delivery import admission
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, a_load, settled
 from tests.service.test_app import says
 

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.wire.messages import Beams, EngineLoad, Sampling
-from service import api
-from service.api import EngineLimits, Refusal, ValidRequest
-from service.beams import NOT_WITH, ONLY_WITH, queue_extra, require_beams
-from service.best_of import likeliest
-from service.config import GatewayConfig
+from quire.engine.wire.messages import Beams, EngineLoad, Sampling
+from quire.service.api import api
+from quire.service.api.api import EngineLimits, Refusal, ValidRequest
+from quire.service.api.beams import NOT_WITH, ONLY_WITH, queue_extra, require_beams
+from quire.service.api.best_of import likeliest
+from quire.service.config import GatewayConfig
 from tests.service.fakes import a_load
 
 CONFIG = GatewayConfig(max_beam_width=8)

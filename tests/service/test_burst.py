@@ -8,16 +8,16 @@ import random
 import msgspec
 import pytest
 
-from engine.core.blocks import BlockPool
-from engine.core.scheduler import Scheduler
-from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.load_report import Pace, Rate
-from engine.tools.simulate import FAR, SLO_TTFT_S, StepTime, engine_limits
-from engine.tools.trace import VOCAB, Job, burst
-from engine.wire.messages import Generate, Sampling
-from engine.wire.records import Fleet, Lane, LaneQueue, TenantQueue
-from service.admission import ON_TIME_WAIT, Cost, decide
-from service.config import GatewayConfig
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.observers.load_report import Pace, Rate
+from quire.engine.tools.simulate import FAR, SLO_TTFT_S, StepTime, engine_limits
+from quire.engine.tools.trace import VOCAB, Job, burst
+from quire.engine.wire.messages import Generate, Sampling
+from quire.engine.wire.records import Fleet, Lane, LaneQueue, TenantQueue
+from quire.service.config import GatewayConfig
+from quire.service.delivery.admission import ON_TIME_WAIT, Cost, decide
 from tests.service.fakes import a_load
 
 BLOCKS = 512

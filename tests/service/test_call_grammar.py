@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from service.call_form import CallForm, form_of
-from service.call_grammar import Reasoning, call_rules
-from service.grammar import BOUNDS, Constraint, byte_tokenizer, compile_grammar
-from service.grammar_errors import NotServed
-from service.regions import Reading, ResponseTemplate, known
-from service.template_probe import probe
-from service.tools import ChatOptions
+from quire.service.api.tools import ChatOptions
+from quire.service.chat_templates.template_probe import probe
+from quire.service.grammar.grammar import BOUNDS, Constraint, byte_tokenizer, compile_grammar
+from quire.service.grammar.grammar_errors import NotServed
+from quire.service.output.regions import Reading, ResponseTemplate, known
+from quire.service.text.call_form import CallForm, form_of
+from quire.service.text.call_grammar import Reasoning, call_rules
 from tests.service.call_notations import accepts, read, renderer
 
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}

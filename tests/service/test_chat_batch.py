@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.wire.messages import Finish, Generate
-from service import chat_batch
-from service.config import GatewayConfig
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Finish, Generate
+from quire.service.api import chat_batch
+from quire.service.config import GatewayConfig
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_api import refused
 from tests.service.test_app import ANSWER, raw, says

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from jinja2 import TemplateSyntaxError
 
-from service.client_templates import ClientTemplates
-from service.history import roles_in
-from service.limits import CLIENT_TEMPLATE_CHARS
-from service.refusal import Refusal
-from service.template_probe import names_in
-from service.template_worker import _opened, _renderer
-from service.tokenizer import Tokenizer
-from service.tools import ChatOptions
+from quire.service.api.history import roles_in
+from quire.service.api.tools import ChatOptions
+from quire.service.chat_templates.client_templates import ClientTemplates
+from quire.service.chat_templates.template_probe import names_in
+from quire.service.chat_templates.template_worker import _opened, _renderer
+from quire.service.common.limits import CLIENT_TEMPLATE_CHARS
+from quire.service.common.refusal import Refusal
+from quire.service.text.tokenizer import Tokenizer
 from tests.pace import patience
 from tests.service.fakes import CHAT_TEMPLATE, TOOLS_TEMPLATE, FakeEngine, Served, byte_level, settled, with_template
 from tests.service.test_app import says

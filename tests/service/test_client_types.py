@@ -18,8 +18,8 @@ from openai.types.responses.compacted_response import CompactedResponse
 from openai.types.responses.input_token_count_response import InputTokenCountResponse
 from openai.types.responses.response_item import ResponseItem
 
-from engine.wire.messages import Finish
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Finish
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_tools import model, says
 

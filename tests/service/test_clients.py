@@ -9,11 +9,11 @@ from typing import Any
 import openai
 import pytest
 
-from engine.wire.messages import Sampling
-from service import api
-from service.api import Refusal
-from service.config import GatewayConfig
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Sampling
+from quire.service.api import api
+from quire.service.api.api import Refusal
+from quire.service.config import GatewayConfig
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import ANSWER, raw, says
 from tests.service.test_late import TARGET_S, full

@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.common.embedded_redis import EmbeddedRedis
-from service.bodies import Scan
-from service.tokenizer import Tokenizer
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.service.http.bodies import Scan
+from quire.service.text.tokenizer import Tokenizer
 from tests.pace import paced, patience
 from tests.service.conftest import ROOT
 from tests.service.fakes import FakeEngine, Served, settled
@@ -278,7 +278,7 @@ async def test_more_silent_connections_than_the_soft_limit_of_files(
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 4096:
         pytest.skip("the hard limit of open files is too low")
-    command = [sys.executable, "-m", "service.app", str(byte_level_dir), "--redis-url", redis_server.url]
+    command = [sys.executable, "-m", "quire.service.app", str(byte_level_dir), "--redis-url", redis_server.url]
     command += ["--namespace", namespace, "--port", str(port), "--header-timeout-s", "60"]
     log = tmp_path / "log"
     ours = resource.getrlimit(resource.RLIMIT_NOFILE)

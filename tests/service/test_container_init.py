@@ -16,7 +16,7 @@ from tests.system.processes import ROOT
 COMMAND = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-from service.container_init import run_in_child
+from quire.service.common.container_init import run_in_child
 run_in_child()
 """
 

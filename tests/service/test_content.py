@@ -13,17 +13,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.wire.messages import Delta, Finish, Generate, TokenLogprob
-from engine.wire.token_log import LoggedOutput
-from service import api
-from service.api import ValidRequest
-from service.config import GatewayConfig
-from service.mailbox import Backlog, Mailbox
-from service.pieces import Piece
-from service.regions import Reading
-from service.stop_strings import with_stop_tokens
-from service.text_stream import _read, stream_of
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Delta, Finish, Generate, TokenLogprob
+from quire.engine.wire.token_log import LoggedOutput
+from quire.service.api import api
+from quire.service.api.api import ValidRequest
+from quire.service.config import GatewayConfig
+from quire.service.delivery.mailbox import Backlog, Mailbox
+from quire.service.output.pieces import Piece
+from quire.service.output.regions import Reading
+from quire.service.text.stop_strings import with_stop_tokens
+from quire.service.text.text_stream import _read, stream_of
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 
 Serve = Callable[..., Awaitable[Served]]

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from service import queue_updates
-from service.terminal import conversation, server
-from service.terminal.chat import View
-from service.terminal.conversation import Answer, Ended, Event, Lost, Piece, Waits
-from service.terminal.options import ChatConfig
-from service.terminal.server import AddressError, ServerError
-from service.terminal.wrapping import Wrapper
-from service.tokenizer import Tokenizer
+from quire.service.delivery import queue_updates
+from quire.service.terminal import conversation, server
+from quire.service.terminal.chat import View
+from quire.service.terminal.conversation import Answer, Ended, Event, Lost, Piece, Waits
+from quire.service.terminal.options import ChatConfig
+from quire.service.terminal.server import AddressError, ServerError
+from quire.service.terminal.wrapping import Wrapper
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import ANSWER, says
 from tests.service.test_late import TARGET_S, full

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from aiohttp import ClientError, ClientSession
 
-from engine.wire.messages import Finish, Generate
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Finish, Generate
+from quire.service.text.tokenizer import Tokenizer
 from tests.pace import paced, patience
 from tests.service.fakes import FakeEngine, settled
 from tests.service.test_process import answers

@@ -11,10 +11,10 @@ from aiohttp.test_utils import TestServer
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.metrics import NO_LOAD, Telemetry
-from engine.wire.messages import EngineLoad
-from service import engine_pages
-from service.engine_pages import EnginePages, EnginePagesError, merge
+from quire.engine.observers.metrics import NO_LOAD, Telemetry
+from quire.engine.wire.messages import EngineLoad
+from quire.service.http import engine_pages
+from quire.service.http.engine_pages import EnginePages, EnginePagesError, merge
 from tests.service.conftest import Serve
 
 

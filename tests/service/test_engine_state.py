@@ -11,10 +11,10 @@ import pytest
 import redis
 from aiohttp import ClientResponse, ClientSession
 
-import service.engine_state
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.messages import PoolState, SequenceBlocks
-from service.tokenizer import Tokenizer
+import quire.service.http.engine_state
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.messages import PoolState, SequenceBlocks
+from quire.service.text.tokenizer import Tokenizer
 from tests.pace import patience
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.state_reader import StateReader

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.tokenizer import Tokenizer
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import says
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from service.family_ids import with_family_ids
+from quire.service.text.family_ids import with_family_ids
 from tests.service.call_notations import notation, renderer
 
 KIMI = (

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from service.argument_types import reduced
-from service.call_form import CallForm
-from service.call_grammar import Reasoning, call_rules
-from service.grammar import BOUNDS, Constraint, byte_tokenizer, compile_grammar
-from service.grammar_errors import NotServed
-from service.marker_beginnings import beginnings
-from service.refusal import Refusal
-from service.regions import Reading, ResponseTemplate, known
-from service.tools import ChatOptions
+from quire.service.api.tools import ChatOptions
+from quire.service.common.refusal import Refusal
+from quire.service.grammar.grammar import BOUNDS, Constraint, byte_tokenizer, compile_grammar
+from quire.service.grammar.grammar_errors import NotServed
+from quire.service.output.argument_types import reduced
+from quire.service.output.marker_beginnings import beginnings
+from quire.service.output.regions import Reading, ResponseTemplate, known
+from quire.service.text.call_form import CallForm
+from quire.service.text.call_grammar import Reasoning, call_rules
 from tests.service.call_notations import NOTATIONS, accepts, notation, read
 
 NUMBERS: dict[str, Any] = {"minimum": 0, "maximum": 99}

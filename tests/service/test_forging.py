@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from service import api
-from service.config import GatewayConfig
-from service.tokenizer import Tokenizer
+from quire.service.api import api
+from quire.service.config import GatewayConfig
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import byte_level, with_template
 from tests.service.published import TEMPLATES
 

@@ -1,6 +1,6 @@
 """Requests free their memory when they end: they leave no reference cycle for the garbage collector.
 
-A busy gateway puts full collections off (service/pacing.py), so cycles would stay for minutes.  The one cycle left is
+A busy gateway puts full collections off (service/common/pacing.py), so cycles would stay for minutes.  The one cycle left is
 in asyncio's own transport, six small objects a connection.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from service.tokenizer import Tokenizer
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.conftest import ROOT
 from tests.service.fakes import Served, settled
 from tests.service.test_app import EngineMaker, Serve, says
@@ -89,7 +89,7 @@ async def test_requests_that_ended_leave_no_garbage(
 
 ALLOCATE_AND_FREE = """
 import ctypes
-from service import memory
+from quire.service.common import memory
 
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c mapped d e used free f".split()]

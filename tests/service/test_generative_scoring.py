@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from engine.wire.messages import Finish, Generate
-from service import generative_scoring
-from service.config import GatewayConfig
-from service.scoring import Scoring
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Finish, Generate
+from quire.service.api import generative_scoring
+from quire.service.api.scoring import Scoring
+from quire.service.config import GatewayConfig
+from quire.service.text.tokenizer import Tokenizer
 from tests.docs.test_api import rows, section
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_api import refused

@@ -13,16 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wire.messages import EngineLoad
-from engine.wire.records import Fleet
-from service import admission, api
-from service.api import Refusal
-from service.config import GatewayConfig
-from service.grammar import AfterReasoning, Constraint, asked, compile_grammar
-from service.grammar_checks import GrammarChecks
-from service.grammar_errors import NotServed
-from service.json_schema import ANNOTATIONS, ENFORCED, PARTNERS
-from service.limits import CHOICES, GRAMMAR_BYTES
+from quire.engine.wire.messages import EngineLoad
+from quire.engine.wire.records import Fleet
+from quire.service.api import api
+from quire.service.api.api import Refusal
+from quire.service.common.limits import CHOICES, GRAMMAR_BYTES
+from quire.service.config import GatewayConfig
+from quire.service.delivery import admission
+from quire.service.grammar.grammar import AfterReasoning, Constraint, asked, compile_grammar
+from quire.service.grammar.grammar_checks import GrammarChecks
+from quire.service.grammar.grammar_errors import NotServed
+from quire.service.grammar.json_schema import ANNOTATIONS, ENFORCED, PARTNERS
 from tests.pace import python_s
 from tests.service.fakes import a_load
 
@@ -110,7 +111,7 @@ def matches(grammar: str, text: str) -> bool:
     """Whether a whole text follows a grammar, byte by byte."""
     from llguidance import LLMatcher
 
-    from service.grammar import byte_tokenizer
+    from quire.service.grammar.grammar import byte_tokenizer
 
     matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0)
     for byte in text.encode():

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.grammar import Compiled, Constraint
-from service.grammar_checks import THREADS, GrammarChecks
-from service.grammar_errors import NotServed
+from quire.service.grammar.grammar import Compiled, Constraint
+from quire.service.grammar.grammar_checks import THREADS, GrammarChecks
+from quire.service.grammar.grammar_errors import NotServed
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -45,7 +45,7 @@ class Checker:
 @pytest.fixture
 def checker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Checker]:
     made = Checker()
-    monkeypatch.setattr("service.grammar_checks.compile_grammar", made)
+    monkeypatch.setattr("quire.service.grammar.grammar_checks.compile_grammar", made)
     yield made
     made.permit(10_000)
 
@@ -61,7 +61,7 @@ async def begun(checker: Checker, count: int) -> None:
 async def test_a_known_schema_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     checks, constraint = GrammarChecks(), Constraint("s", "json", OBJECT)
     first = await checks.compile(constraint)
-    monkeypatch.setattr("service.grammar_checks.compile_grammar", None)
+    monkeypatch.setattr("quire.service.grammar.grammar_checks.compile_grammar", None)
     assert await checks.compile(Constraint("s", "json", dict(OBJECT))) == first
 
 

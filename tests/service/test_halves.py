@@ -12,18 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.wire.messages import Finish
-from service import api, messages, responses
-from service.api import NO_DEFAULTS
-from service.client_tools import custom_input
-from service.config import GatewayConfig
-from service.format import Format, Prompted
-from service.messages import MessageFormat
-from service.pacing import Pacer
-from service.pieces import Piece
-from service.regions import Reading, ResponseTemplate
-from service.responses import ResponseFormat
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Finish
+from quire.service.api import api
+from quire.service.api.anthropic import messages
+from quire.service.api.anthropic.messages import MessageFormat
+from quire.service.api.api import NO_DEFAULTS
+from quire.service.api.client_tools import custom_input
+from quire.service.api.format import Format, Prompted
+from quire.service.api.openai_responses import responses
+from quire.service.api.openai_responses.responses import ResponseFormat
+from quire.service.common.pacing import Pacer
+from quire.service.config import GatewayConfig
+from quire.service.output.pieces import Piece
+from quire.service.output.regions import Reading, ResponseTemplate
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.cuts import pieces_of
 from tests.service.test_regions import ANSWERS, TEMPLATES, read
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from service import api, messages, responses
-from service.api import ValidRequest
-from service.config import GatewayConfig
-from service.refusal import Refusal
-from service.tokenizer import Tokenizer
+from quire.service.api import api
+from quire.service.api.anthropic import messages
+from quire.service.api.api import ValidRequest
+from quire.service.api.openai_responses import responses
+from quire.service.common.refusal import Refusal
+from quire.service.config import GatewayConfig
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import TOOLS_TEMPLATE, byte_level, with_template
 from tests.system.chaos.histories import histories
 from tests.system.chaos.returned import returned

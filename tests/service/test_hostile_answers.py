@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.pace import python_s
 from tests.service.hostile_answers import CALL, PATHS, Case, World, fields_of
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine.wire.messages import Generate
-from service.config import GatewayConfig
-from service.inference_headers import FAIRNESS_ID, OBJECTIVE, InferenceHeaders, ObjectivesError
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Generate
+from quire.service.api.inference_headers import FAIRNESS_ID, OBJECTIVE, InferenceHeaders, ObjectivesError
+from quire.service.config import GatewayConfig
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import says
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from service.api import Refusal, ValidRequest, parse_completion
-from service.config import GatewayConfig
-from service.infill import FORMS, Form
-from service.tokenizer import Tokenizer
+from quire.service.api.api import Refusal, ValidRequest, parse_completion
+from quire.service.config import GatewayConfig
+from quire.service.text.infill import FORMS, Form
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import byte_level, sentencepiece_like, with_template
 
 PREFIX, SUFFIX = "def f():\n    return", "\n# the end é"

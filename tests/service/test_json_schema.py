@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from jsonschema import Draft7Validator, Draft202012Validator
 from llguidance import LLMatcher
 
-from service import grammar as grammars
-from service.grammar import Constraint, byte_tokenizer, compile_grammar
-from service.grammar_errors import NotServed
-from service.json_schema import ASSERTIONS, BRANCHES, ENFORCED, PARTNERS, PARTS, rewrite
-from service.schema_algebra import Schemas
+from quire.service.grammar import grammar as grammars
+from quire.service.grammar.grammar import Constraint, byte_tokenizer, compile_grammar
+from quire.service.grammar.grammar_errors import NotServed
+from quire.service.grammar.json_schema import ASSERTIONS, BRANCHES, ENFORCED, PARTNERS, PARTS, rewrite
+from quire.service.grammar.schema_algebra import Schemas
 
 VALUES: st.SearchStrategy[Any] = st.sampled_from([None, True, False, 0, 1, 1.0, 2, 2.5, "", "a", "b", "abc", [], {}])
 NAMES = st.sampled_from(["a", "b", "kind"])

@@ -13,8 +13,8 @@ import openai
 import pytest
 from aiohttp import ClientSession
 
-from service import admission, queue_updates
-from service.tokenizer import Tokenizer
+from quire.service.delivery import admission, queue_updates
+from quire.service.text.tokenizer import Tokenizer
 from tests.pace import paced
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import events, raw, says

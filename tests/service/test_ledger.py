@@ -11,11 +11,11 @@ import pytest
 import redis
 from aiohttp import ClientError
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.messages import Finish, Generate
-from engine.wire.records import Usage
-from service import usage_ledger
-from service.tokenizer import Tokenizer
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.messages import Finish, Generate
+from quire.engine.wire.records import Usage
+from quire.service.delivery import usage_ledger
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 
 Serve = Callable[..., Awaitable[Served]]

@@ -13,16 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wire.messages import Delta, Finish, Generate, TokenLogprob
-from service import api, limits
-from service.api import EngineLimits, Refusal
-from service.config import GatewayConfig
-from service.format import Format, Prompted
-from service.limits import LIMITS, shown
-from service.pacing import Pacer
-from service.pieces import Piece
-from service.resume import Record
-from service.tenants import Tenant
+from quire.engine.wire.messages import Delta, Finish, Generate, TokenLogprob
+from quire.service.api import api
+from quire.service.api.api import EngineLimits, Refusal
+from quire.service.api.format import Format, Prompted
+from quire.service.api.tenants import Tenant
+from quire.service.common import limits
+from quire.service.common.limits import LIMITS, shown
+from quire.service.common.pacing import Pacer
+from quire.service.config import GatewayConfig
+from quire.service.delivery.resume import Record
+from quire.service.output.pieces import Piece
 
 CONFIG = GatewayConfig(max_logprob_entries=1000)
 ENGINES = EngineLimits(max_model_len=4096, vocab_size=50, block_size=16, total_blocks=1000, eos_ids=frozenset([2]))

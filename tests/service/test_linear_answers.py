@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.regions import Reading, ResponseTemplate, known
+from quire.service.output.regions import Reading, ResponseTemplate, known
 
 TOOLS = [{"function": {"name": "f", "parameters": {"properties": {"a": {"type": ["string"]}}}}}]
 READING = Reading("", calls=True, tools=TOOLS)

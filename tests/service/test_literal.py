@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.literal import LiteralContent
-from service.refusal import Refusal
-from service.tokenizer import Tokenizer
+from quire.service.chat_templates.literal import LiteralContent
+from quire.service.common.refusal import Refusal
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import CHAT_TEMPLATE, byte_level
 
 END = 1  # </s>

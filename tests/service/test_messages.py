@@ -17,15 +17,15 @@ from aiohttp import ClientSession
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wire.messages import Finish
-from service.api import NO_DEFAULTS, Refusal, ValidRequest
-from service.config import GatewayConfig
-from service.format import Prompted
-from service.messages import NAMES, MessageFormat, parse, parse_count
-from service.pacing import Pacer
-from service.pieces import Piece
-from service.refusal import renamed
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Finish
+from quire.service.api.anthropic.messages import NAMES, MessageFormat, parse, parse_count
+from quire.service.api.api import NO_DEFAULTS, Refusal, ValidRequest
+from quire.service.api.format import Prompted
+from quire.service.common.pacing import Pacer
+from quire.service.common.refusal import renamed
+from quire.service.config import GatewayConfig
+from quire.service.output.pieces import Piece
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.cuts import pieces_of
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_tools import ANSWER, BROKEN, model, says

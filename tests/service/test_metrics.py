@@ -14,18 +14,18 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.common import logs
-from engine.common.tracing import Tracing
-from engine.wire.records import Fleet, Lane, LaneQueue, Usage
-from service import api
-from service.api import Refusal, ValidRequest
-from service.config import GatewayConfig
-from service.meter import Meter
-from service.metrics import REFUSALS, REQUESTS, Telemetry
-from service.pieces import Piece
-from service.queue_updates import Waiting
-from service.tenants import OverQuota
-from service.usage_ledger import record_usage
+from quire.engine.common import logs
+from quire.engine.common.tracing import Tracing
+from quire.engine.wire.records import Fleet, Lane, LaneQueue, Usage
+from quire.service.api import api
+from quire.service.api.api import Refusal, ValidRequest
+from quire.service.api.tenants import OverQuota
+from quire.service.common.metrics import REFUSALS, REQUESTS, Telemetry
+from quire.service.config import GatewayConfig
+from quire.service.delivery.queue_updates import Waiting
+from quire.service.delivery.usage_ledger import record_usage
+from quire.service.http.meter import Meter
+from quire.service.output.pieces import Piece
 from tests.service.fakes import a_load
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from engine.wire.messages import Sampling, TokenLogprob
-from service import api
-from service.api import EngineLimits, Refusal
-from service.config import GatewayConfig
-from service.logprobs import Columns, LogprobFormat
+from quire.engine.wire.messages import Sampling, TokenLogprob
+from quire.service.api import api
+from quire.service.api.api import EngineLimits, Refusal
+from quire.service.api.logprobs import Columns, LogprobFormat
+from quire.service.config import GatewayConfig
 
 LIMITS = EngineLimits(512, 500, 16, 1000, frozenset([1]))
 VOCABULARY = [b"", b"a", b"b", b"b", b"c"]

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.argument_types import ArgumentText, Tools, reduced, typed
-from service.json_repair import WHOLE_CHARS, Repair, repaired
-from service.lenient_json import Event, JsonReader
-from service.regions import Reading, ResponseTemplate, find, known
-from service.surrogates import without_surrogates
+from quire.service.common.surrogates import without_surrogates
+from quire.service.output.argument_types import ArgumentText, Tools, reduced, typed
+from quire.service.output.json_repair import WHOLE_CHARS, Repair, repaired
+from quire.service.output.lenient_json import Event, JsonReader
+from quire.service.output.regions import Reading, ResponseTemplate, find, known
 
 TEMPLATES = {name: ResponseTemplate(described) for name, described in known().response_templates.items()}
 PROPERTIES: dict[str, Any] = {

@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from service import api, fields
-from service.config import GatewayConfig
-from service.openapi import OPERATIONS, document
+from quire.service.api import api, fields
+from quire.service.config import GatewayConfig
+from quire.service.http.openapi import OPERATIONS, document
 from tests.docs.test_api import BODIES, body, documented, routes
 from tests.service.fakes import Served
 

@@ -13,13 +13,13 @@ from typing import cast
 
 import pytest
 
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch
-from service import pacing
-from service.config import GatewayConfig
-from service.metrics import Telemetry
-from service.pacing import TURN_CALLS, TURN_EVENTS, Pacer, QuietCollector, StallWatch, new_event_loop
-from service.streams import Streams
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch
+from quire.service.common import pacing
+from quire.service.common.metrics import Telemetry
+from quire.service.common.pacing import TURN_CALLS, TURN_EVENTS, Pacer, QuietCollector, StallWatch, new_event_loop
+from quire.service.config import GatewayConfig
+from quire.service.delivery.streams import Streams
 from tests.pace import paced
 from tests.service.fakes import settled
 from tests.service.test_streams import Wire, anyway

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.messages import Finish, Generate
-from loadtest.server import engine_processes
-from service.tokenizer import Tokenizer
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.messages import Finish, Generate
+from quire.loadtest.server import engine_processes
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, byte_level, with_template
 from tests.system.processes import Process, ending, wait_until_ready
 from tests.system.stack import GatewayThread, free_port

@@ -12,9 +12,9 @@ import aiohttp
 import openai
 import pytest
 
-from engine.common import settings
-from service.config import GatewayConfig
-from service.tokenizer import Tokenizer
+from quire.engine.common import settings
+from quire.service.config import GatewayConfig
+from quire.service.text.tokenizer import Tokenizer
 from tests.pace import patience
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import says

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from yarl import URL
 
-from engine.common import settings
-from service.config import GatewayConfig
-from service.playground import FOLDERS, TYPES
+from quire.engine.common import settings
+from quire.service.config import GatewayConfig
+from quire.service.http.playground import FOLDERS, TYPES
 from tests.service.fakes import Served
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,8 +19,8 @@ import pytest
 from aiohttp import ClientError, ClientSession
 from redis import Redis
 
-from engine.common.embedded_redis import EmbeddedRedis
-from service.tokenizer import Tokenizer
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.service.text.tokenizer import Tokenizer
 from tests.pace import Patience, paced, patience, python_s
 from tests.service.fakes import FakeEngine, settled
 
@@ -48,7 +48,7 @@ def refuses_connections(port: int) -> bool:
 
 def test_importing_the_service_is_quick_and_loads_no_torch() -> None:
     code = (
-        "import time, sys; t = time.process_time(); import service.app; used = time.process_time() - t\n"
+        "import time, sys; t = time.process_time(); import quire.service.app; used = time.process_time() - t\n"
         "print(used); assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     # The least of three: another process on this core can only make it slower.

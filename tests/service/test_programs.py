@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from service import messages, responses
-from service.api import NO_DEFAULTS, Refusal, ValidRequest, parse_chat
-from service.config import GatewayConfig
-from service.tokenizer import Tokenizer
+from quire.service.api.anthropic import messages
+from quire.service.api.api import NO_DEFAULTS, Refusal, ValidRequest, parse_chat
+from quire.service.api.openai_responses import responses
+from quire.service.config import GatewayConfig
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_responses import events, folded
 from tests.service.test_tools import model, says

@@ -14,13 +14,13 @@ import pytest
 import redis.asyncio
 from aiohttp import ClientSession
 
-from engine.wire.link import BusDown
-from engine.wire.messages import Finish, Generate
-from engine.wire.quotas import Quota, QuotaStore, Taken
-from service import admission
-from service.api import Refusal
-from service.quotas import duration
-from service.tenants import Tenant, Tenants, TenantsError
+from quire.engine.wire.link import BusDown
+from quire.engine.wire.messages import Finish, Generate
+from quire.engine.wire.quotas import Quota, QuotaStore, Taken
+from quire.service.api.api import Refusal
+from quire.service.api.tenants import Tenant, Tenants, TenantsError
+from quire.service.delivery import admission
+from quire.service.delivery.quotas import duration
 from tests.pace import Patience
 from tests.service.fakes import FakeEngine, Served, settled
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from service import queue_updates
-from service.tokenizer import Tokenizer
+from quire.service.delivery import queue_updates
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import ANSWER, says
 from tests.service.test_late import LATE, TARGET_S, full

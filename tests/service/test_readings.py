@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from engine.common.histograms import Tally
-from engine.metrics import Telemetry as EngineTelemetry
-from engine.wire.records import Fleet, LaneQueue, TenantQueue
-from service import metrics
-from service.metrics import Telemetry
-from service.terminal import top
-from service.terminal.readings import Figures, NotQuire, Reading, figures, merge, quantile, read, sort_rows
+from quire.engine.common.histograms import Tally
+from quire.engine.observers.metrics import Telemetry as EngineTelemetry
+from quire.engine.wire.records import Fleet, LaneQueue, TenantQueue
+from quire.service.common import metrics
+from quire.service.common.metrics import Telemetry
+from quire.service.terminal import top
+from quire.service.terminal.readings import Figures, NotQuire, Reading, figures, merge, quantile, read, sort_rows
 from tests.service.fakes import a_load
 
 BOUNDS = (0.1, 0.5, 1.0, 5.0)

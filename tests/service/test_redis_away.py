@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
-from service.tokenizer import Tokenizer
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.service.text.tokenizer import Tokenizer
 from tests.pace import patience
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_resume import events, merged, says

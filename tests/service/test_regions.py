@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.markers import Markers
-from service.regions import CallDelta, Reading, ResponseTemplate, digest, find, known, name_of
+from quire.service.output.markers import Markers
+from quire.service.output.regions import CallDelta, Reading, ResponseTemplate, digest, find, known, name_of
 from tests.pace import patience
 
 Calls = list[tuple[str, Any]]
@@ -640,7 +640,7 @@ def test_a_marker_that_depends_on_its_neighbours_is_found_in_pieces(pattern: str
 
 
 def test_few_characters_are_kept_of_those_that_begin_no_marker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.markers.KNOWN_CHARS", 20)
+    monkeypatch.setattr("quire.service.output.markers.KNOWN_CHARS", 20)
     template = ResponseTemplate(known().response_templates["hermes"])
     reader = template.reader(Reading("", calls=True))
     text = "".join(map(chr, range(0x4E00, 0x4F00)))
@@ -688,7 +688,7 @@ def test_a_field_that_is_none_of_ours_is_content() -> None:
 
 def test_the_parser_needs_no_torch() -> None:
     code = (
-        "import sys; sys.modules['torch'] = None; from service import regions; "
+        "import sys; sys.modules['torch'] = None; from quire.service.output import regions; "
         "regions.find('<tool_call><|im_start|>').reader(regions.Reading('')); print('numpy' in sys.modules)"
     )
     done = subprocess.run(

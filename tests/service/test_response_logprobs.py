@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseTextDeltaEvent
 
-from engine.wire.messages import TokenLogprob
-from service.content_scores import Score
-from service.pieces import Piece
-from service.response_logprobs import ResponseLogprobs
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import TokenLogprob
+from quire.service.api.openai_responses.response_logprobs import ResponseLogprobs
+from quire.service.output.content_scores import Score
+from quire.service.output.pieces import Piece
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_api import chat
 from tests.service.test_responses import ASK, folded, post, streamed

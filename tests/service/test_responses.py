@@ -16,17 +16,17 @@ from aiohttp import ClientSession
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wire.messages import Finish
-from service.api import Refusal, ValidRequest, parse_chat
-from service.config import GatewayConfig
-from service.format import Prompted
-from service.pacing import Pacer
-from service.pieces import Piece
-from service.refusal import renamed
-from service.response_items import messages_of
-from service.responses import NAMES, ChatFields, ResponseFormat, parse
-from service.skipped import Skipped
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Finish
+from quire.service.api.api import Refusal, ValidRequest, parse_chat
+from quire.service.api.format import Prompted
+from quire.service.api.openai_responses.response_items import messages_of
+from quire.service.api.openai_responses.responses import NAMES, ChatFields, ResponseFormat, parse
+from quire.service.api.skipped import Skipped
+from quire.service.common.pacing import Pacer
+from quire.service.common.refusal import renamed
+from quire.service.config import GatewayConfig
+from quire.service.output.pieces import Piece
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.cuts import pieces_of
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_tools import ANSWER, BROKEN, model, says

@@ -14,11 +14,11 @@ from aiohttp import ClientError, ClientSession
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wire.messages import Finish, Generate
-from service import resume
-from service.api import Refusal
-from service.format import Position
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Finish, Generate
+from quire.service.api.api import Refusal
+from quire.service.api.format import Position
+from quire.service.delivery import resume
+from quire.service.text.tokenizer import Tokenizer
 from tests.pace import paced
 from tests.service.fakes import FakeEngine, Served, settled
 

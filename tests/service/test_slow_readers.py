@@ -7,9 +7,9 @@ import json
 import socket
 from collections.abc import Awaitable, Callable
 
-from service.mailbox import MAILBOX_BYTES
-from service.sse import WRITE_BUFFER_BYTES
-from service.tokenizer import Tokenizer
+from quire.service.delivery.mailbox import MAILBOX_BYTES
+from quire.service.http.sse import WRITE_BUFFER_BYTES
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_resume import events, merged, says
 

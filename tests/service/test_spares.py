@@ -11,14 +11,14 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
-from engine.common import child_python
-from engine.fork_server import ENGINE_NAME
-from service.spares import ForkedProcess, Spares
+from quire.engine.common import child_python
+from quire.engine.process.fork_server import ENGINE_NAME
+from quire.service.common.spares import ForkedProcess, Spares
 from tests.pace import patience, until
 
 WORDS = ["--executor=scripted", "--redis-url=redis://127.0.0.1:1/0"]  # a spare that takes over fails: no Redis
 # At a low priority an import takes minutes on a busy machine.
-CODE = "import sys; from engine import fork_server, standby; standby.NICE = 0; {}; sys.exit(fork_server.main(WORDS))"
+CODE = "import sys; from quire.engine.process import fork_server, standby; standby.NICE = 0; {}; sys.exit(fork_server.main(WORDS))"
 CODE = CODE.replace("WORDS", "sys.argv[1:]")
 SERVER = ["-c", CODE.format("pass"), *WORDS]
 HANG_S = 100.0  # bound of a hang
@@ -104,7 +104,7 @@ async def test_a_spare_that_lost_something_in_the_fork_starts_as_a_new_interpret
         spare = await soon(asyncio.shield(spares._spare))
         assert spare is not None
         process = psutil.Process(spare.pid)
-        wanted = ["-m", "engine", *WORDS, "--standby"]
+        wanted = ["-m", "quire.engine", *WORDS, "--standby"]
         await until(lambda: process.cmdline()[-len(wanted) :] == wanted, HANG_S)
         taken = await soon(spares.promote())
         assert taken is spare

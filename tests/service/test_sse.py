@@ -9,13 +9,14 @@ import msgspec
 import pytest
 from aiohttp import ClientSession, web
 
-from service import api, sse
-from service.api import Refusal
-from service.config import GatewayConfig
-from service.format import Format, Prompted
-from service.meter import Meter
-from service.metrics import Telemetry
-from service.pieces import Piece
+from quire.service.api import api
+from quire.service.api.api import Refusal
+from quire.service.api.format import Format, Prompted
+from quire.service.common.metrics import Telemetry
+from quire.service.config import GatewayConfig
+from quire.service.http import sse
+from quire.service.http.meter import Meter
+from quire.service.output.pieces import Piece
 
 Turns = list[list[Piece] | Exception]
 

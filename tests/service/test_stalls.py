@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession
 
-from engine.common.embedded_redis import EmbeddedRedis
-from service.config import GatewayConfig
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.service.config import GatewayConfig
 from tests.pace import patience, python_s
 from tests.service import hostile
 from tests.service.conftest import ROOT

@@ -9,10 +9,10 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.wire.messages import PoolState, SequenceBlocks
-from engine.wire.records import Fleet, LaneQueue
-from service import resume
-from service.state_events import FleetState, event, observe, sequence_name
+from quire.engine.wire.messages import PoolState, SequenceBlocks
+from quire.engine.wire.records import Fleet, LaneQueue
+from quire.service.delivery import resume
+from quire.service.http.state_events import FleetState, event, observe, sequence_name
 from tests.service.fakes import a_load
 from tests.service.state_reader import StateReader
 

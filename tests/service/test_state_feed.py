@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from engine.wire.link import BusDown
-from engine.wire.messages import PoolState, SequenceBlocks
-from engine.wire.records import Fleet
-from service.engine_state import BURST_BYTES, BYTES_PER_S, PERIOD_S, ByteBudget, EngineStateFeed
+from quire.engine.wire.link import BusDown
+from quire.engine.wire.messages import PoolState, SequenceBlocks
+from quire.engine.wire.records import Fleet
+from quire.service.http.engine_state import BURST_BYTES, BYTES_PER_S, PERIOD_S, ByteBudget, EngineStateFeed
 from tests.pace import patience
 from tests.service.fakes import a_load
 from tests.service.state_reader import StateReader

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from service.stop_strings import StopSearch, StopStrings
-from service.text_stream import TextStream
-from service.tokenizer import Tokenizer
+from quire.service.text.stop_strings import StopSearch, StopStrings
+from quire.service.text.text_stream import TextStream
+from quire.service.text.tokenizer import Tokenizer
 
 
 class Naive:

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wire.clock import RedisClock
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.link import BusDown
-from engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch, TokenLogprob
-from engine.wire.records import (
+from quire.engine.wire.clock import RedisClock
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.link import BusDown
+from quire.engine.wire.messages import Delta, Finish, Generate, Sampling, TokenBatch, TokenLogprob
+from quire.engine.wire.records import (
     Attached,
     DuplicateRequest,
     Fleet,
@@ -28,15 +28,16 @@ from engine.wire.records import (
     QueueBounds,
     Usage,
 )
-from engine.wire.token_log import LoggedOutput
-from service import queue_updates, supervision
-from service.admission import Decision
-from service.api import Refusal
-from service.config import GatewayConfig
-from service.mailbox import MAILBOX_BYTES, Backlog, Mailbox
-from service.metrics import Telemetry
-from service.orders import REQUEST_LOST
-from service.streams import SUBMITS, AlreadySubmitted, Streams
+from quire.engine.wire.token_log import LoggedOutput
+from quire.service.api.api import Refusal
+from quire.service.common import supervision
+from quire.service.common.metrics import Telemetry
+from quire.service.config import GatewayConfig
+from quire.service.delivery import queue_updates
+from quire.service.delivery.admission import Decision
+from quire.service.delivery.mailbox import MAILBOX_BYTES, Backlog, Mailbox
+from quire.service.delivery.orders import REQUEST_LOST
+from quire.service.delivery.streams import SUBMITS, AlreadySubmitted, Streams
 from tests.service.fakes import a_load, settled
 
 

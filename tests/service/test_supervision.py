@@ -9,13 +9,13 @@ import pytest
 from aiohttp import ClientSession
 from redis.exceptions import ResponseError
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.subscription import Subscription
-from service import supervision
-from service.app import Unserviceable, serve
-from service.config import GatewayConfig
-from service.status import NO_REDIS
-from service.supervision import Supervisor, Task
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.subscription import Subscription
+from quire.service.app import Unserviceable, serve
+from quire.service.common import supervision
+from quire.service.common.supervision import Supervisor, Task
+from quire.service.config import GatewayConfig
+from quire.service.http.status import NO_REDIS
 from tests.pace import patience
 from tests.service.fakes import settled
 

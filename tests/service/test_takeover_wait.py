@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from service.fleet_view import FleetView
-from service.tokenizer import Tokenizer
+from quire.service.delivery.fleet_view import FleetView
+from quire.service.text.tokenizer import Tokenizer
 from tests.pace import paced, patience
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_admission import busy

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from service.template_probe import Dialect, effort_variables, probe, thinking_variables
-from service.template_worker import _renderer
+from quire.service.chat_templates.template_probe import Dialect, effort_variables, probe, thinking_variables
+from quire.service.chat_templates.template_worker import _renderer
 
 MESSAGES = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 ANSWER = MESSAGES + "{% if add_generation_prompt %}<|im_start|>assistant\n"

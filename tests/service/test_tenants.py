@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from service.api import Refusal
-from service.tenants import Tenant, Tenants, TenantsError
-from service.tenants_watch import TenantsWatch
+from quire.service.api.api import Refusal
+from quire.service.api.tenants import Tenant, Tenants, TenantsError
+from quire.service.delivery.tenants_watch import TenantsWatch
 from tests.service.fakes import settled
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.wire.messages import Finish, Generate
-from service import cli
-from service.terminal import bench
-from service.terminal.options import BenchConfig
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Finish, Generate
+from quire.service import cli
+from quire.service.terminal import bench
+from quire.service.terminal.options import BenchConfig
+from quire.service.text.tokenizer import Tokenizer
 from tests.pace import Patience, paced, patience
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import ANSWER, says
@@ -51,7 +51,7 @@ class Terminal:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
         self.before = termios.tcgetattr(slave)
         self._slave = slave
-        command = [sys.executable, "-m", "service.cli", *self._words]
+        command = [sys.executable, "-m", "quire.service.cli", *self._words]
         env = {**CLEAN, "TERM": "xterm", "PYTHONPATH": str(ROOT)}
         self.process = await asyncio.create_subprocess_exec(
             *command, cwd=ROOT, env=env, stdin=slave, stdout=slave, stderr=slave, preexec_fn=self._control
@@ -110,7 +110,7 @@ class Terminal:
 async def piped(*words: str, text: str = "") -> tuple[int, str, str]:
     """The status, output and errors of a `quire` command without a terminal."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "service.cli", *words),
+        *(sys.executable, "-m", "quire.service.cli", *words),
         **{"cwd": ROOT, "env": {**CLEAN, "PYTHONPATH": str(ROOT)}},  # type: ignore[arg-type]
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -339,7 +339,7 @@ def test_without_a_package_one_line_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.startswith(("rich", "service.terminal."))]:
-        if name != "service.terminal.options":
+        if name != "quire.service.terminal.options":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setattr(sys, "meta_path", [_NoRich(), *sys.meta_path])

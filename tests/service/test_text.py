@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from service import api
-from service.api import Refusal, ValidRequest
-from service.config import GatewayConfig
-from service.text_stream import TextStream
-from service.tokenizer import INLINE_BYTES, ModelError, Tokenizer, longest_token, vocabulary_bytes
+from quire.service.api import api
+from quire.service.api.api import Refusal, ValidRequest
+from quire.service.config import GatewayConfig
+from quire.service.text.text_stream import TextStream
+from quire.service.text.tokenizer import INLINE_BYTES, ModelError, Tokenizer, longest_token, vocabulary_bytes
 from tests.service.fakes import save
 
 TEXTS = st.text(alphabet=st.characters(codec="utf-8"), max_size=40)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from service.grammar import compile_grammar
-from service.refusal import Refusal
-from service.thinking_budget import thinking_rules
-from service.tokenizer import Tokenizer
+from quire.service.common.refusal import Refusal
+from quire.service.grammar.grammar import compile_grammar
+from quire.service.text.thinking_budget import thinking_rules
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, Served, byte_level, settled, with_template
 from tests.service.test_app import says
 

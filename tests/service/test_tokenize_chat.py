@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.tokenizer import Tokenizer
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_tools import TOOL, model, says
 

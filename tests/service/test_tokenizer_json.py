@@ -15,8 +15,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from engine.tokenizers.files import load_tokenizer
-from service.tokenizer import UNLIMITED, ModelError, TokenBudget, Tokenizer
+from quire.engine.tokenizers.files import load_tokenizer
+from quire.service.text.tokenizer import UNLIMITED, ModelError, TokenBudget, Tokenizer
 from tests.service.fakes import byte_level, sentencepiece_like
 
 TEXT = "Tokens 2026, 12345 and e\u0301: to be, or not to be. " * 8

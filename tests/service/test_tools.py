@@ -11,13 +11,13 @@ import openai
 import pytest
 from aiohttp import ClientSession
 
-from engine.wire.messages import Finish, Generate
-from service.api import Refusal, parse_chat
-from service.config import GatewayConfig
-from service.format import call_id
-from service.regions import Reading
-from service.tokenizer import Tokenizer
-from service.tools import ChatOptions
+from quire.engine.wire.messages import Finish, Generate
+from quire.service.api.api import Refusal, parse_chat
+from quire.service.api.format import call_id
+from quire.service.api.tools import ChatOptions
+from quire.service.config import GatewayConfig
+from quire.service.output.regions import Reading
+from quire.service.text.tokenizer import Tokenizer
 from tests.service import test_resume
 from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, Served, byte_level, settled, with_template
 

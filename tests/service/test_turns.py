@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from engine.wire.messages import Finish, Generate
-from service import pacing
-from service.pacing import Pacer
-from service.text_stream import SLICE_TOKENS, SLICE_WEIGHT, LongWork, reasoning_tokens
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Finish, Generate
+from quire.service.common import pacing
+from quire.service.common.pacing import Pacer
+from quire.service.text.text_stream import SLICE_TOKENS, SLICE_WEIGHT, LongWork, reasoning_tokens
+from quire.service.text.tokenizer import Tokenizer
 from tests.pace import patience
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_content import OPEN, asking

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from service import api
-from service.api import EngineLimits, Refusal
-from service.config import GatewayConfig
-from service.history import for_template, plain_messages
-from service.pieces import Piece
-from service.template_probe import probe
-from service.tokenizer import Tokenizer
+from quire.service.api import api
+from quire.service.api.api import EngineLimits, Refusal
+from quire.service.api.history import for_template, plain_messages
+from quire.service.chat_templates.template_probe import probe
+from quire.service.config import GatewayConfig
+from quire.service.output.pieces import Piece
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_api import LIMITS, chat, completion, form, read, refused, scored_a, whole_answer
 from tests.service.test_app import raw, says

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from service.pieces import Piece
-from service.regions import Reading
-from service.tokenizer import Tokenizer
+from quire.service.output.pieces import Piece
+from quire.service.output.regions import Reading
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_api import chat, completion, form, read, whole_answer
 from tests.service.test_tools import ASK, TOOL, events, merged, model, post, says

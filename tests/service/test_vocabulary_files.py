@@ -19,11 +19,11 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer, sentence
 from tokenizers import Tokenizer as Backend
 from transformers import GemmaTokenizer, LlamaTokenizer
 
-from engine.tokenizers import conversion
-from engine.tokenizers.ends import end_token
-from engine.tokenizers.files import byte_level_alphabet, load_tokenizer
-from service.text_stream import TextStream
-from service.tokenizer import ModelError, Tokenizer
+from quire.engine.tokenizers import conversion
+from quire.engine.tokenizers.ends import end_token
+from quire.engine.tokenizers.files import byte_level_alphabet, load_tokenizer
+from quire.service.text.text_stream import TextStream
+from quire.service.text.tokenizer import ModelError, Tokenizer
 from tests.service.fakes import CHAT_TEMPLATE, CORPUS, byte_level
 from tests.service.test_text import request
 
@@ -287,7 +287,7 @@ def test_a_repository_of_the_hub_is_converted_as_a_directory_is(tmp_path: Path) 
     folder = trained(repository / "snapshots" / ("c" * 40), AS_LLAMA, "mistral", **LLAMA)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c" * 40)
-    code = "from service.tokenizer import Tokenizer; print(Tokenizer('org/name')._encode('double  fox', special=True))"
+    code = "from quire.service.text.tokenizer import Tokenizer; print(Tokenizer('org/name')._encode('double  fox', special=True))"
     environment = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == Tokenizer(str(folder))._encode("double  fox", special=True)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.common.web_pages import allows_host, is_foreign, is_loopback, name_of
-from engine.metrics import Telemetry
-from engine.metrics_page import Page
-from service.tokenizer import Tokenizer
+from quire.engine.common.web_pages import allows_host, is_foreign, is_loopback, name_of
+from quire.engine.observers.metrics import Telemetry
+from quire.engine.observers.metrics_page import Page
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.conftest import Serve
 from tests.service.fakes import FakeEngine, settled
 from tests.service.test_app import says

@@ -62,8 +62,8 @@ def main() -> None:
     if not options:
         asyncio.run(watch(file))
         return
-    from engine.common import readiness
-    from service import app
+    from quire.engine.common import readiness
+    from quire.service import app
 
     tell = readiness.notify_ready
 

@@ -15,11 +15,11 @@ import sys
 import time
 from typing import Any
 
-from engine import __main__ as program
-from engine.core.plan import StepPlan, StepResult
-from engine.executor.base import ExecutorLost, ScriptedExecutor
-from engine.wire.engine_side import EngineSide
-from engine.wire.records import ExchangeReply
+from quire.engine import __main__ as program
+from quire.engine.core.plan import StepPlan, StepResult
+from quire.engine.executor.base import ExecutorLost, ScriptedExecutor
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.records import ExchangeReply
 
 
 class Deadly(ScriptedExecutor):
@@ -60,5 +60,5 @@ if __name__ == "__main__":
     Deadly.deadly = int(token)
     program.ScriptedExecutor = Deadly  # type: ignore[attr-defined]
     if Deadly.kind == "bus":
-        sys.modules["engine.bus_thread"].EngineSide = DeadlyBus  # type: ignore[attr-defined]
+        sys.modules["quire.engine.bus_thread"].EngineSide = DeadlyBus  # type: ignore[attr-defined]
     sys.exit(program.main(words))

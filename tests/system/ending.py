@@ -24,9 +24,9 @@ from pathlib import Path
 import psutil
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.engine_side import EngineSide
-from engine.wire.messages import Delta, Finish, Generate, TokenBatch
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.messages import Delta, Finish, Generate, TokenBatch
 from tests.checkpoints import make_checkpoint
 from tests.pace import paced, patience
 from tests.service.fakes import a_load

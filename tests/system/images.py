@@ -36,9 +36,9 @@ from typing import Any
 
 import redis
 
-from engine.common.embedded_redis import server_binary
-from engine.common.errors import OperatorError
-from engine.executor.models import demo
+from quire.engine.common.embedded_redis import server_binary
+from quire.engine.common.errors import OperatorError
+from quire.engine.executor.models.sources import demo
 from tests.pace import patience
 from tests.system.processes import ROOT, Process, ending, wait_until_ready
 from tests.system.stack import free_port

@@ -24,10 +24,10 @@ from typing import Any
 import psutil
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
-from loadtest import machine
-from loadtest.checkpoint import make_llama_42m
-from loadtest.gateway import measure
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.loadtest import machine
+from quire.loadtest.checkpoint import make_llama_42m
+from quire.loadtest.gateway import measure
 from tests.system.processes import QUIRE, Process, ending, wait_until_ready
 from tests.system.stack import free_port
 

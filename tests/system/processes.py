@@ -19,12 +19,12 @@ from typing import Any
 
 import aiohttp
 
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.records import Fleet
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.records import Fleet
 from tests.pace import Patience, patience
 
 ROOT = Path(__file__).resolve().parents[2]
-QUIRE = [sys.executable, "-m", "service.cli"]
+QUIRE = [sys.executable, "-m", "quire.service.cli"]
 ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
 

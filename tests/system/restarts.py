@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from engine.common.embedded_redis import EmbeddedRedis
-from loadtest import machine
-from loadtest.checkpoint import make_llama_42m
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.loadtest import machine
+from quire.loadtest.checkpoint import make_llama_42m
 from tests.pace import patience
 from tests.system.processes import Process, at_rest, ending, fleet_until, wait_until_ready
 from tests.system.stack import free_port

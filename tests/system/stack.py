@@ -21,16 +21,16 @@ from typing import Any, Self
 
 import msgspec
 
-from engine.bus_thread import BusThread
-from engine.config import EngineConfig
-from engine.core.plan import StepResult
-from engine.executor.base import Executor, ScriptedExecutor
-from engine.executor.local import load
-from engine.hot_prefixes import warm
-from engine.loop import Engine
-from engine.pool_state import PoolObserver
-from service.app import serve
-from service.config import GatewayConfig
+from quire.engine.bus_thread import BusThread
+from quire.engine.config import EngineConfig
+from quire.engine.core.plan import StepResult
+from quire.engine.executor.base import Executor, ScriptedExecutor
+from quire.engine.executor.local import load
+from quire.engine.loop import Engine
+from quire.engine.observers.pool_state import PoolObserver
+from quire.engine.process.hot_prefixes import warm
+from quire.service.app import serve
+from quire.service.config import GatewayConfig
 from tests.pace import Patience, patience
 
 # Options of an engine whose claims only `step_tokens` bounds.  By default measured step times bound them as well: on a
@@ -51,7 +51,7 @@ def free_port() -> int:
 
 
 class EngineThread:
-    """One engine: the loop of `python -m engine` on a thread."""
+    """One engine: the loop of `python -m quire.engine` on a thread."""
 
     def __init__(self, redis_url: str, namespace: str, name: str, checkpoint: Path, **options: Any) -> None:
         self.config = msgspec.convert(
@@ -106,7 +106,7 @@ class EngineThread:
 
 
 class GatewayThread:
-    """One gateway: `service.app.serve` on a thread with its own event loop."""
+    """One gateway: `quire.service.app.serve` on a thread with its own event loop."""
 
     def __init__(self, redis_url: str, namespace: str, name: str, checkpoint: Path, **options: Any) -> None:
         self.port = free_port()

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from engine import accounting_checks
-from engine.accounting_checks import AccountingChecks
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.metrics import Telemetry
-from engine.metrics_page import Page
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.observers import accounting_checks
+from quire.engine.observers.accounting_checks import AccountingChecks
+from quire.engine.observers.metrics import Telemetry
+from quire.engine.observers.metrics_page import Page
 from tests.system.stack import Stack, free_port
 
 

@@ -11,13 +11,13 @@ from typing import Any, get_args
 import aiohttp
 import pytest
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.core.limits import Admission
-from engine.core.plan import StepPlan
-from engine.core.policy.admission import WATERMARK
-from engine.core.scheduler import Scheduler
-from engine.wire.messages import Generate
-from engine.wire.records import Fleet
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.core.limits import Admission
+from quire.engine.core.plan import StepPlan
+from quire.engine.core.policy.admission import WATERMARK
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.wire.messages import Generate
+from quire.engine.wire.records import Fleet
 from tests.pace import paced, paced_ms, patience
 from tests.system.processes import at_rest, fleet_until
 from tests.system.stack import CLAIMS_BY_TOKENS, Stack, a_long_step

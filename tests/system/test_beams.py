@@ -13,8 +13,8 @@ import redis
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.records import Fleet
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.records import Fleet
 from tests.checkpoints import VOCAB
 from tests.pace import patience
 from tests.system.processes import at_rest, ending, fleet_until, wait_until_ready

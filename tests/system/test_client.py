@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.common.embedded_redis import EmbeddedRedis
-from loadtest.server import engine_processes
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.loadtest.server import engine_processes
 from tests.checkpoints import VOCAB, tokenizer
 from tests.system.processes import Process, ending
 from tests.system.stack import Stack

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.checkpoints import make_checkpoint
 from tests.pace import patience
 from tests.system.processes import Process, ending, wait_until_ready
@@ -53,7 +53,7 @@ class Machines:
     def gateway(self, name: str, ahead_s: float) -> int:
         """Returns its port."""
         port = free_port()
-        self.start(name, "service.app", ahead_s, f"--port={port}", f"--gateway-id={name}", "--served-name=tiny")
+        self.start(name, "quire.service.app", ahead_s, f"--port={port}", f"--gateway-id={name}", "--served-name=tiny")
         return port
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.common.embedded_redis import server_binaries
+from quire.engine.common.embedded_redis import server_binaries
 from tests.pace import patience
 from tests.system.processes import sse_events, wait_until_ready
 from tests.system.stack import Stack

@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.executor.models import demo
-from engine.llm import LLM
-from loadtest.server import engine_processes
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.executor.models.sources import demo
+from quire.engine.llm import LLM
+from quire.loadtest.server import engine_processes
 from tests.pace import patience
 from tests.system.processes import Process, ending, until, wait_until_ready
 from tests.system.stack import Stack, free_port

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.service.fakes import settled
 from tests.service.state_reader import StateReader
 from tests.service.test_engine_state import LIMIT_S, watch

@@ -19,9 +19,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.core.plan import StepPlan
-from engine.executor.worker import Launched, Worker
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.core.plan import StepPlan
+from quire.engine.executor.worker import Launched, Worker
 from tests.checkpoints import make_checkpoint
 from tests.pace import patience
 from tests.system.processes import sse_events, until

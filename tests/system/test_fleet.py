@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.records import Fleet
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.records import Fleet
 from tests.checkpoints import VOCAB
 from tests.pace import paced_ms, patience
 from tests.system.processes import Process, at_rest, ending, fleet_until, metric, sse_events, wait_until_ready

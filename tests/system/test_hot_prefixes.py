@@ -16,9 +16,9 @@ import pytest
 import redis
 from transformers import PreTrainedModel
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.engine_side import EngineSide
-from engine.wire.messages import HotPrefix
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.messages import HotPrefix
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.pace import patience
 from tests.system.processes import Process, ending

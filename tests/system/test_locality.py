@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.messages import Generate, Sampling
-from engine.wire.prefixes import prefix_digests, split
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.messages import Generate, Sampling
+from quire.engine.wire.prefixes import prefix_digests, split
 from tests.pace import paced, paced_ms, patience
 from tests.system.processes import Process, at_rest, ending, fleet_until
 

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.pace import patience, until
 from tests.system.stack import Stack
 

@@ -27,7 +27,7 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
 
 def ranks_of(engine: psutil.Process) -> list[psutil.Process]:
     """Return the processes of an engine's other ranks."""
-    return [child for child in engine.children() if "engine.rank" in child.cmdline()]
+    return [child for child in engine.children() if "quire.engine.process.rank" in child.cmdline()]
 
 
 async def test_a_killed_rank_ends_its_engine_and_every_stream_continues(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.pace import patience
 from tests.system.processes import ROOT
 from tests.system.stack import Stack

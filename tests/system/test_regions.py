@@ -18,8 +18,8 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from engine.common.embedded_redis import EmbeddedRedis
-from service.format import call_id
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.service.api.format import call_id
 from tests.checkpoints import VOCAB
 from tests.pace import paced_ms, patience
 from tests.service.fakes import TOOLS_TEMPLATE

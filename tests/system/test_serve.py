@@ -17,14 +17,14 @@ from typing import Any
 import psutil
 import pytest
 
-from loadtest.server import engine_processes
-from service import cli
+from quire.loadtest.server import engine_processes
+from quire.service import cli
 from tests.pace import patience
 from tests.service.fakes import byte_level
 
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[2]
-QUIRE = [sys.executable, "-m", "service.cli"]
+QUIRE = [sys.executable, "-m", "quire.service.cli"]
 
 
 def ended(*argv: str) -> tuple[int, str]:
@@ -244,7 +244,7 @@ async def test_what_was_up_once_is_started_for_ever(
     code = f"open({str(starts)!r}, 'a').write('.'); raise SystemExit(1)"
     if was_up:
         notify = f"os.path.exists({str(starts)!r}) or readiness.notify_ready()"
-        code = f"from engine.common import readiness; import os; {notify}; {code}"
+        code = f"from quire.engine.common import readiness; import os; {notify}; {code}"
     child = cli.Child("engine", ["-c", code], 5.0)
     keeping = asyncio.create_task(child.keep())
     if was_up:
@@ -311,7 +311,7 @@ def test_a_signal_during_the_start_leaves_no_traceback(number: signal.Signals, t
 def test_an_interrupt_that_python_drops_ends_the_start_all_the_same() -> None:
     """Exceptions that are raised in finalizers do not propagate."""
     code = (
-        "import os, signal, sys\nfrom service import cli\nfind_model = cli.find_model\n"
+        "import os, signal, sys\nfrom quire.service import cli\nfind_model = cli.find_model\n"
         "class Finalized:\n    def __del__(self):\n        os.kill(os.getpid(), signal.SIGINT)\n"
         "def find(name):\n    Finalized()\n    print('goes on', flush=True)\n    return find_model(name)\n"
         "cli.find_model = find\n"

@@ -16,7 +16,7 @@ import pytest
 from openai import BadRequestError
 from pydantic import BaseModel, Field
 
-from engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.service.fakes import TOOLS_TEMPLATE, with_markers
 from tests.system.stack import Stack
 

@@ -15,8 +15,8 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from loadtest.server import engine_processes
-from service import cli
+from quire.loadtest.server import engine_processes
+from quire.service import cli
 from tests.pace import paced, patience, wait_until
 from tests.service.fakes import byte_level
 from tests.system.processes import Process, ending, wait_until_ready
@@ -34,7 +34,7 @@ def family(process: Process) -> list[psutil.Process]:
 
 
 def gateways(process: Process) -> list[psutil.Process]:
-    return [child for child in psutil.Process(process.popen.pid).children() if "service.app" in child.cmdline()]
+    return [child for child in psutil.Process(process.popen.pid).children() if "quire.service.app" in child.cmdline()]
 
 
 def ended(process: psutil.Process) -> bool:

@@ -17,8 +17,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine.fork_server import SERVER_NAME
-from loadtest.server import engine_processes
+from quire.engine.process.fork_server import SERVER_NAME
+from quire.loadtest.server import engine_processes
 from tests.pace import paced, patience
 from tests.system.processes import ENVIRONMENT, ROOT, ending, wait_until_ready
 from tests.system.test_survival import LIMIT_S, Answer, Served, begin, bodies, until
@@ -124,7 +124,7 @@ def test_a_spare_that_is_not_wanted_leaves_nothing_behind(checkpoint: Callable[[
     log = tmp_path / "spare.log"
     with log.open("w") as file:
         spare = subprocess.Popen(
-            [sys.executable, "-m", "engine", str(checkpoint("llama")), "--standby", *OPTIONS],
+            [sys.executable, "-m", "quire.engine", str(checkpoint("llama")), "--standby", *OPTIONS],
             cwd=ROOT,
             env={**ENVIRONMENT, "TMPDIR": str(scratch)},
             stdin=subprocess.PIPE,

@@ -15,8 +15,8 @@ import torch
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.tools import tiny_checkpoints
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.tools import tiny_checkpoints
 from tests.checkpoints import FAMILIES, VOCAB
 from tests.pace import patience
 from tests.service.test_vocabulary_files import AS_LLAMA, LLAMA, trained

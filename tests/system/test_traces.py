@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.otlp import Collector, Seen
 from tests.pace import paced_ms, patience
 from tests.system.processes import ENVIRONMENT, QUIRE, Process, ending, fleet_until, wait_until_ready

@@ -34,7 +34,7 @@ def quire(tmp_path: Path) -> list[str]:
     """The console script that an installation makes: its own folder is on the search path, the current one is not."""
     script = tmp_path / "bin" / "quire"
     script.parent.mkdir()
-    script.write_text("import sys\nfrom service.cli import main\nsys.exit(main())\n")
+    script.write_text("import sys\nfrom quire.service.cli import main\nsys.exit(main())\n")
     return [sys.executable, str(script)]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.pace import patience
 
 PASSWORD = "correct horse"

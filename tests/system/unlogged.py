@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import sys
 
-from engine import __main__ as program
-from engine.wire import token_log
-from engine.wire.messages import TokenBatch
+from quire.engine import __main__ as program
+from quire.engine.wire import token_log
+from quire.engine.wire.messages import TokenBatch
 
 
 class Nothing(token_log.Journal):

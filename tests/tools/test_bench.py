@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.config import EngineConfig
-from engine.tools.bench import Options, bench, main, stall, stall_sampled, swap
-from loadtest import shapes, trace
-from loadtest.roofline import Machine, Shape
+from quire.engine.config import EngineConfig
+from quire.engine.tools.bench import Options, bench, main, stall, stall_sampled, swap
+from quire.loadtest import shapes, trace
+from quire.loadtest.roofline import Machine, Shape
 
 LLAMA = Shape.of(shapes.CONFIGS["llama-8b"])
 H200 = Machine(read_gbps=4539, tflops=753)
@@ -88,4 +88,4 @@ def test_bench_measures_swaps_and_stalls() -> None:
 def test_its_help_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    assert capsys.readouterr().out.startswith("usage: python -m engine.tools bench ")
+    assert capsys.readouterr().out.startswith("usage: python -m quire.engine.tools bench ")

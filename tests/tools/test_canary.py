@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.canary import MOST_SHARE
-from engine.tools import canary
+from quire.engine.observers.canary import MOST_SHARE
+from quire.engine.tools import canary
 
 
 def test_the_command(checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,4 +25,4 @@ def test_the_command(checkpoint: Callable[[str], Path], capsys: pytest.CaptureFi
 
 def test_a_model_that_cannot_be_loaded_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert canary.main(["/no/such/model"]) == 2
-    assert capsys.readouterr().err.startswith("python -m engine.tools canary: ")
+    assert capsys.readouterr().err.startswith("python -m quire.engine.tools canary: ")

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from engine.tools.gpu_idle import Did, evaluate
+from quire.engine.tools.gpu_idle import Did, evaluate
 
 US = 1000
 

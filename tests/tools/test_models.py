@@ -1,4 +1,4 @@
-"""The families that most people run, by the comparison that `python -m engine.tools models` makes of all of them."""
+"""The families that most people run, by the comparison that `python -m quire.engine.tools models` makes of all of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
-from engine.tools import models
-from engine.tools.models import EQUAL, FAILS, REFUSED, Verdict, judge, page
-from engine.tools.tiny_checkpoints import tiny_config
+from quire.engine.tools import models
+from quire.engine.tools.models import EQUAL, FAILS, REFUSED, Verdict, judge, page
+from quire.engine.tools.tiny_checkpoints import tiny_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

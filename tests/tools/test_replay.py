@@ -14,16 +14,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine import log_file, recorder
-from engine.config import EngineConfig
-from engine.core.limits import Admission, Event, Outputs, Totals
-from engine.core.plan import Sampler, Slice, StepPlan, StepResult
-from engine.executor.base import ModelInfo, ScriptedExecutor, StepError
-from engine.loop import Engine
-from engine.orders import Order, Report, ResetPrefixCache, Resume
-from engine.tools import replay, simulate
-from engine.turn_record import TurnRecord
-from engine.wire.messages import Abort, Generate, Sampling, TokenLogprob
+from quire.engine.config import EngineConfig
+from quire.engine.core.limits import Admission, Event, Outputs, Totals
+from quire.engine.core.plan import Sampler, Slice, StepPlan, StepResult
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor, StepError
+from quire.engine.loop import Engine
+from quire.engine.observers import log_file, recorder
+from quire.engine.observers.turn_record import TurnRecord
+from quire.engine.orders import Order, Report, ResetPrefixCache, Resume
+from quire.engine.tools import replay, simulate
+from quire.engine.wire.messages import Abort, Generate, Sampling, TokenLogprob
 
 INFO = ModelInfo("m", "f00d", 1000, 512, [0], 64)
 MODES = get_args(Admission)

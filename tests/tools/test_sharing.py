@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.tools import sharing
+from quire.engine.tools import sharing
 
 OPTIONS = ["--kv-blocks=400", "--threads=1", "--requests=6", "--ways=2,4", "--max-model-len=400"]
 

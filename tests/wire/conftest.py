@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.wire.sides import Bus
 
 

@@ -9,8 +9,8 @@ import asyncio
 import json
 import sys
 
-from engine.wire.engine_side import EngineSide
-from engine.wire.prefixes import PrefixReport, prefix_digests, split
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.prefixes import PrefixReport, prefix_digests, split
 from tests.wire.sides import PLENTY, ids, load
 from tests.wire.test_locality import prompt
 

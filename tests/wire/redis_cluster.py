@@ -17,7 +17,7 @@ from typing import Any, Self
 import redis
 from redis.crc import key_slot
 
-from engine.common.embedded_redis import die_with_parent
+from quire.engine.common.embedded_redis import die_with_parent
 from tests.pace import Patience
 
 SLOTS = 16_384

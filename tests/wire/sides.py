@@ -10,12 +10,12 @@ from typing import Any
 
 import redis
 
-from engine.wire.engine_side import EngineSide
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.link import BusDown
-from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
-from engine.wire.records import ANY_TOKENS, ExchangeReply, QueueBounds
-from engine.wire.token_messages import channel_of
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.link import BusDown
+from quire.engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
+from quire.engine.wire.records import ANY_TOKENS, ExchangeReply, QueueBounds
+from quire.engine.wire.token_messages import channel_of
 from tests.pace import patience
 
 PLENTY = (1_000_000, 1_000)  # room in tokens and in requests

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.engine_side import EngineSide
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.layout import RINGS
-from engine.wire.records import ExchangeReply
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.layout import RINGS
+from quire.engine.wire.records import ExchangeReply
 from tests.wire.sides import LONG_MS, Bus, generate, ids, load, take
 from tests.wire.test_exchange_commands import commands
 from tests.wire.test_locality import SLOW, ask, prompt

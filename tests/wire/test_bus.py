@@ -13,15 +13,15 @@ import msgspec
 import pytest
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.common.errors import OperatorError
-from engine.wire import link
-from engine.wire.engine_side import EngineSide
-from engine.wire.gateway_side import READ_DELTAS, GatewaySide
-from engine.wire.layout import LAYOUT_VERSION, OUTPUT_COST
-from engine.wire.link import BusDown, VersionMismatch
-from engine.wire.messages import WIRE_VERSION, Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
-from engine.wire.records import ExchangeReply
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.common.errors import OperatorError
+from quire.engine.wire import link
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.gateway_side import READ_DELTAS, GatewaySide
+from quire.engine.wire.layout import LAYOUT_VERSION, OUTPUT_COST
+from quire.engine.wire.link import BusDown, VersionMismatch
+from quire.engine.wire.messages import WIRE_VERSION, Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
+from quire.engine.wire.records import ExchangeReply
 from tests.pace import patience, python_s, until
 from tests.wire.sides import (
     LONG_MS,

@@ -17,13 +17,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.engine_side import EngineSide
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.layout import MAX_ATTEMPTS, OUTPUT_COST
-from engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
-from engine.wire.records import LANES, Fleet, Place, QueueBounds
-from engine.wire.token_log import LoggedOutput
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.layout import MAX_ATTEMPTS, OUTPUT_COST
+from quire.engine.wire.messages import Delta, EngineLoad, Generate, Sampling, TokenBatch
+from quire.engine.wire.records import LANES, Fleet, Place, QueueBounds
+from quire.engine.wire.token_log import LoggedOutput
 from tests.wire.sides import LONG_MS
 
 ENGINES = ("e0", "e1")

@@ -8,8 +8,8 @@ import random
 import msgspec
 import pytest
 
-from engine.orders import on_own_clock
-from engine.wire.clock import ALARM_S, SAMPLES, SLACK_MS, RedisClock, steady_ms
+from quire.engine.orders import on_own_clock
+from quire.engine.wire.clock import ALARM_S, SAMPLES, SLACK_MS, RedisClock, steady_ms
 from tests.wire.sides import LONG_MS, Bus, generate, load, take
 
 

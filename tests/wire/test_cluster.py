@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from engine.common.embedded_redis import EmbeddedRedis, server_binaries
-from engine.wire import scripts
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.link import BusDown, Link
-from engine.wire.messages import Delta, Finish, HotPrefix, PoolState, TokenBatch
-from engine.wire.nodes import has_hash_tag
-from engine.wire.prefixes import PrefixReport, prefix_digests
-from engine.wire.quotas import Quota
-from engine.wire.records import IdempotencyKey
-from engine.wire.scripts import Script
+from quire.engine.common.embedded_redis import EmbeddedRedis, server_binaries
+from quire.engine.wire import scripts
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.link import BusDown, Link
+from quire.engine.wire.messages import Delta, Finish, HotPrefix, PoolState, TokenBatch
+from quire.engine.wire.nodes import has_hash_tag
+from quire.engine.wire.prefixes import PrefixReport, prefix_digests
+from quire.engine.wire.quotas import Quota
+from quire.engine.wire.records import IdempotencyKey
+from quire.engine.wire.scripts import Script
 from tests.pace import patience
 from tests.wire.redis_cluster import Node, RedisCluster, slot_of
 from tests.wire.sides import LONG_MS, PLENTY, Bus, answer, batch, generate, ids, load, read, take

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.layout import TRIES
-from engine.wire.messages import Delta, Finish, TokenBatch
-from engine.wire.prefixes import PrefixReport
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.layout import TRIES
+from quire.engine.wire.messages import Delta, Finish, TokenBatch
+from quire.engine.wire.prefixes import PrefixReport
 from tests.wire.sides import LATE, PLENTY, Bus, batch, generate, ids, load, take
 from tests.wire.test_locality import SLOW, ask, prompt
 

@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire import fleet_pages, gateway_side, layout, scripts
-from engine.wire.engine_side import EngineSide
-from engine.wire.fleet_pages import LEASE_HEAD, PASS_MS, FleetPage, FleetPages
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.link import BusDown
-from engine.wire.messages import EngineLoad
-from engine.wire.records import Fleet
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire import fleet_pages, gateway_side, layout, scripts
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.fleet_pages import LEASE_HEAD, PASS_MS, FleetPage, FleetPages
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.link import BusDown
+from quire.engine.wire.messages import EngineLoad
+from quire.engine.wire.records import Fleet
 from tests.wire.sides import LONG_MS, Bus, load, take
 from tests.wire.test_losses import Snapshots
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import redis
 
-from engine.wire.hot_prefix_store import MOST, MOST_BYTES, TTL_MS, bounded
-from engine.wire.link import BusDown
-from engine.wire.messages import HotPrefix
-from engine.wire.token_log import TOKEN_BYTES
+from quire.engine.wire.hot_prefix_store import MOST, MOST_BYTES, TTL_MS, bounded
+from quire.engine.wire.link import BusDown
+from quire.engine.wire.messages import HotPrefix
+from quire.engine.wire.token_log import TOKEN_BYTES
 from tests.wire.sides import Bus, generate, take
 
 

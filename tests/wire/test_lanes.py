@@ -10,12 +10,12 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.gateway_side import NO_BOUNDS
-from engine.wire.layout import MOVES, TENANTS_SHOWN
-from engine.wire.messages import Beams, Finish, Generate, Sampling
-from engine.wire.records import ANY_TOKENS, LaneQueue, Place, QueueBounds, TenantQueue
-from engine.wire.scripts import Script
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.gateway_side import NO_BOUNDS
+from quire.engine.wire.layout import MOVES, TENANTS_SHOWN
+from quire.engine.wire.messages import Beams, Finish, Generate, Sampling
+from quire.engine.wire.records import ANY_TOKENS, LaneQueue, Place, QueueBounds, TenantQueue
+from quire.engine.wire.scripts import Script
 from tests.pace import paced
 from tests.wire.sides import LATE, Bus, batch, generate, ids, load, read, take, within
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.engine_side import EngineSide
-from engine.wire.layout import PACE_TOKENS, PREFIX_COUNT, RECOMPUTE, STALE_MS, TRIES, WINDOW
-from engine.wire.messages import Generate, Sampling
-from engine.wire.prefixes import LENGTHS, PrefixReport, prefix_digests, split
-from engine.wire.records import ExchangeReply, QueueBounds
-from engine.wire.scripts import Script
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.layout import PACE_TOKENS, PREFIX_COUNT, RECOMPUTE, STALE_MS, TRIES, WINDOW
+from quire.engine.wire.messages import Generate, Sampling
+from quire.engine.wire.prefixes import LENGTHS, PrefixReport, prefix_digests, split
+from quire.engine.wire.records import ExchangeReply, QueueBounds
+from quire.engine.wire.scripts import Script
 from tests.wire.sides import LATE, LONG_MS, Bus, generate, ids, load
 
 FAST = PrefixReport(token_us=50.0, step_us=10_000.0)  # 50 ms for 1,000 tokens

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.layout import STALE_MS
-from engine.wire.records import QueueBounds
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.layout import STALE_MS
+from quire.engine.wire.records import QueueBounds
 from tests.wire.sides import Bus
 from tests.wire.test_locality import ask, prompt
 

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.engine_side import EngineSide
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.layout import PLACES, WINDOW
-from engine.wire.messages import Generate, Sampling
-from engine.wire.prefixes import PrefixReport, prefix_digests, split
-from engine.wire.records import LANES, ExchangeReply, QueueBounds
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.layout import PLACES, WINDOW
+from quire.engine.wire.messages import Generate, Sampling
+from quire.engine.wire.prefixes import PrefixReport, prefix_digests, split
+from quire.engine.wire.records import LANES, ExchangeReply, QueueBounds
 from tests.wire.sides import LATE, LONG_MS, load
 
 ENGINES = ("e0", "e1", "e2")

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.engine_side import EngineSide
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.layout import TAIL
-from engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogprob
-from engine.wire.records import ExchangeReply
-from engine.wire.token_log import LoggedOutput
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.layout import TAIL
+from quire.engine.wire.messages import Delta, Finish, Sampling, TokenBatch, TokenLogprob
+from quire.engine.wire.records import ExchangeReply
+from quire.engine.wire.token_log import LoggedOutput
 from tests.pace import patience
 from tests.wire.sides import LONG_MS, PLENTY, Bus, generate, ids, load, read
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from engine.wire import token_messages
-from engine.wire.layout import LOAD_BLOCK_SIZE, LOAD_CROWD, LOAD_TOTAL_BLOCKS, TOKEN_CHANNELS
-from engine.wire.messages import (
+from quire.engine.wire import token_messages
+from quire.engine.wire.layout import LOAD_BLOCK_SIZE, LOAD_CROWD, LOAD_TOTAL_BLOCKS, TOKEN_CHANNELS
+from quire.engine.wire.messages import (
     CONSTRAINT,
     Abort,
     Beams,
@@ -255,7 +255,7 @@ def test_a_finish_of_an_engine_that_measures_no_sharing_is_read() -> None:
 
 
 def test_every_message_has_golden_bytes() -> None:
-    import engine.wire.messages as module
+    import quire.engine.wire.messages as module
 
     kinds = {value for value in vars(module).values() if isinstance(value, type) and issubclass(value, msgspec.Struct)}
     assert kinds - {msgspec.Struct} == {type(message) for message, _ in GOLDEN}

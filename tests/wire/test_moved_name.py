@@ -13,10 +13,10 @@ import msgspec
 import pytest
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire import link
-from engine.wire.link import BusDown
-from engine.wire.token_messages import channel_of
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire import link
+from quire.engine.wire.link import BusDown
+from quire.engine.wire.token_messages import channel_of
 from tests.pace import paced, patience
 from tests.system.chaos.proxy import Proxy
 from tests.wire.sides import Bus, batch, generate, ids, load, read, subscribed, take

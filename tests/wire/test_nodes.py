@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.exceptions import MovedError
 
-from engine.wire.nodes import Address, Nodes, has_hash_tag
+from quire.engine.wire.nodes import Address, Nodes, has_hash_tag
 from tests.wire.redis_cluster import slot_of
 
 A, B, C = Address("a", 6379), Address("b", 7001), Address("c", 7002)

@@ -9,13 +9,13 @@ import time
 import pytest
 import redis
 
-from engine.bus_thread import BusThread
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.config import EngineConfig
-from engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
-from engine.loop import Engine
-from engine.wire.link import BusDown
-from engine.wire.messages import Finish, Generate, Sampling
+from quire.engine.bus_thread import BusThread
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.config import EngineConfig
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
+from quire.engine.loop import Engine
+from quire.engine.wire.link import BusDown
+from quire.engine.wire.messages import Finish, Generate, Sampling
 from tests.pace import paced_ms, patience
 from tests.wire.sides import LONG_MS, Bus, answer
 

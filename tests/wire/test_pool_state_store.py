@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.link import BusDown
-from engine.wire.messages import PoolState, SequenceBlocks
-from engine.wire.pool_state_store import STATE_MS, WATCH_MS
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.link import BusDown
+from quire.engine.wire.messages import PoolState, SequenceBlocks
+from quire.engine.wire.pool_state_store import STATE_MS, WATCH_MS
 from tests.pace import patience
 from tests.wire.sides import Bus, take
 

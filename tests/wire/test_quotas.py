@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.layout import EXPIRY_MS, QUOTA_MS, TOMBSTONE_MS
-from engine.wire.messages import Generate, Sampling
-from engine.wire.quotas import Buckets, Quota, QuotaStore, Taken
-from engine.wire.scripts import SETTLE, Script
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.layout import EXPIRY_MS, QUOTA_MS, TOMBSTONE_MS
+from quire.engine.wire.messages import Generate, Sampling
+from quire.engine.wire.quotas import Buckets, Quota, QuotaStore, Taken
+from quire.engine.wire.scripts import SETTLE, Script
 from tests.pace import patience
 
 T0 = 1_790_000_000_000  # unix ms at which the clock of a test begins

@@ -12,12 +12,12 @@ import pytest
 import redis
 from redis import exceptions
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire import engine_side, link
-from engine.wire.engine_side import EngineSide
-from engine.wire.link import BusDown
-from engine.wire.redis_errors import Remedy, code_of, one_line, remedy
-from engine.wire.scripts import Script
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire import engine_side, link
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.link import BusDown
+from quire.engine.wire.redis_errors import Remedy, code_of, one_line, remedy
+from quire.engine.wire.scripts import Script
 from tests.pace import paced, patience
 from tests.wire.sides import Bus, load
 

@@ -10,11 +10,11 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wire.messages import Delta, TokenBatch
-from engine.wire.request_ids import KINDS, pack, unpack
-from service.messages import PREFIX as MESSAGE
-from service.responses import PREFIX as RESPONSE
-from service.resume import new_id
+from quire.engine.wire.messages import Delta, TokenBatch
+from quire.engine.wire.request_ids import KINDS, pack, unpack
+from quire.service.api.anthropic.messages import PREFIX as MESSAGE
+from quire.service.api.openai_responses.responses import PREFIX as RESPONSE
+from quire.service.delivery.resume import new_id
 from tests.wire.sides import Bus, generate, load, take
 
 ids = st.builds(

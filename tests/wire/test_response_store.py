@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.layout import RESPONSE_BYTES
-from engine.wire.response_store import ResponseStore
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.layout import RESPONSE_BYTES
+from quire.engine.wire.response_store import ResponseStore
 
 HOUR_MS, MIB = 3_600_000, 2**20
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire import scripts
-from engine.wire.scripts import SHARED, Script
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire import scripts
+from quire.engine.wire.scripts import SHARED, Script
 
 WIRE = Path(scripts.__file__).parent
 FOLDER = WIRE / "redis"

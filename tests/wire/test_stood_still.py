@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire import link
-from engine.wire.layout import TOMBSTONE_MS
-from engine.wire.link import BusDown
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire import link
+from quire.engine.wire.layout import TOMBSTONE_MS
+from quire.engine.wire.link import BusDown
 from tests.wire.sides import Bus, generate
 
 

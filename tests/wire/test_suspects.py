@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.engine_side import EngineSide
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.layout import AWAY_MS
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.layout import AWAY_MS
 from tests.pace import patience
 from tests.wire.sides import LONG_MS, Bus, batch, generate, ids, load, take
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire import token_log
-from engine.wire.engine_side import EngineSide
-from engine.wire.layout import OUTPUT_COST, TAIL, TAIL_BYTES
-from engine.wire.messages import Beams, Delta, Finish, Sampling, TokenBatch, TokenLogprob
-from engine.wire.quotas import Quota
-from engine.wire.records import Attached, DuplicateRequest, IdempotencyKey, QueueBounds, Usage
-from engine.wire.token_log import LoggedOutput
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire import token_log
+from quire.engine.wire.engine_side import EngineSide
+from quire.engine.wire.layout import OUTPUT_COST, TAIL, TAIL_BYTES
+from quire.engine.wire.messages import Beams, Delta, Finish, Sampling, TokenBatch, TokenLogprob
+from quire.engine.wire.quotas import Quota
+from quire.engine.wire.records import Attached, DuplicateRequest, IdempotencyKey, QueueBounds, Usage
+from quire.engine.wire.token_log import LoggedOutput
 from tests.pace import Patience, paced
 from tests.wire.sides import PLENTY, Bus, batch, generate, ids, load, read, read_deltas, take, within
 

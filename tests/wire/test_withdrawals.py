@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import redis
 
-from engine.wire.gateway_side import GatewaySide
-from engine.wire.link import BusDown, Link
-from engine.wire.scripts import CANCEL, Script
-from engine.wire.withdrawals import SCRIPT_COUNT, Withdrawal, Withdrawals
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.link import BusDown, Link
+from quire.engine.wire.scripts import CANCEL, Script
+from quire.engine.wire.withdrawals import SCRIPT_COUNT, Withdrawal, Withdrawals
 from tests.wire.sides import Bus, generate
 
 

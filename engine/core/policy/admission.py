@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from engine.core.batch import Batch
-from engine.core.blocks import BlockPool
-from engine.core.limits import Limits
-from engine.core.policy.admission_forecast import AdmissionForecast
-from engine.core.policy.allocation import AllocationPolicy
-from engine.core.policy.growth import GrowthPolicy
-from engine.core.sequence import Sequence, State
-from engine.core.waiting_queue import WaitingQueue
+from quire.engine.core.batch import Batch
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.limits import Limits
+from quire.engine.core.policy.admission_forecast import AdmissionForecast
+from quire.engine.core.policy.allocation import AllocationPolicy
+from quire.engine.core.policy.growth import GrowthPolicy
+from quire.engine.core.sequence import Sequence, State
+from quire.engine.core.waiting_queue import WaitingQueue
 
 WATERMARK = 0.05  # of the pool stays free after a start in mode "watermark"
 UNPRESSED = 4  # with 1/UNPRESSED of the pool available every sequence may grow

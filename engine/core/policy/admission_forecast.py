@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from engine.core.blocks import BlockPool
-from engine.core.policy.forecast import Demand, Held, LengthModel
-from engine.core.policy.forecast_accuracy import LEVELS, Cohort, ForecastAccuracy, tokens_held
-from engine.core.sequence import Sequence, State
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.policy.forecast import Demand, Held, LengthModel
+from quire.engine.core.policy.forecast_accuracy import LEVELS, Cohort, ForecastAccuracy, tokens_held
+from quire.engine.core.sequence import Sequence, State
 
 # How sure the forecast is: standard deviations of a normal with the same quantile.  It chooses a point on the curve
 # in docs/notes/core.md.  With lengths known there are no preemptions at any caution.

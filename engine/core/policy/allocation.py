@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from engine.core.blocks import BlockPool
-from engine.core.limits import Limits
-from engine.core.sequence import Sequence
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.limits import Limits
+from quire.engine.core.sequence import Sequence
 
 
 class AllocationPolicy(Protocol):

@@ -10,9 +10,9 @@ next steps compute, and no more.  At least one prompt is claimed when none is le
 
 from __future__ import annotations
 
-from engine.core.batch import Batch
-from engine.core.policy.step_cost import StepCostModel
-from engine.core.waiting_queue import WaitingQueue
+from quire.engine.core.batch import Batch
+from quire.engine.core.policy.step_cost import StepCostModel
+from quire.engine.core.waiting_queue import WaitingQueue
 
 STEPS = 2  # steps whose prompt tokens are claimed ahead: the next exchange with the queue comes with the next step
 SECONDS = 0.2  # of steps whose prompt tokens are claimed ahead, where that is more: claims need no haste

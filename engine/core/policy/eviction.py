@@ -70,7 +70,7 @@ class FairEviction:
     def found(self, block: int, tenant: str, weight: float) -> None:
         """Note that a request found a block in the prefix index.
 
-        The block counts for its tenant from now on: a warm-up may have computed it (engine/hot_prefixes.py)."""
+        The block counts for its tenant from now on: a warm-up may have computed it (engine/process/hot_prefixes.py)."""
         if self._of[block] != tenant:
             self.uncached(block)
             self._add(block, tenant, weight)

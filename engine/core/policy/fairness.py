@@ -25,13 +25,13 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from itertools import takewhile
 
-from engine.core.batch import Batch
-from engine.core.isolation import Isolation
-from engine.core.open_requests import OpenRequests
-from engine.core.policy.admission import AdmissionPolicy
-from engine.core.sequence import Sequence, State
-from engine.core.swapping import Swapping
-from engine.core.waiting_queue import WaitingQueue
+from quire.engine.core.batch import Batch
+from quire.engine.core.isolation import Isolation
+from quire.engine.core.open_requests import OpenRequests
+from quire.engine.core.policy.admission import AdmissionPolicy
+from quire.engine.core.sequence import Sequence, State
+from quire.engine.core.swapping import Swapping
+from quire.engine.core.waiting_queue import WaitingQueue
 
 LOOK_SLOTS = 32  # what tenants hold is summed up again every 1 + running / LOOK_SLOTS steps
 FAVOUR_SLOTS = 64  # after a search without result the next one is 1 + running / FAVOUR_SLOTS steps later

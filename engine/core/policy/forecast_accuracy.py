@@ -12,7 +12,7 @@ from collections.abc import Sequence as Several
 
 import msgspec
 
-from engine.core.sequence import Sequence, State
+from quire.engine.core.sequence import Sequence, State
 
 LEVELS = (0.5, 0.9, 0.99)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.core.policy.step_cost import FRESH, OUTLIER, StepCostModel
+from quire.engine.core.policy.step_cost import FRESH, OUTLIER, StepCostModel
 
 READINGS = 4  # steps with jumps that are measured before any is refused
 GAIN = 2.0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.core.batch import Batch
-from engine.core.limits import Limits
-from engine.core.policy.step_cost import FIRST, StepCostModel
+from quire.engine.core.batch import Batch
+from quire.engine.core.limits import Limits
+from quire.engine.core.policy.step_cost import FIRST, StepCostModel
 
 
 def prompt_budget(limits: Limits, step_cost: StepCostModel, batch: Batch, waiting: int, behind: int) -> int:

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import torch
 
-from engine.executor.errors import UnsupportedModel
-from engine.executor.kv_cache import KVShape
+from quire.engine.executor.errors import UnsupportedModel
+from quire.engine.executor.kv_cache import KVShape
 
 log = logging.getLogger(__name__)
 

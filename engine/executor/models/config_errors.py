@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from engine.executor.errors import one_line
+from quire.engine.executor.errors import one_line
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim")
 ANGLES = {"rope_parameters", "rope_scaling", "rope_theta"}

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from engine.executor.errors import ModelLoadError
-from engine.executor.models.overrides import OPTION
-from engine.tokenizers.ends import end_token
+from quire.engine.executor.errors import ModelLoadError
+from quire.engine.executor.models.overrides import OPTION
+from quire.engine.tokenizers.ends import end_token
 
 log = logging.getLogger(__name__)
 

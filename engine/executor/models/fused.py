@@ -53,11 +53,11 @@ from transformers.activations import SiLUActivation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.pytorch_utils import Conv1D
 
-from engine.executor import ops
-from engine.executor.attention import attend
-from engine.executor.batch import StepTensors
-from engine.executor.models.linear import Linears, PackedLinear, Product, RMSNorm, Sharded, shared_out
-from engine.executor.models.quantised import Quantised, QuantisedLinear
+from quire.engine.executor import ops
+from quire.engine.executor.attention import attend
+from quire.engine.executor.batch import StepTensors
+from quire.engine.executor.models.linear import Linears, PackedLinear, Product, RMSNorm, Sharded, shared_out
+from quire.engine.executor.models.quantised.quantised import Quantised, QuantisedLinear
 
 # The attention window of a layer of each family, read from its own attention module.
 WINDOW: dict[type[PreTrainedModel], Callable[[Any], int | None]] = {

@@ -24,29 +24,30 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
-from engine.executor.kv_cache import KVShape
-from engine.executor.models import hub, multimodal, overrides, rope, text_tower
-from engine.executor.models.bars import no_bars
-from engine.executor.models.builtin import builtin
-from engine.executor.models.cache_shapes import cached_layers
-from engine.executor.models.config_errors import field_reason
-from engine.executor.models.demo import demo
-from engine.executor.models.end_tokens import eos_ids
-from engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
-from engine.executor.models.host_memory import returned_when_freed
-from engine.executor.models.kv_scales import read_kv_scales
-from engine.executor.models.plain_weights import PlainWeights, Weights
-from engine.executor.models.precision import check_dtype, check_stored_dtypes
-from engine.executor.models.probe import probe, prove_served
-from engine.executor.models.quantisation import read_quantisation
-from engine.executor.models.quantising import Quantising, check_kind
-from engine.executor.models.sharding import OPTION, fork_rng, random_shard, shard_class, stored_cuts
-from engine.executor.models.sharding import plan as sharding_of
-from engine.executor.models.stored_weights import StoredWeights, in_this_thread
-from engine.executor.models.weights import Names, stored_tensors, weight_files
-from engine.executor.progress import Progress
-from engine.executor.ranks import ALONE, Ranks
+from quire.engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
+from quire.engine.executor.kv_cache import KVShape
+from quire.engine.executor.models import multimodal, overrides, rope, text_tower
+from quire.engine.executor.models.bars import no_bars
+from quire.engine.executor.models.cache_shapes import cached_layers
+from quire.engine.executor.models.config_errors import field_reason
+from quire.engine.executor.models.end_tokens import eos_ids
+from quire.engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
+from quire.engine.executor.models.host_memory import returned_when_freed
+from quire.engine.executor.models.precision import check_dtype, check_stored_dtypes
+from quire.engine.executor.models.probe import probe, prove_served
+from quire.engine.executor.models.quantised.kv_scales import read_kv_scales
+from quire.engine.executor.models.quantised.plain_weights import PlainWeights, Weights
+from quire.engine.executor.models.quantised.quantisation import read_quantisation
+from quire.engine.executor.models.quantised.quantising import Quantising, check_kind
+from quire.engine.executor.models.quantised.stored_weights import StoredWeights, in_this_thread
+from quire.engine.executor.models.sharding.sharding import OPTION, fork_rng, random_shard, shard_class, stored_cuts
+from quire.engine.executor.models.sharding.sharding import plan as sharding_of
+from quire.engine.executor.models.sources import hub
+from quire.engine.executor.models.sources.builtin import builtin
+from quire.engine.executor.models.sources.demo import demo
+from quire.engine.executor.models.weights import Names, stored_tensors, weight_files
+from quire.engine.executor.progress import Progress
+from quire.engine.executor.ranks.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 

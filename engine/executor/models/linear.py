@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from engine.executor import ops
-from engine.executor.models.quantised import Quantised, QuantisedLinear
+from quire.engine.executor import ops
+from quire.engine.executor.models.quantised.quantised import Quantised, QuantisedLinear
 
 
 class PackedLinear(nn.Module):

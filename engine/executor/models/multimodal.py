@@ -29,9 +29,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING,
 )
 
-from engine.executor.attention import NAME
-from engine.executor.errors import UnsupportedModel, one_line
-from engine.executor.models.weights import Names
+from quire.engine.executor.attention import NAME
+from quire.engine.executor.errors import UnsupportedModel, one_line
+from quire.engine.executor.models.weights import Names
 
 # Classes of transformers that generate text from more than text.  The second also has those that listen.
 MAPPINGS = (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)

@@ -20,9 +20,9 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from engine.executor.errors import ModelLoadError, UnsupportedModel
-from engine.executor.models import rope
-from engine.executor.models.config_errors import field_reason
+from quire.engine.executor.errors import ModelLoadError, UnsupportedModel
+from quire.engine.executor.models import rope
+from quire.engine.executor.models.config_errors import field_reason
 
 OPTION = "--hf-overrides"
 # How config.json names the parameters of rotary position embeddings: before transformers 5, and since.

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
-from engine.executor.models.multimodal import served_class
-from engine.executor.models.weights import UNCHANGED, Names, StoredTensor, stored_tensors, weight_files
+from quire.engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
+from quire.engine.executor.models.multimodal import served_class
+from quire.engine.executor.models.weights import UNCHANGED, Names, StoredTensor, stored_tensors, weight_files
 
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 PLAIN = {"F64", "F32", "F16", "BF16"}  # how safetensors calls types of numbers that need no scale

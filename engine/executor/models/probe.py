@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from engine.executor.attention import NAME, window_of
-from engine.executor.batch import Plans, StepTensors
-from engine.executor.errors import UnsupportedModel, one_line
-from engine.executor.kv_cache import KVShape, allocate
-from engine.executor.models.fused import Forward
+from quire.engine.executor.attention import NAME, window_of
+from quire.engine.executor.batch import Plans, StepTensors
+from quire.engine.executor.errors import UnsupportedModel, one_line
+from quire.engine.executor.kv_cache import KVShape, allocate
+from quire.engine.executor.models.fused import Forward
 
 PROBE = "kv_blocks_probe"
 SLIDING = "sliding_attention"  # a kind of layer, in the words of transformers

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from engine.executor.errors import ModelLoadError
+from quire.engine.executor.errors import ModelLoadError
 
 log = logging.getLogger(__name__)
 

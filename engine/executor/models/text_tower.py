@@ -17,7 +17,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from engine.executor.models.weights import UNCHANGED, Names, stored_tensors, weight_files
+from quire.engine.executor.models.weights import UNCHANGED, Names, stored_tensors, weight_files
 
 # Multimodal model type -> causal model type that computes its text; "": the type of its own text config.
 TOWERS = {

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.common import host_resources
-from engine.executor.disk_cache import cache_directory
-from engine.executor.errors import ModelLoadError
+from quire.engine.common import host_resources
+from quire.engine.executor.disk_cache import cache_directory
+from quire.engine.executor.errors import ModelLoadError
 
 CACHE = cache_directory()
 SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.core.blocks import BlockPool
-from engine.core.policy.step_cost import FIRST
-from engine.core.scheduler import Scheduler
-from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.tools.simulate import FAR, StepTime, engine_limits
-from engine.wire.messages import Generate, Sampling
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.policy.step_cost import FIRST
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.tools.simulate import FAR, StepTime, engine_limits
+from quire.engine.wire.messages import Generate, Sampling
 
 SLOW = StepTime(fixed=0.01, row=0.0017, prompt_token=0.0008)  # the 42M model on two cores
 FAST = StepTime(fixed=0.0047, row=0.000025, prompt_token=0.000025)  # the 8B shape on an H200

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.blocks import BlockPool
-from engine.core.limits import Limits
-from engine.core.policy import eviction
-from engine.core.policy.eviction import ROUNDS, FairEviction
-from engine.core.scheduler import Scheduler
-from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.wire.messages import Generate, Sampling
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.limits import Limits
+from quire.engine.core.policy import eviction
+from quire.engine.core.policy.eviction import ROUNDS, FairEviction
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.wire.messages import Generate, Sampling
 from tests.core.rig import FAR
 
 SIZE = 16  # tokens of a block

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.limits import Admission
-from engine.core.policy.fairness import Shares
-from engine.core.sequence import Sequence, State
-from engine.wire.messages import Generate, Sampling
+from quire.engine.core.limits import Admission
+from quire.engine.core.policy.fairness import Shares
+from quire.engine.core.sequence import Sequence, State
+from quire.engine.wire.messages import Generate, Sampling
 from tests.core.rig import FAR, Rig
 
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.5, "d": 0.3}

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.policy.admission_forecast import CAUTION
-from engine.core.policy.forecast import LONGEST, Demand, Held, LengthModel, Lengths, bucket_of, edge
-from engine.tools import simulate
-from engine.tools.trace import Job, burst, read_trace
+from quire.engine.core.policy.admission_forecast import CAUTION
+from quire.engine.core.policy.forecast import LONGEST, Demand, Held, LengthModel, Lengths, bucket_of, edge
+from quire.engine.tools import simulate
+from quire.engine.tools.trace import Job, burst, read_trace
 from tests.pace import python_s
 
 

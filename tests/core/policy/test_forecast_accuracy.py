@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.policy.forecast import Lengths
-from engine.core.policy.forecast_accuracy import LEVELS, ForecastAccuracy
-from engine.core.sequence import Sequence, State
-from engine.tools import simulate
-from engine.tools.trace import burst
+from quire.engine.core.policy.forecast import Lengths
+from quire.engine.core.policy.forecast_accuracy import LEVELS, ForecastAccuracy
+from quire.engine.core.sequence import Sequence, State
+from quire.engine.tools import simulate
+from quire.engine.tools.trace import burst
 from tests.core.rig import Rig
 
 

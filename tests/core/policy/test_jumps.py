@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.core.policy.jumps import GAIN, PATIENCE, READINGS, REST, JumpCosts
-from engine.core.policy.step_cost import StepCostModel
+from quire.engine.core.policy.jumps import GAIN, PATIENCE, READINGS, REST, JumpCosts
+from quire.engine.core.policy.step_cost import StepCostModel
 from tests.core import oracle
 from tests.core.oracle import FORCED
 from tests.core.rig import Rig

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.blocks import BlockPool
-from engine.core.limits import Limits
-from engine.core.policy.step_cost import FIRST, FLOOR, LEAST, PROBE, StepCostModel
-from engine.core.scheduler import Scheduler
-from engine.executor.base import ModelInfo, ScriptedExecutor
-from engine.wire.messages import Generate, Sampling
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.limits import Limits
+from quire.engine.core.policy.step_cost import FIRST, FLOOR, LEAST, PROBE, StepCostModel
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.wire.messages import Generate, Sampling
 
 
 def test_nothing_is_decided_before_it_was_measured() -> None:

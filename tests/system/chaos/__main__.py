@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from loadtest import machine
+from quire.loadtest import machine
 from tests.system.chaos import answers, fuzz, histories, kills, requests, returned, rolling, same_tokens, schemas, soak
 from tests.system.chaos.faults import KINDS, Fault, schedule
 from tests.system.chaos.run import Setting, figures, run, table

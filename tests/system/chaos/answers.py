@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.common.embedded_redis import EmbeddedRedis
-from loadtest import machine
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.loadtest import machine
 from tests.pace import python_s
 from tests.service.hostile_answers import Case, World, cases
 

@@ -59,7 +59,7 @@ async def kill_engine(world: World, fault: Fault) -> None:
 
 async def kill_gateway(world: World, fault: Fault) -> None:
     """SIGKILL; over at once, for its clients go elsewhere."""
-    found = world.machines[fault.machine].children("service.app")
+    found = world.machines[fault.machine].children("quire.service.app")
     if not found:
         raise Missed
     gateway = found[int(fault.dice * len(found)) % len(found)]
@@ -88,7 +88,7 @@ async def freeze_engine(world: World, fault: Fault) -> None:
 
 
 async def freeze_gateway(world: World, fault: Fault) -> None:
-    with frozen(oldest(world.machines[fault.machine], "service.app")):
+    with frozen(oldest(world.machines[fault.machine], "quire.service.app")):
         await asyncio.sleep(GATEWAY_DEAD_S)
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 import psutil
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.checkpoints import make_checkpoint
 from tests.pace import patience
 from tests.system.chaos.shots import Shooter, Shot

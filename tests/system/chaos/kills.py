@@ -34,8 +34,8 @@ from typing import Any
 import aiohttp
 import jsonschema
 
-from loadtest import machine
-from loadtest.server import MODEL_NAME, Server, engine_processes, serve
+from quire.loadtest import machine
+from quire.loadtest.server import MODEL_NAME, Server, engine_processes, serve
 from tests.checkpoints import make_checkpoint
 from tests.pace import patience
 from tests.service.fakes import TOOLS_TEMPLATE, with_markers

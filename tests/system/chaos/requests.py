@@ -34,9 +34,9 @@ from typing import Any
 
 import redis.asyncio
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.messages import LATER_FIELDS, Finish, Generate
-from service.tokenizer import Tokenizer
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.messages import LATER_FIELDS, Finish, Generate
+from quire.service.text.tokenizer import Tokenizer
 from tests.pace import Patience, patience, python_s
 from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, byte_level, with_template
 from tests.service.gateways import MeasuredGateway, settings

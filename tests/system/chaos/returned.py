@@ -21,14 +21,14 @@ from typing import Any
 
 import msgspec
 
-from engine.wire.messages import Finish
-from service.api import ValidRequest
-from service.format import Format, Prompted
-from service.messages import MessageFormat
-from service.pacing import Pacer
-from service.refusal import Refusal
-from service.responses import ResponseFormat
-from service.tokenizer import Tokenizer
+from quire.engine.wire.messages import Finish
+from quire.service.api.anthropic.messages import MessageFormat
+from quire.service.api.api import ValidRequest
+from quire.service.api.format import Format, Prompted
+from quire.service.api.openai_responses.responses import ResponseFormat
+from quire.service.common.pacing import Pacer
+from quire.service.common.refusal import Refusal
+from quire.service.text.tokenizer import Tokenizer
 from tests.service.cuts import pieces_of
 from tests.service.published import TEMPLATES, tokenizer_in
 from tests.service.test_regions import ANSWERS

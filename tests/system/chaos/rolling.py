@@ -36,9 +36,9 @@ from typing import Any
 
 import aiohttp
 
-from engine.common.embedded_redis import EmbeddedRedis
-from engine.wire.records import Fleet
-from loadtest import machine
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.wire.records import Fleet
+from quire.loadtest import machine
 from tests.checkpoints import make_checkpoint
 from tests.pace import paced_ms, patience
 from tests.system.chaos.readers import Doors, Reader, Tally

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from engine.executor.base import scripted_token
+from quire.engine.executor.base import scripted_token
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.pace import patience
 from tests.system.chaos.faults import KINDS, LEASE_MS, Fault, Missed

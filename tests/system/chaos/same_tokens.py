@@ -27,8 +27,8 @@ from typing import Any
 
 import aiohttp
 
-from loadtest import machine
-from loadtest.server import MODEL_NAME, Server, engine_processes, serve
+from quire.loadtest import machine
+from quire.loadtest.server import MODEL_NAME, Server, engine_processes, serve
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.pace import patience
 from tests.system.processes import sse_events, until

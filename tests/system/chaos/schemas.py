@@ -25,7 +25,7 @@ import hypothesis
 import jsonschema
 from hypothesis import HealthCheck, Phase
 
-from engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.checkpoints import make_checkpoint
 from tests.schemas import kinds, samplings
 from tests.system.stack import Stack

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from engine.core.limits import Admission
-from engine.core.swapping import Preempt
-from loadtest import machine
+from quire.engine.core.limits import Admission
+from quire.engine.core.swapping import Preempt
+from quire.loadtest import machine
 from tests.core.machine import PREFIXES, SchedulerMachine
 from tests.core.oracle import FORCED, VOCAB
 from tests.core.rig import BAD_SEED, FAR

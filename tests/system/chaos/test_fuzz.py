@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.system.chaos.fuzz import fuzz, judge, table
 from tests.system.chaos.shots import Shooter, Shot
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.server import serve
+from quire.loadtest.server import serve
 from tests.system.chaos.kills import FLAGS, KINDS, Found, asks, run, sound, with_tools
 
 

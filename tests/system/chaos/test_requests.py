@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.system.chaos.judging import judge, read
 from tests.system.chaos.mutations import BASES, Mutator, Request, examples
 from tests.system.chaos.requests import TOOLS, leftovers, send_all, table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.blocks import BlockPool
+from quire.engine.core.blocks import BlockPool
 from tests.system.chaos.soak import soak
 
 

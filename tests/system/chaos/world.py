@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import psutil
 import redis
 
-from engine.common.embedded_redis import EmbeddedRedis
-from loadtest.server import FORKED_ENGINE
+from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.loadtest.server import FORKED_ENGINE
 from tests.pace import Patience, patience
 from tests.system.chaos.proxy import Dial, Proxy
 from tests.system.chaos.readers import Doors

@@ -1,0 +1,85 @@
+"""The tensors of a checkpoint that is not quantised, of which each rank reads its part."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
+
+from quire.engine.executor.models.cuts import Cut, part_of
+from quire.engine.executor.models.quantised.dequantise import Kept
+from quire.engine.executor.models.quantised.quantising import Quantising
+from quire.engine.executor.models.weights import UNCHANGED, Names, stored_tensors, weight_files
+
+SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Weights(Protocol):
+    """The tensors of a checkpoint, as transformers takes them: plain here, quantised in stored_weights.py."""
+
+    sizes: dict[str, int]  # bytes to read for each tensor
+
+    @property
+    def names(self) -> set[str]:
+        """Those of the tensors, as the model has them."""
+
+    def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
+        """The modules whose stored numbers a product could take as they are, and as what."""
+
+    def opened(
+        self, cuts: Mapping[str, Cut], dtype: torch.dtype, quantising: Quantising
+    ) -> contextlib.AbstractContextManager[dict[str, Any]]:
+        """The tensors, read when they are indexed, while the files are open.  cuts: what this rank holds of some."""
+
+    def without_meaning(self, unexpected: Collection[str], tensors: Mapping[str, Any]) -> set[str]:
+        """Return the tensors that the model does not have and that change nothing."""
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise UnsupportedModel for a model that cannot have these weights."""
+
+
+class PlainWeights:
+    """Weights that are not quantised."""
+
+    def __init__(self, directory: Path, names: Names = UNCHANGED) -> None:
+        """Read the headers."""
+        self._stored = stored_tensors(weight_files(directory), names)
+        self.sizes = {name: each.bytes for name, each in self._stored.items()}
+
+    @property
+    def names(self) -> set[str]:
+        """Those of the tensors, as the model has them."""
+        return set(self._stored)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the first tensor of floating-point numbers."""
+        found = [each.dtype for each in self._stored.values() if each.dtype in SAFETENSORS_DTYPES]
+        return SAFETENSORS_DTYPES[[*found, "F32"][0]]
+
+    def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
+        """None is quantised."""
+        return {}
+
+    @contextlib.contextmanager
+    def opened(self, cuts: Mapping[str, Cut], dtype: torch.dtype, quantising: Quantising) -> Iterator[dict[str, Any]]:
+        """The tensors, read when they are indexed, while the files are open."""
+        with contextlib.ExitStack() as stack:
+            found = {each.file for each in self._stored.values()}
+            files = {file: stack.enter_context(safe_open(file, "pt")) for file in sorted(found)}
+            yield {
+                name: part_of(files[each.file].get_slice(each.name), each.shape, cuts.get(name))
+                for name, each in self._stored.items()
+            }
+
+    def without_meaning(self, unexpected: Collection[str], tensors: Mapping[str, Any]) -> set[str]:
+        """Each means something."""
+        return set()
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Any model may have them."""

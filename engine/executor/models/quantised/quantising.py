@@ -1,0 +1,231 @@
+"""Quantises linear layers while weights are read, so that the host holds one float weight at a time.
+
+`Quantising` belongs to one model.  hf.py calls its methods in this order:
+
+    keep           which modules keep their stored numbers: those that the device multiplies with
+    divide         of which modules each rank has a part of every row, so that ranks agree on the scale of a row
+    while_loading  a class for transformers, which
+                     makes the model       nn.Linear on the meta device ─> Awaiting: its weight is not there yet
+                     sets each weight      a float weight ──────────────> rounded to 8 or 4 bits at once
+                                           numbers stored so ───────────> kept; stored_weights.py notes their `scales`
+    settle         makes it computable     Awaiting ────────────────────> QuantisedLinear
+
+Only quantised checkpoints have numbers to `keep`, only ranks `divide`.  A model that has its weights is quantised by
+`quantise`, which needs neither `keep` nor `while_loading`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from quire.engine.executor import ops
+from quire.engine.executor.errors import UnsupportedModel
+from quire.engine.executor.models.quantised.dequantise import Kept
+from quire.engine.executor.models.quantised.quantised import BITS, DTYPE, Kind, Quantised, QuantisedLinear, Scales
+from quire.engine.executor.ranks.ranks import ALONE, Ranks
+
+log = logging.getLogger(__name__)
+
+GPU_CAPABILITY = (9, 0)  # of a GPU that multiplies with quantised weights: Hopper
+# Last parts of the names of layers that choose experts.  They are small, and a rounding may choose another expert.
+ROUTERS = {"gate", "router", "shared_expert_gate"}
+
+
+def check_kind(kind: str, device: torch.device) -> None:
+    """Raise UnsupportedModel unless the device multiplies with weights of this kind: the value of --quantize."""
+    on_cpu = device.type == "cpu"
+    if kind == "int8" and not on_cpu:
+        raise UnsupportedModel("--quantize int8: only a CPU multiplies with int8 weights; --device cpu can do it")
+    if kind == "fp8" and on_cpu:
+        raise UnsupportedModel("--quantize fp8: a CPU has no product with fp8 weights; --quantize int8 is made for it")
+    if kind in ("fp8", "int4") and not on_cpu and (found := torch.cuda.get_device_capability(device)) < GPU_CAPABILITY:
+        wanted, has = (".".join(map(str, version)) for version in (GPU_CAPABILITY, found))
+        raise UnsupportedModel(f"--quantize {kind}: the GPU has compute capability {has}, its products need {wanted}")
+
+
+def kept_kinds(device: torch.device, dtype: torch.dtype) -> set[Kept]:
+    """The kinds of stored weights that a device multiplies with as they are, in a model of `dtype`."""
+    if device.type == "cpu":
+        return {"int8", "int4"}
+    if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < GPU_CAPABILITY:
+        return set()
+    return {"fp8", "fp8 blocks", "int4"} if ops.multiplies_blocks(device) else {"fp8", "int4"}
+
+
+ROUNDED: dict[Kept, Kind] = {"int8": "int8", "fp8": "fp8", "fp8 blocks": "fp8", "int4": "int4"}
+
+
+def _units(kind: Kept, device: torch.device) -> tuple[int, int]:
+    """Return what the sizes of a layer, in and out, are multiples of."""
+    if kind == "int4":
+        return (ops.INT4_BLOCK, 1) if device.type == "cpu" else (ops.INT4_GPU_INNER, ops.INT4_GPU_OUT)
+    if kind == "fp8 blocks":
+        return ops.FP8_BLOCKS_INNER, ops.FP8_BLOCKS_OUT
+    return (ops.FP8_INNER, ops.FP8_OUT) if kind == "fp8" else (1, 1)
+
+
+def _fits(linear: nn.Linear, kind: Kept, device: torch.device) -> bool:
+    """Whether a product with a quantised weight takes a layer of this size."""
+    inner, out = _units(kind, device)
+    return linear.in_features % inner == 0 and linear.out_features % out == 0
+
+
+def _round_head(model: PreTrainedModel, device: torch.device) -> bool:
+    """Give the head 8 bits; False: it keeps its dtype, because no product of the device takes its size.
+
+    Beside layers of 4 bits the head is up to half of what a step reads, and 8 bits change little more."""
+    head = model.get_output_embeddings()
+    kind: Kind = "int8" if device.type == "cpu" else "fp8"
+    if type(head) is not nn.Linear or not _fits(head, kind, device):
+        return False
+    rounded = Quantised.of(head.weight, DTYPE[kind])
+    model.set_output_embeddings(QuantisedLinear(rounded, head.bias, head.weight.dtype))
+    return True
+
+
+class Awaiting(nn.Module):
+    """A linear layer whose weight is quantised as soon as it is set.  It computes nothing."""
+
+    def __init__(
+        self,
+        plain: nn.Linear,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        stored: bool,
+        largest_of_rows: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """dtype: int8, float8_e4m3fn or uint8 (4 bits).  stored: the weight comes as numbers of this dtype.
+
+        largest_of_rows: for `Quantised.of`, where this is a part of the columns."""
+        super().__init__()
+        self.dtype, self.to_device, self.largest_of_rows = dtype, device, largest_of_rows
+        self.served_dtype = plain.weight.dtype  # of the model
+        self.bias = plain.bias
+        self.scales: Scales | None = None  # of the weight that was rounded here
+        weight = plain.weight.detach()
+        if weight.device.type == "meta":  # transformers casts what it reads to the dtype of what it replaces
+            out, columns = weight.shape
+            shape = (out, columns * BITS[dtype] // 8) if stored else (out, columns)
+            weight = weight.new_empty(shape, dtype=dtype if stored else torch.float32)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and value.device.type != "meta" and value.dtype != self.dtype:
+            quantised = Quantised.of(value.to(self.to_device), self.dtype, self.largest_of_rows)
+            self.scales = quantised.scales
+            value = nn.Parameter(quantised.numbers, requires_grad=False)
+            value._is_hf_initialized = True  # else transformers makes it up again
+        super().__setattr__(name, value)
+
+
+class Quantising:
+    """Which layers of one model are quantised, and their scales while it is read."""
+
+    def __init__(self, kind: Literal["none", "int8", "fp8", "int4"], device: torch.device) -> None:
+        """kind: the value of --quantize."""
+        self.kind, self._device = None if kind == "none" else kind, device
+        self._stored: Mapping[str, Kept] = {}
+        self._ranks, self._divided = ALONE, frozenset[str]()
+        self.kept: dict[str, Kept] = {}  # modules whose stored numbers are served
+        self.scales: dict[str, Scales] = {}  # theirs, until the model is settled
+        self._rounded_head = False
+
+    def keep(self, modules: Mapping[str, Kept], dtype: torch.dtype) -> None:
+        """Serve the stored numbers of these modules, where the device has a product for them in a model of `dtype`.
+
+        `--quantize` decides for those that it would round otherwise."""
+        if modules:
+            kinds = {kind for kind in kept_kinds(self._device, dtype) if self.kind in (None, ROUNDED[kind])}
+            self._stored = {module: kind for module, kind in modules.items() if kind in kinds}
+
+    def divide(self, modules: Iterable[str], ranks: Ranks) -> None:
+        """Each rank has a part of each row of these modules.  The scale is that of the whole row, as with one rank.
+
+        So the ranks exchange the largest number of each row; all must set these weights in the same order."""
+        self._ranks, self._divided = ranks, frozenset(modules)
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether products round their inputs to e4m3, where a step has many tokens."""
+        if self._device.type == "cpu":
+            return False
+        return self.kind == "fp8" or self._rounded_head or "fp8" in {ROUNDED[kind] for kind in self.kept.values()}
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """What the model computes otherwise than its files say, for the fingerprint."""
+        kinds = {f"{ROUNDED[kind]} as stored" for kind in self.kept.values()}
+        kinds |= {self.kind} if self.kind else set()  # may round others, too
+        return {"weights of linear layers": ", ".join(sorted(map(str, kinds)))} if kinds else {}
+
+    def while_loading(self, model: type[PreTrainedModel]) -> type[PreTrainedModel]:
+        """Return a class whose models await their weights.  `settle` gives the model its own class back."""
+
+        def init(made: PreTrainedModel, *args: Any, **options: Any) -> None:
+            model.__init__(made, *args, **options)
+            self.swap(made)
+
+        return type(model.__name__, (model,), {"__init__": init, "__module__": model.__module__})
+
+    def quantise(self, model: PreTrainedModel) -> None:
+        """Quantise a model that has its weights.  Raises UnsupportedModel as `settle` does."""
+        self.swap(model)
+        self.settle(model, type(model))
+
+    def swap(self, model: PreTrainedModel) -> None:
+        """Let the linear layers of `model` await their weights; those that have one are quantised.
+
+        The head (but see `settle`), embeddings, routers, whatever is no nn.Linear, and layers of sizes that no such
+        product takes, stay as they are."""
+        head = model.get_output_embeddings()
+        for path, parent in list(model.named_modules()):
+            for name, child in parent.named_children():
+                if type(child) is not nn.Linear or child is head or name in ROUTERS:
+                    continue
+                full = f"{path}.{name}".lstrip(".")
+                if (stored := self._stored.get(full)) and _fits(child, stored, self._device):
+                    self.kept[full] = stored
+                    setattr(parent, name, Awaiting(child, DTYPE[ROUNDED[stored]], self._device, stored=True))
+                elif self.kind is not None and _fits(child, self.kind, self._device):
+                    whole = self._ranks.greatest if full in self._divided else None
+                    awaiting = Awaiting(child, DTYPE[self.kind], self._device, stored=False, largest_of_rows=whole)
+                    setattr(parent, name, awaiting)
+
+    def settle(self, model: PreTrainedModel, own: type[PreTrainedModel]) -> None:
+        """Make the model, whose class is `own`, computable.  Its weights must be set.  With int4 the head gets 8 bits.
+
+        Raises UnsupportedModel if --quantize found nothing to quantise, and on a GPU for a model in another dtype than
+        bfloat16."""
+        model.__class__ = own
+        quantised = 0
+        bits: set[int] = set()
+        for path, parent in list(model.named_modules()):
+            for name, child in parent.named_children():
+                if isinstance(child, Awaiting):
+                    scales = self.scales.pop(f"{path}.{name}".lstrip("."), child.scales)
+                    assert scales is not None
+                    weight = Quantised(child.weight.detach(), *scales)
+                    quantised += math.prod(weight.shape)
+                    bits.add(BITS[weight.numbers.dtype])
+                    setattr(parent, name, QuantisedLinear(weight, child.bias, child.served_dtype))
+        total = quantised + sum(parameter.numel() for parameter in model.parameters())
+        on_gpu = self.kind == "fp8" or (self.kind == "int4" and self._device.type != "cpu")
+        if on_gpu and model.dtype != torch.bfloat16:
+            reason = f"its products are of bfloat16, the model of {model.dtype}; --dtype bfloat16"
+            raise UnsupportedModel(f"--quantize {self.kind}: {reason}")
+        if self.kind and not quantised:
+            kind = model.config.model_type
+            raise UnsupportedModel(f"{kind}: --quantize {self.kind}: it has no linear layers that it takes")
+        if self.kind == "int4":
+            self._rounded_head = _round_head(model, self._device)
+        if quantised:
+            widths = " or ".join(map(str, sorted(bits)))
+            log.info("%.0f %% of the %.0f million weights have %s bits", 100 * quantised / total, total / 1e6, widths)

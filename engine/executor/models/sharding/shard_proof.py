@@ -1,0 +1,77 @@
+"""Proves, at load, that the parts of a model make the whole: transformers' tables say so, and some are wrong.
+
+A model of the same widths with as few layers as have every kind of part, a small vocabulary and made-up weights is
+computed twice, in float32: whole on every rank, and divided.  The logits must be equal up to rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from quire.engine.executor.errors import UnsupportedModel
+from quire.engine.executor.models.probe import drift_of, probe
+from quire.engine.executor.ranks.ranks import Ranks
+
+if TYPE_CHECKING:
+    from quire.engine.executor.models.sharding.sharding import Sharding
+
+SMALL_VOCAB = 509  # prime, so that the last rank's logits are padded
+# How far logits may differ, as a share of the largest.  Sums in another order differ by 1e-5, a wrong part by a tenth.
+MOST_DRIFT = 1e-3
+
+
+def kinds(sharding: Sharding) -> set[str]:
+    """Return the names of what is divided or exchanged, without numbers of layers."""
+    names = [*sharding.cuts, *sharding.summed, sharding.gathered]
+    return {re.sub(r"\.\d+\.", ".*.", name) for name in names}
+
+
+def shortened(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """Return a config of the first `layers` layers and a small vocabulary; widths as they are."""
+    short = copy.deepcopy(config)
+    text = short.get_text_config()
+    all_layers = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == all_layers:  # an entry for each layer
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    text.vocab_size = min(text.vocab_size, SMALL_VOCAB)
+    text.pad_token_id = None
+    return short
+
+
+def draw(model: PreTrainedModel) -> None:
+    """Make up weights with which every layer changes the logits.  The same on every rank."""
+    generator = torch.Generator(model.device).manual_seed(0)
+    for name, tensor in sorted(model.named_parameters()):
+        if tensor.dim() > 1:
+            tensor.data.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
+        elif "bias" in name or "sinks" in name:
+            tensor.data.normal_(std=0.1, generator=generator)
+
+
+@torch.inference_mode()
+def prove_parts(whole: PreTrainedModel, parts: PreTrainedModel, sharding: Sharding, ranks: Ranks) -> None:
+    """Compare a model with its parts on all ranks, which it fills with its weights.  Raises UnsupportedModel."""
+    kind = whole.config.model_type
+    draw(whole)
+    weights = whole.state_dict()
+    for name, tensor in parts.state_dict().items():
+        cut = sharding.cuts.get(name)
+        tensor.copy_(cut.take(weights[name], tuple(weights[name].shape)) if cut else weights[name])
+    wanted = probe(whole.eval())
+    sharding.connect(parts, ranks)
+    logits = probe(parts.eval()).logits
+    # A mixture of experts may send a token elsewhere for a rounding: the median token decides.
+    each = (logits - wanted.logits).abs().amax(-1) / wanted.logits.abs().max()
+    # All ranks must come to the same end.
+    if not ranks.least(bool(each.median() < MOST_DRIFT)):
+        table = "by transformers' table its parts do not make the whole"
+        raise UnsupportedModel(
+            f"{kind}: --tensor-parallel: {table} (logits differ by {drift_of(logits, wanted.logits):.0e})"
+        )

@@ -1,0 +1,238 @@
+"""What the ranks of one engine exchange while they compute.  One rank: nothing, and nothing is started.
+
+    on the device   all_reduce       the sum of all ranks' parts, after a product whose input is divided; on a CPU in
+                                     the order of ranks, so that no sum depends on the batch
+                    add_and_norm     the same, added to the residual, and the norm after it
+                    gather_columns   the ranks' columns next to each other: logits
+                    keep_greatest    the likeliest token of each row of logits
+    on the host     least, barrier   decisions that every rank must take alike
+                    greatest         scales of rows of which each rank has a part
+
+torch.distributed carries both: NCCL between GPUs, gloo between CPUs and for what the host decides.  Sums of GPUs up to
+a few MiB go through `one_shot.py` where it works.  No other module names a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d
+
+from quire.engine.executor.errors import one_line
+from quire.engine.executor.ranks.one_shot import OneShot
+
+log = logging.getLogger(__name__)
+c10d: Any = _distributed_c10d  # its types say less than it has
+
+Result = TypeVar("Result")
+
+
+class Ranks:
+    """One rank's view of all ranks.  Every rank must make the same calls in the same order, with equal shapes."""
+
+    def __init__(self, rank: int = 0, size: int = 1, host: Any = None, device: Any = None) -> None:
+        """`host` and `device` are process groups for tensors of the CPU and of the model; `join` makes them.
+
+        They are no global ones of torch.distributed, so a process may have several executors."""
+        self.rank, self.size = rank, size
+        self._host, self._device = host, device
+        self.one_shot: OneShot | None = None
+
+    @classmethod
+    def join(cls, rank: int, size: int, meeting: Path, kind: str, timeout_s: float) -> Self:
+        """Meet the other ranks.  Blocks until all are here.
+
+        meeting    a file that does not exist before; all ranks name the same
+        kind       device of the model, "cpu" or "cuda"; rank i uses the i-th visible GPU
+        timeout_s  seconds that a rank waits for another one in an exchange
+
+        Raises RuntimeError when the others do not arrive."""
+        store = c10d.FileStore(str(meeting), size)  # no port that anyone could connect to
+        options = c10d.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        # Ranks of an engine share a host, so nothing has to listen on another interface.
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        host = c10d.ProcessGroupGloo(c10d.PrefixStore("host", store), rank, size, options)
+        if kind != "cuda":
+            return cls(rank, size, host, host)
+        ranks = cls(rank, size, host, cls._nccl(store, rank, size, timeout_s))
+        ranks._use_one_shot(c10d.PrefixStore("one shot", store), str(meeting))
+        return ranks
+
+    def _use_one_shot(self, store: Any, name: str) -> None:
+        """Sum tensors of up to a few MiB by a kernel of our own, if it works on all ranks."""
+        if not self.least(not OneShot.made):
+            log.info("sums of the ranks go through NCCL: another executor of this process has the faster way")
+            return
+        multiprocessors = self.least(torch.cuda.get_device_properties(self.rank).multi_processor_count)
+        one_shot, reason = None, ""
+        try:
+            one_shot = OneShot(name, store, self.rank, self.size, self._host, multiprocessors)
+        except (RuntimeError, AttributeError, TypeError) as error:  # no peer access, or another version of torch
+            reason = one_line(error)
+        if self.least(one_shot is not None):  # else a kernel would wait for a rank that never launches it
+            assert one_shot is not None
+            reason = one_shot.wrong(self.all_reduce)
+            if self.least(not reason):
+                self.one_shot = one_shot
+                return
+        log.warning(
+            "all sums of the ranks go through NCCL, which is slower up to a few MiB: %s",
+            reason or "another rank cannot use the faster kernel",
+        )
+
+    @staticmethod
+    def _nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
+        torch.cuda.set_device(rank)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        return c10d.ProcessGroupNCCL(c10d.PrefixStore("device", store), rank, size, options)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """Return the sum of all ranks' `part`, perhaps in its place.  All ranks get the same bits."""
+        if part.is_cuda and part.is_contiguous() and self._sums_here(part.shape, part.dtype):
+            assert self.one_shot is not None
+            return self.one_shot.all_reduce(part)
+        if self.size > 1 and not part.is_cuda:
+            return self._sum_in_order(part)
+        if self.size > 1:
+            options = c10d.AllreduceOptions()
+            options.asyncOp = False  # on the stream that computes
+            _finish(self._device.allreduce([part], options))
+        return part
+
+    def _sums_here(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Return whether our own kernel sums contiguous tensors of this shape.  The same on all ranks."""
+        if self.one_shot is None or not shape:
+            return False
+        return self.one_shot.takes(math.prod(shape[:-1]), shape[-1], dtype)
+
+    def fuses_norm(self, rows: int, size: int, dtype: torch.dtype) -> bool:
+        """Return whether `add_and_norm` takes parts [rows, size].  The same on all ranks."""
+        return self._sums_here((rows, size), dtype)
+
+    def add_and_norm(self, x: Tensor, part: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return x plus the sum of all ranks' parts, in place of x, and that after an RMS norm.  See `fuses_norm`.
+
+        x [rows, size] is equal on all ranks.  All ranks get the same bits."""
+        assert self.one_shot is not None
+        return self.one_shot.add(x, part, norm, eps)
+
+    def _sum_in_order(self, part: Tensor) -> Tensor:
+        """Add up the ranks' parts in the order of ranks, so that a number's sum does not depend on its place.
+
+        gloo's own sum adds each share of a tensor in another order, so a row's bits would depend on the batch."""
+        gathered = self._gather(part)
+        for rank in range(1, self.size):
+            gathered[0] += gathered[rank]
+        return gathered[0]
+
+    def _gather(self, part: Tensor) -> Tensor:
+        """Return all ranks' parts: [size, ...]."""
+        gathered = part.new_empty(self.size, *part.shape)
+        if part.numel():
+            options = c10d.AllgatherOptions()
+            options.asyncOp = False
+            _finish(self._device._allgather_base(gathered.view(-1), part.contiguous().view(-1), options))
+        return gathered
+
+    def gather_columns(self, part: Tensor, columns: int, out: Tensor | None = None) -> Tensor:
+        """Return the first `columns` of all ranks' columns, in the order of ranks: [..., C] -> [..., columns].
+
+        columns: at most size * C.  out [..., columns]: where they go, of any strides."""
+        gathered = part[None] if self.size == 1 else self._gather(part)
+        if out is None:
+            out = part.new_empty(*part.shape[:-1], columns)
+        each = part.shape[-1]
+        for rank, theirs in enumerate(gathered):  # one pass over the numbers: logits are many
+            place = out[..., rank * each : (rank + 1) * each]
+            place.copy_(theirs[..., : place.shape[-1]])
+        return out
+
+    def keep_greatest(self, values: Tensor) -> None:
+        """Replace each number, on the device, with the greatest of the ranks'."""
+        if self.size > 1:
+            options = c10d.AllreduceOptions()
+            options.reduceOp, options.asyncOp = c10d.ReduceOp.MAX, False
+            _finish(self._device.allreduce([values], options))
+
+    def copy_from_first(self, tensor: Tensor) -> None:
+        """Overwrite `tensor`, which is contiguous, with rank 0's."""
+        if self.size > 1:
+            options = c10d.BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            group = self._device if tensor.is_cuda else self._host
+            _finish(group.broadcast([tensor], options))
+
+    def least(self, value: int) -> int:
+        """Return the smallest of the ranks' values.  On the host; waits for all ranks."""
+        if self.size > 1:
+            shared = torch.tensor([value], dtype=torch.int64)
+            options = c10d.AllreduceOptions()
+            options.reduceOp = c10d.ReduceOp.MIN
+            _finish(self._host.allreduce([shared], options))
+            value = int(shared)
+        return value
+
+    def greatest(self, values: Tensor) -> Tensor:
+        """Return the largest of the ranks' values, number by number.  On the host; waits for all ranks."""
+        if self.size == 1:
+            return values
+        shared = values.to("cpu", copy=True)
+        options = c10d.AllreduceOptions()
+        options.reduceOp = c10d.ReduceOp.MAX
+        _finish(self._host.allreduce([shared], options))
+        return shared.to(values.device)
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+        self.least(0)
+
+    def first_then_others(self, run: Callable[[], Result]) -> Result:
+        """Return what `run` returns here.  Rank 0 runs first, so that the others find what it leaves in a cache."""
+        result = run() if self.first else None
+        self.barrier()
+        return run() if result is None else result
+
+    def abort(self) -> None:
+        """End an exchange that waits for a rank which is lost, from another thread.  No exchange works afterwards.
+
+        gloo ends by itself when the lost process does; NCCL's kernels wait forever."""
+        for group in self._groups():
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+    def leave(self) -> None:
+        """Let go of the others.  Harmless when called twice."""
+        for group in self._groups():
+            with contextlib.suppress(RuntimeError):  # of ranks that are lost
+                group.shutdown()
+        self._host = self._device = self.one_shot = None
+
+    def _groups(self) -> list[Any]:
+        groups = [self._device, self._host] if self._device is not self._host else [self._host]
+        return [group for group in groups if group is not None]
+
+
+def _finish(work: Any) -> None:
+    """Wait for an exchange on a CPU; on a GPU let the current stream wait for it."""
+    if work is not None:
+        work.wait()
+
+
+ALONE = Ranks()

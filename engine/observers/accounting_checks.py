@@ -1,0 +1,73 @@
+"""Checks the block accounting of a live engine: when it becomes idle, after every turn in tests, and on demand.
+
+A full check looks at every block and every block table, tens of milliseconds on a large GPU.  So it runs where no
+request waits for it.  An accounting error is always a bug: a leak costs room until a restart, a double free lets two
+sequences write into one block and would mix two clients' answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from concurrent.futures import Future
+
+from quire.engine.config import EngineConfig
+from quire.engine.core.blocks import AccountingError, DoubleFree, Leak
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.observers.turn_record import TurnRecord
+
+log = logging.getLogger("quire.engine")
+
+ALARM_S = 10.0  # shortest time between two log lines about accounting errors: later checks find the same error again
+PATIENCE_S = 10.0  # how long request_check() waits for the loop, which may be in a long step
+
+
+class AccountingChecks:
+    """Observer that runs the full checks and keeps their results."""
+
+    def __init__(self, core: Scheduler, config: EngineConfig) -> None:
+        self._core = core
+        self._each_turn, self._stop = config.check_books, config.bad_books == "stop"
+        self._checked = False  # since the engine became idle
+        self._alarm_at = 0.0  # monotonic seconds from which the next error is logged
+        self._requests: deque[Future[str]] = deque()  # of other threads
+        self.fatal: AccountingError | None = None  # the engine must report its counts once more and end
+
+    def observe(self, record: TurnRecord) -> None:
+        """Check where a check is due.  Never raises: see `fatal`."""
+        settled = record.idle and record.was_idle and not record.orders and not self._checked
+        requests = [self._requests.popleft() for _ in range(len(self._requests))]
+        if self._each_turn or settled or requests:
+            found = self._check()
+            self._checked = True
+            for request in requests:
+                request.set_result(found)
+        self._checked &= record.idle
+
+    def request_check(self) -> str:
+        """Have the loop check after its present turn, and wait.  Return what is wrong; "": nothing.
+
+        For other threads than the loop's.  Raises TimeoutError after PATIENCE_S."""
+        request: Future[str] = Future()
+        self._requests.append(request)
+        return request.result(PATIENCE_S)
+
+    def _check(self) -> str:
+        try:
+            self._core.auditor.whole()
+        except AccountingError as error:
+            totals = self._core.report.totals
+            if isinstance(error, Leak):
+                totals.leaks += 1
+            elif isinstance(error, DoubleFree):
+                totals.double_frees += 1
+            else:
+                totals.other_alarms += 1
+            if (now := time.monotonic()) >= self._alarm_at:
+                log.error("the block accounting does not balance, which is a bug: %s", error)
+                self._alarm_at = now + ALARM_S
+            if self._stop:
+                self.fatal = error
+            return str(error)
+        return ""

@@ -1,0 +1,150 @@
+"""The canary: a fixed prompt that an idle engine computes from time to time and compares with its first result.
+
+    free blocks of the pool ──> two steps of the executor ──> likeliest tokens after each
+            ^                                                        │
+            └── given back, never in the prefix cache      equal to those of the first run?
+
+Memory of a device may change after the start, a kernel may go wrong on a hot GPU, and nothing else would notice: every
+answer would still be a text.  Checksums of files say nothing about weights that are loaded.
+
+The first run is in the engine's first quiet moment, so it cannot notice what was wrong at the start.  The second step
+reads the keys and values that the first one wrote, over a block table of two blocks.
+
+A difference is counted, logged and alerted; it does not end the engine.  An accounting error is certain, a difference
+is evidence: a driver or a clock that shifts roundings on a whole fleet would otherwise end every engine at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from quire.engine.config import EngineConfig
+from quire.engine.core.plan import Slice, Start, StepPlan
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.executor.base import Executor, StepError
+
+log = logging.getLogger("quire.engine")
+
+QUIET_S = 1.0  # the engine must have been idle for so long: between two requests of a client it does not run
+MOST_SHARE = 0.005  # of the time that the canary may take; a slow model's runs are further apart
+LIKELIEST = 8  # tokens whose log-probabilities are compared, after each step
+TAIL = 3  # tokens of the first step in its second block
+SLOT = 0  # of the batch; an idle engine uses none
+# In nats.  Two runs differ in their blocks only, and on a GPU perhaps in whether a graph launches the kernels.  Logits
+# in bfloat16 lie 0.125 apart from 16 to 32, so sums in another order move a log-probability by at most two such steps.
+# On a CPU the runs are equal bit for bit.  A likeliest token that leads by twice the tolerance cannot change within it.
+TOLERANCE = 0.25
+
+Answer = list[dict[int, float]]  # after each step: token id -> log-probability of the LIKELIEST
+
+
+class CanaryCounts(msgspec.Struct):
+    """Runs since start, for the metrics.  The canary's own object, which goes on changing."""
+
+    equal: int = 0  # the first run included
+    different: int = 0
+    failed: int = 0  # the step failed
+    seconds: float = 0.0  # that all runs took
+    difference: float = 0.0  # greatest of the last run, nats; inf: no finite logits
+
+
+class Canary:
+    """Computes the prompt and compares.  The loop's thread owns it and calls it between two turns."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        core: Scheduler,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock`: seconds, monotonic.  Off where the executor reports no candidates, or a prompt of a block and
+        TAIL + 1 tokens does not fit the context, a step or the pool."""
+        self.counts = CanaryCounts()
+        self._core, self._executor, self._clock = core, executor, clock
+        # A replay of a flight log makes every decision again, and evictions for the canary are not in the log.
+        self._may_evict = not config.flight_log
+        size, limits = core.pool.block_size, core.limits
+        self._tokens = [(7919 * at + 13) % limits.vocab_size for at in range(size + TAIL + 1)]
+        fits = len(self._tokens) <= min(limits.max_model_len, limits.step_tokens) and core.pool.total >= 2
+        likeliest = min(LIKELIEST, limits.vocab_size)
+        self._pieces = [(0, self._tokens[:-1], likeliest), (size + TAIL, self._tokens[-1:], likeliest)]
+        self.every_s = config.canary_every_s if executor.info.beams and fits else 0.0  # 0: off
+        self._first: Answer | None = None
+        self._idle_since = math.inf
+        self._due_at = 0.0
+
+    def due(self, *, idle: bool) -> bool:
+        """Return whether it is time for a run.  `idle`: no request is here, and none was in the last turn."""
+        if not self.every_s or not idle:
+            self._idle_since = math.inf
+            return False
+        now = self._clock()
+        self._idle_since = min(self._idle_since, now)
+        return now >= max(self._due_at, self._idle_since + QUIET_S) and self._has_blocks()
+
+    def run(self) -> None:
+        """Compute the prompt and compare.  Takes two steps.  Raises ExecutorLost."""
+        counts, began, why = self.counts, self._clock(), ""
+        try:
+            answer = self._compute()
+            self._first = self._first or answer
+            counts.difference = difference(self._first, answer)
+            if counts.difference > TOLERANCE:
+                counts.different += 1
+                why = f"log-probabilities differ by up to {counts.difference:g} nats from the first run's"
+            else:
+                counts.equal += 1
+        except StepError as error:
+            counts.failed += 1
+            why = f"its step failed: {error}"
+        took = self._clock() - began
+        counts.seconds += took
+        self._due_at = began + max(self.every_s, took / MOST_SHARE)
+        if why:
+            log.error("canary: %s; answers may be wrong: drain this engine and check its device's memory", why)
+
+    def _has_blocks(self) -> bool:
+        pool = self._core.pool
+        return pool.available - (0 if self._may_evict else pool.idle) >= len(self._pieces)
+
+    def _compute(self) -> Answer:
+        """Return the likeliest tokens after each step; an empty dict where the logits are not finite."""
+        pool, answer = self._core.pool, Answer()
+        table = pool.allocate(2)
+        try:
+            for start, tokens, likeliest in self._pieces:
+                # The scheduler names ended slots in its next plan, too: freeing one twice is harmless.
+                first = start == 0
+                self._executor.submit(
+                    StepPlan(
+                        0,
+                        freed_slots=self._core.batch.slots.vacated if first else [],
+                        starts=[Start(SLOT, table)] if first else [],
+                        slices=[Slice(SLOT, start, tokens, candidates=likeliest)],
+                    )
+                )
+                ids, logprobs = self._executor.collect().candidates.get(SLOT, ([], []))
+                answer.append(dict(zip(ids, logprobs, strict=True)))
+        finally:
+            pool.release(table)
+        return answer
+
+
+def difference(first: Answer, now: Answer) -> float:
+    """Return the greatest difference of a log-probability, nats; inf where either has no finite logits.
+
+    A token that only one of the two names is at most as likely in the other as the last one named there."""
+    greatest = 0.0
+    for one, other in zip(first, now, strict=True):
+        if not one or not other:
+            return math.inf
+        least = min(one.values()), min(other.values())
+        for token in one.keys() | other.keys():
+            greatest = max(greatest, abs(one.get(token, least[0]) - other.get(token, least[1])))
+    return greatest

@@ -1,0 +1,138 @@
+"""Describes an engine's load to the gateways: what its scheduler holds, and how fast it works."""
+
+from __future__ import annotations
+
+import math
+
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.executor.base import ModelInfo
+from quire.engine.wire.clock import steady_ms
+from quire.engine.wire.messages import LATER_FIELDS, EngineLoad
+
+
+class Rate:
+    """Growth of a count, per second of the time in which requests wait: what the engine does when it has all it can do.
+
+    An average over that time; what happened `seconds` of it ago weighs 1/e of what happens now.  0: nothing has waited
+    yet.  An average over all time would take an engine with little to do for a slow one, and refuse a crowd."""
+
+    def __init__(self, seconds: float = 5.0) -> None:
+        self._seconds = seconds
+        self._count = 0
+        self._at: float | None = None  # of the last update; None: nothing waited then
+        self._weight = 0.0  # of all that is in `value`; 1 after long
+        self.value = 0.0
+
+    def update(self, count: int, now: float, *, queued: bool) -> float:
+        """Take in `count` as of `now` (seconds, monotonic) and return the rate.  `queued`: requests wait now.
+
+        An interval counts if requests wait at its beginning and at its end."""
+        if queued and self._at is not None and now > self._at:
+            elapsed = now - self._at
+            new = 1 - math.exp(-elapsed / self._seconds)
+            self._weight += new * (1 - self._weight)
+            self.value += new / self._weight * ((count - self._count) / elapsed - self.value)
+        self._at, self._count = now if queued else None, count
+        return self.value
+
+
+class Pace:
+    """Seconds from one step to the next: the mean of the first ones, then a moving average.  Idle time is left out."""
+
+    STEPS = 32  # a step this many steps ago weighs 1/e of the last one
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._seen = 0
+        self.value = 0.0  # 0: not known
+
+    def step(self, now: float) -> float:
+        """Take in the results of a step at `now` (seconds, monotonic).  Return the seconds it took; 0 after a pause."""
+        took = 0.0
+        if self._last is not None:
+            took = now - self._last
+            self._seen = min(self._seen + 1, self.STEPS)
+            self.value += (took - self.value) / self._seen
+        self._last = now
+        return took
+
+    def pause(self) -> None:
+        """Leave the time until the next step out of the average."""
+        self._last = None
+
+
+FILLED_S = 1.0  # shortest time between two counts of filled slots, which look at every sequence
+
+
+def slots_filled(core: Scheduler) -> float:
+    """Return the fraction of the slots in held blocks that hold a token; 0 where no block is held.  O(sequences)."""
+    slots = (core.pool.total - core.pool.available) * core.pool.block_size
+    return 1 - core.wasted_positions() / slots if slots else 0.0
+
+
+class LoadReport:
+    """Measures rates from turn to turn and describes the engine as an EngineLoad."""
+
+    def __init__(self, engine_id: str, info: ModelInfo) -> None:
+        self._engine_id, self._info = engine_id, info
+        self._tokens_rate, self._blocks_rate = Rate(), Rate()
+        self._slots_filled, self._filled_at = 0.0, -math.inf
+        self.pace = Pace()
+
+    def describe(
+        self, core: Scheduler, now: float, *, draining: bool, queued: bool, gated: tuple[int, int] = (0, 0)
+    ) -> EngineLoad:
+        """Return the load at `now` (seconds, monotonic).  A draining engine offers no tenant's blocks to others.
+
+        `queued`: requests wait in the queue.  `gated`: sequences that wait for grammars, and prompt tokens."""
+        info, pool, totals, calibration = self._info, core.pool, core.report.totals, core.admission.forecast.calibration
+        if now - self._filled_at >= FILLED_S:
+            self._slots_filled, self._filled_at = slots_filled(core), now
+        crowd, yield_tokens = ([], 0) if draining else core.yielding()
+        return EngineLoad(
+            engine=self._engine_id,
+            model=info.name,
+            fingerprint=info.fingerprint,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            block_size=pool.block_size,
+            total_blocks=pool.total,
+            free_blocks=pool.available,
+            cached_blocks=pool.idle,
+            running=core.running,
+            waiting=len(core.waiting) + gated[0],
+            waiting_tokens=core.waiting.tokens + gated[1],
+            time_ms=steady_ms(),
+            tokens_per_s=self._tokens_rate.update(totals.generated_tokens, now, queued=queued),
+            blocks_per_s=self._blocks_rate.update(totals.released_blocks, now, queued=queued),
+            preemptions=totals.preemptions,
+            prompt_tokens=totals.prompt_tokens,
+            cached_prompt_tokens=totals.cached_prompt_tokens,
+            generated_tokens=totals.generated_tokens,
+            recomputed_tokens=totals.recomputed_tokens,
+            draining=draining,
+            predicted_peak_blocks=core.predicted_peak(),
+            step_s=self.pace.value,
+            swapped=core.swapping.sequences,
+            swap_preemptions=totals.swap_preemptions,
+            swapped_out_bytes=totals.swapped_out_blocks * core.limits.block_bytes,
+            swapped_in_bytes=totals.swapped_in_blocks * core.limits.block_bytes,
+            paused=core.paused,
+            pauses=totals.pauses,
+            length_calibration=calibration.table(),
+            peaks_judged=calibration.peaks,
+            peaks_passed=calibration.peaks_passed,
+            peaks_bound_blocks=calibration.bound_blocks,
+            peaks_blocks=calibration.peak_blocks,
+            audits=totals.audits,
+            alarms=totals.leaks + totals.double_frees + totals.other_alarms,
+            yields=totals.yields,
+            crowd=crowd,
+            yield_tokens=yield_tokens,
+            eos_ids=info.eos_ids,
+            grammars=info.grammars,
+            static_blocks=core.static_blocks,
+            slots_filled=self._slots_filled,
+            honours=list(LATER_FIELDS),
+            beams=core.limits.max_seqs if core.limits.beams and core.limits.allocation == "paged" else 0,
+        )

@@ -1,0 +1,83 @@
+"""The engine's own HTTP port, on threads of its own.
+
+    GET /metrics              Prometheus text format
+    GET /health               200 while the step loop turns, else 503 and the reason; for probes
+    POST /debug/accounting    run a full check of the block accounting: 200 where it balances, else 500 and the finding
+
+The port opens once the model is loaded.  A probe that finds it closed, or `warming`, knows that the engine is starting.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from wsgiref.simple_server import WSGIServer
+from wsgiref.types import StartResponse, WSGIEnvironment
+
+import msgspec
+from prometheus_client import make_wsgi_app, start_http_server
+
+from quire.engine.common.addresses import host_and_port
+from quire.engine.common.errors import OperatorError
+from quire.engine.common.web_pages import allows_host, is_foreign, is_loopback
+from quire.engine.observers.metrics import Telemetry
+
+
+class PageError(OperatorError):
+    """The metrics cannot be served; one line."""
+
+    exit_status = 2
+
+
+class Page:
+    """The HTTP server of one engine."""
+
+    def __init__(self, telemetry: Telemetry, host: str, port: int, check: Callable[[], str] | None = None) -> None:
+        """`check` has the loop check the block accounting, see AccountingChecks.request_check().
+
+        Raises PageError when the port is taken."""
+        self._telemetry, self._check, self._host = telemetry, check, host
+        self._server: WSGIServer
+        self._thread: threading.Thread
+        try:
+            self._server, self._thread = start_http_server(port, host, telemetry.registry)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise PageError(
+                f"cannot serve metrics on {host_and_port(host, port)}: {reason}; see --metrics-port"
+            ) from None
+        self._metrics = make_wsgi_app(telemetry.registry)
+        self._server.set_app(self._answer)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _answer(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path == "/metrics":
+            page: Iterable[bytes] = self._metrics(environ, start)
+            return page
+        if path == "/health":
+            alive = "" if self._telemetry.alive else "the step loop does not turn"
+            ill = "warming" if self._telemetry.warming else alive
+            return _json(start, "503 Service Unavailable" if ill else "200 OK", {"status": ill or "ok"})
+        if path == "/debug/accounting" and environ["REQUEST_METHOD"] == "POST" and self._check is not None:
+            host, origin, site = (environ.get(f"HTTP_{name}") for name in ("HOST", "ORIGIN", "SEC_FETCH_SITE"))
+            rebound = is_loopback(self._host) and not allows_host(host, ())
+            if rebound or is_foreign("POST", host, origin, site):
+                return _json(start, "403 Forbidden", {"error": "web pages may not ask for a check"})
+            try:
+                finding = self._check()
+            except TimeoutError:
+                return _json(start, "503 Service Unavailable", {"error": "the step loop does not turn"})
+            status = "500 Internal Server Error" if finding else "200 OK"
+            return _json(start, status, {"balanced": not finding, "finding": finding})
+        start("404 Not Found", [("Content-Type", "text/plain")])
+        return [b"GET /metrics, GET /health and POST /debug/accounting are served here\n"]
+
+
+def _json(start: StartResponse, status: str, body: dict[str, str | bool]) -> list[bytes]:
+    start(status, [("Content-Type", "application/json")])
+    return [msgspec.json.encode(body)]

@@ -1,0 +1,110 @@
+"""The request log: one JSON line for each finished request, without any text.
+
+    TurnRecord.outputs.events --RequestLog--> FILE    `python -m quire.engine.tools simulate --trace FILE` reads it
+
+Fields are those of RequestLine.  A request that moves to another engine is logged there, where it finishes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from quire.engine.core.limits import Event
+from quire.engine.observers.log_file import LogFile
+from quire.engine.observers.turn_record import TurnRecord
+from quire.engine.orders import request_of
+from quire.engine.wire.messages import FinishReason, Generate
+
+LINE_BYTES = 1_000  # memory of one line until it is written, estimated
+
+
+class RequestLine(msgspec.Struct):
+    """One finished request.  Times in seconds, rounded to microseconds."""
+
+    at_s: float  # when it was queued, since the engine started; below 0: before
+    unix_s: float  # the same as unix time on the engine's clock
+    prompt_len: int  # tokens
+    output_len: int = 0  # tokens of its longest continuation
+    max_tokens: int = 0  # of each continuation
+    n: int = 1  # continuations
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    outcome: FinishReason | None = None  # of the continuation that ended last
+    queue_s: float | None = None  # until it started in the batch; null: it never did here
+    ttft_s: float | None = None  # until its first token; null: none here
+    e2e_s: float = 0.0  # until its last continuation ended
+    priority: int = 0
+    tenant: str = ""  # digest; "": none
+
+
+class RequestLog:
+    """Observer that follows every request and writes its line."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Raises OSError."""
+        self._file = LogFile(path, max_bytes)
+        self._began = 0.0  # unix seconds of the first turn
+        self._open: dict[str, RequestLine] = {}  # by request id
+
+    def observe(self, record: TurnRecord) -> None:
+        self._began = self._began or record.unix_ms / 1000
+        for order in record.orders:
+            if (request := request_of(order)) is not None and request.id not in self._open:
+                self._open[request.id] = self._begin(request, record.unix_ms)
+        if not self._open:
+            return
+        now = (record.unix_ms / 1000) + record.marks[-1] - record.marks[0]
+        for event in record.outputs.events:
+            if event.request.id in self._open:
+                self._milestone(event, now)
+        for request_id in record.outputs.finished:
+            if (line := self._open.pop(request_id, None)) is not None:
+                self._file.write(partial(encode, line), LINE_BYTES)
+
+    def dropped_lines(self) -> int:
+        """Return the number of lines that are missing because the disk was too slow."""
+        return self._file.dropped
+
+    def close(self) -> None:
+        """Write what has gathered."""
+        self._file.close()
+
+    def _begin(self, request: Generate, unix_ms: int) -> RequestLine:
+        queued = (request.queued_ms or unix_ms) / 1000
+        return RequestLine(
+            at_s=queued - self._began,
+            unix_s=queued,
+            prompt_len=len(request.token_ids),
+            max_tokens=request.max_new_tokens,
+            n=request.n,
+            priority=request.priority,
+            tenant=digest(request.tenant),
+        )
+
+    def _milestone(self, event: Event, now: float) -> None:
+        line = self._open[event.request.id]
+        since = max(0.0, now - line.unix_s)
+        if event.kind == "started":
+            line.queue_s, line.cached_tokens = since, event.tokens
+        elif event.kind == "first" and line.ttft_s is None:
+            line.ttft_s = since
+        elif event.kind == "ended" and event.reason is None:
+            del self._open[event.request.id]
+        elif event.kind == "ended":
+            line.outcome, line.e2e_s = event.reason, since
+            line.output_len = max(line.output_len, event.tokens)
+
+
+def digest(name: str) -> str:
+    """Return 16 hexadecimal digits that stand for a name; "" for none."""
+    return blake2b(name.encode(), digest_size=8).hexdigest() if name else ""
+
+
+def encode(line: RequestLine) -> bytes:
+    """Return the line as JSON."""
+    values = msgspec.structs.asdict(line)
+    values |= {name: round(value, 6) for name, value in values.items() if isinstance(value, float)}
+    return msgspec.json.encode(values) + b"\n"

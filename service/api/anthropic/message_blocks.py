@@ -1,0 +1,265 @@
+"""Content blocks of /v1/messages -> messages of a chat.
+
+    text, document (text), search_result        text of a message
+    tool_use, mcp_tool_use                       a call of the assistant's message
+    tool_result, mcp_tool_result                 a message of role `tool`; an image or file in it becomes a note
+    thinking                                     reasoning of the assistant's message
+    blocks of SKIPPED                            left out, and named in a header: they hold no text for the model
+
+Any other block is a 400, as an image of the user is: the model would answer without what it is asked about.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import msgspec
+
+from quire.service.api.history import Message, Part
+from quire.service.api.openai_responses.response_items import NOTE, SUMMARY
+from quire.service.api.skipped import Skipped
+from quire.service.common.limits import shown
+from quire.service.common.refusal import Refusal, bad_request
+
+TOOL_PREFIX = "toolu_"  # prefix of call ids; chat templates get the rest, which some bound to nine characters
+BILLING = "x-anthropic-billing-header:"  # begins a line at the head of a coding agent's system prompt
+# Of the assistant: what a provider encrypted, its own tools and their results.
+SKIPPED = (
+    "redacted_thinking",
+    "server_tool_use",
+    "web_search_tool_result",
+    "web_fetch_tool_result",
+    "code_execution_tool_result",
+    "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result",
+    "tool_search_tool_result",
+    "advisor_tool_result",
+    "container_upload",
+    "fallback",
+)
+NAMED = ("image", "document", "container_upload", "browser_state", "tool_reference")  # become a note in a result
+OF_USER = "text, document, search_result, tool_result"
+OF_ASSISTANT = "text, thinking, tool_use, mcp_tool_use, mcp_tool_result"
+
+
+class ContentBlock(msgspec.Struct):
+    """One content block of a message, of a tool's result or of `system`."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Any = None
+    tool_use_id: str | None = None
+    content: Any = None  # a result's, a compaction's or a search result's: a string or blocks
+    is_error: bool | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    source: Any = None  # a document's, an image's or a search result's
+    title: str | None = None
+    context: str | None = None
+    cache_control: Any = None
+    citations: Any = None
+
+
+class Turn(msgspec.Struct):
+    """One message."""
+
+    role: str
+    content: str | list[ContentBlock]
+
+
+def system_of(given: str | list[ContentBlock] | None, skipped: Skipped) -> list[Message]:
+    """Return the system message, without the billing line at its head.
+
+    The line differs between requests of one program, so with it no two of them would share a prefix of the cache."""
+    blocks = [ContentBlock("text", text=given)] if isinstance(given, str) else list(given or ())
+    if blocks and blocks[0].type == "text" and (text := blocks[0].text or "").startswith(BILLING):
+        skipped.add("system.x-anthropic-billing-header")
+        rest = text.partition("\n")[2]
+        blocks[:1] = [ContentBlock("text", text=rest)] if rest.strip() else []
+    if not blocks or (isinstance(given, str) and not blocks[0].text):
+        return []
+    return [
+        Message("system", _content([_text_part(f"system[{at}]", block, skipped) for at, block in enumerate(blocks)]))
+    ]
+
+
+def messages_of(turns: list[Turn], skipped: Skipped) -> tuple[list[Message], list[str]]:
+    """Return the messages of a chat, and the field from which each comes: a tool's result is one of its own there.
+
+    Raises Refusal."""
+    found: list[Message] = []
+    sources: list[str] = []
+    names: dict[str, str] = {}  # names of the tools that were called, by the call's id
+    for at, turn in enumerate(turns):
+        param = f"messages[{at}]"
+        if turn.role not in ("user", "assistant", "system"):
+            allowed, given = "user, assistant, system", str(shown(turn.role))
+            message = f"{param}.role: must be one of {allowed}, got '{given}'"
+            raise bad_request("invalid_value", message, f"{param}.role", allowed, given)
+        blocks = [ContentBlock("text", text=turn.content)] if isinstance(turn.content, str) else turn.content
+        if turn.role == "assistant":
+            found += _answer(f"{param}.content", blocks, names, skipped)
+        else:
+            found += _question(f"{param}.content", turn.role, blocks, names, skipped)
+        sources += [param] * (len(found) - len(sources))
+    return found, sources
+
+
+def _question(
+    param: str, role: str, blocks: list[ContentBlock], names: dict[str, str], skipped: Skipped
+) -> list[Message]:
+    """Return the messages of a user's turn: the results of tools, and text."""
+    found: list[Message] = []
+    texts: list[Part] = []
+
+    def flush() -> None:
+        if texts:
+            found.append(Message(role, _content(texts.copy())))
+            texts.clear()
+
+    for at, block in enumerate(blocks):
+        here = f"{param}[{at}]"
+        if block.type == "tool_result":
+            flush()
+            found.append(_result(here, block, names, skipped))
+        elif block.type in SKIPPED:
+            skipped.add(f"{here}.{block.type}")
+        else:
+            texts.append(_text_part(here, block, skipped))
+    flush()
+    return found
+
+
+def _answer(param: str, blocks: list[ContentBlock], names: dict[str, str], skipped: Skipped) -> list[Message]:
+    """Return the messages of an assistant's turn: thinking, text and tool calls; a result of MCP divides it."""
+    found: list[Message] = []
+    texts: list[Part] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+
+    def flush() -> None:
+        reasoning = "\n\n".join(thoughts) or None
+        found.append(
+            Message("assistant", _content(texts.copy()), tool_calls=calls.copy() or None, reasoning_content=reasoning)
+        )
+        for one in (texts, thoughts, calls):
+            one.clear()
+
+    for at, block in enumerate(blocks):
+        here = f"{param}[{at}]"
+        if block.type == "text":
+            texts.append(Part("text", _text(here, block)))
+        elif block.type == "thinking":
+            thoughts.append(block.thinking or "")
+        elif block.type == "compaction" and isinstance(block.content, str):
+            texts.append(Part("text", SUMMARY + block.content))
+        elif block.type in ("tool_use", "mcp_tool_use"):
+            calls.append(_call(here, block, names))
+        elif block.type == "mcp_tool_result":
+            flush()
+            found.append(_result(here, block, names, skipped))
+        elif block.type in SKIPPED:
+            skipped.add(f"{here}.{block.type}")
+        else:
+            raise _unsupported(f"{here}.type", f"only {OF_ASSISTANT} are served", OF_ASSISTANT, str(shown(block.type)))
+    if texts or thoughts or calls or not blocks:
+        flush()
+    return found
+
+
+def _call(here: str, block: ContentBlock, names: dict[str, str]) -> dict[str, Any]:
+    if block.id is None or block.name is None or not isinstance(block.input or {}, dict):
+        raise _wrong(here, "a tool_use with id, name and an object as input")
+    names[block.id] = block.name
+    function = {"name": block.name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
+    return {"id": _bare(block.id), "type": "function", "function": function}
+
+
+def _result(here: str, block: ContentBlock, names: dict[str, str], skipped: Skipped) -> Message:
+    """Return a tool's result."""
+    if block.tool_use_id is None:
+        raise _wrong(f"{here}.tool_use_id", "a string")
+    name = names.get(block.tool_use_id)
+    content = _inner(f"{here}.content", block.content, skipped, notes=True)
+    return Message("tool", content, name=name, tool_call_id=_bare(block.tool_use_id))
+
+
+def _inner(param: str, given: Any, skipped: Skipped, *, notes: bool = False) -> str | list[Part]:
+    """Return the text of content within a block.  `notes`: what is no text becomes a note.  Raises Refusal."""
+    if given is None or isinstance(given, str):
+        return given or ""
+    try:
+        blocks = msgspec.convert(given, list[ContentBlock])
+    except msgspec.ValidationError:
+        raise _wrong(param, "a string or a list of blocks") from None
+    return _content([_text_part(f"{param}[{at}]", block, skipped, notes=notes) for at, block in enumerate(blocks)])
+
+
+def _content(parts: list[Part]) -> str | list[Part]:
+    return (parts[0].text or "") if len(parts) == 1 else parts if parts else ""
+
+
+def _text_part(here: str, block: ContentBlock, skipped: Skipped, *, notes: bool = False) -> Part:
+    """Return a block that is text, or a text document, as a part.  Raises Refusal."""
+    if block.type in ("document", "search_result") and (text := _document(here, block, skipped)) is not None:
+        return Part("text", text)
+    if notes and block.type in NAMED:
+        if block.type != "tool_reference":
+            skipped.add(f"{here}.{block.type}")
+            return Part("text", NOTE.format("image" if block.type == "image" else "file"))
+        return Part("text", f"[tool {block.name or ''}]".replace(" ]", "]"))
+    if block.type != "text":
+        raise _unsupported(f"{here}.type", "this server takes text only", OF_USER, str(shown(block.type)))
+    return Part("text", _text(here, block))
+
+
+def _text(here: str, block: ContentBlock) -> str:
+    if block.text is None:
+        raise _wrong(f"{here}.text", "a string")
+    return block.text
+
+
+def _document(here: str, block: ContentBlock, skipped: Skipped) -> str | None:
+    """Return the text of a document or search result, after its title; None if it holds no text."""
+    source = block.source
+    if block.type == "search_result":
+        body = _inner(f"{here}.content", block.content, skipped)
+        head = [block.title, source if isinstance(source, str) else None]
+    else:
+        if not isinstance(source, dict):
+            raise _wrong(f"{here}.source", "an object")
+        kind, media, data = source.get("type"), str(source.get("media_type")), source.get("data")
+        if kind == "content":
+            body = _inner(f"{here}.source.content", source.get("content"), skipped)
+        elif kind == "text" and isinstance(data, str):
+            body = data
+        elif kind == "base64" and media.startswith("text/") and (text := _decoded(data)) is not None:
+            body = text
+        else:
+            return None
+        head = [block.title, block.context]
+    text = body if isinstance(body, str) else "\n".join(part.text or "" for part in body)
+    return "\n".join([*filter(None, head), text])
+
+
+def _decoded(data: Any) -> str | None:
+    try:
+        return base64.b64decode(data, validate=True).decode()
+    except (ValueError, TypeError):
+        return None
+
+
+def _bare(tool_id: str) -> str:
+    return tool_id.removeprefix(TOOL_PREFIX)
+
+
+def _unsupported(param: str, reason: str, allowed: str | None = None, given: str | None = None) -> Refusal:
+    return bad_request("unsupported", f"{param}: {reason}", param, allowed, given)
+
+
+def _wrong(param: str, wanted: str) -> Refusal:
+    return bad_request("invalid_type", f"{param}: must be {wanted}", param, wanted)

@@ -1,0 +1,346 @@
+"""Anthropic's format: POST /v1/messages and /v1/messages/count_tokens as requests of the chat path, and its answers.
+
+    MessagesBody --chat_of--> ChatBody --api.chat_request--> ValidRequest --the path of every chat--> pieces
+    pieces --MessageFormat--> message_start, content_block_start, content_block_delta ... message_stop, or one message
+
+`message_blocks.py` has the content blocks, `client_tools.py` the tools.  The chat path checks what both formats share.
+A refusal names the field as this format does (`NAMES`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from quire.service.api.anthropic.context_edits import edited
+from quire.service.api.anthropic.message_blocks import TOOL_PREFIX, ContentBlock, Turn, messages_of, system_of
+from quire.service.api.api import ChatBody, Refusal, Served, ValidRequest, chat_request, decode_all
+from quire.service.api.blocks import Block, BlockFormat
+from quire.service.api.client_tools import message_tools
+from quire.service.api.format import Prompted, call_id
+from quire.service.api.skipped import Skipped
+from quire.service.api.tools import ToolRules
+from quire.service.common.limits import WHOLE, shown
+from quire.service.common.pacing import Pacer, Turns
+from quire.service.common.refusal import bad_request, check, placing
+from quire.service.common.surrogates import without_escaped_halves
+from quire.service.config import GatewayConfig
+from quire.service.output.pieces import Piece
+
+PREFIX = "msg_"
+REQUEST_ID_HEADER = "request-id"  # Anthropic's name of x-request-id
+ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+# Fields of a chat, as refusals of the chat path name them -> fields of this format.
+NAMES = (
+    (r"stop(?=$|\W)", "stop_sequences"),
+    (r"tools\[(\d*)\]\.function\.parameters", r"tools[\1].input_schema"),
+    (r"tools\[(\d*)\]\.function", r"tools[\1]"),
+    (r"response_format\.json_schema\.schema", "output_config.format.schema"),
+    (r"response_format(\.json_schema)?", "output_config.format"),
+    (r"reasoning_effort", "output_config.effort"),
+    (r"continue_final_message", "messages"),
+)
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+UNSERVED = {
+    "mcp_servers": "tools of other servers",
+    "container": "code execution",
+    "speed": "a choice of speed",
+}
+
+
+class CountBody(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/messages/count_tokens."""
+
+    messages: list[Turn]
+    model: str | None = None
+    system: str | list[ContentBlock] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    chat_template_kwargs: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    cache_control: Any = None
+    inference_geo: Any = None
+    mcp_servers: Any = None
+    container: Any = None
+    context_management: dict[str, Any] | None = None
+    speed: Any = None
+
+
+class MessagesBody(CountBody, kw_only=True):
+    """Body of POST /v1/messages."""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    # Quire's own, as in a chat.
+    seed: int | None = None
+    priority: int | str | None = None
+    timeout: float | None = None
+    cache_salt: str | None = None
+
+
+def parse(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: Served) -> ValidRequest:
+    """Parse the body of POST /v1/messages.  Raises Refusal."""
+    asked, unknown = decode_all(body, MessagesBody, "messages", config)
+    check("max_tokens", asked.max_tokens, config)
+    skipped = Skipped(config)
+    chat, rules, sources = chat_of(asked, skipped)
+    chat.max_tokens, chat.stream, chat.stop = asked.max_tokens, asked.stream, asked.stop_sequences
+    chat.temperature, chat.top_p, chat.top_k, chat.seed = asked.temperature, asked.top_p, asked.top_k, asked.seed
+    chat.priority, chat.timeout, chat.cache_salt = asked.priority, asked.timeout, asked.cache_salt
+    with placing(sources):
+        valid = chat_request(chat, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
+    return msgspec.structs.replace(_with_thinking(valid, asked), at_most=True, sources=sources)
+
+
+def parse_count(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: Served) -> ValidRequest:
+    """Parse the body of POST /v1/messages/count_tokens.  Raises Refusal."""
+    asked, unknown = decode_all(body, CountBody, "messages", config)
+    skipped = Skipped(config)
+    chat, rules, sources = chat_of(asked, skipped)
+    with placing(sources):
+        valid = chat_request(chat, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
+    return msgspec.structs.replace(_with_thinking(valid, asked), sources=sources)
+
+
+def _with_thinking(valid: ValidRequest, asked: CountBody) -> ValidRequest:
+    thinking, budget = _thinking(asked.thinking)
+    options = msgspec.structs.replace(
+        valid.options, thinking=thinking, thinking_budget=budget, thinking_target=budget is not None
+    )
+    return msgspec.structs.replace(valid, options=options)
+
+
+# ------------------------------------------------------------------------------------------------------------- requests
+
+
+def chat_of(asked: CountBody, skipped: Skipped) -> tuple[ChatBody, ToolRules, list[str]]:
+    """Return the chat that a body asks for, without what only an answer needs; its rules; the source of each message.
+
+    Raises Refusal."""
+    for name, feature in UNSERVED.items():
+        if getattr(asked, name) not in (None, [], {}):
+            raise _unsupported(name, f"{feature} is not served")
+    turns = edited(asked.messages, asked.context_management, skipped)
+    messages, sources = messages_of(turns, skipped)
+    # An answer continues a last message of the assistant's, as at Anthropic.
+    continued = bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
+    tools, rules = message_tools(asked.tools, skipped, asked.tool_choice)
+    choice, parallel = _tool_choice(asked.tool_choice)
+    effort, form = _output_config(asked.output_config)
+    system = system_of(asked.system, skipped)
+    chat = ChatBody(
+        model=asked.model,
+        messages=[*system, *messages],
+        tools=tools or None,
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        chat_template_kwargs=asked.chat_template_kwargs,
+        reasoning_effort=effort,
+        response_format=form,
+        continue_final_message=continued or None,
+    )
+    return chat, rules, ["system"] * len(system) + sources
+
+
+def _unsupported(param: str, reason: str, allowed: str | None = None, given: str | None = None) -> Refusal:
+    return bad_request("unsupported", f"{param}: {reason}", param, allowed, given)
+
+
+def _wrong(param: str, wanted: str) -> Refusal:
+    return bad_request("invalid_type", f"{param}: must be {wanted}", param, wanted)
+
+
+def _tool_choice(given: dict[str, Any] | None) -> tuple[Any, bool | None]:
+    """Return `tool_choice` and `parallel_tool_calls` of the chat."""
+    if given is None:
+        return None, None
+    parallel = False if given.get("disable_parallel_tool_use") else None
+    kind = given.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": given.get("name")}}, parallel
+    choices = {"auto": "auto", "any": "required", "none": "none"}
+    if kind not in choices:
+        allowed, value = "auto, any, tool, none", str(shown(str(kind)))
+        message = f"tool_choice.type: must be one of {allowed}, got '{value}'"
+        raise bad_request("invalid_value", message, "tool_choice.type", allowed, value)
+    return choices[str(kind)], parallel
+
+
+def _thinking(given: dict[str, Any] | None) -> tuple[bool | None, int | None]:
+    """Return whether the model shall think (None: as its template has it), and its budget (None: unbounded)."""
+    kind = None if given is None else given.get("type")
+    if given is None or kind == "adaptive":
+        return None, None
+    if kind not in ("enabled", "disabled"):
+        allowed, value = "enabled, disabled, adaptive", str(shown(str(kind)))
+        message = f"thinking.type: must be one of {allowed}, got '{value}'"
+        raise bad_request("invalid_value", message, "thinking.type", allowed, value)
+    if kind == "disabled":
+        return False, None
+    budget = given.get("budget_tokens")
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
+        raise _wrong("thinking.budget_tokens", "a whole number >= 0")
+    return True, None if budget is None else min(budget, WHOLE)
+
+
+def _output_config(given: dict[str, Any] | None) -> tuple[str | None, dict[str, Any] | None]:
+    """Return `reasoning_effort` and `response_format` of the chat."""
+    given = given or {}
+    for name in given:
+        if name not in ("effort", "format"):
+            raise _unsupported(f"output_config.{shown(name)}", "there is no such setting", "effort, format")
+    effort, form = given.get("effort"), given.get("format")
+    if not isinstance(effort, str | None):
+        raise _wrong("output_config.effort", "a string")
+    if form is None:
+        return effort, None
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        raise _unsupported("output_config.format.type", "only json_schema is served", "json_schema")
+    return effort, {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+
+def error_body(refusal: Refusal, request_id: str) -> bytes:
+    """Return an error as Anthropic's JSON."""
+    message = refusal.message.encode("utf-8", "replace").decode()
+    kind = ERRORS.get(refusal.status, "invalid_request_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id})
+
+
+class MessageFormat(BlockFormat):
+    """Writes one answer in Anthropic's shape.  A client that asks again under its idempotency key gets all of it."""
+
+    each_token = False
+
+    def __init__(self, valid: ValidRequest, *, request_id: str, model: str, prompt: Prompted) -> None:
+        super().__init__(valid, request_id=request_id, model=model, prompt=prompt)
+        self._begun = False
+
+    def _usage(self) -> dict[str, int]:
+        # Anthropic counts cached prompt tokens apart from the others.
+        return {
+            "input_tokens": self._prompt - self._cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": self._cached,
+            "output_tokens": self._tokens[0],
+        }
+
+    def _frame(self, content: list[msgspec.Raw], stop: dict[str, Any]) -> dict[str, Any]:
+        head = {"id": self.request_id, "type": "message", "role": "assistant", "model": self._model}
+        return head | {"content": content} | stop | {"usage": self._usage()}
+
+    def _stop(self, piece: Piece) -> dict[str, Any]:
+        sequence = piece.stop_reason if isinstance(piece.stop_reason, str) and piece.finish == "stop" else None
+        reason = "stop_sequence" if sequence is not None else STOP_REASONS[piece.finish or "stop"]
+        if reason == "max_tokens" and self._tokens[0] < (self._valid.max_tokens or 0):
+            reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _content(self, block: Block, *, empty: bool = False) -> dict[str, Any]:
+        text = "" if empty else block.text
+        if block.kind == "text":
+            return {"type": "text", "text": text}
+        if block.kind == "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        call = TOOL_PREFIX + call_id(self.request_id, 0, block.call)
+        return {"type": "tool_use", "id": call, "name": block.name, "input": read_input(text)}
+
+    # -- a stream
+
+    def _start(self) -> bytes:
+        if self._begun:
+            return b""
+        self._begun = True
+        message = self._frame([], {"stop_reason": None, "stop_sequence": None})
+        return _event({"type": "message_start", "message": message})
+
+    def idle(self) -> bytes:
+        """Return the events for a silent stream."""
+        return self._start() + _event({"type": "ping"})
+
+    def chunk(self, piece: Piece) -> bytes:
+        """Return the events of a piece."""
+        self._cached = max(self._cached, piece.cached_tokens)
+        events = [self._start()]
+        self._count(piece)
+        for step, block, text in self._blocks.add(piece):
+            event: dict[str, Any] = {"type": f"content_block_{step}", "index": block.index}
+            if step == "open":
+                event |= {"type": "content_block_start", "content_block": self._content(block, empty=True)}
+            elif step == "grow":
+                event |= {"type": "content_block_delta", "delta": _delta(block, text)}
+            else:
+                event["type"] = "content_block_stop"
+            events.append(_event(event))
+        if piece.finish is not None:
+            events.append(_event({"type": "message_delta", "delta": self._stop(piece), "usage": self._usage()}))
+        return b"".join(events)
+
+    def usage_chunk(self) -> bytes:
+        """Return nothing: `message_delta` has the usage."""
+        return b""
+
+    def done(self) -> bytes:
+        """Return the event that ends the stream."""
+        return _event({"type": "message_stop"})
+
+    def failure(self, refusal: Refusal) -> bytes:
+        """Return the last event of a stream that failed."""
+        return b"event: error\ndata: " + error_body(refusal, self.request_id) + b"\n\n"
+
+    # -- the whole answer
+
+    async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
+        """Return the body of an answer that is not streamed.  Other requests run in between."""
+        turns, content = Turns(pacer), list[msgspec.Raw]()
+        for piece in pieces:
+            self._count(piece)
+            for step, block, _ in self._blocks.add(piece):
+                if step == "close":
+                    content.append(msgspec.Raw(msgspec.json.encode(self._content(block))))
+            await turns.pause()
+        return [msgspec.json.encode(self._frame(content, self._stop(pieces[-1])))]
+
+
+def read_input(arguments: str) -> msgspec.Raw:
+    """Return the arguments of a call as an object, as written; {} if they are none, because the model erred or was cut.
+
+    A repeated key stays, and so does a number beyond a float."""
+    text = without_escaped_halves(arguments)
+    try:
+        found = json.loads(text, parse_int=float)  # an int has at most 4,300 digits
+    except (ValueError, RecursionError):
+        found = None
+    return msgspec.Raw(text.encode() if isinstance(found, dict) else b"{}")
+
+
+def _delta(block: Block, text: str) -> dict[str, Any]:
+    if block.kind == "text":
+        return {"type": "text_delta", "text": text}
+    if block.kind == "reasoning":
+        return {"type": "thinking_delta", "thinking": text}
+    return {"type": "input_json_delta", "partial_json": text}
+
+
+def _event(event: dict[str, Any]) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))

@@ -1,0 +1,108 @@
+"""The blocks of an answer: runs of text, reasoning and tool calls, in the order in which the model wrote them.
+
+    pieces --Blocks.add--> (open, block, "") (grow, block, "more") ... (close, block, "") --a format--> its events
+
+The blocks of `/v1/messages` and the output items of `/v1/responses` are these.  They depend on what the model wrote,
+not on how it was cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from quire.service.api.api import ValidRequest
+from quire.service.api.format import Position, Prompted
+from quire.service.common.pacing import Pacer
+from quire.service.output.pieces import Piece
+from quire.service.output.regions import CallDelta
+
+Kind = Literal["text", "reasoning", "call"]
+Step = Literal["open", "grow", "close"]
+
+
+class Block:
+    """One run of text, of reasoning, or one tool call, as far as it was written."""
+
+    __slots__ = ("call", "complete", "followed", "index", "kind", "name", "parts")
+
+    def __init__(self, index: int, kind: Kind, call: int = -1, name: str = "") -> None:
+        """`index` counts the blocks of an answer.  `call` counts its tool calls, `name` is the tool's."""
+        self.index, self.kind, self.call, self.name = index, kind, call, name
+        self.parts: list[str] = []
+        self.complete = self.followed = False  # it is closed; by the next block, not by the end of the answer
+
+    @property
+    def text(self) -> str:
+        """Its text; of a call its arguments, JSON unless the model erred or was cut."""
+        return "".join(self.parts)
+
+
+class Blocks:
+    """Collects the blocks of one answer.  At most one is open, the last one."""
+
+    def __init__(self) -> None:
+        self.found: list[Block] = []
+
+    def add(self, piece: Piece) -> Iterator[tuple[Step, Block, str]]:
+        """Yield what a piece adds: a block opens, grows by a text that is not empty, or closes."""
+        for part in piece.ordered():
+            if isinstance(part, CallDelta):
+                kind: Kind = "call"
+                text, begins = part.arguments, part.name is not None
+            else:
+                kind, text = "reasoning" if part.reasoning else "text", part.text
+                begins = self._open is None or self._open.kind != kind
+            if begins:
+                yield from self._close(followed=True)
+                self.found.append(Block(len(self.found), kind))
+                if isinstance(part, CallDelta):
+                    self.found[-1].call, self.found[-1].name = part.index, part.name or ""
+                yield "open", self.found[-1], ""
+            if text:
+                self.found[-1].parts.append(text)
+                yield "grow", self.found[-1], text
+        if piece.finish is not None:
+            yield from self._close()
+
+    @property
+    def _open(self) -> Block | None:
+        return self.found[-1] if self.found and not self.found[-1].complete else None
+
+    def _close(self, *, followed: bool = False) -> Iterator[tuple[Step, Block, str]]:
+        if (block := self._open) is not None:
+            block.complete, block.followed = True, followed
+            yield "close", block, ""
+
+
+class BlockFormat:
+    """What the formats that write blocks share: the answer begins anew for each reader, and events have no ids.
+
+    The base of an `AnswerFormat` of one prompt and one choice."""
+
+    ids = False
+
+    def __init__(self, valid: ValidRequest, *, request_id: str, model: str, prompt: Prompted) -> None:
+        self._valid, self.request_id, self._model, self._prompt = valid, request_id, model, len(prompt.token_ids)
+        self._blocks = Blocks()
+        self._cached = 0  # prompt tokens found in the prefix cache
+        self._tokens = [0]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Output tokens that have been written."""
+        return self._tokens
+
+    def skip(self, had: Position, cached: list[int], reasoning: list[int]) -> None:
+        """Begin anew, whatever the client has."""
+        self._cached = max(cached)
+
+    async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
+        """Do nothing: log probabilities are encoded with their block."""
+
+    async def prepare_end(self, pacer: Pacer) -> None:
+        """Do nothing: the end of a stream does not repeat the answer."""
+
+    def _count(self, piece: Piece) -> None:
+        self._tokens[0] += len(piece.token_ids)
+        self._cached = max(self._cached, piece.cached_tokens)

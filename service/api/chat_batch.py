@@ -1,0 +1,75 @@
+"""POST /v1/chat/completions/batch: several chats with the same options in one request, as vLLM has it.
+
+    body --each of `messages` in turn--> api.parse_chat --> one ValidRequest: each chat is a prompt of its own
+
+The answer has one choice for each chat, in their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.service.api import api
+from quire.service.api.api import ValidRequest, decode
+from quire.service.api.echo import last_answer
+from quire.service.api.history import Message, plain_messages
+from quire.service.common.refusal import Refusal, bad_request, check, renamed, renaming
+from quire.service.config import GatewayConfig
+
+UNSERVED = {"stream": False, "tools": [], "use_beam_search": False, "n": 1}  # fields, and the value that is allowed
+
+
+class BatchBody(api.ChatBody, kw_only=True):
+    """Body of POST /v1/chat/completions/batch."""
+
+    messages: list[list[Message]]  # type: ignore[assignment]  # a chat each
+
+
+def parse(
+    body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: api.Served = api.NO_DEFAULTS
+) -> ValidRequest:
+    """Parse the body of POST /v1/chat/completions/batch.  Raises Refusal."""
+    asked, unknown = api.decode_all(body, BatchBody, "chat", config)
+    for name, allowed in UNSERVED.items():
+        if (value := getattr(asked, name)) not in (None, allowed):
+            given: Any = len(value) if isinstance(value, list) else value
+            raise bad_request(
+                "unsupported", f"{name}: a batch of chats is served without it", name, str(allowed), given
+            )
+    if not asked.messages:
+        raise bad_request("empty_prompt", "messages: must not be empty, at least 1 chat", "messages", ">= 1", 0)
+    with renaming((("prompt|n", "messages"),)):
+        check("prompt", len(asked.messages), config)
+        check("choices", len(asked.messages), config)
+    fields = msgspec.structs.asdict(asked)
+    valid = None
+    conversations = []
+    for at, messages in enumerate(asked.messages):
+        try:
+            if valid is None:
+                chat = api.ChatBody(**{**fields, "messages": messages})
+                valid = api.chat_request(chat, config, served_name, timeout_s, served, unknown)
+            else:
+                conversations.append(plain_messages(messages, config))
+        except Refusal as refusal:
+            raise of_chat(refusal, at) from None
+    assert valid is not None
+    repeated = [last_answer(messages) for messages in (valid.messages, *conversations)] if asked.echo else []
+    return msgspec.structs.replace(valid, conversations=conversations, repeated=repeated)
+
+
+def of_chat(refusal: Refusal, at: int) -> Refusal:
+    """Return a refusal of one chat's messages that says which chat it is."""
+    return renamed(refusal, (("messages", f"messages[{at}]"),))
+
+
+def parse_invocation(
+    body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: api.Served = api.NO_DEFAULTS
+) -> ValidRequest:
+    """Parse the body of POST /invocations: of a chat if it has `messages`, else of a completion.  Raises Refusal."""
+    names = decode(body, dict[str, msgspec.Raw], config)
+    if "messages" in names or "prompt" not in names:
+        return api.parse_chat(body, config, served_name, timeout_s, served)
+    return api.parse_completion(body, config, served_name, timeout_s, served)

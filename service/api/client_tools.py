@@ -1,0 +1,218 @@
+"""Tools of /v1/responses and /v1/messages -> functions of a chat, and the names of calls on the way back.
+
+    function             a function of the chat
+    namespace            its functions, each named `namespace__function`; a call comes back with both names apart
+    custom               a function of one string, `input`; a call comes back as `custom_tool_call`
+    any other type       skipped: its provider runs it, or only its own models know it.  Demanded by `tool_choice`: 400
+
+The names are derived from the tools that the answer repeats, so a resumed answer maps its calls alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from quire.service.api.skipped import Skipped
+from quire.service.api.tools import ToolRules, check_length
+from quire.service.common.limits import shown
+from quire.service.common.refusal import Refusal, bad_request
+from quire.service.common.surrogates import without_escaped_halves
+from quire.service.config import GatewayConfig
+
+Tool = dict[str, Any]
+INPUT = "input"  # the one argument of a custom tool
+JOINED = "__"  # between a namespace and a name: chat templates and grammars take it for a part of the name
+CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {INPUT: {"type": "string", "description": "The whole input of the tool, as plain text."}},
+    "required": [INPUT],
+    "additionalProperties": False,
+}
+
+
+class Called(NamedTuple):
+    """A tool as the client names it."""
+
+    name: str
+    namespace: str | None = None
+    kind: Literal["function", "custom"] = "function"
+
+
+def joined(name: str, namespace: str | None) -> str:
+    """Return the name that a tool of a namespace has in the chat."""
+    if not namespace:
+        return name
+    return namespace + name if namespace.endswith(JOINED) else f"{namespace}{JOINED}{name}"
+
+
+def _each(
+    tools: list[Tool], path: str = "tools", namespace: str | None = None
+) -> Iterator[tuple[str, str | None, Tool]]:
+    """Yield (path, namespace, tool) of each tool, those within namespaces included.  Raises Refusal."""
+    for at, tool in enumerate(tools):
+        here = f"{path}[{at}]"
+        if not isinstance(tool, dict):
+            raise _wrong(here, "an object")
+        if tool.get("type") != "namespace" or namespace is not None:
+            yield here, namespace, tool
+            continue
+        inner = tool.get("tools")
+        if not isinstance(inner, list):
+            raise _wrong(f"{here}.tools", "a list")
+        if not isinstance(tool.get("name"), str) or not tool["name"]:
+            raise _wrong(f"{here}.name", "a string")
+        yield from _each(inner, f"{here}.tools", tool["name"])
+
+
+def names_of(tools: list[Tool]) -> dict[str, Called]:
+    """Return how the client names each tool that the chat names otherwise, by the chat's name."""
+    found: dict[str, Called] = {}
+    for _, namespace, tool in _each(tools):
+        kind, name = tool.get("type"), tool.get("name")
+        if isinstance(name, str) and (kind == "custom" or (kind == "function" and namespace)):
+            found[joined(name, namespace)] = Called(name, namespace, "custom" if kind == "custom" else "function")
+    return found
+
+
+def functions_of(tools: list[Tool] | None, skipped: Skipped, config: GatewayConfig) -> tuple[list[Tool], ToolRules]:
+    """Return the tools of /v1/responses as functions of a chat, with their rules.  Raises Refusal."""
+    found: list[Tool] = []
+    paths: list[str] = []
+    for path, namespace, tool in _each(tools or []):
+        kind, name = tool.get("type"), tool.get("name")
+        if kind not in ("function", "custom"):
+            skipped.add(f"{path}.{shown(str(kind))}")
+            continue
+        if isinstance(name, str):
+            check_length(f"{path}.name", name, "tool name", config)
+        chat_name = joined(name, namespace) if isinstance(name, str) else name
+        if kind == "function":
+            found.append(function_tool({**tool, "name": chat_name}, tool.get("parameters")))
+        else:
+            form = tool.get("format")
+            if isinstance(form, dict) and form.get("type") not in (None, "text"):
+                skipped.add(f"{path}.format")  # told to the model, not enforced
+            described = {"name": chat_name, "description": _custom_description(tool)}
+            found.append(function_tool(described, CUSTOM_PARAMETERS))
+        paths.append(path)
+    return found, ToolRules(name="joined tool name", paths=tuple(paths))
+
+
+def function_tool(tool: Tool, parameters: Any) -> Tool:
+    """Return a tool as a chat has it; other fields of `tool` change nothing."""
+    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": parameters}
+    function["strict"] = tool.get("strict")
+    kept = {key: value for key, value in function.items() if value is not None or key == "name"}
+    return {"type": "function", "function": kept}
+
+
+def _custom_description(tool: Tool) -> str:
+    """Return the description of a custom tool, with the grammar of its input where it has one."""
+    description, form = tool.get("description"), tool.get("format")
+    parts = [description] if isinstance(description, str) else []
+    if isinstance(form, dict) and isinstance(form.get("definition"), str):
+        parts.append(f"The input must match this {form.get('syntax') or 'lark'} grammar:\n{form['definition']}")
+    return "\n\n".join(parts)
+
+
+# ------------------------------------------------------------------------------------------------------------- choices
+
+
+def tool_choice(given: Any) -> Any:
+    """Return `tool_choice` of /v1/responses as a chat has it.  Raises Refusal for a tool that is not served."""
+    if not isinstance(given, dict):
+        return given
+    kind = given.get("type")
+    if kind in ("function", "custom"):
+        name = given.get("name")
+        chat_name = joined(name, given.get("namespace")) if isinstance(name, str) else name
+        return {"type": "function", "function": {"name": chat_name}}
+    value = str(shown(str(kind)))
+    message = f"tool_choice: a call of '{value}' cannot be demanded, only functions are served"
+    raise bad_request("unsupported", message, "tool_choice.type", "function, custom", value)
+
+
+def allowed_tools(given: Any, functions: list[Tool], rules: ToolRules) -> tuple[Any, list[Tool], ToolRules]:
+    """Resolve a `tool_choice` of type `allowed_tools`: return its mode, and the functions that it leaves.
+
+    Any other choice comes back unchanged, with all functions.  A chat has the list one object further down."""
+    if not isinstance(given, dict) or given.get("type") != "allowed_tools":
+        return given, functions, rules
+    if isinstance(given.get("allowed_tools"), dict):
+        given = given["allowed_tools"]
+    tools, mode = given.get("tools"), given.get("mode", "auto")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise _wrong("tool_choice.tools", "a list of tools")
+    if mode not in ("auto", "required"):
+        value = str(shown(str(mode)))
+        message = f"tool_choice.mode: must be one of auto, required, got '{value}'"
+        raise bad_request("invalid_value", message, "tool_choice.mode", "auto, required", value)
+    named = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
+    names = {joined(str(tool.get("name")), tool.get("namespace")) for tool in named}
+    kept = [at for at, tool in enumerate(functions) if tool["function"].get("name") in names]
+    return mode, [functions[at] for at in kept], rules._replace(paths=tuple(rules.paths[at] for at in kept))
+
+
+def custom_input(arguments: str) -> str:
+    """Return the input of a call of a custom tool; arguments in another form are the input themselves."""
+    try:
+        found = json.loads(without_escaped_halves(arguments), strict=False)
+    except (ValueError, RecursionError):
+        return arguments
+    if isinstance(found, dict) and isinstance(found.get(INPUT), str):
+        return str(found[INPUT])
+    values = list(found.values()) if isinstance(found, dict) else [found]
+    return values[0] if len(values) == 1 and isinstance(values[0], str) else arguments
+
+
+def custom_arguments(text: str) -> str:
+    """Return the arguments of a call of a custom tool with this input."""
+    return json.dumps({INPUT: text}, ensure_ascii=False)
+
+
+# ---------------------------------------------------------------------------------------------- tools of other formats
+
+
+def chat_tools(tools: Any, skipped: Skipped) -> tuple[Any, ToolRules]:
+    """Return the functions among the tools of a chat, with their rules; tools of other types are skipped."""
+    if not isinstance(tools, list):
+        return tools, ToolRules()
+    found: list[Any] = []
+    paths: list[str] = []
+    for at, tool in enumerate(tools):
+        kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
+        if kind == "function":
+            found.append(tool)
+            paths.append(f"tools[{at}]")
+        else:
+            skipped.add(f"tools[{at}].{shown(str(kind))}")
+    return found, ToolRules(paths=tuple(paths))
+
+
+def message_tools(
+    tools: list[Tool] | None, skipped: Skipped, choice: dict[str, Any] | None
+) -> tuple[list[Tool], ToolRules]:
+    """Return the tools of /v1/messages as functions of a chat, with their rules.
+
+    Tools that Anthropic runs or defines (`web_search_...`, `bash_...`) are skipped.  Raises Refusal if `choice` demands
+    one."""
+    found: list[Tool] = []
+    paths: list[str] = []
+    for at, tool in enumerate(tools or ()):
+        kind = tool.get("type") or "custom"
+        if kind == "custom":
+            found.append(function_tool(tool, tool.get("input_schema")))
+            paths.append(f"tools[{at}]")
+            continue
+        value = str(shown(str(kind)))
+        if choice and choice.get("type") == "tool" and choice.get("name") == tool.get("name"):
+            message = f"tool_choice.name: a call of '{value}' cannot be demanded, only tools of the client are served"
+            raise bad_request("unsupported", message, "tool_choice.name", "a tool of the client", value)
+        skipped.add(f"tools[{at}].{value}")
+    return found, ToolRules(name="message tool name", bounded=False, paths=tuple(paths))
+
+
+def _wrong(param: str, wanted: str) -> Refusal:
+    return bad_request("invalid_type", f"{param}: must be {wanted}", param, wanted)

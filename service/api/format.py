@@ -1,0 +1,504 @@
+"""Answers as JSON in OpenAI's shape: whole, or as chunks whose constant parts are built once.
+
+A chunk for a client that can resume has an event id: how much of the answer the reader has after it (`Position`).
+Any gateway can continue from there (`resume.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import statistics
+from collections.abc import Iterator
+from typing import Any, Protocol, Self
+
+import msgspec
+
+from quire.engine.wire.messages import TokenLogprob
+from quire.service.api import beams, best_of, vllm_keys, whole_answers
+from quire.service.api.api import Refusal, ValidRequest
+from quire.service.api.logprobs import Columns, LogprobFormat
+from quire.service.api.whole_answers import WholeChoice
+from quire.service.common.pacing import Pacer, Turns
+from quire.service.output.pieces import Piece
+
+ONE_PART_BYTES = 64 * 1024  # a whole answer up to this size is one part
+
+
+class Position(msgspec.Struct, frozen=True):
+    """How much of an answer a client has.  An event id holds it, written `ID:TOKENS[:ENDED]`.
+
+        cmpl-5f0c:17,,20         17 tokens of choice 0, nothing of choice 1, 20 tokens of choice 2
+        cmpl-5f0c:17,0,20:2      ... all of choice 2, its end included
+        cmpl-5f0c:17,9,20:usage  every choice, and the usage chunk
+        cmpl-5f0c:17,9,20:done   the whole answer
+
+    A choice at 0 has begun: its role, or the prompt it echoes, was sent.  The text of the first N tokens is a function
+    of the tokens.  So nothing else is needed to continue at exactly the next character."""
+
+    request_id: str
+    tokens: tuple[int | None, ...]  # of each choice; None: not begun
+    ended: frozenset[int] = frozenset()  # choices whose last event was sent
+    usage: bool = False  # the usage chunk was sent
+    done: bool = False  # [DONE] was sent
+
+    @classmethod
+    def start(cls, request_id: str, choices: int) -> Self:
+        """Return the position before anything was sent."""
+        return cls(request_id, (None,) * choices)
+
+    @classmethod
+    def parse(cls, event_id: str) -> Self:
+        """Parse an event id.  Raises Refusal(400) for an id that no event of this server can have carried."""
+        found = _EVENT_ID.fullmatch(event_id)
+        if found is None:
+            raise _malformed(event_id)
+        request_id, counts, ended = found["id"], found["tokens"].split(","), found["ended"] or ""
+        tokens = tuple(int(count) if count else None for count in counts)
+        if ended in ("usage", "done"):
+            return cls(request_id, tokens, frozenset(range(len(tokens))), True, ended == "done")
+        choices = frozenset(map(int, filter(None, ended.split(","))))
+        if any(choice >= len(tokens) or tokens[choice] is None for choice in choices):
+            raise _malformed(event_id)
+        return cls(request_id, tokens, choices)
+
+
+REQUEST_ID = r"(?:cmpl|chatcmpl)-[0-9a-f]{32}"
+ANSWER_ID = rf"{REQUEST_ID}|(?:msg|resp)_[0-9a-f]{{32}}"  # also of formats whose events have no ids
+_EVENT_ID = re.compile(
+    rf"(?P<id>{REQUEST_ID}):(?P<tokens>(?:\d{{1,9}})?(?:,(?:\d{{1,9}})?)*)(?::(?P<ended>usage|done|\d{{1,5}}(?:,\d{{1,5}})*))?",
+    re.ASCII,
+)
+
+
+def _malformed(event_id: str) -> Refusal:
+    message = "Last-Event-ID: not the id of any event of this server"
+    return Refusal(400, "invalid_event_id", message, param="last-event-id", given=event_id[:64])
+
+
+class AnswerFormat(Protocol):
+    """Writes one request's answer, whole or as the events of a stream."""
+
+    request_id: str
+    ids: bool  # events have ids, and silence is filled with comments
+    each_token: bool  # each piece must hold one token: see text_stream.decode
+
+    @property
+    def tokens(self) -> list[int]:
+        """Output tokens of each choice that have been written."""
+
+    def skip(self, had: Position, cached: list[int], reasoning: list[int]) -> None:
+        """Continue after what a client already has."""
+
+    async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
+        """Do the slow part of a piece's `chunk`, while other requests run."""
+
+    def chunk(self, piece: Piece) -> bytes:
+        """Return the events of a piece; empty when it holds nothing that a client can see yet."""
+
+    def idle(self) -> bytes:
+        """Return the events for a silent stream; none: a keep-alive will do."""
+
+    def usage_chunk(self) -> bytes:
+        """Return the last event before `done`, if there is one."""
+
+    def done(self) -> bytes:
+        """Return the event that ends the stream."""
+
+    def failure(self, refusal: Refusal) -> bytes:
+        """Return the last events of a stream that failed after its first event."""
+
+    async def prepare_end(self, pacer: Pacer) -> None:
+        """Do the slow part of `done`, and of the answer that is stored, while other requests run."""
+
+    async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
+        """Return the body of an answer that is not streamed, in parts, from all its pieces.  Other requests run."""
+
+
+class Prompted(msgspec.Struct, frozen=True):
+    """A prompt as the answer shows it: its tokens, and the text that `echo` repeats."""
+
+    token_ids: list[int]
+    text: str = ""  # only with echo
+    offsets: list[int] = []  # characters before each token; only with echo and logprobs
+
+
+def call_id(request_id: str, choice: int, index: int) -> str:
+    """Return the id of a tool call: a function of its place, so that a resumed answer has the same.
+
+    It has nine letters and digits, since some chat templates refuse any other form."""
+    digest = hashlib.sha256(f"{request_id} {choice} {index}".encode()).digest()
+    return "".join(_CALL_ID_DIGITS[byte % 32] for byte in digest[:9])
+
+
+_CALL_ID_DIGITS = "abcdefghijklmnopqrstuvwxyz234567"
+
+
+class Format:
+    """Writes one request's answer in OpenAI's shape.
+
+    Constant parts are encoded once: a chunk with nothing but text costs one string encoding and two concatenations.
+    `vocabulary` is the bytes of each token id.
+    """
+
+    def __init__(
+        self,
+        valid: ValidRequest,
+        *,
+        request_id: str,
+        model: str,
+        created: int,
+        fingerprint: str | None,
+        prompts: list[Prompted],
+        vocabulary: list[bytes],
+        ids: bool = True,
+    ) -> None:
+        """`ids`: whether events have ids.  Without them each event is exactly one line that begins with `data: `."""
+        self._model, self._created = model, created
+        self._valid, self._prompts, self._scores = valid, prompts, LogprobFormat(valid, vocabulary)
+        self._id, self.request_id, self.ids = request_id.encode(), request_id, ids
+        choices = len(prompts) * valid.n
+        self._tokens = [0] * choices  # output tokens so far
+        self._started = [False] * choices
+        self._ended: list[int] = []  # choices, in the order they ended
+        self._stage = b""  # the last part of an event id: see Position
+        self._wants_usage = valid.include_usage
+        self._cached = [0] * len(prompts)
+        self._reasoning = [0] * choices  # tokens of it
+        self._searched = 0  # tokens of beams that are in no answer
+        self._shared = [0.0] * len(prompts)  # fractions of the KV cache that its beams shared
+        kind = "chat.completion" if valid.chat else "text_completion"
+        if valid.chat and valid.stream:
+            kind += ".chunk"
+        frame = {
+            "id": request_id,
+            "object": kind,
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._open = msgspec.json.encode(frame)[:-1]  # without its closing brace
+        # stream_options.include_usage: every chunk but the last carries a null
+        self._no_usage = b',"usage":null}\n\n' if valid.include_usage and not valid.continuous_usage else b"}\n\n"
+        field = b'"delta":{"content":' if valid.chat else b'"text":'
+        self._text_heads = [
+            b'data: %s,"choices":[{"index":%d,%s' % (self._open, choice, field) for choice in range(choices)
+        ]
+        nulls = vllm_keys.nulls(vllm_keys.CHAT_CHUNK if valid.chat else vllm_keys.COMPLETION_CHUNK)
+        self._text_tail = b'%s,"logprobs":null,"finish_reason":null%s}]%s' % (
+            b"}" if valid.chat else b"",
+            nulls,
+            self._no_usage,
+        )
+
+    each_token = False
+
+    def idle(self) -> bytes:
+        """Return the events for a silent stream; none: a keep-alive will do."""
+        return b""
+
+    def failure(self, refusal: Refusal) -> bytes:
+        """Return the last events of a stream that failed after its first event."""
+        return b"data: %s\n\ndata: [DONE]\n\n" % refusal.body()
+
+    def skip(self, had: Position, cached: list[int], reasoning: list[int]) -> None:
+        """Continue after what a client already has.
+
+        `had` has as many choices as this answer.  `cached`: prompt tokens of each choice found in the prefix cache.
+        `reasoning`: tokens of each choice that the client has and that are reasoning."""
+        self._reasoning = reasoning
+        for choice, tokens in enumerate(cached):
+            prompt = choice // self._valid.n
+            self._cached[prompt] = max(self._cached[prompt], tokens)
+        self._tokens = [count or 0 for count in had.tokens]
+        self._started = [count is not None for count in had.tokens]
+        for choice in sorted(had.ended):
+            self._end(choice)
+        self._wants_usage = self._wants_usage and not had.usage
+
+    # -- numbers
+
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's `usage`.  A prompt counts once, however many continuations it has."""
+        prompt, completion = sum(len(p.token_ids) for p in self._prompts), sum(self._tokens)
+        found = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }
+        details: dict[str, float] = {}
+        if self._valid.reading is not None:
+            details["reasoning_tokens"] = sum(self._reasoning)
+        if self._valid.beams is not None:
+            details["searched_tokens"] = self._searched
+            details["shared_kv_fraction"] = round(statistics.fmean(self._shared), 4)
+        return {**found, "completion_tokens_details": details} if details else found
+
+    @property
+    def tokens(self) -> list[int]:
+        """Output tokens of each choice that have been written."""
+        return self._tokens
+
+    def _count(self, piece: Piece) -> None:
+        self._tokens[piece.choice] += len(piece.token_ids)
+        self._searched += piece.searched
+        if piece.shared:
+            self._shared[piece.choice // self._valid.n] = piece.shared
+        if piece.reasoning_tokens:
+            self._reasoning[piece.choice] = piece.reasoning_tokens
+        if piece.cached_tokens:
+            prompt = piece.choice // self._valid.n
+            self._cached[prompt] = max(self._cached[prompt], piece.cached_tokens)
+
+    def _end(self, choice: int) -> None:
+        self._ended.append(choice)
+        self._stage = b":" + ",".join(map(str, self._ended)).encode()
+
+    # -- one chunk
+
+    def _event_id(self) -> bytes:
+        """Return the line with the id of the next event, if events have ids.  It counts what that event adds."""
+        if not self.ids:
+            return b""
+        tokens = self._tokens
+        if len(tokens) == 1:
+            return b"id: %s:%d%s\n" % (self._id, tokens[0], self._stage)
+        counts = [str(count) if begun else "" for count, begun in zip(tokens, self._started, strict=True)]
+        return b"id: %s:%s%s\n" % (self._id, ",".join(counts).encode(), self._stage)
+
+    def chunk(self, piece: Piece) -> bytes:
+        """Return the events of a piece; empty when it holds nothing that a client can see yet."""
+        choice, valid = piece.choice, self._valid
+        begins, self._started[choice] = not self._started[choice], True
+        role = (
+            self._event(choice, {"delta": {"role": "assistant", "content": self._repeated(choice)}}, None, first=True)
+            if begins and valid.chat
+            else b""
+        )
+        self._count(piece)
+        plain = piece.finish is None and piece.logprobs is None and not valid.return_token_ids
+        if not begins and plain and not valid.continuous_usage and not (piece.reasoning or piece.calls):
+            if not piece.text:
+                return b""
+            return self._event_id() + self._text_heads[choice] + msgspec.json.encode(piece.text) + self._text_tail
+        if valid.chat:
+            return role + self._chat_event(piece)
+        text = self._prompts[choice // valid.n].text + piece.text if begins else piece.text
+        if piece.finish is not None:
+            self._end(choice)
+        elif not (text or piece.logprobs or (valid.return_token_ids and piece.token_ids)):
+            self._started[choice] = not begins
+            return b""
+        return self._event(choice, {"text": text}, piece, first=begins)
+
+    def _repeated(self, choice: int) -> str:
+        """Return the text that a chat's answer begins with."""
+        return self._valid.repeated[choice // self._valid.n] if self._valid.repeated else ""
+
+    def _chat_event(self, piece: Piece) -> bytes:
+        """Return the event of a piece after the role; the last one holds text and `finish_reason`, as vLLM's does."""
+        delta: dict[str, Any] | None = self._delta(piece)
+        if not delta and (piece.content or (self._valid.return_token_ids and piece.token_ids)):
+            delta = {"content": ""}
+        if piece.finish is not None:
+            self._end(piece.choice)
+            delta = delta or ({"content": ""} if self._valid.reading is None else {})
+        elif not delta:
+            return b""
+        return self._event(piece.choice, {"delta": delta}, piece)
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        """Return what is new in a chat answer.  One event holds all of a piece: its id counts the piece's tokens."""
+        delta: dict[str, Any] = {}
+        if piece.reasoning and not self._valid.hide_reasoning:
+            delta["reasoning"] = delta["reasoning_content"] = piece.reasoning
+        if piece.text:
+            delta["content"] = piece.text
+        if piece.calls:
+            delta["tool_calls"] = self._calls(piece)
+        return delta
+
+    def _calls(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the tool calls of a piece, each once, with its number."""
+        found: dict[int, dict[str, Any]] = {}
+        for new in piece.calls:
+            call = found.setdefault(new.index, {"index": new.index})
+            if new.name is not None:
+                call |= {"id": call_id(self.request_id, piece.choice, new.index), "type": "function"}
+                call["function"] = {"name": new.name, "arguments": new.arguments}
+            else:
+                function = call.setdefault("function", {"arguments": ""})
+                function["arguments"] += new.arguments
+        return list(found.values())
+
+    def _event(
+        self,
+        choice: int,
+        body: dict[str, Any],
+        piece: Piece | None,
+        *,
+        first: bool = False,
+    ) -> bytes:
+        """Return one event; `piece` is None for a role.  `first`: of its choice."""
+        valid = self._valid
+        entry: dict[str, Any] = {"index": choice, **body, "logprobs": None, "finish_reason": None}
+        if not valid.return_token_ids:
+            entry |= dict.fromkeys(vllm_keys.CHAT_CHUNK if valid.chat else vllm_keys.COMPLETION_CHUNK)
+        if piece is not None:
+            entry["finish_reason"] = piece.finish
+            if piece.finish is not None or not valid.chat:
+                entry["stop_reason"] = piece.stop_reason
+            if piece.logprobs is not None:
+                entry["logprobs"] = self._logprobs(piece, with_prompt=first)
+            if valid.return_token_ids:
+                entry["token_ids"] = piece.token_ids
+        opened = self._open
+        if first:
+            prompt = self._prompts[choice // valid.n].token_ids if valid.return_token_ids else None
+            if valid.chat:
+                opened += b',"prompt_token_ids":' + msgspec.json.encode(prompt)
+            else:
+                entry["prompt_token_ids"] = prompt
+        tail = (
+            b',"usage":%s}\n\n' % msgspec.json.encode(self.usage()) if self._valid.continuous_usage else self._no_usage
+        )
+        return b'%sdata: %s,"choices":[%s]%s' % (self._event_id(), opened, msgspec.json.encode(entry), tail)
+
+    def usage_chunk(self) -> bytes:
+        """Return the last chunk before [DONE] if the client asked for usage; else nothing."""
+        if not self._wants_usage:
+            return b""
+        self._stage = b":usage"
+        usage = msgspec.json.encode(self.usage())
+        return b'%sdata: %s,"choices":[],"usage":%s}\n\n' % (self._event_id(), self._open, usage)
+
+    def done(self) -> bytes:
+        """Return the event that ends the stream."""
+        self._stage = b":done"
+        return self._event_id() + b"data: [DONE]\n\n"
+
+    # -- the whole answer
+
+    async def prepare_end(self, pacer: Pacer) -> None:
+        """Do nothing: the end of a stream does not repeat the answer."""
+
+    async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
+        """Return the body of a response that is not streamed, in parts.
+
+        `pieces`: all pieces of all choices, in order of arrival."""
+        turns = Turns(pacer)
+        for piece in pieces:
+            self._count(piece)
+            await turns.pause()
+        scored = self._valid.sampling.logprobs >= 0
+        by_choice = await whole_answers.gathered(pieces, len(self._tokens), turns, scored=scored)
+        parts, separator, scores = [self._open], b',"choices":[', b"null"
+        for index, (at, joined) in enumerate(self._returned(by_choice)):
+            await self.prepare(joined, with_prompt=True, turns=turns)
+            entry = self._choice(joined, by_choice[at].last, await self._whole_calls(joined, turns))
+            entry["index"] = index
+            if self._valid.prompt_logprobs:
+                prompt = self._prompts[at // self._valid.n].token_ids
+                scores = await self._scores.prompt(prompt, joined.prompt_logprobs or [])
+                if not self._valid.chat:
+                    entry["prompt_logprobs"] = msgspec.Raw(scores)
+            parts += [separator, msgspec.json.encode(entry)]
+            separator = b","
+            await turns.pause()
+        parts += [b'],"usage":', msgspec.json.encode(self.usage())]
+        if self._valid.chat and self._valid.return_token_ids:
+            parts += [b',"prompt_token_ids":', msgspec.json.encode(self._prompts[0].token_ids)]
+        if self._valid.chat and self._valid.prompt_logprobs:
+            parts += [b',"prompt_logprobs":', scores]  # of the last choice: all have one prompt
+        parts.append(self._answer_nulls() + b"}")
+        return parts if sum(map(len, parts)) > ONE_PART_BYTES else [b"".join(parts)]
+
+    def _answer_nulls(self) -> bytes:
+        if not self._valid.chat:
+            return vllm_keys.nulls(vllm_keys.ANSWER)
+        present = ("prompt_token_ids",) * self._valid.return_token_ids + (
+            "prompt_logprobs",
+        ) * self._valid.prompt_logprobs
+        return vllm_keys.nulls(vllm_keys.CHAT_ANSWER, present)
+
+    def _returned(self, by_choice: list[WholeChoice]) -> Iterator[tuple[int, Piece]]:
+        """Yield (choice, all its pieces as one) of what is returned: every choice, or the likeliest of each prompt."""
+        valid = self._valid
+        for first in range(0, len(by_choice), valid.n):
+            places = list(range(valid.n))
+            if valid.best:
+                group = by_choice[first : first + valid.n]
+                places = best_of.likeliest([one.logprobs for one in group], valid.best)
+            for at in places:
+                joined = by_choice[first + at].piece()
+                if valid.hide_logprobs:
+                    joined.logprobs = joined.offsets = None
+                yield first + at, joined
+
+    async def _whole_calls(self, whole: Piece, turns: Turns) -> list[msgspec.Raw]:
+        """Return the tool calls of a choice as JSON."""
+        found = []
+        for new in whole.calls:
+            function = {"name": new.name, "arguments": new.arguments}
+            call = {"id": call_id(self.request_id, whole.choice, new.index), "type": "function", "function": function}
+            found.append(msgspec.Raw(msgspec.json.encode(call)))
+            await turns.pause()
+        return found
+
+    def _choice(self, whole: Piece, last: Piece, calls: list[msgspec.Raw]) -> dict[str, Any]:
+        valid, prompt = self._valid, self._prompts[whole.choice // self._valid.n]
+        entry: dict[str, Any] = {"index": whole.choice}
+        if valid.chat:
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": self._repeated(whole.choice) + whole.text,
+                "refusal": None,
+            }
+            message |= dict.fromkeys(vllm_keys.MESSAGE)
+            if whole.reasoning and not valid.hide_reasoning:
+                message["reasoning"] = message["reasoning_content"] = whole.reasoning
+            if calls:
+                message |= {"content": message["content"] or None, "tool_calls": calls}
+            entry["message"] = message
+        else:
+            entry["text"] = prompt.text + whole.text
+        entry["logprobs"] = None
+        if whole.logprobs is not None:
+            entry["logprobs"] = self._logprobs(whole, with_prompt=True)
+        entry["finish_reason"], entry["stop_reason"] = last.finish, last.stop_reason
+        if last.score is not None:
+            entry["score"] = beams.score(last.score)
+        entry |= dict.fromkeys(vllm_keys.CHAT_CHOICE if valid.chat else vllm_keys.COMPLETION_CHOICE)
+        if valid.return_token_ids:
+            entry["token_ids"] = whole.token_ids
+            if not valid.chat:
+                entry["prompt_token_ids"] = prompt.token_ids
+        return entry
+
+    # -- logprobs
+
+    async def prepare(self, piece: Piece, *, with_prompt: bool | None = None, turns: Turns | None = None) -> None:
+        """Encode the logprobs of a piece if they are long.  Other requests run in between.
+
+        `with_prompt`: whether the prompt's logprobs belong to it; None: as the next `chunk` of its choice decides."""
+        if piece.logprobs is not None:
+            begins = not self._started[piece.choice] if with_prompt is None else with_prompt
+            piece.encoded = await self._scores.encode_long(self._columns(piece, with_prompt=begins), turns)
+
+    def _logprobs(self, piece: Piece, *, with_prompt: bool) -> msgspec.Raw | dict[str, Any]:
+        return piece.encoded or self._scores.entries(self._columns(piece, with_prompt=with_prompt))
+
+    def _columns(self, piece: Piece, *, with_prompt: bool) -> Columns:
+        tokens, found = piece.token_ids, list[TokenLogprob | None](piece.logprobs or [])
+        if self._valid.chat:
+            entries = piece.content or []
+            found = [one.at for one in entries]
+            return Columns([one.token for one in entries], found, [], [one.text for one in entries])
+        prompt = self._prompts[piece.choice // self._valid.n]
+        shift = len(prompt.text)
+        offsets = [shift + offset for offset in piece.offsets or ()]
+        if with_prompt and self._valid.echo:
+            tokens, offsets = prompt.token_ids + tokens, prompt.offsets + offsets
+            found = [None, *(piece.prompt_logprobs or []), *found]
+        return Columns(tokens, found, offsets)

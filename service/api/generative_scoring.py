@@ -1,0 +1,100 @@
+"""POST /generative_scoring: the probability of a label token after a query and each of several items, as vLLM has it.
+
+    ScoringBody --parse--> ValidRequest, a prompt for each item --the path of completions--> pieces of one token
+    pieces --ScoreFormat--> {"object": "list", "data": [{"index": 0, "object": "score", "score": 0.7}, ...]}
+
+`scoring.py` has the prompts and the arithmetic.  A refusal names the field as this format does (`NAMES`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.engine.wire.messages import Sampling
+from quire.service.api import api
+from quire.service.api.api import ValidRequest
+from quire.service.api.format import Format
+from quire.service.api.scoring import Scoring
+from quire.service.common.pacing import Pacer, Turns
+from quire.service.common.refusal import bad_request, check, renaming
+from quire.service.config import GatewayConfig
+from quire.service.output.pieces import Piece
+
+PREFIX = "generative-scoring-"  # begins the id in the answer
+# Fields of a completion, as refusals of its path name them -> fields of this format.
+NAMES = ((r"prompt|n(?=$|\W)", "items"), (r"logprob_token_ids|logprobs", "label_token_ids"))
+
+
+class ScoringBody(msgspec.Struct, kw_only=True):
+    """Body of POST /generative_scoring."""
+
+    query: str | list[int]
+    items: list[str | list[int]]
+    label_token_ids: list[int]
+    model: str | None = None
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | str | None = None
+    request_id: str | None = None  # without effect, as in a completion
+    user: str | None = None  # the same
+    # Quire's own, as in a completion.
+    timeout: float | None = None
+    cache_salt: str | None = None
+
+
+def parse(
+    body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: api.Served = api.NO_DEFAULTS
+) -> ValidRequest:
+    """Parse the body of POST /generative_scoring.  Raises Refusal."""
+    asked, unknown = api.decode_all(body, ScoringBody, "scoring", config)
+    for name, counted in (("items", "item"), ("label_token_ids", "token id")):
+        if not getattr(asked, name):
+            raise bad_request("invalid_value", f"{name}: must not be empty, at least 1 {counted}", name, ">= 1", 0)
+    if len(set(map(type, asked.items))) > 1:
+        raise bad_request("invalid_type", "items: texts and lists of token ids cannot be mixed", "items")
+    with renaming(NAMES):
+        for key, count in (("prompt", len(asked.items)), ("logprob_token_ids", len(asked.label_token_ids))):
+            check(key, count, config)
+        fields = {name: getattr(asked, name) for name in ("model", "priority", "timeout", "cache_salt")}
+        same = api.CompletionBody(prompt=[*asked.items], max_tokens=1, **fields)
+        valid = api.completion_request(same, config, served_name, timeout_s, served, unknown)
+    scoring = Scoring(
+        query=asked.query,
+        labels=list(dict.fromkeys(asked.label_token_ids)),
+        softmax=asked.apply_softmax is not False,
+        item_first=bool(asked.item_first),
+    )
+    return msgspec.structs.replace(
+        valid,
+        prompts=asked.items,
+        sampling=Sampling(temperature=0.0, ignore_eos=True, logprobs=0, logprob_token_ids=scoring.labels),
+        special=asked.add_special_tokens is not False,
+        scoring=scoring,
+    )
+
+
+class ScoreFormat(Format):
+    """Writes the answer to POST /generative_scoring; it is sent as one body."""
+
+    async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
+        """Return the score of each item, in their order."""
+        scoring = self._valid.scoring
+        assert scoring is not None
+        turns, scores = Turns(pacer), dict[int, float]()
+        for piece in pieces:
+            await turns.pause()
+            self._count(piece)
+            for found in piece.logprobs or ():
+                scores[piece.choice] = scoring.score(dict(found.top))
+        answer: dict[str, Any] = {
+            "id": PREFIX + self.request_id.partition("-")[2],
+            "object": "list",
+            "created": self._created,
+            "model": self._model,
+            "data": [{"index": at, "object": "score", "score": scores[at]} for at in sorted(scores)],
+            "usage": self.usage(),
+        }
+        return [msgspec.json.encode(answer)]

@@ -1,0 +1,70 @@
+"""POST /v1/responses/compact: a long conversation becomes its user's messages and a summary that the model writes.
+
+    input, instructions --parse--> ValidRequest with a last message that asks for a summary --a chat's path--> pieces
+    pieces --CompactionFormat--> {"object": "response.compaction", "output": [the user's messages, a compaction item]}
+
+The item's `encrypted_content` holds the summary, encoded and not encrypted.  As an item of a later input it becomes a
+message of the user (`response_items.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.service.api.api import NO_DEFAULTS, Served, ValidRequest
+from quire.service.api.openai_responses.response_items import Item, listed, sealed
+from quire.service.api.openai_responses.responses import PREFIX, ResponseFormat, missing, parse
+from quire.service.config import GatewayConfig
+
+OBJECT = "response.compaction"
+ITEM_PREFIX = "cmp_"
+ASK = (
+    "Summarise the conversation so far, so that it can be continued from the summary alone: goals and constraints of "
+    "the user, decisions, facts, names and paths, what was done with which result, and what is left to do. Write the "
+    "summary only, and call no tools."
+)
+
+
+def parse_compaction(
+    body: bytes,
+    config: GatewayConfig,
+    served_name: str,
+    timeout_s: float,
+    served: Served = NO_DEFAULTS,
+    earlier: Sequence[Item] = (),
+    items: Mapping[str, Item] | None = None,
+) -> ValidRequest:
+    """Parse the body of POST /v1/responses/compact; the other arguments are those of `responses.parse`.
+
+    Raises Refusal."""
+    valid = parse(body, config, served_name, timeout_s, served, earlier, items)
+    kept = [listed(item) for item in (*earlier, *valid.items) if item.get("role") == "user"]
+    messages = [*valid.messages, {"role": "user", "content": ASK}]
+    options = msgspec.structs.replace(valid.options, tools=[], demanded=[], strict="")
+    shown = {**valid.shown, "object": OBJECT, "store": False, "background": False}
+    return msgspec.structs.replace(
+        valid, messages=messages, options=options, constraint=None, stream=False, shown=shown, items=kept
+    )
+
+
+class CompactionFormat(ResponseFormat):
+    """Writes the answer to POST /v1/responses/compact; it is sent as one body."""
+
+    def events_after(self, number: int) -> ValidRequest:
+        """Refuse: a compaction is sent as one body and is not stored."""
+        raise missing(self.request_id)
+
+    def response(self, status: str = "", error: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the compacted conversation."""
+        text = "".join(block.text for block in self._blocks.found if block.kind == "text")
+        item = {"type": "compaction", "id": ITEM_PREFIX + self.request_id.removeprefix(PREFIX)}
+        return {
+            "id": self.request_id,
+            "object": OBJECT,
+            "created_at": self._created,
+            "output": [*self._valid.items, {**item, "encrypted_content": sealed(text.strip())}],
+            "usage": self._usage(),
+        }

@@ -1,0 +1,32 @@
+"""`enable_response_messages` of /v1/responses: the prompt and the answer as the model has them, text and token ids.
+
+    prompt, pieces --RawMessages--> input_messages, output_messages: {"type": "raw_message_tokens", "message", "tokens"}
+
+The fields are vLLM's.  The text is that of the tokens, markers and special tokens included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.service.output.pieces import Piece
+
+
+class RawMessages:
+    """The messages of one response."""
+
+    def __init__(self, prompt: list[int], vocabulary: list[bytes]) -> None:
+        self._prompt, self._answer, self._vocabulary = prompt, list[int](), vocabulary
+
+    def add(self, piece: Piece) -> None:
+        """Add the tokens of a piece."""
+        self._answer += piece.token_ids
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the response."""
+        return {"input_messages": [self._message(self._prompt)], "output_messages": [self._message(self._answer)]}
+
+    def _message(self, tokens: list[int]) -> dict[str, Any]:
+        known = (self._vocabulary[token] for token in tokens if token < len(self._vocabulary))
+        text = b"".join(known).decode("utf-8", "replace")
+        return {"type": "raw_message_tokens", "message": text, "tokens": tokens}

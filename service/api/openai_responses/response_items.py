@@ -1,0 +1,393 @@
+"""Input items of /v1/responses -> messages of a chat.
+
+    message, reasoning                      text of a message
+    function_call, custom_tool_call,        a call of the assistant's message
+      local_shell_call, shell_call ...
+    ..._output                              a message of role `tool`
+    mcp_call, code_interpreter_call,        a call and its result, if the result is in the item
+      file_search_call
+    compaction                              a message of the user with the summary
+    web_search_call and others of SKIPPED   left out, and named in a header: they hold no text for the model
+
+Any other type is a 400.  An image or file in a result becomes a note: a tool's result must not end the conversation.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.service.api.client_tools import custom_arguments, joined
+from quire.service.api.history import Message, Part
+from quire.service.api.skipped import Skipped
+from quire.service.common.limits import shown
+from quire.service.common.refusal import Refusal, bad_request
+
+CALL_PREFIX = "call_"  # prefix of call ids; chat templates get the rest, which some bound to nine characters
+Item = dict[str, Any]  # one item of an input or an output, as JSON
+
+ROLES = ("user", "system", "developer", "assistant")
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+NOTE = "[{} left out: this model reads text only]"
+SUMMARY = "Summary of the conversation so far:\n\n"
+# Calls that a client runs -> the name of the function in the chat, and the field with its arguments.
+CLIENT_CALLS = {
+    "local_shell_call": ("local_shell", "action"),
+    "shell_call": ("shell", "action"),
+    "apply_patch_call": ("apply_patch", "operation"),
+    "computer_call": ("computer", "action"),
+    "tool_search_call": ("tool_search", "arguments"),
+}
+# Calls that a provider has run -> the name of the function, the fields with its arguments, the field with its result.
+PROVIDER_CALLS = {
+    "mcp_call": ("", ("arguments",), "output"),
+    "code_interpreter_call": ("code_interpreter", ("code",), "outputs"),
+    "file_search_call": ("file_search", ("queries",), "results"),
+}
+OUTPUTS = (
+    "function_call_output",
+    "custom_tool_call_output",
+    "local_shell_call_output",
+    "shell_call_output",
+    "apply_patch_call_output",
+    "computer_call_output",
+)
+SKIPPED = (
+    "web_search_call",
+    "image_generation_call",
+    "mcp_list_tools",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "tool_search_output",
+    "additional_tools",
+    "configuration_update",
+    "compaction_trigger",
+    "program",
+    "program_output",
+)
+SERVED = ("message", "function_call", "custom_tool_call", "reasoning", "compaction", "compaction_summary")
+ID_PREFIXES = {"function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_", "custom_tool_call": "ctc_"}
+REFERENCE = "item_reference"
+
+
+def kind_of(item: Item) -> str:
+    """Return the type of an item: one without a type is a message, or with nothing but an id a reference."""
+    kind = item.get("type")
+    if kind is None and isinstance(item.get("id"), str) and "role" not in item and "content" not in item:
+        return REFERENCE
+    return str(kind or "message")
+
+
+def with_ids(given: str | list[Item]) -> list[Item]:
+    """Return the input as items with ids.  Raises Refusal: an id is a string."""
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    found = []
+    for at, item in enumerate(items):
+        kind, item_id = kind_of(item), item.get("id")
+        if item_id is None:
+            item_id = ID_PREFIXES.get(kind, "msg_") + secrets.token_hex(16)
+        elif not isinstance(item_id, str):
+            raise _wrong(f"input[{at}].id", "a string")
+        found.append({**item, "id": item_id, "type": kind})
+    return found
+
+
+def listed(item: Item) -> Item:
+    """Return an item of an input as OpenAI's lists of items show it: with content in parts, and a status."""
+    found = {**item, "type": kind_of(item), "status": item.get("status") or "completed"}
+    if found["type"] == "message":
+        content = item.get("content") or []
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        found["content"] = [_listed_part(part, of_model=item.get("role") == "assistant") for part in parts]
+    elif found["type"] == "reasoning":
+        found["summary"] = item.get("summary") or []
+    return found
+
+
+def _listed_part(part: dict[str, Any], *, of_model: bool) -> dict[str, Any]:
+    if part.get("type") not in TEXT_PARTS:
+        return part
+    return {**part, "type": "output_text", "annotations": []} if of_model else {**part, "type": "input_text"}
+
+
+class Referring(msgspec.Struct):
+    """What tells a reference to an item from an item."""
+
+    type: Any = None
+    id: Any = None
+    role: Any = None
+    content: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def refers(self) -> bool:
+        """Whether the item is a reference: it says so, or has nothing but an id."""
+        return self.type == REFERENCE or (self.type is None and self.role is None and not self.content)
+
+
+def resolved(items: list[Item], stored: Mapping[str, Item]) -> list[Item]:
+    """Return items with stored ones in the place of references to them.  Raises Refusal(404)."""
+    return [_stored_item(item, stored) if item["type"] == REFERENCE else item for item in items]
+
+
+def _stored_item(item: Item, stored: Mapping[str, Item]) -> Item:
+    if (found := stored.get(item["id"])) is not None:
+        return found
+    given = str(shown(str(item["id"])))
+    message = (
+        f"Item with id '{given}' not found. Items are not persisted when `store` is set to false. "
+        "Try again with `store` set to true, or remove this item from your input."
+    )
+    raise Refusal(404, "item_not_found", message, param="input", given=given)
+
+
+def tools_in(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Return the tools that the input itself brings: those that a search of the client has found."""
+    found: list[dict[str, Any]] = []
+    for item in items:
+        if item.get("type") in ("tool_search_output", "additional_tools") and isinstance(item.get("tools"), list):
+            found += [tool for tool in item["tools"] if isinstance(tool, dict)]
+    return found
+
+
+def earlier_items(history: Sequence[tuple[bytes, bytes]]) -> list[Item]:
+    """Return the items that precede an input.  `history`: (input items, response) as JSON of each earlier turn."""
+    found: list[Item] = []
+    for given, answered in history:  # one after the other: decoding holds the interpreter
+        found += msgspec.json.decode(given) + msgspec.json.decode(answered)["output"]
+    return found
+
+
+def messages_of(
+    items: Sequence[Item], skipped: Skipped, earlier: Sequence[Item] = ()
+) -> tuple[list[Message], list[str]]:
+    """Return the messages of a chat, and the field from which each comes.  `earlier`: the items before the input.
+
+    Reasoning, text and calls of the assistant in a row are one message: the first of them is its source."""
+    history = _History(skipped)
+    fields = ["previous_response_id"] * len(earlier) + [f"input[{at}]" for at in range(len(items))]
+    sources: list[str] = []
+    for field, item in zip(fields, (*earlier, *items), strict=True):
+        history.add(field, item)
+        sources += [field] * (len(history.found) - len(sources))
+    kept = [
+        (one, source)
+        for one, source in zip(history.found, sources, strict=True)
+        if one.content or one.tool_calls or one.reasoning_content or one.role != "assistant"
+    ]
+    return [one for one, _ in kept], [source for _, source in kept]
+
+
+class _History:
+    """Messages so far."""
+
+    def __init__(self, skipped: Skipped) -> None:
+        self.found: list[Message] = []
+        self._skipped = skipped
+        self._names: dict[str, str] = {}  # names of the functions that were called, by the call's id
+
+    def add(self, param: str, item: Item) -> None:
+        """Add one item.  Raises Refusal."""
+        kind = str(item.get("type") or "message")
+        if kind == "message":
+            self._message(param, item)
+        elif kind == "function_call":
+            self._call(item, _string(param, item, "call_id"), _name(param, item), _string(param, item, "arguments"))
+        elif kind == "custom_tool_call":
+            arguments = custom_arguments(_string(param, item, "input"))
+            self._call(item, _string(param, item, "call_id"), _name(param, item), arguments)
+        elif kind in CLIENT_CALLS:
+            name, field = CLIENT_CALLS[kind]
+            self._call(item, _call_id(param, item), name, _json(item.get(field)))
+        elif kind in OUTPUTS:
+            call = _call_id(param, item)
+            self._result(call, self._result_text(param, item))
+        elif kind in PROVIDER_CALLS:
+            self._provider_call(param, kind, item)
+        elif kind == "reasoning":
+            turn = self._turn(fresh=self._answered())
+            text = self._reasoning(param, item)
+            turn.reasoning_content = "\n\n".join(filter(None, (turn.reasoning_content, text)))
+        elif kind in ("compaction", "compaction_summary"):
+            self._compaction(param, item)
+        elif kind in SKIPPED:
+            self._skipped.add(f"{param}.{kind}")
+        else:
+            allowed = ", ".join((*SERVED, *CLIENT_CALLS, *OUTPUTS, *PROVIDER_CALLS))
+            raise _unsupported(f"{param}.type", "there is no such item here", allowed, str(shown(kind)))
+
+    def _message(self, param: str, item: Item) -> None:
+        role = item.get("role")
+        if role not in ROLES:
+            allowed, given = ", ".join(ROLES), str(shown(str(role)))
+            message = f"{param}.role: must be one of {allowed}, got '{given}'"
+            raise bad_request("invalid_value", message, f"{param}.role", allowed, given)
+        content = texts(f"{param}.content", item.get("content"))
+        if role == "assistant":
+            self._turn(fresh=self._answered()).content = content
+        else:
+            self.found.append(Message(str(role), content))
+
+    def _answered(self) -> bool:
+        """Whether the last message has text or calls: reasoning and text after them are of another turn."""
+        return bool(self.found) and bool(self.found[-1].content or self.found[-1].tool_calls)
+
+    def _turn(self, *, fresh: bool = False) -> Message:
+        """Return the assistant's message at the end, added if there is none or a `fresh` one is due."""
+        if fresh or not self.found or self.found[-1].role != "assistant":
+            self.found.append(Message("assistant", ""))
+        return self.found[-1]
+
+    def _call(self, item: Item, call: str, name: str, arguments: str) -> None:
+        self._names[call] = name
+        turn = self._turn()
+        function = {"name": name, "arguments": arguments}
+        entry = {"id": call.removeprefix(CALL_PREFIX), "type": "function", "function": function}
+        turn.tool_calls = [*(turn.tool_calls or ()), entry]
+
+    def _result(self, call: str, content: str | list[Part]) -> None:
+        name = self._names.get(call)
+        self.found.append(Message("tool", content, name=name, tool_call_id=call.removeprefix(CALL_PREFIX)))
+
+    def _result_text(self, param: str, item: Item) -> str | list[Part]:
+        """Return the text of a tool's result, with a note for what is no text."""
+        output = item.get("output")
+        if isinstance(output, str):
+            return output
+        if isinstance(output, list) and all(isinstance(part, dict) and "stdout" in part for part in output):
+            return "\n".join(f"{part['stdout']}{part.get('stderr') or ''}" for part in output)
+        if output is None and item.get("type") == "apply_patch_call_output":
+            return str(item.get("status") or "")
+        if isinstance(output, dict):
+            output = [output]
+        return texts(f"{param}.output", output, self._skipped)
+
+    def _provider_call(self, param: str, kind: str, item: Item) -> None:
+        """Add a call that a provider has run, with its result; without one it is skipped."""
+        name, fields, result = PROVIDER_CALLS[kind]
+        output = item.get(result) or item.get("error")
+        if not output:
+            self._skipped.add(f"{param}.{kind}")
+            return
+        name = name or _name(param, {"name": item.get("name"), "namespace": item.get("server_label")})
+        given = item.get(fields[0])
+        arguments = given if kind == "mcp_call" and isinstance(given, str) else _json({fields[0]: given})
+        call = str(item.get("id") or f"{kind}{len(self.found)}")
+        self._call(item, call, name, arguments)
+        self._result(call, output if isinstance(output, str) else _json(output))
+
+    def _reasoning(self, param: str, item: Item) -> str:
+        """Return the text of a reasoning item: the reasoning itself, else what this server wrote, else its summary."""
+        for field in ("content", "summary"):
+            if item.get(field):
+                parts = item[field]
+                if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+                    raise _wrong(f"{param}.{field}", "a list of parts")
+                return "\n\n".join(_string(f"{param}.{field}[{at}]", part, "text") for at, part in enumerate(parts))
+        if sealed := item.get("encrypted_content"):
+            if (text := opened(sealed)) is not None:
+                return text
+            self._skipped.add(f"{param}.encrypted_content")
+        return ""
+
+    def _compaction(self, param: str, item: Item) -> None:
+        """Add the summary that this server wrote; another server's cannot be read."""
+        if (text := opened(item.get("encrypted_content"))) is None:
+            self._skipped.add(f"{param}.encrypted_content")
+        else:
+            self.found.append(Message("user", SUMMARY + text))
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def texts(param: str, given: Any, skipped: Skipped | None = None) -> str | list[Part]:
+    """Return content as a chat message has it.  Raises Refusal for what is no text.
+
+    `skipped`: of a tool's result, in which it becomes a note."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise _wrong(param, "a string or a list of parts")
+    parts = []
+    for at, part in enumerate(given):
+        here = f"{param}[{at}]"
+        if not isinstance(part, dict):
+            raise _wrong(here, "an object")
+        kind = str(part.get("type"))
+        if kind in TEXT_PARTS or kind == "refusal":
+            parts.append(Part("text", _string(here, part, "refusal" if kind == "refusal" else "text")))
+        elif kind == "input_file" and (text := _text_file(part)) is not None:
+            parts.append(Part("text", text))
+        elif skipped is not None:
+            skipped.add(f"{here}.{shown(kind)}")
+            parts.append(Part("text", NOTE.format("image" if "image" in kind or "screenshot" in kind else "file")))
+        else:
+            allowed = ", ".join((*TEXT_PARTS, "refusal"))
+            raise _unsupported(f"{here}.type", "this server takes text only", allowed, str(shown(kind)))
+    return (parts[0].text or "") if len(parts) == 1 else parts if parts else ""
+
+
+def _text_file(part: Item) -> str | None:
+    """Return the text of a file that is part of the request; None for other files."""
+    data, name = part.get("file_data"), part.get("filename")
+    head, _, encoded = data.partition(";base64,") if isinstance(data, str) else ("", "", "")
+    if not head.startswith(("data:text/", "data:application/json")):
+        return None
+    try:
+        text = base64.b64decode(encoded, validate=True).decode()
+    except ValueError:
+        return None
+    return f"{name}:\n{text}" if isinstance(name, str) and name else text
+
+
+SEALED = "quire1."  # before what this server put into `encrypted_content`
+
+
+def sealed(text: str) -> str:
+    """Return text for `encrypted_content`: opaque to clients, which only send it back.  It is not encrypted."""
+    return SEALED + base64.urlsafe_b64encode(text.encode("utf-8", "replace")).decode()
+
+
+def opened(given: Any) -> str | None:
+    """Return the text of an `encrypted_content` of this server; None for another one's."""
+    if not isinstance(given, str) or not given.startswith(SEALED):
+        return None
+    try:
+        return base64.b64decode(given.removeprefix(SEALED), altchars=b"-_", validate=True).decode()
+    except ValueError:
+        return None
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False)
+
+
+def _name(param: str, item: Item) -> str:
+    namespace = item.get("namespace")
+    return joined(_string(param, item, "name"), namespace if isinstance(namespace, str) else None)
+
+
+def _call_id(param: str, item: Item) -> str:
+    """Return the id of a call.  A local shell's output has it as `id`."""
+    if item.get("type") == "local_shell_call_output" and "call_id" not in item:
+        return _string(param, item, "id")
+    return _string(param, item, "call_id")
+
+
+def _string(param: str, item: Item, field: str) -> str:
+    if not isinstance(value := item.get(field), str):
+        raise _wrong(f"{param}.{field}", "a string")
+    return value
+
+
+def _unsupported(param: str, reason: str, allowed: Any = None, given: Any = None) -> Refusal:
+    return bad_request("unsupported", f"{param}: {reason}", param, allowed, given)
+
+
+def _wrong(param: str, wanted: str) -> Refusal:
+    return bad_request("invalid_type", f"{param}: must be {wanted}", param, wanted)

@@ -1,0 +1,90 @@
+"""Answers that are not streamed: all pieces of a choice as one, added up while other requests run.
+
+pieces --gathered, a slice of the loop at a time--> WholeChoice --piece()--> a Piece with all of its choice
+"""
+
+from __future__ import annotations
+
+from quire.engine.wire.messages import TokenLogprob
+from quire.service.common.pacing import Turns
+from quire.service.output.content_scores import Score
+from quire.service.output.pieces import Piece
+from quire.service.output.regions import CallDelta
+
+
+class WholeChoice:
+    """All pieces of one choice."""
+
+    __slots__ = (
+        "_arguments",
+        "_content",
+        "_logprobs",
+        "_names",
+        "_offsets",
+        "_prompt",
+        "_reasoning",
+        "_text",
+        "_tokens",
+        "choice",
+        "last",
+    )
+
+    def __init__(self, choice: int, *, scored: bool) -> None:
+        """`scored`: it has log probabilities."""
+        self.choice = choice
+        self.last = Piece(choice, "", [])
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._tokens: list[int] = []
+        self._names: list[str] = []  # names of calls, in order
+        self._arguments: list[list[str]] = []
+        self._logprobs: list[TokenLogprob] | None = [] if scored else None
+        self._offsets: list[int] = []
+        self._content: list[Score] = []
+        self._prompt: list[TokenLogprob] | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Add the next piece."""
+        if self._prompt is None:
+            self._prompt = piece.prompt_logprobs
+        self.last = piece
+        self._tokens += piece.token_ids
+        if piece.text:
+            self._text.append(piece.text)
+        if piece.reasoning:
+            self._reasoning.append(piece.reasoning)
+        for call in piece.calls:
+            if call.name is not None:
+                self._names.append(call.name)
+                self._arguments.append([])
+            self._arguments[call.index].append(call.arguments)
+        if self._logprobs is not None:
+            self._logprobs += piece.logprobs or ()
+            self._offsets += piece.offsets or ()
+            self._content += piece.content or ()
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The log probabilities of its tokens."""
+        return [one.logprob for one in self._logprobs or ()]
+
+    def piece(self) -> Piece:
+        """Return all pieces as one; of each call there is one delta."""
+        whole = Piece(self.choice, "".join(self._text), self._tokens, reasoning="".join(self._reasoning))
+        whole.calls = [
+            CallDelta(at, name, "".join(parts))
+            for at, (name, parts) in enumerate(zip(self._names, self._arguments, strict=True))
+        ]
+        whole.prompt_logprobs = self._prompt
+        if self._logprobs is not None:
+            whole.logprobs, whole.offsets, whole.content = self._logprobs, self._offsets, self._content
+        return whole
+
+
+async def gathered(pieces: list[Piece], choices: int, turns: Turns, *, scored: bool) -> list[WholeChoice]:
+    """Return all pieces of each choice, in turns of the loop.  `pieces`: in order of arrival."""
+    found = [WholeChoice(choice, scored=scored) for choice in range(choices)]
+    for piece in pieces:
+        found[piece.choice].add(piece)
+        await turns.pause()
+    return found

@@ -1,0 +1,343 @@
+"""Limits of every input: one table, which the checks read and `.ci/options.py` prints.
+
+    LIMITS["top_p"] --broken("top_p", 1.5, config)--> Broken: status, code, message, limit, given --> a Refusal
+                    --rows(config)------------------> docs/api.md, service/OPTIONS.md
+
+To add a limit, add a row here and call `api.check` where the input is known.  A check that needs more than one number
+raises `api.limit_refusal`, with status and code of the row.  An operator can change the limits that name an option.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import msgspec
+
+from quire.engine.wire.messages import LENGTH_PENALTIES, PRIORITIES
+from quire.service.config import GatewayConfig
+
+WHOLE = 2**31 - 1  # of counts of tokens: more than any context, and safe in every encoding
+WORD_CHARS = 256  # of each of bad_words
+WORD_TOKENS = 4096  # of all bad_words; an engine reads them when an answer starts: 3 ms for so many
+NAMED_TOKENS = 128  # of logprob_token_ids, as at vLLM
+SALT_CHARS = 256  # of cache_salt; only its digest travels
+KEY_CHARS = 255  # of Idempotency-Key
+DIGITS = 10  # of a token id that is a key of logit_bias
+CONTENT_PARTS = 16_384  # of all messages of a request
+TOOL_CALLS = 4096  # of all messages of a request
+ROLE_CHARS = 32  # of a message's role
+TOOLS = 128  # of one request, as at OpenAI
+TOOL_NAME_CHARS = 64  # as at OpenAI
+MESSAGE_TOOL_NAME_CHARS = 128  # as at Anthropic
+TOOLS_BYTES = 2**20  # all tools as JSON: templates write them into the prompt in up to 20 ms, on a thread
+TEMPLATE_BYTES = 16 * 1024  # of chat_template_kwargs as JSON
+CLIENT_TEMPLATE_CHARS = 65_536  # jinja2 compiles 1,000 in about 10 ms
+DOCUMENTS = 1024
+METADATA_ENTRIES, METADATA_NAME_CHARS, METADATA_CHARS = 16, 64, 512  # of a response, as at OpenAI
+# Strings (keys included), objects and lists of one body.  4,096 messages with one content part each have 57,000, and
+# msgspec decodes 65,536 in 10 ms.
+STRUCTURES = 65_536
+VALUES = 65_536  # further values (numbers, true, false, null) of a body that carries no list of token ids
+WATCHERS = 16  # of GET /engine/state, at one gateway
+# Of a schema, regex, list of choices or grammar, as JSON.  One of 64 KiB takes up to 0.3 s to compile, on a thread.
+GRAMMAR_BYTES = 65_536
+GRAMMAR_DEPTH = 64  # of schemas within schemas
+# To compile a regular expression takes up to the square of its length: 2,000 optional letters take 65 ms.
+REGEX_CHARS = 4096
+CHOICES = (
+    1_900  # texts of `choice`: llguidance follows 2,000 alternatives at once, and reasoning before them takes some
+)
+LARK_CHARS = 16_384
+LONGEST_GIVEN = 64  # characters of a refused value that the answer repeats
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """The bounds of one input.  Without `low` or `high` that side is open."""
+
+    field: str  # its name in the request; `param` of the refusal
+    counts: str  # what the number is, with its unit
+    low: float | None = None
+    high: float | None = None
+    above_low: bool = False  # `low` itself is refused
+    option: str = ""  # of GatewayConfig: it holds `high`
+    entries: bool = False  # the number is a length, so the message is "at most"
+    set_by: str = ""  # what sets the limit, if neither this table nor a gateway's option does
+    code: str = "invalid_value"
+    status: int = 400
+
+    def bounds(self, config: GatewayConfig) -> tuple[float, float]:
+        """Return the least and the greatest value; infinite if a side is open."""
+        high = getattr(config, self.option) if self.option else self.high
+        return -math.inf if self.low is None else self.low, math.inf if high is None else high
+
+    def text(self, config: GatewayConfig) -> str:
+        """Return the bounds as refusals and pages show them."""
+        low, high = self.bounds(config)
+        least = "" if math.isinf(low) else f"{'>' if self.above_low else '>='} {number(low)}"
+        most = "" if math.isinf(high) else f"<= {number(high)}"
+        return " and ".join(filter(None, (least, most)))
+
+
+class Broken(NamedTuple):
+    """Why an input is refused: the fields of a Refusal."""
+
+    status: int
+    code: str
+    message: str
+    param: str
+    limit: float | str
+    given: float | str
+
+
+LIMITS: dict[str, Limit] = {
+    "body": Limit("body", "bytes", option="max_body_bytes", entries=True, code="body_too_large", status=413),
+    "body structures": Limit(
+        "body", "strings (keys included), objects and lists", high=STRUCTURES, entries=True, code="too_many"
+    ),
+    "body values": Limit(
+        "body", "other values where no token ids are expected", high=VALUES + STRUCTURES, entries=True, code="too_many"
+    ),
+    "body time": Limit(
+        "body", "seconds until all of it has arrived", option="body_timeout_s", code="body_timeout", status=408
+    ),
+    "bodies": Limit(
+        "body",
+        "MiB of all bodies that one gateway holds at a time",
+        option="max_bodies_mib",
+        entries=True,
+        code="too_many_bodies",
+        status=503,
+    ),
+    "messages": Limit("messages", "messages", option="max_messages", entries=True, code="too_many"),
+    "content parts": Limit(
+        "messages[].content", "content parts of all messages", high=CONTENT_PARTS, entries=True, code="too_many"
+    ),
+    "tool calls": Limit(
+        "messages[].tool_calls", "tool calls of all messages", high=TOOL_CALLS, entries=True, code="too_many"
+    ),
+    "tools": Limit("tools", "tools; no bound in `/v1/messages`", high=TOOLS, entries=True, code="too_many"),
+    "tool name": Limit("tools[].function.name", "characters: letters, digits, _ and -", 1, TOOL_NAME_CHARS),
+    "joined tool name": Limit(
+        "tools[].tools[].name", "characters: those of the namespace, `__` and the name", 1, 2 * TOOL_NAME_CHARS + 2
+    ),
+    "message tool name": Limit(
+        "tools[].name", "characters in `/v1/messages`: letters, digits, _ and -", 1, MESSAGE_TOOL_NAME_CHARS
+    ),
+    "tools bytes": Limit("tools", "bytes of all tools as JSON", high=TOOLS_BYTES, entries=True, code="too_long"),
+    "documents": Limit("documents", "documents", high=DOCUMENTS, entries=True, code="too_many"),
+    "template arguments": Limit(
+        "chat_template_kwargs", "bytes as JSON", high=TEMPLATE_BYTES, entries=True, code="too_long"
+    ),
+    "chat_template": Limit("chat_template", "characters", high=CLIENT_TEMPLATE_CHARS, entries=True, code="too_long"),
+    "metadata entries": Limit(
+        "metadata", "entries of a response", high=METADATA_ENTRIES, entries=True, code="too_many"
+    ),
+    "metadata name": Limit(
+        "metadata", "characters of each name of a response", high=METADATA_NAME_CHARS, entries=True, code="too_long"
+    ),
+    "metadata": Limit(
+        "metadata", "characters of each value of a response", high=METADATA_CHARS, entries=True, code="too_long"
+    ),
+    "tokens": Limit(
+        "prompt, messages, tokens",
+        "tokens of one request, before truncation; one prompt may have the model's whole context",
+        option="max_prompt_tokens",
+        entries=True,
+        code="too_many_tokens",
+    ),
+    "prompt": Limit("prompt", "prompts", option="max_prompts", entries=True, code="too_many"),
+    "context": Limit(
+        "prompt",
+        "tokens of one prompt and of its answer; for chat, of all messages",
+        set_by="`--max-model-len` of the engine",
+        code="context_length_exceeded",
+    ),
+    "pool": Limit(
+        "prompt",
+        "tokens of one prompt and of its answer",
+        set_by="the engine's KV cache",
+        code="kv_cache_exceeded",
+    ),
+    "token_id": Limit(
+        "prompt, stop_token_ids, allowed_token_ids, logit_bias, logprob_token_ids, tokens",
+        "each token id",
+        set_by="the model's vocabulary",
+        code="invalid_token_id",
+    ),
+    "n": Limit("n", "continuations of each prompt", 1, option="max_n"),
+    "choices": Limit("n", "continuations of all prompts together", option="max_choices", entries=True, code="too_many"),
+    "beam_width": Limit("beam_width, num_beams, best_of", "beams of one search", 1, option="max_beam_width"),
+    "length_penalty": Limit("length_penalty", "exponent of an answer's length", *LENGTH_PENALTIES),
+    "max_tokens": Limit("max_tokens", "tokens of each continuation; -1: what fits; 0 with `echo`", 1, WHOLE),
+    "max_completion_tokens": Limit("max_completion_tokens", "tokens of each continuation; -1: what fits", 1, WHOLE),
+    "thinking_token_budget": Limit("thinking_token_budget", "tokens between the markers of reasoning", 0, WHOLE),
+    "min_tokens": Limit("min_tokens", "tokens, at most max_tokens", 0, WHOLE),
+    "truncate_prompt_tokens": Limit("truncate_prompt_tokens", "tokens; -1: what fits", 1, WHOLE),
+    "temperature": Limit("temperature", "number", 0, 2),
+    "top_p": Limit("top_p", "probability", 0, 1, above_low=True),
+    "top_k": Limit("top_k", "tokens; 0 and -1 keep all", 0, WHOLE),
+    "min_p": Limit("min_p", "fraction of the greatest probability", 0, 1),
+    "seed": Limit("seed", "whole number of 64 bits; -1: any", -(2**63), 2**63 - 1),
+    "presence_penalty": Limit("presence_penalty", "number", -2, 2),
+    "frequency_penalty": Limit("frequency_penalty", "number", -2, 2),
+    # A float32 holds every logit multiplied or divided by one of these.
+    "repetition_penalty": Limit("repetition_penalty", "number", 0.01, 100),
+    "logit_bias": Limit("logit_bias", "each value", -100, 100),
+    "logit_bias keys": Limit("logit_bias", "digits 0 to 9 of each key", 1, DIGITS, entries=True),
+    "logit_bias entries": Limit("logit_bias", "entries", option="max_token_list", entries=True, code="too_many"),
+    "stop_token_ids": Limit("stop_token_ids", "entries", option="max_token_list", entries=True, code="too_many"),
+    "allowed_token_ids": Limit("allowed_token_ids", "entries", option="max_token_list", entries=True, code="too_many"),
+    "bad_words": Limit("bad_words", "entries", option="max_token_list", entries=True, code="too_many"),
+    "bad_words chars": Limit("bad_words", "characters of each word", 1, high=WORD_CHARS, entries=True, code="too_long"),
+    "bad_words tokens": Limit(
+        "bad_words",
+        "tokens of all words, with and without a blank; those of one token do not count",
+        high=WORD_TOKENS,
+        entries=True,
+        code="too_long",
+    ),
+    "grammar": Limit(
+        "response_format, structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar",
+        "bytes of JSON of the schema, regex, choices or grammar",
+        high=GRAMMAR_BYTES,
+        entries=True,
+        code="grammar_too_large",
+    ),
+    "choice": Limit(
+        "structured_outputs.choice, guided_choice",
+        "texts",
+        high=CHOICES,
+        entries=True,
+        code="grammar_too_large",
+    ),
+    "regex": Limit(
+        "structured_outputs, guided_regex, pattern, patternProperties",
+        "characters of each regular expression",
+        high=REGEX_CHARS,
+        entries=True,
+        code="grammar_too_large",
+    ),
+    "lark": Limit(
+        "structured_outputs, guided_grammar",
+        "characters of a Lark grammar",
+        high=LARK_CHARS,
+        entries=True,
+        code="grammar_too_large",
+    ),
+    "grammar depth": Limit(
+        "response_format, structured_outputs, guided_json",
+        "schemas within schemas",
+        high=GRAMMAR_DEPTH,
+        entries=True,
+        code="grammar_too_large",
+    ),
+    "stop": Limit("stop", "strings", option="max_stop_strings", entries=True, code="too_many"),
+    "stop chars": Limit("stop", "characters of each string", 1, option="max_stop_chars"),
+    "cache_salt": Limit("cache_salt", "characters", 1, SALT_CHARS, entries=True, code="too_long"),
+    "logprobs": Limit("logprobs", "alternatives of each token", 0, option="max_logprobs"),
+    "top_logprobs": Limit("top_logprobs", "alternatives of each token", 0, option="max_logprobs"),
+    "logprob_token_ids": Limit("logprob_token_ids", "entries", high=NAMED_TOKENS, entries=True, code="too_many"),
+    "prompt_logprobs": Limit("prompt_logprobs", "alternatives of each prompt token", 0, option="max_logprobs"),
+    "logprob entries": Limit(
+        "logprobs",
+        "entries of the answer: tokens x n x (alternatives + 1); the same for scored prompt tokens",
+        option="max_logprob_entries",
+        entries=True,
+        code="too_many_logprobs",
+    ),
+    "priority": Limit("priority", "whole number; high, normal and low stand for -1, 0 and 1", *PRIORITIES),
+    "timeout": Limit("timeout", "seconds", 0, option="max_timeout_s", above_low=True),
+    "x-request-timeout": Limit("X-Request-Timeout", "seconds", 0, option="max_timeout_s", above_low=True),
+    "x-max-queue-wait": Limit("X-Max-Queue-Wait", "seconds; 0: not longer than the on-time lane", 0, WHOLE),
+    "idempotency-key": Limit("Idempotency-Key", "printable ASCII characters", 1, KEY_CHARS),
+    "head time": Limit(
+        "connection",
+        "seconds until a request's head has arrived; then the connection is closed",
+        option="header_timeout_s",
+        code="",
+    ),
+    "connections": Limit(
+        "connection",
+        "connections of one gateway; beyond them only probes are answered",
+        option="max_connections",
+        entries=True,
+        code="too_many_connections",
+        status=503,
+    ),
+    "open": Limit(
+        "connection",
+        "requests that one gateway answers at a time",
+        option="max_open",
+        entries=True,
+        code="too_many_open",
+        status=503,
+    ),
+    "watchers": Limit(
+        "connection",
+        "clients of one gateway that watch the engines",
+        high=WATCHERS,
+        entries=True,
+        code="too_many_watchers",
+        status=429,
+    ),
+    "queued": Limit(
+        "queue",
+        "prompts that wait in Redis, of all gateways",
+        option="max_queued",
+        entries=True,
+        code="queue_full",
+        status=503,
+    ),
+    "queued bytes": Limit(
+        "queue",
+        "MiB of prompts that wait in Redis, of all gateways",
+        option="max_queued_mib",
+        entries=True,
+        code="queue_full",
+        status=503,
+    ),
+}
+
+
+def number(value: float) -> str:
+    """Return a whole number in full, another one in short form."""
+    return str(int(value)) if math.isfinite(value) and value == int(value) else f"{value:g}"
+
+
+def shown(value: float | str) -> float | str:
+    """Return a refused value as the answer may repeat it: short, finite, and in the range of every JSON reader."""
+    if isinstance(value, str):
+        return value[:LONGEST_GIVEN]
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return f"a whole number of about {round(value.bit_length() * math.log10(2))} digits"
+    return value if isinstance(value, int) or math.isfinite(value) else str(value)
+
+
+def broken(key: str, value: float, config: GatewayConfig) -> Broken | None:
+    """Return why `value` passes the limit `key`; None if it does not.  Accepts ints of any length, and any float."""
+    limit = LIMITS[key]
+    low, high = limit.bounds(config)
+    if low <= value <= high and not (limit.above_low and value == low):  # false for NaN
+        return None
+    given, field = shown(value), limit.field
+    if limit.entries and value > high:
+        unit = "entries" if limit.code == "too_many" else limit.counts.partition(":")[0]
+        message = f"{field}: at most {number(high)} {unit}, got {given}"
+        return Broken(limit.status, limit.code, message, field.lower(), int(high), given)
+    text = limit.text(config)
+    return Broken(limit.status, limit.code, f"{field}: must be {text}, got {given}", field.lower(), text, given)
+
+
+def rows(config: GatewayConfig) -> list[tuple[str, str, str, str, str]]:
+    """Return (input, what is counted, limit, the option that sets it, status and code of the refusal) of each limit."""
+    return [
+        (
+            ", ".join(f"`{name}`" for name in limit.field.split(", ")),
+            limit.counts,
+            limit.text(config) or f"set by {limit.set_by}",
+            f"`--{limit.option.replace('_', '-')}`" if limit.option else "",
+            f"{limit.status} `{limit.code}`" if limit.code else "the connection is closed",
+        )
+        for limit in LIMITS.values()
+    ]

@@ -1,0 +1,80 @@
+"""What this gateway knows of the engines and of the shared queue.
+
+    exchanges (token batches) --record_load--> +-----------+
+    readings of Redis --------record_reading-> | FleetView | --fleet()--> admission, /ready, metrics
+    replies to submits --------record_queue--> +-----------+
+
+Engines' clocks may be wrong.  So every reading is stamped with this process's clock when it changes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.engine.wire.clock import steady_ms
+from quire.engine.wire.messages import EngineLoad
+from quire.engine.wire.records import Fleet, Queue
+
+
+class FleetView:
+    """The last known load of each live engine, and of the queue."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, tuple[int, EngineLoad]] = {}  # engine -> its own time_ms, load with this process's
+        self._exchanged_ms: dict[str, int] = {}  # engine -> unix time of its last exchange, on this process's clock
+        self._queue = Queue(queued=0, queued_tokens=0, room_tokens=0, tenants={})
+        self._queue_ms = 0  # when `_queue` was read, on this process's clock
+        self._quarantined = 0  # as of the last full reading
+
+    def record_load(self, load: EngineLoad) -> None:
+        """Store an engine's load.  The same reading again is no sign of life."""
+        known = self._loads.get(load.engine)
+        if known is None or known[0] != load.time_ms:
+            ours = msgspec.structs.replace(load, time_ms=steady_ms())
+            self._loads[load.engine] = (load.time_ms, ours)
+            self._exchanged_ms[load.engine] = ours.time_ms
+
+    def record_queue(self, queue: Queue) -> None:
+        """Store the state of the queue that a submit returned.  Its tenant is the only one that this names."""
+        tenants = self._queue.tenants | queue.tenants
+        self._queue, self._queue_ms = msgspec.structs.replace(queue, tenants=tenants), steady_ms()
+
+    def record_reading(self, fleet: Fleet) -> None:
+        """Store a full reading; engines that it lacks have no lease any more."""
+        for load in fleet.engines:
+            self.record_load(load)
+        for engine in self._loads.keys() - {load.engine for load in fleet.engines}:
+            del self._loads[engine]
+        ahead_ms = steady_ms() - fleet.time_ms  # how far this process's clock is ahead of the reading's
+        self._exchanged_ms = {engine: time_ms + ahead_ms for engine, time_ms in fleet.exchanged_ms.items()}
+        self._queue, self._queue_ms = (
+            Queue(fleet.queued, fleet.queued_tokens, fleet.room_tokens, fleet.tenants, fleet.on_time, fleet.late),
+            steady_ms(),
+        )
+        self._quarantined = fleet.quarantined
+
+    def fleet(self) -> Fleet:
+        """Return the engines with a live lease and the queue; `time_ms` is on this process's clock."""
+        queue = self._queue
+        return Fleet(
+            [load for _, load in self._loads.values()],
+            queue.queued,
+            queue.queued_tokens,
+            self._queue_ms,
+            queue.room_tokens,
+            queue.tenants,
+            quarantined=self._quarantined,
+            exchanged_ms=dict(self._exchanged_ms),
+            on_time=queue.on_time,
+            late=queue.late,
+        )
+
+    @property
+    def serving(self) -> bool:
+        """Whether a live engine takes new requests."""
+        return not all(load.draining for _, load in self._loads.values())
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What answers carry as `system_fingerprint`; it changes when the weights do.  None: no engine is known."""
+        return next((f"fp_{load.fingerprint[:16]}" for _, load in self._loads.values()), None)

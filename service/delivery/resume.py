@@ -1,0 +1,132 @@
+"""Resume an answer: what a gateway must know to continue a request of another gateway, and who may ask for it.
+
+    POST, first event "cmpl-1:1" ... connection, client or gateway lost after "cmpl-1:17"
+    POST to the same path, or GET /v1/streams/cmpl-1, with `Last-Event-ID: cmpl-1:17`   at any gateway: continues at 18
+    POST with the same `Idempotency-Key` and body                                       the same answer from its start
+
+The record is stored in Redis with the request, for as long as its token log.  The answer is a function of both: the
+text after N tokens is the text of the tokens after N.  It is the same byte for byte.  Only a client that shows that it
+can resume gets event ids: many readers of events parse every line that is not blank.  Where it is cut into events may
+differ, since a client that catches up gets larger ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Mapping
+
+import msgspec
+
+from quire.engine.wire.records import IdempotencyKey
+from quire.service.api.anthropic.messages import PREFIX as MESSAGE
+from quire.service.api.anthropic.messages import MessageFormat
+from quire.service.api.api import Refusal, ValidRequest
+from quire.service.api.format import AnswerFormat, Format, Prompted
+from quire.service.api.generative_scoring import ScoreFormat
+from quire.service.api.openai_responses.compaction import OBJECT as COMPACTION
+from quire.service.api.openai_responses.compaction import CompactionFormat
+from quire.service.api.openai_responses.responses import PREFIX as RESPONSE
+from quire.service.api.openai_responses.responses import ResponseFormat
+from quire.service.api.tools import ChatOptions
+from quire.service.common.limits import KEY_CHARS
+
+_ID_DIGITS = 32  # of a request id, after its prefix
+_ID_TIME = 12  # hexadecimal digits of a request id: when it was made, unix milliseconds
+
+
+class Record(msgspec.Struct, frozen=True):
+    """All that another gateway needs to write the answer of an accepted request.  Fields are only ever appended."""
+
+    owner: str  # digest of the API key that may resume it: see Tenants.owner
+    tenant: str
+    valid: ValidRequest  # without its prompts, which the next field holds as the answer shows them
+    prompts: list[Prompted]
+    model: str
+    created: int  # unix seconds
+    fingerprint: str | None
+    deadline_ms: int  # unix time on Redis' clock
+    traceparent: str = ""  # of the request: a client that resumes continues the same trace
+    tracestate: str = ""  # beside it
+
+    @property
+    def context(self) -> tuple[str, str]:
+        """The trace context of the request: `traceparent` and `tracestate`."""
+        return self.traceparent, self.tracestate
+
+    def encode(self) -> bytes:
+        """Return the record as it is stored in Redis."""
+        bare = msgspec.structs.replace(
+            self.valid, prompts=[], messages=[], conversations=[], sources=[], items=[], options=ChatOptions()
+        )
+        return msgspec.msgpack.encode(msgspec.structs.replace(self, valid=bare))
+
+    def form(self, request_id: str, vocabulary: list[bytes], *, ids: bool) -> AnswerFormat:
+        """Return a writer of the answer, at its start.  `ids`: its reader uses event ids, if the format has any."""
+        if request_id.startswith(MESSAGE):
+            return MessageFormat(self.valid, request_id=request_id, model=self.model, prompt=self.prompts[0])
+        if request_id.startswith(RESPONSE):
+            form = CompactionFormat if self.valid.shown.get("object") == COMPACTION else ResponseFormat
+            return form(
+                self.valid,
+                request_id=request_id,
+                model=self.model,
+                created=self.created,
+                prompt=self.prompts[0],
+                vocabulary=vocabulary,
+            )
+        form_of = Format if self.valid.scoring is None else ScoreFormat
+        return form_of(
+            self.valid,
+            request_id=request_id,
+            model=self.model,
+            created=self.created,
+            fingerprint=self.fingerprint,
+            prompts=self.prompts,
+            vocabulary=vocabulary,
+            ids=ids,
+        )
+
+
+decode = msgspec.msgpack.Decoder(Record).decode
+
+
+def read(record: bytes | None, request_id: str, owner: str, retain_s: float, now_ms: int) -> Record:
+    """Decode a record, if `owner` made the request.
+
+    Raises the same Refusal for a record that is gone and for one of another owner.  It is 410 if the answer may have
+    expired: its id is older than the time that every answer is kept.  Else it is 404."""
+    found = decode(record) if record else None
+    if found is not None and found.owner == owner:
+        return found
+    made_ms = int(request_id[-_ID_DIGITS:][:_ID_TIME], 16)
+    if made_ms < now_ms - retain_s * 1000:
+        raise Refusal(410, "stream_gone", "this answer is not kept any longer", given=request_id)
+    raise Refusal(404, "stream_not_found", "no answer with this id", given=request_id)
+
+
+def new_id(prefix: str, now_ms: int) -> str:
+    """Return a request id that cannot be guessed: 80 of its 128 bits are random, the others hold its time."""
+    return f"{prefix}{now_ms:0{_ID_TIME}x}{secrets.token_hex(10)}"
+
+
+def resumable(headers: Mapping[str, str]) -> bool:
+    """Return whether a client will resume its answer after it lost the connection."""
+    return "Idempotency-Key" in headers or headers.get("X-Resumable", "").lower() in ("1", "true")
+
+
+def idempotency_key(key: str | None, owner: str, path: str, body: bytes) -> IdempotencyKey | None:
+    """Return the key of an Idempotency-Key header, scoped to the API key; None without a header.  Raises Refusal.
+
+    Two requests are the same if path and body are equal, byte for byte."""
+    if key is None:
+        return None
+    if not re.fullmatch(rf"[\x21-\x7e]{{1,{KEY_CHARS}}}", key):
+        message = f"idempotency-key: must be 1 to {KEY_CHARS} printable ASCII characters"
+        raise Refusal(400, "invalid_value", message, param="idempotency-key", limit=KEY_CHARS, given=len(key))
+    return IdempotencyKey(_digest(owner.encode(), key.encode()), _digest(path.encode(), body))
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()

@@ -1,0 +1,344 @@
+"""The token reader and the delivery: one task reads this gateway's tokens, for every open request.
+
+    bus.batches() --> reader --> Order --> mailbox (merged) --> the request's own handler --> text --> socket
+                                              ^ a slow client's tokens wait here (see `mailbox.py`)
+
+`Streams.open` submits a request of this gateway.  `Streams.join` attaches to a request that runs already or is over,
+here or at another gateway: its client resumed it or retried it.  So an order (one prompt of a request) can have several
+readers.  `orders.py` says how long it lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from quire.engine.wire.clock import steady_ms
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.link import BusDown
+from quire.engine.wire.messages import Finish, Generate, TokenBatch
+from quire.engine.wire.pool_state_store import PoolStateStore
+from quire.engine.wire.quotas import QuotaStore
+from quire.engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
+from quire.engine.wire.response_store import ResponseStore
+from quire.service.api.api import Refusal, limit_refusal
+from quire.service.common.metrics import BACKLOG, CLOCK_SKEW, REDIS_SECONDS, Telemetry
+from quire.service.common.supervision import Supervisor, Task
+from quire.service.config import GatewayConfig
+from quire.service.delivery import admission
+from quire.service.delivery.admission import Decision
+from quire.service.delivery.engine_wait import EngineWait
+from quire.service.delivery.fleet_view import FleetView
+from quire.service.delivery.open_request import OpenRequest, Order
+from quire.service.delivery.orders import Orders
+from quire.service.delivery.queue_updates import QueueUpdates, Waiting
+from quire.service.delivery.usage_ledger import UsageLedger
+
+T = TypeVar("T")
+
+ATTEMPTS = 5  # to decide and submit before others did; each works on the reading that the last one returned
+Admit = Callable[[Fleet], Decision]  # raises Refusal
+
+# Submits in flight.  A crowd waits here, not for one of the bus' connections, where its wait would count as Redis' own
+# and end in a 503.  The bus has two connections more, for readings of the fleet.
+SUBMITS = 6
+DELIVER_COUNT = 1000  # deltas delivered in one turn of the event loop: up to 10 ms
+
+
+class AlreadySubmitted(Exception):
+    """Nothing was queued: another request with the same idempotency key was first."""
+
+    def __init__(self, duplicate: DuplicateRequest) -> None:
+        super().__init__(duplicate.request_id)
+        self.duplicate = duplicate
+
+
+class Streams:
+    """Every open request of this gateway, and the tasks that keep them fed."""
+
+    def __init__(self, bus: GatewaySide, config: GatewayConfig, telemetry: Telemetry) -> None:
+        self._bus, self._config, self._telemetry = bus, config, telemetry
+        self._view = FleetView()
+        self._ledger = UsageLedger(bus, telemetry)
+        self._updates = QueueUpdates(bus, self._view.fleet)
+        self.orders = Orders(bus, config, telemetry, self._ledger)
+        self._submits = asyncio.Semaphore(SUBMITS)
+        self._looks = 0  # readings of the fleet so far
+        self._missed = False  # open requests may lack tokens that the logs have
+        self.engine_wait = EngineWait(config.takeover_wait_s, config.max_queued)
+        self.supervisor = Supervisor(
+            Task("the token reader", self._read, lambda: self._bus.rounds),
+            Task("the watch over the engines", self._watch, lambda: self._looks),
+        )
+        # Why Redis cannot be used: one line from each part that found out.  Only that part clears it, when it succeeds.
+        self._troubles = {"fleet": "the engines have not been looked up yet"}
+
+    # -- life
+
+    async def start(self) -> None:
+        """Read the fleet once, then start the tasks that keep reading it and the tokens."""
+        await self._refresh()
+        self.supervisor.start()
+
+    async def stop(self) -> None:
+        """Stop reading, let the last withdrawals leave, and write the ledger."""
+        self.orders.leaving = True
+        await self.supervisor.stop()
+        await self._bus.withdrawn()  # bounded by the bus' own patience
+        self.orders.close_all()
+        with contextlib.suppress(BusDown):
+            await self._ledger.write()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why Redis cannot be used, one line; None while it can."""
+        return self.supervisor.trouble or next(iter(self._troubles.values()), None)
+
+    def __len__(self) -> int:
+        """Return how many orders have a reader."""
+        return self.orders.reading
+
+    def end_all(self, finish: Finish) -> None:
+        """End every open request with `finish`, but hand over those whose clients may resume."""
+        self.orders.end_all(finish)
+
+    # -- requests
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self,
+        requests: list[Generate],
+        timeout_s: float,
+        admit: Admit,
+        *,
+        record: bytes = b"",
+        idempotency_key: IdempotencyKey | None = None,
+        resumable: bool = False,
+    ) -> AsyncIterator[OpenRequest]:
+        """A context in which the requests run: one for each prompt, all with the same `n`.
+
+        `admit` decides on a reading of the fleet, and again on a newer one if the queue has grown past its bounds.
+        `record` is what `find` returns to a client that resumes.  Raises Refusal when there is no room or Redis does
+        not accept them, AlreadySubmitted when another request with the key was first.  Then none is queued."""
+        opened = OpenRequest(self.orders, [Order(one.id, one.n, one.tenant) for one in requests], resumable=resumable)
+        deadline = opened.loop.time() + timeout_s
+        self.orders.enter(opened)
+        queued = True  # if this task is cancelled meanwhile, they may be
+        try:
+            try:
+                waiting = await self._submit(requests, admit, record, idempotency_key)
+            except (Refusal, AlreadySubmitted):
+                queued = False
+                raise
+            opened.start(deadline, self._config.heartbeat_s)
+            opened.wait_in_queue(waiting)
+            self._updates.add(requests[0].id, opened)
+            yield opened
+        finally:
+            self._updates.discard(requests[0].id)
+            opened.stop()
+            self.orders.leave(opened, queued)
+
+    async def find(self, request_id: str) -> bytes | None:
+        """Return the record of a request of any gateway, by the id its client knows; None: unknown, or expired.
+
+        Raises Refusal(503)."""
+        found = await self._ask(self._bus.attach(f"{request_id}.0", listen=False))
+        return found.record if found is not None else None
+
+    async def cancel(self, order_ids: list[str]) -> None:
+        """End orders of any gateway as cancelled, for every reader.  An order that is over stays as it is."""
+        await self._bus.cancel_for_all(order_ids)
+
+    async def reset_prefix_caches(self) -> int:
+        """Order all engines to empty their prefix caches.  Returns how many there are.  Raises Refusal(503)."""
+        if self.trouble is not None:
+            raise unavailable()
+        return len(await self._ask(self._bus.reset_prefix_caches()))
+
+    async def find_duplicate(self, key: IdempotencyKey) -> DuplicateRequest | None:
+        """Return the first request with this idempotency key, if there is one.  Raises Refusal(503)."""
+        return await self._ask(self._bus.find_duplicate(key))
+
+    async def release(self, key: IdempotencyKey, duplicate: DuplicateRequest) -> None:
+        """Free an idempotency key whose first request, `duplicate`, has no answer.  Raises Refusal(503)."""
+        await self._ask(self._bus.release(key, duplicate.request_id))
+
+    @contextlib.asynccontextmanager
+    async def join(
+        self, order_ids: list[str], had: Sequence[Sequence[int]], tenant: str, timeout_s: float
+    ) -> AsyncIterator[OpenRequest]:
+        """A context that reads on a request that was opened before, here or at another gateway.
+
+        `had`: for each prompt, how many output tokens of each choice the client already has.  Raises Refusal: 410 when
+        the log is gone, 400 when the answer ended with fewer tokens, 503 when it may grow again or Redis is away."""
+        orders = [
+            self.orders.get(order_id) or Order(order_id, len(counts), tenant)
+            for order_id, counts in zip(order_ids, had, strict=True)
+        ]
+        opened = OpenRequest(self.orders, orders, resumable=True)
+        self.orders.enter(opened)
+        try:
+            for prompt, (order, counts) in enumerate(zip(orders, had, strict=True)):
+                await self._attach(opened, prompt, order, counts)
+            opened.start(opened.loop.time() + timeout_s, self._config.heartbeat_s)
+            yield opened
+        finally:
+            opened.stop()
+            self.orders.leave(opened, queued=True)
+
+    async def _attach(self, opened: OpenRequest, prompt: int, order: Order, counts: Sequence[int]) -> None:
+        """Read the log of one prompt, and begin its choices after `counts` tokens.  Raises Refusal as `join` says."""
+        found = await self._ask(self._bus.attach(order.id))
+        if found is None:
+            raise Refusal(410, "stream_gone", "this answer is not kept any longer")
+        logged = found.continuations
+        short = [one for one, count in zip(logged, counts, strict=False) if len(one.token_ids) < count]
+        if len(logged) != order.n or any(one.finish is not None for one in short):
+            raise Refusal(400, "invalid_event_id", "Last-Event-ID: the answer is not as long as that")
+        if short:  # Redis has lost its end, which its engine sends again; or it never was so long
+            message = "Last-Event-ID: the answer is not as long as that yet"
+            raise Refusal(503, "answer_incomplete", message, retry_after_s=1.0)
+        for index, one in enumerate(logged):
+            if one.finish is not None:
+                order.mark_ended(index)
+        opened.resume(prompt, logged, counts)
+
+    async def _submit(
+        self, requests: list[Generate], admit: Admit, record: bytes, key: IdempotencyKey | None
+    ) -> Waiting:
+        """Queue the requests of one client, all or none, if `admit` permits.
+
+        Raises Refusal (that of `admit`, or 503) and AlreadySubmitted."""
+        for _ in range(ATTEMPTS):
+            async with self._submits:
+                if self.trouble is not None:  # known already: no client waits for it to be found again
+                    raise unavailable()
+                decision = admit(self.fleet)
+                began = time.monotonic()
+                submit = self._bus.submit(*requests, bounds=decision.bounds, record=record, idempotency_key=key)
+                queue = await self._ask(submit, "submit")
+                self._telemetry.observe(REDIS_SECONDS, time.monotonic() - began, "submit")
+                self._view.record_queue(queue)
+            if queue.duplicate is not None:
+                raise AlreadySubmitted(queue.duplicate)
+            if queue.full:
+                wait_s = decision.late_wait_s or 0.0
+                message = f"the queue is full: {queue.queued} requests wait"
+                pause_s = min(admission.RETRY_CAP_S, max(5.0, wait_s))
+                raise limit_refusal("queued", message, self._config.max_queued, retry_after_s=pause_s)
+            if queue.lane is not None:
+                late = queue.lane == "late"
+                return Waiting(queue.lane, queue.ahead, decision.late_wait_s if late else decision.on_time_wait_s)
+        raise Refusal(429, "rate_limit_exceeded", "overloaded: the queue fills faster than it is read", retry_after_s=1)
+
+    async def _ask(self, reply: Awaitable[T], part: str = "") -> T:
+        """Await a reply of Redis.  Raises Refusal(503).
+
+        `part`: one of the `_troubles`.  Then new requests are refused until that part works again."""
+        try:
+            return await reply
+        except BusDown as error:
+            if part:
+                self._troubles[part] = str(error)
+            raise unavailable() from None
+
+    # -- tokens
+
+    async def _read(self) -> None:
+        """Deliver this gateway's tokens.  After a restart it begins with what was not delivered."""
+        async with contextlib.aclosing(self._bus.batches()) as batches:
+            async for batch in batches:
+                first, *later = batch.split(DELIVER_COUNT)
+                self.deliver(first)
+                for part in later:
+                    await asyncio.sleep(0)  # other tasks of the event loop run
+                    self.deliver(part)
+
+    def deliver(self, batch: TokenBatch) -> None:
+        """Spread the tokens of one step over the mailboxes."""
+        self.orders.deliver(batch.deltas)
+
+    # -- the fleet
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.fleet_s)
+            await self._refresh()
+            self._looks += 1
+
+    async def _refresh(self) -> None:
+        """Read the fleet, and do what is due.  The trouble of each part stays until that part succeeds."""
+        began = time.monotonic()
+        try:
+            fleet = await self._bus.fleet()
+        except BusDown as error:
+            self._troubles["fleet"] = str(error)
+            return
+        self._telemetry.observe(REDIS_SECONDS, time.monotonic() - began, "fleet")
+        self._view.record_reading(fleet)
+        self._missed = self._missed or fleet.forgotten
+        self.engine_wait.record(serving=self._view.serving)
+        await self._updates.refresh(steady_ms())
+        self._troubles.pop("fleet", None)
+        self._telemetry.record_fleet(self.fleet)
+        self._telemetry.record_engine_wait(len(self.engine_wait), self.engine_wait.oldest_s)
+        self._telemetry.set(BACKLOG, self.orders.backlog.held)
+        self._telemetry.set(CLOCK_SKEW, self._bus.clock.skew_s)
+        try:
+            if self._missed:
+                await self.orders.listen_again()
+                self._missed = False
+            await self._ledger.write()
+            await self.orders.extend_retention()
+            self._troubles.pop("ledger", None)
+        except BusDown as error:
+            self._troubles["ledger"] = str(error)
+        if "submit" in self._troubles:  # requests are refused until it is cleared
+            try:
+                await self._bus.probe()
+                del self._troubles["submit"]
+            except BusDown as error:
+                self._troubles["submit"] = str(error)
+
+    @property
+    def responses(self) -> ResponseStore:
+        """Stored responses in Redis."""
+        return self._bus.responses
+
+    @property
+    def quotas(self) -> QuotaStore:
+        """The quotas of tenants in Redis."""
+        return self._bus.quotas
+
+    @property
+    def pool_states(self) -> PoolStateStore:
+        """What the blocks of each engine hold, in Redis."""
+        return self._bus.pool_states
+
+    @property
+    def fleet(self) -> Fleet:
+        """The engines with a live lease and the queue, as last read."""
+        return self._view.fleet()
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The smallest context of the live engines, in tokens; None without an engine."""
+        return min((load.max_model_len for load in self.fleet.engines), default=None)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What answers carry as `system_fingerprint`; it changes when the weights do."""
+        return self._view.fingerprint
+
+    def redis_ms(self) -> int:
+        """Return the unix time in ms on Redis' clock, on which deadlines and request ids are."""
+        return self._bus.clock.redis_ms()
+
+
+def unavailable() -> Refusal:
+    """Return the refusal of a request while Redis is away."""
+    return Refusal(503, "queue_unavailable", "the request queue is not reachable", retry_after_s=2.0)

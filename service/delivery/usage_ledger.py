@@ -1,0 +1,51 @@
+"""The usage ledger: how many tokens of each finished order were delivered, written to Redis in batches.
+
+Redis itself counts what was generated, in the exchange that brings the tokens.  This side adds what was delivered.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.records import Usage
+from quire.service.common.metrics import DELIVERED_TOKENS, NAMELESS, Telemetry
+from quire.service.delivery.open_request import Order
+
+log = logging.getLogger("quire.usage")
+
+BATCH_ORDERS = 100  # orders written to Redis in one call
+
+
+class UsageLedger:
+    """Collects finished orders and writes them to Redis.  An order stays here until Redis has acknowledged it."""
+
+    def __init__(self, bus: GatewaySide, telemetry: Telemetry) -> None:
+        self._bus, self._telemetry = bus, telemetry
+        self._finished: list[Order] = []
+
+    def add(self, order: Order) -> None:
+        """Write this order with the next batch."""
+        self._finished.append(order)
+
+    async def write(self) -> None:
+        """Write everything that was added.  Raises BusDown; what was not written stays for the next call."""
+        while batch := self._finished[:BATCH_ORDERS]:
+            for usage in await self._bus.settle([(order.id, order.tenant, order.delivered) for order in batch]):
+                record_usage(self._telemetry, usage)
+            del self._finished[: len(batch)]
+
+
+def record_usage(telemetry: Telemetry, usage: Usage) -> None:
+    """Count and log the usage of one order (one prompt of a request) that is over at this gateway.
+
+    If a client resumes it at another gateway, that gateway logs it again.  Of its lines the one with the most delivered
+    tokens counts."""
+    telemetry.count(DELIVERED_TOKENS, usage.new)
+    line = {
+        "id": usage.request_id,
+        "tenant": usage.tenant or NAMELESS,
+        "generated_tokens": usage.generated,
+        "delivered_tokens": usage.delivered,
+    }
+    log.info("usage", extra={"fields": line})

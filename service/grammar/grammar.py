@@ -1,0 +1,411 @@
+"""Structured output: the fields that ask for it -> a grammar for llguidance, or a refusal that names the keyword.
+
+    parse_chat, parse_completion --asked--> Constraint --GrammarChecks.compile, on a thread--> Sampling.grammar
+
+`json_schema.rewrite` brings a schema into llguidance's keywords, and refuses an assertion that cannot be enforced.
+Then the grammar is compiled as an engine would, with tighter bounds and bytes as its tokens: no engine gets a grammar
+that it could not follow.
+
+The bounds are counts of work, not of time, so that equal requests get equal answers on a busy machine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, Literal
+
+import llguidance
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from quire.service.common.limits import CHOICES, GRAMMAR_BYTES, LARK_CHARS, REGEX_CHARS
+from quire.service.grammar.grammar_errors import NotServed
+from quire.service.grammar.json_schema import TOO_LARGE, Rewritten, rewrite, subschemas
+
+Kind = Literal["json", "regex", "choice", "grammar", "calls", "thinking", "reasoned"]
+
+# An engine's own bounds are wider (engine/executor/grammars.py), so it can follow what passes here.
+BOUNDS = LLParserLimits(
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=50_000,
+    step_max_items=25_000,
+    max_lexer_states=10_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+# Between the parts of a JSON text: one blank, or a new line and its indentation.  So no answer runs on in blanks.
+WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
+ANY_TEXT = "/(?s:.*)/"  # in Lark
+SPACES = "/[ \\n]{0,4}/"  # after reasoning, before a call
+PROBES = 4  # first bytes of an answer that a check tries
+BLAMED_BYTES = 8192  # JSON of the parts that are compiled alone to find the one at fault
+
+NO_ANSWER = "it allows no answer"
+LEGACY = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+KINDS: Mapping[str, Kind] = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """What an answer must match, as the client gave it."""
+
+    param: str  # the path of the field that holds `value`
+    kind: Kind
+    # json: a schema; regex, grammar: a text; choice: a list of texts; calls: CallRules; thinking: Lark; reasoned:
+    # AfterReasoning
+    value: Any
+
+
+class AfterReasoning(msgspec.Struct, frozen=True):
+    """An answer that must match something once its reasoning is closed."""
+
+    grammar: str  # Lark, made here; @answer is `answer`
+    answer: Constraint
+
+
+class Parameters(msgspec.Struct, frozen=True):
+    """The arguments that a tool takes, or one of them."""
+
+    param: str  # the path of `schema`
+    schema: dict[str, Any]
+    strict: bool  # else a schema that is not served stands for `loose`
+    name: str  # as the grammar names it, without the @
+    loose: dict[str, Any]
+
+
+class StringRule(msgspec.Struct, frozen=True):
+    """The terminal of a string that is written without quotes."""
+
+    name: str  # as the grammar names it
+    param: str  # the path of its schema
+    terminal: str
+    loose: str  # terminal of any string
+    strict: bool  # else `loose` stands for a terminal that is not served
+
+
+class CallRules(msgspec.Struct, frozen=True):
+    """An answer that makes tool calls, or may make them."""
+
+    grammar: str  # Lark; @tool0, @value0_1 ... are `values`, @answer is `answer`
+    plain: str  # the same with special tokens written as text, for checks that need no model
+    values: list[Parameters]
+    strings: list[StringRule] = []
+    answer: Constraint | None = (
+        None  # JSON schema of an answer without calls; None: it must have calls or may be any text
+    )
+
+
+class Compiled(msgspec.Struct, frozen=True):
+    """A grammar that engines can follow."""
+
+    grammar: str  # llguidance's JSON form, or Lark
+    passed_over: tuple[str, ...] = ()  # paths of words in schemas that assert nothing
+
+
+# ------------------------------------------------------------------------------------------------- fields of a request
+
+
+def asked(fields: Mapping[str, Any]) -> Constraint | None:
+    """Return what the fields of a request ask for; None: any text.  Raises NotServed.  Looks at no schema yet."""
+    found = [
+        *_response_format(fields.get("response_format")),
+        *_structured_outputs(fields.get("structured_outputs")),
+        *(_constraint(name, LEGACY[name], value) for name in LEGACY if (value := fields.get(name)) is not None),
+    ]
+    if len(found) > 1:
+        names = " and ".join(one.param for one in found)
+        raise NotServed(found[1].param, f"only one of {names} can be honoured", limit=1, given=len(found))
+    return found[0] if found else None
+
+
+def _response_format(given: Any) -> Iterator[Constraint]:
+    if given is None:
+        return
+    kinds = "text, json_object, json_schema"
+    if not isinstance(given, dict):
+        raise NotServed("response_format", "must be an object", code="invalid_type")
+    kind = given.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise NotServed("response_format.type", f"must be one of {kinds}", code="unsupported", limit=kinds)
+    _only("response_format", given, ("type", "json_schema") if kind == "json_schema" else ("type",))
+    if kind == "json_object":
+        yield Constraint("response_format", "json", ANY_OBJECT)
+    if kind != "json_schema":
+        return
+    inner, param = given.get("json_schema"), "response_format.json_schema"
+    if not isinstance(inner, dict):
+        raise NotServed(param, "must be an object with a schema", code="invalid_type")
+    _only(param, inner, ("name", "description", "schema", "strict"))
+    for name, kinds_of in (("name", str), ("description", str), ("strict", bool)):
+        if not isinstance(inner.get(name), (kinds_of, type(None))):
+            raise NotServed(f"{param}.{name}", f"must be a {kinds_of.__name__}", code="invalid_type")
+    if inner.get("schema") is None:
+        raise NotServed(f"{param}.schema", "must be a JSON schema", code="invalid_type")
+    yield Constraint(f"{param}.schema", "json", inner["schema"])
+
+
+def _structured_outputs(given: Any) -> Iterator[Constraint]:
+    if given is None:
+        return
+    if not isinstance(given, dict):
+        raise NotServed("structured_outputs", "must be an object", code="invalid_type")
+    given = {name: value for name, value in given.items() if value not in (None, False)}
+    _only("structured_outputs", given, (*KINDS, "json_object"))
+    for name, value in given.items():
+        if name == "json_object":
+            yield Constraint("structured_outputs.json_object", "json", ANY_OBJECT)
+        else:
+            yield _constraint(f"structured_outputs.{name}", name, value)
+
+
+def _only(param: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            raise NotServed(f"{param}.{name[:64]}", "is not served", code="unsupported", limit=", ".join(known))
+
+
+def _constraint(param: str, name: str, value: Any) -> Constraint:
+    kind = KINDS[name]
+    if kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
+            raise NotServed(param, "must be a list of at least one text, none of them empty", code="invalid_type")
+    elif kind != "json" and (not isinstance(value, str) or not value):
+        raise NotServed(param, "must be a text that is not empty", code="invalid_type")
+    return Constraint(param, kind, value)
+
+
+# ------------------------------------------------------------------------------------------------------- JSON schemas
+
+
+def _checked_schema(constraint: Constraint) -> Rewritten:
+    """Return a schema all of whose assertions are enforced.  Raises NotServed."""
+    schema = constraint.value
+    if isinstance(schema, str):  # vLLM takes a schema as text too
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError):
+            raise NotServed(constraint.param, "its text is not JSON", code="invalid_type") from None
+    rewritten = rewrite(schema, constraint.param)
+    if rewritten.schema is False:
+        raise NotServed(constraint.param, "the schema false allows no answer")
+    return rewritten._replace(schema={}) if rewritten.schema is True else rewritten
+
+
+def _of_schema(schema: dict[str, Any]) -> str:
+    return LLMatcher.grammar_from_json_schema(json.dumps(_spaced(schema)))
+
+
+def _spaced(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with llguidance's word for the white space that may stand between its parts."""
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+# ------------------------------------------------------------------------------------------------- regex, choice, Lark
+
+
+def _choice_grammar(constraint: Constraint) -> str:
+    if (count := len(constraint.value)) > CHOICES:
+        reason = f"at most {CHOICES:,} choices, got {count:,}"
+        raise NotServed(constraint.param, reason, code=TOO_LARGE, limit=CHOICES, given=count)
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in constraint.value))
+
+
+def _regex_grammar(constraint: Constraint) -> str:
+    _check_length(constraint.value, REGEX_CHARS, constraint.param)
+    return LLMatcher.grammar_from_regex(constraint.value)
+
+
+def _check_length(text: str, most: int, param: str) -> None:
+    if len(text) > most:
+        raise NotServed(param, f"at most {most} characters", code=TOO_LARGE, limit=most, given=len(text))
+
+
+def _lark_grammar(constraint: Constraint) -> str:
+    """Return a client's Lark grammar.  Raises NotServed for what would pass the checks of this module by."""
+    text: str = constraint.value
+    _check_length(text, LARK_CHARS, constraint.param)
+    if text.lstrip()[:1] in ("{", "["):
+        raise NotServed(constraint.param, "must be a Lark grammar; give a JSON schema as json", code="unsupported")
+    if "::=" in text:
+        raise NotServed(constraint.param, "must be a Lark grammar (name: rule), not GBNF", code="unsupported")
+    for pattern, what in ((r"%json\b", "%json; give the schema as json"), (r"\btemperature\s*=", "temperature")):
+        if re.search(pattern, text):
+            raise NotServed(constraint.param, f"a Lark grammar is served without {what}", code="unsupported")
+    return LLMatcher.grammar_from_lark(text)
+
+
+# --------------------------------------------------------------------------------------------------------- tool calls
+
+
+def _calls_grammar(constraint: Constraint) -> Compiled:
+    """Return the grammar of an answer with calls, checked.  Raises NotServed."""
+    rules: CallRules = constraint.value
+    served: dict[str, Rewritten] = {}  # equal schemas are checked once
+    schemas = {one.name: _arguments(one, served) for one in rules.values}
+    strings = "".join(f"{one.name}: {_string(one)}\n" for one in rules.strings)
+    if rules.answer is not None:
+        schemas["answer"] = _checked_schema(rules.answer)
+
+    def grammar(lark: str) -> str:
+        inner = [{"name": name, "json_schema": _spaced(one.schema)} for name, one in schemas.items()]
+        return json.dumps({"grammars": [{"lark_grammar": lark + strings}, *inner]})
+
+    if why := problem(grammar(rules.plain)):
+        raise NotServed(constraint.param, why, code="unsupported")
+    return Compiled(grammar(rules.grammar), tuple(path for one in schemas.values() for path in one.passed_over))
+
+
+def _arguments(parameters: Parameters, served: dict[str, Rewritten]) -> Rewritten:
+    """Return the schema to which arguments are held.  Raises NotServed if a strict one cannot be."""
+    known = json.dumps(parameters.schema)
+    if known in served:
+        return served[known]
+    try:
+        rewritten = rewrite(parameters.schema, parameters.param)
+        if why := problem(_of_schema(rewritten.schema)):
+            raise NotServed(*_blame(parameters.param, rewritten.schema, why), code="unsupported")
+    except NotServed:
+        if parameters.strict:
+            raise
+        return Rewritten(parameters.loose, ())
+    served[known] = rewritten
+    return rewritten
+
+
+def _string(rule: StringRule) -> str:
+    """Return the terminal of a string.  Raises NotServed if a strict one cannot be followed."""
+    if rule.terminal != rule.loose and (why := problem(_of_terminal(rule.terminal))):
+        if rule.strict:
+            raise NotServed(rule.param, why, code="unsupported")
+        return rule.loose
+    return rule.terminal
+
+
+def _of_terminal(terminal: str) -> str:
+    return LLMatcher.grammar_from_lark(f"start: STRING\nSTRING: {terminal}\n")
+
+
+def _reasoned_grammar(rules: AfterReasoning) -> Compiled:
+    """Return the grammar of reasoning and an answer.  Raises NotServed for the answer."""
+    compiled = compile_grammar(rules.answer)
+    inner = compiled.grammar
+    answer = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
+    grammar = json.dumps({"grammars": [{"lark_grammar": rules.grammar}, {**answer, "name": "answer"}]})
+    return Compiled(grammar, compiled.passed_over)
+
+
+# ---------------------------------------------------------------------------------------------------------- compiling
+
+MAKERS = {"regex": _regex_grammar, "choice": _choice_grammar, "grammar": _lark_grammar}
+
+
+class _Bytes:
+    """A vocabulary of the 256 bytes and an end token, for checks that need no model."""
+
+    eos_token_id, bos_token_id = 256, None
+    special_token_ids: tuple[int, ...] = (256,)
+    tokens: tuple[bytes, ...] = (*(bytes([byte]) for byte in range(256)), b"<end>")
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+@cache
+def byte_tokenizer() -> LLTokenizer:
+    """Return the tokenizer of `_Bytes`: token ids are bytes."""
+    return LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
+
+
+def _after_a_byte(matcher: LLMatcher, first: bytes) -> LLMatcher:
+    """Return a copy of a matcher that has consumed one of the first bytes that it allows.
+
+    Tries PROBES of them, and stops at the first one after which the matcher is at fault.  A grammar that is too wide,
+    such as one of 2,100 alternatives, is at fault after its first byte and not before."""
+    allowed = [byte for byte in range(256) if first[byte // 8] >> byte % 8 & 1]
+    moved, step = matcher, max(1, len(allowed) // PROBES)
+    for byte in allowed[::step][:PROBES]:
+        moved = matcher.deep_copy()
+        moved.consume_token(byte)
+        if moved.is_error():
+            break
+    return moved
+
+
+def problem(grammar: str) -> str:
+    """Return why a grammar cannot be followed, in one line; "" if it can.  Lets other threads run meanwhile."""
+    matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=BOUNDS)
+    first = b"" if matcher.is_error() else matcher.compute_bitmask()
+    if first and not matcher.is_error():
+        matcher = _after_a_byte(matcher, first)
+    if not matcher.is_error():
+        return "" if any(first) else NO_ANSWER
+    if matcher.stop_reason() in ("NoExtension", "NoExtensionBias"):
+        return NO_ANSWER
+    lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()]
+    # The cause of a broken regex stands behind a drawing of it.
+    named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (named or lines or ["it cannot be followed"])[0][:256]
+
+
+def compile_grammar(constraint: Constraint) -> Compiled:
+    """Return the grammar of a constraint.  Raises NotServed.  Takes up to some tenths of a second."""
+    if constraint.kind == "reasoned":
+        return _reasoned_grammar(constraint.value)
+    given = constraint.value
+    counted = msgspec.structs.replace(given, plain="") if isinstance(given, CallRules) else given
+    size = len(msgspec.json.encode(counted))
+    if size > GRAMMAR_BYTES:
+        reason = f"at most {GRAMMAR_BYTES} bytes of JSON, got {size}"
+        raise NotServed(constraint.param, reason, code=TOO_LARGE, limit=GRAMMAR_BYTES, given=size)
+    if constraint.kind == "thinking":  # it was made here, of token ids that only the model's tokenizer has
+        return Compiled(str(constraint.value))
+    if constraint.kind == "calls":
+        return _calls_grammar(constraint)
+    if constraint.kind == "json":
+        schema, passed_over = _checked_schema(constraint)
+        grammar = _of_schema(schema)
+        if why := problem(grammar):
+            raise NotServed(*_blame(constraint.param, schema, why), code="unsupported")
+        return Compiled(grammar, passed_over)
+    grammar = MAKERS[constraint.kind](constraint)
+    if why := problem(grammar):
+        raise NotServed(constraint.param, why, code="unsupported")
+    return Compiled(grammar)
+
+
+def _blame(param: str, schema: Any, why: str) -> tuple[str, str]:
+    """Return path and fault of a subschema that cannot be followed by itself; else of the whole.
+
+    Patterns are tried alone, then the parts of the part at fault, within BLAMED_BYTES of JSON: a refusal takes little
+    longer than the check that failed."""
+    if not isinstance(schema, dict):
+        return param, why
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    budget, place = BLAMED_BYTES, (param, schema)
+    waiting = [place]
+    while waiting and budget > 0:  # patterns of any depth
+        at, one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += reversed([*subschemas(one, at)])
+            if isinstance(one.get("pattern"), str):
+                budget -= len(one["pattern"])
+                if inner_why := problem(_of_schema({"type": "string", "pattern": one["pattern"]})):
+                    return f"{at}.pattern", inner_why
+    waiting, budget = [*subschemas(schema, param)], BLAMED_BYTES
+    while waiting:
+        at, one = waiting.pop(0)
+        alone = shared | one if isinstance(one, dict) else {}
+        budget -= len(json.dumps(alone))
+        if budget < 0:
+            break
+        if alone and (inner_why := problem(_of_schema(alone))):
+            (param, why), waiting = (at, inner_why), [*subschemas(one, at)]
+    return param, why

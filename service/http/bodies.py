@@ -1,0 +1,190 @@
+"""Read request bodies, bounded in size, in time, in bytes of all bodies together, and in JSON values.
+
+    socket --64 KiB at a time--> unzip --> scan --> parts --> one `Body`, which counts as in flight until released
+
+msgspec holds the interpreter while it decodes, so a body must be cheap to decode before it is decoded.  Long strings
+are cheap: a few milliseconds for each MiB.  Many small values are not: 4 MiB of them take a second.  `Scan` counts
+them as the body arrives, and refuses the body as soon as it holds too many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import zlib
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+
+from quire.service.api.api import Refusal, limit_refusal
+from quire.service.common.limits import STRUCTURES, VALUES, shown
+from quire.service.config import GatewayConfig
+
+FREE_BYTES = 16 * 1024  # of each body that do not count, so that large bodies never keep out small requests
+PIECE_BYTES = 64 * 1024  # unzipped and scanned at a time
+
+
+class Scan:
+    """Counts the values of a JSON text that arrives in pieces.  The text need not be valid JSON."""
+
+    __slots__ = ("_escaped", "_in_string", "structures", "values")
+
+    def __init__(self) -> None:
+        self.structures = 0  # strings, objects and arrays
+        self.values = 0  # commas outside strings: one less than the values of each object or array
+        self._in_string = False
+        self._escaped = False  # the last piece ended with a backslash whose character has not arrived
+
+    def feed(self, data: bytes) -> None:
+        """Count the values of the next piece."""
+        if b"\\" in data or self._escaped:
+            if self._escaped:
+                data = data[1:]
+            # Without pairs of backslashes, a backslash that is left escapes the character after it.
+            data = data.replace(b"\\\\", b"")
+            self._escaped = data.endswith(b"\\")
+            data = data.replace(b'\\"', b"")
+        quotes = data.count(b'"')
+        if quotes > 2 * STRUCTURES:  # refused in any case
+            self.structures += quotes // 2
+            return
+        parts = data.split(b'"')
+        outside = b"".join(parts[1 if self._in_string else 0 :: 2])
+        opened = (quotes + (not self._in_string)) // 2
+        self._in_string ^= bool(quotes % 2)
+        self.structures += opened + outside.count(b"{") + outside.count(b"[")
+        self.values += outside.count(b",")
+
+
+class Body:
+    """A request's body.  Its bytes count as in flight until `release`."""
+
+    __slots__ = ("_bodies", "_held", "data")
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies, self._held = bodies, 0
+        self.data = b""
+
+    def hold(self, total: int) -> None:
+        """Count `total` bytes of this body as in flight.  Raises Refusal(503) when there is no room for them."""
+        more = max(0, total - FREE_BYTES) - self._held
+        self._bodies.reserve(more)
+        self._held += more
+
+    def release(self) -> None:
+        """Free the body: the request does not need it any more."""
+        self._bodies.held -= self._held
+        self._held, self.data = 0, b""
+
+
+class Bodies:
+    """All bodies that a gateway reads, or holds until their request is queued."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        self._room = config.max_bodies_mib * 2**20
+        self.held = 0  # bytes
+
+    def reserve(self, more: int) -> None:
+        """Count `more` bytes as in flight.  Raises Refusal(503) when there is no room for them."""
+        if self.held + more > self._room:
+            message = f"the request bodies in flight are limited to {self._config.max_bodies_mib} MiB together"
+            raise limit_refusal("bodies", message, self._room, retry_after_s=1.0)
+        self.held += more
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: web.Request, max_values: int = VALUES) -> AsyncIterator[Body]:
+        """A context with the whole body, which is released at its end.
+
+        `max_values`: how many numbers and other values without structure the body may hold.  Raises Refusal: 400 for a
+        broken transfer or too many values, 408 when the body is too slow, 413 when it is too long (before reading it
+        if its length is announced), 415 for an unknown encoding, 503 when all bodies together are too long."""
+        body = Body(self)
+        try:
+            await self._fill(body, request, max_values)
+            yield body
+        finally:
+            body.release()
+
+    async def _fill(self, body: Body, request: web.Request, max_values: int) -> None:
+        limit, seconds = self._config.max_body_bytes, self._config.body_timeout_s
+        if (length := request.content_length) is not None and length > limit:
+            raise _too_large(limit, length)
+        require_json(request)
+        scan, parts, total = Scan(), [], 0
+        try:
+            async with asyncio.timeout(seconds):
+                async for part in _unzipped(request):
+                    total += len(part)
+                    if total > limit:
+                        raise _too_large(limit, f"more than {limit}")
+                    body.hold(total)
+                    scan.feed(part)
+                    _check(scan, max_values)
+                    parts.append(part)
+        except TimeoutError:
+            message = f"body: must arrive within {seconds:g} s, got {total} bytes of it"
+            raise limit_refusal("body time", message, seconds, param="body", given=total) from None
+        except (web.RequestPayloadError, zlib.error):
+            raise Refusal(
+                400, "invalid_body", "body: its transfer or content encoding is broken", param="body"
+            ) from None
+        body.data = b"".join(parts)
+
+
+def require_json(request: web.Request) -> None:
+    """Raise Refusal(415) unless the Content-Type is application/json; parameters are ignored.
+
+    A web page can send any other type, or none, to another site without that site's consent (CORS).  So a page could
+    make a server on its reader's own machine compute.  vLLM refuses the same."""
+    given = request.headers.get("Content-Type", "")
+    if given.partition(";")[0].strip().lower() != "application/json":
+        message = f"content-type: must be application/json, got '{shown(given)}'"
+        raise Refusal(
+            415, "unsupported_media_type", message, param="content-type", limit="application/json", given=shown(given)
+        )
+
+
+def _too_large(limit: int, given: int | str) -> Refusal:
+    return limit_refusal("body", f"body: at most {limit} bytes, got {given}", limit, param="body", given=given)
+
+
+def _check(scan: Scan, max_values: int) -> None:
+    """Raise Refusal when the part of the body that has arrived holds too many values."""
+    for key, given, limit, what in (
+        ("body structures", scan.structures, STRUCTURES, "strings, objects and lists"),
+        ("body values", scan.values, max_values + STRUCTURES, "values"),
+    ):
+        if given > limit:
+            message = f"body: at most {limit} {what}, got more than {limit}"
+            raise limit_refusal(key, message, limit, param="body", given=f"more than {limit}")
+
+
+async def _unzipped(request: web.Request) -> AsyncIterator[bytes]:
+    """Yield the decoded body as it arrives, in pieces of at most PIECE_BYTES.  The loop runs between two of them."""
+    unzip = _decompressor(request)
+    while data := await request.content.readany():
+        for at in range(0, len(data), PIECE_BYTES):
+            piece = data[at : at + PIECE_BYTES]
+            if unzip is None:
+                yield piece
+            while unzip is not None and piece and not unzip.eof:
+                yield unzip.decompress(piece, PIECE_BYTES)
+                piece = unzip.unconsumed_tail
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+    if unzip is not None and not unzip.eof:
+        raise zlib.error("the stream is incomplete")
+
+
+def _decompressor(request: web.Request) -> zlib._Decompress | None:
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding in ("identity", ""):
+        return None
+    if encoding in ("gzip", "x-gzip"):
+        return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    if encoding == "deflate":
+        return zlib.decompressobj()
+    allowed = "gzip, deflate or none"
+    message = f"content-encoding: must be {allowed}, got '{encoding[:32]}'"
+    raise Refusal(415, "unsupported_encoding", message, param="content-encoding", limit=allowed, given=encoding[:32])

@@ -1,0 +1,183 @@
+"""GET /engine/state: the block pools and the load of all engines, live, for the clients that watch them.
+
+    Redis, FleetView --EngineStateFeed, 5 times a second--> newest FleetState --> each watcher: what changed
+
+One reader serves all watchers, and there is none without a watcher: then engines publish nothing.  A watcher gets the
+newest state whenever its socket takes it, so a slow one skips states and nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Iterator
+
+from aiohttp import web
+
+from quire.engine.wire.link import BusDown
+from quire.service.api.api import Refusal, limit_refusal
+from quire.service.common.limits import WATCHERS
+from quire.service.delivery.streams import Streams
+from quire.service.http import sse
+from quire.service.http.middleware import TENANT
+from quire.service.http.state_events import FleetState, event, observe
+
+log = logging.getLogger("quire.gateway")
+
+PERIOD_S = 0.2  # shortest time between two events
+KEEP_S = 1.0  # longest time between two events, or comments; also between two renewals of the watch in Redis
+BYTES_PER_S = 16_000  # of one watcher's events: larger ones are further apart
+BURST_BYTES = 64_000  # that it may have at once
+SLOWEST_S = 30.0  # that a watcher may take to read what is in its socket; then its connection is cut
+RETRY_S = 5.0  # what a watcher too many is told to wait
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class ByteBudget:
+    """The bytes that one watcher may have: BURST_BYTES, filled again at BYTES_PER_S."""
+
+    def __init__(self, now: float) -> None:
+        """`now`: seconds, on the clock that every call uses."""
+        self._left, self._at = float(BURST_BYTES), now
+
+    def spend(self, size: int, now: float) -> float:
+        """Take an event's bytes.  Returns the seconds until the next event."""
+        self._left = min(BURST_BYTES, self._left + (now - self._at) * BYTES_PER_S) - size
+        self._at = now
+        return max(PERIOD_S, -self._left / BYTES_PER_S)
+
+
+class EngineStateFeed:
+    """The newest state of the engines, and the clients that watch it."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._watchers = 0
+        self._reader: asyncio.Task[None] | None = None  # runs while there are watchers
+        self._state: FleetState | None = None  # the newest; None: none was read yet
+        self._failed_at = 0.0  # first failure since the last reading, in the event loop's time; 0: the last one worked
+        self._encoded: dict[FleetState | None, bytes] = {}  # by the state before: events that lead to the newest state
+        self._news = asyncio.Event()  # the next reading sets it
+        self._closing = asyncio.Event()
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """GET /engine/state.  Raises Refusal: 403 without the admin scope, 429 beyond WATCHERS, 503 at a drain."""
+        request[TENANT].require_admin()
+        if self._closing.is_set():
+            raise Refusal(503, "shutting_down", "this gateway is shutting down", retry_after_s=1.0)
+        with self._watching():
+            response = await sse.begin(request)
+            async with contextlib.aclosing(self._events()) as events:
+                async for data in events:
+                    try:
+                        async with asyncio.timeout(SLOWEST_S):
+                            await response.write(data)
+                            await request.writer.drain()  # aiohttp checks the buffer only every 64 KiB
+                    except TimeoutError:
+                        raise ConnectionResetError("client does not read") from None
+            await response.write_eof()
+        return response
+
+    def close(self) -> None:
+        """End every stream, and refuse new ones."""
+        self._closing.set()
+        self._news.set()
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """A context in which the engines' state is read.  Raises Refusal(429)."""
+        if self._watchers >= WATCHERS:
+            message = f"{WATCHERS} clients watch the engines at this gateway already"
+            raise limit_refusal("watchers", message, WATCHERS, retry_after_s=RETRY_S)
+        self._watchers += 1
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read(), name="the reader of the engines' state")
+        try:
+            yield
+        finally:
+            self._watchers -= 1
+            if not self._watchers:
+                self._reader.cancel()
+                self._reader, self._state, self._failed_at = None, None, 0.0
+                self._encoded.clear()
+
+    # -- the reader
+
+    async def _read(self) -> None:
+        streams, clock = self._streams, asyncio.get_running_loop().time
+        renew_at = 0.0
+        while True:
+            now = clock()
+            try:
+                if now >= renew_at:
+                    await streams.pool_states.watch()
+                    renew_at = now + KEEP_S
+                fleet = streams.fleet
+                pools = await streams.pool_states.read([load.engine for load in fleet.engines])
+                self._publish(observe(fleet, pools, streams.redis_ms()))
+            except Exception as error:
+                renew_at = 0.0
+                if not self._failed_at:
+                    log.warning("cannot read the state of the engines, trying again: %s", error, exc_info=_bug(error))
+                    self._failed_at = now
+            await asyncio.sleep(PERIOD_S)
+
+    def _publish(self, state: FleetState) -> None:
+        self._state, self._failed_at = state, 0.0
+        self._encoded.clear()
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # -- one watcher
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        """Yield events and comments until close()."""
+        clock = asyncio.get_running_loop().time
+        sent: FleetState | None = None  # what the watcher has
+        seen: FleetState | None = None  # the last one that was looked at
+        due = 0.0  # when an event is sent even if nothing changed
+        budget = ByteBudget(clock())
+        while not self._closing.is_set():
+            newest = await self._newer(seen)
+            if newest is None:
+                yield self._comment(clock())
+                continue
+            seen = newest
+            if sent is not None and clock() < due and newest.equals(sent):
+                continue
+            data = self._event(sent, newest)
+            yield data
+            sent, due = newest, clock() + KEEP_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(budget.spend(len(data), clock())):
+                    await self._closing.wait()
+
+    async def _newer(self, seen: FleetState | None) -> FleetState | None:
+        """Wait for a state other than `seen`; None: there is none within KEEP_S, or close() was called."""
+        try:
+            async with asyncio.timeout(KEEP_S):
+                while self._state is None or self._state is seen:
+                    await self._news.wait()
+                    if self._closing.is_set():
+                        return None
+        except TimeoutError:
+            return None
+        return self._state
+
+    def _event(self, before: FleetState | None, state: FleetState) -> bytes:
+        """Return the event that leads from `before` to the newest state; watchers with the same state share it."""
+        if before not in self._encoded:
+            self._encoded[before] = event(before, state)
+        return self._encoded[before]
+
+    def _comment(self, now: float) -> bytes:
+        """Return a line for a watcher that there is no news for."""
+        if not self._failed_at:
+            return KEEP_ALIVE
+        return b": redis is away, the state is %d s old\n\n" % max(0, now - self._failed_at)
+
+
+def _bug(error: Exception) -> Exception | None:
+    """Return the error if its traceback belongs in the log."""
+    return None if isinstance(error, BusDown) else error

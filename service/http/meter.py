@@ -1,0 +1,296 @@
+"""One request's clock: its latencies, its token counts, its span and its line in the log.
+
+`Meter` is the one place that knows all of a request.  It records most of it once, at the end, so that a token costs an
+addition.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import msgspec
+
+from quire.engine.common.tracing import Trace, Value
+from quire.service.api.api import Refusal, ValidRequest
+from quire.service.api.tenants import OverQuota
+from quire.service.common import metrics
+from quire.service.common.metrics import NAMELESS, Telemetry
+from quire.service.delivery.queue_updates import Waiting
+from quire.service.output.pieces import Piece
+
+log = logging.getLogger("quire.request")
+
+API_PATHS = ("/v1/", "/tokenize", "/detokenize")  # endpoints of clients; the others are probes
+NO_ROOM = (429, 503)  # refusals for want of room, not for a fault in the request
+
+
+def _operation(valid: ValidRequest) -> str:
+    return "chat" if valid.chat else "text_completion"
+
+
+def _messages(messages: list[dict[str, Any]]) -> str:
+    """Return messages as the GenAI conventions write them.  A prompt of token ids shows its ids."""
+    return msgspec.json.encode(
+        [{"role": message["role"], "parts": [{"type": "text", "content": message["content"]}]} for message in messages]
+    ).decode()
+
+
+class Meter:
+    """Measures one request, from its arrival to its last byte."""
+
+    def __init__(self, telemetry: Telemetry, started: float, request_id: str = "") -> None:
+        """`started`: when the request arrived, in `time.monotonic` seconds.  `request_id`: the id its client knows."""
+        self._telemetry, self._started, self._request_id = telemetry, started, request_id
+        self._answer_id = ""
+        self._first_s: float | None = None  # from its arrival to its first token
+        self._last: dict[int, float] = {}  # choice -> when its last tokens arrived
+        self._gaps_s, self._gaps = 0.0, 0
+        self._code: str | None = None  # of the error it was answered with
+        self._retry_after_s: float | None = None
+        self._finishes: set[str] = set()
+        self._cached_tokens = 0
+        self._described = 0.0  # when its body had been parsed and encoded
+        self._valid: ValidRequest | None = None
+        self._trace: Trace | None = None
+        self._context = "", ""  # the traceparent that its work belongs to, and its tracestate
+        self._texts: dict[int, str] = {}  # choice -> its text, where traces carry it
+        self._tenant, self._lane = "", ""
+        self._admitted = self._resumed = self._no_room = False
+        self.unknown_fields: tuple[str, ...] = ()
+        self._prompt_tokens = self._output_tokens = self._max_tokens = self._choices = 0
+
+    def fresh(self) -> Meter:
+        """Return a meter of the same arrival that has recorded nothing: another task ends this one."""
+        return Meter(self._telemetry, self._started, self._request_id)
+
+    def describe(
+        self,
+        answer_id: str,
+        valid: ValidRequest,
+        tenant: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        traceparent: str = "",
+        tracestate: str = "",
+    ) -> tuple[str, str]:
+        """Record what was asked for.  If it is admitted, the answer's id will be `answer_id`.
+
+        Returns the trace context for all further work, as `traceparent` and `tracestate`: that of its own span, or as
+        the client sent them where this request is not traced."""
+        self._answer_id, self._tenant, self._prompt_tokens, self._choices = answer_id, tenant, prompt_tokens, valid.n
+        self._max_tokens, self._described = max_tokens, time.monotonic()
+        return self._begin(valid, _operation(valid), traceparent, tracestate)
+
+    def _begin(
+        self, valid: ValidRequest, operation: str, traceparent: str, tracestate: str, link: str = ""
+    ) -> tuple[str, str]:
+        self._valid = valid
+        name = f"{operation} {self._telemetry.model}"
+        self._trace = trace = self._telemetry.tracing.begin(name, traceparent, self._started, link, tracestate)
+        self._context = (trace.traceparent, trace.tracestate) if trace is not None else (traceparent, tracestate)
+        return self._context
+
+    def admit(self, waiting: Waiting | None = None) -> None:
+        """Record that the request is in the queue, and in which lane."""
+        self._admitted, self._lane = True, waiting.lane if waiting is not None else "on_time"
+        self._telemetry.count(metrics.DECISIONS, 1, "admitted", self._lane)
+        self._telemetry.count(metrics.PROMPT_TOKENS, self._prompt_tokens)
+        self._span_admission()
+
+    def _span_admission(self, error: str = "") -> None:
+        if self._trace is not None:
+            parent, state = self._context
+            now = time.monotonic()
+            self._telemetry.tracing.add("admission", parent, self._described, now, {}, error, state)
+
+    def resume(
+        self,
+        answer_id: str,
+        valid: ValidRequest,
+        choices: int,
+        tenant: str,
+        begun: tuple[str, str] = ("", ""),
+        given: tuple[str, str] = ("", ""),
+    ) -> None:
+        """Record that a client resumes an answer that was admitted before.
+
+        `begun`: the trace context of the answer, in which this goes on.  `given`: what the client sent now."""
+        self._answer_id, self._choices, self._tenant = answer_id, choices, tenant
+        self._prompt_tokens = 0  # counted when it was admitted
+        self._admitted = self._resumed = True
+        self._telemetry.count(metrics.COMEBACKS)
+        parent, state = begun if begun[0] else given
+        self._begin(valid, "resume", parent, state, given[0] if begun[0] else "")
+
+    def record_piece(self, piece: Piece) -> None:
+        """Record new tokens or the end of a choice."""
+        if tokens := len(piece.token_ids):
+            now = time.monotonic()
+            if self._first_s is None:
+                self._first_s = now - self._started
+                if not self._resumed:
+                    self._telemetry.observe_first_token(self._first_s, self._lane)
+            if (last := self._last.get(piece.choice)) is not None:
+                # The tokens arrived together: each took its part of the gap.
+                self._telemetry.observe(metrics.INTER_TOKEN, (now - last) / tokens, times=tokens)
+                self._gaps_s += now - last
+                self._gaps += tokens
+            else:
+                self._cached_tokens += piece.cached_tokens
+                if tokens > 1 and not self._resumed and piece.score is None:  # they arrived with the choice's first
+                    self._telemetry.observe(metrics.INTER_TOKEN, 0.0, times=tokens - 1)
+                    self._gaps += tokens - 1
+            self._last[piece.choice] = now
+            self._output_tokens += tokens
+        if piece.finish is not None:
+            self._finishes.add(piece.finish)
+        if self._trace is not None and self._telemetry.trace_prompts:
+            self._texts[piece.choice] = self._texts.get(piece.choice, "") + piece.text
+
+    def record_unknown(self, fields: tuple[str, ...]) -> None:
+        """Record further fields of the request that nothing reads; a header of the answer names them."""
+        self.unknown_fields += fields
+
+    def fail(self, refusal: Refusal) -> None:
+        """Record the error that the client gets: instead of an answer, or at the end of a broken one."""
+        self._code, self._retry_after_s = refusal.code, refusal.retry_after_s
+        self._telemetry.count(metrics.REFUSALS, 1, refusal.code)
+        if not self._admitted and refusal.status in NO_ROOM and not isinstance(refusal, OverQuota):
+            self._no_room = True
+            self._telemetry.count(metrics.DECISIONS, 1, "refused", refusal.code)
+            if refusal.retry_after_s is not None:
+                self._telemetry.observe(metrics.RETRY_AFTER, refusal.retry_after_s)
+            self._span_admission(refusal.code)
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """The mean over all tokens but the first of each choice."""
+        return self._gaps_s / self._gaps if self._gaps else None
+
+    def close(self, endpoint: str, status: int) -> None:
+        """Record the end, with the HTTP status (499: the client left)."""
+        seconds, telemetry = time.monotonic() - self._started, self._telemetry
+        telemetry.count(metrics.REQUESTS, 1, endpoint, str(status))
+        if self.unknown_fields:
+            telemetry.count(metrics.UNKNOWN_FIELDS, len(self.unknown_fields), endpoint)
+        if self._admitted:
+            self._record_answer(seconds)
+        outcome = self._outcome(status)
+        if self._no_room or (self._admitted and not self._resumed and outcome in ("ok", "failed")):
+            first_s = seconds if self._first_s is None else self._first_s
+            telemetry.count_goodput(first_s, self.seconds_per_token, answered=outcome == "ok")
+        if self._answer_id:
+            tenant = telemetry.tenant_label(self._tenant)
+            telemetry.count(metrics.TENANT_REQUESTS, 1, tenant, outcome)
+            if self._admitted:
+                telemetry.count(metrics.TENANT_TOKENS, self._prompt_tokens, tenant, "prompt")
+                telemetry.count(metrics.TENANT_TOKENS, self._output_tokens, tenant, "output")
+        if self._trace is not None and self._valid is not None:
+            failed = "" if outcome == "ok" else self._code or outcome
+            self._trace.end(self._attributes(self._valid, status), failed)
+        self._log(endpoint, status, outcome, seconds)
+
+    def _record_answer(self, seconds: float) -> None:
+        telemetry = self._telemetry
+        telemetry.count(metrics.OUTPUT_TOKENS, self._output_tokens)
+        if self._resumed:  # its first part was recorded when it was admitted
+            return
+        if self._first_s is None:
+            telemetry.count(metrics.STARTS, 1, self._lane, "never")
+        telemetry.observe(metrics.REQUEST_LATENCY, seconds)
+        telemetry.observe(metrics.REQUEST_PROMPT, self._prompt_tokens)
+        telemetry.observe(metrics.REQUEST_OUTPUT, self._output_tokens)
+        telemetry.observe(metrics.MAX_TOKENS, self._max_tokens)
+        telemetry.observe(metrics.CHOICES, self._choices)
+        if (per_token := self.seconds_per_token) is not None:
+            telemetry.observe(metrics.PER_TOKEN, per_token)
+
+    def _log(self, endpoint: str, status: int, outcome: str, seconds: float) -> None:
+        """Log the request as one line.  Probes and scrapes, which arrive all the time, have level DEBUG."""
+        level = logging.INFO if endpoint.startswith(API_PATHS) else logging.DEBUG
+        if not log.isEnabledFor(level):
+            return
+        line: dict[str, object] = {
+            "request_id": self._request_id,
+            "endpoint": endpoint,
+            "status": status,
+            "outcome": outcome,
+            "seconds": round(seconds, 4),
+        }
+        if self._answer_id:
+            line |= {"id": self._answer_id, "tenant": self._tenant or NAMELESS, "output_tokens": self._output_tokens}
+            if self._resumed:
+                line["resumed"] = True
+            else:
+                line |= {"prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}
+        if self._first_s is not None:
+            line["first_token_s"] = round(self._first_s, 4)
+        if self.seconds_per_token is not None:
+            line["token_s"] = round(self.seconds_per_token, 5)
+        if self._finishes:
+            line["finish"] = ",".join(sorted(self._finishes))
+        if self._code is not None:
+            line["error"] = self._code
+        if self._retry_after_s is not None:
+            line["retry_after_s"] = self._retry_after_s
+        parent, state = self._context
+        if parent:
+            line["trace_id"] = parent.split("-")[1]
+        if state:
+            line["tracestate"] = state
+        log.log(level, "request", extra={"fields": line})
+
+    def _attributes(self, valid: ValidRequest, status: int) -> dict[str, Value]:
+        """Return the span's attributes, named by OpenTelemetry's GenAI conventions."""
+        sampling = valid.sampling
+        found: dict[str, Value] = {
+            "gen_ai.operation.name": _operation(valid),
+            "gen_ai.provider.name": "quire",
+            "gen_ai.request.model": self._telemetry.model,
+            "gen_ai.response.model": self._telemetry.model,
+            "gen_ai.response.id": self._answer_id,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.top_k": sampling.top_k,
+            "gen_ai.request.presence_penalty": sampling.presence_penalty,
+            "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+            "gen_ai.request.choice.count": valid.n,
+            "gen_ai.request.stream": valid.stream,
+            "gen_ai.usage.output_tokens": self._output_tokens,
+            "gen_ai.response.finish_reasons": sorted(self._finishes),
+            "http.response.status_code": status,
+            "quire.request_id": self._request_id,
+            "quire.tenant": self._tenant or NAMELESS,
+        }
+        if not self._resumed:  # the first span of its trace has these
+            found["gen_ai.request.max_tokens"] = self._max_tokens
+            found["gen_ai.usage.input_tokens"] = self._prompt_tokens
+            found["gen_ai.usage.cache_read.input_tokens"] = self._cached_tokens
+        if valid.seeded:
+            found["gen_ai.request.seed"] = sampling.seed
+        if self._first_s is not None:
+            found["gen_ai.response.time_to_first_chunk"] = self._first_s
+        if self._telemetry.trace_prompts:
+            found |= self._texts_for_trace(valid)
+        return found
+
+    def _texts_for_trace(self, valid: ValidRequest) -> dict[str, Value]:
+        found: dict[str, Value] = {}
+        if not self._resumed:
+            asked = valid.messages or [{"role": "user", "content": prompt} for prompt in valid.prompts]
+            found["gen_ai.input.messages"] = _messages(asked)
+        answered = [{"role": "assistant", "content": text} for _, text in sorted(self._texts.items())]
+        found["gen_ai.output.messages"] = _messages(answered)
+        return found
+
+    def _outcome(self, status: int) -> str:
+        """Return ok, cancelled (the client left), refused (for want of room), invalid or failed."""
+        if status == 499:
+            return "cancelled"
+        if self._code is None:
+            return "ok"
+        if self._admitted or status not in NO_ROOM:
+            return "failed" if self._admitted or status >= 500 else "invalid"
+        return "refused"

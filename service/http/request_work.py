@@ -1,0 +1,68 @@
+"""What the handlers of requests share: work on threads, answers written in parts, clients that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from aiohttp import web
+
+from quire.service.config import GatewayConfig
+from quire.service.delivery.streams import Streams
+from quire.service.http.middleware import Capacity
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LAST_READ_S = 30.0  # after its deadline, how long a client may read the end of its answer; then its connection is cut
+INLINE_BYTES = 64 * 1024  # larger bodies are parsed on a thread: Python switches threads every GIL_SWITCH_S (app.py)
+WRITE_BYTES = 256 * 1024  # of a long answer, written before other requests run
+
+
+class RequestWork:
+    """Work that may be long, for every handler of one gateway."""
+
+    def __init__(self, config: GatewayConfig, streams: Streams, capacity: Capacity) -> None:
+        self._config, self._streams, self._capacity = config, streams, capacity
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="parse")
+
+    async def write(
+        self, request: web.Request, parts: list[bytes], headers: Mapping[str, str] | None = None
+    ) -> web.StreamResponse:
+        """Send a whole JSON answer part by part, so that a long one neither stalls the loop nor is copied at once."""
+        response = web.StreamResponse(headers=headers)
+        response.content_type, response.content_length = "application/json", sum(map(len, parts))
+        if self._capacity.draining:
+            response.force_close()
+        await response.prepare(request)
+        for part in parts:
+            for at in range(0, len(part), WRITE_BYTES):
+                await response.write(part[at : at + WRITE_BYTES])
+                await asyncio.sleep(0)
+        await response.write_eof()
+        return response
+
+    async def offload(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do a part of the work on a request whose body has `size` bytes: here when it is short, else on a thread."""
+        if size <= INLINE_BYTES:
+            return work(*args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args, **kwargs))
+
+    def max_tokens(self) -> int:
+        """Return how many tokens one request may bring: `max_prompt_tokens`, or a whole context if that is longer."""
+        return max(self._config.max_prompt_tokens, self._streams.max_model_len or 0)
+
+
+@contextlib.asynccontextmanager
+async def cut_after(timeout_s: float) -> AsyncIterator[None]:
+    """A context around an answer.  Raises ConnectionResetError LAST_READ_S after `timeout_s`: the client does not
+    read it."""
+    try:
+        async with asyncio.timeout(timeout_s + LAST_READ_S):
+            yield
+    except TimeoutError:
+        raise ConnectionResetError("client does not read") from None

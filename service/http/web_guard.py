@@ -1,0 +1,37 @@
+"""Web pages against a gateway without keys: the names under which it is served, and pages of other origins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from aiohttp import web
+
+from quire.engine.common.web_pages import allows_host, is_foreign, is_loopback
+from quire.service.common.refusal import Refusal
+from quire.service.http.cors import Cors
+
+
+class WebGuard:
+    """Refuses requests that a browser sends for a page which is none of this server's."""
+
+    def __init__(
+        self, *, host: str, guarded: bool, allowed_hosts: Iterable[str] = (), cors: Cors | None = None
+    ) -> None:
+        """`host`: address to listen on.  `guarded`: a key is needed, which no page of another site has."""
+        self._allowed = frozenset(name.strip("[]").lower() for name in allowed_hosts)
+        # At other addresses names cannot be known; a proxy or Kubernetes decides there.
+        self._checks_host = bool(self._allowed) or (not guarded and is_loopback(host))
+        self._guarded, self._cors = guarded, cors or Cors(())
+
+    def check(self, request: web.BaseRequest) -> None:
+        """Raise Refusal(403) for a Host that this server does not have, or a page of another origin."""
+        headers = request.headers
+        host, origin = headers.get("Host"), headers.get("Origin")
+        if self._checks_host and not allows_host(host, self._allowed):
+            message = "Host: this server answers to names of this machine and to --allowed-hosts only"
+            raise Refusal(403, "host_not_allowed", message, param="Host")
+        if self._guarded or self._cors.allows(origin):
+            return
+        if is_foreign(request.method, host, origin, headers.get("Sec-Fetch-Site")):
+            message = "Origin: web pages of other origins may not use this server; see --cors-origins"
+            raise Refusal(403, "origin_not_allowed", message, param="Origin")

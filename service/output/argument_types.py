@@ -1,0 +1,211 @@
+"""Types of arguments that a model writes as text: the schemas of the request's tools -> JSON values.
+
+    tools --reduced--> names and types, stored with the request --Tools--> text of an argument -> its JSON
+
+A text stays a string unless its schema names another type and the text is a value of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from quire.service.output.json_repair import WHOLE_CHARS, Repair, repaired, valid
+
+SCHEMAS = 64  # looked at for one argument, through references and unions
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+NO_STRING = ["integer", "number", "boolean", "null", "object", "array"]  # types of what is known to be no string
+_CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
+JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+
+
+def reduced(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return names and types of arguments: what is needed to read calls."""
+    found = []
+    for tool in tools:
+        parameters = tool["function"].get("parameters") or {}
+        properties = parameters.get("properties")
+        types = {
+            name: {"type": types_of(schema, parameters)}
+            for name, schema in (properties.items() if isinstance(properties, dict) else ())
+        }
+        found.append({"function": {"name": tool["function"]["name"], "parameters": {"properties": types}}})
+    return found
+
+
+def types_of(schema: Any, root: dict[str, Any]) -> list[str]:
+    """Return the types that a schema allows, in its order; references are followed within `root`."""
+    found: list[str] = []
+    waiting, seen = [schema], 0
+    while waiting and seen < SCHEMAS:
+        one, seen = waiting.pop(0), seen + 1
+        if not isinstance(one, dict):
+            continue
+        if isinstance(one.get("$ref"), str):
+            waiting.append(_referenced(one["$ref"], root))
+        declared = one.get("type")
+        found += [declared] if isinstance(declared, str) else _strings(declared)
+        if declared is None:
+            values = _list(one.get("enum")) + ([one["const"]] if "const" in one else [])
+            found += ["null" if value is None else JSON_TYPES.get(type(value), "string") for value in values]
+            if "properties" in one:
+                found.append("object")
+            elif "items" in one:
+                found.append("array")
+        if one.get("nullable"):
+            found.append("null")
+        for union in ("anyOf", "oneOf", "allOf"):
+            waiting += _list(one.get(union))
+    return list(dict.fromkeys(found))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _strings(value: Any) -> list[str]:
+    return [one for one in _list(value) if isinstance(one, str)]
+
+
+def _referenced(path: str, root: dict[str, Any]) -> Any:
+    """Return the schema that a reference within the tool's parameters names; None if there is none."""
+    if not path.startswith("#"):
+        return None
+    found: Any = root
+    for part in path[1:].split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
+
+
+class Tools:
+    """The functions of one request, and the types of their arguments."""
+
+    __slots__ = ("_types",)
+
+    def __init__(self, tools: Iterable[dict[str, Any]]) -> None:
+        self._types: dict[str, dict[str, list[str]]] = {}
+        for tool in tools:
+            function = tool["function"]
+            properties = (function.get("parameters") or {}).get("properties") or {}
+            self._types[function["name"]] = {name: types_of(schema, {}) for name, schema in properties.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._types)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._types
+
+    def takes(self, name: str, argument: str) -> bool:
+        """Return whether a function has an argument."""
+        return argument in self._types.get(name, {})
+
+    def is_text(self, name: str, argument: str) -> bool:
+        """Return whether an argument is a string, whatever its text is."""
+        types = self._types.get(name, {}).get(argument, [])
+        return not types or types == ["string"]
+
+    def types(self, name: str, argument: str) -> list[str]:
+        """Return the types of an argument; none: it is a string."""
+        return self._types.get(name, {}).get(argument, [])
+
+
+class ArgumentText:
+    """Text of one argument, as it arrives.  What may be an object or a list is repaired meanwhile."""
+
+    __slots__ = ("_parts", "_repair", "_types", "chars")
+
+    def __init__(self, types: list[str]) -> None:
+        self._types, self.chars = types, 0
+        self._parts: list[str] = []
+        self._repair = Repair() if _repairs(types) and not {"object", "array"}.isdisjoint(types) else None
+
+    def push(self, text: str) -> None:
+        """Add text."""
+        self._parts.append(text)
+        self.chars += len(text)
+        if self._repair is not None:
+            self._repair.push(text)
+
+    @property
+    def begin(self) -> str:
+        """The first characters, without spaces before them."""
+        return "".join(self._parts[:2]).lstrip()
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self._parts)
+
+    def value(self) -> str:
+        """Return the JSON of the text, which is complete."""
+        text = self.text
+        if (data := _CDATA.fullmatch(text)) is not None:
+            return typed(data[1], self._types)
+        return typed(text, self._types, self._repair)
+
+
+def typed(text: str, types: list[str], repair: Repair | None = None) -> str:
+    """Return the JSON of a text as the first of the types whose value it is, else as a string.
+
+    The JSON of a value wins over what only may mean one: "1" is no boolean where an integer is one of the types.
+    `repair`: it has read the text."""
+    bare = text.strip()
+    for kind in types:
+        if (found := _exact(bare, kind)) is not None:
+            return found
+    for kind in types:
+        if kind in ("object", "array"):
+            found = _container(bare, "{" if kind == "object" else "[", types, repair)
+        else:
+            found = _scalar(bare, kind)
+        if found is not None:
+            return found
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _repairs(types: list[str]) -> bool:
+    return "string" not in types  # else what is no valid JSON is a string
+
+
+def _exact(text: str, kind: str) -> str | None:
+    """Return the JSON of a scalar, if the text is that; numbers are written again, but for those beyond a float."""
+    if kind in ("boolean", "null"):
+        return text if text in {"boolean": ("true", "false"), "null": ("null",)}[kind] else None
+    if kind not in ("integer", "number") or not _NUMBER.fullmatch(text):
+        return None
+    return _scalar(text, kind) or (text if abs(float(text)) == float("inf") else None)
+
+
+def _scalar(text: str, kind: str) -> str | None:
+    """Return the JSON of a text as a value of one type; None if it is none."""
+    if kind == "boolean":
+        low = text.lower()
+        return "true" if low in ("true", "1") else "false" if low in ("false", "0") else None
+    if kind == "null":
+        return "null" if text in ("null", "None") else None
+    if kind in ("integer", "number"):
+        try:
+            number = int(text) if text.lstrip("+-").isdecimal() and len(text) < 400 else float(text)
+        except ValueError:
+            return None
+        if isinstance(number, float):
+            if number != number or abs(number) == float("inf"):
+                return None
+            if kind == "integer":
+                return str(int(number)) if number.is_integer() else None
+            return json.dumps(int(number) if number.is_integer() and "." not in text else number)
+        return json.dumps(number)
+    return None
+
+
+def _container(text: str, begins: str, types: list[str], repair: Repair | None) -> str | None:
+    """Return the JSON of a text as an object or a list; None if it is none."""
+    if not text.startswith(begins):
+        return None
+    if not _repairs(types):
+        return valid(text)
+    if repair is not None and len(text) > WHOLE_CHARS:
+        return repair.finish()
+    return valid(text) or repaired(text)

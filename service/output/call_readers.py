@@ -1,0 +1,132 @@
+"""Readers of tool calls, one for each kind of notation: text of a call -> its name, and arguments as valid JSON.
+
+    opening marker --RegionReader--> a reader of the notation --> parts of calls, and how the text goes on
+
+    json    {"name": ..., "arguments": {...}}, a list of these, or the arguments alone where the marker holds the name
+    tags    <parameter=city>Paris</parameter> ...
+    python  [weather(city="Paris"), ...]
+    whole   any other notation that transformers can read, once it is complete
+
+A reader looks at each character a bounded number of times.  It never passes on arguments that are no JSON object, and
+never a call without the arguments that were written: what it cannot read is `BROKEN`, and becomes content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.service.common.surrogates import json_of
+from quire.service.output.calls import CallPart, CallReader, Context, End, Status, calls_of
+from quire.service.output.json_calls import JsonCalls
+from quire.service.output.lenient_json import Event, JsonReader
+from quire.service.output.stepped_calls import SteppedCalls
+from quire.service.output.tag_calls import TagCalls
+
+
+class PythonCalls(SteppedCalls):
+    """Reads calls written as in Python."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._reader: JsonReader | None = None  # reads the open call's arguments
+        self._name = ""
+        self._first = True
+
+    def _step(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
+        return self._between(text, at, end) if self._reader is None else self._arguments(text, at, end)
+
+    def _between(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
+        while at < len(text) and (text[at].isspace() or text[at] in ("[" if self._first else "[],;)")):
+            at += 1
+        if at == len(text):
+            return at, Status.MORE if not end else Status.BROKEN if self._first else Status.DONE
+        if text[at] == "{" and self._first:
+            self._json = JsonCalls(self._context)
+            return at, None
+        match, pending = self._context.ends.at(text, at, final=bool(end))
+        if pending:
+            return at, Status.MORE
+        kind = match.marker.kind if match is not None else ""
+        if match is not None and kind == "name" and (self._first or self._context.parallel):
+            if not self._first and self.committed:
+                self.committed = False
+                return at, Status.NEXT
+            self._first = False
+            self._name, self._reader = match.found["name"], JsonReader(None, self._context.ends)
+            self._reader.begin_call()
+            self._reader.loosens = True
+            return match.found.end(), None
+        if self._first:
+            return at, Status.BROKEN
+        return match.found.end() if match is not None and kind == "close" else at, Status.DONE
+
+    def _arguments(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
+        reader = self._reader
+        assert reader is not None
+        at, event = reader.read(text, at, final=bool(end))
+        if event is Event.BAD or (event is not Event.END and not self.committed and not reader.pairs and end):
+            return at, Status.BROKEN
+        if event is Event.MORE and not end:
+            self._pass_on(reader, complete=False)
+            return at, Status.MORE
+        if event is not Event.END:
+            if not reader.pairs and not self.committed:
+                return at, Status.BROKEN
+            if end == "cut":
+                reader.flush()
+                self._pass_on(reader, complete=False)
+                return at, Status.DONE
+            reader.complete()
+        self._pass_on(reader, complete=True)
+        self._reader = None
+        return at, None
+
+    def _pass_on(self, reader: JsonReader, *, complete: bool) -> None:
+        if not complete and not reader.pairs:
+            return
+        if piece := reader.take():
+            self.parts.append((None if self.committed else self._name, piece))
+            self.committed = True
+
+
+class WholeCalls:
+    """Reads calls in a notation that only transformers knows, once they are complete."""
+
+    def __init__(self, context: Context) -> None:
+        self.parts: list[CallPart] = []
+        self.committed = False
+        self._context = context
+        self._body: list[str] = []
+
+    def read(self, text: str, at: int, end: End) -> tuple[int, Status]:
+        """Read on; see `CallReader`."""
+        match, upto = self._context.ends.next(text, at, final=bool(end))
+        while match is not None and match.marker.kind != "close":
+            match, upto = self._context.ends.next(text, upto + 1, final=bool(end))
+        self._body.append(text[at:upto])
+        if match is None and not end:
+            return upto, Status.MORE
+        calls = None if match is None and end == "cut" else self._calls()
+        if calls is None:
+            return match.found.end() if match is not None else upto, Status.BROKEN
+        self.parts += calls if self._context.parallel else calls[:1]
+        return match.found.end() if match is not None else upto, Status.DONE
+
+    def _calls(self) -> list[CallPart] | None:
+        from transformers.utils.chat_parsing.content_parsers import process_field
+
+        notation = self._context.notation
+        try:
+            value = process_field("".join(self._body), notation.described, {notation.captured: self._context.name})
+            text = json_of(value)
+        except Exception:  # whatever a content parser raises is caused by what the model wrote
+            return None
+        return calls_of(text, notation)
+
+
+READERS: dict[str, Callable[[Context], CallReader]] = {
+    "json": JsonCalls,
+    "tags": TagCalls,
+    "python": PythonCalls,
+    "whole": WholeCalls,
+}

@@ -1,0 +1,312 @@
+"""Reader of tool calls in JSON, as they arrive."""
+
+from __future__ import annotations
+
+import re
+
+from quire.service.output.calls import (
+    BESIDE,
+    TEXT,
+    CallPart,
+    Context,
+    End,
+    Status,
+    arguments_of,
+    calls_of,
+    is_id,
+    string_of,
+)
+from quire.service.output.lenient_json import Event, JsonReader
+
+_BEFORE_KEY = " \t\r\n{,;"  # what may stand before a key of an object
+_NOTHING = re.compile(r"\s*(\{\s*\}|null|\"\s*\")?\s*")  # as arguments
+
+
+class JsonCalls:
+    """Reads calls in JSON."""
+
+    def __init__(self, context: Context) -> None:
+        self.parts: list[CallPart] = []
+        self.committed = False
+        self._context, self._notation = context, context.notation
+        self._value: _JsonCall | _JsonList | None = None  # the value that is being read
+        self._fence = False  # within the word after the backticks of a code fence
+        self._first = True
+        self._waiting: list[CallPart] = []  # complete, until it is known that they are calls
+        self._rest = False  # the call was passed on: the part of its object after the arguments is being read
+        self._blank = True  # the text of that part is nothing but spaces, so far
+
+    def read(self, text: str, at: int, end: End) -> tuple[int, Status]:
+        """Read on; see `CallReader`."""
+        while True:
+            if self._value is None:
+                at, status = self._between(text, at, end)
+                if status is not None:
+                    return at, status
+            at, event = self._value_read(text, at, end)
+            if event is not None:
+                return at, event
+
+    def _between(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
+        """Skip what stands before a value; begin the value or tell how it goes on."""
+        while at < len(text):
+            match, pending = self._context.ends.at(text, at, final=bool(end))
+            if pending:
+                return at, Status.MORE
+            if match is not None and match.marker.kind in ("close", "call"):
+                closes = match.marker.kind == "close"
+                return match.found.end() if closes else at, self._end(closed=closes)
+            if not self._is_junk(text[at]):
+                break
+            at += 1
+        else:
+            return at, Status.MORE if not end else self._end(closed=False)
+        named = bool(self._context.name) and not self._notation.inner
+        again = not self._first and not named and (self._context.parallel or self._notation.bare == "closed")
+        begins = text[at] == "{" or (text[at] == "[" and not named)
+        if begins and (self._first or again):
+            return self._begin(text, at)
+        if self._first or self._notation.bare == "closed":
+            return at, Status.BROKEN
+        return at, Status.DONE
+
+    def _begin(self, text: str, at: int) -> tuple[int, Status | None]:
+        first, self._first = self._first, False
+        whole = text[at] == "[" or self._notation.keyed
+        self._value = _JsonList(self._context) if whole else _JsonCall(self._context)
+        if first or self._notation.bare == "closed":
+            return at, None
+        self.committed = False
+        return at, Status.NEXT
+
+    def _is_junk(self, char: str) -> bool:
+        """Return whether a character between values means nothing: spaces, code fences, brackets and commas."""
+        if char == "`":
+            self._fence = True
+        elif char.isspace():
+            self._fence = False
+        else:
+            return self._fence and char.isalpha() if self._first else char in ",;}])"
+        return True
+
+    def _end(self, *, closed: bool) -> Status:
+        """End the calls at a marker or at the end of the answer."""
+        if self._first:
+            if not (closed and self._context.name):
+                return Status.BROKEN
+            self.parts.append((self._context.name, "{}"))
+        self.parts += self._waiting
+        self._waiting = []
+        return Status.DONE
+
+    def _value_read(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
+        """Read the value; None: it is complete."""
+        value, before = self._value, at
+        assert value is not None
+        at, event = value.read(text, at, end)
+        self._blank = self._blank and not text[before:at].strip()
+        if self._notation.bare != "closed":
+            self.parts += value.parts
+            self.committed = self.committed or (value.committed and not self._rest)
+            value.parts = []
+        if event is Event.VALUE:  # its arguments are complete and were passed on
+            self.committed, self._rest, self._blank = False, True, True
+            return at, Status.NEXT
+        if event is Event.MORE and not end:
+            return at, Status.MORE
+        rest, self._rest, self._value = self._rest, False, None
+        if rest:
+            done = event is Event.END or self._blank or (event is not Event.BAD and value.is_closing)
+            if done and isinstance(value, _JsonCall):
+                self.parts += value.take_beside()
+            return at, None if done and event is not Event.BAD else Status.DONE if done else Status.BROKEN
+        if event is Event.BAD:
+            return at, Status.DONE if self.committed else Status.BROKEN
+        complete = value.end(event, end)
+        (self._waiting if self._notation.bare == "closed" else self.parts).extend(value.parts)
+        return at, None if complete else Status.BROKEN
+
+
+class _JsonCall:
+    """Reads one object that is a call, or the arguments of one."""
+
+    def __init__(self, context: Context) -> None:
+        self.parts: list[CallPart] = []
+        self.committed = False
+        self._notation, self._tools = context.notation, context.tools
+        self._named = bool(context.name) and not context.notation.inner
+        self._json = JsonReader(context.notation.dialect, context.ends, watch=0 if self._named else 1)
+        self._name = context.name
+        self._slot = "arguments" if self._named else ""
+        self._json.loosens = self._named
+        self._collected: list[str] = []  # text of the slot
+        self._arguments: list[str] = []
+        self._complete = False  # the arguments were read to their end
+        self._filled = False  # the complete arguments are more than an empty object
+        self._is_rest = False  # the complete arguments were passed on
+        self._pairs = self._words = 0  # colons before the arguments, and bare values before the name
+        self._extra = False  # there are keys that are no part of a call
+        self._member: list[str] = []  # text since the last value, while its key is none of a call's
+        self._beside: list[str] = []  # members with such keys, as they were written
+
+    def read(self, text: str, at: int, end: End) -> tuple[int, Event]:
+        """Read on, up to the end of the object."""
+        while True:
+            before = at
+            at, event = self._json.read(text, at, final=bool(end))
+            piece = self._json.take()
+            if self._slot in ("", "other"):
+                self._member.append(text[before:at])
+            if event is Event.KEY:
+                self._begin_slot(self._json.key)
+                if self._notation.bare and self._extra and not self._arguments:
+                    return at, Event.BAD
+                continue
+            self._collect(piece)
+            if event is Event.VALUE:
+                if not self._end_slot():
+                    return at, Event.BAD
+                if self.committed and self._complete and not self._is_rest:
+                    self._is_rest = True
+                    return at, event
+                continue
+            return at, Event.BAD if event is Event.BAD and not self.committed else event
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether nothing but a closing bracket is missing."""
+        return self._json.is_between and self._json.depth == 1
+
+    def take_beside(self) -> list[CallPart]:
+        """Return members that are no part of the call, as content."""
+        members, self._beside = self._beside, []
+        return [(TEXT, ", ".join(members))] if members else []
+
+    def end(self, event: Event, end: End) -> bool:
+        """End the object; return whether it is a call.  `event`: why reading ended."""
+        if self._json.in_key and not self.committed:
+            return False
+        if event is not Event.END and end != "cut":
+            self._json.complete(self._json.watch)
+            self._collect(self._json.take())
+        elif self.committed and event is not Event.END:
+            self._json.flush()
+            self._collect(self._json.take())
+        if self.committed:
+            return True
+        if event is not Event.END and not self._complete:
+            return False
+        if not self._name:
+            return False
+        arguments = arguments_of("".join(self._arguments))
+        if arguments is None or (self._extra and _NOTHING.fullmatch(arguments)):  # its arguments stand elsewhere
+            return False
+        if not arguments:
+            if self._extra or self._notation.bare:
+                return False
+            arguments = "{}"
+        self._commit(arguments)
+        return self.committed
+
+    def _begin_slot(self, key: str) -> None:
+        self._collected = []
+        if key == "function" and self._json.watch == 1 and not self._name:
+            self._slot, self._json.watch, self._words = "function", 2, self._json.words
+        elif key in self._notation.names and not self._name:
+            self._slot, self._words = "name", self._json.words
+        elif key in self._notation.arguments and not self.committed and not self._filled:
+            self._slot, self._arguments, self._complete = "arguments", [], False
+            self._pairs = self._json.pairs
+            self._json.loosens = bool(self._name) and self._notation.bare != "closed"
+        else:
+            self._slot = "other"
+            self._extra = self._extra or key not in BESIDE
+        if self._slot != "other":
+            self._member = []
+
+    def _collect(self, piece: str) -> None:
+        if not piece:
+            return
+        if self._slot in ("name", "function"):
+            self._collected.append(piece)
+        elif self._slot == "arguments" and not self._complete:
+            if self.committed:
+                self.parts.append((None, piece))
+                return
+            self._arguments.append(piece)
+            self._try_commit()
+
+    def _try_commit(self) -> None:
+        """Pass the call on as soon as its name and its first argument's name are known."""
+        known = self._filled if self._complete else self._json.pairs > self._pairs
+        if not self._name or not known or self._notation.bare == "closed":
+            return
+        if self._arguments and "".join(self._arguments[:2]).lstrip().startswith("{"):
+            self._commit("".join(self._arguments))
+
+    def _commit(self, arguments: str) -> None:
+        if self._notation.bare and self._tools and self._name not in self._tools:
+            return
+        self.committed = True
+        self.parts += [*self.take_beside(), (self._name, arguments.lstrip())]
+
+    def _end_slot(self) -> bool:
+        """End the value of a key; return whether it may belong to a call."""
+        slot, self._slot = self._slot, ""
+        member, self._member = "".join(self._member), []
+        if slot == "other" and not is_id(member := member.lstrip(_BEFORE_KEY)):
+            self._beside.append(member)
+        if self._json.depth == 1:
+            self._json.watch = 1
+        if slot == "arguments":
+            self._complete, self._json.strict, self._json.loosens = True, True, False  # anything else may follow
+            self._filled = _NOTHING.fullmatch("".join(self._arguments)) is None
+        elif slot in ("name", "function"):
+            value = string_of("".join(self._collected))
+            if value is not None and self._json.words == self._words:
+                self._name = value.strip()
+                if not self._name or (self._notation.bare and self._tools and self._name not in self._tools):
+                    return False
+                self._try_commit()
+            elif slot == "name":
+                return False
+        return True
+
+
+class _JsonList:
+    """Reads a list of calls; nothing is known before it is complete."""
+
+    def __init__(self, context: Context) -> None:
+        self.parts: list[CallPart] = []
+        self.committed = False
+        self._context = context
+        self._json = JsonReader(context.notation.dialect, context.ends)
+        self._text: list[str] = []
+
+    def read(self, text: str, at: int, end: End) -> tuple[int, Event]:
+        """Read on, up to the end of the list."""
+        at, event = self._json.read(text, at, final=bool(end))
+        self._text.append(self._json.take())
+        return at, event
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether nothing but a closing bracket is missing."""
+        return self._json.is_between and self._json.depth == 1
+
+    def end(self, event: Event, end: End) -> bool:
+        """End the list; return whether it holds calls."""
+        if event is not Event.END:
+            if end == "cut" or not self.is_closing:
+                return False
+            self._json.complete()
+            self._text.append(self._json.take())
+        context = self._context
+        calls = calls_of("".join(self._text), context.notation)
+        if calls is None:
+            return False
+        if context.notation.bare and context.tools and any(name not in context.tools for name, _ in calls if name):
+            return False
+        self.parts += calls if context.parallel else calls[:1]
+        self.committed = True
+        return True

@@ -1,0 +1,263 @@
+"""Response templates, compiled: which markers open and close a region, and how tool calls are written.
+
+    dict of transformers' schema, or of the data file --compiled--> Template: fields, notations of calls, patterns
+
+The data file extends transformers' schema.  Further keys of a field of calls:
+
+    also           list of further notations; each has its own markers, and else what the field says
+    bare           calls without a marker of their own: "open", or "closed" if a closing marker or the end must follow
+    names, arguments   further keys that hold the name and the arguments
+    keyed          {"weather": {"city": ...}}: the key is the name
+    inner          the marker holds the name, and the arguments are under a key
+    argument       {"open_pattern", "close_pattern"}: the tags around an argument, instead of `content_args`
+    hides_markers  a call that cannot be read becomes content without its opening marker
+    content        also "python"
+    example        calls as the family writes them, for chat templates that show none (`call_form.py`)
+    call_id        the ids of its calls: "functions.{name}:{index}"
+
+of the content: `drop`, patterns of further markers that are never text; and in the `open_pattern` of other fields the
+group `shown`, the part of the marker that is text of the region.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from quire.service.output.lenient_json import Dialect
+
+# Names of a response template's fields.  A field that is not listed is content, so that no text is dropped.
+KINDS = {"reasoning_content": "reasoning", "reasoning": "reasoning", "thinking": "reasoning", "tool_calls": "calls"}
+EXTENDED = (
+    "also", "bare", "drop", "names", "arguments", "keyed", "argument", "hides_markers", "example", "call_id",
+)  # fmt: skip
+_PLACE = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
+_VALUE = "(?P<value>.*?)"
+SHOWN = "(?P<shown>"
+NAMES, ARGUMENTS = ("name",), ("arguments", "parameters")
+
+
+class Anchor(msgspec.Struct, frozen=True, eq=False):
+    """A marker: its pattern, and whether a match at the end of a text may become longer with more text."""
+
+    pattern: Any
+    grows: bool
+
+
+class Field(msgspec.Struct, frozen=True, eq=False):
+    """A region that markers open and close, other than a call."""
+
+    kind: str  # "reasoning" or "content"
+    open: Anchor
+    close: Anchor | None
+    strips: bool  # spaces next to its markers
+
+
+class Notation(msgspec.Struct, frozen=True, eq=False):
+    """One way in which a family writes calls."""
+
+    open: Anchor
+    close: Anchor | None = None
+    body: str = "json"  # key of `call_readers.READERS`
+    captured: str = ""  # the group of the opening marker that holds the name
+    names: tuple[str, ...] = NAMES
+    arguments: tuple[str, ...] = ARGUMENTS
+    inner: bool = False
+    keyed: bool = False
+    bare: str = ""
+    dialect: Dialect = Dialect()
+    argument: tuple[str, str] = ("", "")  # patterns of the tags around an argument
+    hides_markers: bool = False
+    described: Any = None  # transformers' field, for calls that only transformers can read
+
+
+class Template(msgspec.Struct, frozen=True, eq=False):
+    """A response template."""
+
+    start: Any  # pattern of what begins an assistant's message
+    fields: list[Field]
+    notations: list[Notation]
+    drop: list[Anchor]  # markers that mean nothing, outside of regions
+    keeps_text: bool  # text outside of regions is content
+    strips: bool  # spaces next to markers, outside of regions
+
+
+def compiled(described: dict[str, Any]) -> Template:
+    """Return a response template, compiled.  Raises ValueError for one that transformers cannot use."""
+    plain = {**described, "fields": {name: _plain(field) for name, field in described["fields"].items()}}
+    spec = _load(plain)
+    fields, notations = [], []
+    for name, field in spec.fields.items():
+        if KINDS.get(name) == "calls":
+            notations += list(_notations(described, name))
+        elif field.open_re is not None:
+            kind, strips = KINDS.get(name, "content"), field.content_args.get("strip", True)
+            opened = str(described["fields"][name].get("open_pattern"))
+            opens = Anchor(_pattern(opened), grows=True) if SHOWN in opened else _opening(field)
+            fields.append(Field(kind, opens, _closing(field), strips))
+    rest = spec.fields.get(spec.implicit)
+    drop = [_closing(rest)] if rest is not None and rest.close_re is not None else []
+    drop += [
+        Anchor(_pattern(one), grows=True) for field in described["fields"].values() for one in field.get("drop", [])
+    ]
+    return Template(
+        spec.start_anchor_re,
+        fields,
+        notations,
+        [anchor for anchor in drop if anchor is not None],
+        keeps_text=rest is not None,
+        strips=rest is None or rest.content_args.get("strip", True),
+    )
+
+
+def _load(described: dict[str, Any]) -> Any:
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    return load_response_template(described)
+
+
+def _pattern(text: str) -> Any:
+    import regex  # what transformers compiles patterns with; it comes with transformers
+
+    return regex.compile(text, regex.DOTALL)
+
+
+def _plain(field: dict[str, Any]) -> dict[str, Any]:
+    """Return a field as transformers knows it."""
+    found = {key: value for key, value in field.items() if key not in EXTENDED}
+    if found.get("content") == "python":
+        found["content"] = "text"
+    if "argument" in field:
+        found["content"] = "text"
+    if SHOWN in (opened := str(found.get("open_pattern"))):
+        found["open_pattern"] = opened.replace(SHOWN, "(?:")
+    return found
+
+
+def _opening(field: Any) -> Anchor:
+    return Anchor(field.open_re, field.open_literals is None or field.open_literal_can_extend)
+
+
+def _closing(field: Any) -> Anchor | None:
+    if field.close_re is None:
+        return None
+    return Anchor(field.close_re, field.close_literals is None or field.close_literal_can_extend)
+
+
+def _notations(described: dict[str, Any], name: str) -> Iterator[Notation]:
+    field = described["fields"][name]
+    base = {key: value for key, value in field.items() if key != "also"}
+    for one in [{}, *field.get("also", [])]:
+        whole = dict(base)
+        for key in ("open", "close"):
+            if key in one or f"{key}_pattern" in one:
+                whole.pop(key, None)
+                whole.pop(f"{key}_pattern", None)
+        if one:
+            for key in ("bare", "keyed", "hides_markers"):
+                whole.pop(key, None)
+        whole |= one
+        spec = _load({**described, "fields": {name: _plain(whole)}}).fields[name]
+        if spec.open_re is None:
+            raise ValueError(f"field '{name}': calls without a marker that opens them")
+        yield _notation(whole, spec)
+
+
+def _notation(field: dict[str, Any], spec: Any) -> Notation:
+    body, args = field.get("content", "text"), field.get("content_args", {})
+    shape = _shape(field)
+    common: dict[str, Any] = {
+        "open": _opening(spec),
+        "close": _closing(spec),
+        "keyed": field.get("keyed", False),
+        "bare": field.get("bare", ""),
+        "hides_markers": field.get("hides_markers", False),
+        "described": spec,
+    }
+    if shape is not None:
+        common["captured"], common["inner"] = shape[0], bool(shape[0] and shape[2])
+        common["names"] = _unique([shape[1], *field.get("names", []), *NAMES])
+        common["arguments"] = _unique([shape[2], *field.get("arguments", []), *ARGUMENTS])
+    tags = _tags(field)
+    if shape is not None and body == "json" and not args.get("allow_non_json"):
+        dialect = Dialect(tuple((begin, end) for begin, end in args.get("string_delims", [])))
+        return Notation(**common, dialect=dialect)
+    if shape is not None and shape[0] and tags is not None:
+        return Notation(**common, body="tags", argument=tags)
+    if body == "python":
+        return Notation(**common, body="python")
+    names = list(spec.open_re.groupindex)
+    return Notation(**common | {"captured": names[0] if len(names) == 1 else ""}, body="whole")
+
+
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+def _tags(field: dict[str, Any]) -> tuple[str, str] | None:
+    """Return the patterns of the tags around an argument; None if there is no such pair."""
+    if "argument" in field:
+        return field["argument"]["open_pattern"], field["argument"]["close_pattern"]
+    args = field.get("content_args", {})
+    if field.get("content") != "xml-inline" or args.get("value_parser") or args.get("merge_duplicates"):
+        return None
+    opens, value, closes = str(args.get("tag_pattern")).partition(_VALUE)
+    try:
+        return (opens, closes) if value and closes and "key" in re.compile(opens).groupindex else None
+    except re.error:
+        return None
+
+
+def _shape(field: dict[str, Any]) -> tuple[str, str, str] | None:
+    """Return the group that holds a call's name, or else its key, and the key of its arguments.
+
+    None: calls of this field have another shape."""
+    transform = field.get("transform", "{content}")
+    call = transform.get("function", transform) if isinstance(transform, dict) else transform
+    if call == "{content}":
+        return "", "", ""
+    if not isinstance(call, dict):
+        return None
+    name, arguments = (_PLACE.fullmatch(str(call.get(key))) for key in ("name", "arguments"))
+    if name is None or arguments is None:
+        return None
+    if field.get("transform_each"):
+        return None if name[2] or arguments[2] else ("", name[1], arguments[1])
+    if arguments[1] != "content":
+        return None
+    if name[1] == "content":
+        return ("", name[2], arguments[2]) if name[2] and arguments[2] else None
+    return (name[1], "", arguments[2] or "") if not name[2] else None
+
+
+def marker_texts(described: dict[str, Any]) -> list[str]:
+    """Return texts and patterns of all markers."""
+    found = list(_texts(described, ("start_anchor", "start_anchor_pattern")))
+    for field in described["fields"].values():
+        for one in [field, *field.get("also", []), field.get("argument", {}), field.get("content_args", {})]:
+            found += _texts(one, ("open", "open_pattern", "close", "close_pattern", "tag_pattern", "drop"))
+            found += [mark for pair in one.get("string_delims", []) for mark in pair]
+    return found
+
+
+def text_of_calls(described: dict[str, Any], key: str) -> str:
+    """Return what a further key of the calls holds; "" without it."""
+    return next((field[key] for field in described["fields"].values() if key in field), "")
+
+
+def reasoning_texts(described: dict[str, Any]) -> tuple[str, str] | None:
+    """Return the markers that open and close reasoning; None where there is no one pair of plain text.
+
+    Of several closing markers the first is the model's own; the others begin what follows the reasoning."""
+    found = [field for name, field in described["fields"].items() if KINDS.get(name) == "reasoning"]
+    opens, closes = ([*_texts(found[0], (key,))] if len(found) == 1 else [] for key in ("open", "close"))
+    return (opens[0], closes[0]) if len(opens) == 1 and closes else None
+
+
+def _texts(described: dict[str, Any], keys: Iterable[str]) -> Iterator[str]:
+    for key in keys:
+        value = described.get(key, [])
+        yield from [value] if isinstance(value, str) else value

@@ -1,0 +1,491 @@
+"""Regions of a chat answer: content, reasoning and tool calls.
+
+    text --markers--> content | reasoning | a reader of calls --RegionReader--> content, reasoning, calls
+
+A response template says which markers open and close a region, and how a tool call is written (`notations.py`).  A
+model ships it in its tokenizer_config.json.  For known chat templates of models that ship none, there is one in
+`response_templates.json`.  No code knows any single model.
+
+What a `RegionReader` returns for the first N tokens depends on these tokens alone.  So an answer continues inside its
+reasoning or a tool call, at any gateway.  Its time is linear in the characters.
+
+White space next to a marker belongs to the marker.  A tool call that cannot be read becomes content, as it was written.
+Arguments in JSON are passed on as the model writes them, repaired where they are not quite JSON (`lenient_json.py`).
+
+A call within the reasoning is a draft, and stays reasoning, unless the answer ends with it: then the model forgot to
+close its reasoning.  So the text of such a call waits for what follows it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import msgspec
+
+from quire.service.output.argument_types import Tools
+from quire.service.output.call_readers import READERS
+from quire.service.output.calls import TEXT, CallPart, CallReader, Context, End, Status
+from quire.service.output.known_templates import digest, known, name_of
+from quire.service.output.markers import Marker, Markers, Match
+from quire.service.output.notations import Field, Notation, compiled, marker_texts, reasoning_texts, text_of_calls
+from quire.service.output.watches import Watches
+
+__all__ = [
+    "CallDelta", "Part", "Reading", "RegionReader", "ResponseTemplate", "TextDelta",
+    "digest", "find", "known", "name_of", "split",
+]  # fmt: skip
+
+log = logging.getLogger("quire.gateway")
+
+_BETWEEN_CALLS = re.compile(r"[\s,;\[\](){}]*")  # what is no content between two calls
+
+
+class CallDelta(msgspec.Struct):
+    """What is new of one tool call.  `index` counts the calls of a choice; the first delta of a call has its name."""
+
+    index: int
+    name: str | None
+    arguments: str  # a part of their JSON
+
+
+class TextDelta(msgspec.Struct):
+    """New text of the content or of the reasoning."""
+
+    text: str
+    reasoning: bool = False
+
+
+Part = TextDelta | CallDelta  # in the order in which the model wrote them
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """How one chat answer is read.  It is stored with the request, so that any gateway continues the answer."""
+
+    opening: str  # what the prompt holds of the assistant's message, such as an opening marker of reasoning
+    calls: bool = False  # the request has tools
+    tools: list[dict[str, Any]] = []  # their names and the types of their arguments
+    parallel: bool = True  # more than one call in an answer; else the answer ends with the first
+
+
+class ResponseTemplate:
+    """A response template, ready to read answers.  Immutable, but for what it learns of its patterns."""
+
+    def __init__(self, described: dict[str, Any], name: str = "") -> None:
+        """`name`: for the log.  Raises ValueError for a template that transformers cannot use."""
+        self.name = name
+        template = compiled(described)
+        self._start = template.start
+        self._watches = {calls: Watches(template, calls=calls) for calls in (True, False)}
+        self.has_calls = bool(template.notations)
+        self.has_reasoning = any(field.kind == "reasoning" for field in template.fields)
+        self.casts = self.has_calls  # names of functions and types of arguments tell what is a call
+        self.notations = template.notations
+        self.opening_patterns = [notation.open.pattern.pattern for notation in template.notations]
+        self.dropped_patterns = [anchor.pattern.pattern for anchor in template.drop]
+        self.example = text_of_calls(described, "example")
+        self.reasoning_markers = reasoning_texts(described)
+        self._markers = marker_texts(described)
+        self._call_id = text_of_calls(described, "call_id")
+
+    def call_id(self, name: str, index: str) -> str:
+        """Return the id of a call as the family writes it; "": it takes any."""
+        return self._call_id.replace("{name}", name).replace("{index}", index)
+
+    def has_marker(self, special: str) -> bool:
+        """Return whether a special token is a part of a marker, so that the parser must see it."""
+        return any(special in text or re.escape(special) in text for text in self._markers)
+
+    def opening(self, prompt: str) -> str | None:
+        """Return what follows the last beginning of an assistant's message in a prompt; None if there is none."""
+        end = None
+        for match in self._start.finditer(prompt):
+            end = match.end()
+        return None if end is None else prompt[end:]
+
+    def reader(self, reading: Reading) -> RegionReader:
+        """Return a reader of one answer, at its start."""
+        return RegionReader(self._watches[reading.calls], reading)
+
+
+class RegionReader:
+    """Cuts the text of one answer into regions, as it arrives."""
+
+    __slots__ = (
+        "_after_call", "_after_marker", "_at", "_blank_line", "_broken", "_call", "_clear", "_draft", "_drafted",
+        "_dropped", "_empty", "_field", "_held", "_junk", "_new", "_notation", "_parallel", "_raw", "_tail", "_text",
+        "_tools", "_watches", "_zero", "calls", "ended",
+    )  # fmt: skip
+
+    def __init__(self, watches: Watches, reading: Reading) -> None:
+        self._watches, self._parallel, self._tools = watches, reading.parallel, Tools(reading.tools)
+        self.ended = False  # no more calls are wanted: the answer is complete
+        self.calls = 0
+        self._text, self._at = "", 0  # text that was not dealt with yet, from a position on; one character before it
+        self._zero = -1  # where a marker without characters was found
+        self._clear = 0  # up to there the reasoning is known not to be closed
+        self._tail = ""  # end of the text that may begin the marker which closes the reasoning
+        self._field: Field | None = None  # the open region; None: the content
+        self._after_marker = self._after_call = False  # only white space, or brackets, have followed the marker
+        self._held: list[str] = []  # white space that a marker may follow
+        self._junk: list[str] = []  # brackets and commas after a call
+        self._dropped = ""  # white space that a marker has followed
+        self._call: CallReader | None = None
+        self._notation: Notation | None = None
+        self._raw: list[str] | None = None  # text of the call, while it may become content
+        self._broken = False  # the closing marker that follows belongs to a call that became content
+        self._empty = self._blank_line = True  # nothing but spaces was written in the answer, and in its last line
+        self._draft: list[str] | None = None  # text of calls within the reasoning
+        self._drafted: list[CallPart] = []
+        self._new: list[Part] = []
+        self.push(reading.opening)
+        self.take_parts()
+        # All of that was in the prompt, which may even hold an earlier message with calls.
+        self._held, self._junk, self.calls, self.ended = [], [], 0, False
+
+    @property
+    def reasoning(self) -> bool:
+        """Whether the reasoning is open."""
+        return self._field is not None and self._field.kind == "reasoning"
+
+    def push(self, text: str) -> None:
+        """Add text of the answer."""
+        if not text or self.ended:
+            return
+        done = self._at == len(self._text) > 0 and self._call is None and self._draft is None
+        if done and not self._markers().may_begin_in(text):  # most text: it costs no search
+            self._text, self._at, self._zero, self._clear = text[-1], 1, -1, 0
+            self._add_text(text)
+            return
+        self._text += text
+        self._read_all("")
+        cut = max(self._at - 1, 0)
+        self._text, self._at, self._zero = self._text[cut:], self._at - cut, self._zero - cut
+        self._clear -= cut
+
+    def finish(self, *, cut: bool) -> None:
+        """End the answer.  `cut`: it could have been longer, so a call without its closing marker is incomplete."""
+        if self.ended:
+            return
+        end: End = "cut" if cut else "whole"
+        self._read_all(end)
+        if self._draft is not None:
+            self._end_draft(end)
+        if not self.ended:
+            self._pass_on("".join(self._held))
+        self._held, self._junk, self._field = [], [], None
+
+    def take(self) -> tuple[str, str, list[CallDelta]]:
+        """Return content, reasoning and calls that are new since the last call."""
+        return split(self.take_parts())
+
+    def take_parts(self) -> list[Part]:
+        """Return the same in the order in which the model wrote it.  Text of one region is one part."""
+        found, self._new = self._new, []
+        return found
+
+    @property
+    def kind(self) -> str:
+        """What the open region is: content, reasoning or calls."""
+        if self._call is not None:
+            return "calls"
+        return "content" if self._field is None else self._field.kind
+
+    @property
+    def waiting_space(self) -> str:
+        """White space at the end of the content so far, which is dropped if a marker follows it."""
+        return "".join(self._held) if self._field is None else ""
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    def _read_all(self, end: End) -> None:
+        self._read(end)
+        while self._tail:
+            self._text, self._tail = self._text + self._tail, ""
+            if self._draft is None:
+                self._read(end)
+
+    def _read(self, end: End) -> None:
+        """Deal with the text up to where more of it decides."""
+        while not self.ended:
+            if self._draft is not None:
+                more = self._read_draft(end)
+            elif self._call is not None:
+                more = self._read_call(end)
+            else:
+                more = self._read_text(end)
+            if not more:
+                return
+
+    def _markers(self) -> Markers:
+        return self._watches.outside if self._field is None else self._watches.within[self._field]
+
+    def _read_text(self, end: End) -> bool:
+        """Read text up to a marker; return whether there was one."""
+        match, upto = self._markers().next(self._text, self._at, final=bool(end))
+        if upto > self._at:
+            self._add_text(self._text[self._at : upto])
+            self._at = upto
+        if match is None:
+            return False
+        refused: tuple[Marker, ...] = ()
+        while match is not None and not self._accepts(match):
+            refused += (match.marker,)
+            match, pending = self._markers().at(self._text, upto, final=bool(end), without=refused)
+            if pending:
+                return False
+        if match is None:
+            self._add_text(self._text[upto : upto + 1])
+            self._at = upto + 1
+            return upto < len(self._text)
+        self._at = match.found.end()
+        if self._at == upto:
+            self._zero = upto
+        self._enter(match)
+        return True
+
+    def _accepts(self, match: Match) -> bool:
+        """Return whether a marker counts here."""
+        found, kind, notation = match.found, match.marker.kind, match.marker.field
+        if found.end() == found.start() and found.start() == self._zero:
+            return False
+        if kind == "again":
+            return self._after_marker
+        if kind == "stray":
+            return self.calls > 0
+        if kind != "call" or not notation.bare:
+            return True
+        name = found.groupdict().get(notation.captured) if notation.captured else None
+        if self._tools:
+            if name is not None and name.strip() not in self._tools:
+                return False
+        elif name is not None or not (self._empty or self._after_call):
+            return False
+        return notation.bare != "closed" or self._after_call or self._blank_line
+
+    def _enter(self, match: Match) -> None:
+        """Go on after a marker."""
+        kind, text = match.marker.kind, match.found[0]
+        if kind == "stray" and self._broken:
+            self._broken = False
+            self._add_raw("".join(self._held) + text)
+            self._held = []
+            return
+        if self.reasoning and kind in ("call", "drop"):
+            self._draft, self._drafted, self._raw = [text], [], None
+            if kind == "call":
+                self._begin_call(match)
+            return
+        junk = "".join(self._junk)
+        self._dropped = "".join([junk.lstrip() if self._after_marker else junk, *self._held])
+        self._held = []
+        self._after_marker = self._blank_line = True
+        if kind in ("call", "region"):
+            self._junk, self._after_call = [], False
+        if kind == "call":
+            self._begin_call(match)
+        elif kind != "again":
+            self._field = match.marker.field if kind == "region" else None
+            if shown := match.found.groupdict().get("shown"):
+                self._add_text(shown + "\n")
+
+    # ------------------------------------------------------------------------------------------------------- calls
+
+    def _begin_call(self, match: Match) -> None:
+        notation = match.marker.field
+        name = match.found.groupdict().get(notation.captured) or "" if notation.captured else ""
+        context = Context(notation, name.strip(), self._tools, self._parallel, *self._watches.ends(notation))
+        self._notation, self._call, self._raw = notation, READERS[notation.body](context), [match.found[0]]
+
+    def _read_call(self, end: End) -> bool:
+        """Read on in a call; return whether it has ended."""
+        call, before = self._call, self._at
+        assert call is not None
+        self._at, status = call.read(self._text, before, end)
+        if self._raw is not None:
+            self._raw.append(self._text[before : self._at])
+        if call.committed or call.parts:
+            self._raw = None
+        parts, call.parts = call.parts, []
+        self._pass_calls(parts)
+        if status is Status.NEXT:
+            self._raw, self._dropped = [""], ""  # the opening marker is the earlier call's
+        elif status is Status.BROKEN or (status is Status.MORE and end):
+            self._break_call()
+        elif status is Status.DONE:
+            self._end_call()
+        return status is not Status.MORE
+
+    def _pass_calls(self, parts: list[CallPart]) -> None:
+        for name, arguments in parts:
+            last = self._new[-1] if self._new else None
+            if name == TEXT:
+                self._pass_on(arguments)
+            elif name is not None:
+                self._new.append(CallDelta(self.calls, name, arguments))
+                self.calls += 1
+            elif isinstance(last, CallDelta):
+                last.arguments += arguments
+            elif arguments:
+                self._new.append(CallDelta(self.calls - 1, None, arguments))
+
+    def _end_call(self) -> None:
+        self._call, self._raw, self._dropped, self._broken = None, None, "", False
+        self._after_call = self._after_marker = True
+        self._empty = False
+        self.ended = self.calls > 0 and not self._parallel
+
+    def _break_call(self) -> None:
+        """Make a call content, of which nothing was passed on."""
+        raw, notation = self._raw, self._notation
+        self._call, self._raw = None, None
+        if raw is None or notation is None:  # the text after the call is broken, not the call
+            self._after_call = self._after_marker = True
+            return
+        if notation.hides_markers:
+            self._add_text("".join(raw[1:]))
+        else:
+            self._add_raw(self._dropped + "".join(raw))
+            self._broken = bool(raw and raw[0])
+        self._dropped, self._after_call = "", False
+
+    # ------------------------------------------------------------------------------------------------------ drafts
+
+    def _is_closed(self, end: End) -> bool:
+        """Return whether the reasoning is closed in the text at hand; set aside what may begin its closing marker."""
+        assert self._field is not None
+        match, upto = self._watches.closing[self._field].next(
+            self._text, max(self._at, self._clear), final=bool(end) and not self._tail
+        )
+        self._clear = upto
+        if match is None and upto < len(self._text):
+            self._text, self._tail = self._text[:upto], self._text[upto:] + self._tail
+        return match is not None
+
+    def _read_draft(self, end: End) -> bool:
+        """Read on in calls within the reasoning; return whether the reasoning goes on."""
+        assert self._draft is not None
+        if self._is_closed(end):
+            self._release_draft()
+            self._add_text(self._text[self._at : self._clear])
+            self._at = self._clear
+            return True
+        if self._read_drafted(self._text, end if not self._tail else "") is Status.BROKEN:
+            self._release_draft()
+            return True
+        return False
+
+    def _read_drafted(self, text: str, end: End) -> Status:
+        """Read calls up to the end of a text; MORE if there may be more of them."""
+        assert self._draft is not None
+        while self._at < len(text) or (end and self._call is not None):
+            before, status = self._at, Status.MORE
+            if self._call is not None:
+                self._at, status = self._call.read(text, before, end)
+                self._drafted += self._call.parts
+                self._call.parts = []
+                if status is Status.DONE:
+                    self._call = None
+            elif between := _BETWEEN_CALLS.match(text, before)[0]:  # type: ignore[index]
+                self._at = before + len(between)
+            else:
+                match, pending = self._watches.drafts.at(text, before, final=bool(end))
+                if match is not None:
+                    self._at = match.found.end()
+                    if match.marker.kind == "call":
+                        self._begin_call(match)
+                elif not pending:
+                    status = Status.BROKEN
+            self._draft.append(text[before : self._at])
+            if status is Status.BROKEN or (self._at == before and status is Status.MORE):
+                return status
+        return Status.MORE
+
+    def _release_draft(self) -> None:
+        """Make calls within the reasoning reasoning."""
+        assert self._draft is not None
+        text, self._draft, self._call = "".join(self._draft), None, None
+        self._drafted = []
+        self._add_text(text)
+
+    def _end_draft(self, end: End) -> None:
+        """End the answer within calls: if they are complete, and the model ended it, they are calls."""
+        if end == "cut" or self._call is not None or not any(name for name, _ in self._drafted):
+            self._release_draft()
+            return
+        parts = self._drafted
+        if not self._parallel:
+            others = [at for at, (name, _) in enumerate(parts) if name][1:]
+            parts = parts[: others[0]] if others else parts
+        self._draft, self._held, self._field = None, [], None
+        self._pass_calls(parts)
+        self._end_call()
+
+    # -------------------------------------------------------------------------------------------------------- text
+
+    def _add_text(self, text: str) -> None:
+        """Add text of the open region, or of the content."""
+        if self._field is None:
+            if not self._watches.template.keeps_text:
+                return
+            if self._after_call:
+                if _BETWEEN_CALLS.fullmatch(text):
+                    self._junk.append(text)
+                    return
+                text, self._junk, self._after_call = "".join([*self._junk, text]), [], False
+        line = text[text.rfind("\n") + 1 :]
+        self._blank_line = not line.strip() and (self._blank_line or len(line) < len(text))
+        if self._after_marker and self._strips():
+            text = text.lstrip()
+            if not text:
+                return
+        self._empty = self._empty and not text.strip()
+        self._after_marker = False
+        if self._strips():
+            bare = text.rstrip()
+            held, spaces = self._held, text[len(bare) :]
+            if not bare:
+                held.append(spaces)
+                return
+            text, self._held = "".join([*held, bare]), [spaces] if spaces else []
+        self._pass_on(text)
+
+    def _add_raw(self, text: str) -> None:
+        """Add text of the content as it is written, spaces included."""
+        self._blank_line = self._empty = self._after_marker = False
+        self._pass_on(text)
+
+    def _strips(self) -> bool:
+        return self._watches.template.strips if self._field is None else self._field.strips
+
+    def _pass_on(self, text: str) -> None:
+        last = self._new[-1] if self._new else None
+        if isinstance(last, TextDelta) and last.reasoning == self.reasoning:
+            last.text += text
+        elif text:
+            self._new.append(TextDelta(text, self.reasoning))
+
+
+def split(parts: list[Part]) -> tuple[str, str, list[CallDelta]]:
+    """Return content, reasoning and calls of parts."""
+    content, reasoning, calls = "", "", list[CallDelta]()
+    for part in parts:
+        if isinstance(part, CallDelta):
+            calls.append(part)
+        elif part.reasoning:
+            reasoning += part.text
+        else:
+            content += part.text
+    return content, reasoning, calls
+
+
+def find(chat_template: str, shipped: Any = None) -> ResponseTemplate | None:
+    """Return the response template of a model: the one that it ships, or a known one; None: every answer is content."""
+    if shipped is not None:
+        try:
+            return ResponseTemplate(shipped, "the model's own")
+        except Exception as error:  # transformers checks it with a dozen messages
+            log.warning("the model's response_template cannot be used, so a known one is looked for: %s", error)
+    name = name_of(chat_template)
+    return ResponseTemplate(known().response_templates[name], name) if name is not None else None

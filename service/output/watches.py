@@ -1,0 +1,71 @@
+"""Which markers a reader of answers looks for in each of its states."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from quire.service.output.markers import Marker, Markers
+from quire.service.output.notations import Anchor, Field, Notation, Template
+
+# Closing tags that models write once too often, with DeepSeek's prefix or without.
+CLOSING_TAG = r"</(?:\W?DSML\W)?(?:param|parameter|argument|arg_key|arg_value|value|function|invoke)>"
+_NAME = r"(?P<name>[\w.\-]{1,130})\s*\("
+
+
+class Watches:
+    """Which markers are looked for in each state of a reader, with calls or without."""
+
+    def __init__(self, template: Template, *, calls: bool) -> None:
+        import regex  # what transformers compiles these patterns with; it comes with transformers
+
+        self.template, self.notations = template, template.notations if calls else []
+        drop = [_marker("drop", anchor) for anchor in template.drop]
+        regions = [_marker("region", field.open, field) for field in template.fields]
+        calling = [_marker("call", one.open, one) for one in self.notations]
+        stray = [_marker("stray", one.close, one) for one in self.notations if one.close is not None]
+        self.outside = Markers([*calling, *regions, *drop, *stray])
+        marked = [_marker("call", one.open, one) for one in self.notations if not one.bare]
+        self.drafts = Markers([*marked, *drop, *stray])
+        self.within: dict[Field, Markers] = {}
+        self.closing: dict[Field, Markers] = {}
+        for field in template.fields:
+            close = [_marker("close", field.close, wins=True)] if field.close is not None else []
+            again = [_marker("again", field.open)] if field.kind == "reasoning" else []
+            drafts = [*marked, *(drop if marked else [])] if field.kind == "reasoning" else []
+            self.within[field], self.closing[field] = Markers([*close, *again, *drafts]), Markers(close)
+        self._ends: dict[Notation, tuple[Markers, Markers]] = {}
+        for one in self.notations:
+            ends: list[Marker] = [_marker("close", one.close)] if one.close is not None else []
+            others = [other for other in self.notations if not other.bare or one.body == other.body == "tags"]
+            ends += [_marker("call", other.open, other, empty=False) for other in others]
+            values: list[Marker] = []
+            if one.body == "python":
+                ends.append(Marker("name", regex.compile(_NAME)))
+            if one.argument[0]:
+                opens, closes = one.argument
+                bounds = [opens, CLOSING_TAG, *(marker.pattern.pattern for marker in ends)]
+                follows = "|".join(f"(?:{_unnamed(bound)})" for bound in bounds)
+                another = "|".join(f"(?:{_unnamed(other.open.pattern.pattern)})" for other in others)
+                after = regex.compile(rf"(?:{closes})\s*(?:\Z|(?={follows}))", regex.DOTALL)
+                argument = Marker("argument", regex.compile(opens, regex.DOTALL))
+                line = regex.compile(rf"\n[ \t]*(?:{opens})", regex.DOTALL)
+                values = [Marker("closes", after), Marker("argument", line)]
+                if one.close is not None:
+                    full = rf"(?:{_unnamed(one.close.pattern.pattern)})\s*(?:\Z|(?={another}))"
+                    values.append(Marker("close", regex.compile(full, regex.DOTALL)))
+                ends += [argument, Marker("junk", regex.compile(CLOSING_TAG))]
+            self._ends[one] = Markers(ends), Markers(values)
+
+    def ends(self, notation: Notation) -> tuple[Markers, Markers]:
+        """Return the markers that end calls of a notation, and those that end an argument in tags."""
+        return self._ends[notation]
+
+
+def _marker(kind: str, anchor: Anchor, field: Any = None, **more: bool) -> Marker:
+    return Marker(kind, anchor.pattern, field, anchor.grows, **more)
+
+
+def _unnamed(pattern: str) -> str:
+    """Return a pattern without names of groups, so that it can be part of another one."""
+    return re.sub(r"\(\?P<\w+>", "(?:", pattern)

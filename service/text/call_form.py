@@ -1,0 +1,409 @@
+"""How a model writes tool calls: its chat template, shown calls with marked names and arguments -> CallForm.
+
+    chat template --calls of marked names and arguments--> texts --differences--> CallForm --read back--> proved
+
+The texts around the marks are what the model was trained to write.  They may hold arguments as JSON, or each argument
+between texts of its own, as `<parameter=KEY>VALUE</parameter>`.  A form counts only if the response template reads
+calls in it as these calls.  No data and no code is kept for any model.  The response template's `example` stands for
+chat templates that show no call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from quire.service.api.history import for_template
+from quire.service.chat_templates.template_probe import Dialect
+from quire.service.output.argument_types import reduced
+from quire.service.output.marker_beginnings import beginnings, fixed, required, shared_beginning
+from quire.service.output.notations import Notation
+from quire.service.output.regions import Reading, ResponseTemplate
+
+NAME = "quireprobename"
+KEYS = ("quireprobekeya", "quireprobekeyb", "quireprobekeyc", "quireprobekeyd")
+CALL_ID = "quire0Aa9"  # nine letters and digits: some templates take no other length
+INDEX = "70415"  # stands for the place of a call in an answer, where ids of calls hold it
+NO_FORM = "the model's chat template does not show how calls are written"
+
+Arguments = dict[str, Any]
+ONE: Arguments = {KEYS[0]: "quireprobevaluea"}
+MIXED: Arguments = {KEYS[0]: "quireprobevaluea", KEYS[1]: 290633, KEYS[2]: "quireprobevalueb", KEYS[3]: 481516}
+SPACED: Arguments = {KEYS[0]: "\n quireprobevaluea \n"}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "tool",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                key: {"type": "string" if isinstance(value, str) else "integer", "description": key}
+                for key, value in MIXED.items()
+            },
+            "required": [KEYS[0]],
+        },
+    },
+}
+JSON_ARGUMENTS = re.compile(rf'\{{\s*"{KEYS[0]}"\s*:\s*"{ONE[KEYS[0]]}"\s*\}}')
+CDATA = "<![CDATA["  # the parser takes it, and its end, off a value
+
+
+class TagForm(msgspec.Struct, frozen=True):
+    """How arguments are written one by one: `first` ARGUMENT (`between` ARGUMENT)* `last`.
+
+    An argument is KEY, the text before its value, the value and the text after it."""
+
+    text: tuple[str, str]  # around a string, which is written as it is
+    value: tuple[str, str]  # around any other value, which is written as JSON
+    first: str
+    between: str
+    last: str
+    empty: str | None  # instead of `first` in a call without arguments; None: the template shows none
+    body: tuple[str, str] | None  # around all arguments as one JSON object; None: the parser reads no such call
+    barred: tuple[str, ...]  # beginnings of markers, which no string may hold
+    named: bool  # the texts around a value tell strings from others
+    quoted: bool  # strings are JSON, too
+    spaces: bool  # white space at the ends of a string is read as it was written
+
+
+class CallForm(msgspec.Struct, frozen=True):
+    """How an answer with calls is written: `head` NAME `middle` ARGUMENTS (`between` NAME `middle` ARGUMENTS)* `tail`.
+
+    Any of them may hold special tokens."""
+
+    head: str
+    middle: str
+    tail: str
+    between: str | None  # None: one call an answer
+    marker: str  # the beginning of `head`, which no text outside of calls may hold; "": there is none
+    reasoning: tuple[str, str] | None = None  # its markers
+    tags: TagForm | None = None  # None: arguments are one JSON object
+    others: tuple[str, ...] = ()  # beginnings of calls in the family's other notations
+    barred: str = ""  # pattern of what begins a call where `marker` is plain JSON or prose; "": the marker itself
+    goes_on: bool = False  # an object or a list after a call, with nothing but brackets and commas between, is a call
+
+
+def form_of(
+    render: Callable[[list[dict[str, Any]], list[dict[str, Any]]], str],
+    dialect: Dialect,
+    template: str,
+    responses: ResponseTemplate,
+    ends: frozenset[str],
+) -> CallForm | None:
+    """Return how a model writes calls; None if its chat template does not show it.
+
+    render  renders messages and tools; may raise anything
+    ends    special tokens that are no part of a call: all that are no markers of the response template"""
+    shown = _Shown(render, dialect, template, responses, ends)
+    for example in ("", responses.example):
+        shown.example = example
+        form = _json_form(shown) or _tag_form(shown)
+        if form is not None and not _holds_marks(form) and _is_read(form, responses):
+            return _with_spaces(form, responses)
+        if not responses.example:
+            break
+    return None
+
+
+def _holds_marks(form: CallForm) -> bool:
+    """Return whether fixed text of a form holds a name or an argument, as where calls say their name twice."""
+    texts = msgspec.json.encode(form).decode()
+    return any(mark in texts for mark in (NAME, *KEYS, *(str(value) for value in MIXED.values())))
+
+
+class _Shown:
+    """Calls as a chat template, or the response template's example, writes them."""
+
+    def __init__(
+        self,
+        render: Callable[..., str],
+        dialect: Dialect,
+        template: str,
+        responses: ResponseTemplate,
+        ends: frozenset[str],
+    ) -> None:
+        self._render, self._dialect, self._template, self._ends = render, dialect, template, ends
+        self.responses = responses
+        self.example = ""
+
+    def __call__(self, *calls: Arguments) -> str:
+        """Return what is written for an answer with calls; "" if nothing is."""
+        text = _of_example(self.example, calls) if self.example else self._rendered(calls)
+        return _after_reasoning(text, self.responses.reasoning_markers)
+
+    def _rendered(self, calls: tuple[Arguments, ...]) -> str:
+        made = [
+            {"id": self.responses.call_id(NAME, INDEX) or CALL_ID, "type": "function", "function": function}
+            for arguments in calls
+            for function in [{"name": NAME, "arguments": arguments}]
+        ]
+        question: dict[str, Any] = {"role": "user", "content": "a"}
+        answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": made}
+        try:
+            entries = for_template([question, answer], self._dialect, self._template)
+            text = self._render([message for message, _ in entries], [TOOL])
+        except Exception:  # whatever a template raises: it does not show this
+            return ""
+        return self.responses.opening(text) or ""
+
+    def without_end(self, text: str) -> str:
+        """Return what belongs to the call of the text that follows it."""
+        first = min((at for end in self._ends if (at := text.find(end)) >= 0), default=len(text))
+        return text[:first].rstrip()
+
+
+def _of_example(example: str, calls: tuple[Arguments, ...]) -> str:
+    """Return calls as an example in a table writes them: "before{name} ... {arguments}before next ... after"."""
+    head, _, rest = example.partition("{call}")
+    one, _, rest = rest.partition("{next}")
+    between, _, tail = rest.partition("{end}")
+    written = [
+        one.replace("{name}", NAME)
+        .replace("{python}", ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items()))
+        .replace("{json}", json.dumps(arguments))
+        for arguments in calls
+    ]
+    return head + between.join(written) + tail
+
+
+def _after_reasoning(head: str, markers: tuple[str, str] | None) -> str:
+    before, at, after = head.partition(NAME)
+    _, closed, rest = before.rpartition(markers[1]) if markers is not None else ("", "", before)
+    return (rest.lstrip() if closed else rest) + at + after
+
+
+# ------------------------------------------------------------------------------------------------- arguments as JSON
+
+
+def _json_form(shown: _Shown) -> CallForm | None:
+    body = shown(ONE)
+    arguments = JSON_ARGUMENTS.search(body)
+    at = body.find(NAME)
+    if at < 0 or arguments is None or at > arguments.start():
+        return None
+    middle = body[at + len(NAME) : arguments.start()]
+    both = shown(ONE, ONE)
+    first, second = both.find(NAME), both.rfind(NAME)
+    read = JSON_ARGUMENTS.search(both)
+    between = None
+    if read is not None and first < read.start() < second and both[second + len(NAME) :].startswith(middle):
+        between = both[read.end() : second]
+    tail = shown.without_end(body[arguments.end() :])
+    return _form(shown.responses, body[:at], middle, tail, between)
+
+
+def _form(
+    responses: ResponseTemplate, head: str, middle: str, tail: str, between: str | None, tags: TagForm | None = None
+) -> CallForm:
+    calls = [text for text in fixed(responses.opening_patterns) if not text[0].isalnum()]
+    drops = [text for text in fixed(responses.dropped_patterns) if not text[0].isalnum()]
+    begun = head.lstrip()
+    marker = max((text for text in calls + drops if begun.startswith(text)), key=len, default="")
+    barred, whole = "", f"{begun}{NAME}{middle}{{"
+    own = next((notation for notation in responses.notations if notation.open.pattern.search(whole)), None)
+    if not marker:
+        marker, barred = _trigger(responses, begun)
+    return CallForm(
+        head,
+        middle,
+        tail,
+        between,
+        marker,
+        responses.reasoning_markers,
+        tags,
+        tuple(text for text in calls if text != marker),
+        barred,
+        goes_on=own is not None and own.body == "json" and own.close is None and not own.captured,
+    )
+
+
+def _trigger(responses: ResponseTemplate, head: str) -> tuple[str, str]:
+    """Return the shortest beginning of `head` that the parser takes for a call, and the pattern of all of these.
+
+    Twice "": it takes none, or what it takes cannot be said without lookaround other than (?=...)."""
+    for notation in responses.notations:
+        pattern = notation.open.pattern
+        barred = required(re.sub(r"\(\?(?:=|P<\w+>)", "(?:", pattern.pattern))
+        if re.search(r"\(\?(?!:)", barred):
+            continue
+        for end in range(1, len(head) + 1):
+            if pattern.match(head[:end]):
+                return head[:end], barred
+    return "", ""
+
+
+# ------------------------------------------------------------------------------------------------ arguments one by one
+
+
+def _tag_form(shown: _Shown) -> CallForm | None:
+    """Return how calls are written whose arguments are no JSON object: what differs between some of them tells it."""
+    mixed, one, none, two = shown(MIXED), shown(ONE), shown({}), shown(ONE, ONE)
+    parts, alone = _parts(mixed, MIXED), _parts(one, ONE)
+    if parts is None or alone is None:
+        return None
+    head, first, *between, after_last = parts
+    around_text, around_value = (between[0], between[1]), (between[2], between[3])
+    if alone[:3] != [head, first, around_text[0]] or between[4:6] != list(around_text) or between[6] != around_value[0]:
+        return None
+    tails = shown.without_end(alone[3]), shown.without_end(after_last)
+    texts, values = _shared(around_text[1], tails[0]), _shared(around_value[1], tails[1])
+    separator, tail = around_text[1][len(texts) :], tails[0][len(texts) :]
+    if (separator, tail) != (around_value[1][len(values) :], tails[1][len(values) :]):
+        return None
+    second = two[two.find(NAME) + len(NAME) :]
+    last, following = tail, None
+    if alone[3] and (at := second.find(NAME)) >= 0:
+        shared = first + KEYS[0] + around_text[0] + ONE[KEYS[0]] + texts
+        if second.startswith(shared) and second[at + len(NAME) :].startswith(shared):
+            following = second[len(shared) : at]
+            last = _shared(following, tail)
+            following = following[len(last) :]
+    return _tagged(
+        shown,
+        head,
+        first,
+        (around_text[0], texts),
+        (around_value[0], values),
+        separator,
+        last,
+        tail[len(last) :],
+        following,
+        none,
+    )
+
+
+def _parts(written: str, arguments: Arguments) -> list[str] | None:
+    """Return the texts around the name, and around keys and values in their order; None if one is missing."""
+    found, at = [], 0
+    for mark in (NAME, *(str(one) for pair in arguments.items() for one in pair)):
+        place = written.find(mark, at)
+        if place < 0:
+            return None
+        found.append(written[at:place])
+        at = place + len(mark)
+    return [*found, written[at:]]
+
+
+def _shared(one: str, other: str) -> str:
+    """Return with what two texts begin, without a tag that is not closed."""
+    found = shared_beginning(one, other)
+    opened = found.rfind("<")
+    return found[:opened] if opened > found.rfind(">") else found
+
+
+def _tagged(
+    shown: _Shown,
+    head: str,
+    first: str,
+    text: tuple[str, str],
+    value: tuple[str, str],
+    between: str,
+    last: str,
+    tail: str,
+    following: str | None,
+    none: str,
+) -> CallForm | None:
+    notation, opened = _notation(shown.responses, head, first)
+    if notation is None or not text[1]:
+        return None
+    quoted = text[0].endswith('"') and text[1].startswith('"') and (text[0][:-1], text[1][1:]) == value
+    barred = _barred(notation, text[1])
+    if "" in barred and not quoted:
+        return None
+    _, named, rest = none.partition(NAME)
+    rest = shown.without_end(rest)
+    whole = last + tail
+    empty = rest[: len(rest) - len(whole)] if named and rest.endswith(whole) else None
+    body = None
+    if named and notation.body in ("tags", "json"):
+        closing = rest[len(opened) :]
+        if notation.close is not None and (close := notation.close.pattern.search(closing)) is not None:
+            closing = closing[close.start() :]
+        if rest.startswith(opened) and closing.endswith(tail):
+            body = opened, closing[: len(closing) - len(tail)]
+    tags = TagForm(text, value, first, between, last, empty, body, barred, text != value, quoted, True)
+    form = _form(shown.responses, head, "", tail, following, tags)
+    if body is not None and not _reads(shown.responses, form, [{}], body=True):
+        tags = msgspec.structs.replace(tags, body=None)
+    if empty is not None and not _reads(shown.responses, msgspec.structs.replace(form, tags=tags), [{}]):
+        tags = msgspec.structs.replace(tags, empty=None)
+    return msgspec.structs.replace(form, tags=tags)
+
+
+def _notation(responses: ResponseTemplate, head: str, first: str) -> tuple[Notation | None, str]:
+    """Return in which notation a call begins, and the text between its name and the end of the opening marker."""
+    text = head + NAME + first
+    for notation in responses.notations:
+        for match in notation.open.pattern.finditer(text):
+            if notation.captured and match.groupdict().get(notation.captured) == NAME:
+                return notation, text[len(head) + len(NAME) : match.end()]
+            if notation.body == "python" and match.end() <= len(head):
+                return notation, ""
+    return None, ""
+
+
+def _barred(notation: Notation, closing: str) -> tuple[str, ...]:
+    """Return what no string may hold, since it would end there; "" among it: that is not known."""
+    patterns = [pattern for pattern in notation.argument if pattern]
+    if patterns and notation.close is not None:
+        patterns.append(notation.close.pattern.pattern)
+    found = [text for pattern in patterns for text in beginnings(pattern)]
+    return tuple(dict.fromkeys([*found, CDATA] if patterns else [closing.strip()]))
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def written_call(form: CallForm, arguments: Arguments, *, body: bool = False) -> str:
+    """Return a call in a form, from its name on.  `body`: with one JSON object."""
+    tags = form.tags
+    if tags is None:
+        return f"{NAME}{form.middle}{json.dumps(arguments)}"
+    if body and tags.body is not None:
+        return f"{NAME}{tags.body[0]}{json.dumps(arguments)}{tags.body[1]}"
+    each = []
+    for key, value in arguments.items():
+        before, after = tags.text if isinstance(value, str) else tags.value
+        each.append(f"{key}{before}{value}{after}")
+    begin = tags.first + tags.between.join(each) if each else tags.empty or ""
+    return f"{NAME}{begin}{tags.last}"
+
+
+def _is_read(form: CallForm, responses: ResponseTemplate) -> bool:
+    """Return whether answers of a form are read as the calls that they make."""
+    calls = [[ONE]] if form.tags is None else [[ONE], [MIXED]]
+    if form.between is not None:
+        calls.append([ONE, ONE])
+    return all(_reads(responses, form, some) for some in calls)
+
+
+def _reads(responses: ResponseTemplate, form: CallForm, calls: list[Arguments], *, body: bool = False) -> bool:
+    made = (form.between or "").join(written_call(form, one, body=body) for one in calls)
+    reader = responses.reader(Reading("", calls=True, tools=reduced([TOOL])))
+    reader.push(form.head + made + form.tail)
+    reader.finish(cut=False)
+    content, _, found = reader.take()
+    names = [call.name for call in found if call.name]
+    if content.strip() or names != [NAME] * len(calls):
+        return False
+    try:
+        return bool(json.loads("[" + "".join(_parted(found)) + "]") == calls)
+    except ValueError:
+        return False
+
+
+def _parted(found: list[Any]) -> list[str]:
+    """Return the arguments of calls, with a comma between two calls."""
+    return [("," if call.name and at else "") + call.arguments for at, call in enumerate(found)]
+
+
+def _with_spaces(form: CallForm, responses: ResponseTemplate) -> CallForm:
+    """Return a form that says whether white space around a string is kept."""
+    if form.tags is None or form.tags.quoted or _reads(responses, form, [SPACED]):
+        return form
+    return msgspec.structs.replace(form, tags=msgspec.structs.replace(form.tags, spaces=False))

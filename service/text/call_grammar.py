@@ -1,0 +1,162 @@
+"""Tool calls that must be made, or must fit their schemas: how a model writes a call -> a grammar for llguidance.
+
+    CallForm + names of tools + what else the answer may hold --lark--> a Lark grammar; @tool0 ... are their schemas
+
+`call_form.py` finds out how a model writes calls.  `tag_grammar.py` has the arguments that are written one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from quire.service.api.tools import ChatOptions
+from quire.service.common.refusal import Refusal
+from quire.service.grammar.grammar import ANY_OBJECT, ANY_TEXT, SPACES, CallRules, Constraint, Parameters
+from quire.service.text.call_form import CallForm
+from quire.service.text.lark_text import LarkText
+from quire.service.text.tag_grammar import Argument, Named, Parts, ToolRules, arguments_of
+from quire.service.text.thinking_budget import quoted as quoted_marker
+from quire.service.text.thinking_budget import thought_rules
+
+# Text after a call that does not go on with an object or a list, in Lark.
+NO_CALL = r"/[\s,;}\])]*([^\s,;}\])\[{](?s:.*))?/"
+NO_PARAMETERS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
+
+Reasoning = Literal["", "may", "open"]  # none; before the calls, as the model likes; the prompt has opened it
+
+
+class _Tool(NamedTuple):
+    """A function that may be called."""
+
+    name: str
+    arguments: list[Named] | None = None  # None: one JSON object
+
+
+def call_rules(
+    form: CallForm,
+    options: ChatOptions,
+    special: Mapping[str, int],
+    reasoning: Reasoning,
+    answer: Constraint | None,
+    budget: int | None = None,
+) -> CallRules:
+    """Return what holds an answer to its tools.  The other parameters are those of `lark`.
+
+    Raises Refusal for a strict tool whose arguments cannot be written in the model's notation, and where calls may
+    follow text but nothing in the text tells that a call begins."""
+    if not (options.demanded or answer is not None or form.marker):
+        field = options.strict or "tools"
+        message = f"{field}: with tool_choice auto, text in the model's notation does not tell where a call begins"
+        raise Refusal(400, "unsupported", message, param=field)
+    tools, parts = list[_Tool](), Parts()
+    for at, tool in enumerate(options.tools):
+        function = tool["function"]
+        if options.demanded and function["name"] not in options.demanded:
+            continue
+        path, strict = f"{options.path(at)}.function.parameters", bool(function.get("strict"))
+        schema = {"type": "object", **(function.get("parameters") or NO_PARAMETERS)}
+        arguments = _arguments(form, schema, path, strict)
+        if arguments is None:
+            parts.values.append(Parameters(path, schema, strict, f"tool{len(tools)}", ANY_OBJECT))
+        named = None if arguments is None else parts.named(arguments, schema, strict)
+        tools.append(_Tool(function["name"], named))
+
+    def written(special: Mapping[str, int]) -> str:
+        return lark(
+            form,
+            tools,
+            special,
+            demanded=bool(options.demanded),
+            parallel=options.parallel,
+            reasoning=reasoning,
+            answer=answer is not None,
+            budget=budget if special else None,
+        )
+
+    return CallRules(written(special), written({}), parts.values, parts.strings, answer)
+
+
+def _arguments(form: CallForm, schema: dict[str, Any], path: str, strict: bool) -> list[Argument] | None:
+    """Return how a tool's arguments are written; None: as one JSON object.  Raises Refusal."""
+    tags = form.tags
+    if tags is None:
+        return None
+    found = arguments_of(schema, path, tags)
+    some = tags.empty is not None or (not isinstance(found, str) and any(one.required for one in found))
+    if not isinstance(found, str) and some:
+        return found
+    if tags.body is not None:
+        return None
+    at = found if isinstance(found, str) else path
+    raise Refusal(400, "unsupported", f"{at}: the model's notation of calls cannot say such arguments", param=at)
+
+
+def lark(
+    form: CallForm,
+    tools: list[_Tool],
+    special: Mapping[str, int],
+    *,
+    demanded: bool,
+    parallel: bool,
+    reasoning: Reasoning = "",
+    answer: bool = False,
+    budget: int | None = None,
+) -> str:
+    """Return the grammar of an answer.  Tool i's arguments are @tooli, or rules of their own.
+
+    special   token ids of the special tokens that the form may hold; those not listed are taken for plain text
+    demanded  calls, and nothing else but reasoning; else calls anywhere in a text, which needs `form.marker`
+    answer    not demanded: the answer is @answer or calls, no other text
+    budget    most tokens of the reasoning"""
+    quoted = LarkText(special)
+    repeat = parallel and form.between is not None
+    calls = f"call ({quoted(form.between or '')} call)*" if repeat else "call"
+    rules = ["call: " + " | ".join(f"call{i}" for i in range(len(tools)))]
+    by_tags = ToolRules(form.tags, quoted) if form.tags is not None else None
+    rules += by_tags.common if by_tags is not None else []
+    for i, tool in enumerate(tools):
+        if by_tags is not None:
+            rules += by_tags.of(i, tool.name, tool.arguments)
+        else:
+            rules.append(f"call{i}: {json.dumps(tool.name)} {quoted(form.middle)} @tool{i}")
+    bare = form.head.lstrip()
+    made = f"{'' if bare == form.head else SPACES} {quoted(bare)} {calls} {quoted(form.tail)}"
+    thought = ""
+    if reasoning and form.reasoning is not None:
+        opened = quoted_marker(form.reasoning[0], special)
+        rules += thought_rules(form.reasoning, special, budget)
+        thought = "thought" if reasoning == "open" else f"({opened} thought)?"
+    if demanded:
+        start = f"{thought} {made}"
+    elif answer:
+        start = f"{thought} (@answer | {made})"
+    else:
+        opens = max((one for one in special if bare.startswith(one)), key=len, default="")
+        if not opens.startswith(form.marker) and not (opens and form.marker.startswith(opens)):
+            opens = form.marker
+        texts = form.others if form.barred else (form.marker, *form.others)
+        begins = "|".join(one.replace("/", "\\/") for one in [*filter(None, [form.barred]), *map(re.escape, texts)])
+        rest = f"{quoted(bare.removeprefix(opens))} {calls} {quoted(form.tail)}"
+        text = f"{ANY_TEXT} & ~/(?s:.*)({begins})(?s:.*)/"
+        rules += _free_text("TEXT", text, opens, opens in special, quoted)
+        again = "TEXT"
+        if form.goes_on:
+            again = "LATER"
+            rules += _free_text(again, f"{text} & {NO_CALL}", opens, opens in special, quoted)
+        if again == "TEXT":
+            start = f"{thought} (before_text {rest}){'*' if parallel else '?'} TEXT"
+        else:
+            more = f"(before_later {rest})*" if parallel else ""
+            start = f"{thought} (TEXT | before_text {rest} {more} LATER)"
+    return "\n".join([f"start: {start}", *rules]) + "\n"
+
+
+def _free_text(name: str, text: str, marker: str, special: bool, quoted: LarkText) -> list[str]:
+    """Return the terminal of a free text, and the rule of this text up to a marker."""
+    rules, before = [f"{name}: {text}"], f"before_{name.lower()}"
+    if special:
+        return [*rules, f"{before}: {name} {quoted(marker)}"]
+    return [*rules, f"{before}: B_{name}", f"B_{name}: ({name}) {quoted(marker)}"]

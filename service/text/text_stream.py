@@ -1,0 +1,456 @@
+"""Text out: incremental decoding of tokens, and stop strings.
+
+    token ids --table--> bytes --UTF-8 decoder--> characters --stop strings--> text --regions--> for the client
+                          |-- an unfinished character waits --|-- a possible stop string waits --|
+
+Only chat answers whose model has a response template are cut into regions (`regions.py`).
+
+Decoding through bytes makes streaming exact.  The bytes of a token never depend on its neighbours, so the text is the
+same however the tokens are cut into deltas.  In vocabularies of words the first token of a text has no blank before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import itertools
+from collections.abc import AsyncGenerator, Iterator, Sequence
+
+from quire.engine.wire.messages import CONSTRAINT, Finish, TokenLogprob
+from quire.service.api.api import Refusal, ValidRequest
+from quire.service.common.pacing import Pacer
+from quire.service.delivery.mailbox import Mailbox
+from quire.service.delivery.open_request import OpenRequest
+from quire.service.delivery.orders import REQUEST_LOST
+from quire.service.delivery.queue_updates import Waiting
+from quire.service.output.content_scores import ContentScores, Score
+from quire.service.output.pieces import Piece
+from quire.service.output.regions import split
+from quire.service.text.region_stream import RegionStream
+from quire.service.text.stop_strings import StopSearch, StopStrings
+from quire.service.text.tokenizer import Tokenizer
+
+Taken = tuple[list[int], list[TokenLogprob] | None, Finish | None]  # what a mailbox held
+SLICE_TOKENS = 64  # decoded between two looks at the clock; fewer, as a running answer has them, need no slice
+TOKEN_WEIGHT = 8  # bytes; a token counts as so many at least
+# Bytes decoded between two looks at the clock: vocabularies have long tokens.
+SLICE_WEIGHT = SLICE_TOKENS * TOKEN_WEIGHT
+
+
+class TextStream:
+    """The text of one continuation, decoded as its tokens arrive.
+
+    All that `push` and `finish` return, concatenated, depends only on the tokens and never on how they were cut: stop
+    strings are searched after each single token.  If several match, the one that begins first wins.
+    """
+
+    __slots__ = (
+        "_decoder",
+        "_markers",
+        "_min_tokens",
+        "_offsets",
+        "_simple",
+        "_skip_special",
+        "_starts",
+        "_stops",
+        "_tokenizer",
+        "chars",
+        "scores",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: tuple[str, ...] | StopStrings = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+        min_tokens: int = 0,
+        track_offsets: bool = False,
+        markers: bool = False,
+    ) -> None:
+        """`markers`: special tokens that are markers of regions are text, even with `skip_special`."""
+        self._tokenizer, self._skip_special, self._markers = tokenizer, skip_special, markers
+        self._starts = tokenizer.spaced  # no token was text yet, and the first one is written in another way
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._simple = not stop and not track_offsets
+        stops = stop if isinstance(stop, StopStrings) else StopStrings(stop)
+        self._stops, self._min_tokens = StopSearch(stops, include=include_stop), min_tokens
+        self.chars = 0  # decoded so far, those that are held back included
+        self._offsets: list[int] | None = [] if track_offsets else None
+        self.scores: ContentScores | None = None  # for the log probabilities of a chat's content
+        self.tokens = 0  # consumed; after a match, up to and including the token that completed it
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text; `push` must not be called any more."""
+        return self._stops.matched
+
+    def push(self, tokens: list[int]) -> str:
+        """Consume tokens, up to a match; return the text that may be sent now."""
+        shown = {"skip_special": self._skip_special, "markers": self._markers}
+        pieces = self._tokenizer.bytes_of(tokens, **shown)
+        if self._starts:
+            self._starts = not self._tokenizer.write_first(pieces, tokens, **shown)
+        if self._simple:
+            self.tokens += len(tokens)
+            return self._decoder.decode(b"".join(pieces))
+        out = ""
+        for piece in pieces:
+            if self._offsets is not None:
+                self._offsets.append(self.chars)
+            new = self._decoder.decode(piece)
+            self.chars += len(new)
+            self.tokens += 1
+            if self.tokens <= self._min_tokens:
+                out += new  # too early to stop: this text is part of no match
+            else:
+                out += self._stops.push(new)
+            if self._stops.matched is not None:
+                break
+        return out
+
+    def finish(self) -> str:
+        """End the text: return all that is still held, an unfinished character as U+FFFD."""
+        tail = self._decoder.decode(b"", final=True)
+        return self._stops.push(tail) + self._stops.flush()
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes of a token in the text; of a special token that is skipped, none."""
+        shown = {"skip_special": self._skip_special, "markers": self._markers}
+        return self._tokenizer.bytes_of([token], **shown)[0]
+
+    def named(self, token: int, stops: tuple[str, ...]) -> str | None:
+        """Return the one of `stops` that is a special token; None if none is this one."""
+        return next((stop for stop in stops if self._tokenizer.special.get(stop) == token), None)
+
+    def take_offsets(self) -> list[int]:
+        """Return the number of characters before each token consumed since the last call."""
+        offsets, self._offsets = self._offsets or [], []
+        return offsets
+
+
+def _failure(finish: Finish, waiting: Waiting | None, valid: ValidRequest) -> Refusal:
+    """Return the error for a continuation that ended neither by stop nor by length."""
+    if finish.reason == "deadline":
+        message = "the request's timeout passed before the answer was complete"
+        return Refusal(504, "deadline_exceeded", message + (waiting.describe() if waiting is not None else ""))
+    if finish.reason == "cancelled":
+        return Refusal(503, "cancelled", "the request was cancelled by the server", retry_after_s=1.0)
+    if finish == REQUEST_LOST:
+        return Refusal(503, "request_lost", finish.message, retry_after_s=1.0)
+    if finish.code == CONSTRAINT:
+        return Refusal(400, "unsupported", finish.message, param=valid.grammar_param or None)
+    return Refusal(500, "engine_error", finish.message or "the engine failed on this request")
+
+
+async def decode(
+    opened: OpenRequest, valid: ValidRequest, tokenizer: Tokenizer, *, each_token: bool = False
+) -> AsyncGenerator[list[Piece], None]:
+    """Yield lists of what is new for the client of an open request; an empty list is a heartbeat.
+
+    `each_token`: a piece holds one token, and the end is a piece of its own.  So the pieces depend on the tokens alone,
+    not on how they arrive.
+
+    Ends when every choice has finished.  A stop string closes its choice, and the whole request once all are closed.
+    Raises Refusal when a continuation fails: the request has one answer, so one failure ends it."""
+    stops = StopStrings(valid.stop)
+    await stops.prepare()
+    streams = [stream_of(valid, tokenizer, stops) for _ in opened.mailboxes]
+    work = LongWork(opened.pacer)
+    async for changed in opened:
+        pieces: list[Piece] = []
+        work.begin()
+        for mailbox in changed:
+            taken, stream = mailbox.take(), streams[mailbox.choice]
+            await _catch_up(mailbox, stream, work, tokenizer.table)
+            for one in _singly(taken, valid) if each_token else _slices(taken, tokenizer.table):
+                if await work.does(weight_of(one[0], tokenizer.table)) and pieces:
+                    yield pieces
+                    pieces = []
+                piece = _read(one, mailbox, stream, valid, opened.waiting)
+                pieces.append(piece)
+                if piece.finish is not None:
+                    opened.end(mailbox.choice)
+                    break
+        if pieces or not changed:
+            yield pieces
+
+
+class LongWork:
+    """Decides when a handler that has much to decode lets other requests run: by the clock, not by tokens."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self._pacer = pacer
+        self._time = asyncio.get_running_loop().time
+        self._weight, self._until = 0, 0.0
+
+    def begin(self) -> None:
+        """Begin with what has just arrived: little of it needs no slice."""
+        self._weight, self._until = 0, 0.0
+
+    async def does(self, weight: int) -> bool:
+        """Count what is decoded next, in bytes.  Returns whether other requests have run before."""
+        self._weight += weight
+        if self._weight <= SLICE_WEIGHT or self._time() < self._until:
+            return False
+        self._until = await self._pacer.slice()
+        return True
+
+
+def weight_of(tokens: Sequence[int], table: list[bytes]) -> int:
+    """Return how much work tokens are: their bytes, TOKEN_WEIGHT each at least.  `table`: the bytes of each id."""
+    size = len(table)
+    return sum(max(TOKEN_WEIGHT, len(table[token])) if token < size else TOKEN_WEIGHT for token in tokens)
+
+
+def edges_of(tokens: Sequence[int], table: list[bytes]) -> list[int]:
+    """Return where to cut tokens into parts of at most SLICE_WEIGHT, or of one token; 0 and the end included."""
+    edges, weight = [0], 0
+    for at, token in enumerate(tokens):
+        one = weight_of((token,), table)
+        if weight and weight + one > SLICE_WEIGHT:
+            edges.append(at)
+            weight = 0
+        weight += one
+    return [*edges, len(tokens)]
+
+
+def _slices(taken: Taken, table: list[bytes]) -> Iterator[Taken]:
+    """Yield what was taken from a mailbox in parts of SLICE_WEIGHT."""
+    tokens, logprobs, finish = taken
+    if len(tokens) <= 1:
+        yield taken
+        return
+    for first, end in itertools.pairwise(edges_of(tokens, table)):
+        scores = None if logprobs is None else logprobs[first:end]
+        yield tokens[first:end], scores, finish if end == len(tokens) else None
+
+
+def _singly(taken: Taken, valid: ValidRequest) -> Iterator[Taken]:
+    """Yield an entry for each token that was taken from a mailbox, and one for the end.
+
+    The entry of the end holds the stop token if that is hidden."""
+    tokens, logprobs, finish = taken
+    shown = len(tokens) - (_hides_last(finish, valid) and bool(tokens))
+
+    def scores(first: int, end: int) -> list[TokenLogprob] | None:
+        return None if logprobs is None else logprobs[first:end]
+
+    for at, token in enumerate(tokens[:shown]):
+        yield [token], scores(at, at + 1), None
+    if finish is not None:
+        yield tokens[shown:], scores(shown, len(tokens)), finish
+
+
+def stream_of(valid: ValidRequest, tokenizer: Tokenizer, stops: StopStrings | None = None) -> TextStream | RegionStream:
+    """Return the decoder of one choice, at its start.  `stops`: the stop strings of `valid`, shared by its choices."""
+    stops = StopStrings(valid.stop) if stops is None else stops
+    regions = valid.reading is not None and tokenizer.responses is not None
+    scores = ContentScores() if valid.chat and valid.sampling.logprobs >= 0 else None
+    text = TextStream(
+        tokenizer,
+        stop=() if regions else stops,
+        include_stop=valid.include_stop,
+        skip_special=valid.skip_special,
+        min_tokens=valid.sampling.min_tokens,
+        track_offsets=valid.sampling.logprobs >= 0,
+        markers=valid.reading is not None,
+    )
+    if valid.reading is None or tokenizer.responses is None:
+        text.scores = scores
+        return text
+    return RegionStream(
+        text,
+        tokenizer.responses,
+        valid.reading,
+        stops,
+        include_stop=valid.include_stop,
+        min_tokens=valid.sampling.min_tokens,
+        scores=scores,
+    )
+
+
+async def reasoning_tokens(valid: ValidRequest, tokenizer: Tokenizer, tokens: list[int], pacer: Pacer) -> int:
+    """Return how many of the first tokens of an answer are reasoning."""
+    if valid.reading is None:
+        return 0
+    stream, work = stream_of(valid, tokenizer), LongWork(pacer)
+    for first, end in itertools.pairwise(edges_of(tokens, tokenizer.table)):
+        await work.does(SLICE_WEIGHT)
+        stream.push(tokens[first:end])
+    return stream.reasoning_tokens if isinstance(stream, RegionStream) else 0
+
+
+def _hides_last(finish: Finish | None, valid: ValidRequest) -> bool:
+    """Return whether the last token is a stop token: it is counted and reported, but it is no text."""
+    return finish is not None and finish.stop_token >= 0 and not valid.include_stop
+
+
+def _read(
+    taken: Taken, mailbox: Mailbox, stream: TextStream | RegionStream, valid: ValidRequest, waiting: Waiting | None
+) -> Piece:
+    """Decode what was taken from a mailbox.  Raises Refusal when the continuation failed."""
+    if isinstance(stream, RegionStream):
+        return _read_regions(taken, mailbox, stream, valid, waiting)
+    tokens, logprobs, finish = taken
+    if mailbox.had:
+        _replay(mailbox, stream, over=not tokens and finish is not None, hides_last=_hides_last(finish, valid))
+    if stream.matched is not None:
+        tokens = []  # the engine computed some more before it was stopped
+    before = stream.tokens
+    text = stream.push(tokens[:-1] if _hides_last(finish, valid) else tokens)
+    piece = Piece(mailbox.choice, text, tokens, cached_tokens=mailbox.cached_tokens)
+    if stream.matched is None and finish is not None:
+        if finish.reason not in ("stop", "length"):
+            raise _failure(finish, waiting, valid)
+        piece.text += stream.finish()
+        _add_finish(piece, finish, valid, stream)
+    if stream.matched is not None:
+        piece.token_ids = tokens[: stream.tokens - before]
+        piece.finish, piece.stop_reason = "stop", stream.matched
+    _add_scores(piece, mailbox, stream, valid, logprobs)
+    if valid.max_tokens == 0:
+        _drop_output(piece)
+    return piece
+
+
+def _add_finish(piece: Piece, finish: Finish, valid: ValidRequest, stream: TextStream | RegionStream) -> None:
+    piece.finish = finish.reason
+    if finish.stop_token in valid.sampling.stop_token_ids:
+        piece.stop_reason = stream.named(finish.stop_token, valid.stop) or finish.stop_token
+    _add_search(piece, finish, valid)
+
+
+def _add_search(piece: Piece, finish: Finish | None, valid: ValidRequest) -> None:
+    """Add what beam search says of an answer."""
+    if valid.beams is not None and finish is not None:
+        piece.score, piece.searched, piece.shared = finish.score, finish.searched, finish.shared
+
+
+def _drop_output(piece: Piece) -> None:
+    """Remove the token that an engine computes even for an answer without one: the client only has a prompt scored."""
+    piece.text, piece.token_ids = "", []
+    if piece.logprobs is not None:
+        piece.logprobs, piece.offsets, piece.content = [], [], []
+    if piece.finish is not None:
+        piece.finish, piece.stop_reason = "length", None
+
+
+def _read_regions(
+    taken: Taken, mailbox: Mailbox, stream: RegionStream, valid: ValidRequest, waiting: Waiting | None
+) -> Piece:
+    """The same for an answer with regions, which may also end with a tool call."""
+    tokens, logprobs, finish = taken
+    hides_last = _hides_last(finish, valid)
+    if mailbox.had:
+        _replay(mailbox, stream, over=not tokens and finish is not None, hides_last=hides_last)
+    before = stream.tokens
+    if not stream.complete:
+        stream.push(tokens[:-1] if hides_last else tokens)
+    piece = Piece(mailbox.choice, "", tokens, cached_tokens=mailbox.cached_tokens)
+    if stream.complete:  # the engine computed some more before it was stopped
+        piece.token_ids = tokens[: stream.tokens - before]
+        piece.finish, piece.stop_reason = "stop", stream.matched
+        _add_search(piece, finish, valid)
+    elif finish is not None:
+        if finish.reason not in ("stop", "length"):
+            raise _failure(finish, waiting, valid)
+        if hides_last and tokens:
+            stream.count_hidden()
+        stream.finish(cut=finish.reason == "length")
+        _add_finish(piece, finish, valid, stream)
+        if stream.matched is not None:  # by text that was held back
+            piece.finish, piece.stop_reason = "stop", stream.matched
+    if piece.finish == "stop" and stream.called:
+        piece.finish = "tool_calls"
+    piece.parts = stream.take()
+    piece.text, piece.reasoning, piece.calls = split(piece.parts)
+    piece.reasoning_tokens = stream.reasoning_tokens
+    _add_scores(piece, mailbox, stream, valid, logprobs)
+    return piece
+
+
+async def _catch_up(mailbox: Mailbox, stream: TextStream | RegionStream, work: LongWork, table: list[bytes]) -> None:
+    """Decode most of the tokens that a resuming client already has; the last of them are left for `_replay`."""
+    had, at = mailbox.had, 0
+    for first, at in itertools.pairwise(edges_of(had, table)[:-1]):
+        await work.does(SLICE_WEIGHT)
+        _decode_had(stream, had[first:at], mailbox.had_logprobs and mailbox.had_logprobs[first:at], over=False)
+    if at:
+        mailbox.had = had[at:]
+        mailbox.had_logprobs = mailbox.had_logprobs and mailbox.had_logprobs[at:]
+
+
+def _replay(mailbox: Mailbox, stream: TextStream | RegionStream, *, over: bool, hides_last: bool) -> None:
+    """Decode the tokens that a resuming client already has, so that their text is not sent again.
+
+    `over`: the client has all of the choice but its end."""
+    tokens = mailbox.had[:-1] if over and hides_last else mailbox.had
+    _decode_had(stream, tokens, mailbox.had_logprobs, over=over)
+    mailbox.had, mailbox.had_logprobs = [], None
+
+
+def _decode_had(
+    stream: TextStream | RegionStream, tokens: list[int], logprobs: Sequence[TokenLogprob] | None, *, over: bool
+) -> None:
+    text = ""
+    if isinstance(stream, RegionStream):
+        stream.push(tokens)
+        if over:
+            stream.finish()
+        stream.take()
+    else:
+        text = stream.push(tokens) + (stream.finish() if over else "")
+    offsets = stream.take_offsets()
+    if stream.scores is not None:  # entries may be due that wait for the next text
+        _content_scores(stream, tokens, logprobs or [], offsets, text, final=over)
+
+
+def _add_scores(
+    piece: Piece,
+    mailbox: Mailbox,
+    stream: TextStream | RegionStream,
+    valid: ValidRequest,
+    logprobs: list[TokenLogprob] | None,
+) -> None:
+    """Add the log probabilities that the client asked for: of the prompt, and of the new tokens."""
+    if valid.sampling.prompt_logprobs >= 0:
+        piece.prompt_logprobs, mailbox.prompt_logprobs = mailbox.prompt_logprobs, None
+    if valid.sampling.logprobs >= 0:
+        _add_logprobs(piece, stream, logprobs or [])
+
+
+def _add_logprobs(piece: Piece, stream: TextStream | RegionStream, logprobs: list[TokenLogprob]) -> None:
+    piece.logprobs = logprobs[: len(piece.token_ids)]
+    piece.offsets = stream.take_offsets()
+    if len(piece.offsets) < len(piece.token_ids):  # the stop token that is no text
+        piece.offsets.append(stream.chars)
+    if stream.scores is not None:
+        final, tokens = piece.finish is not None, piece.token_ids
+        piece.content = _content_scores(stream, tokens, logprobs, piece.offsets, piece.text, final=final)
+
+
+def _content_scores(
+    stream: TextStream | RegionStream,
+    tokens: list[int],
+    logprobs: Sequence[TokenLogprob],
+    offsets: list[int],
+    text: str,
+    *,
+    final: bool,
+) -> list[Score]:
+    """Return the entries of the content that new tokens add.
+
+    `offsets`: characters before each.  `text`: new content of an answer without regions."""
+    scores = stream.scores
+    assert scores is not None
+    for token, at, start, end in zip(tokens, logprobs, offsets, [*offsets[1:], stream.chars], strict=False):
+        scores.add(token, at, start, end, stream.bytes_of(token))
+    if isinstance(stream, RegionStream):
+        for start, part in stream.take_released():
+            scores.release(start, part)
+    else:
+        scores.release_next(text)
+    return scores.take(final=final)
