@@ -7,8 +7,8 @@ The shape of LLaMA-13B with random weights and the KV memory that a card of 40 G
     chat     ShareGPT-like lengths (loadtest/traces/sharegpt_like.jsonl); rates, then all at once
     prefix   the same, after a system prompt of --prefix tokens that all requests share; all at once
 
-Each request asks for the rest of the model's context and ends by itself.  `python -m quire.engine.tools rates --help` says
-what is measured.  Writes loadtest/results/memory_limit_<workload>_<device>.json.
+Each request asks for the rest of the model's context and ends by itself.  `python -m quire.engine.tools rates --help`
+says what is measured.  Writes loadtest/results/memory_limit_<workload>_<device>.json.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How long streams pause when the engine is killed, and which parts of the restart take the time.
 
-    python -m quire.loadtest recovery MODEL [--streams 32] [--kills 4] [--second-after 4] [--server=--threads=1] [--root DIR]
+    python -m quire.loadtest recovery MODEL [--streams 32] [--kills 4] [--second-after 4] [--server=--threads=1]
 
 MODEL is a directory, in which the 42M model is made if it is empty.  Or it is a shape of loadtest/shapes.py with random
 weights made on the device (`--load random`). `quire serve` runs with one engine and its spare.  Each client streams

@@ -41,7 +41,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def child(self, name: str) -> psutil.Process:
-        """Return the process whose command line has `name` as a word: "service.app" or "engine"."""
+        """Return the process whose command line has `name` as a word: "quire.service.app" or "quire.engine"."""
         return next(child for child in self.process.children(recursive=True) if name in child.cmdline())
 
 
@@ -50,7 +50,7 @@ def engine_processes(supervisor: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in supervisor.children():
         try:
-            if "engine" in child.cmdline() or child.name() == FORKED_ENGINE:
+            if "quire.engine" in child.cmdline() or child.name() == FORKED_ENGINE:
                 found.append((child.create_time(), child))
         except psutil.Error:  # it has just ended
             continue

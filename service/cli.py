@@ -49,7 +49,7 @@ USAGE = """usage: quire serve [MODEL] [options]   Redis, an engine and gateways 
        quire bench URL [options]        a small load, and a table of latencies
 Each says more with --help."""
 
-PROCESSES = {"gateway": "quire.service.app", "engine": "engine"}  # command -> module
+PROCESSES = {"gateway": "quire.service.app", "engine": "quire.engine"}  # command -> module
 # command -> module.  They are clients: the packages that only they need are imported when one is started.
 CLIENTS = {name: f"service.terminal.{name}" for name in ("top", "chat", "bench")}
 # Settings that a gateway and its engine must agree on: given once, passed to both.
@@ -190,7 +190,7 @@ def client(command: str, words: Sequence[str]) -> int:
         module = importlib.import_module(CLIENTS[command])
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing in ("service", "engine"):
+        if missing == "quire":
             raise
         settings.stop(f"quire {command}", f"needs the package {missing}: pip install 'quire[cli]'", CONFIG_ERROR)
     status: int = module.main(words, dict(os.environ))

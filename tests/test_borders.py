@@ -12,51 +12,63 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# room -> the rooms of ours it may import.  A room is a dotted prefix; its longest match counts.
+TOPS = ("service", "engine", "loadtest")  # folders that are imported as quire.NAME
+# room -> the rooms of ours it may import.  A room is a dotted prefix below `quire`; its longest match counts.
+# Of the service a folder sees itself and the folders above it in this table, no others.
+SERVICE = {
+    "service.config": {"engine.wire"},
+    "service.common": {"engine.common", "engine.wire"},
+    "service.chat_templates": {"engine.common"},
+    "service.output": {"engine.wire"},
+    "service.grammar": {"engine.common"},
+    "service.api": {"engine.common", "engine.wire"},
+    "service.api.openai_responses": set[str](),
+    "service.api.anthropic": set[str](),
+    "service.delivery": {"engine.wire"},
+    "service.text": {"engine.common", "engine.tokenizers", "engine.wire"},
+    "service.http": {"engine.common", "engine.wire"},
+    "service.app": {"engine.common", "engine.wire"},
+}
 MAY_SEE: dict[str, set[str]] = {
-    "service": {"service", "quire.engine.common", "quire.engine.tokenizers", "quire.engine.wire"},
+    **{room: {*list(SERVICE)[: at + 1], *engine} for at, (room, engine) in enumerate(SERVICE.items())},
     # The command line checks the options of every program it starts, before it starts any.
-    "quire.service.cli": {"service", "quire.engine.common", "quire.engine.wire", "quire.engine.config"},
+    "service.cli": {*SERVICE, "service.terminal.options", "engine.common", "engine.wire", "engine.config"},
     # Clients for a terminal.  They know the names of the gateway's metrics; bench is made of the load test's parts.
-    "quire.service.terminal": {
-        "quire.service.terminal",
-        "quire.service.common.metrics",
-        "quire.engine.common",
-        "loadtest",
-    },
-    "quire.engine.common": {"quire.engine.common", "quire.engine.wire.messages"},
+    "service.terminal": {"service.terminal", "service.common.metrics", "engine.common", "loadtest"},
+    "service": set(),
+    "engine.common": {"engine.common", "engine.wire.messages"},
     # The tokenizer of a checkpoint, which gateways, engines and the offline API must read alike.
-    "quire.engine.tokenizers": {"quire.engine.tokenizers", "quire.engine.common.errors"},
-    "quire.engine.wire": {"quire.engine.common", "quire.engine.wire"},
-    "quire.engine.config": set(),
-    "quire.engine.core": {"quire.engine.core", "quire.engine.wire.messages"},
-    "quire.engine.executor": {
-        "quire.engine.executor",
-        "quire.engine.common.child_python",
-        "quire.engine.common.deadline",
-        "quire.engine.common.errors",
-        "quire.engine.common.fair_list",
-        "quire.engine.common.host_resources",
-        "quire.engine.config",
-        "quire.engine.core.plan",
-        "quire.engine.tokenizers.ends",
-        "quire.engine.wire.messages",
+    "engine.tokenizers": {"engine.tokenizers", "engine.common.errors"},
+    "engine.wire": {"engine.common", "engine.wire"},
+    "engine.config": set(),
+    "engine.core": {"engine.core", "engine.wire.messages"},
+    "engine.executor": {
+        "engine.executor",
+        "engine.common.child_python",
+        "engine.common.deadline",
+        "engine.common.errors",
+        "engine.common.fair_list",
+        "engine.common.host_resources",
+        "engine.config",
+        "engine.core.plan",
+        "engine.tokenizers.ends",
+        "engine.wire.messages",
     },
     "engine": {"engine"},  # loop, __main__, offline: the rooms that put the others together
     "grafana": {"grafana"},  # it knows metrics by name; that they exist is checked below
     "loadtest": {"loadtest"},  # a client: it knows our programs and their output, nothing inside
     # Times single operators, which no client can: it calls them through the wrappers that the engine itself uses.
     # Sums of ranks need the ranks.
-    "quire.loadtest.kernels": {"loadtest", "quire.engine.executor.ops", "quire.engine.executor.ranks.ranks"},
+    "loadtest.kernels": {"loadtest", "engine.executor.ops", "engine.executor.ranks.ranks"},
 }
 # room -> heavy or impure packages it must not import.
 MAY_NOT_USE: dict[str, set[str]] = {
     "service": {"torch", "numpy"},
-    "quire.engine.common": {"torch", "transformers", "aiohttp", "numpy"},
-    "quire.engine.tokenizers": {"torch", "aiohttp", "numpy"},
-    "quire.engine.wire": {"torch", "transformers", "aiohttp", "numpy"},
-    "quire.engine.core": {"torch", "transformers", "redis", "random", "logging", "time", "asyncio", "numpy"},
-    "quire.engine.loop": {"torch", "transformers"},
+    "engine.common": {"torch", "transformers", "aiohttp", "numpy"},
+    "engine.tokenizers": {"torch", "aiohttp", "numpy"},
+    "engine.wire": {"torch", "transformers", "aiohttp", "numpy"},
+    "engine.core": {"torch", "transformers", "redis", "random", "logging", "time", "asyncio", "numpy"},
+    "engine.loop": {"torch", "transformers"},
 }
 
 
@@ -70,7 +82,7 @@ def room_of(module: str, rooms: dict[str, set[str]]) -> str | None:
 
 def modules() -> list[tuple[str, Path]]:
     found = []
-    for top in ("service", "engine", "loadtest", "grafana"):
+    for top in (*TOPS, "grafana"):
         for path in sorted((ROOT / top).rglob("*.py")):
             dotted = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             found.append((dotted.removesuffix(".__init__"), path))
@@ -78,6 +90,7 @@ def modules() -> list[tuple[str, Path]]:
 
 
 def imports(path: Path, module: str) -> set[str]:
+    """Return what a file imports, lazily or not.  Names of ours are without `quire.`."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -86,7 +99,19 @@ def imports(path: Path, module: str) -> set[str]:
             assert node.level == 0, f"{module}: relative imports hide borders"
             names.add(node.module or "")
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return {name.removeprefix("quire.") for name in names}
+
+
+def test_quire_is_the_only_import_root_of_ours() -> None:
+    """A package called `engine` or `service` may be anybody's, and a module imported under two names exists twice."""
+    files = [path for room in (*TOPS, "tests", "grafana", "examples", ".ci") for path in (ROOT / room).rglob("*.py")]
+    assert len(files) > 700
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.split(".")[0] not in (*TOPS, "csrc"), f"{path}: import quire.{name}"
 
 
 @pytest.mark.parametrize(("module", "path"), modules(), ids=lambda value: value if isinstance(value, str) else "")
@@ -95,8 +120,9 @@ def test_imports_stay_inside_borders(module: str, path: Path) -> None:
     room = room_of(module, MAY_SEE)
     assert room is not None
     for name in used:
-        if name.split(".")[0] in {"service", "engine", "loadtest", "tests"} and name not in {"engine", "service"}:
+        if name.split(".")[0] in (*TOPS, "tests") and name not in TOPS:
             inside = any(f"{name}.".startswith(f"{seen}.") or seen.startswith(f"{name}.") for seen in MAY_SEE[room])
+            inside = inside and (room not in SERVICE or room_of(name, MAY_SEE) in {*MAY_SEE[room], "service", "engine"})
             assert inside, f"{module} ({room}) imports {name}; it may see {sorted(MAY_SEE[room])}"
     banned = room_of(module, MAY_NOT_USE)
     if banned:
@@ -106,13 +132,13 @@ def test_imports_stay_inside_borders(module: str, path: Path) -> None:
 
 def test_only_ops_names_torch_ops() -> None:
     for module, path in modules():
-        if module != "quire.engine.executor.ops":
+        if module != "engine.executor.ops":
             assert "torch.ops" not in path.read_text(encoding="utf-8"), f"{module}: call engine.executor.ops instead"
 
 
 def test_every_metric_of_a_dashboard_exists() -> None:
     """Every metric is named in one of the two tables.  tests/grafana asks a real Prometheus for its values."""
-    tables = [ROOT / "service" / "metrics.py", ROOT / "engine" / "metrics.py"]
+    tables = [ROOT / "service" / "common" / "metrics.py", ROOT / "engine" / "observers" / "metrics.py"]
     known = {
         node.value
         for path in tables
@@ -152,13 +178,15 @@ def test_every_metric_is_used() -> None:
 def test_only_the_tables_name_metrics() -> None:
     for module, path in modules():
         if module.startswith(("service", "engine")) and module not in {
-            "quire.service.common.metrics",
-            "quire.engine.observers.metrics",
+            "service.common.metrics",
+            "engine.observers.metrics",
         }:
             assert not re.search(r"\b(quire_[a-z]+_[a-z_]+|vllm:\w+)", path.read_text(encoding="utf-8")), module
 
 
-@pytest.mark.parametrize("module", ["quire.engine.wire.messages", "quire.engine.core.plan", "service"])
+@pytest.mark.parametrize(
+    "module", ["quire.engine.wire.messages", "quire.engine.core.plan", "quire", "quire.service.app"]
+)
 def test_import_does_not_load_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -30,8 +30,9 @@ def test_the_wheel_holds_every_file_of_ours_and_its_kernels_build(tmp_path: Path
     for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, sources)
     rooms = ("service", "engine", "csrc")
-    for name in rooms:
-        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("quire", *rooms):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=ignored)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--wheel-dir", wheels, sources], check=True, timeout=patience(250))
     (wheel,) = wheels.glob("quire-*.whl")
@@ -42,13 +43,13 @@ def test_the_wheel_holds_every_file_of_ours_and_its_kernels_build(tmp_path: Path
         for path in (ROOT / name).rglob("*")
         if path.is_file() and path.suffix not in NOT_SHIPPED
     }
-    missing = sorted(str(path) for path in ours if not (site / path).is_file())
+    missing = sorted(str(path) for path in ours if not (site / "quire" / path).is_file())
     assert not missing, "add their endings to [tool.setuptools.package-data]"
-    assert all((site / path).read_bytes() == (ROOT / path).read_bytes() for path in ours)
+    assert all((site / "quire" / path).read_bytes() == (ROOT / path).read_bytes() for path in ours)
     # Loaded from the wheel, the builder finds the wheel's own sources; what it compiles them to is the same as here.
     code = (
         "import sys; from pathlib import Path; from quire.engine.executor import kernels_build, ops; import torch\n"
-        "assert ops.CSRC == Path(sys.argv[1]) / 'csrc', ops.CSRC\n"
+        "assert ops.CSRC == Path(sys.argv[1]) / 'quire' / 'csrc', ops.CSRC\n"
         "script = kernels_build.build_script(ops.Target()); assert f'{ops.CSRC}/cpu/attention.cpp' in script\n"
         "ops.load(library=Path(sys.argv[2])); print(ops.rms_norm(torch.ones(1, 8), torch.ones(8), 0.0).sum().item())"
     )

@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 ROOT = str(Path(__file__).resolve().parents[1])
 MODULES = {
-    "engine",
+    "quire.engine",
     "quire.engine.process.fork_server",
     "quire.engine.process.rank",
     "quire.service.app",

@@ -1,7 +1,7 @@
 """Command and environment of child processes that run Python.  They import the parent's code, never the user's files.
 
 Python puts the current directory first on the module search path for `-m` and `-c`, and for an empty entry of
-PYTHONPATH.  Users start `quire serve` in directories of their own, where `engine/`, `redis/` or `types.py` may exist.
+PYTHONPATH.  Users start `quire serve` in directories of their own, where `quire/`, `redis/` or `types.py` may exist.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import quire
+
 PATH_VARIABLE = "PYTHONPATH"
-ROOT = str(Path(__file__).resolve().parents[2])  # folder of the packages engine and service
+ROOT = str(Path(quire.__file__).resolve().parents[1])  # folder of the package quire
 
 
 def command(*words: str) -> list[str]:

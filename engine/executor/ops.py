@@ -1,7 +1,7 @@
 """Loads and calls the kernels of csrc.  No other module names torch.ops.  kernels_build.py compiles the kernels.
 
-`load()` must return before any operator is called.  `python -m quire.engine.executor.ops` compiles the kernels now rather
-than at first use; with `--ahead DIRECTORY` it compiles for other machines, for example into an image.
+`load()` must return before any operator is called.  `python -m quire.engine.executor.ops` compiles the kernels now
+rather than at first use; with `--ahead DIRECTORY` it compiles for other machines, for example into an image.
 """
 
 from __future__ import annotations

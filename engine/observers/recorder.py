@@ -1,5 +1,5 @@
-"""The flight recorder: every input of the scheduler, so that `python -m quire.engine.tools simulate --replay FILE` can make
-every decision again.
+"""The flight recorder: every input of the scheduler, so that `python -m quire.engine.tools simulate --replay FILE` can
+make every decision again.
 
     TurnRecord --Recorder--> FILE: a Header, then a LoggedTurn for each turn that had anything to do, one JSON line each
 

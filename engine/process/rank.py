@@ -1,4 +1,5 @@
-"""`python -m quire.engine.process.rank COMMANDS LIFE FORMAT`: the process of a rank other than 0, which `parallel.py` starts.
+"""`python -m quire.engine.process.rank COMMANDS LIFE FORMAT`: the process of a rank other than 0, which `parallel.py`
+starts.
 
 COMMANDS and LIFE are the numbers of inherited sockets, FORMAT is that of the log.  This process has no options of its
 own: rank 0 sends the engine's.

@@ -1,10 +1,10 @@
 """Measurements on one loaded model, with no Redis and no HTTP: a file of requests, the time of a token, the start.
 
-    python -m quire.engine.tools bench MODEL --requests FILE [--rounds 2] [--latency 1,32] [--compare-prefix-cache] [--slots]
-    python -m quire.engine.tools bench MODEL --beams 8           the time of a token of 8 beams, beside that of 8 sequences
-    python -m quire.engine.tools bench MODEL --swap 512          what a preemption costs by block size, swapped or recomputed
-    python -m quire.engine.tools bench MODEL --long-prompt 8192  the time between tokens of 32 sequences while a prompt joins
-    python -m quire.engine.tools bench MODEL --long-prompt 32768 --long-prompt-steps 100   the same at each quarter of it
+    python -m quire.engine.tools bench MODEL --requests FILE [--rounds 2] [--latency 1,32] [--compare-prefix-cache]
+    python -m quire.engine.tools bench MODEL --beams 8  the time of a token of 8 beams, beside that of 8 sequences
+    python -m quire.engine.tools bench MODEL --swap 512  what a preemption costs by block size, swapped or recomputed
+    python -m quire.engine.tools bench MODEL --long-prompt 8192  ms between tokens of 32 sequences while a prompt joins
+    python -m quire.engine.tools bench MODEL --long-prompt 32768 --long-prompt-steps 100  the same at each quarter of it
 
 and any option of an engine.  Prints one line of JSON: medians over the rounds.  FILE: {"token_ids", "max_new_tokens"}
 a line, and "at_s" where a request comes later than at once.

@@ -1,4 +1,5 @@
-"""`python -m quire.engine.tools claim-cost`: how long Redis takes for an exchange that claims one request of a long queue.
+"""`python -m quire.engine.tools claim-cost`: how long Redis takes for an exchange that claims one request of a long
+queue.
 
 1,000 requests wait.  One engine ends a request and claims one, again and again, in pairs: in the queue's order, and by
 prefix.  The time is Redis' own (INFO commandstats), so it leaves out the network and this process.

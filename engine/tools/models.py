@@ -2,7 +2,7 @@
 
     python -m quire.engine.tools models                     every causal family; takes about ten minutes on two cores
     python -m quire.engine.tools models --only llama,gpt2   some of them; prints the table and writes no page
-    python -m quire.engine.tools models --tensor-parallel 2  texts of two ranks, compared with those of one; writes no page
+    python -m quire.engine.tools models --tensor-parallel 2  texts of two ranks against those of one; writes no page
 
 For each family a tiny checkpoint with random weights is made, in float32, and three prompts are continued greedily on a
 CPU, as `transformers.generate` continues them: whole and in one batch, again with their prefixes cached, and in chunks
@@ -204,9 +204,9 @@ def page(verdicts: list[Verdict]) -> str:
     lines = [
         "# Model families",
         "",
-        f"Made by `python -m quire.engine.tools models` with transformers {transformers.__version__} on a CPU. Every causal",
-        "family gets a tiny checkpoint with random weights in float32. Three prompts are continued greedily: whole and",
-        f"in one batch, again with their prefixes cached, and in chunks of {CHUNK}. Do not edit this page.",
+        f"Made by `python -m quire.engine.tools models` with transformers {transformers.__version__} on a CPU.",
+        "Every causal family gets a tiny checkpoint with random float32 weights. Three prompts are continued greedily:",
+        f"whole and in one batch, again with their prefixes cached, and in chunks of {CHUNK}. Do not edit this page.",
         "",
         "| outcome | families | meaning |",
         "|---|---|---|",

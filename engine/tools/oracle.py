@@ -1,7 +1,7 @@
 """`python -m quire.engine.tools oracle ARRIVALS.json`: how many requests of a burst any scheduler could serve in time.
 
-`python -m quire.loadtest burst` writes ARRIVALS.json: the arrivals of a run, the pool, and the step times that were measured.
-Three shares, each of the requests due in the burst and of all:
+`python -m quire.loadtest burst` writes ARRIVALS.json: the arrivals of a run, the pool, and the step times that were
+measured. Three shares, each of the requests due in the burst and of all:
 
     simulated         of a schedule with perfect knowledge of lengths and arrivals, on a virtual clock
     bound             a share that no schedule can exceed; the best possible one lies between these two

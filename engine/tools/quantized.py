@@ -1,6 +1,6 @@
 """What quantised weights, or an 8-bit KV cache, cost and give: one model, plain and with these options, in pairs.
 
-    python -m quire.engine.tools quantized MODEL --text FILE --quantize int8 [--text-tokens 1024] [--rounds 5] [--cpu-time]
+    python -m quire.engine.tools quantized MODEL --text FILE --quantize int8 [--text-tokens 1024] [--cpu-time]
     python -m quire.engine.tools quantized MODEL --text FILE --kv-dtype e4m3
 
 and any option of an engine.  MODEL needs a tokenizer.  --cpu-time measures CPU time of the process, which changes less

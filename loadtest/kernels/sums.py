@@ -3,7 +3,8 @@
     python -m quire.loadtest kernels --only sums     on a machine with two GPUs; nothing else may run on them
 
 Each rank is a process, and all make the same calls.  A call sums [rows, 4096] in bfloat16; times are of a call in a
-CUDA graph of 40, the median of 15 replays on rank 0.  The borders in engine/executor/ranks/one_shot.py rest on this table.
+CUDA graph of 40, the median of 15 replays on rank 0.  The borders in engine/executor/ranks/one_shot.py rest on this
+table.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Playground:
         self._files = {
             name: (found.read_bytes(), TYPES[name.rpartition(".")[2]])
             for path, folder in FOLDERS.items()
-            for name, found in _files(resources.files("service") / folder, path)
+            for name, found in _files(resources.files("quire.service") / folder, path)
         }
         frame, kind = self._files[FRAME]
         reference = frame.replace(b"web/app.js", b"docs/docs.js").replace(b"<title>Quire", b"<title>Quire API")

@@ -1,7 +1,7 @@
 """`quire bench`: a small open-loop load on a running server, with a table of latencies at the end.
 
-It is made of loadtest's parts: the replay, its records and its percentiles.  `python -m quire.loadtest replay` has workloads,
-bursts, tenants, retries and reports.
+It is made of loadtest's parts: the replay, its records and its percentiles.  `python -m quire.loadtest replay` has
+workloads, bursts, tenants, retries and reports.
 """
 
 from __future__ import annotations

@@ -11,13 +11,14 @@ import pytest
 from quire.engine.common import child_python
 
 SHADOWS = (
-    "import json, types, redis, engine, service; print(*(m.__file__ for m in (json, types, redis, engine, service)))"
+    "import json, types, redis; from quire import engine, service; "
+    "print(*(m.__file__ for m in (json, types, redis, engine, service)))"
 )
 
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    for name in ("engine", "service", "redis"):
+    for name in ("quire", "redis"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('the user\\'s package was imported')")
     for name in ("json", "types"):
@@ -33,7 +34,8 @@ def test_a_child_imports_nothing_from_the_current_directory(hostile: Path, path:
     )
     assert done.returncode == 0, done.stderr
     assert str(hostile) not in done.stdout
-    assert f"{child_python.ROOT}/engine/__init__.py {child_python.ROOT}/service/__init__.py" in done.stdout
+    ours = f"{child_python.ROOT}/quire"
+    assert f"{ours}/engine/__init__.py {ours}/service/__init__.py" in done.stdout
 
 
 def test_the_parents_code_goes_first_and_the_users_entries_stay(monkeypatch: pytest.MonkeyPatch) -> None:

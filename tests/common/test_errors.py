@@ -7,14 +7,13 @@ import pkgutil
 
 import pytest
 
-import quire.engine.common
-import quire.engine.wire
+from quire.engine import common, wire
 from quire.engine.common.errors import OperatorError
 from quire.engine.common.settings import SettingsError
 
 MODULES = [
     module.name
-    for package in (engine.common, engine.wire)
+    for package in (common, wire)
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
 ]
 
@@ -24,7 +23,7 @@ def test_every_error_of_ours_is_for_the_operator(name: str) -> None:
     module = importlib.import_module(name)
     errors = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, Exception)]
     for error in errors:
-        if error.__module__.startswith("engine."):
+        if error.__module__.startswith("quire."):
             assert issubclass(error, OperatorError), f"{error.__qualname__}: derive it from OperatorError"
 
 

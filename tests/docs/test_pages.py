@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Pages of this folder's scope; folder READMEs have checks of their own.
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples" / "README.md"])
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
-ROOMS = ("service", "engine", "csrc", "loadtest", "tests", "docs", "grafana", "helm", "examples", ".ci")
+ROOMS = ("quire", "service", "engine", "csrc", "loadtest", "tests", "docs", "grafana", "helm", "examples", ".ci")
 
 
 def code(name: str) -> str:
@@ -56,7 +56,10 @@ def test_every_option_exists(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_metric_exists(name: str) -> None:
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in ROOT.glob("*/metrics*.py"))
+    sources = "\n".join(
+        path.read_text(encoding="utf-8")
+        for path in [*ROOT.glob("service/common/metrics*.py"), *ROOT.glob("engine/observers/metrics*.py")]
+    )
     for metric in set(re.findall(r"\bquire_[a-z_]+", code(name))):
         base = re.sub(r"_(total|bucket|sum|count)$", "", metric)
         assert f'"{metric}' in sources or f'"{base}' in sources, metric
@@ -70,7 +73,7 @@ def test_every_module_and_make_target_exists(name: str) -> None:
         if module.split(".")[0] in ROOMS and not (history and "sim" in module):
             assert importlib.util.find_spec(module) is not None, module
     tools = importlib.import_module("quire.engine.tools.__main__").NAMES
-    for tool in set(re.findall(r"python -m quire.engine\.tools ([a-z][a-z-]*)", text)):
+    for tool in set(re.findall(r"python -m quire\.engine\.tools ([a-z][a-z-]*)", text)):
         assert tool in tools, tool
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"\bmake ([a-z]+)\b", text)):

@@ -11,9 +11,9 @@ import pytest
 import redis
 from aiohttp import ClientResponse, ClientSession
 
-import quire.service.http.engine_state
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.wire.messages import PoolState, SequenceBlocks
+from quire.service.http import engine_state
 from quire.service.text.tokenizer import Tokenizer
 from tests.pace import patience
 from tests.service.fakes import FakeEngine, Served, settled
@@ -114,7 +114,7 @@ async def test_an_engine_is_seen_with_a_map_once_it_publishes_one_and_until_it_e
 async def test_watchers_are_bounded_and_the_last_one_ends_the_reading(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service.engine_state, "WATCHERS", 2)
+    monkeypatch.setattr(engine_state, "WATCHERS", 2)
     served = await serve()
     feed = served.gateway.engine_state
     async with watch(served.session) as one:

@@ -1,7 +1,7 @@
 """Requests free their memory when they end: they leave no reference cycle for the garbage collector.
 
-A busy gateway puts full collections off (service/common/pacing.py), so cycles would stay for minutes.  The one cycle left is
-in asyncio's own transport, six small objects a connection.
+A busy gateway puts full collections off (service/common/pacing.py), so cycles would stay for minutes.  The one cycle
+left is in asyncio's own transport, six small objects a connection.
 """
 
 from __future__ import annotations

@@ -287,7 +287,8 @@ def test_a_repository_of_the_hub_is_converted_as_a_directory_is(tmp_path: Path) 
     folder = trained(repository / "snapshots" / ("c" * 40), AS_LLAMA, "mistral", **LLAMA)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c" * 40)
-    code = "from quire.service.text.tokenizer import Tokenizer; print(Tokenizer('org/name')._encode('double  fox', special=True))"
+    code = "from quire.service.text.tokenizer import Tokenizer\n"
+    code += "print(Tokenizer('org/name')._encode('double  fox', special=True))"
     environment = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == Tokenizer(str(folder))._encode("double  fox", special=True)

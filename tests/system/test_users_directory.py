@@ -13,7 +13,7 @@ from tests.service.fakes import byte_level
 from tests.system.processes import ENVIRONMENT, ROOT, Process, ending
 
 pytestmark = pytest.mark.system
-PACKAGES = ("service", "engine", "csrc", "loadtest", "redis", "torch", "transformers", "pip", "rich", "aiohttp")
+PACKAGES = ("quire", "service", "engine", "csrc", "loadtest", "redis", "torch", "transformers", "pip", "rich")
 MODULES = ("json", "types", "typing", "logging", "socket", "signal", "random", "string", "site", "sitecustomize", "re")
 
 

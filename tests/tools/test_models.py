@@ -1,4 +1,5 @@
-"""The families that most people run, by the comparison that `python -m quire.engine.tools models` makes of all of them."""
+"""The families that most people run, by the comparison that `python -m quire.engine.tools models` makes of all of
+them."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ async def kill_engine(world: World, fault: Fault) -> None:
     """SIGKILL; over when its supervisor has another one up."""
     machine = world.machines[fault.machine]
     starts = len(machine.starts())
-    oldest(machine, "engine").kill()
+    oldest(machine, "quire.engine").kill()
     await until(lambda: len(machine.starts()) > starts)
 
 
@@ -83,7 +83,7 @@ def frozen(process: psutil.Process) -> Iterator[None]:
 
 async def freeze_engine(world: World, fault: Fault) -> None:
     """SIGSTOP, until others must take it for dead; it wakes with what it was about to write."""
-    with frozen(oldest(world.machines[fault.machine], "engine")):
+    with frozen(oldest(world.machines[fault.machine], "quire.engine")):
         await asyncio.sleep(LEASE_MS / 1000 + fault.seconds((0.2, 1.5)))
 
 

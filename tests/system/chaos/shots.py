@@ -1,7 +1,7 @@
 """Hostile requests, each a function of its seed: bytes to send, and what the client does with the connection.
 
-Bodies begin as valid ones, made from the fields of the structs in service/api/api.py, so that a new field is tried without
-a change here.  Then some are mutated: wrong types, absurd numbers, missing and doubled fields, broken bytes.
+Bodies begin as valid ones, made from the fields of the structs in service/api/api.py, so that a new field is tried
+without a change here.  Then some are mutated: wrong types, absurd numbers, missing and doubled fields, broken bytes.
 """
 
 from __future__ import annotations

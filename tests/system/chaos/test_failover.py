@@ -35,7 +35,11 @@ async def test_streams_and_processes_outlive_failovers(
 
     async def watched(stage: World, load: chaos.Load, faults: list[Fault]) -> chaos.Round:
         def children() -> list[psutil.Process]:
-            return [child for module in ("engine", "quire.service.app") for child in stage.machines[0].children(module)]
+            return [
+                child
+                for module in ("quire.engine", "quire.service.app")
+                for child in stage.machines[0].children(module)
+            ]
 
         # Clients that were refused during the last fault come back when they were told to.
         assert await until(lambda: sum(reader.live for reader in load.readers) == STREAMS)
