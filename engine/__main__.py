@@ -71,7 +71,7 @@ def code(config: EngineConfig) -> tuple[Callable[[EngineConfig], Executor], Call
     try:
         with without_optional_packages():
             # torch takes seconds to import: only for a valid configuration
-            from quire.engine.executor import local, preload
+            from quire.engine.executor import loading, preload
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "ninja"):
             raise
@@ -82,7 +82,7 @@ def code(config: EngineConfig) -> tuple[Callable[[EngineConfig], Executor], Call
 
         waiting = WaitingRanks()
         return waiting.load, waiting.prepare
-    return local.load, preload.prepare
+    return loading.load, preload.prepare
 
 
 def failed(error: Exception) -> int:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from quire.engine.common import host_resources
 from quire.engine.config import EngineConfig
-from quire.engine.executor import local
+from quire.engine.executor import loading
 from quire.engine.executor.base import Executor
 from quire.engine.executor.models import hf
 from quire.engine.loop import Engine
@@ -57,7 +57,7 @@ class LLM:
         config = all_cores(
             msgspec.convert({"model": model, "itl_stretch": 0.0, "step_target_s": 0.0, **options}, EngineConfig)
         )
-        self._open(config, local.load(config), load_tokenizer(str(hf.find(model))))
+        self._open(config, loading.load(config), load_tokenizer(str(hf.find(model))))
 
     @classmethod
     def over(cls, config: EngineConfig, executor: Executor, tokenizer: Any = None) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -128,6 +129,19 @@ def test_imports_stay_inside_borders(module: str, path: Path) -> None:
     if banned:
         clash = {name.split(".")[0] for name in used} & MAY_NOT_USE[banned]
         assert not clash, f"{module} uses {sorted(clash)}, which {banned} must not"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Lazy imports and those for types count: whoever moves a module must know all that it needs."""
+    known = dict(modules())
+    graph: dict[str, set[str]] = {}
+    for module, path in known.items():
+        names = imports(path, module) & known.keys()
+        graph[module] = {name for name in names if name != module and known[name].name != "__init__.py"}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
 def test_only_ops_names_torch_ops() -> None:

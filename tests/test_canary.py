@@ -16,7 +16,8 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.core.plan import StepPlan, StepResult
 from quire.engine.executor.base import Executor, ModelInfo, ScriptedExecutor, StepError
-from quire.engine.executor.local import LocalExecutor, load
+from quire.engine.executor.loading import load
+from quire.engine.executor.local import LocalExecutor
 from quire.engine.loop import Engine
 from quire.engine.observers.canary import MOST_SHARE, QUIET_S, TAIL, TOLERANCE, Canary, difference
 from quire.engine.observers.metrics import Telemetry

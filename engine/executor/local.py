@@ -28,7 +28,7 @@ from quire.engine.common import host_resources
 from quire.engine.config import EngineConfig
 from quire.engine.core.plan import StepPlan, StepResult
 from quire.engine.executor import ops
-from quire.engine.executor.base import Executor, ExecutorLost, ModelInfo, StepError
+from quire.engine.executor.base import ExecutorLost, ModelInfo, StepError
 from quire.engine.executor.errors import one_line
 from quire.engine.executor.grammar_store import GrammarStore
 from quire.engine.executor.kv_cache import GIB, KV_DTYPES, bytes_per_token
@@ -227,15 +227,3 @@ class LocalExecutor:
         self._worker = None
         gc.collect()  # a worker and its graphs refer to each other
         torch.cuda.empty_cache()  # nothing where no GPU was used
-
-
-def load(config: EngineConfig) -> Executor:
-    """Load the model that `config` names (or the built-in one), take the KV memory, start.
-
-    Raises ModelLoadError (UnsupportedModel, NotEnoughMemory) with one line for the operator.
-    """
-    if config.tensor_parallel == 1:
-        return LocalExecutor(config)
-    from quire.engine.executor.ranks.parallel import ParallelExecutor  # which is made of a LocalExecutor a rank
-
-    return ParallelExecutor(config)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from quire.engine.tokenizers.files import MOST_TOKENS, byte_level_alphabet, token_number
+from quire.engine.tokenizers.alphabet import MOST_TOKENS, byte_level_alphabet, token_number
 
 BLANK = "\u2581"  # stands for a blank in the pieces of SentencePiece
 # Classes whose token ids are the places of the pieces in the file; others move them.

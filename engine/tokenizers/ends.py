@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from quire.engine.tokenizers.alphabet import token_number
 from quire.engine.tokenizers.conversion import is_tiktoken
-from quire.engine.tokenizers.files import CONVERTED_FILES, READ_FILES, read_json, token_number
+from quire.engine.tokenizers.files import CONVERTED_FILES, READ_FILES, read_json
 
 
 def end_token(directory: Path) -> int | None:

@@ -20,7 +20,6 @@ READ_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # which transformers
 CONVERTED_FILES = ("tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model")
 TEKKEN = "tekken.json"
 CONFIG = "tokenizer_config.json"
-MOST_TOKENS = 2**19  # numbers of tokens are below this; the largest published vocabularies have about half of it
 ADVICE = "serve a copy that has a tokenizer.json"
 
 
@@ -152,19 +151,3 @@ def read_json(path: str | None) -> dict[str, Any]:
     except (OSError, ValueError):
         found = {}
     return found if isinstance(found, dict) else {}
-
-
-def token_number(written: str) -> int | None:
-    """Return the number of a token that a file writes as decimal digits; None if it is not below MOST_TOKENS."""
-    digits = written.lstrip("0")
-    if len(digits) > len(str(MOST_TOKENS)):  # Python reads no number of thousands of digits
-        return None
-    number = int(digits or "0")
-    return number if number < MOST_TOKENS else None
-
-
-def byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for every byte -> that byte (Radford et al. 2019, `bytes_to_unicode`)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + at): b for at, b in enumerate(others)}

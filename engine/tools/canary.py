@@ -24,7 +24,7 @@ import msgspec
 from quire.engine.common import settings
 from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
-from quire.engine.executor import local
+from quire.engine.executor import loading
 from quire.engine.llm import LLM
 from quire.engine.observers.canary import MOST_SHARE
 from quire.engine.wire.messages import Sampling
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     try:
-        llm = LLM.over(config, local.load(config))
+        llm = LLM.over(config, loading.load(config))
         print(msgspec.json.encode(measure(llm, own.runs)).decode())
         llm.close()
     except OperatorError as error:

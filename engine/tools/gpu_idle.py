@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from quire.engine.common import settings
 from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
-from quire.engine.executor import local
+from quire.engine.executor import loading
 from quire.engine.llm import LLM, Completion, all_cores
 from quire.engine.wire.messages import Sampling
 
@@ -124,7 +124,7 @@ def main(argv: list[str]) -> int:
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     config = msgspec.structs.replace(config, itl_stretch=0.0, step_target_s=0.0)  # all join at once
     try:
-        llm = LLM.over(config, local.load(all_cores(config)))
+        llm = LLM.over(config, loading.load(all_cores(config)))
     except OperatorError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2

@@ -37,7 +37,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from quire.engine.config import EngineConfig
-from quire.engine.executor import local
+from quire.engine.executor import loading
 from quire.engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
 from quire.engine.executor.models import hf, text_tower
 from quire.engine.executor.models.bars import no_bars
@@ -156,7 +156,7 @@ def our_texts(directory: Path, **options: Any) -> dict[str, list[list[int]]]:
     chunked = msgspec.structs.replace(settings, chunk_tokens=CHUNK, prefix_cache=False)
     found = {}
     for config, names in ((settings, ("whole", "repeated")), (chunked, (f"in chunks of {CHUNK}",))):
-        llm = LLM.over(config, local.load(config))
+        llm = LLM.over(config, loading.load(config))
         for name in names:
             outputs = [completion.outputs[0] for completion in llm.generate(prompts(), GREEDY, max_new_tokens=OUTPUT)]
             for output in outputs:

@@ -37,7 +37,7 @@ from llguidance import LLMatcher
 from quire.engine.common import settings
 from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
-from quire.engine.executor import local
+from quire.engine.executor import loading
 from quire.engine.executor.grammars import Grammars
 from quire.engine.llm import LLM, all_cores
 from quire.engine.loop import ConfigError
@@ -164,7 +164,7 @@ def main(argv: list[str]) -> int:
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     try:
-        llm = LLM.over(config, local.load(all_cores(config)))
+        llm = LLM.over(config, loading.load(all_cores(config)))
         if not llm.executor.info.grammars:
             raise ConfigError("this model cannot follow grammars: it has no tokenizer.json or no end token")
         figures: dict[str, float] = {}

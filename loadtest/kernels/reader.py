@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.loadtest.kernels.timing import Call
+Call = Callable[[], object]
 
 
 @triton.jit

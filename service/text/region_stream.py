@@ -8,14 +8,11 @@ Reasoning and calls are parsed out, so no stop string is looked for in them: a c
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 from quire.service.output.content_scores import ContentPlaces, ContentScores
 from quire.service.output.regions import Part, Reading, ResponseTemplate, TextDelta
 from quire.service.text.stop_strings import StopSearch, StopStrings
-
-if TYPE_CHECKING:
-    from quire.service.text.text_stream import TextStream
+from quire.service.text.token_decoder import TextStream
 
 
 class RegionStream:

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import msgspec
 
 from quire.engine.common.errors import OperatorError
-from quire.engine.tokenizers.files import TokenizerError, byte_level_alphabet, file_of, load_tokenizer
+from quire.engine.tokenizers.alphabet import byte_level_alphabet
+from quire.engine.tokenizers.files import TokenizerError, file_of, load_tokenizer
 from quire.service.api.api import Prompt, Refusal, ValidRequest, too_long, too_many_tokens
 from quire.service.api.echo import aligned
 from quire.service.api.format import Prompted

@@ -14,7 +14,7 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.executor import ops
 from quire.engine.executor.errors import ModelLoadError, UnsupportedModel
-from quire.engine.executor.local import load
+from quire.engine.executor.loading import load
 from quire.engine.executor.models.hf import load_model
 from quire.engine.executor.models.linear import Product
 from quire.engine.llm import LLM, Completion

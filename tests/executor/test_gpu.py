@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from quire.engine.config import EngineConfig
 from quire.engine.core.plan import Sampler, Slice, Start, StepPlan
 from quire.engine.executor.base import StepError
-from quire.engine.executor.local import load
+from quire.engine.executor.loading import load
 from quire.engine.executor.models.hf import load_model
 from quire.engine.llm import LLM
 from quire.engine.wire.messages import Sampling

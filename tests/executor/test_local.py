@@ -9,7 +9,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.plan import Sampler, Slice, Start, StepPlan
 from quire.engine.executor.base import Executor, StepError
 from quire.engine.executor.errors import NotEnoughMemory
-from quire.engine.executor.local import load
+from quire.engine.executor.loading import load
 from quire.engine.llm import LLM
 from quire.engine.wire.messages import Sampling
 

@@ -28,7 +28,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.plan import Sampler, Slice, Start, StepPlan
 from quire.engine.executor.base import ExecutorLost, StepError
 from quire.engine.executor.errors import ModelLoadError
-from quire.engine.executor.local import load
+from quire.engine.executor.loading import load
 from quire.engine.executor.ranks import parallel
 from quire.engine.executor.ranks.parallel import ParallelExecutor, WaitingRanks, check_equal
 from quire.engine.executor.ranks.rank_process import CLOSE, SUBMIT, Facts, Task
@@ -502,7 +502,8 @@ def test_a_rank_that_fails_alone_ends_the_engine(
 def test_no_rank_outlives_its_engine(checkpoint: Checkpoint) -> None:
     """The engine's process is killed, so that it cannot end the others: they notice."""
     code = (
-        "import sys, time; from quire.engine.config import EngineConfig; from quire.engine.executor.local import load\n"
+        "import sys, time; from quire.engine.config import EngineConfig\n"
+        "from quire.engine.executor.loading import load\n"
         "executor = load(EngineConfig(model=sys.argv[1], tensor_parallel=2, threads=1, kv_blocks=80, max_seqs=4))\n"
         "print(executor._others[0].process.pid, flush=True); time.sleep(1000)"
     )

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from quire.engine.config import EngineConfig
 from quire.engine.executor import ops
 from quire.engine.executor.errors import UnsupportedModel
-from quire.engine.executor.local import load
+from quire.engine.executor.loading import load
 from quire.engine.executor.models import hf
 from quire.engine.executor.models.fused import is_fused
 from quire.engine.executor.models.hf import LoadedModel, load_model

@@ -200,7 +200,7 @@ def test_the_proof_has_every_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> N
     proved: list[PretrainedConfig] = []
     monkeypatch.setattr(sharding, "prove_parts", lambda whole, *_: proved.append(whole.config))
     for config in (config_of("llama"), tiny_config("qwen3_moe", mlp_only_layers=[0])):
-        sharding.plan(config, torch.device("cpu"), Ranks(0, 2))
+        shard_proof.plan(config, torch.device("cpu"), Ranks(0, 2))
         assert config.num_hidden_layers == 2
         assert proved[-1].hidden_size == config.hidden_size
     assert [short.num_hidden_layers for short in proved] == [1, 2]

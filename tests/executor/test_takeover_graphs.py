@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from quire.engine.config import EngineConfig
-from quire.engine.executor import local, ops, worker
+from quire.engine.executor import loading, local, ops, worker
 from quire.engine.executor.graphs import Graphs, SecondUse, ladder, mixed_ladder
 from quire.engine.llm import LLM
 from quire.engine.wire.messages import Sampling
@@ -55,7 +55,7 @@ def llm(checkpoint: Path) -> LLM:
         },
         EngineConfig,
     )
-    return LLM.over(config, local.load(config))
+    return LLM.over(config, loading.load(config))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quire.engine.config import EngineConfig
-from quire.engine.executor import local, ops
+from quire.engine.executor import loading, local, ops
 from quire.engine.executor.errors import ModelLoadError
 from quire.engine.executor.kv_cache import KVShape
 from quire.engine.executor.models import hf
@@ -74,7 +74,7 @@ def config(directory: Path, **options: Any) -> EngineConfig:
 
 
 def answers(directory: Path, n: int = 1, **options: Any) -> list[list[int]]:
-    llm = LLM.over(config(directory, **options), local.load(config(directory, **options)))
+    llm = LLM.over(config(directory, **options), loading.load(config(directory, **options)))
     done = llm.generate(models.prompts(), models.GREEDY, max_new_tokens=models.OUTPUT, n=n)
     llm.close()
     return [output.token_ids for completion in done for output in completion.outputs]
@@ -117,7 +117,7 @@ def test_recomputed_after_preemption(directory: Path) -> None:
     found = []
     for options in ({"kv_blocks": 200}, {"kv_blocks": 34, "max_model_len": 120, "preempt": "recompute"}):
         settings = config(directory, admission="none", **options)
-        llm = LLM.over(settings, local.load(settings))
+        llm = LLM.over(settings, loading.load(settings))
         done = llm.generate(prompts, models.GREEDY, max_new_tokens=40)
         found.append([output.token_ids for completion in done for output in completion.outputs])
         preemptions = llm.engine.core.report.totals.preemptions
@@ -145,7 +145,7 @@ def test_answers_of_one_prompt_copy_the_block_that_they_write(
 def test_beams(directory: Path, width: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     settings = config(directory, max_seqs=24, kv_blocks=160)
-    llm = LLM.over(settings, local.load(settings))
+    llm = LLM.over(settings, loading.load(settings))
     for prompt in models.prompts():
         [done] = llm.generate([prompt], models.GREEDY, max_new_tokens=12, n=width, beams=Beams(width))
         want = theirs(model, prompt, [VOCAB - 1], num_beams=width, num_return_sequences=width)
@@ -174,13 +174,13 @@ def test_what_ranks_do_not_divide_is_refused_by_name(tmp_path: Path, case: str, 
     family, fields, _ = CASES[case]
     directory = make_checkpoint(tmp_path / case, family, **fields)
     with pytest.raises(ModelLoadError, match=f"^gemma4_text: --tensor-parallel {reason}$"):
-        local.load(config(directory, tensor_parallel=2))
+        loading.load(config(directory, tensor_parallel=2))
 
 
 def test_layers_that_share_take_no_memory(tmp_path: Path) -> None:
     family, fields, _ = CASES["shared"]
     directory = make_checkpoint(tmp_path / "shared", family, **fields)
-    loaded = local.load(config(directory))
+    loaded = loading.load(config(directory))
     assert loaded.info.kv_bytes_per_token == 2 * (2 * 2 * 32 + 2 * 64) * 4  # float32: three of six layers
     loaded.close()
 

@@ -26,7 +26,7 @@ from quire.loadtest.checkpoint import (
 from quire.loadtest.replay import Options, body, replay
 from quire.loadtest.trace import Job
 from quire.loadtest.workloads import Arrival
-from quire.service.text.text_stream import TextStream
+from quire.service.text.token_decoder import TextStream
 from quire.service.text.tokenizer import Tokenizer
 from tests.checkpoints import VOCAB as TINY_VOCAB
 from tests.checkpoints import make_checkpoint, tokenizer

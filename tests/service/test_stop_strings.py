@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire.service.text.stop_strings import StopSearch, StopStrings
-from quire.service.text.text_stream import TextStream
+from quire.service.text.token_decoder import TextStream
 from quire.service.text.tokenizer import Tokenizer
 
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 from quire.service.api import api
 from quire.service.api.api import Refusal, ValidRequest
 from quire.service.config import GatewayConfig
-from quire.service.text.text_stream import TextStream
+from quire.service.text.token_decoder import TextStream
 from quire.service.text.tokenizer import INLINE_BYTES, ModelError, Tokenizer, longest_token, vocabulary_bytes
 from tests.service.fakes import save
 

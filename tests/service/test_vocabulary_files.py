@@ -20,9 +20,10 @@ from tokenizers import Tokenizer as Backend
 from transformers import GemmaTokenizer, LlamaTokenizer
 
 from quire.engine.tokenizers import conversion
+from quire.engine.tokenizers.alphabet import byte_level_alphabet
 from quire.engine.tokenizers.ends import end_token
-from quire.engine.tokenizers.files import byte_level_alphabet, load_tokenizer
-from quire.service.text.text_stream import TextStream
+from quire.engine.tokenizers.files import load_tokenizer
+from quire.service.text.token_decoder import TextStream
 from quire.service.text.tokenizer import ModelError, Tokenizer
 from tests.service.fakes import CHAT_TEMPLATE, CORPUS, byte_level
 from tests.service.test_text import request

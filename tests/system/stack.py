@@ -25,7 +25,7 @@ from quire.engine.bus_thread import BusThread
 from quire.engine.config import EngineConfig
 from quire.engine.core.plan import StepResult
 from quire.engine.executor.base import Executor, ScriptedExecutor
-from quire.engine.executor.local import load
+from quire.engine.executor.loading import load
 from quire.engine.loop import Engine
 from quire.engine.observers.pool_state import PoolObserver
 from quire.engine.process.hot_prefixes import warm

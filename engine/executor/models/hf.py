@@ -40,8 +40,9 @@ from quire.engine.executor.models.quantised.plain_weights import PlainWeights, W
 from quire.engine.executor.models.quantised.quantisation import read_quantisation
 from quire.engine.executor.models.quantised.quantising import Quantising, check_kind
 from quire.engine.executor.models.quantised.stored_weights import StoredWeights, in_this_thread
-from quire.engine.executor.models.sharding.sharding import OPTION, fork_rng, random_shard, shard_class, stored_cuts
-from quire.engine.executor.models.sharding.sharding import plan as sharding_of
+from quire.engine.executor.models.sharding.shard_proof import plan as sharding_of
+from quire.engine.executor.models.sharding.shard_proof import random_shard
+from quire.engine.executor.models.sharding.sharding import OPTION, fork_rng, shard_class, stored_cuts
 from quire.engine.executor.models.sources import hub
 from quire.engine.executor.models.sources.builtin import builtin
 from quire.engine.executor.models.sources.demo import demo

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from quire.engine.executor.errors import UnsupportedModel
+from quire.engine.executor.models.multimodal import attention_of, served_class
 from quire.engine.executor.models.probe import drift_of, probe
+from quire.engine.executor.models.quantised.quantising import Quantising
+from quire.engine.executor.models.sharding.sharding import Sharding, fork_rng, plan_shards, shard_class
 from quire.engine.executor.ranks.ranks import Ranks
-
-if TYPE_CHECKING:
-    from quire.engine.executor.models.sharding.sharding import Sharding
 
 SMALL_VOCAB = 509  # prime, so that the last rank's logits are padded
 # How far logits may differ, as a share of the largest.  Sums in another order differ by 1e-5, a wrong part by a tenth.
@@ -75,3 +74,54 @@ def prove_parts(whole: PreTrainedModel, parts: PreTrainedModel, sharding: Shardi
         raise UnsupportedModel(
             f"{kind}: --tensor-parallel: {table} (logits differ by {drift_of(logits, wanted.logits):.0e})"
         )
+
+
+def plan(config: PretrainedConfig, device: torch.device, ranks: Ranks) -> Sharding:
+    """Return what this rank holds of an architecture, proved on a few of its layers; of one rank nothing is divided.
+
+    device: where the proof is computed.  Raises ModelLoadError (UnsupportedModel)."""
+    if ranks.size == 1:
+        return Sharding()
+    whole = served_class(config)
+    sharding = _plan_without_proof(whole, config, ranks)
+    layers, all_layers = 1, config.get_text_config().num_hidden_layers
+    while True:
+        short = shortened(config, layers)
+        of_short = _plan_without_proof(whole, short, ranks)
+        if kinds(of_short) == kinds(sharding) or layers == all_layers:
+            break
+        layers = min(2 * layers, all_layers)
+    options = {"dtype": torch.float32, "attn_implementation": attention_of(short)}
+    with fork_rng(device), device:
+        complete, parts = (each._from_config(short, **options) for each in (whole, shard_class(whole, of_short)))
+    prove_parts(complete, parts, of_short, ranks)
+    del complete, parts
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the KV cache takes what is free
+    return sharding
+
+
+def _plan_without_proof(whole: type[PreTrainedModel], config: PretrainedConfig, ranks: Ranks) -> Sharding:
+    with torch.device("meta"):
+        return plan_shards(whole._from_config(config, attn_implementation=attention_of(config)), ranks)
+
+
+def random_shard(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks, quantising: Quantising
+) -> PreTrainedModel:
+    """Return this rank's part of a model with weights as its own training would begin with; not those of one rank."""
+    whole, sharding = served_class(config), plan(config, device, ranks)
+    with torch.device("meta"):  # the whole may not fit the device
+        model = shard_class(whole, sharding)._from_config(config, dtype=dtype, attn_implementation=attention_of(config))
+    model.to_empty(device=device)
+    with fork_rng(device):
+        torch.manual_seed(ranks.rank)
+        model.init_weights()
+    for name, tensor in model.state_dict().items():
+        if name not in sharding.cuts:
+            ranks.copy_from_first(tensor)
+    model.__class__ = whole
+    quantising.divide(sharding.divided_rows, ranks)
+    quantising.quantise(model)
+    sharding.connect(model, ranks)
+    return model

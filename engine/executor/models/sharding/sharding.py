@@ -38,10 +38,8 @@ from transformers.pytorch_utils import Conv1D
 from quire.engine.executor.errors import ModelLoadError, UnsupportedModel
 from quire.engine.executor.models.cuts import Cut
 from quire.engine.executor.models.linear import SHARD, RMSNorm
-from quire.engine.executor.models.multimodal import attention_of, loses_towers, served_class
+from quire.engine.executor.models.multimodal import loses_towers
 from quire.engine.executor.models.quantised.quantised import QuantisedLinear
-from quire.engine.executor.models.quantised.quantising import Quantising
-from quire.engine.executor.models.sharding.shard_proof import kinds, prove_parts, shortened
 from quire.engine.executor.ranks.ranks import Ranks
 
 OPTION = "--tensor-parallel"
@@ -344,57 +342,6 @@ def shard_class(model: type[PreTrainedModel], sharding: Sharding) -> type[PreTra
         sharding.shrink(self)
 
     return type(model.__name__, (model,), {"__init__": make, "__module__": model.__module__})
-
-
-def plan(config: PretrainedConfig, device: torch.device, ranks: Ranks) -> Sharding:
-    """Return what this rank holds of an architecture, proved on a few of its layers; of one rank nothing is divided.
-
-    device: where the proof is computed.  Raises ModelLoadError (UnsupportedModel)."""
-    if ranks.size == 1:
-        return Sharding()
-    whole = served_class(config)
-    sharding = _plan_without_proof(whole, config, ranks)
-    layers, all_layers = 1, config.get_text_config().num_hidden_layers
-    while True:
-        short = shortened(config, layers)
-        of_short = _plan_without_proof(whole, short, ranks)
-        if kinds(of_short) == kinds(sharding) or layers == all_layers:
-            break
-        layers = min(2 * layers, all_layers)
-    options = {"dtype": torch.float32, "attn_implementation": attention_of(short)}
-    with fork_rng(device), device:
-        complete, parts = (each._from_config(short, **options) for each in (whole, shard_class(whole, of_short)))
-    prove_parts(complete, parts, of_short, ranks)
-    del complete, parts
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the KV cache takes what is free
-    return sharding
-
-
-def _plan_without_proof(whole: type[PreTrainedModel], config: PretrainedConfig, ranks: Ranks) -> Sharding:
-    with torch.device("meta"):
-        return plan_shards(whole._from_config(config, attn_implementation=attention_of(config)), ranks)
-
-
-def random_shard(
-    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks, quantising: Quantising
-) -> PreTrainedModel:
-    """Return this rank's part of a model with weights as its own training would begin with; not those of one rank."""
-    whole, sharding = served_class(config), plan(config, device, ranks)
-    with torch.device("meta"):  # the whole may not fit the device
-        model = shard_class(whole, sharding)._from_config(config, dtype=dtype, attn_implementation=attention_of(config))
-    model.to_empty(device=device)
-    with fork_rng(device):
-        torch.manual_seed(ranks.rank)
-        model.init_weights()
-    for name, tensor in model.state_dict().items():
-        if name not in sharding.cuts:
-            ranks.copy_from_first(tensor)
-    model.__class__ = whole
-    quantising.divide(sharding.divided_rows, ranks)
-    quantising.quantise(model)
-    sharding.connect(model, ranks)
-    return model
 
 
 def stored_cuts(kind: str, sharding: Sharding, stored: Iterable[str], prefix: str) -> dict[str, Cut]:
