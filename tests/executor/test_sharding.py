@@ -97,7 +97,7 @@ def test_the_parts_of_all_ranks_are_the_whole_and_nothing_else_is_read(
     directory = make_tiny(tmp_path / family, family) if family == "qwen3_moe" else checkpoint(family)
     config = AutoConfig.from_pretrained(directory)
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
-    monkeypatch.setattr(sharding, "prove_parts", lambda *_: None)  # which needs the other ranks
+    monkeypatch.setattr(shard_proof, "prove_parts", lambda *_: None)  # which needs the other ranks
     read: list[int] = []
     monkeypatch.setattr(plain_weights, "safe_open", noted_open(lambda found: read.append(found.numel())))
     parts, size = [], 2
@@ -186,7 +186,7 @@ def test_a_table_whose_parts_do_not_make_the_whole_is_refused(monkeypatch: pytes
     config = config_of("llama")
     alone = Ranks(0, 1)
     whole_class = type(AutoModelForCausalLM.from_config(config))
-    found = sharding._plan_without_proof(whole_class, config, alone)
+    found = shard_proof._plan_without_proof(whole_class, config, alone)
     complete, parts = (AutoModelForCausalLM.from_config(config, attn_implementation="kv_blocks") for _ in range(2))
     shard_proof.prove_parts(complete, parts, found, alone)
     complete, parts = (AutoModelForCausalLM.from_config(config, attn_implementation="kv_blocks") for _ in range(2))
@@ -198,7 +198,7 @@ def test_a_table_whose_parts_do_not_make_the_whole_is_refused(monkeypatch: pytes
 def test_the_proof_has_every_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer of this mixture of experts is dense, so one layer would prove half of it."""
     proved: list[PretrainedConfig] = []
-    monkeypatch.setattr(sharding, "prove_parts", lambda whole, *_: proved.append(whole.config))
+    monkeypatch.setattr(shard_proof, "prove_parts", lambda whole, *_: proved.append(whole.config))
     for config in (config_of("llama"), tiny_config("qwen3_moe", mlp_only_layers=[0])):
         shard_proof.plan(config, torch.device("cpu"), Ranks(0, 2))
         assert config.num_hidden_layers == 2
