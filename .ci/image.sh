@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 install() {  # [extras]: installs the packages, and Quire from a copy, because the build writes next to its sources
   local sources
   sources=$(mktemp -d)
-  cp -rP pyproject.toml README.md LICENSE NOTICE quire service engine csrc "$sources"
+  cp -r pyproject.toml README.md LICENSE NOTICE quire service engine csrc "$sources"
   mkdir "$sources/loadtest"
   cp loadtest/*.py "$sources/loadtest"  # `quire bench` is made of them
   "${PYTHON:-python3}" -m venv "$prefix"

@@ -120,7 +120,7 @@ def kernels_step(folder: Path, **more: str) -> tuple[int, str, str]:
 def test_kernels_of_cpus_need_no_nvcc_and_those_of_gpus_do(tmp_path: Path) -> None:
     status, says, asked = kernels_step(tmp_path, GPUS="")
     assert (status, says) == (0, "")
-    assert asked == f"-m|engine.executor.ops|--ahead|{tmp_path}/prefix/kernels|--gpus||"
+    assert asked == f"-m|quire.engine.executor.ops|--ahead|{tmp_path}/prefix/kernels|--gpus||"
     for more in ({}, {"GPUS": "9.0"}):
         status, says, still = kernels_step(tmp_path, **more)
         assert (status, still) == (127, asked)
