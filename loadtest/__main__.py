@@ -45,7 +45,7 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument("name", metavar="NAME", choices=COMMANDS, help="a command of the list below")
     name = parser.parse_args(words[:1]).name
-    module_name = f"loadtest.{COMMANDS[name][0]}"
+    module_name = f"quire.loadtest.{COMMANDS[name][0]}"
     if name == "kernels":  # a package with a __main__ of its own
         sys.argv = ["python -m quire.loadtest kernels", *words[1:]]
         runpy.run_module(module_name, run_name="__main__")

@@ -51,7 +51,7 @@ Each says more with --help."""
 
 PROCESSES = {"gateway": "quire.service.app", "engine": "quire.engine"}  # command -> module
 # command -> module.  They are clients: the packages that only they need are imported when one is started.
-CLIENTS = {name: f"service.terminal.{name}" for name in ("top", "chat", "bench")}
+CLIENTS = {name: f"quire.service.terminal.{name}" for name in ("top", "chat", "bench")}
 # Settings that a gateway and its engine must agree on: given once, passed to both.
 BOTH = {"model", "served_name", "namespace", "vllm_metrics", "log_format", "otlp_endpoint", "trace_sample"}
 # Models that Quire makes by itself: value of MODEL -> arguments of Python that print the directory.

@@ -68,7 +68,7 @@ def test_the_dockerfile_says_nothing_that_is_not_so() -> None:
         assert name.lower() in EngineConfig.__struct_fields__
     values = (ROOT / "helm" / "values.yaml").read_text()
     assert f"/models/{demo.NAME}/" in DOCKERFILE
-    assert f'models.demo "$prefix/models/{demo.NAME}"' in script
+    assert f'models.sources.demo "$prefix/models/{demo.NAME}"' in script
     assert f"  name: /opt/quire/models/{demo.NAME}\n" in values
     assert ops.LIBRARY in DOCKERFILE
     ignored = (ROOT / ".dockerignore").read_text().split()

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in NAMES:
         print(__doc__, file=sys.stderr)
         return 0 if argv[:1] in (["-h"], ["--help"]) else 2
-    module = importlib.import_module(f"engine.tools.{NAMES[argv[0]]}")
+    module = importlib.import_module(f"quire.engine.tools.{NAMES[argv[0]]}")
     return int(module.main(argv[1:]))
 
 

@@ -248,7 +248,7 @@ def main(argv: list[str]) -> int:
         arrivals = read(args.arrivals)
         work = arrivals.work
     except (OSError, ValueError) as error:
-        print(f"engine.tools.oracle: {error}", file=sys.stderr)
+        print(f"oracle: {error}", file=sys.stderr)
         return 2
     found: dict[str, Any] = dict(shares(work, arrivals.goal, args.rounds))
     rows = list(policies(work, arrivals.goal)) if args.policies else []

@@ -316,6 +316,6 @@ def main(argv: list[str]) -> int:
                 report = simulate(jobs, engine_limits(mode, max_seqs=args.max_seqs), args.kv_blocks)
                 print(line(mode, seed, report), flush=True)
     except (TraceError, FlightLogError, OSError, ValueError) as error:
-        print(f"engine.tools.simulate: {error}", file=sys.stderr)
+        print(f"simulate: {error}", file=sys.stderr)
         return 2
     return 0

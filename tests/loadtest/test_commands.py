@@ -30,7 +30,7 @@ def test_every_command_describes_its_options(name: str, capsys: pytest.CaptureFi
         main([name, "--help"])
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: python -m quire.loadtest {name} ")
-    module = importlib.import_module(f"loadtest.{COMMANDS[name][0]}")
+    module = importlib.import_module(f"quire.loadtest.{COMMANDS[name][0]}")
     assert module.__doc__ is not None
     assert f"python -m quire.loadtest {name} " in module.__doc__  # its example
     assert "--help" in shown
@@ -44,7 +44,7 @@ def test_an_unknown_command_is_refused_by_name(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("module", ["gateway", "long_prompt", "overhead", "recovery", "shapes", "throughput"])
 def test_a_command_also_starts_as_a_module(module: str) -> None:
-    words = [sys.executable, "-m", f"loadtest.{module}", "--help"]
+    words = [sys.executable, "-m", f"quire.loadtest.{module}", "--help"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=patience(60), check=False)
     assert done.returncode == 0, done.stderr
     assert f"usage: python -m quire.loadtest {module.replace('_', '-')} " in done.stdout
