@@ -308,8 +308,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         str,
         Meta(
             description="File for every input of the scheduler (lengths and digests, no text), for `python -m "
-            "engine.tools simulate --replay`, which makes every decision again. Begins anew at each start. Empty, the "
-            "default: none. Turn it on to report a scheduling problem."
+            "quire.engine.tools simulate --replay`, which makes every decision again. Begins anew at each start. "
+            "Empty, the default: none. Turn it on to report a scheduling problem."
         ),
     ] = ""
     flight_log_mib: Annotated[
@@ -320,7 +320,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(
             description="File for one line of JSON a finished request: arrival, lengths, cached tokens, outcome, times "
             "in queue and to first and last token, priority, and a digest of the tenant; no text. `python -m "
-            "engine.tools simulate --trace` reads it. A file that exists becomes FILE.1. Empty, the default: none."
+            "quire.engine.tools simulate --trace` reads it. A file that exists becomes FILE.1. Empty, the default: none."
         ),
     ] = ""
     request_log_mib: Annotated[

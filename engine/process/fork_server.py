@@ -1,4 +1,4 @@
-"""`python -m quire.engine.process.fork_server [MODEL] [options]`: forks spare engines, so that no spare has to import torch.
+"""`python -m quire.engine.process.fork_server [MODEL] [options]`: forks spare engines, so that none imports torch.
 
     supervisor ── socket: a pipe, the standard input of the spare ──> fork server ── fork ── fork ──> spare
                <── PID of the spare ────────────────────────────────┘       └ ends: the supervisor becomes the parent

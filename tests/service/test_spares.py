@@ -18,7 +18,8 @@ from tests.pace import patience, until
 
 WORDS = ["--executor=scripted", "--redis-url=redis://127.0.0.1:1/0"]  # a spare that takes over fails: no Redis
 # At a low priority an import takes minutes on a busy machine.
-CODE = "import sys; from quire.engine.process import fork_server, standby; standby.NICE = 0; {}; sys.exit(fork_server.main(WORDS))"
+CODE = "import sys; from quire.engine.process import fork_server, standby\n"
+CODE += "standby.NICE = 0; {}; sys.exit(fork_server.main(WORDS))"
 CODE = CODE.replace("WORDS", "sys.argv[1:]")
 SERVER = ["-c", CODE.format("pass"), *WORDS]
 HANG_S = 100.0  # bound of a hang

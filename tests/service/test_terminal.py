@@ -338,7 +338,7 @@ def test_options_are_shown_and_unknown_ones_refused(command: str, capsys: pytest
 def test_without_a_package_one_line_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith(("rich", "service.terminal."))]:
+    for name in [name for name in sys.modules if name.startswith(("rich", "quire.service.terminal."))]:
         if name != "quire.service.terminal.options":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
