@@ -99,3 +99,4 @@ _.convert_to_native_format  # engine/tokenizers/conversion.py: called by transfo
 # Used by tests only today. Remove the code, or say here why it stays.
 _.rms_norm_  # engine/executor/ops.py
 _.weight_bytes  # loadtest/roofline.py
+_.__getattr__  # quire/__init__.py: called by Python

@@ -320,7 +320,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(
             description="File for one line of JSON a finished request: arrival, lengths, cached tokens, outcome, times "
             "in queue and to first and last token, priority, and a digest of the tenant; no text. `python -m "
-            "quire.engine.tools simulate --trace` reads it. A file that exists becomes FILE.1. Empty, the default: none."
+            "quire.engine.tools simulate --trace` reads it. A file that exists becomes FILE.1. Empty, the default: "
+            "none."
         ),
     ] = ""
     request_log_mib: Annotated[
