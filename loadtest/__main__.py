@@ -17,7 +17,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "capacity": ("capacity", "find how many users the same memory serves: static, paged, admission, prefix cache"),
     "memory-limit": ("memory_limit", "compare static and paged allocation, admission, prefix cache in 12 GB on a GPU"),
     "memory-use": ("memory_use", "sample filled slots, paged over static blocks, pool use and hit rate, by workload"),
-    "canary": ("canary", "time the canary of an idle engine, and compare its runs"),
     "contiguous": ("contiguous", "compare paged with contiguous allocation where paging cannot help, in pairs"),
     "block-size": ("block_size", "compare block sizes: throughput, filled slots, swap against recompute"),
     "beams": ("beams", "compare beam search with resubmission by a client, and with transformers"),

@@ -11,7 +11,6 @@ structured what grammars cost: tokens a second with and without them, in pairs
 quantized  perplexity, agreement and speed of --quantize and --kv-dtype, in pairs with the plain model
 rates      normalised latency by request rate: static allocation, paged, admission, prefix cache
 sharing    how many KV blocks parallel sampling and beam search share
-canary     what the canary of an idle engine costs, and how equal its runs are
 models     which model families are served, proved against transformers; writes docs/models.md
 """
 
@@ -32,7 +31,6 @@ NAMES = {
     "quantized": "quantized",
     "rates": "rates",
     "sharing": "sharing",
-    "canary": "canary",
     "models": "models",
 }
 
