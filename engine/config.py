@@ -73,6 +73,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "tokens. Give all engines of a deployment the same. none, the default: weights as the checkpoint has them."
         ),
     ] = "none"
+    own_experts: Annotated[
+        bool,
+        Meta(
+            description="Compute the experts of every mixture family with Quire's kernels on a GPU; routing and shared "
+            "experts stay the family's own. Off, the default: only those of mixtral, qwen3_moe and gpt_oss, which were "
+            "measured. The start log names experts that stay with transformers' kernels, and why. Turn it on for "
+            "another family where a benchmark on your GPU says that it is faster."
+        ),
+    ] = False
     deterministic: Annotated[
         bool,
         Meta(

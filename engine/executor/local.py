@@ -65,6 +65,7 @@ def read_model(config: EngineConfig, kind: str, ranks: Ranks = ALONE) -> LoadedM
         hf_overrides=config.hf_overrides,
         ranks=ranks,
         quantize=config.quantize,
+        own_experts=config.own_experts,
     )
 
 

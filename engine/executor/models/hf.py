@@ -31,7 +31,8 @@ from quire.engine.executor.models.bars import no_bars
 from quire.engine.executor.models.cache_shapes import cached_layers
 from quire.engine.executor.models.config_errors import field_reason
 from quire.engine.executor.models.end_tokens import eos_ids
-from quire.engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse
+from quire.engine.executor.models.experts import use_own_experts
+from quire.engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse, is_fused
 from quire.engine.executor.models.host_memory import returned_when_freed
 from quire.engine.executor.models.precision import check_dtype, check_stored_dtypes
 from quire.engine.executor.models.probe import probe, prove_served
@@ -109,6 +110,7 @@ def load_model(
     deterministic: bool = False,
     hf_overrides: str = "",
     quantize: Literal["none", "int8", "fp8", "int4"] = "none",
+    own_experts: bool = False,
     ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """Load `name` (a directory, a hub name, "demo" or "builtin") onto `device` and prove that it can be served.
@@ -119,13 +121,13 @@ def load_model(
       deterministic  logits must not depend on the batch, to the last bit, even if that is slower
       hf_overrides   changes of config.json, a JSON object (`overrides.py`)
       quantize       round weights of linear layers to 8 or 4 bits (`quantised.py`); none: as the checkpoint has them
+      own_experts    compute experts of every mixture family with our kernels on a GPU (`experts.py`)
       ranks          this process holds one rank's part (`sharding.py`)
 
     The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator."""
     check_options(quantize, deterministic, device)
     check_adapter(directory := find(name))
-    changes = overrides.parse(hf_overrides)
-    whole = read_config(directory, changes)
+    whole = read_config(directory, changes := overrides.parse(hf_overrides))
     if not random:
         check_files(directory)
     config = served_part(whole, directory, changes)
@@ -141,7 +143,7 @@ def load_model(
     fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
     proof = probe(module, max_model_len)
     layers = cached_layers(config.model_type, proof.layers, device)
-    fuse(module, max_model_len, ordered=deterministic, decoder=layers == proof.layers)
+    swap_modules(module, max_model_len, ordered=deterministic, decoder=layers == proof.layers, own_experts=own_experts)
     prove_served(module, proof._replace(layers=layers), rounds_inputs=quantising.rounds_inputs)
     return LoadedModel(
         module=module,
@@ -158,6 +160,15 @@ def load_model(
         batch_dependence=dependence_of(module, deterministic),
         kv_scales=None if random else read_kv_scales(directory, text.model_type, layers, ranks, names),
     )
+
+
+def swap_modules(
+    module: PreTrainedModel, max_model_len: int, *, ordered: bool, decoder: bool, own_experts: bool
+) -> None:
+    """Swap what our kernels compute faster (`fuse`).  own_experts: also experts of decoders that stay transformers'."""
+    fuse(module, max_model_len, ordered=ordered, decoder=decoder)
+    if own_experts and module.device.type == "cuda" and not is_fused(module):
+        use_own_experts(module)
 
 
 def check_options(quantize: str, deterministic: bool, device: torch.device) -> None:

@@ -1,0 +1,101 @@
+"""Experts of any mixture family by our operator, inside transformers' own layers, on a GPU.
+
+transformers gives every family's experts one interface, so the family keeps what differs between families:
+
+    router: softmax or sigmoid, groups, normalisation, scaling ──> top_k_index, top_k_weights ──> experts of the layer
+    shared experts, and the sum with them                          [T, k]                          here: `ops.experts`
+
+Weights stay where they are.  Layers of a `Decoder` have their own routing operator and never come here.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.integrations import moe
+
+from quire.engine.executor import ops
+
+log = logging.getLogger(__name__)
+
+PARAMETERS = {"gate_up_proj", "down_proj"}
+_OF_TOKENS = 2  # dimensions of [T, hidden]
+SIZE_STEP = 8  # hidden and inner size are multiples of it: the operator moves 16 bytes at a time
+
+
+def use_own_experts(model: PreTrainedModel) -> int:
+    """Let our operator compute the experts of the model's layers.  Return the number of layers.
+
+    Logs which experts stay with transformers' own kernels, and why."""
+    taken, reasons = 0, dict[str, str]()
+    for module in model.modules():
+        if not is_experts(module):
+            continue
+        if reason := refusal(module):
+            reasons.setdefault(reason, type(module).__name__)
+            continue
+        module.forward = types.MethodType(compute, module)  # hooks of the module stay: a rank adds the others' parts
+        taken += 1
+    if taken:
+        log.info("experts of %d layers are computed by our kernels", taken)
+    for reason, name in reasons.items():
+        log.info("%s stay with transformers' kernels, which take longer: %s", name, reason)
+    return taken
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers computes this module through its interface of experts."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
+def refusal(experts: Any) -> str:
+    """Return why our operator cannot compute these experts; empty: it can."""
+    if not experts.has_gate:
+        return "they have no gate"
+    if type(experts)._apply_gate is not moe._default_apply_gate:
+        return "their activation is not silu(gate) * up"
+    if not isinstance(experts.act_fn, SiLUActivation | nn.SiLU):
+        return f"their activation is {type(experts.act_fn).__name__}"
+    if experts.has_post_expert_norm:
+        return "a norm follows each expert"
+    if experts.is_transposed or not experts.is_concatenated or experts.has_bias:
+        return "their weights have another layout, or biases"
+    if {name for name, _ in experts.named_parameters(recurse=False)} != PARAMETERS:
+        return "their parameters are not gate_up_proj and down_proj"
+    return refused_sizes(experts.gate_up_proj, experts.down_proj)
+
+
+def refused_sizes(gate_up: Tensor, down: Tensor) -> str:
+    count, hidden, inner = down.shape
+    if gate_up.shape != (count, 2 * inner, hidden) or not (gate_up.is_contiguous() and down.is_contiguous()):
+        return f"weights of shape {list(gate_up.shape)} and {list(down.shape)} are not those of gated experts"
+    if count > ops.MOST_EXPERTS:
+        return f"{count} experts, the maximum is {ops.MOST_EXPERTS}"
+    if hidden % SIZE_STEP or inner % SIZE_STEP:
+        return f"hidden size {hidden} or inner size {inner} is no multiple of {SIZE_STEP}"
+    return ""
+
+
+def compute(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The weighted sum of each token's experts: hidden_states [T, hidden], top_k_index, top_k_weights [T, k].
+
+    In place of the forward of transformers' module, which computes what is too much for our kernels on older GPUs."""
+    x, (_, hidden, inner) = hidden_states, experts.down_proj.shape
+    taken = top_k_index.numel() <= ops.MOST_PAIRS or ops.takes_all_pairs(hidden, inner, x.device)
+    if not taken or x.dtype != experts.down_proj.dtype or x.dim() != _OF_TOKENS:
+        own: Tensor = type(experts).forward(experts, hidden_states, top_k_index, top_k_weights)
+        return own
+    return ops.experts(
+        x.contiguous(),
+        top_k_index.to(torch.int32).contiguous(),
+        top_k_weights.to(torch.float32).contiguous(),
+        experts.gate_up_proj,
+        experts.down_proj,
+        plus=torch.zeros_like(x, memory_format=torch.contiguous_format),
+    )
