@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -25,13 +26,12 @@ from quire.engine.wire.quotas import QuotaStore
 from quire.engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
 from quire.engine.wire.response_store import ResponseStore
 from quire.service.api.api import Refusal, limit_refusal
-from quire.service.common.metrics import BACKLOG, CLOCK_SKEW, REDIS_SECONDS, Telemetry
+from quire.service.common.metrics import REDIS_SECONDS, Telemetry
 from quire.service.common.supervision import Supervisor, Task
 from quire.service.config import GatewayConfig
 from quire.service.delivery import admission
-from quire.service.delivery.admission import Decision
-from quire.service.delivery.engine_wait import EngineWait
 from quire.service.delivery.fleet_view import FleetView
+from quire.service.delivery.fleet_watch import FleetWatch
 from quire.service.delivery.open_request import OpenRequest, Order
 from quire.service.delivery.orders import Orders
 from quire.service.delivery.queue_updates import QueueUpdates, Waiting
@@ -40,7 +40,6 @@ from quire.service.delivery.usage_ledger import UsageLedger
 T = TypeVar("T")
 
 ATTEMPTS = 5  # to decide and submit before others did; each works on the reading that the last one returned
-Admit = Callable[[Fleet], Decision]  # raises Refusal
 
 # Submits in flight.  A crowd waits here, not for one of the bus' connections, where its wait would count as Redis' own
 # and end in a 503.  The bus has two connections more, for readings of the fleet.
@@ -59,28 +58,34 @@ class AlreadySubmitted(Exception):
 class Streams:
     """Every open request of this gateway, and the tasks that keep them fed."""
 
-    def __init__(self, bus: GatewaySide, config: GatewayConfig, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        bus: GatewaySide,
+        config: GatewayConfig,
+        telemetry: Telemetry,
+        *,
+        now_ms: Callable[[], int] = steady_ms,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """`now_ms`: the clock of admission, unix ms.  `jitter`: random numbers in [0, 1) that spread retries out."""
         self._bus, self._config, self._telemetry = bus, config, telemetry
+        self._now_ms, self._jitter = now_ms, jitter
         self._view = FleetView()
         self._ledger = UsageLedger(bus, telemetry)
         self._updates = QueueUpdates(bus, self._view.fleet)
         self.orders = Orders(bus, config, telemetry, self._ledger)
+        self.fleet_watch = FleetWatch(bus, config, telemetry, self._view, self.orders, self._updates, self._ledger)
         self._submits = asyncio.Semaphore(SUBMITS)
-        self._looks = 0  # readings of the fleet so far
-        self._missed = False  # open requests may lack tokens that the logs have
-        self.engine_wait = EngineWait(config.takeover_wait_s, config.max_queued)
         self.supervisor = Supervisor(
             Task("the token reader", self._read, lambda: self._bus.rounds),
-            Task("the watch over the engines", self._watch, lambda: self._looks),
+            Task("the watch over the engines", self.fleet_watch.run, lambda: self.fleet_watch.readings),
         )
-        # Why Redis cannot be used: one line from each part that found out.  Only that part clears it, when it succeeds.
-        self._troubles = {"fleet": "the engines have not been looked up yet"}
 
     # -- life
 
     async def start(self) -> None:
         """Read the fleet once, then start the tasks that keep reading it and the tokens."""
-        await self._refresh()
+        await self.fleet_watch.refresh()
         self.supervisor.start()
 
     async def stop(self) -> None:
@@ -95,7 +100,7 @@ class Streams:
     @property
     def trouble(self) -> str | None:
         """Why Redis cannot be used, one line; None while it can."""
-        return self.supervisor.trouble or next(iter(self._troubles.values()), None)
+        return self.supervisor.trouble or self.fleet_watch.trouble
 
     def __len__(self) -> int:
         """Return how many orders have a reader."""
@@ -111,25 +116,25 @@ class Streams:
     async def open(
         self,
         requests: list[Generate],
-        timeout_s: float,
-        admit: Admit,
+        cost: admission.Cost,
         *,
         record: bytes = b"",
         idempotency_key: IdempotencyKey | None = None,
         resumable: bool = False,
     ) -> AsyncIterator[OpenRequest]:
-        """A context in which the requests run: one for each prompt, all with the same `n`.
+        """A context in which the requests run: one for each prompt, all with the same `n`, for `cost.timeout_s`.
 
-        `admit` decides on a reading of the fleet, and again on a newer one if the queue has grown past its bounds.
-        `record` is what `find` returns to a client that resumes.  Raises Refusal when there is no room or Redis does
-        not accept them, AlreadySubmitted when another request with the key was first.  Then none is queued."""
+        Admission decides on the last reading of the fleet, and again on a newer one if the queue has grown past the
+        bounds of its decision.  `record` is what `find` returns to a client that resumes.  Raises Refusal when no lane
+        is free or Redis does not accept them, AlreadySubmitted when another request with the key was first.  Then none
+        is queued."""
         opened = OpenRequest(self.orders, [Order(one.id, one.n, one.tenant) for one in requests], resumable=resumable)
-        deadline = opened.loop.time() + timeout_s
+        deadline = opened.loop.time() + cost.timeout_s
         self.orders.enter(opened)
         queued = True  # if this task is cancelled meanwhile, they may be
         try:
             try:
-                waiting = await self._submit(requests, admit, record, idempotency_key)
+                waiting = await self._submit(requests, cost, record, idempotency_key)
             except (Refusal, AlreadySubmitted):
                 queued = False
                 raise
@@ -208,19 +213,23 @@ class Streams:
         opened.resume(prompt, logged, counts)
 
     async def _submit(
-        self, requests: list[Generate], admit: Admit, record: bytes, key: IdempotencyKey | None
+        self, requests: list[Generate], cost: admission.Cost, record: bytes, key: IdempotencyKey | None
     ) -> Waiting:
-        """Queue the requests of one client, all or none, if `admit` permits.
+        """Queue the requests of one client, all or none, if admission permits.
 
-        Raises Refusal (that of `admit`, or 503) and AlreadySubmitted."""
+        Raises Refusal (that of admission, or 503) and AlreadySubmitted."""
         for _ in range(ATTEMPTS):
             async with self._submits:
                 if self.trouble is not None:  # known already: no client waits for it to be found again
                     raise unavailable()
-                decision = admit(self.fleet)
+                decision = admission.decide(cost, self.fleet, self._now_ms(), self._config, self._jitter())
                 began = time.monotonic()
                 submit = self._bus.submit(*requests, bounds=decision.bounds, record=record, idempotency_key=key)
-                queue = await self._ask(submit, "submit")
+                try:
+                    queue = await submit
+                except BusDown as error:
+                    self.fleet_watch.record_failed_submit(error)  # refuses new requests until Redis takes them again
+                    raise unavailable() from None
                 self._telemetry.observe(REDIS_SECONDS, time.monotonic() - began, "submit")
                 self._view.record_queue(queue)
             if queue.duplicate is not None:
@@ -235,15 +244,11 @@ class Streams:
                 return Waiting(queue.lane, queue.ahead, decision.late_wait_s if late else decision.on_time_wait_s)
         raise Refusal(429, "rate_limit_exceeded", "overloaded: the queue fills faster than it is read", retry_after_s=1)
 
-    async def _ask(self, reply: Awaitable[T], part: str = "") -> T:
-        """Await a reply of Redis.  Raises Refusal(503).
-
-        `part`: one of the `_troubles`.  Then new requests are refused until that part works again."""
+    async def _ask(self, reply: Awaitable[T]) -> T:
+        """Await a reply of Redis.  Raises Refusal(503)."""
         try:
             return await reply
-        except BusDown as error:
-            if part:
-                self._troubles[part] = str(error)
+        except BusDown:
             raise unavailable() from None
 
     # -- tokens
@@ -262,47 +267,7 @@ class Streams:
         """Spread the tokens of one step over the mailboxes."""
         self.orders.deliver(batch.deltas)
 
-    # -- the fleet
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._config.fleet_s)
-            await self._refresh()
-            self._looks += 1
-
-    async def _refresh(self) -> None:
-        """Read the fleet, and do what is due.  The trouble of each part stays until that part succeeds."""
-        began = time.monotonic()
-        try:
-            fleet = await self._bus.fleet()
-        except BusDown as error:
-            self._troubles["fleet"] = str(error)
-            return
-        self._telemetry.observe(REDIS_SECONDS, time.monotonic() - began, "fleet")
-        self._view.record_reading(fleet)
-        self._missed = self._missed or fleet.forgotten
-        self.engine_wait.record(serving=self._view.serving)
-        await self._updates.refresh(steady_ms())
-        self._troubles.pop("fleet", None)
-        self._telemetry.record_fleet(self.fleet)
-        self._telemetry.record_engine_wait(len(self.engine_wait), self.engine_wait.oldest_s)
-        self._telemetry.set(BACKLOG, self.orders.backlog.held)
-        self._telemetry.set(CLOCK_SKEW, self._bus.clock.skew_s)
-        try:
-            if self._missed:
-                await self.orders.listen_again()
-                self._missed = False
-            await self._ledger.write()
-            await self.orders.extend_retention()
-            self._troubles.pop("ledger", None)
-        except BusDown as error:
-            self._troubles["ledger"] = str(error)
-        if "submit" in self._troubles:  # requests are refused until it is cleared
-            try:
-                await self._bus.probe()
-                del self._troubles["submit"]
-            except BusDown as error:
-                self._troubles["submit"] = str(error)
+    # -- what Redis holds
 
     @property
     def responses(self) -> ResponseStore:
@@ -323,16 +288,6 @@ class Streams:
     def fleet(self) -> Fleet:
         """The engines with a live lease and the queue, as last read."""
         return self._view.fleet()
-
-    @property
-    def max_model_len(self) -> int | None:
-        """The smallest context of the live engines, in tokens; None without an engine."""
-        return min((load.max_model_len for load in self.fleet.engines), default=None)
-
-    @property
-    def fingerprint(self) -> str | None:
-        """What answers carry as `system_fingerprint`; it changes when the weights do."""
-        return self._view.fingerprint
 
     def redis_ms(self) -> int:
         """Return the unix time in ms on Redis' clock, on which deadlines and request ids are."""

@@ -2,7 +2,7 @@
 
     Handlers.answer -> bodies.read -> Handlers.begin:
         api.parse -> tokenizer.encode -> api.fit -> quotas.hold
-            -> admission.decide -> streams.open -> text_stream.decode -> sse.write
+            -> streams.open (admission.decide) -> text_stream.decode -> sse.write
 
 A client that resumes an answer takes a shorter way (`Handlers.resume`, see `resume.py`):
 
@@ -14,7 +14,6 @@ Every `Refusal` on the way becomes a response in `middleware.py`.
 from __future__ import annotations
 
 import contextlib
-import random
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -23,9 +22,8 @@ from typing import Any, NamedTuple, cast
 import msgspec
 from aiohttp import web
 
-from quire.engine.wire.clock import steady_ms
 from quire.engine.wire.messages import Generate
-from quire.engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
+from quire.engine.wire.records import DuplicateRequest, IdempotencyKey
 from quire.service.api import api, generative_scoring
 from quire.service.api.anthropic import messages
 from quire.service.api.api import Refusal
@@ -271,8 +269,7 @@ class Handlers:
             self._quotas.hold(request, request[TENANT], prepared.orders, bounded=valid.max_tokens is not None) as held,
             self._streams.open(
                 prepared.orders,
-                valid.timeout_s,
-                partial(self._admit, prepared.cost),
+                prepared.cost,
                 record=prepared.record,
                 idempotency_key=key,
                 resumable=background or resume.resumable(request.headers),
@@ -310,7 +307,7 @@ class Handlers:
     ) -> tuple[api.EngineLimits, api.ValidRequest, float]:
         """Wait for an engine if none takes requests.  Return what every engine can serve, and what is left of the
         request's time and of the longest wait.  Raises Refusal."""
-        waited_s = await self._streams.engine_wait.wait(min(longest_wait_s, valid.timeout_s))
+        waited_s = await self._streams.fleet_watch.engine_wait.wait(min(longest_wait_s, valid.timeout_s))
         limits = admission.limits(self._streams.fleet, valid.beams)
         left_s = max(MOMENT_S, valid.timeout_s - waited_s)
         return limits, msgspec.structs.replace(valid, timeout_s=left_s), max(0.0, longest_wait_s - waited_s)
@@ -356,7 +353,7 @@ class Handlers:
             prompts=await self._tokenizer.offload(size, self._tokenizer.prompted, valid, encoded),
             model=self._model,
             created=now_ms // 1000,
-            fingerprint=streams.fingerprint,
+            fingerprint=streams.fleet_watch.fingerprint,
             deadline_ms=deadline_ms,
             traceparent=trace[0],
             tracestate=trace[1],
@@ -415,10 +412,6 @@ class Handlers:
         sampling = msgspec.structs.replace(valid.sampling, grammar=compiled.grammar)
         meter.record_unknown(compiled.passed_over)
         return msgspec.structs.replace(valid, sampling=sampling, constraint=None, grammar_param=constraint.param)
-
-    def _admit(self, cost: admission.Cost, fleet: Fleet) -> admission.Decision:
-        """Call admission.decide with this process's clock and random numbers."""
-        return admission.decide(cost, fleet, steady_ms(), self._config, random.random())
 
     async def _record(self, request: web.Request, request_id: str) -> resume.Record:
         """Return the record of an answer that this client may read.  Raises Refusal."""

@@ -54,7 +54,7 @@ class RequestWork:
 
     def max_tokens(self) -> int:
         """Return how many tokens one request may bring: `max_prompt_tokens`, or a whole context if that is longer."""
-        return max(self._config.max_prompt_tokens, self._streams.max_model_len or 0)
+        return max(self._config.max_prompt_tokens, self._streams.fleet_watch.max_model_len or 0)
 
 
 @contextlib.asynccontextmanager

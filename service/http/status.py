@@ -100,7 +100,7 @@ class Status:
             "owned_by": "quire",
             "root": self._root,
             "parent": None,
-            "max_model_len": self._streams.max_model_len,
+            "max_model_len": self._streams.fleet_watch.max_model_len,
             "permission": [permission],
             "type": "model",
             "display_name": name,

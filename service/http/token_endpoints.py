@@ -63,7 +63,7 @@ class TokenEndpoints:
                 ids = await self._tokenizer.tokenize_chat(messages, options, size=size, total=total)
             found: dict[str, Any] = {
                 "count": len(ids),
-                "max_model_len": self._streams.max_model_len,
+                "max_model_len": self._streams.fleet_watch.max_model_len,
                 "tokens": ids,
                 "token_strs": None,
             }

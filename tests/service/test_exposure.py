@@ -97,7 +97,9 @@ async def test_tenants_are_shown_to_nobody_where_keys_are_needed(guarded: bool, 
 async def test_readiness_does_not_tell_where_redis_is(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     served = await serve()
     await served.streams.supervisor.stop()  # nothing else looks meanwhile
-    served.streams._troubles["fleet"] = "Redis at 10.1.2.3:6379 did not serve us for 5.0 s: Connection refused"
+    served.streams.fleet_watch._troubles["fleet"] = (
+        "Redis at 10.1.2.3:6379 did not serve us for 5.0 s: Connection refused"
+    )
     with caplog.at_level(logging.WARNING, "quire.gateway"):
         for _ in range(3):
             async with served.session.get("/ready") as response:

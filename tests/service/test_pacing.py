@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import cast
 
+import msgspec
 import pytest
 
 from quire.engine.wire.gateway_side import GatewaySide
@@ -22,7 +23,7 @@ from quire.service.config import GatewayConfig
 from quire.service.delivery.streams import Streams
 from tests.pace import paced
 from tests.service.fakes import settled
-from tests.service.test_streams import Wire, anyway
+from tests.service.test_streams import COST, Wire
 
 MANY = 1000
 
@@ -97,7 +98,7 @@ async def test_streams_that_end_at_once_wake_few_handlers_in_a_turn(end: Callabl
     async def handler(at: int) -> None:
         nonlocal ended
         request = Generate(f"r{at}.0", "g", [1], 9, Sampling(), int(time.time() * 1000) + 60_000)
-        async with streams.open([request], timeout_s, anyway) as opened:
+        async with streams.open([request], msgspec.structs.replace(COST, timeout_s=timeout_s)) as opened:
             waiting.add(at)
             async for changed in opened:
                 woken[turns.number] += 1

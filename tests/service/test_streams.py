@@ -33,8 +33,8 @@ from quire.service.api.api import Refusal
 from quire.service.common import supervision
 from quire.service.common.metrics import Telemetry
 from quire.service.config import GatewayConfig
-from quire.service.delivery import queue_updates
-from quire.service.delivery.admission import Decision
+from quire.service.delivery import admission, queue_updates
+from quire.service.delivery.admission import JITTER, Cost, Decision
 from quire.service.delivery.mailbox import MAILBOX_BYTES, Backlog, Mailbox
 from quire.service.delivery.orders import REQUEST_LOST
 from quire.service.delivery.streams import SUBMITS, AlreadySubmitted, Streams
@@ -207,8 +207,20 @@ async def streams(wire: Wire) -> AsyncIterator[Streams]:
     assert made.orders.backlog.held == 0
 
 
-def anyway(fleet: Fleet) -> Decision:
-    return Decision(QueueBounds(7, 70), 0.5, 5.0)
+COST = Cost(prompt_tokens=3, timeout_s=60.0)
+
+
+@pytest.fixture
+def decisions(monkeypatch: pytest.MonkeyPatch) -> list[Fleet]:
+    """Admission decides by a script: bounds that grow, and a wait of 5 s.  Returns the readings that it decides on."""
+    seen: list[Fleet] = []
+
+    def decide(cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter: float) -> Decision:
+        seen.append(fleet)
+        return Decision(QueueBounds(10 * len(seen)), 0.5, 5.0)
+
+    monkeypatch.setattr(admission, "decide", decide)
+    return seen
 
 
 def orders(prompts: int = 1, n: int = 1) -> list[Generate]:
@@ -221,7 +233,7 @@ async def put(wire: Wire, *deltas: Delta) -> None:
 
 
 async def test_deltas_find_their_choice(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(prompts=2, n=2), 60, anyway) as opened:
+    async with streams.open(orders(prompts=2, n=2), COST) as opened:
         assert wire.submitted == ["r.0", "r.1"]
         await put(wire, Delta("r.1", 0, [5], index=0), Delta("r.0", 0, [6], index=1), Delta("other.0", 0, [7]))
         changed = await anext(opened)
@@ -236,7 +248,7 @@ async def test_deltas_find_their_choice(streams: Streams, wire: Wire) -> None:
 
 
 async def test_leaving_early_cancels_only_what_still_runs(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(prompts=2), 60, anyway) as opened:
+    async with streams.open(orders(prompts=2), COST) as opened:
         await put(wire, Delta("r.0", 0, [1], Finish("stop")))
         await anext(opened)
     await asyncio.sleep(0)
@@ -244,7 +256,7 @@ async def test_leaving_early_cancels_only_what_still_runs(streams: Streams, wire
 
 
 async def test_a_choice_that_is_done_early_stops_alone(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(prompts=2, n=3), 60, anyway) as opened:
+    async with streams.open(orders(prompts=2, n=3), COST) as opened:
         await put(wire, *(Delta("r.1", 0, [1], index=index) for index in range(3)))
         await anext(opened)
         opened.end(4)
@@ -260,7 +272,7 @@ async def test_a_choice_that_is_done_early_stops_alone(streams: Streams, wire: W
 
 
 async def test_a_gap_without_a_log_stops_the_engine(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(), 60, anyway) as opened:
+    async with streams.open(orders(), COST) as opened:
         await put(wire, Delta("r.0", 3, [1]))
         [mailbox] = await anext(opened)
         finish = drain(mailbox)[1]
@@ -271,7 +283,7 @@ async def test_a_gap_without_a_log_stops_the_engine(streams: Streams, wire: Wire
 
 
 async def test_a_deadline_ends_every_choice_and_the_engines_work(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(n=2), 0.02, anyway) as opened:
+    async with streams.open(orders(n=2), msgspec.structs.replace(COST, timeout_s=0.02)) as opened:
         changed = await anext(opened)
         assert [drain(mailbox) for mailbox in changed] == [([], Finish("deadline"))] * 2
     await asyncio.sleep(0)
@@ -281,45 +293,63 @@ async def test_a_deadline_ends_every_choice_and_the_engines_work(streams: Stream
 async def test_a_queue_out_of_reach_is_503(streams: Streams, wire: Wire) -> None:
     wire.down = True
     with pytest.raises(Refusal) as caught:
-        async with streams.open(orders(prompts=3), 60, anyway):
+        async with streams.open(orders(prompts=3), COST):
             pytest.fail("must not open")
     assert caught.value.status == 503
     assert len(streams) == 0
 
 
-async def test_a_queue_that_has_grown_is_decided_on_again(streams: Streams, wire: Wire) -> None:
-    seen: list[int] = []
-
-    def admit(fleet: Fleet) -> Decision:
-        seen.append(fleet.queued_tokens)
-        return Decision(QueueBounds(10 * len(seen)), None, None)
-
+async def test_a_queue_that_has_grown_is_decided_on_again(streams: Streams, wire: Wire, decisions: list[Fleet]) -> None:
     wire.refusals = 1
-    async with streams.open(orders(prompts=2), 60, admit):
-        assert (seen, wire.submitted) == ([20, 3], ["r.0", "r.1"])
+    async with streams.open(orders(prompts=2), COST):
+        assert [fleet.queued_tokens for fleet in decisions] == [20, 3]
+        assert wire.submitted == ["r.0", "r.1"]
         assert wire.asked == [QueueBounds(10), QueueBounds(20)]
     wire.refusals = 100
     with pytest.raises(Refusal) as caught:
-        async with streams.open(orders(), 60, admit):
+        async with streams.open(orders(), COST):
             pytest.fail("must not open")
     assert caught.value.status == 429
     assert len(streams) == 0
 
 
+async def test_admission_decides_with_the_clock_and_the_jitter_of_the_streams(wire: Wire) -> None:
+    """Idle engines admit at once.  Seen an hour later they count as full and standing still: 429 and a long pause."""
+    later_ms = 0
+    made = Streams(
+        cast(GatewaySide, wire),
+        GatewayConfig(fleet_s=60.0),
+        Telemetry("g"),
+        now_ms=lambda: int(time.time() * 1000) + later_ms,
+        jitter=lambda: 0.5,
+    )
+    load = a_load(step_s=0.01, tokens_per_s=100.0, blocks_per_s=10.0, prompt_tokens=1000, generated_tokens=1000)
+    wire.fleets[0] = Fleet(engines=[load], queued=0, queued_tokens=0, time_ms=1)
+    await made.start()
+    async with made.open(orders(), COST):
+        assert wire.submitted == ["r.0"]
+    later_ms = 3_600_000
+    with pytest.raises(Refusal) as caught:
+        async with made.open(orders(), COST):
+            pytest.fail("must not open")
+    assert (caught.value.status, caught.value.retry_after_s) == (429, 1.0 + JITTER * 0.5)
+    await made.stop()
+
+
 async def test_a_full_queue_is_503(streams: Streams, wire: Wire) -> None:
     wire.queue_full = True
     with pytest.raises(Refusal) as caught:
-        async with streams.open(orders(), 60, anyway):
+        async with streams.open(orders(), COST):
             pytest.fail("must not open")
     assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "queue_full", 5.0)
 
 
 async def test_a_late_request_begins_with_its_place_and_is_updated(
-    streams: Streams, wire: Wire, monkeypatch: pytest.MonkeyPatch
+    streams: Streams, wire: Wire, decisions: list[Fleet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue_updates, "UPDATE_S", 0.02)
     wire.lane, wire.waiting["r.0"] = "late", Place("late", 3)
-    async with streams.open(orders(), 60, anyway) as opened:
+    async with streams.open(orders(), COST) as opened:
         opened._heartbeat_s = 1000.0
         waiting = opened.waiting
         assert waiting is not None
@@ -347,7 +377,7 @@ async def test_tokens_that_are_quicker_than_the_reply_to_a_submit_end_the_wait(
 
     monkeypatch.setattr(wire, "submit", slowly)
     wire.lane = "late"
-    async with streams.open(orders(), 60, anyway) as opened:
+    async with streams.open(orders(), COST) as opened:
         assert opened.waiting is not None
         assert opened.waiting.headers().keys() == {"x-queue-lane", "x-queue-wait"}
         assert len(await anext(opened)) == 1
@@ -358,7 +388,7 @@ async def test_places_are_read_in_one_batch_and_only_of_what_waits(
 ) -> None:
     monkeypatch.setattr(queue_updates, "UPDATE_S", 0.02)
     wire.waiting["r.0"] = Place("late", 3)
-    async with streams.open(orders(), 60, anyway) as opened:
+    async with streams.open(orders(), COST) as opened:
         assert opened.waiting is not None
         await settled(lambda: opened.waiting.lane == "late")  # type: ignore[union-attr]  # it was overdue
         del wire.waiting["r.0"]  # claimed
@@ -386,7 +416,7 @@ async def test_a_crowd_submits_a_few_at_a_time_and_learns_of_an_outage_together(
     async def ask(number: int) -> int:
         request = msgspec.structs.replace(orders()[0], id=f"r{number}.0")
         try:
-            async with streams.open([request], 60, anyway):
+            async with streams.open([request], COST):
                 return 200
         except Refusal as refusal:
             return refusal.status
@@ -400,7 +430,7 @@ async def test_a_crowd_submits_a_few_at_a_time_and_learns_of_an_outage_together(
 
 
 async def test_silence_beats_and_news_postpones_it(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(), 60, anyway) as opened:
+    async with streams.open(orders(), COST) as opened:
         assert await anext(opened) == []
         await put(wire, Delta("r.0", 0, [1]))
         assert len(await anext(opened)) == 1
@@ -423,7 +453,7 @@ async def test_the_fleet_is_seen_on_this_clock_and_our_own_orders_count_at_once(
     await settled(lambda: "e0" in streams.fleet.exchanged_ms)
     exchanged_ms = streams.fleet.exchanged_ms["e0"] + 2000
     assert before_ms - 100 <= exchanged_ms <= time.time() * 1000 + 100  # but this one is
-    async with streams.open(orders(), 60, anyway):
+    async with streams.open(orders(), COST):
         assert streams.fleet.queued_tokens == 3
     wire.fleets[0] = Fleet(engines=[], queued=0, queued_tokens=0, time_ms=1)
     await settled(lambda: streams.fleet.engines == [])
@@ -433,13 +463,13 @@ async def test_a_reader_that_breaks_starts_again_and_no_other_part_hides_it(
     streams: Streams, wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervision, "BACKOFF_S", (0.3, 0.3))
-    async with streams.open(orders(), 60, anyway) as opened:
+    async with streams.open(orders(), COST) as opened:
         await put(wire, Delta("r.0", 0, [1]))
         assert drain((await anext(opened))[0]) == ([1], None)
         wire.incoming.put_nowait(cast(TokenBatch, None))
         await settled(lambda: streams.trouble is not None)
-        looks = streams._looks
-        await settled(lambda: streams._looks > looks + 2)
+        readings = streams.fleet_watch.readings
+        await settled(lambda: streams.fleet_watch.readings > readings + 2)
         assert "the token reader failed" in (streams.trouble or "")
         assert any(record.exc_info and "token reader" in record.message for record in caplog.records)
         await put(wire, Delta("r.0", 1, [2], Finish("length")))
@@ -472,10 +502,10 @@ async def test_a_task_that_cannot_be_had_gives_up_and_is_dead_before(
 async def test_only_a_submit_that_could_be_clears_what_a_submit_found(streams: Streams, wire: Wire) -> None:
     wire.full = True
     with pytest.raises(Refusal):
-        async with streams.open(orders(), 60, anyway):
+        async with streams.open(orders(), COST):
             pytest.fail("must not open")
-    looks = streams._looks
-    await settled(lambda: streams._looks > looks + 3)
+    readings = streams.fleet_watch.readings
+    await settled(lambda: streams.fleet_watch.readings > readings + 3)
     assert streams.trouble == "full"
     wire.full = False
     await settled(lambda: streams.trouble is None)
@@ -555,7 +585,7 @@ async def test_many_who_do_not_read_cost_no_more_than_the_backlog(wire: Wire) ->
     deadline_ms = int(time.time() * 1000) + 60_000
     requests = [Generate(f"r{at}.0", "g", [1], 6_000, Sampling(), deadline_ms) for at in range(150)]
     async with contextlib.AsyncExitStack() as stack:
-        opened = [await stack.enter_async_context(made.open([request], 60, anyway)) for request in requests]
+        opened = [await stack.enter_async_context(made.open([request], COST)) for request in requests]
         for first in range(0, 6_000, 100):
             finish = Finish("length") if first == 5_900 else None
             deltas = [Delta(request.id, first, tokens[first : first + 100], finish) for request in requests]
@@ -580,7 +610,7 @@ async def test_many_who_do_not_read_cost_no_more_than_the_backlog(wire: Wire) ->
 
 
 async def test_a_gateway_that_was_given_up_listens_again_and_reads_what_it_missed(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(), 60, anyway) as opened:
+    async with streams.open(orders(), COST) as opened:
         await put(wire, Delta("r.0", 0, [1]))
         [mailbox] = await anext(opened)
         assert drain(mailbox) == ([1], None)
@@ -606,7 +636,7 @@ async def test_what_redis_interrupts_is_read_again_with_the_next_reading(
         return await attach(request_id, listen=listen)
 
     monkeypatch.setattr(wire, "attach", interrupted)
-    async with streams.open(orders(), 60, anyway) as opened:
+    async with streams.open(orders(), COST) as opened:
         await put(wire, Delta("r.0", 0, [1]))
         [mailbox] = await anext(opened)
         assert drain(mailbox) == ([1], None)
@@ -617,7 +647,7 @@ async def test_what_redis_interrupts_is_read_again_with_the_next_reading(
 
 
 async def test_who_has_no_log_any_more_is_told(streams: Streams, wire: Wire) -> None:
-    async with streams.open(orders(), 60, anyway) as opened:
+    async with streams.open(orders(), COST) as opened:
         await put(wire, Delta("r.0", 0, [1]))
         [mailbox] = await anext(opened)
         assert drain(mailbox) == ([1], None)
@@ -628,7 +658,7 @@ async def test_who_has_no_log_any_more_is_told(streams: Streams, wire: Wire) -> 
 
 async def test_tokens_that_redis_has_lost_are_waited_for(streams: Streams, wire: Wire) -> None:
     """The reader has heard how far its answer came; their engine sends again what the log lacks."""
-    async with streams.open(orders(), 60, anyway) as opened:
+    async with streams.open(orders(), COST) as opened:
         wire.logs["r.0"] = [LoggedOutput([])]
         await put(wire, Delta("r.0", 3, [4], Finish("length")))
         reading = asyncio.create_task(anext(opened))
@@ -642,7 +672,7 @@ async def test_tokens_that_redis_has_lost_are_waited_for(streams: Streams, wire:
 async def test_what_a_slow_reader_has_still_to_read_is_kept(wire: Wire) -> None:
     made = Streams(cast(GatewaySide, wire), GatewayConfig(fleet_s=0.01, retain_s=15.0), Telemetry("g"))
     await made.start()
-    async with made.open(orders(), 60, anyway):
+    async with made.open(orders(), COST):
         await put(wire, Delta("r.0", 0, [1], Finish("length")))
         made.orders._kept -= 10.0  # a while ago
         await settled(lambda: wire.kept == ["r.0"])
@@ -654,20 +684,20 @@ async def test_trouble_that_is_known_refuses_at_once_and_passes(streams: Streams
     await settled(lambda: streams.trouble is not None)
     wire.asked.clear()
     with pytest.raises(Refusal) as caught:
-        async with streams.open(orders(), 60, anyway):
+        async with streams.open(orders(), COST):
             pytest.fail("must not open")
     assert (caught.value.status, caught.value.retry_after_s) == (503, 2.0)
     assert wire.asked == []  # nobody waits to hear what is known
     wire.down = False
     await settled(lambda: streams.trouble is None)
-    async with streams.open(orders(), 60, anyway):
-        assert wire.asked == [QueueBounds(7, 70)]
+    async with streams.open(orders(), COST):
+        assert len(wire.asked) == 1
 
 
 async def test_a_request_that_came_before_is_told(streams: Streams, wire: Wire) -> None:
     wire.duplicate = DuplicateRequest("q.0", True)
     with pytest.raises(AlreadySubmitted) as caught:
-        async with streams.open(orders(), 60, anyway, idempotency_key=IdempotencyKey("k", "b")):
+        async with streams.open(orders(), COST, idempotency_key=IdempotencyKey("k", "b")):
             pytest.fail("must not open")
     assert caught.value.duplicate.request_id == "q.0"
     assert wire.cancelled == []

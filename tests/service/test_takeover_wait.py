@@ -79,7 +79,7 @@ async def asking(served: Served, count: int, **headers: str) -> list[asyncio.Tas
             return response.status, await response.json()
 
     tasks = [asyncio.create_task(ask()) for _ in range(count)]
-    await settled(lambda: len(served.streams.engine_wait) == count)
+    await settled(lambda: len(served.streams.fleet_watch.engine_wait) == count)
     return tasks
 
 
@@ -110,7 +110,7 @@ async def test_clients_that_leave_before_an_engine_comes_cost_nothing(
     stays, *leave = await asking(served, 4)
     for task in leave:
         task.cancel()
-    await settled(lambda: len(served.streams.engine_wait) == 1)
+    await settled(lambda: len(served.streams.fleet_watch.engine_wait) == 1)
     async with engine(says(byte_level_tokenizer)) as fake:
         assert (await stays)[0] == 200
         assert len(fake.seen) == 1
@@ -124,7 +124,7 @@ async def test_so_many_requests_wait_at_most(serve: Serve) -> None:
     assert response.headers["Retry-After"] == "5"
     for task in tasks:
         task.cancel()
-    await settled(lambda: len(served.streams.engine_wait) == 0)
+    await settled(lambda: len(served.streams.fleet_watch.engine_wait) == 0)
 
 
 async def test_the_wait_counts_in_the_deadline(

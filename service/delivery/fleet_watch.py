@@ -1,0 +1,117 @@
+"""The watch over the engines: one reading of the fleet every `fleet_s`, and the upkeep that follows each reading.
+
+    Redis --reading--> FleetView --> admission, /ready, metrics
+                  `--> requests that wait for an engine, places in the queue, usage ledger, retention of token logs
+
+The watch also keeps why Redis cannot be used.  `Streams` refuses new requests while there is such a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from quire.engine.wire.clock import steady_ms
+from quire.engine.wire.gateway_side import GatewaySide
+from quire.engine.wire.link import BusDown
+from quire.service.common.metrics import BACKLOG, CLOCK_SKEW, REDIS_SECONDS, Telemetry
+from quire.service.config import GatewayConfig
+from quire.service.delivery.engine_wait import EngineWait
+from quire.service.delivery.fleet_view import FleetView
+from quire.service.delivery.orders import Orders
+from quire.service.delivery.queue_updates import QueueUpdates
+from quire.service.delivery.usage_ledger import UsageLedger
+
+
+class FleetWatch:
+    """Reads the engines and the queue, and reports what fails in Redis."""
+
+    def __init__(
+        self,
+        bus: GatewaySide,
+        config: GatewayConfig,
+        telemetry: Telemetry,
+        view: FleetView,
+        orders: Orders,
+        updates: QueueUpdates,
+        ledger: UsageLedger,
+    ) -> None:
+        self._bus, self._telemetry, self._view = bus, telemetry, view
+        self._orders, self._updates, self._ledger = orders, updates, ledger
+        self._interval_s = config.fleet_s
+        self.engine_wait = EngineWait(config.takeover_wait_s, config.max_queued)
+        self.readings = 0  # completed since the start
+        self._missed = False  # open requests may lack tokens that the logs have
+        # Why Redis cannot be used: one line from each part that failed.  Only that part clears it, when it succeeds.
+        self._troubles = {"fleet": "the engines have not been looked up yet"}
+
+    async def run(self) -> None:
+        """Read the fleet every `fleet_s` seconds, without end."""
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self.refresh()
+            self.readings += 1
+
+    async def refresh(self) -> None:
+        """Read the fleet, and do what is due.  The trouble of each part stays until that part succeeds."""
+        began = time.monotonic()
+        try:
+            fleet = await self._bus.fleet()
+        except BusDown as error:
+            self._troubles["fleet"] = str(error)
+            return
+        self._telemetry.observe(REDIS_SECONDS, time.monotonic() - began, "fleet")
+        self._view.record_reading(fleet)
+        self._missed = self._missed or fleet.forgotten
+        self.engine_wait.record(serving=self._view.serving)
+        await self._updates.refresh(steady_ms())
+        self._troubles.pop("fleet", None)
+        self._record_metrics()
+        await self._maintain()
+        await self._probe()
+
+    def _record_metrics(self) -> None:
+        self._telemetry.record_fleet(self._view.fleet())
+        self._telemetry.record_engine_wait(len(self.engine_wait), self.engine_wait.oldest_s)
+        self._telemetry.set(BACKLOG, self._orders.backlog.held)
+        self._telemetry.set(CLOCK_SKEW, self._bus.clock.skew_s)
+
+    async def _maintain(self) -> None:
+        """Read missed tokens from the logs, write the ledger, and extend how long unread logs are kept."""
+        try:
+            if self._missed:
+                await self._orders.listen_again()
+                self._missed = False
+            await self._ledger.write()
+            await self._orders.extend_retention()
+            self._troubles.pop("ledger", None)
+        except BusDown as error:
+            self._troubles["ledger"] = str(error)
+
+    async def _probe(self) -> None:
+        """After a failed submit, find out whether Redis takes requests again: they are refused until it does."""
+        if "submit" in self._troubles:
+            try:
+                await self._bus.probe()
+                del self._troubles["submit"]
+            except BusDown as error:
+                self.record_failed_submit(error)
+
+    def record_failed_submit(self, error: BusDown) -> None:
+        """Store why Redis did not take a request."""
+        self._troubles["submit"] = str(error)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why Redis cannot be used, one line; None while it can."""
+        return next(iter(self._troubles.values()), None)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The smallest context of the live engines, in tokens; None without an engine."""
+        return min((load.max_model_len for load in self._view.fleet().engines), default=None)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What answers carry as `system_fingerprint`; it changes when the weights do."""
+        return self._view.fingerprint
