@@ -5,7 +5,7 @@
     the decoder of      -> Decoder             llama, mistral, qwen2, qwen3, on any device; mixtral, qwen3_moe, gpt_oss
     seven families                             on a GPU
 
-linear.py makes their products.  engine/executor/README.md has the measurements.  The left column is a decoder layer as
+linear.py makes their linear layers; docs/notes/kernels/layers.md has figures.  The left column is a decoder layer as
 transformers writes it, the right one as it runs here.  It has T tokens, sequence after sequence.  `x` is the residual
 stream, which the last product of each half updates in place:
 
