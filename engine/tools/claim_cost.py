@@ -99,9 +99,12 @@ class _Queue:
         reply = await engine.exchange([], self._done, _load("e0"), 2000, 1, self._report)
         engine._link.run_script = run  # type: ignore[method-assign]
         pipeline = self._client.pipeline(transaction=False)
+        arguments = msgspec.msgpack.decode(sent[0])
         for _ in range(BURST):
             engine._seq += 1
-            pipeline.evalsha(EXCHANGE.sha, 1, engine._link.prefix, *sent[:2], engine._seq, *sent[3:])
+            arguments["seq"] = engine._seq
+            packed = msgspec.msgpack.encode(arguments)
+            pipeline.evalsha(EXCHANGE.sha, 1, engine._link.prefix, packed, *sent[1:])
         before = self._used()
         replies = pipeline.execute()
         took = self._used()[0] - before[0]

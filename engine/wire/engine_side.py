@@ -177,32 +177,40 @@ class EngineSide:
                     produced[tenant] = produced.get(tenant, 0) + len(delta.token_ids) + searched
         logged = self._journal.due(batches)
         messages = token_messages.encode(self._routed(batches))
-        publishing = self._prefixes.update(prefixes)
+        publishes, added, removed = self._prefixes.update(prefixes)
         costs = prefixes or PrefixReport()
+        room_tokens, room_requests, claim_tokens = room
+        arguments = {
+            "engine": self._engine,
+            "session": self._session,
+            "seq": self._seq,
+            "epoch": self._epoch,
+            "lease_ms": self._lease_ms,
+            "room_tokens": room_tokens,
+            "room_requests": room_requests,
+            "claim_tokens": claim_tokens,
+            "yield_tokens": load.yield_tokens,
+            "late_share": self._late_share,
+            "finished": finished,
+            "produced": produced,
+            "segments": logged.segments,
+            "flushes_tail": logged.flushes_tail,
+            "keeps_tail": not logged.whole,
+            "publishes": publishes,
+            "token_us": costs.token_us,
+            "step_us": costs.step_us,
+            "backlog": costs.backlog,
+            "extras": len(logged.extras),
+        }
         sent = self.clock.ticks()
         try:
             reply = await self._link.run_script(
                 EXCHANGE,
-                self._engine,
-                self._session,
-                self._seq,
-                self._epoch,
-                self._lease_ms,
+                self._encode(arguments),
                 self._encode(load),
-                *room,
-                self._encode(finished),
-                self._encode(produced),
-                self._encode(logged.pieces),
                 logged.tokens,
-                int(logged.empties_tail),
-                repr(self._late_share),
-                *publishing,
-                repr(costs.token_us),
-                repr(costs.step_us),
-                costs.backlog,
-                load.yield_tokens,
-                int(not logged.whole),
-                len(logged.extras),
+                added,
+                removed,
                 *(word for extra in logged.extras for word in extra),
                 *(word for pair in messages for word in pair),
                 patience_s=math.inf,

@@ -35,6 +35,9 @@ SHARED = (
     "locality",
     "quotas",
     "responses",
+    "exchange_log",
+    "exchange_claim",
+    "exchange_renew",
 )
 
 

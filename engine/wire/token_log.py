@@ -76,12 +76,12 @@ class LoggedOutput(msgspec.Struct, frozen=True):
 class Entries(msgspec.Struct, frozen=True):
     """What one exchange enters in the logs."""
 
-    pieces: list[str | int]  # request id, continuation, output position of the first token, how many tokens, ...
-    tokens: bytes  # the tokens of all pieces, TOKEN_BYTES each
+    segments: list[str | int]  # request id, choice, output position of the first token, how many tokens, ...
+    tokens: bytes  # the tokens of all segments, TOKEN_BYTES each
     extras: list[tuple[str, str, bytes]]  # (id, field of its log or "logprobs INDEX FIRST", value): mostly empty
-    whole: bool  # the pieces contain everything not yet entered, so nothing is left of the tail
-    outputs: list[_Output]  # the continuations of the pieces and extras
-    empties_tail: bool = False  # `whole`, and the tail has something
+    whole: bool  # the segments contain everything not yet entered, so nothing is left of the tail
+    outputs: list[_Output]  # the choices of the segments and extras
+    flushes_tail: bool = False  # `whole`, and the tail has something
 
 
 class _Output:
@@ -176,11 +176,11 @@ class Journal:
             for output in (self._outputs.values() if whole else self._due)
             if output.end > output.logged or len(output.fields) > output.fields_logged
         ]
-        pieces: list[str | int] = []
+        segments: list[str | int] = []
         tokens, extras = array("I"), list[tuple[str, str, bytes]]()
         for output in outputs:
             if output.end > output.logged:
-                pieces += (output.id, output.index, output.logged, output.end - output.logged)
+                segments += (output.id, output.index, output.logged, output.end - output.logged)
                 tokens += output.tokens[output.logged - output.base :]
             if probs := output.logprobs[output.logged - output.base :]:
                 framed = b"".join(struct.pack("<I", len(one)) + one for one in probs)
@@ -188,9 +188,9 @@ class Journal:
             extras += ((output.id, field, value) for field, value in output.fields[output.fields_logged :])
         if sys.byteorder == "big":
             tokens.byteswap()
-        empties_tail = whole and self._tail > 0
+        flushes_tail = whole and self._tail > 0
         self._tail = 0 if whole else self._tail + 1
-        return Entries(pieces, tokens.tobytes(), extras, whole, outputs, empties_tail)
+        return Entries(segments, tokens.tobytes(), extras, whole, outputs, flushes_tail)
 
     def entered(self, entries: Entries, tail_bytes: int) -> None:
         """Record that the exchange with these entries succeeded and has messages of `tail_bytes` bytes."""

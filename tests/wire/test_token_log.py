@@ -46,7 +46,7 @@ def test_what_goes_in_comes_out() -> None:
     batches = [("g", TokenBatch("e", deltas))]
     journal.add(batches, [])
     logged = journal.due(batches)
-    assert logged.pieces == ["a:b", 1, 0, 3]
+    assert logged.segments == ["a:b", 1, 0, 3]
     fields = {field: value for _, field, value in logged.extras}
     assert fields.keys() == {"head:1", "finish:1", "logprobs 1 0"}
     framed, values = fields["logprobs 1 0"], []

@@ -25,6 +25,9 @@ local shared = {
   "prefix_tokens", "prefix_digest", "each_part", "add_prefixes", "chooser", "sweep_prefixes",
   "bucket_debt", "precise", "shift_bucket", "refund_bucket", "bucket_debts", "prompts_of", "forget_request", "settle_quota",
   "forget_response", "keep_response",
+  "leaves_hole", "append_segments", "append_extras", "publish_messages", "charge_output",
+  "work_of", "claim_request", "runs_suspect", "waits_for_capacity", "isolates", "claim_share", "claim_by_preemption",
+  "repeated_reply", "publish_digests", "collect_orders", "offer_capacity",
 }
 
 read_globals = {"redis", "cmsgpack", "struct", "KEYS", "ARGV"}

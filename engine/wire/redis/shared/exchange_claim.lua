@@ -1,0 +1,137 @@
+-- Claims in an exchange: isolated suspects first, then a share of the lanes, then tenants below their share.
+--
+-- `x` is the exchange: its arguments by name (exchange.lua), the bytes `load`, and what the claims have come to:
+--   claimed   {id, prompt tokens held, 1 if it was passed over before} of each claimed request
+--   works     what the engine receives of each of them
+--   orders    orders for the engine
+--   blocked   prompt tokens of the request that comes next and does not fit; nil: there is none
+-- `x.room_tokens` and `x.claim_tokens` go down with each claim.
+
+-- Returns what the engine receives of a claimed request.  `from`: false if no engine has held it before, so its log is
+-- empty.
+local function work_of(payload, names, from, id, held, waited)
+  local outputs, log = {}, P .. 'log:' .. id
+  if from then
+    for i = 0, continuations(id) - 1 do
+      outputs[i + 1] = {call('GET', log .. ':' .. i), call('HGET', log, 'finish:' .. i)}
+    end
+  end
+  return {payload, names, outputs, held, waited}
+end
+
+-- Claims the request if its `size` prompt tokens fit; returns whether they do.  `lane`: nil for a suspect.  `request`:
+-- what choose has returned (locality.lua); nil without prefix locality.
+local function claim_request(x, lane, id, size, request)
+  if size > x.room_tokens then return false end
+  x.room_tokens = x.room_tokens - size
+  local payload, names, from, place, tenant, dropped, prefixes = unpack(call('HMGET', P .. 'req:' .. id,
+    'payload', 'listeners', 'from', 'place', 'tenant', 'dropped', 'prefixes'))
+  local held, waited = request and request.held or 0, request and request.waited and 1 or 0
+  if x.publishes ~= '' and prefixes then add_prefixes(x.engine, prefixes, held) end
+  if lane then leave_queue(lane, tenant, id, size, #payload) else call('ZREM', P .. 'suspects', id) end
+  count_share(x.late_share, lane, size)
+  hold(x.engine, id, place, tenant, size)
+  if dropped then  -- choices that were withdrawn before an earlier engine died
+    for index in string.gmatch(dropped, '%d+') do x.orders[#x.orders + 1] = id .. ' ' .. index end
+  end
+  held = held > 0 and prefix_tokens(held) or 0
+  x.claim_tokens = x.claim_tokens - (size - held)
+  x.claimed[#x.claimed + 1] = {id, held, waited}
+  x.works[#x.claimed] = work_of(payload, names, from, id, held, waited)
+  return true
+end
+
+-- Whether the suspect that the engine runs in isolation is still unproved.  One that has ended, or produced a token, is
+-- cleared.
+local function runs_suspect(x, suspect)
+  fold(x.engine)
+  local attempts, before = unpack(call('HMGET', P .. 'req:' .. suspect, 'attempts', 'said'))
+  if call('ZSCORE', P .. 'held:' .. x.engine, suspect) and attempts and logged_tokens(suspect) <= tonumber(before) then
+    return true
+  end
+  call('HDEL', P .. 'req:' .. suspect, 'attempts', 'said')
+  call('HDEL', P .. 'engine:' .. x.engine, 'trial')
+  return false
+end
+
+-- Whether this is the one engine that claims nothing until the first suspect, of `size` prompt tokens, fits.
+local function waits_for_capacity(x, size)
+  local report = cmsgpack.unpack(x.load)
+  if size >= report[LOAD_TOTAL_BLOCKS] * report[LOAD_BLOCK_SIZE] then return false end
+  local key = P .. 'making_room'
+  if (call('GET', key) or x.engine) ~= x.engine then return false end
+  call('SET', key, x.engine, 'PX', x.lease_ms)
+  return true
+end
+
+-- Runs a suspect in isolation: no request joins it, or takes the capacity that it needs.  Returns whether the engine
+-- claims nothing else now.  `suspect`: the one that it runs already, or nil.
+local function isolates(x, suspect)
+  if suspect and runs_suspect(x, suspect) then return true end
+  if x.room_requests == 0 then return false end
+  local first, size = first_suspect()
+  if not first then return false end
+  if not claim_request(x, nil, first, size) then return waits_for_capacity(x, size) end
+  call('DEL', P .. 'making_room')
+  call('HSET', P .. 'engine:' .. x.engine, 'trial', first)
+  return true
+end
+
+-- Claims this engine's share of what waits.  All engines share a burst, whichever asks first: each exchange claims a
+-- fair part of it, and the next exchange follows with the next step.  A request that does not fit ends the claim:
+-- smaller ones would keep it waiting.  So does one that exceeds `claim_tokens`: what this engine cannot compute yet
+-- stays in the lanes, in their order.
+--
+-- Engines that publish their prefixes choose among what fairness and lanes allow (locality.lua).
+-- Returns the ms after which the engine should ask again, 0 for no such time.
+local function claim_share(x, waiting, engines)
+  local most, left_out = math.min(x.room_requests, math.ceil(waiting / math.max(1, engines))), {}
+  local choose, note_claim, finish
+  if x.publishes ~= '' and engines > 1 and most > 0 and call('EXISTS', P .. 'prefixes') == 1 then
+    local me = {name = x.engine, token_us = x.token_us, step_us = x.step_us, backlog = x.backlog}
+    choose, note_claim, finish = chooser(me, now_ms())
+  end
+  while #x.claimed < most and x.claim_tokens > 0 do
+    local lane, id, size, tenant, due = next_request(x.late_share, left_out)
+    if not id then break end
+    if size > x.room_tokens then
+      x.blocked = size
+      break
+    end
+    if not choose then
+      claim_request(x, lane, id, size)
+    else
+      local request = choose(lane, tenant, {id = id, size = size, due = due}, x.room_tokens)
+      if not request then
+        leave_out(left_out, lane, tenant)
+      else
+        if not claim_request(x, lane, request.id, request.size, request) then
+          x.blocked = request.size
+          break
+        end
+        note_claim(lane, request)
+        note_turn(left_out, lane, tenant)
+      end
+    end
+  end
+  if not choose then return 0 end
+  local retry
+  retry, x.backlog = finish()
+  return retry
+end
+
+-- If no other engine has the capacity, claims for tenants below their share, as far as this engine would preempt
+-- requests of tenants over theirs (`yield_tokens`).
+local function claim_by_preemption(x)
+  local over = {}
+  for _, tenant in ipairs(cmsgpack.unpack(x.load)[LOAD_CROWD]) do
+    for _, lane in ipairs(LANES) do leave_out(over, lane, tenant) end
+  end
+  x.room_tokens = x.yield_tokens
+  local elsewhere = free_room(x.engine)
+  while x.room_tokens > 0 and x.claim_tokens > 0 do
+    local lane, id, size = 'on_time', head('on_time', over)
+    if not id then lane, id, size = 'late', head('late', over) end
+    if not id or size <= elsewhere or not claim_request(x, lane, id, size) then break end
+  end
+end

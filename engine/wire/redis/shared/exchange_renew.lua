@@ -1,0 +1,56 @@
+-- What an exchange renews: the lease, the published digests, and what the engine offers to claim.  `x`: as in
+-- exchange_claim.lua.
+
+-- The reply to an exchange that was done already and whose reply was lost: read again, claims nothing.
+local function repeated_reply(x, waiting, engines, vanished)
+  local retry, before
+  x.claimed, x.orders, retry, before = unpack(cmsgpack.unpack(call('HGET', P .. 'engine:' .. x.engine, 'reply')))
+  for _, one in ipairs(x.claimed) do
+    local payload, names, from = unpack(call('HMGET', P .. 'req:' .. one[1], 'payload', 'listeners', 'from'))
+    if payload then  -- else it was withdrawn: an abort follows
+      x.works[#x.works + 1] = work_of(payload, names, from, unpack(one))
+    end
+  end
+  vanished = math.max(vanished, before)
+  return {x.works, x.orders, waiting, engines, now_ms(), call('EXISTS', P .. 'watch'), retry, vanished}
+end
+
+local function publish_digests(x, added, removed)
+  local key = P .. 'prefixes:' .. x.engine
+  if x.publishes == 'afresh' then call('DEL', key) end
+  if removed ~= '' then each_part('SREM', key, removed) end
+  if added ~= '' then each_part('SADD', key, added) end
+end
+
+-- Give the engine the orders that wait for it.  Whom an order routes to a new listener gets the ends of its logs: the
+-- tokens of this exchange, perhaps the last ones, went to the earlier listeners.
+local function collect_orders(x)
+  local key, routed = P .. 'orders:' .. x.engine, {}
+  for _, text in ipairs(call('LRANGE', key, 0, -1)) do
+    x.orders[#x.orders + 1] = text
+    local id, names = string.match(text, '^(.*) >(.*)$')
+    if id then routed[id] = names end
+  end
+  call('DEL', key)
+  if next(routed) then fold(x.engine) end
+  for id, names in pairs(routed) do send_log_ends(id, names) end
+end
+
+-- Say what the engine would still claim, `left` prompt tokens, and wake others if it leaves requests waiting: see
+-- "Bells" in KEYS.md.  `known`: what its last exchange left, as text; nil: not known.  `closed`: it runs a suspect.
+local function offer_capacity(x, left, known, waiting, closed)
+  offer(x.engine, left, now_ms() + math.min(STALE_MS, x.lease_ms), known or '0')
+  local claims_more = left > 0 and x.claim_tokens > 0
+  if waiting > LEFT and (#x.claimed > 0 or x.blocked or known ~= '0' and not claims_more)
+     or closed and #x.claimed > 0 and call('EXISTS', P .. 'suspects') == 1 then ring(x.blocked or '1') end
+  if claims_more then
+    call('ZADD', P .. 'bells', left, x.engine)
+  elseif known ~= '0' then
+    call('ZREM', P .. 'bells', x.engine)
+  end
+  if x.publishes ~= '' and left > 0 then
+    call('HSET', P .. 'spare', x.engine, struct.pack('<ddddd', left, now_ms(), x.token_us, x.step_us, x.backlog))
+  elseif known ~= '0' then  -- with 0 it is not there
+    call('HDEL', P .. 'spare', x.engine)
+  end
+end
