@@ -179,27 +179,11 @@ class EngineSide:
         messages = token_messages.encode(self._routed(batches))
         publishes, added, removed = self._prefixes.update(prefixes)
         costs = prefixes or PrefixReport()
-        room_tokens, room_requests, claim_tokens = room
-        arguments = {
-            "engine": self._engine,
-            "session": self._session,
-            "seq": self._seq,
-            "epoch": self._epoch,
-            "lease_ms": self._lease_ms,
-            "room_tokens": room_tokens,
-            "room_requests": room_requests,
-            "claim_tokens": claim_tokens,
-            "yield_tokens": load.yield_tokens,
-            "late_share": self._late_share,
-            "finished": finished,
-            "produced": produced,
+        arguments = self._arguments(load, room, costs, finished=finished, produced=produced, publishes=publishes)
+        arguments |= {
             "segments": logged.segments,
             "flushes_tail": logged.flushes_tail,
             "keeps_tail": not logged.whole,
-            "publishes": publishes,
-            "token_us": costs.token_us,
-            "step_us": costs.step_us,
-            "backlog": costs.backlog,
             "extras": len(logged.extras),
         }
         sent = self.clock.ticks()
@@ -222,6 +206,27 @@ class EngineSide:
             self._prefixes.sent(vanished=bool(reply[7]))
             self.clock.sample(sent, reply[4])
         return reply
+
+    def _arguments(
+        self, load: EngineLoad, room: tuple[int, int, int], costs: PrefixReport, **more: Any
+    ) -> dict[str, Any]:
+        """Return the arguments of EXCHANGE by name, but those for the logs; exchange.lua says what they mean."""
+        room_tokens, room_requests, claim_tokens = room
+        return more | {
+            "engine": self._engine,
+            "session": self._session,
+            "seq": self._seq,
+            "epoch": self._epoch,
+            "lease_ms": self._lease_ms,
+            "room_tokens": room_tokens,
+            "room_requests": room_requests,
+            "claim_tokens": claim_tokens,
+            "yield_tokens": load.yield_tokens,
+            "late_share": self._late_share,
+            "token_us": costs.token_us,
+            "step_us": costs.step_us,
+            "backlog": costs.backlog,
+        }
 
     async def _rejoin(self, load: EngineLoad) -> list[str]:
         """Learn what this engine still holds and how much of it the logs have; return the ids it holds no more."""
