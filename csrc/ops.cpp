@@ -150,8 +150,8 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
       "rank_sum(Tensor(a!) part, Tensor(b!)? plus, Tensor? norm, float eps, Tensor(c!)? normed, Tensor(d!) inbox, "
       "int[] inboxes, Tensor(e!) calls, int rank, int ctas, int words_share, int blocks_share, bool words) -> ()");
 
-  // Mixtures of experts on a GPU, in bfloat16 or float16.  `experts` takes any number of tokens on Hopper, if hidden and inner
-  // are multiples of 64; else T * k is at most 512.
+  // Mixtures of experts: on a GPU in bfloat16 or float16, on a CPU in plain loops, which tests compare with.  On a GPU `experts`
+  // takes T * k up to 512, but any number on Hopper if hidden and inner are multiples of 64.
   //   logits     [T, E]
   //   chosen     [T, k] i32: the experts of the k largest logits, the largest first, of equal ones the first
   //   weights    [T, k] f32: their shares of the softmax of all; normalise: over the sum of the k; rounded: to logits' dtype

@@ -286,10 +286,11 @@ def linear(
     return out
 
 
-# A mixture of experts on a GPU, in bfloat16 or float16.
+# A mixture of experts: on a GPU in bfloat16 or float16; on a CPU in plain loops, which tests compare with.
 
 MOST_EXPERTS, MOST_CHOSEN = 512, 32  # of a layer, of a token
 MOST_PAIRS = 512  # of a token and one of its experts in a call of `experts` that `takes_all_pairs` does not cover
+MOST_TOKENS = 16_384  # of a call of the operator, which bounds its memory; more are computed part by part
 _HOPPER, _WHOLE_SLABS = 9, 64  # compute capability; hidden and inner size are multiples of it
 
 
@@ -297,7 +298,7 @@ def takes_all_pairs(hidden: int, inner: int, device: torch.device) -> bool:
     """Whether `experts` computes any number of tokens of such a layer; else T * k is at most MOST_PAIRS."""
     if hidden % _WHOLE_SLABS or inner % _WHOLE_SLABS or device.type != "cuda":
         return False
-    return torch.cuda.get_device_capability(device)[0] >= _HOPPER
+    return torch.cuda.get_device_capability(device)[0] == _HOPPER  # later GPUs have no wgmma
 
 
 def route(logits: torch.Tensor, top: int, *, normalise: bool, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -349,9 +350,11 @@ def experts(
     Reads each chosen expert once.  The number of pairs chooses the kernel; beyond that a token's result does not depend
     on the others."""
     name, alpha, limit = ("silu", 0.0, 0.0) if clamped is None else ("clamped", clamped.alpha, clamped.limit)
-    torch.ops.quire.experts.default(
-        x, chosen, weights, gate_up, gate_up_bias, down, down_bias, name, alpha, limit, plus
-    )
+    for first in range(0, len(x), MOST_TOKENS):
+        part = slice(first, first + MOST_TOKENS)
+        routed = x[part], chosen[part], weights[part]
+        biased = gate_up, gate_up_bias, down, down_bias
+        torch.ops.quire.experts.default(*routed, *biased, name, alpha, limit, plus[part])
     return plus
 
 

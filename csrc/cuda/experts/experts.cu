@@ -54,7 +54,8 @@ __global__ void combine_kernel(ExpertsArgs a) {
 
 ExpertsWay way_of(const ExpertsArgs& a) {
   if (!fits_experts_sm90(a)) return ExpertsWay::few;
-  return a.tokens * a.top <= kFewPairs ? ExpertsWay::few_sm90 : ExpertsWay::grouped;
+  const bool many = static_cast<int64_t>(a.tokens) * a.top > kFewPairs;
+  return many && fits_experts_grouped(a) ? ExpertsWay::grouped : ExpertsWay::few_sm90;
 }
 
 ExpertsMemory memory_of(const ExpertsArgs& a, ExpertsWay way) {

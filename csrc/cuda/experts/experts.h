@@ -48,7 +48,7 @@ struct ExpertsArgs {
   float alpha, limit;  // of `clamped`
 };
 
-// few, few_sm90: up to kMostPairs pairs, on any GPU since Ampere, and on Hopper; grouped: any number, on Hopper.
+// few, few_sm90: up to kMostPairs pairs, on any GPU since Ampere, and since Hopper; grouped: any number, on Hopper only.
 enum class ExpertsWay { few, few_sm90, grouped };
 ExpertsWay way_of(const ExpertsArgs& args);  // the fastest for these sizes on this GPU
 

@@ -1,9 +1,14 @@
 // The launches of `experts` for many pairs: sort.cu, then grouped.cuh twice.
 #include "cuda/experts/grouped.h"
 
+#include "cuda/common/launch.cuh"
 #include "cuda/experts/parts.cuh"
 
 namespace quire::cuda {
+
+bool fits_experts_grouped(const ExpertsArgs& a) {
+  return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 && fits_experts_sm90(a);
+}
 
 void experts_grouped(const ExpertsArgs& a, cudaStream_t stream) {
   using grouped::Gemm;

@@ -29,6 +29,7 @@ __device__ T activated(float gate, float up, const ExpertsArgs& a) {
 void experts_mma(const ExpertsArgs& args, cudaStream_t stream);  // any GPU since Ampere, any sizes
 bool fits_experts_sm90(const ExpertsArgs& args);                 // the GPU has TMA, and the sizes are multiples of 64
 void experts_sm90(const ExpertsArgs& args, cudaStream_t stream);
-void experts_grouped(const ExpertsArgs& args, cudaStream_t stream);  // where fits_experts_sm90; sums are of args.dtype
+bool fits_experts_grouped(const ExpertsArgs& args);  // the GPU has wgmma, which came and went with Hopper; sizes likewise
+void experts_grouped(const ExpertsArgs& args, cudaStream_t stream);  // sums are of args.dtype
 
 }  // namespace quire::cuda

@@ -5,12 +5,11 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <cmath>
 #include <optional>
 #include <string_view>
 
-#include "torch_api/checks.h"
 #include "torch_api/cuda/convert.h"
+#include "torch_api/experts.h"
 
 namespace quire::cuda::torch_api {
 namespace {
@@ -23,55 +22,32 @@ Dtype half_dtype_of(const char* who, const at::Tensor& t) {
 
 void route(const at::Tensor& logits, bool normalise, bool rounded, const at::Tensor& chosen,
            const at::Tensor& weights) {
-  Size tokens("tokens"), experts("experts"), top("experts of a token");
   const Dtype dtype = half_dtype_of("logits", logits);
-  expect_plain("logits", logits, {tokens, experts}, logits.scalar_type(), on_gpu(logits));
-  expect_plain("chosen", chosen, {tokens, top}, at::kInt, on_gpu(logits));
-  expect_plain("weights", weights, {tokens, top}, at::kFloat, on_gpu(logits));
-  TORCH_CHECK_VALUE(experts <= kMostExperts, "logits: ", int64_t{experts}, " experts, the most are ", kMostExperts);
-  TORCH_CHECK_VALUE(top <= 32 && top <= experts, "chosen: ", int64_t{top}, " experts of a token, the most are 32 and all");
+  const RouteSizes sizes = check_route(logits, chosen, weights, kMostExperts, on_gpu(logits));
   const c10::cuda::CUDAGuard guard(logits.device());
   cuda::route({.dtype = dtype,
                .logits = logits.const_data_ptr(),
                .chosen = chosen.data_ptr<int>(),
                .weights = weights.data_ptr<float>(),
-               .tokens = static_cast<int>(tokens),
-               .experts = static_cast<int>(experts),
-               .top = static_cast<int>(top),
+               .tokens = static_cast<int>(sizes.tokens),
+               .experts = static_cast<int>(sizes.experts),
+               .top = static_cast<int>(sizes.top),
                .normalise = normalise,
                .rounded = rounded},
               stream_of(logits));
-}
-
-Activation activation_of(std::string_view name, double alpha, double limit) {
-  if (name == "silu") return Activation::silu;
-  TORCH_CHECK_VALUE(name == "clamped", "activation: ", name, " is neither silu nor clamped");
-  TORCH_CHECK_VALUE(std::isfinite(alpha), "alpha: ", alpha, " is not finite");
-  TORCH_CHECK_VALUE(limit > 0, "limit: ", limit, " is not over 0");
-  return Activation::clamped;
 }
 
 void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& weights, const at::Tensor& gate_up,
              const std::optional<at::Tensor>& gate_up_bias, const at::Tensor& down,
              const std::optional<at::Tensor>& down_bias, std::string_view activation, double alpha, double limit,
              const at::Tensor& out) {
-  Size tokens("tokens"), top("experts of a token"), count("experts"), hidden("hidden size"), inner("inner size");
-  Size both("gate and up rows");
   const Dtype dtype = half_dtype_of("x", x);
-  const Place place = on_gpu(x);
-  expect_plain("x", x, {tokens, hidden}, x.scalar_type(), place);
-  expect_plain("chosen", chosen, {tokens, top}, at::kInt, place);
-  expect_plain("weights", weights, {tokens, top}, at::kFloat, place);
-  expect_plain("down", down, {count, hidden, inner}, x.scalar_type(), place, "x");
-  both.agree("down", 2 * inner);
-  expect_plain("gate_up", gate_up, {count, both, hidden}, x.scalar_type(), place, "x");
-  if (gate_up_bias) expect_plain("gate_up_bias", *gate_up_bias, {count, both}, x.scalar_type(), place, "x");
-  if (down_bias) expect_plain("down_bias", *down_bias, {count, hidden}, x.scalar_type(), place, "x");
-  expect_plain("out", out, {tokens, hidden}, x.scalar_type(), place, "x");
-  const Activation kind = activation_of(activation, alpha, limit);
-  TORCH_CHECK_VALUE(count <= kMostExperts, "down: ", int64_t{count}, " experts, the most are ", kMostExperts);
-  TORCH_CHECK_VALUE(hidden % 8 == 0 && inner % 8 == 0, "down: hidden size ", int64_t{hidden}, " and inner size ",
-                    int64_t{inner}, " are not multiples of 8");
+  const ExpertsSizes sizes = check_experts(x, chosen, weights, gate_up, gate_up_bias, down, down_bias, activation, alpha,
+                                           limit, out, on_gpu(x));
+  TORCH_CHECK_VALUE(sizes.count <= kMostExperts, "down: ", int64_t{sizes.count}, " experts, the most are ", kMostExperts);
+  TORCH_CHECK_VALUE(sizes.hidden % 8 == 0 && sizes.inner % 8 == 0, "down: hidden size ", int64_t{sizes.hidden},
+                    " and inner size ", int64_t{sizes.inner}, " are not multiples of 8");
+  TORCH_CHECK_VALUE(sizes.tokens <= kMostTokens, "x: ", int64_t{sizes.tokens}, " tokens, the most are ", kMostTokens);
   const c10::cuda::CUDAGuard guard(x.device());
   ExpertsArgs args{.dtype = dtype,
                    .x = x.const_data_ptr(),
@@ -82,20 +58,20 @@ void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& we
                    .down = down.const_data_ptr(),
                    .down_bias = down_bias ? down_bias->const_data_ptr() : nullptr,
                    .out = out.data_ptr(),
-                   .tokens = static_cast<int>(tokens),
-                   .top = static_cast<int>(top),
-                   .experts = static_cast<int>(count),
-                   .hidden = static_cast<int>(hidden),
-                   .inner = static_cast<int>(inner),
-                   .activation = kind,
+                   .tokens = static_cast<int>(sizes.tokens),
+                   .top = static_cast<int>(sizes.top),
+                   .experts = static_cast<int>(sizes.count),
+                   .hidden = static_cast<int>(sizes.hidden),
+                   .inner = static_cast<int>(sizes.inner),
+                   .activation = sizes.clamped ? Activation::clamped : Activation::silu,
                    .alpha = static_cast<float>(alpha),
                    .limit = static_cast<float>(limit)};
   const ExpertsWay way = way_of(args);
   const bool few = way != ExpertsWay::grouped;
-  TORCH_CHECK_VALUE(!few || tokens * top <= kMostPairs, "chosen: ", tokens * top,
+  const int64_t pairs = sizes.tokens * sizes.top;
+  TORCH_CHECK_VALUE(!few || pairs <= kMostPairs, "chosen: ", pairs,
                     " experts of all tokens, the most are ", kMostPairs,
                     " unless the GPU is a Hopper and hidden and inner size are multiples of 64");
-  TORCH_CHECK_VALUE(tokens <= kMostTokens, "x: ", int64_t{tokens}, " tokens, the most are ", kMostTokens);
   const ExpertsMemory memory = memory_of(args, way);
   const auto scratch = [&](int64_t bytes) { return at::empty({bytes}, x.options().dtype(at::kByte)); };
   const at::Tensor between = scratch(memory.between), sums = scratch(memory.sums), order = scratch(memory.order);

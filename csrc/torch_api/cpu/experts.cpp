@@ -1,0 +1,74 @@
+// Binds a mixture of experts on a CPU.
+
+#include "cpu/experts.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <limits>
+#include <optional>
+#include <string_view>
+
+#include "torch_api/cpu/convert.h"
+#include "torch_api/experts.h"
+
+namespace quire::cpu::torch_api {
+namespace {
+
+void route(const at::Tensor& logits, bool normalise, bool rounded, const at::Tensor& chosen,
+           const at::Tensor& weights) {
+  const RouteSizes sizes = check_route(logits, chosen, weights, std::numeric_limits<int32_t>::max(), on_cpu());
+  by_dtype("logits", logits, [&](auto type) {
+    using T = decltype(type);
+    cpu::route<T>({.logits = static_cast<const T*>(logits.const_data_ptr()),
+                   .chosen = chosen.data_ptr<int32_t>(),
+                   .weights = weights.data_ptr<float>(),
+                   .tokens = sizes.tokens,
+                   .experts = sizes.experts,
+                   .top = sizes.top,
+                   .normalise = normalise,
+                   .rounded = rounded,
+                   .threads = threads()});
+  });
+}
+
+void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& weights, const at::Tensor& gate_up,
+             const std::optional<at::Tensor>& gate_up_bias, const at::Tensor& down,
+             const std::optional<at::Tensor>& down_bias, std::string_view activation, double alpha, double limit,
+             const at::Tensor& out) {
+  const ExpertsSizes sizes = check_experts(x, chosen, weights, gate_up, gate_up_bias, down, down_bias, activation, alpha,
+                                           limit, out, on_cpu());
+  expect_below("chosen", chosen.const_data_ptr<int32_t>(), sizes.tokens * sizes.top, 0, sizes.count);
+  const at::Tensor between = at::empty({sizes.tokens, sizes.inner}, x.options());
+  const at::Tensor totals = at::empty({sizes.tokens, sizes.hidden}, x.options().dtype(at::kFloat));
+  by_dtype("x", x, [&](auto type) {
+    using T = decltype(type);
+    const auto values = [](const at::Tensor& t) { return static_cast<const T*>(t.const_data_ptr()); };
+    cpu::experts<T>({.x = values(x),
+                     .chosen = chosen.const_data_ptr<int32_t>(),
+                     .weights = weights.const_data_ptr<float>(),
+                     .gate_up = values(gate_up),
+                     .gate_up_bias = gate_up_bias ? values(*gate_up_bias) : nullptr,
+                     .down = values(down),
+                     .down_bias = down_bias ? values(*down_bias) : nullptr,
+                     .between = static_cast<T*>(between.data_ptr()),
+                     .totals = totals.data_ptr<float>(),
+                     .out = static_cast<T*>(out.data_ptr()),
+                     .tokens = sizes.tokens,
+                     .top = sizes.top,
+                     .hidden = sizes.hidden,
+                     .inner = sizes.inner,
+                     .clamped = sizes.clamped,
+                     .alpha = static_cast<float>(alpha),
+                     .limit = static_cast<float>(limit),
+                     .threads = threads()});
+  });
+}
+
+TORCH_LIBRARY_IMPL(quire, CPU, m) {
+  m.impl("route", route);
+  m.impl("experts", experts);
+}
+
+}  // namespace
+}  // namespace quire::cpu::torch_api

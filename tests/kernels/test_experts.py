@@ -1,0 +1,87 @@
+"""A mixture of experts on a CPU: the plain loops that say what the GPU's kernels compute."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.executor import ops
+from tests.kernels.test_cuda_experts import CLAMPED, exact
+from tests.kernels.test_cuda_linear import error
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def randn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    return (scale * torch.randn(*shape)).to(dtype)
+
+
+def layer(count: int, hidden: int, inner: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up = randn(count, 2 * inner, hidden, dtype=dtype, scale=1 / math.sqrt(hidden))
+    return gate_up, randn(count, hidden, inner, dtype=dtype, scale=1 / math.sqrt(inner))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("normalise", "rounded"), [(False, False), (True, False), (True, True)])
+def test_routes(dtype: torch.dtype, normalise: bool, rounded: bool) -> None:
+    """The largest logits, of equal ones the first; their shares of all."""
+    logits = randn(50, 40, dtype=dtype, scale=3).round()  # many are equal
+    order = torch.argsort(logits.double(), dim=-1, descending=True, stable=True)[:, :6]
+    want = logits.double().softmax(-1).gather(1, order)
+    want = want / want.sum(-1, keepdim=True) if normalise else want
+    chosen, weights = ops.route(logits, 6, normalise=normalise, rounded=rounded)
+    assert torch.equal(chosen.long(), order)
+    torch.testing.assert_close(weights.double(), want, rtol=torch.finfo(dtype).eps if rounded else 1e-5, atol=1e-7)
+    assert not rounded or torch.equal(weights.to(dtype).float(), weights)
+
+
+def test_values_that_are_not_finite_route_to_experts_that_exist() -> None:
+    logits = randn(4, 40, dtype=torch.bfloat16)
+    logits[0, 3], logits[1], logits[2, 5], logits[3] = math.nan, math.nan, math.inf, -math.inf
+    chosen, weights = ops.route(logits, 8, normalise=True, rounded=True)
+    assert all(len(set(row)) == 8 and max(row) < 40 for row in chosen.tolist())
+    assert weights.isnan().any(1).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("clamped", [None, CLAMPED])
+@pytest.mark.parametrize("biased", [{"gate_up_bias"}, {"down_bias"}, set()])
+def test_experts(dtype: torch.dtype, clamped: ops.Clamped | None, biased: set[str]) -> None:
+    """Sizes that leave a rest of a vector; experts without tokens; inputs that either clamp acts on."""
+    x, plus = randn(9, 44, dtype=dtype, scale=3), randn(9, 44, dtype=dtype)
+    weights = layer(7, 44, 21, dtype)
+    sizes = {"gate_up_bias": 42, "down_bias": 44}
+    biases: dict[str, Any] = {name: randn(7, sizes[name], dtype=dtype) for name in biased}
+    chosen, shares = ops.route(randn(9, 7, dtype=dtype), 3, normalise=True, rounded=False)
+    before = plus.clone()
+    assert ops.experts(x, chosen, shares, *weights, plus, **biases, clamped=clamped) is plus
+    want = before.double() + exact(x, chosen, shares, *weights, **biases, clamped=clamped)
+    assert error(plus, want) < 2 * torch.finfo(dtype).eps
+
+
+def test_more_tokens_than_a_call_takes_are_computed_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weights = randn(50, 24, dtype=torch.bfloat16), layer(6, 24, 16, torch.bfloat16)
+    chosen, shares = ops.route(randn(50, 6, dtype=torch.bfloat16), 2, normalise=True, rounded=True)
+    together = ops.experts(x, chosen, shares, *weights, torch.ones_like(x))
+    monkeypatch.setattr(ops, "MOST_TOKENS", 7)
+    assert torch.equal(ops.experts(x, chosen, shares, *weights, torch.ones_like(x)), together)
+    none = x[:0]
+    assert ops.experts(none, chosen[:0], shares[:0], *weights, none) is none
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, (gate_up, down) = randn(3, 8, dtype=torch.float32), layer(4, 8, 6, torch.float32)
+    chosen, shares = ops.route(randn(3, 4, dtype=torch.float32), 2, normalise=True, rounded=False)
+    with pytest.raises(IndexError, match=r"chosen\[1\] is 4, not in \[0, 4\)"):
+        ops.experts(x, torch.tensor([[0, 4]] * 3, dtype=torch.int32), shares, gate_up, down, x)
+    with pytest.raises(ValueError, match="5 experts of a token, the most are 32 and all"):
+        ops.route(randn(1, 4, dtype=torch.float32), 5, normalise=True, rounded=True)
+    with pytest.raises(ValueError, match="gate_up: gate and up rows is 10, down has 12"):
+        ops.experts(x, chosen, shares, gate_up[:, :10].contiguous(), down, x)
+    with pytest.raises(ValueError, match="weights: dtype is Double"):
+        ops.experts(x, chosen, shares.double(), gate_up, down, x)
+    with pytest.raises(ValueError, match="limit: 0 is not over 0"):
+        ops.experts(x, chosen, shares, gate_up, down, x, clamped=ops.Clamped(1.0, 0.0))
