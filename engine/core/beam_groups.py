@@ -26,7 +26,7 @@ than before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import takewhile
 
 from quire.engine.core.batch import Batch
@@ -34,69 +34,199 @@ from quire.engine.core.beams import BeamSearch, Child, Row
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.limits import Limits
 from quire.engine.core.sequence import Sequence, State
-from quire.engine.wire.messages import LENGTH_PENALTIES, Generate, Sampling
+from quire.engine.core.sequence_group import Candidates, Choice, Moves, Outputs
+from quire.engine.wire.messages import LENGTH_PENALTIES, Finish, FinishReason, Generate, Sampling, TokenLogprob
 
 SHARING_EVERY = 8  # tokens of output between two counts of a group's blocks, which take a microsecond for 30 entries
 
 
 class BeamGroup:
-    """The beams of one request."""
+    """The beams of one request: a stepped group (sequence_group.py)."""
 
-    def __init__(self, request: Generate, members: list[Sequence], search: BeamSearch, answered: set[int]) -> None:
-        self.request = request
-        self.members = members
+    swappable = False
+
+    def __init__(
+        self, beams: list[Sequence], search: BeamSearch, answered: set[int], pool: BlockPool, batch: Batch
+    ) -> None:
+        self.request = beams[0].request
+        self.beams = beams
         self.search = search
-        self.unsent = set(range(request.n)) - answered  # answers that the client waits for
-        self.withdrawn: set[int] = set()  # of these, answers that it has cancelled
-        self.order = list(members)  # as in `search.running`
+        self._pool, self._batch = pool, batch
+        self._unsent = set(range(self.request.n)) - answered  # answers that the client waits for
+        self._withdrawn: set[int] = set()  # of these, answers that it has cancelled
+        self._order = list(beams)  # as in `search.running`
         self._computed = 0  # beams' tokens that no Finish has reported
-        self._entries = self._blocks = 0  # of all tables, and blocks among them: see `count_blocks`
-        self.rows: dict[int, Row] = {}  # candidates of this step that have arrived, by the index of the sequence
+        self._entries = self._blocks = 0  # of all tables, and blocks among them: see `_count_blocks`
+        self._rows: dict[int, Row] = {}  # candidates of this step that have arrived, by the index of the sequence
         # Sequences whose tables the executor does not know, with the tables that it does; None: the slot has none.
-        self.moved: dict[int, list[int] | None] = {}
+        self._moved: dict[int, list[int] | None] = {}
 
     @property
     def leader(self) -> Sequence:
-        return self.members[0]
+        return self.beams[0]
 
-    @property
-    def in_step(self) -> bool:
-        """Whether every beam is to compute the token that was chosen last, and nothing more."""
-        return self.search.started and all(
-            seq.state is State.PREFILLING and seq.known == seq.computed + 1 for seq in self.members
-        )
+    def members(self, seq: Sequence) -> list[Sequence]:
+        return self.beams
 
-    @property
-    def complete(self) -> bool:
-        """Whether all candidates of this step have arrived."""
-        return len(self.rows) == (len(self.members) if self.search.started else 1)
+    def leads(self, seq: Sequence) -> bool:
+        return seq.index == 0
 
-    def withdraw(self, index: int) -> bool:
-        """Cancel one answer: it is not sent when the search is done.  Returns whether none is left to be found."""
-        self.withdrawn.add(index)
-        return self.unsent <= self.withdrawn
+    def candidate_count(self, seq: Sequence) -> int:
+        return self.search.row_size
 
-    def advance(self) -> list[Child]:
-        """Let the search choose the next beams.  Empty: it is done."""
-        asked = self.order if self.search.started else [self.leader]
-        rows, self.rows = [self.rows[seq.index] for seq in asked], {}
-        self._computed += self.search.width
-        return self.search.advance(rows)
+    # ------------------------------------------------------------------------------------------------------- endings
+
+    def awaits(self, seq: Sequence) -> bool:
+        return seq.index in self._unsent
 
     def take_computed(self) -> int:
         """Return the tokens computed in all beams since the last call.  Their tenant is charged once."""
         computed, self._computed = self._computed, 0
         return computed
 
-    def count_blocks(self) -> None:
+    def withdraw(self, index: int, unfinished: list[Sequence]) -> list[Sequence]:
+        """Cancel one answer: it is not sent when the search is done.  All beams end if none is left to be found."""
+        self._withdrawn.add(index)
+        return unfinished if self._unsent <= self._withdrawn else []
+
+    def successor(self, seq: Sequence) -> Sequence | None:
+        """The beams end together."""
+        return None
+
+    # --------------------------------------------------------------------------------------------------------- plans
+
+    @property
+    def in_step(self) -> bool:
+        return self.search.started and all(
+            seq.state is State.PREFILLING and seq.known == seq.computed + 1 for seq in self.beams
+        )
+
+    def blocks_to_step(self) -> int:
+        at, size = self.leader.computed, self._pool.block_size
+        if at % size == 0:
+            return len(self.beams)
+        last = Counter(seq.table[at // size] for seq in self.beams)
+        return sum(count - 1 for count in last.values())
+
+    def take_moves(self, seq: Sequence) -> Moves:
+        if seq.index not in self._moved:
+            return False, []
+        before = self._moved.pop(seq.index)
+        if before is None:
+            return True, []
+        return False, [(i, block) for i, block in enumerate(seq.table) if i >= len(before) or before[i] != block]
+
+    def join(self, leader: Sequence) -> Iterator[Sequence]:
+        """Let the other beams follow when a group starts again.
+
+        Each shares the full blocks that it has in common with a beam before it.  Nothing for a group that has no tokens
+        yet: its beams fork when the search begins."""
+        if not self.search.started:
+            return
+        size = self._pool.block_size
+        for seq in self.beams[1:]:
+            shared, parent = max(
+                ((common_blocks(seq, other, other.computed, size), other) for other in self.beams[: seq.index]),
+                key=lambda candidate: candidate[0],
+            )
+            seq.table, seq.computed = parent.table[:shared], shared * size
+            self._pool.acquire(seq.table)
+            seq.digests = parent.digests[:shared]
+            self._join_batch(seq)
+            yield seq
+
+    def disband(self, seq: Sequence) -> list[Sequence]:
+        size = self._pool.block_size
+        self._rows, self._moved = {}, {}
+        for at, member in enumerate(self.beams):
+            shared = max((common_blocks(member, other, other.known, size) for other in self.beams[:at]), default=0)
+            # Blocks that it will take behind those which it shares with a beam before it.
+            member.fork_blocks = -(-(member.known + 1) // size) - shared if self.search.started else 1
+        return self.beams
+
+    def gather(self, members: list[Sequence]) -> None:
+        members[0].siblings = members[1:]
+
+    # ------------------------------------------------------------------------------------------------------- results
+
+    @property
+    def done(self) -> bool:
+        return self.search.done
+
+    def take(self, seq: Sequence, candidates: Candidates) -> bool:
+        self._rows[seq.index] = candidates
+        return len(self._rows) == (len(self.beams) if self.search.started else 1)
+
+    def advance(self) -> int:
+        """Let the search choose the next beams, and give every member the table and the tokens of its new one."""
+        parents = self._order if self.search.started else [self.leader]
+        rows, self._rows = [self._rows[seq.index] for seq in parents], {}
+        self._computed += self.search.width
+        if children := self.search.advance(rows):
+            self._refork(children)
+        return self.search.width
+
+    def finished(self) -> list[Choice]:
+        """Return the best answers, and the cancelled ones."""
+        answers = {index: self.search.answers[index] for index in sorted(self._unsent - self._withdrawn)}
+        paths = {index: answer.path.unroll() for index, answer in answers.items()}
+        searched = self.take_computed() - sum(len(tokens) for tokens, _ in paths.values())
+        choices = []
+        for index, answer in answers.items():
+            tokens, logprobs = paths[index]
+            reason: FinishReason = "stop" if answer.stopped else "length"
+            finish = Finish(reason, tokens[-1] if answer.stopped else -1, "", answer.score, searched, self._shared)
+            searched = 0
+            scored = [TokenLogprob(logprob) for logprob in logprobs] if self.request.sampling.logprobs >= 0 else None
+            choices.append(Choice(self.beams[index], finish, tokens, scored, self.leader.cached_tokens))
+        self._unsent -= answers.keys()
+        return choices + [Choice(self.beams[index], Finish("cancelled"), []) for index in sorted(self._unsent)]
+
+    def _refork(self, children: list[Child]) -> None:
+        """Give every member the table and the tokens of its new beam.  The first child of a beam stays in its slot."""
+        self._count_blocks()
+        parents = self._order
+        stays: dict[int, Sequence] = {}  # child -> the member that it stays in
+        taken: set[int] = set()  # of members that have a child, their indices
+        for at, (parent, _) in enumerate(children):
+            if (seq := parents[parent]).index not in taken:
+                taken.add(seq.index)
+                stays[at] = seq
+        free = [seq for seq in self.beams if seq.index not in taken]
+        for at, (parent, token) in enumerate(children):
+            if at in stays:
+                continue
+            seq, source = free.pop(0), parents[parent]
+            self._pool.acquire(source.table)
+            self._pool.release(seq.table)
+            if seq.state is State.WAITING:  # it has no place in the batch before the first tokens
+                self._join_batch(seq)
+            else:
+                self._moved.setdefault(seq.index, seq.table)
+            seq.table, seq.digests = list(source.table), list(source.digests)
+            seq.tokens, seq.computed = [*source.tokens, token], source.computed
+            stays[at] = seq
+        for seq, (parent, token) in ((stays[at], child) for at, child in enumerate(children)):
+            if seq is parents[parent]:
+                seq.tokens.append(token)
+        self._order = [stays[at] for at in range(len(children))]
+
+    def _join_batch(self, seq: Sequence) -> None:
+        """Let a beam compute tokens of its own in the slot that it has; the executor knows no table of it."""
+        self.leader.siblings.remove(seq)
+        seq.started_before = True
+        self._batch.join(seq)
+        self._moved[seq.index] = None
+
+    def _count_blocks(self) -> None:
         """Count what the beams share after a step, every SHARING_EVERY tokens.  O(entries of their tables)."""
         output = self.leader.known - self.leader.prompt_len
         if output % SHARING_EVERY == 2:  # with one token only the prompt is stored
-            self._entries += sum(len(seq.table) for seq in self.members)
-            self._blocks += len({block for seq in self.members for block in seq.table})
+            self._entries += sum(len(seq.table) for seq in self.beams)
+            self._blocks += len({block for seq in self.beams for block in seq.table})
 
     @property
-    def shared(self) -> float:
+    def _shared(self) -> float:
         """1 - blocks / entries of the beams' tables, over the search so far; 0.0 before its second token.
 
         Source: as `occupancy.shared_fraction`.  A block counts once, whatever other requests share it."""
@@ -104,21 +234,22 @@ class BeamGroup:
 
 
 class BeamGroups:
-    """Every open request with beams.  The scheduler and its parts ask it about any sequence."""
+    """The kind of group that requests with beams have."""
 
     def __init__(self, pool: BlockPool, batch: Batch, limits: Limits) -> None:
         self._pool, self._batch, self._limits = pool, batch, limits
-        self._groups: dict[str, BeamGroup] = {}  # by request
 
-    # ------------------------------------------------------------------------------------------- requests come and go
+    def takes(self, request: Generate) -> bool:
+        return request.beams is not None
+
+    def outputs(self, request: Generate, outputs: Outputs) -> Outputs:
+        """Begin again if an answer is open: answers are sent whole."""
+        assert request.beams is not None
+        return [[]] * max(request.n, request.beams.width) if outputs.count(None) < request.n else []
 
     def refusal(self, request: Generate, limit: int) -> str:
-        """Return why this engine can never search the answers of a request, naming limit and value; '' when it can.
-
-        `limit`: most tokens of a sequence."""
         beams, limits, size = request.beams, self._limits, self._pool.block_size
-        if beams is None:
-            return ""
+        assert beams is not None
         if not limits.beams or limits.allocation != "paged":
             return "the answers are to be found by beam search, and this engine has none"
         if not request.n <= beams.width <= limits.max_seqs:
@@ -136,169 +267,17 @@ class BeamGroups:
             )
         return ""
 
-    def open(self, request: Generate, members: list[Sequence], answered: set[int]) -> None:
-        """Register the sequences of a new request with beams; the answers in `answered` have been sent before."""
-        if request.beams is None:
-            return
-        leader, limits = members[0], self._limits
+    def open(self, request: Generate, members: list[Sequence], answered: set[int]) -> BeamGroup:
+        assert request.beams is not None
+        leader = members[0]
         search = BeamSearch(
             request.beams,
             leader.stops,
             leader.limit - leader.prompt_len,
             min_tokens=request.sampling.min_tokens,
-            vocab_size=limits.vocab_size,
+            vocab_size=self._limits.vocab_size,
         )
-        self._groups[request.id] = BeamGroup(request, members, search, answered)
-
-    def close(self, request_id: str) -> None:
-        """Forget a request; harmless where it has no beams."""
-        self._groups.pop(request_id, None)
-
-    def find(self, request_id: str) -> BeamGroup | None:
-        """Return the group of a request; None where it has no beams."""
-        return self._groups.get(request_id)
-
-    # ---------------------------------------------------------------------------------------------- of any sequence
-
-    def members(self, seq: Sequence) -> list[Sequence]:
-        """Return all beams of its group, the leader first; of a sequence without beams itself."""
-        return group.members if (group := self._groups.get(seq.request.id)) else [seq]
-
-    def leads(self, seq: Sequence) -> bool:
-        """Whether the sequence stands for its group; one without beams stands for itself."""
-        return seq.request.beams is None or seq.index == 0
-
-    def awaited(self, seq: Sequence) -> bool:
-        """Whether the client waits for an answer of this index."""
-        group = self._groups.get(seq.request.id)
-        return group is None or seq.index in group.unsent
-
-    def take_computed(self, seq: Sequence) -> int:
-        """Return the tokens that the beams of its group computed and no Finish has reported; 0: it has no group."""
-        return group.take_computed() if (group := self._groups.get(seq.request.id)) else 0
-
-    def candidates(self, seq: Sequence) -> int:
-        """Likeliest tokens to ask for with the last known token of a sequence; 0: it has no beams."""
-        return group.search.row_size if (group := self._groups.get(seq.request.id)) else 0
-
-    # ------------------------------------------------------------------------------------------------------- a plan
-
-    def in_step(self) -> list[BeamGroup]:
-        """Return the groups whose beams all compute one token now, by rank."""
-        found = [group for group in self._groups.values() if group.in_step]
-        return sorted(found, key=lambda group: group.leader.rank)
-
-    def blocks_to_step(self, group: BeamGroup) -> int:
-        """Blocks that the group takes to compute one token in each beam: new ones and private copies."""
-        at, size = group.leader.computed, self._pool.block_size
-        if at % size == 0:
-            return len(group.members)
-        last = Counter(seq.table[at // size] for seq in group.members)
-        return sum(count - 1 for count in last.values())
-
-    def take_moves(self, seq: Sequence) -> tuple[bool, list[tuple[int, int]]]:
-        """Return (the executor knows no table of its slot, entries (index, block) that differ from what it knows).
-
-        Each move is returned once."""
-        group = self._groups.get(seq.request.id)
-        if group is None or seq.index not in group.moved:
-            return False, []
-        before = group.moved.pop(seq.index)
-        if before is None:
-            return True, []
-        return False, [(i, block) for i, block in enumerate(seq.table) if i >= len(before) or before[i] != block]
-
-    def join(self, leader: Sequence) -> Iterator[Sequence]:
-        """All known tokens of the leader are planned: let the other beams of a group that starts again follow.
-
-        Each shares the full blocks that it has in common with a beam before it.  Yields it before the next one looks
-        for what it shares.  Nothing for a group that has no tokens yet: its beams fork when the search begins."""
-        group = self._groups[leader.request.id]
-        if not group.search.started:
-            return
-        size = self._pool.block_size
-        for seq in group.members[1:]:
-            shared, parent = max(
-                ((common_blocks(seq, other, other.computed, size), other) for other in group.members[: seq.index]),
-                key=lambda found: found[0],
-            )
-            seq.table, seq.computed = parent.table[:shared], shared * size
-            self._pool.acquire(seq.table)
-            seq.digests = parent.digests[:shared]
-            self._join(leader, seq)
-            group.moved[seq.index] = None
-            yield seq
-
-    def _join(self, leader: Sequence, seq: Sequence) -> None:
-        leader.siblings.remove(seq)
-        seq.started_before = True
-        self._batch.join(seq)
-
-    def disband(self, seq: Sequence) -> list[Sequence]:
-        """The group leaves the batch: its leader will wait for all of it.  Returns the members, whose slots and blocks
-        the caller takes; of a sequence without beams itself."""
-        group = self._groups.get(seq.request.id)
-        if group is None:
-            return [seq]
-        size = self._pool.block_size
-        group.rows, group.moved = {}, {}
-        for at, member in enumerate(group.members):
-            shared = max((common_blocks(member, other, other.known, size) for other in group.members[:at]), default=0)
-            # Blocks that it will take behind those which it shares with a beam before it.
-            member.fork_blocks = -(-(member.known + 1) // size) - shared if group.search.started else 1
-        return group.members
-
-    def gather(self, members: list[Sequence]) -> None:
-        """Let the leader of a group that has left the batch bring the others along when it starts again."""
-        if members[0].request.beams is not None:
-            members[0].siblings = members[1:]
-
-    # ----------------------------------------------------------------------------------------------------- a result
-
-    def take_rows(self, candidates: Mapping[int, Row]) -> list[BeamGroup]:
-        """Take a step's candidates, by slot.  Returns the groups that have all of theirs now.
-
-        Those of a beam that was preempted meanwhile are dropped: it computes its last token again."""
-        occupants, complete = self._batch.slots.occupants, []
-        for slot, row in candidates.items():
-            seq = occupants[slot]
-            if seq is None or seq.slot != slot or (group := self._groups.get(seq.request.id)) is None:
-                continue
-            group.rows[seq.index] = row
-            if group.complete:
-                complete.append(group)
-        return complete
-
-    def refork(self, group: BeamGroup, children: Iterable[Child]) -> None:
-        """Give every member the table and the tokens of its new beam.  The first child of a beam stays in its slot."""
-        group.count_blocks()
-        parents, leader = group.order, group.leader
-        children = list(children)
-        stays: dict[int, Sequence] = {}  # child -> the member that it stays in
-        taken: set[int] = set()  # of members that have a child, their indices
-        for at, (parent, _) in enumerate(children):
-            if (seq := parents[parent]).index not in taken:
-                taken.add(seq.index)
-                stays[at] = seq
-        free = [seq for seq in group.members if seq.index not in taken]
-        for at, (parent, token) in enumerate(children):
-            if at in stays:
-                continue
-            seq, source = free.pop(0), parents[parent]
-            self._pool.acquire(source.table)
-            self._pool.release(seq.table)
-            if seq.state is State.WAITING:  # it has no place in the batch before the first tokens
-                self._join(leader, seq)
-                group.moved[seq.index] = None
-            else:
-                group.moved.setdefault(seq.index, seq.table)
-            seq.table, seq.digests = list(source.table), list(source.digests)
-            seq.tokens, seq.computed = [*source.tokens, token], source.computed
-            stays[at] = seq
-        for seq, (parent, token) in ((stays[at], child) for at, child in enumerate(children)):
-            if seq is parents[parent]:
-                seq.tokens.append(token)
-        group.order = [stays[at] for at in range(len(children))]
+        return BeamGroup(members, search, answered, self._pool, self._batch)
 
 
 def common_blocks(seq: Sequence, other: Sequence, computed: int, size: int) -> int:

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 from quire.engine.core.limits import Limits
 from quire.engine.core.sequence import Sequence, State
+from quire.engine.core.sequence_group import Outputs
 from quire.engine.wire.messages import Generate, Sampling
-
-Outputs = list[list[int] | None]  # of each continuation, what an earlier engine has emitted; None: it has finished
 
 
 class OpenRequests:
@@ -29,17 +28,14 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def continuations(self, request: Generate, outputs: Outputs | None, limits: Limits, room: int) -> list[Sequence]:
-        """Build the unfinished continuations of a new request; `room`: most tokens that a sequence can have."""
+    def sequences(self, request: Generate, outputs: Outputs, limits: Limits, room: int) -> list[Sequence]:
+        """Build the unfinished sequences of a new request.  `room`: maximum tokens of a sequence."""
         stops = frozenset(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:
             stops |= limits.eos_ids
         prompt = request.token_ids
         limit = min(len(prompt) + request.max_new_tokens, room)
         self._arrivals += 1
-        outputs = outputs or [[]] * request.n
-        if request.beams is not None:  # answers are sent whole: one that is open begins again
-            outputs = [[]] * max(request.n, request.beams.width) if outputs.count(None) < request.n else []
         return [
             Sequence(
                 request,

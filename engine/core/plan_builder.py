@@ -2,7 +2,7 @@
 
 begin             empty edits
 attend_decoding   sequences due in the calendar: a block, a private copy of a shared one, a pause, or the end
-advance_beams     groups of beams whose tokens have been chosen compute them
+advance_groups    stepped groups compute the tokens that have been chosen for their members
 jump              sequences with tokens that a grammar forced compute them at once
 start_favoured    a tenant below its share starts first; others give up blocks for it
 continue_prompts  started prompts advance by a chunk
@@ -14,9 +14,9 @@ finish            the StepPlan
 from __future__ import annotations
 
 from quire.engine.core.batch import Batch, IssuedPlan
-from quire.engine.core.beam_groups import BeamGroups
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.forced import FEWEST, ForcedTokens
+from quire.engine.core.groups import Groups
 from quire.engine.core.isolation import Isolation
 from quire.engine.core.limits import Limits
 from quire.engine.core.plan import Fork, Sampler, Slice, Start, StepPlan
@@ -49,14 +49,14 @@ class PlanBuilder:
         fairness: Fairness,
         preemption: Preemption,
         swapping: Swapping,
-        beams: BeamGroups,
+        groups: Groups,
         forced: ForcedTokens,
         jump_costs: JumpCosts,
     ) -> None:
         self._pool, self._batch, self._waiting, self._report = pool, batch, waiting, report
         self._edits, self._allocation, self._admission = edits, allocation, admission
         self._isolation, self._fairness = isolation, fairness
-        self._preemption, self._swapping, self._beams = preemption, swapping, beams
+        self._preemption, self._swapping, self._groups = preemption, swapping, groups
         self._forced, self._jump_costs = forced, jump_costs
         self._step = 0  # of the plan in the making
         self._chunk_tokens = 0
@@ -80,18 +80,19 @@ class PlanBuilder:
                 self._attend(seq)
         self._decoding = self._batch.decoding
 
-    def advance_beams(self) -> int:
-        """Let beams compute the tokens that the search has chosen: all of a group, or none.  Returns these tokens.
+    def advance_groups(self) -> int:
+        """Let stepped groups compute the tokens chosen for them: every member, or none.  Returns these tokens.
 
         They count as decoding, since each is one token of a sequence that the plan cannot put off."""
         before = self._decoding
-        for group in self._beams.in_step():
-            if not group.in_step or not self._preemption.make_room(group.leader, self._beams.blocks_to_step(group)):
+        for group in self._groups.in_step():
+            if not group.in_step or not self._preemption.make_room(group.leader, group.blocks_to_step()):
                 continue  # it was preempted for an older one
-            self._budget = len(group.members)
-            for seq in group.members:
+            members = group.members(group.leader)
+            self._budget = len(members)
+            for seq in members:
                 self._advance(seq)
-            self._decoding += len(group.members)
+            self._decoding += len(members)
         return self._decoding - before
 
     def jump(self, budget: int, free: int) -> int:
@@ -147,7 +148,7 @@ class PlanBuilder:
         while self._budget > 0 and (favoured := self._fairness.favoured(self._edits.named)) is not None:
             seq, victims = favoured
             for victim in victims:
-                if victim.state in PREEMPTIBLE:  # else it was a beam, and has left with another one
+                if victim.state in PREEMPTIBLE:  # else it has left with another member of its group
                     self._preemption.preempt_for_fairness(victim)
             if self._batch.slots.free <= len(seq.siblings):
                 self._awaits_slot = True
@@ -298,40 +299,35 @@ class PlanBuilder:
         self._budget -= count
         sampling = seq.request.sampling
         targets = seq.tokens[start + 1 : end + 1] if sampling.prompt_logprobs >= 0 and known == seq.prompt_len else []
-        candidates = self._beams.candidates(seq) if end == known else 0
+        group = self._groups.of(seq.request.id)
+        candidates = group.candidate_count(seq) if end == known else 0
         sampler = sampler_of(seq) if end == known and not candidates else None
         top = max(0, sampling.prompt_logprobs) if targets else 0
         self._edits.slices.append(Slice(seq.slot, start, seq.tokens[start:end], sampler, targets, top, candidates))
-        if seq.siblings or id(seq) not in self._edits.named:  # the first beam of a group names all
-            self._edits.named.update(map(id, (*self._beams.members(seq), *seq.siblings)))
+        if seq.siblings or id(seq) not in self._edits.named:  # the first member of a group names all
+            self._edits.named.update(map(id, (*group.members(seq), *seq.siblings)))
         seq.computed = end
         self._seal_computed(seq, start, end)
         if sampler is not None:
             seq.unconfirmed = 0
             self._batch.prefilling.remove(seq)
-            self._fork_siblings(seq)
-        elif candidates and seq.siblings:
-            for beam in self._beams.join(seq):
-                self._publish_moves(beam)
-                self._advance(beam)
+            self._begin_decoding(seq, list(group.join(seq)))
+        elif end == known and seq.siblings:
+            for member in group.join(seq):
+                self._publish_moves(member)
+                self._advance(member)
 
     def _publish_moves(self, seq: Sequence) -> None:
-        """Tell the executor what a re-fork has changed in the table of a beam."""
-        fresh, entries = self._beams.take_moves(seq)
+        """Send the executor what a re-fork has changed in the table of a sequence."""
+        fresh, entries = self._groups.of(seq.request.id).take_moves(seq)
         if fresh:
             self._edits.starts.append(Start(seq.slot, list(seq.table)))
         for index, block in entries:
             self._edits.set_entry(seq, index, block)
 
-    def _fork_siblings(self, seq: Sequence) -> None:
-        """The prompt is done: let its sequence and the siblings decode, each from the logits of this very step."""
-        siblings, seq.siblings = seq.siblings, []
+    def _begin_decoding(self, seq: Sequence, siblings: list[Sequence]) -> None:
+        """The prompt is planned: let the sequence and its siblings decode, each from the logits of this very step."""
         for sibling in siblings:
-            self._pool.acquire(seq.table)
-            sibling.table, sibling.computed = list(seq.table), seq.computed
-            sibling.digests = list(seq.digests)
-            sibling.prompt_logprobs = seq.prompt_logprobs  # one list, which commit() fills
-            sibling.started_before = True
             self._edits.forks.append(Fork(sibling.slot, seq.slot, list(seq.table), sampler_of(sibling)))
             self._batch.begin_decoding(sibling, self._step + 1, forked=True)
         self._batch.begin_decoding(seq, self._step + 1, forked=bool(siblings))

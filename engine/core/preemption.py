@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from quire.engine.core.batch import Batch
-from quire.engine.core.beam_groups import BeamGroups
 from quire.engine.core.blocks import BlockPool
+from quire.engine.core.groups import Groups
 from quire.engine.core.plan_edits import PlanEdits
 from quire.engine.core.policy.fairness import PREEMPTIBLE, Fairness
 from quire.engine.core.report import SchedulerReport
@@ -25,14 +25,14 @@ class Preemption:
         fairness: Fairness,
         edits: PlanEdits,
         report: SchedulerReport,
-        beams: BeamGroups,
+        groups: Groups,
     ) -> None:
         self._pool, self._batch, self._waiting, self._swapping = pool, batch, waiting, swapping
-        self._fairness, self._edits, self._report, self._beams = fairness, edits, report, beams
+        self._fairness, self._edits, self._report, self._groups = fairness, edits, report, groups
 
     def make_room(self, seq: Sequence, count: int) -> bool:
-        """Preempt until `count` blocks are available.  False: `seq` itself was preempted, or is a beam that waits for
-        the next plan, since this one names another beam of its group already.
+        """Preempt until `count` blocks are available.  False: `seq` itself was preempted, or waits for the next
+        plan, since this one names another member of its group already.
 
         The victim is the newest sequence of the least urgent class.  Where tenants contend, only tenants that hold
         their share or more are asked first.  The newest has computed least, so the least is recomputed, and the others
@@ -55,11 +55,11 @@ class Preemption:
 
     def preempt(self, seq: Sequence, *, swap: bool = True) -> None:
         """Take every block and the slot.  Known tokens stay.  What is computed is copied to the host's memory first
-        (swap), or computed again later (recompute).  A beam leaves with all of its group."""
-        totals = self._report.totals
+        (swap), or computed again later (recompute).  It leaves with all of its group."""
+        totals, group = self._report.totals, self._groups.of(seq.request.id)
         totals.preemptions += 1
-        self._report.record("preempted", self._beams.members(seq)[0])
-        if seq.request.beams is not None:
+        self._report.record("preempted", group.members(seq)[0])
+        if not group.swappable:
             self.requeue(seq, seq.computed)
             return
         self._batch.remove(seq)
@@ -74,20 +74,21 @@ class Preemption:
         self._waiting.add(seq)
 
     def requeue(self, seq: Sequence, recompute_tokens: int) -> None:
-        """Take the slots and blocks of a sequence, or of all beams of its group, and let it wait."""
-        members = self._beams.disband(seq)
+        """Take the slots and blocks of a sequence and of all that move with it, and let its leader wait for them."""
+        group = self._groups.of(seq.request.id)
+        members = group.disband(seq)
         for member in members:
             self._batch.remove(member)
             self._swapping.free_all_blocks(member)
             self._edits.drop(member)
             member.state = State.WAITING
-        self._beams.gather(members)
+        group.gather(members)
         members[0].recompute_tokens = recompute_tokens
         self._waiting.add(members[0])
 
     def preempt_for_fairness(self, seq: Sequence) -> None:
         """The same, so that another tenant's sequence can start; at most once in a sequence's life."""
-        for member in self._beams.members(seq):
+        for member in self._groups.of(seq.request.id).members(seq):
             member.preempted_for_fairness = True
         self._report.totals.yields += 1
         self.preempt(seq, swap=False)  # the newest have little to compute again

@@ -7,6 +7,7 @@ from collections import defaultdict
 from quire.engine.core.batch import Batch
 from quire.engine.core.limits import Event, Milestone, Outputs, Totals
 from quire.engine.core.sequence import Sequence
+from quire.engine.core.sequence_group import Choice
 from quire.engine.wire.messages import Delta, Finish, FinishReason, TokenLogprob
 
 
@@ -34,6 +35,14 @@ class SchedulerReport:
         """Add a Finish without a token: the sequence ends though it could have gone on."""
         delta = Delta(seq.request.id, seq.sent, [], finish, seq.index)
         self.deltas[seq.request.gateway].append(delta)
+
+    def finish_whole(self, choice: Choice) -> None:
+        """Add a choice that is reported whole, with its Finish and both milestones."""
+        seq, finish, tokens, logprobs, cached_tokens = choice
+        delta = Delta(seq.request.id, 0, tokens, finish, seq.index, logprobs, cached_tokens)
+        self.deltas[seq.request.gateway].append(delta)
+        self.record("first", seq)
+        self.record("ended", seq, len(tokens), finish.reason)
 
     def finish_request(self, request_id: str) -> None:
         """Add a request whose continuations have all ended."""

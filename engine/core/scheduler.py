@@ -24,9 +24,9 @@ import msgspec
 
 from quire.engine.core.accounting import Auditor
 from quire.engine.core.batch import Batch, IssuedPlan
-from quire.engine.core.beam_groups import BeamGroup, BeamGroups
 from quire.engine.core.blocks import BlockPool, HostPool
 from quire.engine.core.forced import ForcedTokens
+from quire.engine.core.groups import Groups
 from quire.engine.core.isolation import FAILED_TWICE, Isolation
 from quire.engine.core.limits import Limits, Outputs
 from quire.engine.core.occupancy import shared_fraction, used_positions, wasted_positions
@@ -46,7 +46,7 @@ from quire.engine.core.report import SchedulerReport, full_delta
 from quire.engine.core.sequence import Sequence, State
 from quire.engine.core.swapping import Swapping
 from quire.engine.core.waiting_queue import WaitingQueue
-from quire.engine.wire.messages import CONSTRAINT, Delta, Finish, FinishReason, Generate, TokenLogprob
+from quire.engine.wire.messages import CONSTRAINT, Delta, Finish, FinishReason, Generate
 
 
 class Scheduler:
@@ -69,14 +69,14 @@ class Scheduler:
         self.allocation = allocation_policy(pool, limits)
         self.admission = admission_policy(pool, limits, self.batch, self.allocation)
         self.claims = Claims(self.step_cost, self.batch, self.waiting)
-        self.beams = BeamGroups(pool, self.batch, limits)
+        self.groups = Groups(pool, self.batch, limits)
         self.forced = ForcedTokens(self.report)
         self.jump_costs = JumpCosts(self.step_cost)
         self.isolation = Isolation()
         self.fairness = Fairness(self.requests, self.batch, self.waiting, self.admission, self.isolation, self.swapping)
         edits = PlanEdits(pool)
         self.preemption = Preemption(
-            pool, self.batch, self.waiting, self.swapping, self.fairness, edits, self.report, self.beams
+            pool, self.batch, self.waiting, self.swapping, self.fairness, edits, self.report, self.groups
         )
         self.builder = PlanBuilder(
             pool,
@@ -90,7 +90,7 @@ class Scheduler:
             fairness=self.fairness,
             preemption=self.preemption,
             swapping=self.swapping,
-            beams=self.beams,
+            groups=self.groups,
             forced=self.forced,
             jump_costs=self.jump_costs,
         )
@@ -111,39 +111,30 @@ class Scheduler:
         if request.id in self.requests:
             return
         room = min(self.limits.max_model_len, self.pool.total * self.pool.block_size)
-        group = self.requests.continuations(request, outputs, self.limits, room)
-        if not group:
+        sequences = self.requests.sequences(request, self.groups.outputs(request, outputs), self.limits, room)
+        if not sequences:
             self.report.finish_request(request.id)
             return
         self.claims.note(len(request.token_ids))
-        self.requests.open(request, group)
-        self.beams.open(request, group, {i for i, output in enumerate(outputs or ()) if output is None})
+        self.requests.open(request, sequences)
+        self.groups.open(request, sequences, outputs)
         if fault:
             self._end_request(request.id, "error", fault, code=CONSTRAINT)
-        elif why := refusal(request, outputs, self.limits, room) or self.beams.refusal(request, group[0].limit):
+        elif why := refusal(request, outputs, self.limits, room) or self.groups.refusal(request, sequences[0].limit):
             self._end_request(request.id, "error", why)
         else:
-            self._enqueue_group(group)
+            self._enqueue(sequences)
 
     def abort(self, request_id: str, index: int = -1) -> None:
         """End one continuation of a request now, or every one (-1).  Unknown and finished ones are ignored."""
         if index < 0:
             self._end_request(request_id, "cancelled")
             return
-        if (beams := self.beams.find(request_id)) is not None:
-            if beams.withdraw(index):
-                self._end_request(request_id, "cancelled")
-            return
-        group = self.requests.unfinished(request_id)
-        for seq in [seq for seq in group if seq.index == index]:
-            for leader in group:
-                if seq in leader.siblings:
-                    leader.siblings.remove(seq)
+        group = self.groups.of(request_id)
+        for seq in group.withdraw(index, self.requests.unfinished(request_id)):
             self._cut_short(seq, Finish("cancelled"))
-            if seq.siblings:  # it led, and none has forked yet: the next one leads
-                heir, *heir.siblings = seq.siblings
-                heir.started_before, heir.cached_tokens = seq.started_before, seq.cached_tokens
-                self.waiting.add(heir)
+            if (successor := group.successor(seq)) is not None:
+                self.waiting.add(successor)
 
     def drop(self, request_id: str) -> None:
         """Forget a request without a Finish: another engine answers it now.  Unknown ids are ignored."""
@@ -164,9 +155,9 @@ class Scheduler:
         the id of a request that ended because it failed twice at the same position, or None.
 
         Cached blocks that finished steps wrote stay: a step writes only to blocks that no other sequence can find."""
-        lost = [seq for seq in self.live() if self.batch.in_flight(seq) and self.beams.leads(seq)]
-        running = [seq for seq in self.live() if seq.state not in (State.WAITING, State.FINISHED)]
-        back = [seq for seq in running if self.beams.leads(seq)]
+        leaders = self.groups.leaders(self.live())
+        lost = [seq for seq in leaders if self.batch.in_flight(seq)]
+        back = [seq for seq in leaders if seq.state not in (State.WAITING, State.FINISHED)]
         departed = self.batch.departed()
         for seq in back:
             self.report.record("requeued", seq)
@@ -189,12 +180,12 @@ class Scheduler:
         builder, batch = self.builder, self.batch
         builder.begin_plan(self.limits)
         builder.attend_decoding()
-        beam_tokens = builder.advance_beams()
+        group_tokens = builder.advance_groups()
         started = list(batch.prefilling)
         budget = self._prompt_budget()
         if budget > 0:  # else this step only measures
             self.admission.forecast.step_tokens = budget
-        free = self.limits.step_tokens - batch.decoding - beam_tokens
+        free = self.limits.step_tokens - batch.decoding - group_tokens
         builder.start_favoured(min(budget, free) - builder.jump(budget, free))
         builder.continue_prompts(started)
         builder.resume_paused()
@@ -243,7 +234,7 @@ class Scheduler:
             if finish is not None:
                 self.admission.forecast.learn(seq, ended=finish.reason == "stop")
                 self._end(seq, finish.reason)
-        self.report.totals.generated_tokens += generated + self._search(result)
+        self.report.totals.generated_tokens += generated + self._advance_groups(result)
         self.batch.slots.reclaim(self.batch.committed)
 
     def outputs(self) -> Outputs:
@@ -342,14 +333,14 @@ class Scheduler:
 
     # -------------------------------------------------------------------------------------------------------- endings
 
-    def _enqueue_group(self, group: list[Sequence]) -> None:
-        """Queue the continuations of a request.  Those without output share one prefill, led by the first (with static
+    def _enqueue(self, sequences: list[Sequence]) -> None:
+        """Queue the sequences of a request.  Those without output share one prefill, led by the first (with static
         allocation each has its own); the others have forked already."""
-        fresh = [seq for seq in group if seq.known == seq.prompt_len and self.allocation.shares_prompt]
+        fresh = [seq for seq in sequences if seq.known == seq.prompt_len and self.allocation.shares_prompt]
         if fresh:
             leader, *leader.siblings = fresh
             self.waiting.add(leader)
-        for seq in group:
+        for seq in sequences:
             if seq.known >= seq.limit:  # the engine that began it could hold more
                 self._cut_short(seq, Finish("length"))
             elif seq not in fresh:
@@ -384,50 +375,36 @@ class Scheduler:
         for seq in self.requests.unfinished(request_id):
             self._cut_short(seq, Finish(reason, message=message, code=code))
 
-    def _search(self, result: StepResult) -> int:
-        """Choose the next beams of each group whose candidates are here.  Returns the tokens found."""
-        groups = self.beams.take_rows(result.candidates)
-        for group in groups:
-            if children := group.advance():
-                self.beams.refork(group, children)
-            else:
-                self._report_answers(group)
-        return sum(group.search.width for group in groups)
+    def _advance_groups(self, result: StepResult) -> int:
+        """Choose the next tokens of each stepped group whose candidates have arrived.  Returns the number of tokens.
 
-    def _report_answers(self, group: BeamGroup) -> None:
-        """Report the best answers of a search that is done, each whole, and end its beams."""
-        request, leader = group.request, group.leader
-        found = {index: group.search.answers[index] for index in sorted(group.unsent - group.withdrawn)}
-        paths = {index: answer.path.unroll() for index, answer in found.items()}
-        searched = group.take_computed() - sum(len(tokens) for tokens, _ in paths.values())
-        for index, answer in found.items():
-            seq, (tokens, logprobs) = group.members[index], paths[index]
-            reason: FinishReason = "stop" if answer.stopped else "length"
-            finish = Finish(reason, tokens[-1] if answer.stopped else -1, "", answer.score, searched, group.shared)
-            searched = 0
-            scored = [TokenLogprob(logprob) for logprob in logprobs] if request.sampling.logprobs >= 0 else None
-            delta = Delta(request.id, 0, tokens, finish, index, scored, leader.cached_tokens)
-            self.report.deltas[request.gateway].append(delta)
-            self.report.record("first", seq)
-            self.report.record("ended", seq, len(tokens), reason)
-        for index in sorted(group.unsent & group.withdrawn):
-            self._cut_short(group.members[index], Finish("cancelled"))
-        group.unsent.clear()
-        for seq in self.requests.unfinished(request.id):
-            self._end(seq, "stop")
+        A group that is done reports its choices, each whole, and ends."""
+        tokens = 0
+        for group in self.groups.take(result):
+            tokens += group.advance()
+            if not group.done:
+                continue
+            for choice in group.finished():
+                if choice.finish.reason == "cancelled":
+                    self._cut_short(choice.seq, choice.finish)
+                else:
+                    self.report.finish_whole(choice)
+            for seq in self.requests.unfinished(group.leader.request.id):
+                self._end(seq, "stop")
+        return tokens
 
     def _cut_short(self, seq: Sequence, finish: Finish) -> None:
         """End a sequence that could have gone on, with a Finish for the client."""
-        if self.beams.awaited(seq):
+        if self.groups.of(seq.request.id).awaits(seq):
             self.admission.forecast.learn(seq, ended=False)
-            if searched := self.beams.take_computed(seq):
+            if searched := self.groups.of(seq.request.id).take_computed():
                 finish = msgspec.structs.replace(finish, searched=searched)
             self.report.finish(seq, finish)
         self._end(seq, finish.reason)
 
     def _end(self, seq: Sequence, reason: FinishReason | None) -> None:
         """Give back the slot and every block.  `reason` None: another engine sends the Finish."""
-        if self.beams.awaited(seq):
+        if self.groups.of(seq.request.id).awaits(seq):
             self.report.record("ended", seq, seq.sent, reason)
         if seq.queued_tokens:
             self.waiting.remove(seq)
@@ -436,6 +413,6 @@ class Scheduler:
         self.swapping.free_all_blocks(seq)
         seq.state = State.FINISHED
         if self.requests.close(seq):
-            self.beams.close(seq.request.id)
+            self.groups.close(seq.request.id)
             if reason is not None:
                 self.report.finish_request(seq.request.id)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.engine.core.beam_groups import BeamGroups
+from quire.engine.core.beam_groups import BeamGroup
 from quire.engine.core.plan_builder import PlanBuilder
 from quire.engine.core.sequence import Sequence, State
 from quire.engine.wire.messages import Beams, Finish
@@ -151,10 +153,10 @@ def test_a_finish_says_what_the_beams_shared(preempted: bool) -> None:
     entries = 0
     while (request, 0) not in rig.finishes:
         rig.submit()
-        group = rig.core.beams.find(request)
-        assert group is not None
+        group = rig.core.groups.of(request)
+        assert isinstance(group, BeamGroup)
         if group.search.started and (group.leader.known - len(PROMPT)) in (2, 10, 18):
-            tables = [seq.table for seq in group.members]
+            tables = [seq.table for seq in group.beams]
             entries += sum(map(len, tables))
             blocks.append(len(set(itertools.chain(*tables))))
         rig.commit()
@@ -220,15 +222,13 @@ def never_private(self: PlanBuilder, seq: Sequence, index: int) -> bool:
     return True
 
 
-def forgets_moves(self: BeamGroups, seq: Sequence) -> tuple[bool, list[tuple[int, int]]]:
-    group = self._groups.get(seq.request.id)
-    fresh = group is not None and seq.index in group.moved and group.moved.pop(seq.index) is None
-    return fresh, []
+def forgets_moves(self: BeamGroup, seq: Sequence) -> tuple[bool, list[tuple[int, int]]]:
+    return seq.index in self._moved and self._moved.pop(seq.index) is None, []
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "mutation"),
-    [(PlanBuilder, "_make_private", never_private), (BeamGroups, "take_moves", forgets_moves)],
+    [(PlanBuilder, "_make_private", never_private), (BeamGroup, "take_moves", forgets_moves)],
 )
 def test_the_oracle_catches_a_missing_copy_and_a_missing_edit(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str, mutation: Any
@@ -238,3 +238,11 @@ def test_the_oracle_catches_a_missing_copy_and_a_missing_edit(
     rig.add(PROMPT, 12, n=4, beams=Beams(4), ignore_eos=True)
     with pytest.raises(AssertionError):
         rig.run()
+
+
+@pytest.mark.parametrize(
+    "name", ["scheduler", "batch", "plan_builder", "preemption", "open_requests", "sequence_group"]
+)
+def test_parts_of_the_scheduler_know_no_kind_of_group(name: str) -> None:
+    """A new kind is an entry in `groups.KINDS`, and no branch elsewhere."""
+    assert "beam" not in Path(inspect.getfile(PlanBuilder)).with_name(f"{name}.py").read_text().lower()
