@@ -234,19 +234,14 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
     gateway_id = config.gateway_id or settings.process_name()
     try:
         tenants = Tenants(config.api_keys, config.tenants, config.admin_keys, config.highest_priority)
-        tokenizer = Tokenizer(
-            config.model,
-            literal_content=config.literal_content,
-            client_template_s=config.client_template_s,
-            client_template_chars=config.max_body_bytes,
-        )
+        tokenizer = Tokenizer(config.model, literal_content=config.literal_content)
         defaults = generation_config.read(config)
         InferenceHeaders(config)
         EnginePages(config.engine_metrics)
     except (TenantsError, ModelError, ObjectivesError, EnginePagesError) as error:
         raise StartError(str(error)) from None
     watch = TenantsWatch(tenants, config.tenants)
-    async with watch.watching(), _templates_of(tokenizer), _streams(config, gateway_id) as (streams, telemetry):
+    async with watch.watching(), _streams(config, gateway_id) as (streams, telemetry):
         before, allowed = open_files.raise_limit()
         gateway = Gateway(config, tokenizer, streams, telemetry, tenants, gateway_id, allowed, defaults)
         if chosen := generation_config.describe(defaults):
@@ -276,19 +271,6 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
                 await gateway.break_off(Finish("error", message="this gateway lost its token stream"))
                 raise Unserviceable(f"{why}; ending, to be started again")
             await gateway.drain()
-
-
-@contextlib.asynccontextmanager
-async def _templates_of(tokenizer: Tokenizer) -> AsyncIterator[None]:
-    """A context in which templates of clients can be rendered.  Raises StartError."""
-    try:
-        await asyncio.to_thread(tokenizer.start)
-    except OSError as error:
-        raise StartError(f"cannot render templates of clients: {error}; see --client-template-s") from None
-    try:
-        yield
-    finally:
-        await asyncio.to_thread(tokenizer.close)
 
 
 @contextlib.asynccontextmanager

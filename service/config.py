@@ -180,16 +180,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "every message may, as in vLLM."
         ),
     ] = True
-    client_template_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=10,
-            description="CPU seconds that the field chat_template of a request may take to render. 0: a template of a "
-            "client is refused. It runs in jinja2's sandbox, in a process of its own without files and keys. 0.15 "
-            "suffices for templates of 8 KB.",
-        ),
-    ] = 0.0
     strict_fields: Annotated[
         bool,
         Meta(

@@ -37,7 +37,6 @@ SECONDS = {
     "tests/executor/test_text_tower.py": 40,
     "tests/executor/test_mixtures.py": 40,
     "tests/executor/test_grammars.py": 40,
-    "tests/service/test_client_templates.py": 35,
     "tests/helm/test_chart.py": 33,
     "tests/executor/test_jumps.py": 33,
     "tests/executor/test_reference_formats.py": 32,

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from quire.engine.common.errors import OperatorError
+from quire.engine.common.removed_options import advice
 
 C = TypeVar("C", bound=msgspec.Struct)
 
@@ -270,5 +271,8 @@ def _show(value: object) -> str:
 
 
 def _meant(name: str, known: Mapping[str, object]) -> str:
+    """Return the end of a refusal: what replaced a removed option, or the option that was perhaps meant."""
+    if (instead := advice(name)) is not None:
+        return f" any more: {instead}"
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -132,7 +132,6 @@ class ChatBody(_Common, kw_only=True):
     documents: Any = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template: str | None = None
     thinking_token_budget: int | None = None
     include_reasoning: bool | None = None
     echo: bool | None = None
@@ -577,7 +576,6 @@ class TokenizeBody(msgspec.Struct):
     verbosity: str | None = None
     documents: Any = None
     continue_final_message: bool | None = None
-    chat_template: str | None = None
     thinking_token_budget: int | None = None
 
 

@@ -61,6 +61,7 @@ UNSERVED: dict[str, Unserved] = {
     "audio": Unserved("audio", EMPTY),
     "logits_processors": Unserved("code of clients", EMPTY),
     "add_special_tokens": Unserved("a chat with special tokens beyond the template's", (False,), ("chat",)),
+    "chat_template": Unserved("a chat template of the client", EMPTY, ("chat", "tokenize")),
     "num_beam_groups": Unserved("diverse beam search", (1,)),
     "diversity_penalty": Unserved("diverse beam search", (0,)),
     "typical_p": Unserved("typical sampling", (1,)),

@@ -52,7 +52,6 @@ class ChatOptions(msgspec.Struct, frozen=True):
     hints: dict[str, str] = {}  # `reasoning_effort` and `verbosity`
     generation_prompt: bool = True
     continue_final: bool = False
-    template: str = ""  # the client's own chat template; "": the model's
     thinking_budget: int | None = None  # most tokens of reasoning; None: unbounded
     thinking_target: bool = False  # the budget is a target: where it cannot be held, nothing bounds the reasoning
     thinking: bool | None = None  # whether the model shall think; None: as its template has it
@@ -73,7 +72,6 @@ class Asked(Protocol):
     reasoning_effort: str | None
     verbosity: str | None
     add_generation_prompt: bool | None
-    chat_template: str | None
     thinking_token_budget: int | None
     continue_final_message: bool | None
 
@@ -111,7 +109,6 @@ def chat_options(
         hints={name: value for name in HINTS if (value := getattr(asked, name)) is not None},
         generation_prompt=not continued and asked.add_generation_prompt is not False,
         continue_final=continued,
-        template=_template(asked.chat_template, config),
         thinking_budget=budget,
     )
 
@@ -237,17 +234,6 @@ def _choice(given: Any, tools: list[dict[str, Any]]) -> list[str]:
         value = shown(name)
         raise bad_request("invalid_value", f"{field}: '{value}' is not in tools", field, "a name of tools", value)
     return [name]
-
-
-def _template(given: str | None, config: GatewayConfig) -> str:
-    """Return the client's own chat template; "": it has none.  Raises Refusal where the operator allows none."""
-    if not given:
-        return ""
-    if not config.client_template_s:
-        message = "chat_template: this server renders no template of a client (--client-template-s)"
-        raise bad_request("unsupported", message, "chat_template")
-    check("chat_template", len(given), config)
-    return given
 
 
 def _documents(given: Any, config: GatewayConfig) -> list[dict[str, Any]]:

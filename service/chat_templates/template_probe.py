@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from jinja2 import Environment, TemplateSyntaxError
 
-TEMPLATES_KEPT = 4  # most recently read: the model's, and those of clients
+TEMPLATES_KEPT = 4  # most recently read
 PROBE = "quireprobe"
 EFFORT = "reasoning_effort"
 SWITCHES = ("enable_thinking", "thinking")  # template variables that switch reasoning on and off, by frequency
@@ -60,7 +60,7 @@ class Dialect(msgspec.Struct, frozen=True):
 def names_in(template: str) -> frozenset[str]:
     """Return the words of a template's source: all variables that it can read.
 
-    A client may send thousands of arguments with a long template of its own, so this is read once, not once each."""
+    A client may send thousands of arguments, so this is read once, not once each."""
     return frozenset(re.findall(r"\w+", template))
 
 

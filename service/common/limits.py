@@ -32,7 +32,6 @@ TOOL_NAME_CHARS = 64  # as at OpenAI
 MESSAGE_TOOL_NAME_CHARS = 128  # as at Anthropic
 TOOLS_BYTES = 2**20  # all tools as JSON: templates write them into the prompt in up to 20 ms, on a thread
 TEMPLATE_BYTES = 16 * 1024  # of chat_template_kwargs as JSON
-CLIENT_TEMPLATE_CHARS = 65_536  # jinja2 compiles 1,000 in about 10 ms
 DOCUMENTS = 1024
 METADATA_ENTRIES, METADATA_NAME_CHARS, METADATA_CHARS = 16, 64, 512  # of a response, as at OpenAI
 # Strings (keys included), objects and lists of one body.  4,096 messages with one content part each have 57,000, and
@@ -129,7 +128,6 @@ LIMITS: dict[str, Limit] = {
     "template arguments": Limit(
         "chat_template_kwargs", "bytes as JSON", high=TEMPLATE_BYTES, entries=True, code="too_long"
     ),
-    "chat_template": Limit("chat_template", "characters", high=CLIENT_TEMPLATE_CHARS, entries=True, code="too_long"),
     "metadata entries": Limit(
         "metadata", "entries of a response", high=METADATA_ENTRIES, entries=True, code="too_many"
     ),

@@ -13,10 +13,8 @@ from typing import Any
 from quire.service.api.tools import ChatOptions
 from quire.service.chat_templates.template_probe import (
     EFFORT,
-    SWITCHES,
     Dialect,
     effort_variables,
-    names_in,
     thinking_variables,
 )
 
@@ -48,9 +46,3 @@ def variables_of(
             unread.append(field)
         found |= variables if field != name else {name: value for name, value in variables.items() if name not in found}
     return found, tuple(unread)
-
-
-def dialect_by_name(template: str) -> Dialect:
-    """Return what a template seems to read by the words in it, without rendering it."""
-    names = names_in(template)
-    return Dialect(effort=EFFORT in names, switch=next((name for name in SWITCHES if name in names), ""))

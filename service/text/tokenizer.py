@@ -31,7 +31,6 @@ from quire.service.api.format import Prompted
 from quire.service.api.history import for_template, refused
 from quire.service.api.scoring import Scoring
 from quire.service.api.tools import ChatOptions
-from quire.service.chat_templates.client_templates import ClientTemplates
 from quire.service.chat_templates.literal import LiteralContent, Span
 from quire.service.chat_templates.template_probe import Dialect, names_in, probe
 from quire.service.common.limits import WORD_TOKENS
@@ -44,7 +43,7 @@ from quire.service.text import infill
 from quire.service.text.answer_grammar import Model, constraint_of
 from quire.service.text.call_form import NO_FORM, CallForm, form_of
 from quire.service.text.family_ids import with_family_ids
-from quire.service.text.template_variables import dialect_by_name, variables_of
+from quire.service.text.template_variables import variables_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,7 +54,6 @@ INLINE_BYTES = 4096
 LONG_BYTES = 256 * 1024  # larger requests share one thread, so that they never delay shorter ones for seconds
 # Composition (NFC) joins at most this many characters into one: U+1F82 is four.
 COMPOSED_CHARS = 4
-TEMPLATES = 4  # of clients that are rendered at a time; no other request waits for them
 LEAD = "\u263a"  # a character that joins no other into a token
 TAIL_TOKENS = 64  # of a prompt: they nearly always hold the beginning of the assistant's message
 # Steps of tokenizers that drop no character; `longest_token` knows the exceptions.
@@ -227,19 +225,10 @@ class Template(NamedTuple):
 class Tokenizer:
     """A checkpoint's tokenizer and chat template."""
 
-    def __init__(
-        self,
-        source: str,
-        *,
-        literal_content: bool = True,
-        client_template_s: float = 0.0,
-        client_template_chars: int = 2**22,
-    ) -> None:
+    def __init__(self, source: str, *, literal_content: bool = True) -> None:
         """Load from a directory or hub name: takes seconds, may use the network.  Raises ModelError.
 
-        `literal_content`: encode the content of chat messages without special tokens (`literal.py`).
-        `client_template_s`: CPU seconds that a client's chat template may take; 0: none is rendered.
-        `client_template_chars`: that it may write."""
+        `literal_content`: encode the content of chat messages without special tokens (`literal.py`)."""
         # Imported here: it takes over a second, which `import service` must not.
         from transformers.utils import logging
 
@@ -262,19 +251,14 @@ class Tokenizer:
         for token in self._special:
             self._visible[token] = b""
         self._literal: LiteralContent | None = None
-        self._client_templates: ClientTemplates | None = None
-        if client_template_s:
-            special = {name: str(text) for name, text in self._hf.special_tokens_map.items()}
-            self._client_templates = ClientTemplates(client_template_s, client_template_chars, special)
         self._load_template(backend)
-        if literal_content and (self._hf.chat_template or client_template_s):
+        if literal_content and self._hf.chat_template:
             self._literal = LiteralContent(backend, self._controls(backend))
         self._added = _added(backend)
         self._infill = infill.find(backend)
         self._longest_token = longest_token(backend, self.table)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
         self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode long")
-        self._template_pool = ThreadPoolExecutor(max_workers=TEMPLATES, thread_name_prefix="client templates")
 
     def _load_template(self, backend: Any) -> None:
         """Find out what the chat template reads, and how answers are cut into regions."""
@@ -304,16 +288,6 @@ class Tokenizer:
                 text = self._hf.apply_chat_template(turns, tokenize=False)
         markers = set(self.responses.reasoning_markers or ()) if self.responses is not None else set()
         return {one for one in plain - markers if one.strip() and one in text}
-
-    def start(self) -> None:
-        """Start the process that renders templates of clients, where they are allowed; takes a second or two."""
-        if self._client_templates is not None:
-            self._client_templates.start()
-
-    def close(self) -> None:
-        """End that process.  Harmless when called twice."""
-        if self._client_templates is not None:
-            self._client_templates.close()
 
     def bytes_of(self, tokens: Iterable[int], *, skip_special: bool, markers: bool = False) -> list[bytes]:
         """Return the bytes of each token.  A model may have more ids than its tokenizer: those have no bytes.
@@ -394,19 +368,12 @@ class Tokenizer:
         ends = list(dict.fromkeys([*valid.sampling.stop_token_ids, *self._infill.ends]))
         return msgspec.structs.replace(valid, sampling=msgspec.structs.replace(valid.sampling, stop_token_ids=ends))
 
-    @contextlib.contextmanager
-    def _chosen(self, options: ChatOptions) -> Iterator[Template]:
-        """A context with the chat template of a request: the model's, or its client's.  Raises Refusal."""
-        if options.template:
-            if self._client_templates is None:
-                raise _unsupported("chat_template", "this server renders no template of a client")
-            with self._client_templates.open(options.template) as session:
-                yield Template(options.template, session.dialect, session.render)
-        elif self._hf.chat_template:
-            yield Template(self._template, self._dialect, partial(self._hf.apply_chat_template, tokenize=False))
-        else:
+    def _chat_template(self) -> Template:
+        """Return the model's chat template.  Raises Refusal if it has none."""
+        if not self._hf.chat_template:
             message = "messages: this model has no chat template; use /v1/completions"
             raise Refusal(400, "no_chat_template", message, param="messages")
+        return Template(self._template, self._dialect, partial(self._hf.apply_chat_template, tokenize=False))
 
     def _encode_chat(
         self, messages: list[dict[str, Any]], budget: TokenBudget | None = None, options: ChatOptions | None = None
@@ -416,8 +383,7 @@ class Tokenizer:
         for message in messages:  # before anything searches it: no template shortens a content
             if isinstance(text := message.get("content"), str):
                 self._check_length(text, budget)
-        with self._chosen(options) as template:
-            text, spans = self._render_chat(template, messages, options)
+        text, spans = self._render_chat(self._chat_template(), messages, options)
         if self._literal is None or not spans:
             return self._encode(text, special=False, budget=budget)
         self._check_length(text, budget)
@@ -444,8 +410,6 @@ class Tokenizer:
                 continue_final_message=options.continue_final,
                 **(hidden.value(given) if hidden else given),
             )
-        except Refusal:  # a client's template, and it says why
-            raise
         except Exception as error:  # whatever a template raises is caused by these messages
             raise refused(
                 error, len(messages), lambda first: template.render(_fitted(messages[:first], template), **given)
@@ -473,9 +437,8 @@ class Tokenizer:
         """Return fields of a chat that its template does not read, so that they change nothing."""
         if not valid.chat:
             return ()
-        own = valid.options.template
-        dialect, names = dialect_by_name(own) if own else self._dialect, names_in(own or self._template)
-        return variables_of(valid.options, dialect, names.__contains__, thinks=self._has_reasoning)[1]
+        names = names_in(self._template)
+        return variables_of(valid.options, self._dialect, names.__contains__, thinks=self._has_reasoning)[1]
 
     @property
     def knows_tools(self) -> bool:
@@ -584,18 +547,12 @@ class Tokenizer:
             ]
 
         with placing(valid.sources):
-            encoded = await self._rendered(valid.options, INLINE_BYTES + 1 if size is None else size, work)
+            encoded = await self.offload(INLINE_BYTES + 1 if size is None else size, work)
         if (keep := valid.truncate_prompt_tokens) is not None:
             if keep == -1:
                 keep = max(1, longest - max(1, valid.max_tokens or 0))
             encoded = [ids[:keep] if valid.keep_first else ids[-keep:] for ids in encoded]
         return encoded
-
-    async def _rendered(self, options: ChatOptions, size: int, work: Callable[[], T]) -> T:
-        """Do work that may render a chat template where it delays no other request."""
-        if options.template:  # a client's: it may take long, whatever its size, and others do not wait for it
-            return await asyncio.get_running_loop().run_in_executor(self._template_pool, work)
-        return await self.offload(size, work)
 
     async def tokenize(self, prompt: str, *, special: bool, size: int, total: int) -> list[int]:
         """Return the token ids of a text for POST /tokenize.  Raises Refusal like `encode`."""
@@ -607,7 +564,7 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of a chat for POST /tokenize, as a request has them.  Raises Refusal like `encode`."""
         budget = TokenBudget(None, UNLIMITED, total)
-        return await self._rendered(options, size, partial(self._encode_chat, messages, budget, options))
+        return await self.offload(size, self._encode_chat, messages, budget, options)
 
     def forbid(self, valid: ValidRequest) -> ValidRequest:
         """Return a request whose sampling never completes its `bad_words`, with and without a blank before each.

@@ -10,6 +10,7 @@ import pytest
 from msgspec import Meta
 
 from quire.engine.common import settings
+from quire.engine.common.removed_options import REMOVED
 from quire.engine.config import EngineConfig
 from quire.service.cli import BOTH, ServeConfig, split
 from quire.service.config import GatewayConfig
@@ -127,6 +128,26 @@ def test_a_variable_of_no_program_is_named() -> None:
     assert settings.unknown_variable(fine, programs) is None
     says = settings.unknown_variable({**fine, "QUIRE_MAX_SEQ": "1"}, programs)
     assert says == "QUIRE_MAX_SEQ is not an option; did you mean QUIRE_MAX_SEQS?"
+
+
+@pytest.mark.parametrize("field", REMOVED)
+def test_a_removed_option_is_refused_with_what_replaced_it(field: str, tmp_path: Path) -> None:
+    flag, variable = settings.flag_of(field), f"QUIRE_{field.upper()}"
+    for cls in (ServeConfig, GatewayConfig, EngineConfig):
+        assert field not in cls.__struct_fields__
+    for word in (flag, f"{flag}=1", flag.replace("--", "--no-", 1)):
+        with pytest.raises(settings.SettingsError) as refused:
+            parse(word)
+        assert str(refused.value) == f"{word.split('=')[0]} is not an option any more: {REMOVED[field]}"
+    file = tmp_path / "quire.toml"
+    file.write_text(f"{field} = 1\n")
+    with pytest.raises(settings.SettingsError, match=f"{field} is not a setting any more: ") as refused:
+        parse("--config", str(file))
+    assert REMOVED[field] in str(refused.value)
+    says = settings.unknown_variable({variable: "1"}, (ServeConfig, EngineConfig))
+    assert says == f"{variable} is not an option any more: {REMOVED[field]}"
+    with pytest.raises(settings.SettingsError, match=f"{flag} is not an option any more: "):
+        settings.parse(EngineConfig, split([flag, "1"])[2], {})
 
 
 def test_serve_sorts_its_words() -> None:

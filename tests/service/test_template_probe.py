@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from quire.service.chat_templates.template_probe import Dialect, effort_variables, probe, thinking_variables
-from quire.service.chat_templates.template_worker import _renderer
+from quire.service.api.history import roles_in
+from quire.service.chat_templates.template_probe import Dialect, effort_variables, names_in, probe, thinking_variables
 
 MESSAGES = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 ANSWER = MESSAGES + "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -32,9 +33,14 @@ THINKING = {
 }
 
 
+def render(template: str, messages: list[dict[str, Any]], tools: Any = None, **more: Any) -> str:
+    """Render as transformers' `apply_chat_template` does."""
+    [text], _ = render_jinja_template(conversations=[messages], tools=tools, chat_template=template, **more)
+    return str(text)
+
+
 def probed(template: str) -> Dialect:
-    render = _renderer(template, {})
-    return probe(partial(render), template)
+    return probe(partial(render, template), template)
 
 
 @pytest.mark.parametrize(
@@ -57,3 +63,12 @@ def test_what_switches_thinking_is_found_by_its_effect(
     assert effort_variables(dialect, "none") == none
     assert effort_variables(dialect, "high") == high
     assert thinking_variables(dialect, False) == off
+
+
+@pytest.mark.parametrize(
+    ("template", "roles"),
+    [("'tool' \"ipython\"'critic''judge'", {"tool", "ipython", "critic", "judge"}), ("'1x' 'a b' x'y", set())],
+)
+def test_roles_are_what_a_template_has_in_quotes(template: str, roles: set[str]) -> None:
+    assert roles_in(template) == roles
+    assert roles <= names_in(template)

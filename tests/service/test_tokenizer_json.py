@@ -53,10 +53,7 @@ def ids_of(folder: Path, text: str, *, special: bool = True) -> list[int]:
 
 def served(folder: Path, text: str, *, special: bool = True) -> list[int]:
     tokenizer = Tokenizer(str(folder))
-    try:
-        return tokenizer._encode(text, special=special, budget=TokenBudget(None, UNLIMITED, UNLIMITED))
-    finally:
-        tokenizer.close()
+    return tokenizer._encode(text, special=special, budget=TokenBudget(None, UNLIMITED, UNLIMITED))
 
 
 @pytest.mark.parametrize("kind", KINDS)

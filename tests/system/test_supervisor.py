@@ -146,14 +146,14 @@ def test_sighup_drains(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hanging", [False, True])
 def test_a_killed_supervisor_leaves_no_process(tmp_path: Path, hanging: bool) -> None:
-    """Redis, engine, spare, gateways and what renders templates; one of them may be stopped."""
+    """Redis, engine, spare and gateways; one of them may be stopped."""
     with ending([]) as running:
-        words = ["--gateways=2", "--client-template-s=1", f"--drain-s={paced(1)}", "--grace-s=1"]
+        words = ["--gateways=2", f"--drain-s={paced(1)}", "--grace-s=1"]
         running.append(server := serve(tmp_path, *words))
         server.wait_for("serving ")
         until(lambda: len(engine_processes(psutil.Process(server.popen.pid))) == 2, "no spare")
         left = family(server)
-        assert len(left) >= 8  # Redis, engine, spare, fork server, two gateways, two that render templates
+        assert len(left) >= 6  # Redis, engine, spare, fork server, two gateways
         if hanging:
             (stopped := gateways(server)[0]).send_signal(signal.SIGSTOP)
             # The kernel continues it when its parent ends, but only if it has stopped by then.

@@ -42,7 +42,7 @@ def variables() -> dict[str, str]:
     return {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(ROOT), "/nonexistent"])}
 
 
-@pytest.mark.parametrize("words", [["builtin"], ["", "--executor=scripted", "--gateways=2", "--client-template-s=1"]])
+@pytest.mark.parametrize("words", [["builtin"], ["", "--executor=scripted", "--gateways=2"]])
 def test_serve_and_its_clients_run_there(folder: Path, quire: list[str], tmp_path: Path, words: list[str]) -> None:
     model = words[0] or str(byte_level(tmp_path / "model"))
     clients = [
