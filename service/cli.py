@@ -381,14 +381,14 @@ def quarantine(words: Sequence[str]) -> int:
     async def run() -> int:
         bus = GatewaySide(config.redis_url, "quarantine", namespace=config.namespace)
         try:
-            found = [one for one in await bus.quarantined() if wanted in ("", "all", one.request.id)]
+            found = [one for one in await bus.operations.quarantined() if wanted in ("", "all", one.request.id)]
             for one in found:
                 request = msgspec.to_builtins(one.request)
                 if action == "list":
                     request["token_ids"] = f"{len(one.request.token_ids)} tokens"
                 print(msgspec.json.encode({**msgspec.to_builtins(one), "request": request}).decode())
                 if action == "drop":
-                    await bus.quarantined(drop=one.request.id)
+                    await bus.operations.quarantined(drop=one.request.id)
         finally:
             await bus.close()
         return 0 if found or action == "list" or wanted == "all" else 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,6 +20,7 @@ from quire.engine.wire.clock import RedisClock
 from quire.engine.wire.fleet_pages import FleetPage, FleetPages
 from quire.engine.wire.link import BusDown, Link
 from quire.engine.wire.messages import Generate, TokenBatch
+from quire.engine.wire.operations import Operations
 from quire.engine.wire.pool_state_store import PoolStateStore
 from quire.engine.wire.quotas import QuotaStore
 from quire.engine.wire.records import (
@@ -31,7 +31,6 @@ from quire.engine.wire.records import (
     IdempotencyKey,
     LaneQueue,
     Place,
-    Quarantined,
     Queue,
     QueueBounds,
     TenantQueue,
@@ -46,10 +45,8 @@ from quire.engine.wire.scripts import (
     FLEET,
     KEEP,
     PLACES,
-    QUARANTINED,
     READ_LOG,
     RELEASE,
-    RESET_PREFIX_CACHES,
     SETTLE,
     SUBMIT,
 )
@@ -83,6 +80,7 @@ class GatewaySide:
         self.quotas = QuotaStore(self._link.run_script)
         self.responses = ResponseStore(self._link.run_script)
         self.pool_states = PoolStateStore(self._link)
+        self.operations = Operations(self._link)
         self._history = ""  # of the data at the server, as of the last look
         self._doubtful = False  # another server may have answered since
         # The data has another history, or tokens may have been missed, which fleet() has not reported yet.
@@ -286,28 +284,6 @@ class GatewaySide:
         except BusDown:
             return False
         return True
-
-    # --------------------------------------------------------------------------------------------------- operation
-    async def probe(self) -> None:
-        """Write as a submit does: needs memory, and a server that takes writes.  Raises BusDown after PROBE_S."""
-        key = f"{self._link.prefix}probe"
-        await self._link.retry(partial(self._link.redis.set, key, "", px=link.BLOCK_MS), link.PROBE_S)
-
-    async def quarantined(self, drop: str = "") -> list[Quarantined]:
-        """Delete the quarantined request of id `drop`, then return the others, oldest first.
-
-        Raises BusDown after PATIENCE_S."""
-        decode = msgspec.msgpack.Decoder(Generate).decode
-        return [
-            Quarantined(decode(payload), int(attempts), int(tokens), engine.decode(), int(time_ms))
-            for payload, attempts, tokens, engine, time_ms in await self._link.run_script(QUARANTINED, drop)
-        ]
-
-    async def reset_prefix_caches(self) -> list[str]:
-        """Order every engine with a live lease to empty its prefix cache; return the names of these engines.
-
-        An engine does it between two steps, after its next exchange.  Raises BusDown after PATIENCE_S."""
-        return [engine.decode() for engine in await self._link.run_script(RESET_PREFIX_CACHES)]
 
     async def batches(self) -> AsyncGenerator[TokenBatch, None]:
         """Yield every TokenBatch for this gateway, in order, for ever.

@@ -92,7 +92,7 @@ class FleetWatch:
         """After a failed submit, find out whether Redis takes requests again: they are refused until it does."""
         if "submit" in self._troubles:
             try:
-                await self._bus.probe()
+                await self._bus.operations.probe()
                 del self._troubles["submit"]
             except BusDown as error:
                 self.record_failed_submit(error)

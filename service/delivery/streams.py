@@ -162,7 +162,7 @@ class Streams:
         """Order all engines to empty their prefix caches.  Returns how many there are.  Raises Refusal(503)."""
         if self.trouble is not None:
             raise unavailable()
-        return len(await self._ask(self._bus.reset_prefix_caches()))
+        return len(await self._ask(self._bus.operations.reset_prefix_caches()))
 
     async def find_duplicate(self, key: IdempotencyKey) -> DuplicateRequest | None:
         """Return the first request with this idempotency key, if there is one.  Raises Refusal(503)."""

@@ -44,7 +44,7 @@ async def test_an_engine_publishes_what_it_has_cached_until_it_dies(
         assert client.smembers(key) == expected
         await asyncio.sleep(paced(1.5))  # an idle engine exchanges every second: it has asked its cache by now
         assert client.smembers(key) == expected
-        await gateway.reset_prefix_caches()
+        await gateway.operations.reset_prefix_caches()
         async with asyncio.timeout(patience(LIMIT_S)):
             while client.exists(key):  # noqa: ASYNC110  (another process)
                 await asyncio.sleep(0.02)

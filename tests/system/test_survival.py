@@ -409,7 +409,7 @@ async def test_a_request_that_kills_its_engine_is_quarantined_and_its_mates_live
     await asyncio.gather(*reading)
     assert_script(mates)
     bus = GatewaySide(engines.redis_url, "observer", namespace=engines.namespace)
-    [kept] = await bus.quarantined()
+    [kept] = await bus.operations.quarantined()
     await bus.close()
     assert kept.request.token_ids == [9, DEADLY, 9]
     assert (kept.attempts, kept.engine) == (deaths, "e")

@@ -232,7 +232,7 @@ class Idle(RuleBasedStateMachine):
                 assert self.held[name] or slots == 0 or tokens < self.waiting[queue[0]], (name, queue[0])
 
     def quarantined(self) -> list[str]:
-        return [one.request.id for one in self.run(self.gateway.quarantined())]
+        return [one.request.id for one in self.run(self.gateway.operations.quarantined())]
 
     def teardown(self) -> None:
         sides: list[Any] = [self.gateway, *self.engines.values(), *self.dead]

@@ -673,16 +673,16 @@ async def test_processes_of_another_version_refuse_to_start_in_one_line(
 
 async def test_every_live_engine_is_told_once_to_reset_its_prefix_cache(bus: Bus) -> None:
     gateway, one, dying = await bus.gateway(), await bus.engine("e1"), await bus.engine("e2")
-    assert await gateway.reset_prefix_caches() == []  # none has exchanged yet
+    assert await gateway.operations.reset_prefix_caches() == []  # none has exchanged yet
     await take(one)
     await take(dying, "e2")
-    assert sorted(await gateway.reset_prefix_caches()) == ["e1", "e2"]
+    assert sorted(await gateway.operations.reset_prefix_caches()) == ["e1", "e2"]
     await gateway.submit(generate("a"))
     told = await take(one)
     assert (told.reset_prefix_cache, ids(told), told.aborts) == (True, ["a"], [])
     assert not (await take(one)).reset_prefix_cache
     bus.lapse("e2")  # before it has read the order
-    assert await gateway.reset_prefix_caches() == ["e1"]
+    assert await gateway.operations.reset_prefix_caches() == ["e1"]
     await gateway.cancel("a")
     told = await take(one)
     assert (told.reset_prefix_cache, told.aborts) == (True, [Abort("a")])
@@ -692,7 +692,7 @@ async def test_a_bell_wakes_an_engine_for_a_reset(bus: Bus) -> None:
     gateway, engine = await bus.gateway(), await bus.engine()
     await take(engine)
     woken = asyncio.create_task(engine.bell())
-    await gateway.reset_prefix_caches()
+    await gateway.operations.reset_prefix_caches()
     async with asyncio.timeout(patience(100)):
         await woken
     assert (await take(engine)).reset_prefix_cache

@@ -438,7 +438,7 @@ class BusModel(RuleBasedStateMachine):
             assert held == self.held[name]
         suspects = {name.decode() for name in client.zrange(f"{prefix}suspects", 0, -1)}
         assert suspects == self.suspects
-        assert {one.request.id for one in self.run(self.gateway.quarantined())} == set(self.condemned)
+        assert {one.request.id for one in self.run(self.gateway.operations.quarantined())} == set(self.condemned)
         for name, said in self.log.items():
             assert self.run(self.gateway.log(name, 0, 0, 1000)).token_ids == said
 

@@ -72,9 +72,9 @@ async def use_every_script(bus: Bus) -> None:
     assert len((await gateway.fleet()).engines) == 1
     await take(gone, "e2")
     assert [other.engine for other in await engine.others()] == ["e2"]
-    await gateway.quarantined()
-    await gateway.reset_prefix_caches()
-    await gateway.probe()
+    await gateway.operations.quarantined()
+    await gateway.operations.reset_prefix_caches()
+    await gateway.operations.probe()
     stored: dict[str, Any] = {"ttl_ms": LONG_MS, "most_bytes": 9000, "given": b"[]", "lease_ms": LONG_MS}
     await gateway.responses.put("t", "r", b"{}", ended=False, **stored)
     await gateway.responses.renew(LONG_MS, ["r"])

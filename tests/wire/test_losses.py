@@ -303,7 +303,7 @@ class Losses(RuleBasedStateMachine):
                 self.run(engine.say(LENGTH))
             self.run(self.gateway.fleet())
         assert [engine.at for engine in self.engines] == [{}, {}]
-        quarantined = {one.request.id for one in self.run(self.gateway.quarantined())}
+        quarantined = {one.request.id for one in self.run(self.gateway.operations.quarantined())}
         for name in self.names:
             if self.run(self.gateway.attach(name, listen=False)) is not None and name not in quarantined:
                 assert all(said.finish == Finish("length") for said in self.run(logged(self.gateway, name)))

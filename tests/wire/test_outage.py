@@ -81,7 +81,7 @@ async def test_generation_goes_on_while_redis_restarts(own_server: EmbeddedRedis
         assert [said.token_ids for said in attached.continuations] == script(1000)
         assert [said.finish for said in attached.continuations] == [Finish("length")] * 2
         assert await gateway.attach("refused") is None
-        assert await gateway.quarantined() == []
+        assert await gateway.operations.quarantined() == []
     finally:
         own_server.start()
         running.stop()

@@ -34,7 +34,7 @@ async def test_an_engine_that_closes_as_failed_counts_an_attempt(bus: Bus, died:
             break
         await engine.close(died=died)
         assert (await gateway.fleet()).engines == []  # at once, not at the lapse
-    kept = await gateway.quarantined()
+    kept = await gateway.operations.quarantined()
     assert [(one.request.id, one.attempts) for one in kept] == ([("poison", 2)] if died else [])
 
 
@@ -47,7 +47,7 @@ async def test_what_a_failed_engine_said_last_counts_as_progress(bus: Bus) -> No
         assert ids(await take(engine)) == ["long"]
         await engine.exchange([("g1", batch("long", at))], [], load("e1"), 0, 0)
         await engine.close(died=True)
-    assert await gateway.quarantined() == []
+    assert await gateway.operations.quarantined() == []
 
 
 async def test_a_failed_engine_is_remembered(bus: Bus) -> None:
@@ -160,4 +160,4 @@ async def test_a_lease_that_lapses_because_redis_was_away_counts_as_no_death(
     await gateway.fleet()
     for _ in range(2):
         await lapse(own_bus, gateway, own_server, away=away)
-    assert [one.request.id for one in await gateway.quarantined()] == ([] if away else ["innocent"])
+    assert [one.request.id for one in await gateway.operations.quarantined()] == ([] if away else ["innocent"])
