@@ -205,14 +205,22 @@ def test_other_experts_are_left_alone_with_a_reason(
     [("cuda", False, True, 1), ("cuda", False, False, 0), ("cuda", True, True, 0), ("cpu", False, True, 0)],
 )
 def test_when_the_option_has_an_effect(
-    monkeypatch: pytest.MonkeyPatch, device: str, is_ours: bool, own_experts: bool, layers: int
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device: str,
+    is_ours: bool,
+    own_experts: bool,
+    layers: int,
 ) -> None:
-    """On a GPU, where the decoder stays transformers' own."""
+    """On a GPU, where the decoder stays transformers' own.  The log says whose kernels compute the experts."""
     model = made("olmoe", num_hidden_layers=1)
     monkeypatch.setattr(type(model), "device", torch.device(device))
     monkeypatch.setattr(hf, "fuse", lambda *_, **__: None)
     monkeypatch.setattr(hf, "is_fused", lambda model: is_ours)
-    hf.swap_modules(model, 64, ordered=False, decoder=True, own_experts=own_experts)
+    with caplog.at_level(logging.INFO):
+        hf.swap_modules(model, 64, ordered=False, decoder=True, own_experts=own_experts)
+    assert ("1 layers are computed by our kernels" in caplog.text) == (layers == 1)
+    assert ("transformers' kernels; --own-experts" in caplog.text) == (device == "cuda" and not is_ours and not layers)
     assert sum("forward" in vars(module) for module in model.modules()) == layers
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,12 @@ def plain_experts(*operands: Tensor, plus: Tensor, **options: Any) -> Tensor:
 @pytest.mark.parametrize("name", MIXTURES)
 @torch.inference_mode()
 def test_the_layers_around_the_operators(
-    mixture: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, chunk: int, takes_all: bool
+    mixture: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    chunk: int,
+    takes_all: bool,
 ) -> None:
     """Our layers on a CPU, with operators in torch in place of a GPU's, give the logits of the model's own.
 
@@ -124,8 +130,10 @@ def test_the_layers_around_the_operators(
     monkeypatch.setattr(ops, "route", plain_route)
     monkeypatch.setattr(ops, "experts", experts)
     monkeypatch.setattr(ops, "takes_all_pairs", lambda hidden, inner, device: takes_all)
-    model = load_model(str(mixture(name)), dtype="float32", device=torch.device("cpu"))
+    with caplog.at_level(logging.INFO):
+        model = load_model(str(mixture(name)), dtype="float32", device=torch.device("cpu"))
     assert is_fused(model.module)
+    assert ("take transformers' kernels" in caplog.text) != takes_all
     assert len(mixtures_of(model)) == (4 if name == "gpt_oss" else 2)
     prompt = words(320)
     want = exact_model(mixture(name))(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, :-1]
@@ -137,7 +145,7 @@ def test_the_layers_around_the_operators(
         got.append(driver.worker.logits)
     torch.testing.assert_close(torch.cat(got), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
     assert len(sinks_of(model)) == (4 if name == "gpt_oss" else 0)
-    assert (max(pairs) > ops.MOST_PAIRS) == takes_all
+    assert (max(pairs, default=0) > ops.MOST_PAIRS) == takes_all
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,12 @@ def use_own_experts(model: PreTrainedModel) -> int:
     return taken
 
 
+def report_plain_experts(model: PreTrainedModel) -> None:
+    """Log whether transformers' kernels compute the experts of a model on a GPU, and what would change that."""
+    if layers := sum(map(is_experts, model.modules())):
+        log.info("experts of %d layers are computed by transformers' kernels; --own-experts takes ours", layers)
+
+
 def is_experts(module: nn.Module) -> bool:
     """Whether transformers computes this module through its interface of experts."""
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "has_gate")

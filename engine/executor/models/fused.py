@@ -34,6 +34,7 @@ A model is taken apart only if all its modules have exactly the expected names a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -58,6 +59,8 @@ from quire.engine.executor.attention import attend
 from quire.engine.executor.batch import StepTensors
 from quire.engine.executor.models.linear import Linears, PackedLinear, Product, RMSNorm, Sharded, shared_out
 from quire.engine.executor.models.quantised.quantised import Quantised, QuantisedLinear
+
+log = logging.getLogger(__name__)
 
 # The attention window of a layer of each family, read from its own attention module.
 WINDOW: dict[type[PreTrainedModel], Callable[[Any], int | None]] = {
@@ -335,6 +338,7 @@ def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False, d
     linears = Linears(ordered=ordered, dtype=model.dtype)
     if decoder and has_plain_decoder(model):
         model.model, model.lm_head = Decoder(model, max_model_len, linears), nn.Identity()
+        report_limited_mixtures(model)
     head = None if is_fused(model) else model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in parent.named_children():
@@ -343,6 +347,18 @@ def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False, d
                 if packed is not None:
                     setattr(parent, name, shared_out(packed, child))
     widen_sinks(model)
+
+
+def report_limited_mixtures(model: PreTrainedModel) -> None:
+    """Log that large steps take transformers' experts, where our kernels take a limited number of pairs."""
+    limited = [module for module in model.modules() if isinstance(module, Mixture) and not module.takes_all]
+    if limited:
+        _, hidden, inner = limited[0].experts.down_proj.shape
+        log.info(
+            "experts of %d layers: steps of more than %d tokens take transformers' kernels; ours take any number on a "
+            "Hopper GPU if hidden size (%d) and inner size (%d) are multiples of 64",
+            *(len(limited), ops.MOST_PAIRS // limited[0].top, hidden, inner),
+        )
 
 
 def widen_sinks(model: PreTrainedModel) -> None:

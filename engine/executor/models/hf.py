@@ -31,7 +31,7 @@ from quire.engine.executor.models.bars import no_bars
 from quire.engine.executor.models.cache_shapes import cached_layers
 from quire.engine.executor.models.config_errors import field_reason
 from quire.engine.executor.models.end_tokens import eos_ids
-from quire.engine.executor.models.experts import use_own_experts
+from quire.engine.executor.models.experts import report_plain_experts, use_own_experts
 from quire.engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse, is_fused
 from quire.engine.executor.models.host_memory import returned_when_freed
 from quire.engine.executor.models.precision import check_dtype, check_stored_dtypes
@@ -167,8 +167,8 @@ def swap_modules(
 ) -> None:
     """Swap what our kernels compute faster (`fuse`).  own_experts: also experts of decoders that stay transformers'."""
     fuse(module, max_model_len, ordered=ordered, decoder=decoder)
-    if own_experts and module.device.type == "cuda" and not is_fused(module):
-        use_own_experts(module)
+    if module.device.type == "cuda" and not is_fused(module):
+        use_own_experts(module) if own_experts else report_plain_experts(module)
 
 
 def check_options(quantize: str, deterministic: bool, device: torch.device) -> None:
