@@ -63,6 +63,7 @@ fetch-clients: $(FETCHED)
 
 lint: $(INSTALLED)
 	@$(RUN) -m ruff format --check .
+	@find csrc -regex '.*\.\(cpp\|h\|cu\|cuh\)' | xargs .venv/bin/clang-format --dry-run --Werror
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy
 	@$(RUN) .ci/function_lines.py

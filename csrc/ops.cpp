@@ -180,8 +180,7 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   // `product` with int8 weights and x of any dtype, whose rows are rounded to 16 bits.  Sums are exact integers.
   //   packed     bytes w + 128, padded
   //   scale      [strips * columns] f32: the weight is w * scale, feature by feature
-  m.def(
-      "product_int8(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
+  m.def("product_int8(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
   // `product` with weights of 4 bits and x of any dtype, whose rows are rounded to 16 bits.  Sums of a group of inputs are
   // exact integers.
   //   packed     [strips, inner / 4, columns / 2, 4] u8: packed[s, k, c, t] = w[s * columns + c, 4 * k + t]

@@ -27,8 +27,8 @@ namespace quire::cpu {
 namespace {
 
 constexpr int kRows = 32;
-constexpr int kTile = 64;    // keys; a multiple of kLanes and of every block size
-constexpr int kSplit = 256;  // keys; a multiple of kTile
+constexpr int kTile = 64;                 // keys; a multiple of kLanes and of every block size
+constexpr int kSplit = 256;               // keys; a multiple of kTile
 constexpr int kVectors = kTile / kLanes;  // that hold one float per key of a tile
 // Floats from one chunk of a tile to the next.  The + 1 keeps the chunks of a key in different sets of the L1 cache.
 constexpr int kChunk = (kTile + 1) * kLanes;
@@ -42,8 +42,8 @@ constexpr int64_t kWorthSharing = 2000;
 
 struct Item {
   int seq, kv_head;
-  int row, rows;        // rows [row, row + rows) of the sequence
-  int first, last;      // keys [first, last) that any of them sees
+  int row, rows;         // rows [row, row + rows) of the sequence
+  int first, last;       // keys [first, last) that any of them sees
   int64_t partial = -1;  // where to leave the states of the splits; -1: finish here
   int64_t cost() const { return static_cast<int64_t>(last - first) * (rows + 3); }  // 3: loading the keys and values
 };
@@ -70,7 +70,7 @@ struct Scratch {
   // Keys, then values, in chunks of kLanes elements: [chunks, keys + 1, kLanes], padding zero.  Chunks are outermost so
   // that all offsets in the inner loops are constants.
   alignas(64) float tile[kMaxHeadSize / kLanes * kChunk];
-  alignas(64) float weight[kRows * kTile];        // [rows, keys]
+  alignas(64) float weight[kRows * kTile];  // [rows, keys]
   float rescale[kRows];
   int first[kRows], last[kRows];  // keys [first, last) that each row sees
   State total, split;
@@ -362,12 +362,13 @@ class Attention {
   void accumulate(const Item& item, int tile, Scratch<Kv>& s, const At& at, const Kv* const* ahead) const {
     each_group(item.rows, [&](int r, auto R) {
       const int from = std::max(s.first[r], tile) - tile, to = std::min(s.last[r + R - 1], tile + kTile) - tile;
-      add_values<R>(s.split.acc + r * dim_, s.rescale + r, s.weight + r * kTile,
-                    [&](int k, int c) {
-                      if (ahead && c == 0) fetch(ahead[k]);
-                      return at(k, c);
-                    },
-                    from, to, dim_);
+      add_values<R>(
+          s.split.acc + r * dim_, s.rescale + r, s.weight + r * kTile,
+          [&](int k, int c) {
+            if (ahead && c == 0) fetch(ahead[k]);
+            return at(k, c);
+          },
+          from, to, dim_);
     });
   }
 

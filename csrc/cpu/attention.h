@@ -9,8 +9,8 @@ namespace quire::cpu {
 constexpr int64_t kMaxHeadSize = 512;
 
 struct AttentionArgs {
-  const void* q;                         // [T, H, D]
-  void* out;                             // [T, H, D]
+  const void* q;                          // [T, H, D]
+  void* out;                              // [T, H, D]
   int64_t q_token_stride, q_head_stride;  // elements; rows of D are contiguous
   int64_t out_token_stride, out_head_stride;
 
@@ -20,9 +20,9 @@ struct AttentionArgs {
   const float* scales;                     // [2, Hkv] of an e4m3 cache, for keys and for values; else null
   const float* sinks;                      // [H]: a score without a value, in every softmax of the head; null: none
 
-  const int32_t* tables;  // [max_rows, max_blocks]
-  int64_t table_stride;   // elements
-  const int32_t* rows;    // [S]
+  const int32_t* tables;   // [max_rows, max_blocks]
+  int64_t table_stride;    // elements
+  const int32_t* rows;     // [S]
   const int32_t* q_start;  // [S + 1]
   const int32_t* lens;     // [S]
 

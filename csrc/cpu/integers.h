@@ -56,7 +56,8 @@ inline void store_bytes(uint8_t* to, Ints q) {
   const Chars low_bytes = __builtin_convertvector(q, Chars);
   const Chars high_bytes = __builtin_convertvector((q - __builtin_convertvector(low_bytes, Ints)) >> 8, Chars);
   const Quads low = bit_cast<Quads>(low_bytes), high = bit_cast<Quads>(high_bytes);
-  const Quads steps[2] = {__builtin_shufflevector(high, low, 0, 4, 1, 5), __builtin_shufflevector(high, low, 2, 6, 3, 7)};
+  const Quads steps[2] = {__builtin_shufflevector(high, low, 0, 4, 1, 5),
+                          __builtin_shufflevector(high, low, 2, 6, 3, 7)};
   std::memcpy(to, steps, sizeof steps);
 }
 #endif

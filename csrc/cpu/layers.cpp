@@ -148,11 +148,11 @@ void row_max(const T* x, int64_t row_stride, float* values, int64_t* places, int
   });
 }
 
-#define QUIRE_INSTANTIATE(T)                                                                                          \
-  template void rms_norm<T>(Heads<const T>, const T*, float, Heads<T>, int64_t, int64_t, int64_t, int);                \
-  template void silu_mul<T>(const T*, T*, int64_t, int64_t, int);                                                     \
-  template void rope_kv_write<T, T>(const RopeArgs<T>&);                                                               \
-  template void rope_kv_write<T, e4m3>(const RopeArgs<T>&);                                                            \
+#define QUIRE_INSTANTIATE(T)                                                                            \
+  template void rms_norm<T>(Heads<const T>, const T*, float, Heads<T>, int64_t, int64_t, int64_t, int); \
+  template void silu_mul<T>(const T*, T*, int64_t, int64_t, int);                                       \
+  template void rope_kv_write<T, T>(const RopeArgs<T>&);                                                \
+  template void rope_kv_write<T, e4m3>(const RopeArgs<T>&);                                             \
   template void row_max<T>(const T*, int64_t, float*, int64_t*, int64_t, int64_t, int);
 QUIRE_INSTANTIATE(float)
 QUIRE_INSTANTIATE(bf16)

@@ -31,13 +31,13 @@ constexpr int64_t kMaxRope = 512;  // largest head
 
 template <class T>
 struct RopeArgs {
-  Heads<T> qkv;  // [tokens, heads + 2 * kv_heads, size]
+  Heads<T> qkv;        // [tokens, heads + 2 * kv_heads, size]
   const T *cos, *sin;  // [tokens, size]
   int64_t cos_stride, sin_stride;
   const T *q_norm, *k_norm;  // [size], or both null
   float eps;
   Cache k_cache, v_cache;
-  const float* scales;   // [2, kv_heads] for caches of e4m3
+  const float* scales;        // [2, kv_heads] for caches of e4m3
   const int64_t* kv_indices;  // [tokens]
   int64_t tokens, heads, kv_heads, size, block_size;
   int threads;

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 
-
 namespace quire::cpu {
 namespace {
 
@@ -140,7 +139,8 @@ void task(const ProductArgs<T, Out>& args, int64_t first_row, int64_t rows, int6
   const int64_t strip_size = (args.inner + kTogether<T> - 1) / kTogether<T> * kTogether<T> * kColumns;
   const int64_t groups = (rows + kRows - 1) / kRows;
   const auto lay_run = [&](int64_t begin, int64_t count, int64_t run) {
-    lay(x, args.x + (first_row + begin) * args.x_stride + run, args.x_stride, count, std::min(kRun<T>, args.inner - run));
+    lay(x, args.x + (first_row + begin) * args.x_stride + run, args.x_stride, count,
+        std::min(kRun<T>, args.inner - run));
   };
   const auto multiply_run = [&](int64_t begin, int64_t count, int64_t run, int64_t strip) {
     const T* weight = args.weight + (first_strip + strip) * strip_size + run * kColumns;

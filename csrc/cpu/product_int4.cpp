@@ -83,7 +83,7 @@ template <class Scale>
 struct Run {
   const uint8_t* weight;
   const Scale* scale;
-  const uint8_t* zero;  // or null
+  const uint8_t* zero;     // or null
   int64_t groups, blocks;  // of the run, of a group
 };
 

@@ -23,7 +23,7 @@ typedef double Doubles __attribute__((vector_size(8 * kLanes)));
 typedef int16_t Shorts __attribute__((vector_size(2 * kLanes)));
 
 #if defined(__AVX512VNNI__)
-constexpr int kRows = 6;  // x 2 strips of lanes x 2 bytes of a number, and the weights
+constexpr int kRows = 6;        // x 2 strips of lanes x 2 bytes of a number, and the weights
 constexpr int64_t kRun = 4096;  // numbers of `inner` whose sums fit into 32 bits: 4096 * 255 * 128, of either byte
 #else
 constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
@@ -32,7 +32,7 @@ constexpr int64_t kRun = 256;  // numbers of `inner` whose sum fits into 32 bits
 constexpr int64_t kTaskRows = 8 * kRows;
 constexpr int64_t kStepBytes = kColumns * kInt8Together;  // of a strip
 constexpr int64_t kAhead = 1024;                          // bytes that weights are fetched ahead
-constexpr float kOffset = 128;  // of a stored weight
+constexpr float kOffset = 128;                            // of a stored weight
 
 // What a row in the workspace ends with.
 struct Row {
@@ -155,7 +155,8 @@ void scale_and_finish(const Args& args, int64_t row, int64_t column, const doubl
   for (int64_t j = 0; j < kColumns; j += kLanes) {
     Doubles sum;
     std::memcpy(&sum, sums + j, sizeof sum);
-    store(results + j, __builtin_convertvector(sum - kOffset * of_x.sum, Floats) * of_x.scale * load(args.scale + column + j));
+    store(results + j,
+          __builtin_convertvector(sum - kOffset * of_x.sum, Floats) * of_x.scale * load(args.scale + column + j));
   }
   finish(args, row, column, results);
 }

@@ -14,8 +14,8 @@ namespace quire::cpu {
 
 // Features side by side in a packed weight: a strip.
 constexpr int64_t kColumns = 2 * kLanes;
-constexpr int64_t kTaskStrips = 4;             // of a task
-constexpr int64_t kWorthSharing = 1 << 17;     // multiplications below which a second thread wakes up too late
+constexpr int64_t kTaskStrips = 4;          // of a task
+constexpr int64_t kWorthSharing = 1 << 17;  // multiplications below which a second thread wakes up too late
 
 // task(first_row, rows, first_strip, strips), until all rows have met all strips; `most_rows` a task.
 template <class Args, class Task>

@@ -224,7 +224,7 @@ void sample(const T* logits, const SampleArgs& a, int threads) {
         continue;
       }
       a.tokens[row] = settings.scale == 0 ? std::find(space.x.begin(), space.x.end(), peak) - space.x.begin()
-                                      : draw(settings, position, peak, space);
+                                          : draw(settings, position, peak, space);
       if (settings.marks) settings.marks[a.tokens[row]] += 1;
     }
   });

@@ -13,7 +13,7 @@ struct SampleArgs {
   const int64_t* slots;  // [rows]: the row of `table` each samples for; -1: none, the token is 0
   const int64_t* known;  // [rows]: tokens before the one chosen now
   const sampling::Settings* table;
-  bool general;     // false: every row takes the likeliest token of its raw logits, and table and known are not read
+  bool general;      // false: every row takes the likeliest token of its raw logits, and table and known are not read
   int64_t* tokens;   // [rows]; 0 where no token is chosen
   uint8_t* outcome;  // [rows]: kChosen, kNotFinite or kNothingAllowed; kChosen for a row without a slot
   int64_t rows, size;

@@ -31,9 +31,8 @@ struct AttentionSizes {
 };
 
 inline AttentionSizes check_paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
-                                            const at::Tensor& tables, const at::Tensor& rows,
-                                            const at::Tensor& q_start, const at::Tensor& lens,
-                                            const std::optional<at::Tensor>& scales,
+                                            const at::Tensor& tables, const at::Tensor& rows, const at::Tensor& q_start,
+                                            const at::Tensor& lens, const std::optional<at::Tensor>& scales,
                                             const std::optional<at::Tensor>& sinks, int64_t window,
                                             const at::Tensor& out, const Place& place) {
   AttentionSizes sizes;

@@ -17,7 +17,9 @@ inline void expect_cache(const char* who, const at::Tensor& cache, CacheSizes& s
   expect_device(who, cache, place);
   expect(who, cache, {sizes.blocks, sizes.kv_heads, sizes.block_size, sizes.head_size});
   const int64_t head = sizes.block_size * sizes.head_size;
-  const auto has_stride = [&](int64_t dim, int64_t stride) { return cache.size(dim) == 1 || cache.stride(dim) == stride; };
+  const auto has_stride = [&](int64_t dim, int64_t stride) {
+    return cache.size(dim) == 1 || cache.stride(dim) == stride;
+  };
   TORCH_CHECK_VALUE(cache.numel() == 0 || (has_stride(3, 1) && has_stride(2, sizes.head_size) && has_stride(1, head)),
                     who, ": blocks are not contiguous");
 }

@@ -32,8 +32,8 @@ inline bool float32_out(const at::Tensor& x, const at::Tensor& out, bool add, bo
 inline LinearSizes check_ends(const at::Tensor& x, bool silu_mul, const at::Tensor& out, const Place& place,
                               bool float32_out) {
   LinearSizes sizes;
-  for (const auto& [who, t, columns] : {std::tuple<const char*, const at::Tensor&, Size&>{"x", x, sizes.inner},
-                                        {"out", out, sizes.features}}) {
+  for (const auto& [who, t, columns] :
+       {std::tuple<const char*, const at::Tensor&, Size&>{"x", x, sizes.inner}, {"out", out, sizes.features}}) {
     expect_device(who, t, place);
     expect(who, t, {sizes.tokens, columns});
     expect_last_contiguous(who, t);
@@ -59,10 +59,9 @@ inline void check_linear(const at::Tensor& x, const at::Tensor& weight, at::Scal
 }
 
 inline at::Tensor normed(const at::Tensor& x, const at::Tensor& norm, double eps) {
-  static const auto rms_norm =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("quire::rms_norm", "")
-          .typed<void(const at::Tensor&, const at::Tensor&, double, const at::Tensor&)>();
+  static const auto rms_norm = c10::Dispatcher::singleton()
+                                   .findSchemaOrThrow("quire::rms_norm", "")
+                                   .typed<void(const at::Tensor&, const at::Tensor&, double, const at::Tensor&)>();
   const at::Tensor y = at::empty_like(x);
   rms_norm.call(x, norm, eps, y);
   return y;

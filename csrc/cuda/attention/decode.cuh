@@ -24,9 +24,9 @@
 #include <atomic>
 #include <type_traits>
 
-#include "cuda/common/launch.cuh"
 #include "cuda/attention/decode_launch.h"
 #include "cuda/attention/softmax_state.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/tensor_core.cuh"
 
 namespace quire::cuda {
@@ -108,8 +108,8 @@ struct DecodeKernel {
 
   struct Fetch {
     Walk at;
-    const int32_t* table;     // of the sequence
-    int64_t k_head, v_head;   // addresses: the KV head in block 0, and this lane's first 16 bytes in it
+    const int32_t* table;    // of the sequence
+    int64_t k_head, v_head;  // addresses: the KV head in block 0, and this lane's first 16 bytes in it
     // The block of tile base + lane, and of the tile that follows 32 later.  Blocks of 8 keys: two to a tile.
     int base, low, high, next_low, next_high;
     uint32_t stage;  // fetched into next

@@ -35,7 +35,7 @@ struct DecodePlanArgs {
   int seqs;                // at most kDecodeMaxSeqs, each with one query or none
   int heads, kv_heads, head_size;
   int window;
-  void* plan;              // decode_plan_bytes, 16-byte aligned
+  void* plan;  // decode_plan_bytes, 16-byte aligned
 };
 
 int64_t decode_plan_bytes(int max_seqs, int heads, int kv_heads, int head_size);
@@ -45,24 +45,24 @@ void decode_plan(const DecodePlanArgs& args, cudaStream_t stream);
 
 // Strides count elements.
 struct DecodeArgs {
-  const void* q;           // [tokens, heads, head_size], rows of head_size contiguous and 4-byte aligned
+  const void* q;  // [tokens, heads, head_size], rows of head_size contiguous and 4-byte aligned
   void* out;
   int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride;
-  const void* k_cache;     // [blocks, kv_heads, block_size, head_size], contiguous inside a block, 16-byte aligned
+  const void* k_cache;  // [blocks, kv_heads, block_size, head_size], contiguous inside a block, 16-byte aligned
   const void* v_cache;
   int64_t k_block_stride, v_block_stride;
-  const float* scales;     // [2, kv_heads], for keys and for values, with an e4m3 cache; else null
-  const float* sinks;      // [heads]: a score without a value, in every softmax of the head; null: none
-  const int32_t* tables;   // [max_rows, max_blocks]
+  const float* scales;    // [2, kv_heads], for keys and for values, with an e4m3 cache; else null
+  const float* sinks;     // [heads]: a score without a value, in every softmax of the head; null: none
+  const int32_t* tables;  // [max_rows, max_blocks]
   int64_t table_stride;
-  const int32_t* rows;     // [seqs]
-  int seqs;                // as in the plan
+  const int32_t* rows;  // [seqs]
+  int seqs;             // as in the plan
   int heads, kv_heads, head_size, block_size;
   float scale;
-  float soft_cap;          // > 0: score = soft_cap * tanh(score / soft_cap)
-  Dtype dtype;             // of q and out: bf16 or fp16
-  Dtype cache_dtype;       // the same, or e4m3
-  void* plan;              // as decode_plan wrote it
+  float soft_cap;     // > 0: score = soft_cap * tanh(score / soft_cap)
+  Dtype dtype;        // of q and out: bf16 or fp16
+  Dtype cache_dtype;  // the same, or e4m3
+  void* plan;         // as decode_plan wrote it
 };
 
 // Head sizes 64, 80, 96, 128, 192 and 256, block sizes 8, 16, 32 and 64.  The bindings have checked all that.

@@ -7,9 +7,9 @@
 #include <atomic>
 #include <climits>
 
+#include "cuda/attention/decode_plan.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/warp.cuh"
-#include "cuda/attention/decode_plan.cuh"
 
 namespace quire::cuda {
 
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kCtas = 2;
-constexpr int kMinTiles = 16;     // of a CTA: with fewer, merging takes longer than waiting for fewer CTAs
+constexpr int kMinTiles = 16;  // of a CTA: with fewer, merging takes longer than waiting for fewer CTAs
 // Tiles of a head group: up to this many, one CTA is as fast as several that merge.  Where some have fewer, the merging
 // that more would need is not worth it either.
 constexpr int kWholeTiles = 32, kWholeUnequalTiles = 64;
@@ -55,7 +55,7 @@ struct Cut {
   const int* before;
   int64_t all;  // tiles
   int seqs;
-  int groups;   // of a sequence
+  int groups;  // of a sequence
   int ctas;
   Ends ends = Ends::kAnywhere;
 

@@ -11,7 +11,7 @@
 
 namespace quire::cuda {
 
-constexpr int kTile = 16;             // keys
+constexpr int kTile = 16;  // keys
 
 // What a CTA may hold in shared memory, by the architecture that code was compiled for (900: Hopper).
 __host__ __device__ constexpr int shared_limit(int arch) {
@@ -61,8 +61,8 @@ struct alignas(16) DecodeSeq {
 // Consecutive tiles for one warp.  count == 0: nothing to do, and the other fields are undefined.
 struct alignas(16) DecodeShare {
   int seq;
-  int kv_head, part;  // its head group: the `part`th of those of the KV head
-  int tile;           // of that sequence, where the share begins
+  int kv_head, part;    // its head group: the `part`th of those of the KV head
+  int tile;             // of that sequence, where the share begins
   DecodeSeq begins_in;  // seqs[seq]; `unused` of it holds the count
   __host__ __device__ int& count() { return begins_in.unused; }
   __host__ __device__ int count() const { return begins_in.unused; }
@@ -73,7 +73,7 @@ struct alignas(16) DecodeShare {
 struct alignas(16) DecodeEnds {
   int first_owner;  // -1: the first head group begins here
   int first_last;
-  int last_last;    // -1: the last head group ends here, or began before (see the two above)
+  int last_last;  // -1: the last head group ends here, or began before (see the two above)
   int unused;
 };
 
@@ -86,9 +86,9 @@ struct DecodeShape {
   int heads_per_kv;
   int parts_per_kv;  // head groups of a KV head
   int kv_heads;
-  int n_tiles;       // of 8 heads in a head group: 1 or 2
-  int warps;         // of a CTA
-  int grid;          // CTAs
+  int n_tiles;  // of 8 heads in a head group: 1 or 2
+  int warps;    // of a CTA
+  int grid;     // CTAs
 };
 
 inline DecodeShape decode_shape(int heads, int kv_heads, int head_size, int multiprocessors, int arch) {
@@ -115,8 +115,8 @@ struct DecodePlan {
   DecodeEnds* ends;     // [grid]
   int* arrived;         // [grid] CTAs done with the head group that begins in this one and ends in another
   // Results of a CTA's first head group, if it began before, and of its last one, if it goes on: as lanes hold them.
-  float4* states;       // [grid, 2, n_tiles * 4] max and sum of two heads
-  float4* accs;         // [grid, 2, head_size / 16, n_tiles, 32]
+  float4* states;  // [grid, 2, n_tiles * 4] max and sum of two heads
+  float4* accs;    // [grid, 2, head_size / 16, n_tiles, 32]
 
   int64_t bytes;
 };

@@ -25,7 +25,7 @@ constexpr int kPrefillMaxParts = 1024;  // of a tile, times its rows: more take 
 
 // 32 bytes, read by one thread as two int4.
 struct PrefillItem {
-  int seq;      // index into rows, q_start and lens
+  int seq;  // index into rows, q_start and lens
   int kv_head;
   int row;      // first packed row of the tile; the sequence may have fewer rows left than the tile holds
   int first;    // keys [first, last), first a multiple of 128; `last` is past the last key any row of the tile sees.
@@ -50,22 +50,25 @@ struct PrefillTiling {
   int parts_per_sm;    // tiles are cut into parts until this many items run on a multiprocessor; 0: never
 };
 constexpr int kPrefillLists = 3;
-constexpr int kPrefillHopper = 1;  // prefill_sm90's list; its tiles begin with a query's first head and end with a last one
+constexpr int kPrefillHopper =
+    1;  // prefill_sm90's list; its tiles begin with a query's first head and end with a last one
 constexpr PrefillTiling prefill_tiling(int list) {
-  return list == 0 ? PrefillTiling{64, false, 2} : list == 1 ? PrefillTiling{128, true, 1} : PrefillTiling{128, false, 2};
+  return list == 0   ? PrefillTiling{64, false, 2}
+         : list == 1 ? PrefillTiling{128, true, 1}
+                     : PrefillTiling{128, false, 2};
 }
 
 // Where everything lies in the bytes of the plan.  It depends on the arguments only.
 struct PrefillPlan {
   PrefillList* list[kPrefillLists];
   PrefillItem* items[kPrefillLists];
-  int capacity;           // items that fit in each list
+  int capacity;  // items that fit in each list
   // Partial results, one a part of a tile.  The last part to arrive merges them in order.
-  int rows;               // of partial results that there is room for
-  int* arrived;           // [rows / 64] parts that have, at the tile's first partial; 0 between launches
-  float* max;             // [partials, tile rows] running maximum, in units of log2, -inf where a row saw no key
-  float* sum;             // [partials, tile rows]
-  float* acc;             // [partials, tile rows, head_size] not yet divided by sum
+  int rows;      // of partial results that there is room for
+  int* arrived;  // [rows / 64] parts that have, at the tile's first partial; 0 between launches
+  float* max;    // [partials, tile rows] running maximum, in units of log2, -inf where a row saw no key
+  float* sum;    // [partials, tile rows]
+  float* acc;    // [partials, tile rows, head_size] not yet divided by sum
 };
 
 struct PrefillPlanArgs {
@@ -75,8 +78,8 @@ struct PrefillPlanArgs {
   int seqs;
   int heads, kv_heads, head_size;
   int window;
-  void* plan;              // 16-byte aligned
-  int64_t plan_bytes;      // at least prefill_plan_bytes; the same later in PrefillArgs
+  void* plan;          // 16-byte aligned
+  int64_t plan_bytes;  // at least prefill_plan_bytes; the same later in PrefillArgs
 };
 
 int64_t prefill_plan_bytes(int max_seqs, int max_tokens, int heads, int kv_heads, int head_size);
@@ -87,16 +90,16 @@ void prefill_plan(const PrefillPlanArgs& args, cudaStream_t stream);
 
 // Strides count elements.
 struct PrefillArgs {
-  const void* q;           // [tokens, heads, head_size], rows of head_size contiguous and 16-byte aligned
+  const void* q;  // [tokens, heads, head_size], rows of head_size contiguous and 16-byte aligned
   void* out;
   int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride;
-  const void* k_cache;     // [blocks, kv_heads, block_size, head_size], contiguous inside a block, 16-byte aligned
+  const void* k_cache;  // [blocks, kv_heads, block_size, head_size], contiguous inside a block, 16-byte aligned
   const void* v_cache;
   int64_t k_block_stride, v_block_stride;
   int64_t blocks;
-  const float* scales;     // [2, kv_heads], for keys and for values, with an e4m3 cache; else null
-  const float* sinks;      // [heads]: a score without a value, in every softmax of the head; null: none
-  const int32_t* tables;   // [max_rows, max_blocks]
+  const float* scales;    // [2, kv_heads], for keys and for values, with an e4m3 cache; else null
+  const float* sinks;     // [heads]: a score without a value, in every softmax of the head; null: none
+  const int32_t* tables;  // [max_rows, max_blocks]
   int64_t table_stride;
   const int32_t* rows;     // [seqs]
   const int32_t* q_start;  // [seqs + 1]
@@ -105,11 +108,11 @@ struct PrefillArgs {
   int tokens;              // of the whole step
   int heads, kv_heads, head_size, block_size;
   float scale;
-  int window;              // > 0: a query sees only this many keys, its own included
-  float soft_cap;          // > 0: score = soft_cap * tanh(score / soft_cap)
-  Dtype dtype;             // of q and out: bf16 or fp16
-  Dtype cache_dtype;       // the same, or e4m3
-  void* plan;              // as prefill_plan wrote it
+  int window;         // > 0: a query sees only this many keys, its own included
+  float soft_cap;     // > 0: score = soft_cap * tanh(score / soft_cap)
+  Dtype dtype;        // of q and out: bf16 or fp16
+  Dtype cache_dtype;  // the same, or e4m3
+  void* plan;         // as prefill_plan wrote it
   int64_t plan_bytes;
 };
 

@@ -2,8 +2,8 @@
 
 #include <stdexcept>
 
-#include "cuda/common/launch.cuh"
 #include "cuda/attention/prefill.h"
+#include "cuda/common/launch.cuh"
 
 namespace quire::cuda {
 

@@ -19,9 +19,9 @@
 
 #include <limits>
 
-#include "cuda/common/launch.cuh"
 #include "cuda/attention/prefill.h"
 #include "cuda/attention/softmax_state.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/tensor_core.cuh"
 #include "cuda/common/warp.cuh"
 
@@ -362,9 +362,11 @@ class Item {
   // score += q * k^T
   template <int N>
   __device__ void multiply_keys(Score<N>& score, int offset, int stage) const {
-    const uint32_t keys = at(kKeysAt + stage * C::kTileSize + (offset + lane_ / 16 * 8 + lane_ % 8) * C::kKvPitch + lane_ / 8 % 2 * 16);
+    const uint32_t keys =
+        at(kKeysAt + stage * C::kTileSize + (offset + lane_ / 16 * 8 + lane_ % 8) * C::kKvPitch + lane_ / 8 % 2 * 16);
     constexpr int kPairs = N / 16;
-    uint32_t k[2][4];  // 8 keys, two halves of the step's 16 numbers; the 8 keys after them likewise.  And the next ones
+    uint32_t k[2]
+              [4];  // 8 keys, two halves of the step's 16 numbers; the 8 keys after them likewise.  And the next ones
     load_matrices(k[0], keys);
 #pragma unroll
     for (int step = 0; step < C::kSteps; ++step) {
@@ -531,7 +533,8 @@ class Item {
   // acc_ += weights * v
   template <int N, class Between>
   __device__ void add_values(const Score<N>& score, int offset, int stage, const Between& between) {
-    const uint32_t values = at(kValuesAt + stage * C::kTileSize + (offset + lane_ % 16) * C::kKvPitch + lane_ / 16 * 16);
+    const uint32_t values =
+        at(kValuesAt + stage * C::kTileSize + (offset + lane_ % 16) * C::kKvPitch + lane_ / 16 * 16);
 #pragma unroll
     for (int n = 0; n < N / 8; n += 2) {
       between(n / 2);
@@ -699,7 +702,8 @@ class Item {
       const int64_t offset = __shfl_sync(~0u, own, row);
       const char* from = shared_ + (warp_ * C::kWarpRows + row) * C::kQPitch + 16 * chunk;
       if (row < rows_) {
-        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(a_.out) + offset + 8 * chunk) = *reinterpret_cast<const uint4*>(from);
+        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(a_.out) + offset + 8 * chunk) =
+            *reinterpret_cast<const uint4*>(from);
       }
     }
     __syncwarp();
@@ -716,14 +720,14 @@ class Item {
   char* const shared_;
   const int warp_ = threadIdx.x / 32, lane_ = threadIdx.x % 32;
 
-  int group_;       // query heads that share a KV head
+  int group_;  // query heads that share a KV head
   int rows_of_sequence_;
-  int before_;      // position of the sequence's first query
+  int before_;  // position of the sequence's first query
   const int32_t* table_;
-  int low_;         // the oldest key that any row of the tile sees
+  int low_;  // the oldest key that any row of the tile sees
   int block_shift_;
   bool few_;
-  int row_, rows_;  // the warp's packed rows [row_, row_ + rows_)
+  int row_, rows_;     // the warp's packed rows [row_, row_ + rows_)
   uint32_t query_at_;  // where this lane's part of the warp's queries lies in shared memory
   float factor_;
   int block_[kGroups];
@@ -764,7 +768,8 @@ template <class T, bool kE4m3, int D>
 void launch_prefill(const PrefillArgs& args, cudaStream_t stream) {
   if constexpr (D <= 128) {
     using Large = Config<T, kE4m3, D, 2>;
-    const bool many = int64_t{args.tokens} * args.heads >= int64_t{4} * 128 * device_attribute(cudaDevAttrMultiProcessorCount);
+    const bool many =
+        int64_t{args.tokens} * args.heads >= int64_t{4} * 128 * device_attribute(cudaDevAttrMultiProcessorCount);
     if (many && Large::kShared <= device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)) {
       return launch_prefill<Large>(args, stream);
     }

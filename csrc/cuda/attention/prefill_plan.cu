@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "cuda/common/launch.cuh"
 #include "cuda/attention/prefill.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/warp.cuh"
 
 namespace quire::cuda {
@@ -16,12 +16,12 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kCtas = 8;
-constexpr int kMaxSeqs = 3072;         // 4 numbers each in shared memory
-constexpr int kAlign = 128;            // keys; items begin at multiples of it
-constexpr int kMinPart = 512;          // keys; a shorter part would take longer to merge than it saves
-constexpr int kPartOverhead = 300;     // keys that could be computed in the time that one more item takes
+constexpr int kMaxSeqs = 3072;      // 4 numbers each in shared memory
+constexpr int kAlign = 128;         // keys; items begin at multiples of it
+constexpr int kMinPart = 512;       // keys; a shorter part would take longer to merge than it saves
+constexpr int kPartOverhead = 300;  // keys that could be computed in the time that one more item takes
 constexpr int kChoices = 4;
-constexpr int kNearbyKv = 36 << 20;    // bytes of K and V that tiles running at the same time may want of the L2 cache
+constexpr int kNearbyKv = 36 << 20;  // bytes of K and V that tiles running at the same time may want of the L2 cache
 
 // Rows of partial results that there is room for.
 constexpr int partial_rows(int sms) { return 256 * sms; }
@@ -50,11 +50,11 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
   const PrefillTiling tiling = prefill_tiling(list);
   const int group = args.heads / args.kv_heads;
   const int tile_rows = tiling.whole_queries && group <= tiling.rows ? tiling.rows / group * group : tiling.rows;
-  int* const cost = shared;             // keys that the sequence's last tile sees
-  int* const parts = shared + seqs;     // each of its tiles is cut into
-  int* const items = shared + 2 * seqs; // of all its KV heads, before its tiles are cut
-  int* const base = shared + 3 * seqs;  // its first partial result
-  __shared__ unsigned long long work;   // keys that all tiles see together, near enough
+  int* const cost = shared;              // keys that the sequence's last tile sees
+  int* const parts = shared + seqs;      // each of its tiles is cut into
+  int* const items = shared + 2 * seqs;  // of all its KV heads, before its tiles are cut
+  int* const base = shared + 3 * seqs;   // its first partial result
+  __shared__ unsigned long long work;    // keys that all tiles see together, near enough
   if (threadIdx.x == 0) work = 0;
   __syncthreads();
   wait_for_previous_kernels();
@@ -146,7 +146,8 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
   for (int s = writer % seqs; s < seqs; s += kWriters) {
     const Tiles tiles = tiles_of(s);
     const int n = tiles.count(), p = parts_of(s);
-    PrefillItem* const out = plan.items[list] + sum_before(s, [&](int other) { return items[other] * parts_of(other); });
+    PrefillItem* const out =
+        plan.items[list] + sum_before(s, [&](int other) { return items[other] * parts_of(other); });
     // Heads whose K and V stay in L2 together are adjacent.  So long tiles of one run while short ones of another do.
     const int kv_bytes = 2 * 2 * args.head_size;  // of a key and its value, if of 2 bytes a number
     const int heads = max(1, min(args.kv_heads, kNearbyKv / kv_bytes / max(1, cost[s])));
@@ -210,8 +211,8 @@ void prefill_plan(const PrefillPlanArgs& args, cudaStream_t stream) {
   const int seqs = args.seqs - args.first;
   if (seqs <= 0) return;
   if (seqs > kMaxSeqs) throw std::invalid_argument("prefill: at most 3072 sequences in a step");
-  launch(plan_kernel, dim3(kPrefillLists, kCtas), dim3(kThreads), 4 * seqs * static_cast<int>(sizeof(int)), stream, args,
-         prefill_plan_layout(args.plan, args.plan_bytes, args.head_size), multiprocessors());
+  launch(plan_kernel, dim3(kPrefillLists, kCtas), dim3(kThreads), 4 * seqs * static_cast<int>(sizeof(int)), stream,
+         args, prefill_plan_layout(args.plan, args.plan_bytes, args.head_size), multiprocessors());
 }
 
 }  // namespace quire::cuda

@@ -21,10 +21,10 @@
 
 #pragma once
 
-#include "cuda/common/launch.cuh"
-#include "cuda/common/hopper.cuh"
 #include "cuda/attention/prefill_sm90.h"
 #include "cuda/attention/softmax_state.cuh"
+#include "cuda/common/hopper.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/tensor_core.cuh"
 #include "cuda/common/warp.cuh"
 
@@ -45,14 +45,14 @@ struct Work {
   int queries;           // of the tile
   int position;          // of its first query
   int kv_head;
-  int len;               // keys of the sequence
-  int first;             // key of the item, a multiple of kKeys
-  int begin;             // first key of the first block that any row sees; those before it may have been freed
-  int end;               // one past its last key; 0 if it has none
-  int tile;              // first key of its last tile of keys
+  int len;    // keys of the sequence
+  int first;  // key of the item, a multiple of kKeys
+  int begin;  // first key of the first block that any row sees; those before it may have been freed
+  int end;    // one past its last key; 0 if it has none
+  int tile;   // first key of its last tile of keys
   int sees_first[2], sees_last[2];  // the keys that all rows of a warpgroup see
-  int part, parts, partial;  // as in PrefillItem
-  bool none;             // no more items
+  int part, parts, partial;         // as in PrefillItem
+  bool none;                        // no more items
 };
 
 template <class T, int D>
@@ -91,7 +91,8 @@ __device__ void fetch_queries(const Params& p, Shared& shared, int lane) {
       work.position = work.len - queries + query;
       work.kv_head = item.kv_head;
       work.first = item.first / kKeys * kKeys;
-      work.begin = p.window > 0 ? max(work.position - p.window + 1, work.first) / p.block_size * p.block_size : work.first;
+      work.begin =
+          p.window > 0 ? max(work.position - p.window + 1, work.first) / p.block_size * p.block_size : work.first;
       work.end = item.last > item.first ? item.last : 0;
       work.tile = max(work.end - 1, work.first) / kKeys * kKeys;
       for (int group = 0; group < 2; ++group) {
@@ -150,7 +151,8 @@ __device__ void fetch_cache(const Params& p, Shared& shared, const CUtensorMap* 
       const int boxes = __popc(__ballot_sync(~0u, id >= 0));
       if (lane == 0) arrive_expecting(&full[ring.at], boxes * p.block_size * 128);
       __syncwarp();
-      if (id >= 0) copy_box(to[ring.at][half][block * p.block_size], map, &full[ring.at], half * 64, 0, work.kv_head, id);
+      if (id >= 0)
+        copy_box(to[ring.at][half][block * p.block_size], map, &full[ring.at], half * 64, 0, work.kv_head, id);
       id = next_id;
       ring.step(kBuffers);
     }
@@ -222,7 +224,12 @@ struct Parts {
   const Work& work;
   int thread, lane, group, byte, row;
   __device__ Parts(const Params& p, const Work& work, int row)
-      : p(p), work(work), thread(threadIdx.x - 128), lane(thread % 32), group(thread / 128), byte(thread / 32 % 4 * 8),
+      : p(p),
+        work(work),
+        thread(threadIdx.x - 128),
+        lane(thread % 32),
+        group(thread / 128),
+        byte(thread / 32 % 4 * 8),
         row(row) {}
   __device__ float* acc(int part, int numbers) const {
     return p.acc + (int64_t{work.partial} + part) * numbers * 256 + thread;
@@ -289,31 +296,35 @@ struct Warpgroup {
   const Params& p;
   Shared& shared;
   const int lane, t;
-  const int group;              // rows [64 * group, + 64) of the tile
-  const int row0;               // the thread's other row is row0 + 8
+  const int group;  // rows [64 * group, + 64) of the tile
+  const int row0;   // the thread's other row is row0 + 8
 
-  float s[kKeys / 2];           // scores of 64 rows and kKeys keys
-  float o[D / 2] = {};          // their result so far
-  uint32_t probs[kKeys / 4];    // exp2 of scores, as the left operand of O += P V
-  float e[kFirst];              // exponentials of the first half of s
-  float base[2], limit[2];      // of each row: what exponents are relative to; the score that is too high for it
-  float sum[2];                 // of each row's exponentials, this thread's part
-  bool rebased;                 // base rose for some row of the warp ...
-  float rescale[2];             // ... so o has to be multiplied with this
-  bool half_values = false;     // probs go with the first half of a tile of values only
-  int values_begin, values_end; // rows of that tile that hold a value
+  float s[kKeys / 2];            // scores of 64 rows and kKeys keys
+  float o[D / 2] = {};           // their result so far
+  uint32_t probs[kKeys / 4];     // exp2 of scores, as the left operand of O += P V
+  float e[kFirst];               // exponentials of the first half of s
+  float base[2], limit[2];       // of each row: what exponents are relative to; the score that is too high for it
+  float sum[2];                  // of each row's exponentials, this thread's part
+  bool rebased;                  // base rose for some row of the warp ...
+  float rescale[2];              // ... so o has to be multiplied with this
+  bool half_values = false;      // probs go with the first half of a tile of values only
+  int values_begin, values_end;  // rows of that tile that hold a value
   Ring items, ks, vs;
-  int item = 0, len;            // whose scores are computed; keys of its sequence
-  int first, begin;             // as in Work
-  int tile;                     // first key of the scores
-  int sees_first, sees_last;    // keys that all 64 rows see
-  bool more;                    // there is such an item
-  bool fresh;                   // these are its first scores
-  bool half;                    // and no row sees more than half of the keys
-  int query[2];                 // of the tile, of each of the thread's rows
+  int item = 0, len;          // whose scores are computed; keys of its sequence
+  int first, begin;           // as in Work
+  int tile;                   // first key of the scores
+  int sees_first, sees_last;  // keys that all 64 rows see
+  bool more;                  // there is such an item
+  bool fresh;                 // these are its first scores
+  bool half;                  // and no row sees more than half of the keys
+  int query[2];               // of the tile, of each of the thread's rows
 
   __device__ Warpgroup(const Params& p, Shared& shared, int warp, int lane)
-      : p(p), shared(shared), lane(lane), t(lane % 4), group(warp / 4 - 1),
+      : p(p),
+        shared(shared),
+        lane(lane),
+        t(lane % 4),
+        group(warp / 4 - 1),
         row0(group * 64 + warp % 4 * 16 + lane / 4) {
     for (int i = 0; i < 2; ++i) query[i] = (row0 + 8 * i) / p.group;
   }
@@ -487,7 +498,8 @@ struct Warpgroup {
     for (;;) {
       const bool last_tile = tile <= first;
       const float done_sum[2] = {sum[0], sum[1]};
-      const float done_top[2] = {limit[0] == -INFINITY ? limit[0] : base[0], limit[1] == -INFINITY ? limit[1] : base[1]};
+      const float done_top[2] = {limit[0] == -INFINITY ? limit[0] : base[0],
+                                 limit[1] == -INFINITY ? limit[1] : base[1]};
       if (last_tile) {
         items.step(kQueryBuffers);
         ++item;

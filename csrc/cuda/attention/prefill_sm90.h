@@ -19,10 +19,10 @@ struct Params {
   int group, tile_queries;  // G and 128 / G
   int block_size;
   int window;
-  float scale_log2;  // what a score is multiplied with to become a power of 2
-  float slack;       // 8 / scale_log2
+  float scale_log2;    // what a score is multiplied with to become a power of 2
+  float slack;         // 8 / scale_log2
   const float* sinks;  // [heads], or null
-  float cap_in;      // with a soft cap: scores become tanh(cap_in * score) first; else 0
+  float cap_in;        // with a soft cap: scores become tanh(cap_in * score) first; else 0
   PrefillList* list;
   const PrefillItem* items;
   int* arrived;  // as in PrefillPlan; two of them for a tile, each with a byte for each warp

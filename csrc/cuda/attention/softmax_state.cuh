@@ -38,8 +38,6 @@ __device__ inline float with_sink(float sum, float max, const float* sinks, int 
 }
 
 // cap * tanh(x), where `doubled` is 2x in units of log2: cannot overflow.
-__device__ inline float soften(float doubled, float cap) {
-  return cap - __fdividef(2 * cap, exp2_fast(doubled) + 1);
-}
+__device__ inline float soften(float doubled, float cap) { return cap - __fdividef(2 * cap, exp2_fast(doubled) + 1); }
 
 }  // namespace quire::cuda

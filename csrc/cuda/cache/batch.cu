@@ -31,9 +31,10 @@ __global__ void decode_inputs_kernel(DecodeInputs a) {
   const bool padding = slot < 0 || at >= a.tables.columns * a.block_size;
   a.ids[i] = padding ? 0 : a.token[slot];
   a.positions[i] = padding ? 0 : at;
-  a.kv_indices[i] = padding ? -1
-                       : static_cast<int64_t>(a.tables.data[slot * a.tables.stride + at / a.block_size]) * a.block_size +
-                             at % a.block_size;
+  a.kv_indices[i] =
+      padding ? -1
+              : static_cast<int64_t>(a.tables.data[slot * a.tables.stride + at / a.block_size]) * a.block_size +
+                    at % a.block_size;
   a.rows[i] = padding ? 0 : slot;
   a.lens[i] = padding ? 0 : static_cast<int32_t>(at + 1);
 }

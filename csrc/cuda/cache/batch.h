@@ -21,7 +21,7 @@ struct DecodeInputs {
   Tables tables;
   int block_size;
   int64_t *ids, *positions, *kv_indices;  // [count]
-  int32_t *rows, *lens;              // [count]
+  int32_t *rows, *lens;                   // [count]
 };
 void decode_inputs(const DecodeInputs& args, cudaStream_t stream);
 

@@ -51,8 +51,8 @@ void launch_kv_write(const KvWriteArgs& a, cudaStream_t stream) {
     part.key.data = static_cast<const T*>(a.key.data) + first * a.key.token_stride;
     part.value.data = static_cast<const T*>(a.value.data) + first * a.value.token_stride;
     part.to.kv_indices = a.to.kv_indices + first;
-    launch(kv_write_kernel<T, Stored, kWidth>, dim3((packs + kThreads - 1) / kThreads, part.tokens), kThreads, 0, stream,
-           part);
+    launch(kv_write_kernel<T, Stored, kWidth>, dim3((packs + kThreads - 1) / kThreads, part.tokens), kThreads, 0,
+           stream, part);
   }
 }
 
@@ -76,9 +76,9 @@ void by_parameters(const BlockArgs& a, const LaunchSome& launch_some) {
   }
 }
 
-constexpr int kThreads = 256, kAhead = 4;         // units that a thread has on their way at once
-constexpr int kPart = kThreads * kAhead * 16;     // bytes: what a thread block moves between two looks at the next work
-constexpr int64_t kMostInGrid = 65535;            // in y and z
+constexpr int kThreads = 256, kAhead = 4;      // units that a thread has on their way at once
+constexpr int kPart = kThreads * kAhead * 16;  // bytes: what a thread block moves between two looks at the next work
+constexpr int64_t kMostInGrid = 65535;         // in y and z
 
 // Moves one part, or what remains of it.  Unit: what one access moves.
 template <class Unit>
@@ -125,9 +125,9 @@ __global__ void __launch_bounds__(kThreads)
 /* buffer [count, all_caches, block_bytes]: block blocks[i] of cache first + c to buffer[i][first + c], or back.
  * Grid (parts of a block, caches, blocks).  Moves block_bytes in and out for each cache and block. */
 template <class Unit, bool kBack>
-__global__ void __launch_bounds__(kThreads) block_gather_kernel(const __grid_constant__ Caches caches, int first,
-                                                               int all_caches, const int64_t* blocks,
-                                                               int64_t block_bytes, char* buffer) {
+__global__ void __launch_bounds__(kThreads)
+    block_gather_kernel(const __grid_constant__ Caches caches, int first, int all_caches, const int64_t* blocks,
+                        int64_t block_bytes, char* buffer) {
   let_next_kernel_start();
   wait_for_previous_kernels();
   const int64_t start = static_cast<int64_t>(blockIdx.x) * kPart;

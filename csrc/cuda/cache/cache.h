@@ -17,7 +17,7 @@ struct KvTarget {
   int64_t k_block_stride, v_block_stride;  // numbers from one block to the next
   int block_size;
   const int64_t* kv_indices;  // [tokens]: block * block_size + offset; negative: nowhere
-  const float* scales;   // [2, kv_heads] if the cache is e4m3
+  const float* scales;        // [2, kv_heads] if the cache is e4m3
 };
 
 // [tokens, kv_heads, size] of keys or values; rows of `size` are contiguous.  Strides count numbers.

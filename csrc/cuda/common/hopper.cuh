@@ -49,7 +49,8 @@ __device__ inline void wait(uint64_t* bar, int phase) {
       "@done bra over;\n"
       "bra again;\n"
       "over:\n"
-      "}" ::"r"(shared_address(bar)), "r"(phase)
+      "}" ::"r"(shared_address(bar)),
+      "r"(phase)
       : "memory");
 }
 
@@ -94,8 +95,8 @@ __device__ inline void copy_box(void* to, const CUtensorMap* map, uint64_t* bar,
 // The same of a 2-dimensional tensor.
 __device__ inline void copy_box(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          shared_address(to)),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+          "r"(shared_address(to)),
       "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1)
       : "memory");
 }
@@ -103,7 +104,7 @@ __device__ inline void copy_box(void* to, const CUtensorMap* map, uint64_t* bar,
 // Copies the box at (c0, c1, c2) of a 3-dimensional tensor.  What is read once leaves L2 first; what many CTAs read leaves
 // it last.  The policies are createpolicy's.
 __device__ inline void copy_with_policy(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2,
-                                uint64_t policy) {
+                                        uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
       "%4, %5}], [%2], %6;" ::"r"(shared_address(to)),
@@ -229,11 +230,12 @@ struct Wgmma;
 #define QUIRE_N64 QUIRE_N48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define QUIRE_N80 QUIRE_N64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define QUIRE_N96 QUIRE_N80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define QUIRE_N128                                                                                                    \
-  QUIRE_N96                                                                                                           \
-  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,"  \
+#define QUIRE_N128                                                                                                   \
+  QUIRE_N96                                                                                                          \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118," \
   "%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
+// clang-format off: a table of instructions
 // o0..o4: the numbers of the operands after the R = N / 2 registers of the result.
 #define QUIRE_WGMMA(T, NAME, N, R, o0, o1, o2, o3, o4)                                                            \
   template <>                                                                                                         \
@@ -253,6 +255,7 @@ struct Wgmma;
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                             \
     }                                                                                                                 \
   };
+// clang-format on
 
 QUIRE_WGMMA(__nv_bfloat16, "bf16", 16, 8, 8, 9, 10, 11, 12)
 QUIRE_WGMMA(__nv_bfloat16, "bf16", 32, 16, 16, 17, 18, 19, 20)

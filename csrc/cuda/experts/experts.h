@@ -9,9 +9,9 @@
 
 namespace quire::cuda {
 
-constexpr int kMostExperts = 512;  // of a layer
+constexpr int kMostExperts = 512;   // of a layer
 constexpr int kMostTokens = 65535;  // of a call
-constexpr int kMostPairs = 512;    // of a token and one of its experts in a call of the kernels for few pairs
+constexpr int kMostPairs = 512;     // of a token and one of its experts in a call of the kernels for few pairs
 
 struct RouteArgs {
   Dtype dtype;         // of logits: bf16 or fp16
@@ -19,8 +19,8 @@ struct RouteArgs {
   int* chosen;         // [tokens, top], out: the experts with the largest logits, the largest first
   float* weights;      // [tokens, top], out: their share of the softmax over all experts
   int tokens, experts, top;
-  bool normalise;      // weights of a token are divided by their sum
-  bool rounded;        // and rounded to dtype
+  bool normalise;  // weights of a token are divided by their sum
+  bool rounded;    // and rounded to dtype
 };
 void route(const RouteArgs& args, cudaStream_t stream);
 
@@ -42,7 +42,7 @@ struct ExpertsArgs {
   void* sums;
   void* order;
   void* gathered;
-  void* out;                 // [tokens, hidden], added to
+  void* out;                                // [tokens, hidden], added to
   int tokens, top, experts, hidden, inner;  // hidden and inner are multiples of 8
   Activation activation;
   float alpha, limit;  // of `clamped`

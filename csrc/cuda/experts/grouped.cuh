@@ -77,8 +77,8 @@ struct Shared {
 
 // The rows of x of a tile, a box per lane.  Those of the last box beyond the tile's are another tile's or zeros; their
 // sums are not stored.
-[[maybe_unused]] __device__ inline void copy_x(const Params& p, const PairTile& tile, char* to, uint64_t* full, int slab,
-                                               int lane) {
+[[maybe_unused]] __device__ inline void copy_x(const Params& p, const PairTile& tile, char* to, uint64_t* full,
+                                               int slab, int lane) {
   const int at = lane * kBoxRows;
   if (at < tile.count) copy_box(to + at * kSlabBytes, &p.x, full, slab * kSlab, tile.first + at);
 }
@@ -179,7 +179,7 @@ __device__ void store(const Params& p, const Item& item, const Biases& biases, c
   const int row = item.row + (threadIdx.x / kWarp - kWarpgroup / kWarp) * 16;  // first of this warp's 16 low ones
   T* const out = static_cast<T*>(p.out);
 #pragma unroll
-  for (int four = 0; four < (N + 31) / 32; ++four) {  // blocks of 8 pairs
+  for (int four = 0; four < (N + 31) / 32; ++four) {        // blocks of 8 pairs
     const int pair = (four * 4 + lane % 4) * 8 + lane / 4;  // that this lane stores
     const bool ours = pair < item.tile.count;
 #pragma unroll
@@ -196,8 +196,8 @@ __device__ void store(const Params& p, const Item& item, const Biases& biases, c
           of_high[b] = transpose(pack<T>(u[0], u[1]));
         } else {
           constexpr Activation kActivation = kKind == Kind::clamped ? Activation::clamped : Activation::silu;
-          of_low[b] = transpose(both(activated<T, kActivation>(l[0], u[0], p.experts),
-                                     activated<T, kActivation>(l[1], u[1], p.experts)));
+          of_low[b] = transpose(
+              both(activated<T, kActivation>(l[0], u[0], p.experts), activated<T, kActivation>(l[1], u[1], p.experts)));
         }
       }
       const uint4 first = gather_block(of_low[0], of_low[1], of_low[2], of_low[3], lane);

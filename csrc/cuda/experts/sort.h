@@ -19,10 +19,10 @@ struct PairTile {
 };
 
 struct PairOrder {
-  int* tile_count;    // [1], then two tickets, 0 at first: for the GEMMs that follow
-  PairTile* tiles;    // [most_tiles]: experts rising, and of each expert the places rising
-  int* order;         // [pairs]: pairs by expert.  Those of an expert stand in any order
-  int* counts;        // [chunks, experts], used where one CTA does not sort all pairs
+  int* tile_count;  // [1], then two tickets, 0 at first: for the GEMMs that follow
+  PairTile* tiles;  // [most_tiles]: experts rising, and of each expert the places rising
+  int* order;       // [pairs]: pairs by expert.  Those of an expert stand in any order
+  int* counts;      // [chunks, experts], used where one CTA does not sort all pairs
   int pairs, experts;
 
   int* ticket(int gemm) const { return tile_count + 1 + gemm; }

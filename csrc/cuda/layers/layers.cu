@@ -35,7 +35,9 @@ __global__ void __launch_bounds__(kMaxNorm / kWidth / kPacks < kMostThreads ? kM
   const int64_t which = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const bool exists = which < a.tokens * a.heads;
   const int64_t token = a.heads == 1 ? which : which / a.heads, head = a.heads == 1 ? 0 : which % a.heads;
-  const auto at = [&](const Heads& t) { return static_cast<T*>(t.data) + token * t.token_stride + head * t.head_stride; };
+  const auto at = [&](const Heads& t) {
+    return static_cast<T*>(t.data) + token * t.token_stride + head * t.head_stride;
+  };
   float x[kWidth], squares = 0;
   if (exists) {
     load_row(row, at(a.x));

@@ -18,12 +18,12 @@ struct Heads {
 };
 
 struct RmsNormArgs {
-  Dtype dtype;           // of everything: f32, bf16, fp16
+  Dtype dtype;  // of everything: f32, bf16, fp16
   Heads x, out;
-  const void* weight;    // [size]
+  const void* weight;  // [size]
   float eps;
   int64_t tokens, heads;
-  int size;              // at most kMaxNorm
+  int size;  // at most kMaxNorm
 };
 constexpr int kMaxNorm = 16384;
 void rms_norm(const RmsNormArgs& args, cudaStream_t stream);

@@ -1,7 +1,7 @@
 #include "cuda/common/launch.cuh"
-#include "cuda/layers/layers.h"
 #include "cuda/common/numbers.cuh"
 #include "cuda/common/warp.cuh"
+#include "cuda/layers/layers.h"
 
 namespace quire::cuda {
 namespace {

@@ -13,7 +13,7 @@ namespace {
 constexpr int kWarp = 32, kMostThreads = 1024;
 constexpr int kWidth = 16;  // numbers that a thread reads at once
 constexpr int kGroup = 128, kLanesOfGroup = kGroup / kWidth;
-constexpr float kLargest = 448;  // of e4m3
+constexpr float kLargest = 448;   // of e4m3
 constexpr float kLeast = 1e-30f;  // largest magnitude that a scale is made for: below, its inverse would overflow
 
 // Over all threads of the block; every thread gets the result.  `of_warp` is used by one call only.
@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(kMostThreads) quantise_rows_kernel(QuantiseArg
     for (int j = 0; j < kWidth; ++j) squares += x[i][j] * x[i][j];
   }
   if (a.norm != nullptr) {
-    const float by = rsqrtf(join_block(squares, sums, [](float p, float q) { return p + q; }) /
-                                static_cast<float>(a.size) + a.eps);
+    const float by =
+        rsqrtf(join_block(squares, sums, [](float p, float q) { return p + q; }) / static_cast<float>(a.size) + a.eps);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       if (number(i) >= a.size) continue;
@@ -62,7 +62,8 @@ __global__ void __launch_bounds__(kMostThreads) quantise_rows_kernel(QuantiseArg
       const bool there = number(i) < a.size;  // for all lanes of a group or for none
       float most = kLeast;
       for (int j = 0; j < kWidth; ++j) most = fmaxf(most, there ? fabsf(x[i][j]) : 0);
-      for (int step = kLanesOfGroup / 2; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, step));
+      for (int step = kLanesOfGroup / 2; step > 0; step /= 2)
+        most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, step));
       if (!there) continue;
       float y[kWidth];
       for (int j = 0; j < kWidth; ++j) y[j] = x[i][j] * (kLargest / most);

@@ -119,8 +119,8 @@ __global__ void __launch_bounds__(kDequantising) dequantise_kernel(DequantiseArg
 }  // namespace
 
 bool fits_int4(const Int4Args& a) {
-  return a.tokens > 0 && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 &&
-         in_16_bytes(a.x, a.x_stride, 2) && in_16_bytes(a.out, a.out_stride, 2);
+  return a.tokens > 0 && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 && in_16_bytes(a.x, a.x_stride, 2) &&
+         in_16_bytes(a.out, a.out_stride, 2);
 }
 
 int64_t int4_converted_bytes(int tokens, int inner, int groups) {

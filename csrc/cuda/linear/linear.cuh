@@ -28,24 +28,24 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cuda/common/launch.cuh"
 #include "cuda/common/hopper.cuh"
-#include "cuda/linear/linear.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/common/tensor_core.cuh"
+#include "cuda/linear/linear.h"
 
 namespace quire::cuda::linears {
 
-constexpr int kSlabBytes = 128;     // of a row: the widest swizzle
+constexpr int kSlabBytes = 128;  // of a row: the widest swizzle
 template <class W>
 constexpr int kSlab = kSlabBytes / static_cast<int>(sizeof(W));  // numbers of inner
-constexpr int kWarps = 8;           // that multiply
+constexpr int kWarps = 8;                                        // that multiply
 constexpr int kMultipliers = kWarps * 32;
 constexpr int kThreads = kMultipliers + 32;
 constexpr int kMaxStages = 12;
-constexpr int kMaxRows = 224;       // of a tile
+constexpr int kMaxRows = 224;        // of a tile
 constexpr int kManyTokensRows = 32;  // of a tile of 17 to 32 tokens: with more, sums no longer fit into registers
-constexpr int kRoom = 110 << 10;    // of shared memory, for the stages
+constexpr int kRoom = 110 << 10;     // of shared memory, for the stages
 
 inline int tiles_of(int n, int size) { return (n + size - 1) / size; }
 
@@ -191,8 +191,9 @@ __device__ void add_shares(const End& p, int first_feature, const float4* all_su
 //   of_token     what the sums of a token are multiplied by
 //   of_row       what the sums of a row of the tile are multiplied by
 template <class T, int kRowWarps, int kEights, int kBlocks, class OfToken, class OfRow>
-__device__ void end_of_product(const End& p, int first_feature, int first_block, const float (&sums)[kBlocks][kEights][4],
-                               char* stages, const Pack<T, 8>& old, const OfToken& of_token, const OfRow& of_row) {
+__device__ void end_of_product(const End& p, int first_feature, int first_block,
+                               const float (&sums)[kBlocks][kEights][4], char* stages, const Pack<T, 8>& old,
+                               const OfToken& of_token, const OfRow& of_row) {
   constexpr int kShares = kWarps / kRowWarps;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = warp / kRowWarps, blocks = (p.rows + 15) / 16;
   float4* const all_sums = reinterpret_cast<float4*>(stages);
@@ -365,7 +366,8 @@ void start(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params
     return true;
   }();
   static_cast<void>(allowed);
-  launch(kernel, dim3(tiles), dim3(kThreads), 1024 + std::max(stages_bytes, way_out_bytes), stream, weight_map, x_map, p);
+  launch(kernel, dim3(tiles), dim3(kThreads), 1024 + std::max(stages_bytes, way_out_bytes), stream, weight_map, x_map,
+         p);
 }
 
 template <class T, int kEights>

@@ -18,8 +18,8 @@ struct LinearArgs {
   void* out;           // [tokens, features]
   int64_t out_stride;
   int tokens, features, inner;
-  bool add;       // out += the product, which is rounded first; else out = the product
-  bool silu_mul;  // out = silu(gate) * up, of the rounded products
+  bool add;          // out += the product, which is rounded first; else out = the product
+  bool silu_mul;     // out = silu(gate) * up, of the rounded products
   bool float32_out;  // out is float32, and neither of both
 };
 

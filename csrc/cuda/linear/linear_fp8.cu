@@ -247,7 +247,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
             uint32_t w[4];
             widen_four(bytes[b][2 * of_16], w[0], w[2]);
             widen_four(bytes[b][2 * of_16 + 1], w[1], w[3]);
-            float (&to)[4] = [&]() -> float (&)[4] {
+            float(&to)[4] = [&]() -> float(&)[4] {
               if constexpr (kGrid) return of_slab[b];
               else return sums[b][0];
             }();

@@ -29,9 +29,9 @@ CUtensorMap tensor_map(CUtensorMapDataType type, const void* data, const cuuint6
   cuuint32_t steps[kDimensions];
   for (cuuint32_t& step : steps) step = 1;
   CUtensorMap map;
-  const CUresult result = tensor_map_encoder()(&map, type, kDimensions, const_cast<void*>(data), sizes, strides, box, steps,
-                                               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = tensor_map_encoder()(&map, type, kDimensions, const_cast<void*>(data), sizes, strides, box,
+                                               steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                               CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   check(result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue, "linear: tensor map");
   return map;
 }

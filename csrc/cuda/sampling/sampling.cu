@@ -455,8 +455,10 @@ struct Weights {
     alignas(16) float bias[kVector] = {};
 #pragma unroll
     for (int i = 0; i < kVector; i += 4) {  // lines are as long as whole vectors
-      if (settings.marks) *reinterpret_cast<uint4*>(marks + i) = *reinterpret_cast<const uint4*>(settings.marks + at + i);
-      if (settings.bias) *reinterpret_cast<float4*>(bias + i) = *reinterpret_cast<const float4*>(settings.bias + at + i);
+      if (settings.marks)
+        *reinterpret_cast<uint4*>(marks + i) = *reinterpret_cast<const uint4*>(settings.marks + at + i);
+      if (settings.bias)
+        *reinterpret_cast<float4*>(bias + i) = *reinterpret_cast<const float4*>(settings.bias + at + i);
     }
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
@@ -661,7 +663,8 @@ template <class T>
 __device__ void greedy(const SampleArgs& a, const Row<T>& row, Piece piece, int index, Shared& shared) {
   const uint64_t best = cluster_max(best_of(row, piece), shared);
   done_with_peers();
-  if (cluster_rank() == 0 && threadIdx.x == 0) write(a, index, a.slots[index] < 0 ? Choice{0, sampling::kChosen} : choice_of(best));
+  if (cluster_rank() == 0 && threadIdx.x == 0)
+    write(a, index, a.slots[index] < 0 ? Choice{0, sampling::kChosen} : choice_of(best));
   wait_until_peers_are_done();
 }
 
@@ -691,7 +694,8 @@ __global__ void __launch_bounds__(kThreads, general ? 2 : 4) sample_kernel(Sampl
     return;
   }
   const Settings settings = a.table[slot];
-  if (settings.scale == 0 && !settings.marks && !settings.bias && !settings.mask) return greedy(a, row, piece, index, shared);
+  if (settings.scale == 0 && !settings.marks && !settings.bias && !settings.mask)
+    return greedy(a, row, piece, index, shared);
   const int64_t position = a.known[index] - settings.prompt_len;
   const bool filtered = settings.top_k > 0 || settings.top_p < 1;
   if (filtered) shared.coarse.clear();

@@ -5,19 +5,19 @@
 
 #include <cstdint>
 
-#include "sampling_rules.h"
 #include "cuda/common/dtype.h"
+#include "sampling_rules.h"
 
 namespace quire::cuda {
 
 struct SampleArgs {
-  Dtype dtype;  // of the logits: f32, bf16, fp16
+  Dtype dtype;           // of the logits: f32, bf16, fp16
   const void* logits;    // [rows, size]
   int64_t row_stride;    // in numbers
   const int64_t* slots;  // [rows]: the row of `table` each samples for; -1: none, the token is 0
   const int64_t* known;  // [rows]: tokens before the one chosen now
   const sampling::Settings* table;
-  bool general;     // false: every row takes the likeliest token of its raw logits, and table and known are not read
+  bool general;      // false: every row takes the likeliest token of its raw logits, and table and known are not read
   int64_t* tokens;   // [rows]; 0 where no token is chosen
   uint8_t* outcome;  // [rows]: kChosen, kNotFinite or kNothingAllowed; kChosen for a row without a slot
   int64_t rows;
@@ -28,7 +28,7 @@ struct SampleArgs {
 void sample(const SampleArgs& args, cudaStream_t stream);
 
 struct LikeliestArgs {
-  Dtype dtype;  // of the logits: f32, bf16, fp16
+  Dtype dtype;         // of the logits: f32, bf16, fp16
   const void* logits;  // [rows, size]: some columns of the whole logits
   int64_t row_stride;  // in numbers
   int64_t first;       // token of the first column

@@ -35,8 +35,8 @@ void apply_edits(const at::Tensor& edits, const at::Tensor& tables) {
 void decode_inputs(const at::Tensor& slots, const at::Tensor& token, const at::Tensor& position,
                    const at::Tensor& tables, int64_t block_size, const at::Tensor& ids, const at::Tensor& positions,
                    const at::Tensor& kv_indices, const at::Tensor& rows, const at::Tensor& lens) {
-  const BatchSizes sizes = check_decode_inputs(slots, token, position, tables, block_size, ids, positions, kv_indices,
-                                               rows, lens, on_cpu());
+  const BatchSizes sizes =
+      check_decode_inputs(slots, token, position, tables, block_size, ids, positions, kv_indices, rows, lens, on_cpu());
   cpu::decode_inputs(slots_of(slots, sizes), sizes.count, token.const_data_ptr<int64_t>(),
                      position.const_data_ptr<int64_t>(), tables_of(tables), block_size,
                      {ids.data_ptr<int64_t>(), positions.data_ptr<int64_t>(), kv_indices.data_ptr<int64_t>(),

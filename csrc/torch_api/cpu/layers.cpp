@@ -36,8 +36,8 @@ void silu_mul(const at::Tensor& gate_up, const at::Tensor& out) {
 void rope_kv_write(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& k_cache,
                    const at::Tensor& v_cache, const at::Tensor& kv_indices, const std::optional<at::Tensor>& q_norm,
                    const std::optional<at::Tensor>& k_norm, double eps, const std::optional<at::Tensor>& scales) {
-  const RopeSizes sizes = check_rope_kv_write(qkv, cos, sin, k_cache, v_cache, kv_indices, q_norm, k_norm, scales,
-                                              kMaxRope, on_cpu());
+  const RopeSizes sizes =
+      check_rope_kv_write(qkv, cos, sin, k_cache, v_cache, kv_indices, q_norm, k_norm, scales, kMaxRope, on_cpu());
   const int64_t* kv_index = kv_indices.const_data_ptr<int64_t>();
   expect_below("kv_indices", kv_index, sizes.tokens, -1, sizes.cache.blocks * sizes.cache.block_size);
   by_dtype("qkv", qkv, [&](auto type) {

@@ -40,7 +40,8 @@ struct ProductSizes {
 
 // layout: of `packed`, its columns and its numbers together.
 void check_product(ProductSizes& s, const at::Tensor& x, const at::Tensor& packed, std::tuple<int64_t, int64_t> layout,
-                   const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& plus, const at::Tensor& out) {
+                   const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& plus,
+                   const at::Tensor& out) {
   expect("x", x, {s.rows, s.inner});
   expect("out", out, {s.rows, s.features});
   if (plus) expect("plus", *plus, {s.rows, s.features});
@@ -52,7 +53,8 @@ void check_product(ProductSizes& s, const at::Tensor& x, const at::Tensor& packe
   s.steps.agree("x", (s.inner + deep - 1) / deep);
   expect("packed", packed, {s.strips, s.steps, s.columns, s.together});
   expect_contiguous("packed", packed);
-  for (const auto& [who, t] : {std::pair{"x", &x}, {"out", &out}, {"packed", &packed}, {"plus", plus ? &*plus : &out}}) {
+  for (const auto& [who, t] :
+       {std::pair{"x", &x}, {"out", &out}, {"packed", &packed}, {"plus", plus ? &*plus : &out}}) {
     expect_device(who, *t, on_cpu());
     expect_last_contiguous(who, *t);
   }

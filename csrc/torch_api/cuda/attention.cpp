@@ -40,10 +40,11 @@ struct PlanParts {
 // The sizes of the model are enough to find each part; the number of sequences of the plan is not needed.  The part of the
 // decodes always takes the bytes of the most sequences it can hold.
 PlanParts parts_of(const at::Tensor& plan, int64_t heads, int64_t kv_heads, int64_t head_size) {
-  const int64_t decode_bytes =
-      decode_plan_bytes(kDecodeMaxSeqs, static_cast<int>(heads), static_cast<int>(kv_heads), static_cast<int>(head_size));
+  const int64_t decode_bytes = decode_plan_bytes(kDecodeMaxSeqs, static_cast<int>(heads), static_cast<int>(kv_heads),
+                                                 static_cast<int>(head_size));
   char* bytes = static_cast<char*>(plan.data_ptr());
-  TORCH_CHECK_VALUE(plan.numel() >= decode_bytes, "plan: has ", plan.numel(), " bytes, attention_plan_bytes gives more");
+  TORCH_CHECK_VALUE(plan.numel() >= decode_bytes, "plan: has ", plan.numel(),
+                    " bytes, attention_plan_bytes gives more");
   return {decode_bytes, plan.numel() - decode_bytes, bytes, bytes + decode_bytes};
 }
 
@@ -99,8 +100,8 @@ void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::T
       check_paged_attention(q, k_cache, v_cache, tables, rows, q_start, lens, scales, sinks, window, out, on_gpu(q));
   const int64_t block_size = sizes.cache.block_size, seqs = sizes.seqs;
   expect_head_size(sizes.cache.head_size);
-  TORCH_CHECK_VALUE(block_size == 8 || block_size == 16 || block_size == 32 || block_size == 64,
-                    "k_cache: block size ", block_size, " is not 8, 16, 32 or 64");
+  TORCH_CHECK_VALUE(block_size == 8 || block_size == 16 || block_size == 32 || block_size == 64, "k_cache: block size ",
+                    block_size, " is not 8, 16, 32 or 64");
   TORCH_CHECK_VALUE(q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf, "q: dtype is ", q.scalar_type(),
                     ", attention on a GPU wants bfloat16 or float16");
   for (const auto& [who, t] : {std::pair{"q", q}, {"out", out}, {"k_cache", k_cache}, {"v_cache", v_cache}}) {

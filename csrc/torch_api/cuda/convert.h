@@ -42,7 +42,7 @@ inline Heads heads_of(const at::Tensor& t) {
 
 // Where a step's keys and values are stored.
 inline KvTarget kv_target_of(const at::Tensor& k_cache, const at::Tensor& v_cache, int64_t block_size,
-                           const at::Tensor& kv_indices, const float* scales) {
+                             const at::Tensor& kv_indices, const float* scales) {
   return {
       .k_cache = k_cache.data_ptr(),
       .v_cache = v_cache.data_ptr(),

@@ -39,8 +39,8 @@ void silu_mul(const at::Tensor& gate_up, const at::Tensor& out) {
 void rope_kv_write(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& k_cache,
                    const at::Tensor& v_cache, const at::Tensor& kv_indices, const std::optional<at::Tensor>& q_norm,
                    const std::optional<at::Tensor>& k_norm, double eps, const std::optional<at::Tensor>& scales) {
-  const RopeSizes sizes = check_rope_kv_write(qkv, cos, sin, k_cache, v_cache, kv_indices, q_norm, k_norm, scales,
-                                              kMaxRope, on_gpu(qkv));
+  const RopeSizes sizes =
+      check_rope_kv_write(qkv, cos, sin, k_cache, v_cache, kv_indices, q_norm, k_norm, scales, kMaxRope, on_gpu(qkv));
   const RopeArgs args{
       .dtype = model_dtype_of("qkv", qkv),
       .stored = dtype_of("k_cache", k_cache),

@@ -17,9 +17,9 @@
 namespace quire::cuda::torch_api {
 namespace {
 
-constexpr int64_t kBlock = 128;   // rows and columns that share a scale
-constexpr int64_t kRows = 4;      // the library's products of blocks need a multiple of so many rows
-constexpr int64_t kScales = 4;    // and of so many scales in a row of blocks, by the rules of all releases
+constexpr int64_t kBlock = 128;  // rows and columns that share a scale
+constexpr int64_t kRows = 4;     // the library's products of blocks need a multiple of so many rows
+constexpr int64_t kScales = 4;   // and of so many scales in a row of blocks, by the rules of all releases
 
 int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -102,8 +102,8 @@ void check_blocks(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   const int64_t rows = weight.size(0), inner = weight.size(1);
   TORCH_CHECK_VALUE(rows % kBlock == 0 && inner % (kScales * kBlock) == 0, "weight: its shape [", rows, ", ", inner,
                     "] is not of multiples of ", kBlock, " and ", kScales * kBlock);
-  TORCH_CHECK_VALUE(scale.size(0) == rows / kBlock && scale.size(1) == inner / kBlock, "scale: its shape [", scale.size(0),
-                    ", ", scale.size(1), "] should be [", rows / kBlock, ", ", inner / kBlock, "]");
+  TORCH_CHECK_VALUE(scale.size(0) == rows / kBlock && scale.size(1) == inner / kBlock, "scale: its shape [",
+                    scale.size(0), ", ", scale.size(1), "] should be [", rows / kBlock, ", ", inner / kBlock, "]");
   TORCH_CHECK_VALUE(scale.is_contiguous(), "scale: not contiguous");
 }
 
@@ -151,8 +151,9 @@ void linear_fp8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor&
     return;
   }
   const auto [numbers, one, x_scale] = quantised(x, norm, eps, blocks);
-  const at::Tensor y = at::_scaled_mm(numbers, weight.t(), blocks ? x_scale : one, blocks ? scale.t() : one, std::nullopt,
-                                      std::nullopt, wide ? at::kFloat : at::kBFloat16, /*use_fast_accum=*/!blocks);
+  const at::Tensor y =
+      at::_scaled_mm(numbers, weight.t(), blocks ? x_scale : one, blocks ? scale.t() : one, std::nullopt, std::nullopt,
+                     wide ? at::kFloat : at::kBFloat16, /*use_fast_accum=*/!blocks);
   scale_product({.product = y.const_data_ptr(),
                  .x_scale = blocks ? nullptr : x_scale.const_data_ptr<float>(),
                  .weight_scale = blocks ? nullptr : args.scale,
