@@ -1,11 +1,11 @@
-// Every operator of Quire, declared once.  torch_api/cpu and torch_api/cuda implement them.  Torch's dispatcher chooses by
-// the tensors' device, so Python has no device branch.
+// Schemas of all operators, declared once.  torch_api/cpu and torch_api/cuda implement them.  Torch's dispatcher
+// chooses by the tensors' device, so Python has no device branch.
 //
 //   T tokens of this step, all sequences one after another     S sequences in this step
 //   H query heads   Hkv KV heads (H % Hkv == 0)                D head size
 //
 // A cache holds the keys, or the values, of one layer: [blocks, Hkv, block_size, D], in the dtype of the model or e4m3.
-// An e4m3 cache has scales [2, Hkv] f32, for keys and for values: number = stored * scale.
+// An e4m3 cache has scales [2, Hkv] f32, for keys and for values: value = stored * scale.
 
 #include <torch/library.h>
 
@@ -16,136 +16,142 @@ TORCH_LIBRARY(quire, m) {
       "kv_write(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor kv_indices, "
       "Tensor? scales) -> ()");
 
-  //   q, out     [T, H, D]; a sequence with lens 0 has its output written as zeros
-  //   caches     as above
+  //
+  //   q, out     [T, H, D]; a sequence with lens 0 gives zeros
+  //   caches     as in kv_write
   //   tables     [max_rows, max_blocks] i32
   //   rows       [S] i32, the row of tables of each sequence
   //   q_start    [S + 1] i32: sequence s owns q[q_start[s]:q_start[s + 1]]
   //   lens       [S] i32, keys including this step's
   //   window     > 0: a query sees only the last `window` positions up to its own
   //   soft_cap   > 0: score = soft_cap * tanh(score / soft_cap)
-  //   sinks      [H] f32: every softmax of a head has one more score, which no value belongs to
-  //   decodes    the first so many sequences have at most one query each: a hint that a device may use
+  //   sinks      [H] f32: a score without a value, added to every softmax of the head
+  //   decodes    number of leading sequences with at most one query each: a hint that a device may use
   //   plan       from attention_plan for the same q_start, lens, decodes, sizes and window, after tables and rows
-  // Query i of n stands at position lens - n + i and sees positions up to its own.
+  // Query i of n has position lens - n + i and sees positions up to its own.
   m.def(
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor tables, Tensor rows, Tensor q_start, "
       "Tensor lens, Tensor? scales, Tensor? sinks, int decodes, Tensor(a!) plan, float scale, int window, "
       "float soft_cap, Tensor(b!) out) -> ()");
-  // Decides once a step how the work of paged_attention is divided, for all layers of equal sizes and window.
-  // plan [bytes] u8 has at least attention_plan_bytes.  The device also keeps partial results there.  A CPU needs none.
+  // Partitions the work of paged_attention, once per step for all layers of equal sizes and window.  plan [bytes] u8
+  // has at least attention_plan_bytes and also holds partial results on a GPU. A CPU needs none.
   m.def(
       "attention_plan(Tensor q_start, Tensor lens, int decodes, int heads, int kv_heads, int head_size, int window, "
       "Tensor(a!) plan) -> ()");
   m.def(
       "attention_plan_bytes(Tensor like, int max_seqs, int max_tokens, int heads, int kv_heads, int head_size) -> int");
 
-  // caches: K and V of layers of one shape · pairs [n, 2] i64 (from block, to block); no block is written twice or both read
-  // and written
+  // caches: K and V of layers of one shape · pairs [n, 2] i64 (from block, to block); no block is written twice or both
+  // read and written
   m.def("block_copy(Tensor(a!)[] caches, Tensor pairs) -> ()");
 
   // caches: K and V of layers of one shape · blocks [n] i64
   m.def("block_fill(Tensor(a!)[] caches, Tensor blocks, float value) -> ()");
 
-  // blocks [n] i64 · buffer [n, caches, bytes of a block] u8: block i of cache c to buffer[i, c], and back.  No block is
-  // named twice on the way back
+  // blocks [n] i64 · buffer [n, caches, bytes of a block] u8. gather copies block i of cache c to buffer[i, c], scatter
+  // back.  scatter requires distinct blocks
   m.def("block_gather(Tensor[] caches, Tensor blocks, Tensor(a!) buffer) -> ()");
   m.def("block_scatter(Tensor buffer, Tensor blocks, Tensor(a!)[] caches) -> ()");
 
-  // How many threads all kernels here share their work among, on a CPU; 0: as many as torch uses for its own
+  // Number of threads for all kernels here, on a CPU; 0: torch's own number
   m.def("set_threads(int threads) -> ()");
 
-  // What a decoder layer does between its matrix products.  Arithmetic in float32, one rounding to the dtype of x.
-  // The weights of norms must be at rest: a GPU may read them before what was launched earlier is done.
+  // Operators between the GEMMs of a decoder layer.  Arithmetic in float32, one rounding to the dtype of x.  Norm
+  // weights must not be written by earlier kernels: a GPU may read them before these have ended.
 
-  // x, out [T, size], or [T, heads, size] with a norm for each head · weight [size].  out may be x
+  // x, out [T, size], or [T, heads, size] with a norm per head · weight [size]. out may be x
   m.def("rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()");
 
   // gate_up [T, 2 * size]: gate, then up · out [T, size] = silu(gate) * up
   m.def("silu_mul(Tensor gate_up, Tensor(a!) out) -> ()");
 
+  //
   //   qkv             [T, H + 2 * Hkv, D]: queries are rotated in place; rotated keys and the values go to the caches
   //   cos, sin        [T, D]
   //   caches, kv_indices, scales  as in kv_write
-  //   q_norm, k_norm  [D]: rms_norm of each query and key head before it turns, rounded to the dtype of qkv
-  // Number i of a head turns with number i + D / 2.
+  //   q_norm, k_norm  [D]: rms_norm of each query and key head before the rotation, rounded to the dtype of qkv
+  // Element i of a head is rotated with element i + D / 2.
   m.def(
       "rope_kv_write(Tensor(a!) qkv, Tensor cos, Tensor sin, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor kv_indices, "
       "Tensor? q_norm, Tensor? k_norm, float eps, Tensor? scales) -> ()");
 
-  // The mirror of the slots, on the device, has one row of tables, one token and one position for each slot.  In these
-  // operators slots [n] i32 names the decoding ones, in the order of the step; -1 is padding.
+  // The device copy of the block tables has per slot one row of tables, one token and one position.  In these operators
+  // slots [n] i32 lists the decoding slots, in the order of the step; -1 is padding.
 
-  // edits [n, 3] i32: tables[row, column] = block; row -1: no edit.  No place is named twice
+  // edits [n, 3] i32: tables[row, column] = block; row -1: no edit.  Entries must be distinct
   m.def("apply_edits(Tensor edits, Tensor(a!) tables) -> ()");
 
-  //   token, position             [max_rows] i64: what each slot computes next
+  //
+  //   token, position             [max_rows] i64: next input token of each slot, and its position
   //   tables                      [max_rows, max_blocks] i32
-  //   ids, positions, kv_indices  [n] i64, written: the step's
-  //   rows, lens                  [n] i32, written: the step's
+  //   ids, positions, kv_indices  [n] i64, out: inputs of the step
+  //   rows, lens                  [n] i32, out: inputs of the step
   // Padding, and a slot past the end of its table, gives id 0, position 0, kv_index -1, row 0, lens 0.
   m.def(
       "decode_inputs(Tensor slots, Tensor token, Tensor position, Tensor tables, int block_size, Tensor(a!) ids, "
       "Tensor(b!) positions, Tensor(c!) kv_indices, Tensor(d!) rows, Tensor(e!) lens) -> ()");
 
-  // tokens [n] i64, sampled: token[slots[i]] = tokens[i], position[slots[i]] += 1.  No slot is named twice
+  // tokens [n] i64, sampled: token[slots[i]] = tokens[i], position[slots[i]] += 1.  Slots must be distinct
   m.def("decode_outputs(Tensor slots, Tensor tokens, Tensor(a!) token, Tensor(b!) position) -> ()");
 
-  // Chooses one token for each row of logits [N, V], by the rules of sampling_rules.h.
-  //   slots    [N] i64: the row of `table` that each samples for; -1: none, its token is 0
-  //   known    [N] i64: tokens before the one chosen now
-  //   table    [max_seqs, 9] i64: a sampling::Settings each, in whose marks the token is counted
-  //   tokens   [N] i64, 0 where none is chosen
-  //   outcome  [N] u8: kChosen, kNotFinite or kNothingAllowed of sampling_rules.h
-  //   general  false: the likeliest token of each row's raw logits; `table` is not read and nothing is counted
+  // Samples one token per row of logits [N, V], by the rules of sampling_rules.h.
+  //   slots    [N] i64: the row's slot in `table`; -1: none, the token is 0
+  //   known    [N] i64: number of tokens before the sampled one
+  //   table    [max_seqs, 9] i64: sampling::Settings, whose marks count the token
+  //   tokens   [N] i64, out; 0 if none was sampled
+  //   outcome  [N] u8, out: kChosen, kNotFinite or kNothingAllowed of sampling_rules.h
+  //   general  false: argmax of each row's raw logits; `table` is not read and nothing is counted
   m.def(
       "sample(Tensor logits, Tensor slots, Tensor known, Tensor table, bool general, Tensor(a!) tokens, "
       "Tensor(b!) outcome) -> ()");
 
-  // The same without `general`, in two steps, where the columns of the logits are divided among ranks.
-  //   logits  [N, C]: those of tokens first, first + 1, ...
-  //   keys    [N] i64: the largest keys of all parts are those of the whole logits
+  // `sample` without `general` for vocab-parallel logits: each rank computes `likeliest`, the ranks take the maximum,
+  // and each computes `chosen`.
+  //   logits  [N, C]: columns of tokens first, first + 1, ...
+  //   keys    [N] i64: their maximum over the ranks is the key of the unsharded logits
   m.def("likeliest(Tensor logits, int first, Tensor(a!) keys) -> ()");
   m.def("chosen(Tensor keys, Tensor slots, Tensor(a!) tokens, Tensor(b!) outcome) -> ()");
 }
 
-// Matrix products.
+// Linear layers.
 TORCH_LIBRARY_FRAGMENT(quire, m) {
+  //
   //   x         [T, inner]
   //   weight    [size, inner]
   //   bias      [size]
   //   out       [T, size] = x weight^T + bias
   //   norm      [inner]: x becomes rms_norm(x, norm, eps) first, rounded
-  //   silu_mul  weight and bias hold size gate rows, then size up rows; out = silu(gate) * up, of gate and up rounded
+  //   silu_mul  weight and bias hold size gate rows, then size up rows; out = silu(gate) * up, of rounded gate and up
   //   add       out += the result, which may be rounded first
-  // Sums in float32.  weight and bias must be at rest, like the weights of norms.  On a GPU out may be float32 where x is not,
-  // without silu_mul and add: such a product is not rounded.
+  // Sums in float32. weight and bias must not be written by earlier kernels, like the weights of norms.  On a GPU out
+  // may be float32 for a 16-bit x, without silu_mul and add: the result is then not rounded.
   m.def(
       "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
       "Tensor(a!) out) -> ()");
 
-  // The same on a Hopper GPU in bfloat16, with weight [size, inner] e4m3 and scale [size] f32: weight = numbers * scale.
-  // With many tokens x becomes e4m3, too, with a scale for each row.
+  // `linear` on a Hopper GPU in bfloat16, with weight [size, inner] e4m3 and scale [size] f32: weight = stored * scale.
+  // With many tokens x is quantised to e4m3, too, with one scale per row.
   m.def(
       "linear_fp8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
       "Tensor(a!) out) -> ()");
 
-  // The same on a GPU in bfloat16, with a weight of 4 bits, in groups of 32, 64 or 128 inputs:
-  // weight = (number - zero) * scale of its group * scale of its row.
-  //   weight     [size / 16, inner / 128, bytes] u8: the records of cuda/linear/int4.h, which hold all but the rows' scales
+  // `linear` on a GPU in bfloat16 with int4 weights, in groups of 32, 64 or 128 inputs: weight = (q - zero) * scale of
+  // its group * scale of its row.
+  //   weight     [size / 16, inner / 128, bytes] u8: the packed blocks of cuda/linear/int4.h, with q, zeros and group scales
   //   scale      [size] f32
   m.def(
       "linear_int4(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? norm, float eps, bool add, bool silu_mul, "
       "Tensor(a!) out) -> ()");
 
-  // The sum over the ranks of a model, on a GPU each, with what follows it.  All ranks make the same calls.
-  //   part     [rows, size] of this rank; without `plus` it becomes the sum.  size: 16 bytes or a multiple, at most 16384
+  // All-reduce over the ranks of a model (one GPU each), fused with the residual and the norm.  All ranks make the same
+  // calls.
+  //   part     [rows, size] of this rank; without `plus` it becomes the sum. size: 16 bytes or a multiple, at most 16384
   //   plus     [rows, size], equal on all ranks: += the sum
   //   norm     [size]; normed [rows, size] = rms_norm(result, norm, eps)
-  //   inbox    [bytes] u8 that the other ranks write; zeros at first.  inboxes: address of each rank's, as mapped here
-  //   calls    [256] i32 of this rank, zeros at first
-  //   ctas     of the call at most; all fit on each rank's GPU at once.  shares: bytes of part that each may send
-  //   words    with the call's number in every 8 bytes: sooner there, twice the bytes
+  //   inbox    [bytes] u8, written by the other ranks; initially zeros. inboxes: address of each rank's, as mapped here
+  //   calls    [256] i32 of this rank, initially zeros
+  //   ctas     upper bound of CTAs per call; all fit on each rank's GPU at once. shares: bytes of part per CTA
+  //   words    the call number in every 8 bytes: lower latency, twice the bytes
   m.def(
       "rank_sum(Tensor(a!) part, Tensor(b!)? plus, Tensor? norm, float eps, Tensor(c!)? normed, Tensor(d!) inbox, "
       "int[] inboxes, Tensor(e!) calls, int rank, int ctas, int words_share, int blocks_share, bool words) -> ()");
@@ -153,36 +159,37 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   // Mixtures of experts: on a GPU in bfloat16 or float16, on a CPU in plain loops, which tests compare with.  On a GPU `experts`
   // takes T * k up to 512, but any number on Hopper if hidden and inner are multiples of 64.
   //   logits     [T, E]
-  //   chosen     [T, k] i32: the experts of the k largest logits, the largest first, of equal ones the first
-  //   weights    [T, k] f32: their shares of the softmax of all; normalise: over the sum of the k; rounded: to logits' dtype
+  //   chosen     [T, k] i32: the experts of the k largest logits, largest first, the lower index first among equals
+  //   weights    [T, k] f32: softmax over all experts; normalise: divided by the sum of the k; rounded: to logits' dtype
   m.def("route(Tensor logits, bool normalise, bool rounded, Tensor(a!) chosen, Tensor(b!) weights) -> ()");
+  //
   //   x             [T, hidden]
-  //   gate_up       [E, 2 * inner, hidden], of each expert gate rows, then up rows; with `clamped` a gate row and its up
-  //                 row follow one another
+  //   gate_up       [E, 2 * inner, hidden], per expert gate rows, then up rows; with `clamped` gate and up rows interleaved
   //   gate_up_bias  [E, 2 * inner], in the order of the rows
   //   down          [E, hidden, inner]
   //   down_bias     [E, hidden]
-  //   activation    silu: silu(gate) * up;  clamped, as gpt-oss has it: g * sigmoid(alpha * g) * (u + 1), where
+  //   activation    silu: silu(gate) * up;  clamped (gpt-oss): g * sigmoid(alpha * g) * (u + 1), where
   //                 g = min(gate, limit) and u = max(-limit, min(up, limit))
   //   out           [T, hidden] += the sum over a token's experts of weight * (down activation(gate, up) + down_bias)
   m.def(
       "experts(Tensor x, Tensor chosen, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
       "Tensor? down_bias, str activation, float alpha, float limit, Tensor(a!) out) -> ()");
 
+  //
   //   x          [rows, inner]
   //   packed     a weight [features, inner] in the layout of product_layout, padded with zeros
   //   bias       [features]
   //   plus, out  [rows, features]: out = x weight^T + bias + plus; out may be plus.  Both have x's dtype, or both f32
-  // Sums in float32, rounded once.  A row's result is the same bit for bit whatever else is in the call.
+  // Sums in float32, rounded once.  A row's result is bit-identical in any batch.
   m.def("product(Tensor x, Tensor packed, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
-  // The same of bfloat16 on matrix tiles (AMX).  A row's bits may depend on the batch.
+  // `product` for bfloat16 on matrix tiles (AMX).  A row's bits may depend on the batch.
   m.def("product_on_tiles(Tensor x, Tensor packed, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
-  // `product` with int8 weights and x of any dtype, whose rows are rounded to 16 bits.  Sums are exact integers.
+  // `product` with int8 weights and x of any dtype, whose rows are quantised to 16 bits.  Sums are exact integers.
   //   packed     bytes w + 128, padded
-  //   scale      [strips * columns] f32: the weight is w * scale, feature by feature
+  //   scale      [strips * columns] f32: the weight is w * scale, per feature
   m.def("product_int8(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
-  // `product` with weights of 4 bits and x of any dtype, whose rows are rounded to 16 bits.  Sums of a group of inputs are
-  // exact integers.
+  // `product` with int4 weights and x of any dtype, whose rows are quantised to 16 bits.  Sums within a group of inputs
+  // are exact integers.
   //   packed     [strips, inner / 4, columns / 2, 4] u8: packed[s, k, c, t] = w[s * columns + c, 4 * k + t]
   //              + 16 * w[s * columns + columns / 2 + c, 4 * k + t]
   //   scale      [strips, groups, columns] f16 or f32; groups have 32, 64, .. 4,096 inputs
@@ -190,30 +197,29 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def(
       "product_int4(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? bias, Tensor? plus, Tensor(a!) out) -> "
       "()");
-  // rms_norm of x (where there is a norm), then one of the products above: `product` without scale, `product_int8` with a
-  // scale [strips * columns], else `product_int4`.  silu_mul: then silu(gate) * up of the product's halves, without plus.
-  // widen: with many rows of bfloat16, weights with a scale become bfloat16 and are multiplied as in `product_on_tiles`.
-  // Those of 8 bits stay exact, and x is not rounded.  A row's bits then depend on the number of rows.  Only where the CPU
-  // has AVX-512
+  // One linear layer with its surroundings: rms_norm of x (if there is a norm), then `product` without scale,
+  // `product_int8` with a scale [strips * columns], else `product_int4`. silu_mul: then silu(gate) * up of the result's
+  // halves, without plus.  widen: with many rows of bfloat16, quantised weights are dequantised to bfloat16 and
+  // multiplied as in `product_on_tiles`. int8 weights stay exact, and x is not rounded.  A row's bits then depend on
+  // the number of rows.  Requires AVX-512
   m.def(
       "packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, Tensor? norm, float eps, "
       "bool silu_mul, bool widen, Tensor? plus, Tensor(a!) out) -> ()");
-  // The fewest rows that `widen` concerns, with weights of 8 and of 4 bits
+  // Minimum rows at which `widen` takes effect, for int8 and for int4 weights
   m.def("widened_rows() -> (int, int)");
-  // All layers of a decoder on a CPU, one after another.  x and what a layer adds to it stay in x; a layer is
-  // packed_linear, rope_kv_write, paged_attention, and packed_linear three times.
+  // All layers of a decoder on a CPU. x is the residual stream, updated in place; a layer is packed_linear,
+  // rope_kv_write, paged_attention, and packed_linear three times.
   //   x                 [T, hidden]
-  //   weights           of each layer 20 tensors.  Four norms: of the input, of each query head, of each key head, of what
-  //                     the second half takes in.  Then packed, scale, zero and bias of four products: q, k and v; o; gate
-  //                     and up, with silu(gate) * up; down.  Those that a layer lacks are None
-  //   caches, scales    of each layer, as above; inner: inputs of down; eps, head_eps: of norms, and of those of heads
-  //   windows           of each layer, as `window` of paged_attention; widen: as in packed_linear
+  //   weights           20 tensors per layer. Four norms: of the input, of each query head, of each key head, of the MLP's
+  //                     input.  Then packed, scale, zero and bias of four linear layers: qkv; o; gate and up, with
+  //                     silu(gate) * up; down.  Missing ones are None
+  //   caches, scales    per layer, as in kv_write; inner: inputs of down; eps, head_eps: of norms, and of head norms
+  //   windows           per layer, as `window` of paged_attention; widen: as in packed_linear
   m.def(
       "decoder_layers(Tensor(a!) x, Tensor cos, Tensor sin, Tensor?[] weights, Tensor(b!)[] k_caches, "
       "Tensor(c!)[] v_caches, Tensor?[] scales, Tensor kv_indices, Tensor tables, Tensor rows, Tensor q_start, "
       "Tensor lens, int heads, int inner, float eps, float head_eps, float scale, int[] windows, bool widen) -> ()");
-  // For weights of like's dtype, or int8 where like is u8: (columns, together), where packed is
-  // [strips, steps, columns, together],
-  // packed[s, k, c, t] = weight[s * columns + c, k * together + t]
+  // (columns, together) for weights of like's dtype, or int8 if like is u8. packed is [strips, steps, columns,
+  // together], packed[s, k, c, t] = weight[s * columns + c, k * together + t]
   m.def("product_layout(Tensor like) -> (int, int)");
 }

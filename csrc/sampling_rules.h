@@ -1,14 +1,14 @@
-// The rules by which every kind of device draws a token, so that equal logits give equal tokens on all of them.
+// Rules of sampling, shared by all devices, so that equal logits give equal tokens on all of them.
 //
 //   x       a row's logits, adjusted (below), float32
 //   w       2^((x - max x) * scale), scale = log2(e) / temperature: one polynomial, one order of operations (exp2 of
 //           cpu/simd.h and of cuda/sampling.cu)
-//   weight  w in fixed point: an integer, round(w * 2^30); the likeliest token has 2^30
-//   floor   the highest of what top_k, top_p and min_p ask for: tokens with w >= floor are kept, ties included
+//   weight  w in fixed point: an integer, round(w * 2^30); the most probable token has 2^30
+//   floor   maximum of the floors of top_k, top_p and min_p: tokens with w >= floor are kept, ties included
 //   token   the first in vocabulary order at which the running sum of kept weights exceeds goal(hash, their sum)
 //
-// Sums of integers are exact in any order.  So a device may cut rows and fill histograms in any way.
-// A token less likely than 2^-31 of the likeliest has weight 0 and is never drawn.
+// Integer sums are exact in any order.  So a device may split rows and fill histograms in any way.  A token with less
+// than 2^-31 of the maximum probability has weight 0 and is never drawn.
 
 #pragma once
 
@@ -24,15 +24,16 @@
 
 namespace quire::sampling {
 
-// What became of a row: a byte for each.  Written by both devices, read by engine/executor/sampling.py.
-constexpr uint8_t kChosen = 0;          // its token is chosen
-constexpr uint8_t kNotFinite = 1;       // its raw logits hold NaN or +inf, or nothing but -inf: the model is broken
-constexpr uint8_t kNothingAllowed = 2;  // its raw logits are sound, but penalties, bias and masks leave no finite one
+// Outcome of a row: one byte.  Written by both devices, read by engine/executor/sampling.py.
+constexpr uint8_t kChosen = 0;     // a token was sampled
+constexpr uint8_t kNotFinite = 1;  // the raw logits hold NaN or +inf, or only -inf: the model is broken
+constexpr uint8_t kNothingAllowed =
+    2;  // the raw logits are finite somewhere, but penalties, bias and masks leave no finite one
 
-// Per token of a row that has marks: how often it is in the output, and
+// Marks per token of a row: a count of its occurrences in the output, and flags.
 constexpr uint32_t kInPrompt = 1u << 31;
-constexpr uint32_t kStop = 1u << 30;       // not allowed before min_tokens outputs
-constexpr uint32_t kForbidden = 1u << 29;  // not among the allowed ids
+constexpr uint32_t kStop = 1u << 30;       // forbidden before min_tokens outputs
+constexpr uint32_t kForbidden = 1u << 29;  // outside the request's allowed ids
 constexpr uint32_t kCount = kForbidden - 1;
 
 // A row of `table`: the sampling settings of one sequence.  Written by engine/executor/sampling.py (RECORD).
@@ -44,21 +45,21 @@ struct alignas(8) Settings {
   int32_t sibling;
   int32_t prompt_len;
   int32_t top_k;       // 0: off
-  int32_t min_tokens;  // outputs before a token marked kStop
-  float scale;         // log2(e) / temperature; 0: the likeliest token, nothing is drawn
+  int32_t min_tokens;  // outputs before a token marked kStop is allowed
+  float scale;         // log2(e) / temperature; 0: argmax, no draw
   float top_p;         // 1: off
   float min_p;         // 0: off
   float repetition, presence, frequency;
 };
 static_assert(sizeof(Settings) == 72);
 
-// weight = int(w * kOne + kRounding).  The likeliest token weighs kOne.
-// kRounding is a half less one bit.  So 2^-31 is the first w to be rounded up, even where the sum itself rounds.
+// weight = int(w * kOne + kRounding).  The most probable token weighs kOne.  kRounding is one bit below a half.  So
+// 2^-31 is the first w to be rounded up, even if the sum itself rounds.
 constexpr float kOne = 1 << 30;
 constexpr float kRounding = 0x1.fffffep-2f;
 
-// A logit after penalties, bias and masks, in that order.  Never -0, so that equal logits have equal bits.
-// Each operation is rounded on its own: fused ones would round differently from device to device.
+// Applies penalties, bias and masks to a logit, in that order.  Never -0, so that equal logits have equal bits.  Each
+// operation is rounded on its own, because fused ones would round differently from device to device.
 QUIRE_SHARED float adjusted(float x, uint32_t mark, float bias, const Settings& settings, bool early) {
 #ifdef __CUDA_ARCH__
   const auto mul = [](float a, float b) { return __fmul_rn(a, b); };
@@ -80,8 +81,8 @@ QUIRE_SHARED float adjusted(float x, uint32_t mark, float bias, const Settings& 
   return add(x, bias);
 }
 
-// A number and its place, in one integer.  Order: by number, the largest first; among equals the lower place.  NaN comes
-// before all.  0, which no number has, comes last.
+// Packs a value and its index into one integer.  Order: by value, the maximum first; among equals the lower index.  NaN
+// comes before all.  0, which no value maps to, comes last.
 QUIRE_SHARED uint64_t key_of(float x, int64_t place) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -96,12 +97,12 @@ QUIRE_SHARED float number_of(uint64_t key) {
   return x;
 }
 
-// Keys as signed numbers in the same order, for exchanges between ranks that know no others.
+// Keys as signed integers in the same order, for all-reduces that have only signed types.
 QUIRE_SHARED int64_t to_signed(uint64_t key) { return static_cast<int64_t>(key ^ (uint64_t{1} << 63)); }
 QUIRE_SHARED uint64_t from_signed(int64_t key) { return static_cast<uint64_t>(key) ^ (uint64_t{1} << 63); }
 
-// Of a row's seed, sibling and output position: no state, so any position can be drawn at any time.
-// Three rounds of the SplitMix64 finaliser (Steele, Lea, Flood, OOPSLA 2014).
+// Hash of a row's seed, sibling and output position: stateless, so any position can be drawn at any time.  Three rounds
+// of the SplitMix64 finaliser (Steele, Lea, Flood, OOPSLA 2014).
 QUIRE_SHARED uint64_t mix(uint64_t z) {
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
@@ -114,7 +115,7 @@ QUIRE_SHARED uint64_t hash(int64_t seed, int64_t sibling, int64_t position) {
   return mix(h ^ (static_cast<uint64_t>(position) * golden));
 }
 
-// hash / 2^64 of the way from 0 to total, rounded down: always less than total.
+// total * hash / 2^64, rounded down: always less than total.
 QUIRE_SHARED uint64_t goal(uint64_t hash, uint64_t total) {
 #ifdef __CUDA_ARCH__
   return __umul64hi(hash, total);
@@ -123,7 +124,7 @@ QUIRE_SHARED uint64_t goal(uint64_t hash, uint64_t total) {
 #endif
 }
 
-// The sum that top_p's set must reach, of a total below 2^53; at least the likeliest token is in it.
+// Sum that top_p's set must reach, of a total below 2^53; the set always contains the most probable token.
 QUIRE_SHARED uint64_t share(float p, uint64_t total) {
 #ifdef __CUDA_ARCH__
   const double part = __dmul_rn(static_cast<double>(p), static_cast<double>(total));
@@ -135,8 +136,8 @@ QUIRE_SHARED uint64_t share(float p, uint64_t total) {
   return up > 0 ? up : 1;
 }
 
-// Floors are found by histogram over the leading bits of w: its exponent and five bits of its fraction, whose order is
-// that of w.  Bucket 0 holds what weighs nothing (w < 2^-31), and w = 1 falls near the last bucket.
+// Floors are found by histograms over the leading bits of w: its exponent and five bits of its fraction, whose order is
+// that of w.  Bucket 0 holds tokens without weight (w < 2^-31), and w = 1 falls near the last bucket.
 constexpr int kBuckets = 1024;
 constexpr int kBucketShift = 23 - 5;
 constexpr int32_t kBucketBase = ((127 - 31) << 5) - 1;

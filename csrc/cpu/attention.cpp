@@ -1,16 +1,18 @@
-// A *row* is one query head of one query.  The rows of a sequence that read one KV head have numbers query * G + head,
-// where G = H / Hkv.  They are cut into items of at most kRows rows.  So a loaded key serves the G heads of a
-// decoding sequence, or 32 / G neighbouring queries of a prompt chunk.
+// Paged attention on a CPU, by flash attention over items of rows.
+//
+// A *row* is one query head of one query.  The rows of a sequence that read one KV head have indices query * G + head,
+// where G = H / Hkv.  They are split into items of at most kRows rows.  So a loaded key serves the G heads of a
+// decoding sequence, or 32 / G consecutive queries of a prompt chunk.
 //
 //   keys    0 ........ 64 ....... 128 ....... 192 ....... 256 ....                       ...... position of the query
 //   tile    |-- 64 --|-- 64 --|-- 64 --|-- 64 --|               online softmax within a split (Milakov 2018)
 //   split   |--------------- 256 ---------------|--------------- 256 ----------------|--    merged left to right
 //
-// Tiles and splits start at fixed key positions.  A row's arithmetic is the same sequence of operations whatever other
-// rows share its item.  So a result is the same bit for bit in any batch, chunking or number of threads.
+// Tiles and splits start at fixed key positions.  A row's arithmetic is the same sequence of operations for any other
+// rows in its item.  So a result is bit-identical in any batch, chunking or number of threads.
 //
-// An item usually walks all its splits.  When there are too few items for the cores (one long sequence), each split is
-// an item of its own.  A second pass then merges them with the same operations in the same order (Flash-Decoding 2023).
+// An item usually processes all its splits.  If there are too few items for the cores (one long sequence), each split
+// becomes an item.  A second pass then merges them with the same operations in the same order (Flash-Decoding 2023).
 //
 // Decode moves 2 * len * D * sizeof(Kv) bytes per KV head and is bound by memory; prefill is bound by multiply-adds.
 
@@ -29,26 +31,28 @@ namespace {
 constexpr int kRows = 32;
 constexpr int kTile = 64;                 // keys; a multiple of kLanes and of every block size
 constexpr int kSplit = 256;               // keys; a multiple of kTile
-constexpr int kVectors = kTile / kLanes;  // that hold one float per key of a tile
+constexpr int kVectors = kTile / kLanes;  // vectors with one float per key of a tile
 // Floats from one chunk of a tile to the next.  The + 1 keeps the chunks of a key in different sets of the L1 cache.
 constexpr int kChunk = (kTile + 1) * kLanes;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
-// Items of up to this many rows read keys and values where they lie.  For more rows it pays to widen them into a tile.
+// Items of up to this many rows read keys and values in place.  For more rows it pays to widen them into a tile.
 constexpr int kInPlace = 4;
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Below this cost (see `cost`) one thread is done before a second one has woken up.
+// Cost (see `cost`) below which waking a second thread does not pay.
 constexpr int64_t kWorthSharing = 2000;
 
 struct Item {
   int seq, kv_head;
-  int row, rows;         // rows [row, row + rows) of the sequence
-  int first, last;       // keys [first, last) that any of them sees
-  int64_t partial = -1;  // where to leave the states of the splits; -1: finish here
-  int64_t cost() const { return static_cast<int64_t>(last - first) * (rows + 3); }  // 3: loading the keys and values
+  int row, rows;         // packed rows [row, row + rows) of the sequence
+  int first, last;       // keys [first, last) visible to any of these rows
+  int64_t partial = -1;  // index of the first split's state; -1: the item writes its output itself
+  int64_t cost() const {
+    return static_cast<int64_t>(last - first) * (rows + 3);
+  }  // 3: cost of loading a key and its value, in rows
 };
 
-// Softmax state of some rows over some keys: weights are 2^(score - max), acc their sum over values.
+// Softmax state of some rows over some keys: weights are 2^(score - max), acc is the weighted sum of values.
 struct State {
   float max[kRows];
   float sum[kRows];
@@ -63,8 +67,8 @@ struct State {
 
 template <class Kv>
 struct Scratch {
-  // Addresses of the rows of this tile's keys, of its values, and of the keys that the next tile wants.  A key that is
-  // not wanted has the address of one that is.
+  // Addresses of the rows of this tile's keys, of its values, and of the next tile's keys.  Unneeded keys have the
+  // address of a needed one.
   const Kv *keys[kTile], *values[kTile], *next[kTile];
   alignas(64) float query[kRows * kMaxHeadSize];  // [rows, padded head size], padding zero
   // Keys, then values, in chunks of kLanes elements: [chunks, keys + 1, kLanes], padding zero.  Chunks are outermost so
@@ -72,7 +76,7 @@ struct Scratch {
   alignas(64) float tile[kMaxHeadSize / kLanes * kChunk];
   alignas(64) float weight[kRows * kTile];  // [rows, keys]
   float rescale[kRows];
-  int first[kRows], last[kRows];  // keys [first, last) that each row sees
+  int first[kRows], last[kRows];  // keys [first, last) visible to each row
   State total, split;
 };
 
@@ -89,8 +93,8 @@ void widen(float* to, int stride, const T* from, int64_t count) {
   store(to, load(rest));
 }
 
-// Computes score[r * kTile + k] = query[r] . key k, for R rows and the kLanes / R keys from `key` on.  The function
-// at(k, c) returns chunk c of key k.  Every product sums chunk after chunk and then across lanes, in one order whatever R is.
+// Computes score[r * kTile + k] = query[r] . key k, for R rows and the kLanes / R keys from `key` on.  at(k, c) returns
+// chunk c of key k.  Every dot product sums chunk after chunk and then across lanes, in one order for any R.
 template <int R, class At>
 void dot(float* score, const float* query, const At& at, int key, int dim) {
   constexpr int K = kLanes / R;
@@ -130,7 +134,7 @@ void add_values(float* acc, const float* rescale, const float* weight, const At&
   for (; c * kLanes < dim; ++c) add_values<R, 1>(acc, rescale, weight, at, c, first, last, dim);
 }
 
-// use(row, R) for groups of 4, 2 and 1 rows, R a constant.
+// Calls use(row, R) for groups of 4, 2 and 1 rows, R a constant.
 template <class Use>
 void each_group(int rows, const Use& use) {
   int r = 0;
@@ -145,7 +149,7 @@ void each_group(int rows, const Use& use) {
 // into = into + part.  Applied split after split, left to right.
 void merge(State& into, const float* max, const float* sum, const float* acc, int rows, int dim) {
   for (int r = 0; r < rows; ++r) {
-    if (max[r] == kNone) continue;  // the row sees no key of this part
+    if (max[r] == kNone) continue;  // no key of this split is visible to the row
     const float top = std::max(into.max[r], max[r]);
     const float a = exp2_one(into.max[r] - top), b = exp2_one(max[r] - top);
     into.max[r] = top;
@@ -168,7 +172,7 @@ class Attention {
     plan();
     share(static_cast<int64_t>(items_.size()), threads_, [&](Tickets& tickets) {
       Scratch<Kv> scratch;
-      // One item ahead, so that the memory it wants first is on its way while this one is computed.
+      // Takes an item ahead, so that the memory it needs first is prefetched while this one is computed.
       int64_t i, next;
       for (bool more = tickets.take(i); more; i = next) {
         more = tickets.take(next);
@@ -182,7 +186,7 @@ class Attention {
   }
 
  private:
-  // Fills items_, largest first so that the last ones to be taken are small, and merges_.
+  // Fills items_, most expensive first so that the last ones to be taken are small, and merges_.
   void plan() {
     int64_t cost = 0;
     std::vector<Item> whole;
@@ -309,11 +313,11 @@ class Attention {
     }
   }
 
-  // What the head's sink adds to a row's sum of exp2(score - max).
+  // Contribution of the head's sink to a row's sum of exp2(score - max).
   float sink(const Item& item, int row, float max) const {
     if (!a_.sinks) return 0.0f;
     const float score = a_.sinks[item.kv_head * group_ + (item.row + row) % group_] * kLog2e;
-    return exp2_one(std::min(score - max, 126.0f));  // beyond that nothing of the values is left
+    return exp2_one(std::min(score - max, 126.0f));  // beyond 2^126 the weights of earlier keys are zero
   }
 
   const Kv* k_cache() const { return static_cast<const Kv*>(a_.k_cache); }
@@ -344,7 +348,8 @@ class Attention {
     }
   }
 
-  // s.weight = scores of all rows, undefined for keys that no row sees.  Fetches the rows of `ahead` on the way.
+  // Computes s.weight = scores of all rows, undefined for keys that no row sees.  Prefetches the rows of `ahead`
+  // meanwhile.
   template <class At>
   void multiply(const Item& item, int tile, Scratch<Kv>& s, const At& at, const Kv* const* ahead) const {
     each_group(item.rows, [&](int r, auto R) {
@@ -357,7 +362,7 @@ class Attention {
     });
   }
 
-  // s.split.acc += s.weight * values.  Rows in between see no more than the first and the last row of a group together.
+  // s.split.acc += s.weight * values.  The first and the last row of a group bound the keys of the rows in between.
   template <class At>
   void accumulate(const Item& item, int tile, Scratch<Kv>& s, const At& at, const Kv* const* ahead) const {
     each_group(item.rows, [&](int r, auto R) {
@@ -372,7 +377,7 @@ class Attention {
     });
   }
 
-  // rows = where the rows of the item's keys [tile, tile + kTile) lie in a cache.
+  // Sets rows to the addresses of the item's keys [tile, tile + kTile) in a cache.
   void locate(const Kv** rows, const Kv* cache, int64_t block_stride, const Item& item, int tile) const {
     const int begin = std::max(tile, item.first), end = std::min(tile + kTile, item.last);
     const int32_t* table = a_.tables + a_.rows[item.seq] * a_.table_stride;
@@ -388,7 +393,7 @@ class Attention {
     std::fill(rows + (end - tile), rows + kTile, rows[begin - tile]);
   }
 
-  // to [chunks, kTile + 1, kLanes] = rows [begin, end) as float; others are left alone.
+  // to [chunks, kTile + 1, kLanes] = rows [begin, end) as float; other rows of `to` keep their contents.
   void gather(float* to, const Kv* const* rows, int begin, int end, const Kv* const* ahead) const {
     for (int i = begin; i < end; ++i) {
       fetch(ahead[i]);
@@ -396,13 +401,13 @@ class Attention {
     }
   }
 
-  // Blocks lie anywhere, so the CPU can't guess the next one: asked for a row at a time, amid the arithmetic.
+  // Prefetches a row.  Blocks lie anywhere, so the hardware prefetcher cannot predict the next one.
   void fetch(const Kv* row) const {
     const char* line = reinterpret_cast<const char*>(row);
     for (int64_t i = 0; i < a_.head_size * int64_t{sizeof(Kv)}; i += 64) __builtin_prefetch(line + i, 0, 2);
   }
 
-  // Scores of row r -> its weights, new max and sum, and what its acc must be multiplied with.
+  // Turns the scores of row r into weights, and updates max, sum and the factor for acc.
   void weigh(const Item& item, int r, int tile, Scratch<Kv>& s) {
     const float scale = a_.scale * key_scale(item);
     float* weight = s.weight + r * kTile;
@@ -423,7 +428,7 @@ class Attention {
       } else {
         score[v] = score[v] * broadcast(scale * kLog2e);
       }
-      // What an unseen slot holds may be anything, NaN included: choose, don't compute.
+      // Scores of invisible keys may be arbitrary, including NaN: select instead of computing.
       const Ints key = lane_numbers() + k;
       score[v] = ((key >= first) & (key < last)) ? score[v] : broadcast(kNone);
     });
@@ -443,10 +448,10 @@ class Attention {
 
   const AttentionArgs& a_;
   const int group_;  // G, query heads per KV head
-  const int dim_;    // head size, padded to whole vectors
+  const int dim_;    // head size, padded to a multiple of kLanes
   int threads_ = 1;
   std::vector<Item> items_;
-  std::vector<Item> merges_;  // items whose splits are items of their own
+  std::vector<Item> merges_;  // items whose splits run as separate items
   std::vector<float> partials_;
 };
 

@@ -17,8 +17,8 @@ struct AttentionArgs {
   const void* k_cache;  // [blocks, Hkv, block_size, D]; everything inside a block is contiguous
   const void* v_cache;
   int64_t k_block_stride, v_block_stride;  // elements from one block to the next
-  const float* scales;                     // [2, Hkv] of an e4m3 cache, for keys and for values; else null
-  const float* sinks;                      // [H]: a score without a value, in every softmax of the head; null: none
+  const float* scales;                     // [2, Hkv], for keys and for values, if the cache is e4m3; else null
+  const float* sinks;  // [H]: a score without a value, added to every softmax of the head; null: none
 
   const int32_t* tables;   // [max_rows, max_blocks]
   int64_t table_stride;    // elements
@@ -33,13 +33,13 @@ struct AttentionArgs {
   int threads;     // at::get_num_threads()
 };
 
-// T: float, bf16 or fp16, of q and out.  Kv: of both caches, T or e4m3.  Sums are kept in float.
-// A sequence with lens 0 has zeros as its result.
-// The result of one query depends only on the query, its position, the keys and values it sees, window, soft cap
-// and sinks.
-// It does not depend on other sequences, the chunks of its prompt, block places, block size or the number of threads.
-// One exception: an infinite or NaN value may reach earlier queries of the same chunk, as 0 * inf.
-// The kernel never reads a key that no query of this call sees.
+// T: float, bf16 or fp16, the dtype of q and out.  Kv: the dtype of both caches, T or e4m3.  Accumulates in float.  A
+// sequence with lens 0 gives zeros.
+//
+// A query's result depends only on the query, its position, its visible keys and values, window, soft cap and sinks.
+// It does not depend on other sequences, the chunks of its prompt, block ids, block size or the number of threads.  One
+// exception: an infinite or NaN value may reach earlier queries of the same chunk, as 0 * inf.  The kernel never reads
+// a key that no query of this call sees.
 template <class T, class Kv>
 void paged_attention(const AttentionArgs& args);
 

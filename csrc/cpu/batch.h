@@ -1,5 +1,5 @@
-// Operators on the mirror of the slots.  For each slot it holds the block table of its sequence, the token that the slot
-// computes next, and that token's position.  csrc/ops.cpp has the shapes.
+// Operators on the device copy of the block tables.  Per slot there are the block table of its sequence, its next input
+// token and that token's position.  csrc/ops.cpp has the shapes.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 namespace quire::cpu {
 
 struct Tables {
-  int32_t* data;  // [rows, columns], a row of block ids for each slot
+  int32_t* data;  // [rows, columns], the block ids of each slot
   int64_t stride, columns;
 };
 
@@ -23,11 +23,11 @@ struct DecodeInputs {
   int32_t* lens;
 };
 
-// One decoding token of each slot.  A slot that is negative, or stands past its table, is padding: 0, 0, -1, 0, 0.
+// Inputs of one decoding token per slot.  A slot that is negative, or past its table, is padding: 0, 0, -1, 0, 0.
 void decode_inputs(const int32_t* slots, int64_t count, const int64_t* token, const int64_t* position, Tables tables,
                    int64_t block_size, DecodeInputs out);
 
-// The sampled tokens become the slots' next ones, one position on.  Slots < 0 are padding.
+// Makes the sampled tokens the slots' next input tokens, one position further.  Slots < 0 are padding.
 void decode_outputs(const int32_t* slots, int64_t count, const int64_t* tokens, int64_t* token, int64_t* position);
 
 }  // namespace quire::cpu

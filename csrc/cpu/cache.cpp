@@ -8,12 +8,13 @@
 
 namespace quire::cpu {
 
-// Below this many bytes one thread is done before a second one has woken up.
+// Bytes below which waking a second thread does not pay.
 constexpr int64_t kWorthSharing = 64 << 10;
 
 namespace {
 
-// store(to, from, head of 2 * kv_heads) for the key and value row of every head of every token with kv_indices[t] >= 0.
+// Calls store(to, from, head of 2 * kv_heads) for the key and value rows of all heads of all tokens with kv_indices[t]
+// >= 0.
 template <class Store>
 void write_rows(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const int64_t* kv_indices, int64_t tokens,
                 int64_t kv_heads, int64_t block_size, int64_t row_bytes, int threads, const Store& store) {
@@ -73,7 +74,7 @@ template void kv_write_e4m3<fp16>(TokenRows, TokenRows, Cache, Cache, const floa
 
 namespace {
 
-// move(cache, c, i) for every cache c and every i < count.
+// Calls move(cache, c, i) for every cache c and every i < count.
 template <class Move>
 void over_blocks(const std::vector<Cache>& caches, int64_t count, int64_t block_bytes, int threads, const Move& move) {
   const int64_t items = static_cast<int64_t>(caches.size());

@@ -1,5 +1,5 @@
-// Moving keys and values: into the cache, between blocks, and over blocks.  Rows are bytes here, whatever the dtype,
-// unless they change it on the way.
+// Moves keys and values: into the cache, between blocks, and over blocks.  Rows are opaque bytes, unless the dtype
+// changes.
 
 #pragma once
 
@@ -20,13 +20,13 @@ struct TokenRows {
   int64_t token_stride, head_stride;  // bytes
 };
 
-// Writes token t to place kv_indices[t] = block * block_size + offset of both caches; kv_indices[t] < 0: nowhere.
-// Two tokens must not share a place.
+// Writes token t at index kv_indices[t] = block * block_size + offset of both caches; kv_indices[t] < 0: not stored.
+// Two tokens must not share an index.
 void kv_write(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const int64_t* kv_indices, int64_t tokens,
               int64_t kv_heads, int64_t block_size, int64_t row_bytes, int threads);
 
-// The same into e4m3 caches: number / scale, rounded to nearest, at most 448.  T: float, bf16 or fp16.
-// scales [2, Hkv], for keys and for values.
+// kv_write into e4m3 caches: value / scale, rounded to nearest, at most 448.  T: float, bf16 or fp16. scales [2, Hkv],
+// for keys and for values.
 template <class T>
 void kv_write_e4m3(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const float* scales,
                    const int64_t* kv_indices, int64_t tokens, int64_t kv_heads, int64_t block_size, int64_t head_size,
@@ -40,7 +40,7 @@ void block_copy(const std::vector<Cache>& caches, const int64_t* pairs, int64_t 
 void block_fill(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,
                 const char* element, int64_t element_bytes, int threads);
 
-// buffer [count, caches, block_bytes]: block blocks[i] of cache c to buffer[i][c], and back.
+// buffer [count, caches, block_bytes]. gather copies block blocks[i] of cache c to buffer[i][c], scatter back.
 void block_gather(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,
                   char* buffer, int threads);
 void block_scatter(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,

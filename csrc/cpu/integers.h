@@ -1,4 +1,4 @@
-// What products that sum in integers share: rows of activations rounded to 16 bits, and how a lane multiplies and adds.
+// Integer GEMM helpers: quantisation of activations to 16 bits, and the multiply-add of a lane.
 
 #pragma once
 
@@ -10,14 +10,14 @@
 
 namespace quire::cpu {
 
-// The largest number of a row becomes this: two signed bytes, 256 * 127 + 127.
+// A row's maximum magnitude maps to this: two signed bytes, 256 * 127 + 127.
 constexpr float kLargestInteger = 127 * 256 + 127;
 
-// Calls use(k, q), where q: kLanes integers x[k] / s, x[k + 1] / s, ..., rounded; zeros after the last.  Returns s, or NaN
-// if a number is not finite.
+// Calls use(k, q), where q are kLanes integers round(x[k] / s), round(x[k + 1] / s), ..., zeros after the last.
+// Returns s, or NaN if a value is not finite.
 template <class T, class Use>
 float round_row(const T* x, int64_t inner, const Use& use) {
-  Words sizes{};  // compared as integers, infinities and NaN are the largest
+  Words sizes{};  // magnitudes compared as integers: infinities and NaN are the largest
   over_lanes(inner, [&](int64_t k, auto n) {
     const Words size = bit_cast<Words>(read(x + k, n)) & 0x7fffffff;
     sizes = size > sizes ? size : sizes;
@@ -33,8 +33,8 @@ float round_row(const T* x, int64_t inner, const Use& use) {
   return finite ? 1 / inverse : std::numeric_limits<float>::quiet_NaN();
 }
 
-// sum + w[0] x[0] + w[1] x[1] + ... in every lane.  A lane of `weights` holds the w: four unsigned bytes with VNNI, else
-// two numbers of 16 bits from 0 to 32,767.  x: as many signed numbers of their size, the same for all lanes.
+// sum + w[0] x[0] + w[1] x[1] + ... in every lane.  A lane of `weights` holds the w: four unsigned bytes with VNNI,
+// else two 16-bit integers from 0 to 32,767. x: as many signed integers of that width, the same for all lanes.
 inline Words multiply_add(Words sum, Words weights, int32_t x) {
 #if defined(__AVX512VNNI__)
   return bit_cast<Words>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(weights), _mm512_set1_epi32(x)));
@@ -49,10 +49,10 @@ inline Words multiply_add(Words sum, Words weights, int32_t x) {
 }
 
 #if defined(__AVX512VNNI__)
-// Stores kLanes numbers of 16 bits as bytes: of each four, the four high ones, then the four low ones, all signed.
+// Stores kLanes 16-bit integers as signed bytes: per four integers, the high bytes, then the low bytes.
 inline void store_bytes(uint8_t* to, Ints q) {
   typedef int8_t Chars __attribute__((vector_size(16)));
-  typedef int32_t Quads __attribute__((vector_size(16)));  // four bytes a lane
+  typedef int32_t Quads __attribute__((vector_size(16)));  // four bytes per lane
   const Chars low_bytes = __builtin_convertvector(q, Chars);
   const Chars high_bytes = __builtin_convertvector((q - __builtin_convertvector(low_bytes, Ints)) >> 8, Chars);
   const Quads low = bit_cast<Quads>(low_bytes), high = bit_cast<Quads>(high_bytes);

@@ -13,7 +13,7 @@ namespace {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-// e^x to 3 ulp, capped at 2^126.  exp2(x * log2(e)) alone would be off by the rounding of its argument: many ulp for large x.
+// e^x to 3 ulp, capped at 2^126. exp2(x * log2(e)) alone would round its argument: an error of many ulp for large x.
 Floats exp(Floats x) {
   constexpr float kLow = 1.925963033500e-8f;  // log2(e) - kLog2e
   const Floats y = x * broadcast(kLog2e);
@@ -22,7 +22,7 @@ Floats exp(Floats x) {
   return fma(whole, rest * broadcast(0.6931472f), whole);
 }
 
-// Of a head or row: 1 / sqrt(mean(x^2) + eps), from the sum of squares.
+// 1 / sqrt(mean(x^2) + eps) of a head or row, from its sum of squares.
 Floats norm_scale(Floats squares, int64_t size, float eps) {
   return broadcast(1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + eps));
 }
@@ -43,7 +43,7 @@ void apply_norm(T* to, const T* from, const T* weight, Floats scale, int64_t siz
   over_lanes(size, [&](int64_t i, auto n) { write(to + i, read(from + i, n) * scale * read(weight + i, n), n); });
 }
 
-// What is written is divided by the scale of its head if the cache is e4m3, and left alone if not.
+// Divides by the head's scale if the cache is e4m3.
 template <class To>
 Floats as_stored(Floats x, Floats scale) {
   return std::is_same_v<To, e4m3> ? x / scale : x;
@@ -118,7 +118,7 @@ template <class T>
 void row_max(const T* x, int64_t row_stride, float* values, int64_t* places, int64_t rows, int64_t size, int threads) {
   over_rows(rows, size, threads, [&](int64_t row) {
     const T* from = x + row * row_stride;
-    constexpr int kChains = 4;  // a maximum waits for the one before it: four at a time do not wait for each other
+    constexpr int kChains = 4;  // independent chains of max, because each max waits for the one before it
     Floats top[kChains];
     Ints nan[kChains] = {};
     unroll<kChains>([&](auto j) { top[j] = broadcast(-std::numeric_limits<float>::infinity()); });

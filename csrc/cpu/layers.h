@@ -1,4 +1,4 @@
-// What a transformer layer does between its matrix products, each in one pass over memory.
+// Norms, activations and rotary embedding between the GEMMs of a layer, each in one pass over memory.
 //
 // T: float, bf16 or fp16.  Arithmetic is in float; every result is rounded to T once.
 
@@ -10,7 +10,7 @@
 
 namespace quire::cpu {
 
-// [tokens, heads, size] of T; a head's numbers are contiguous.  Strides in elements.
+// [tokens, heads, size] of T; a head's elements are contiguous.  Strides in elements.
 template <class T>
 struct Heads {
   T* data;
@@ -18,7 +18,7 @@ struct Heads {
   T* at(int64_t token, int64_t head) const { return data + token * token_stride + head * head_stride; }
 };
 
-// out = x / sqrt(mean(x^2) + eps) * weight [size], over the numbers of each head.  out may be x.
+// out = x / sqrt(mean(x^2) + eps) * weight [size], over the elements of each head.  out may be x.
 template <class T>
 void rms_norm(Heads<const T> x, const T* weight, float eps, Heads<T> out, int64_t tokens, int64_t heads, int64_t size,
               int threads);
@@ -27,7 +27,7 @@ void rms_norm(Heads<const T> x, const T* weight, float eps, Heads<T> out, int64_
 template <class T>
 void silu_mul(const T* gate_up, T* out, int64_t tokens, int64_t size, int threads);
 
-constexpr int64_t kMaxRope = 512;  // largest head
+constexpr int64_t kMaxRope = 512;  // maximum head size
 
 template <class T>
 struct RopeArgs {
@@ -37,19 +37,19 @@ struct RopeArgs {
   const T *q_norm, *k_norm;  // [size], or both null
   float eps;
   Cache k_cache, v_cache;
-  const float* scales;        // [2, kv_heads] for caches of e4m3
+  const float* scales;        // [2, kv_heads] if the caches are e4m3
   const int64_t* kv_indices;  // [tokens]
   int64_t tokens, heads, kv_heads, size, block_size;
   int threads;
 };
 
-// Rotates the queries of qkv in place; writes the rotated keys and the values to kv_indices[t] (< 0: nowhere).
-// Number i of a head turns with number i + size / 2.  With q_norm and k_norm queries and keys go through rms_norm first.
-// Stored: what the caches hold, T or e4m3.
+// Rotates the queries of qkv in place; writes the rotated keys and the values to kv_indices[t] (< 0: not stored).
+// Element i of a head is rotated with element i + size / 2. With q_norm and k_norm queries and keys go through rms_norm
+// first.  Stored: dtype of the caches, T or e4m3.
 template <class T, class Stored>
 void rope_kv_write(const RopeArgs<T>& args);
 
-// Finds the largest number of each row of x [rows, size] and its first place.  A row with a NaN gives NaN and place 0.
+// Finds the maximum of each row of x [rows, size] and its first index.  A row with a NaN gives NaN and index 0.
 template <class T>
 void row_max(const T* x, int64_t row_stride, float* values, int64_t* places, int64_t rows, int64_t size, int threads);
 

@@ -1,9 +1,9 @@
 // Work sharing on torch's own threads.
 //
-// Torch brings its own OpenMP runtime.  Code compiled with -fopenmp would also link the system's (clang: even
-// another kind), and two pools of spinning threads would compete for the same cores.  So nothing here is compiled with
-// OpenMP.  The one entry point needed is called by its ABI name, which libgomp, libomp and libiomp5 all have.  The
-// loader finds it in the runtime that libtorch itself depends on.
+// Torch brings its own OpenMP runtime.  Code compiled with -fopenmp would also link the system's (clang: a different
+// one), and two pools of spinning threads would compete for the same cores.  So nothing here is compiled with OpenMP.
+// The one entry point needed is called by its ABI name, which libgomp, libomp and libiomp5 all export.  The loader
+// finds it in the runtime that libtorch itself depends on.
 
 #pragma once
 
@@ -15,7 +15,7 @@ extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads,
 
 namespace quire::cpu {
 
-// Hands out the numbers 0, 1, ... items - 1, each to exactly one thread.
+// Hands out the integers 0, 1, ... items - 1, each to exactly one thread.
 class Tickets {
  public:
   explicit Tickets(int64_t items) : items_(items) {}
@@ -30,8 +30,8 @@ class Tickets {
   const int64_t items_;
 };
 
-// Calls work(tickets) on `threads` threads of the pool, or on this thread alone if `threads` is 1.  Returns when all have.
-// `work` must not throw.
+// Calls work(tickets) on `threads` threads of the pool, or on this thread alone if `threads` is 1.  Returns when all
+// calls have returned.  `work` must not throw.
 template <class Work>
 void share(int64_t items, int threads, const Work& work) {
   struct Shared {
@@ -43,10 +43,10 @@ void share(int64_t items, int threads, const Work& work) {
                 static_cast<unsigned>(threads), 0);
 }
 
-// Below this many numbers one thread is done before a second one has woken up.
+// Elements below which waking a second thread does not pay.
 constexpr int64_t kRowsWorthSharing = 16 << 10;
 
-// each(row) for all rows, in runs handed to threads.
+// Calls each(row) for all rows, which threads take in runs.
 template <class Each>
 void over_rows(int64_t rows, int64_t row_size, int threads, const Each& each) {
   if (rows * row_size < kRowsWorthSharing) threads = 1;

@@ -1,10 +1,11 @@
-// A task is some rows times some strips of the weight.  Within it, for each run of `inner`:
+// Linear layer with unquantised weights.  A task is some rows times some strips of the weight.  Within it, for each run
+// of `inner`:
 //
 //        run of inner          strip
-//      +-------------+      +---------+      up to kRows rows at a time are laid side by side (`Rows`), and meet a strip
-//  x   | kRows rows  |   w  | a run   |      of weights in as many accumulators as there are registers.  Every element
-//      +-------------+      | of inner|      of the result has a lane to itself, which walks the run from left to right:
-//                           +---------+      its neighbours cannot enter its sum.
+//      +-------------+      +---------+      up to kRows rows at a time are packed together (`Rows`) and multiplied by a
+//  x   | kRows rows  |   w  | a run   |      strip of weights, in as many accumulators as there are registers. Every element
+//      +-------------+      | of inner|      of the result has its own lane, which sums the run from left to right, so
+//                           +---------+      its neighbours cannot affect its sum.
 
 #include "cpu/product.h"
 
@@ -13,22 +14,22 @@
 namespace quire::cpu {
 namespace {
 
-constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 5 : 4;  // x 2 accumulators, and the weights
-// Numbers of `inner` that are summed in a register before they join the sum of earlier runs.  The rounding error of a sum
-// grows with its length.  That matters in float32; in 16 bits it is far below the last rounding.
+constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 5 : 4;  // registers: kRows x 2 accumulators, and the weights
+// Elements of `inner` that are summed in a register before they are added to the sum of earlier runs.  The rounding
+// error of a sum grows with its length.  That matters in float32; in 16 bits it is far below the final rounding.
 template <class T>
 constexpr int64_t kRun = sizeof(T) == 4 ? 128 : 512;
 constexpr int64_t kTaskRows = 8 * kRows;
-// With so few rows a strip is read from first to last before the next one, since memory is fetched ahead best in one
-// direction, and x is laid out again for each.  With more, all strips meet a run of x while it is laid out.
+// With at most so many rows, each strip is read from first to last before the next one, because sequential reads are
+// prefetched best, and x is packed again for each strip.  With more rows, each packed run of x is used for all strips.
 constexpr int64_t kFewRows = 2;
-constexpr int64_t kAhead = 2048;  // bytes that weights are fetched ahead
+constexpr int64_t kAhead = 2048;  // prefetch distance of the weights, in bytes
 
-// What a weight meets: numbers of x as they are where an instruction takes them in pairs, else floats.
+// Type of packed x: bf16 if an instruction takes it in pairs, else float.
 template <class T>
 using Met = std::conditional_t<kTogether<T> == 2, bf16, float>;
 
-// Some rows of x over one run, padded so that equal places of two rows don't fall into the same set of the cache.
+// Some rows of x over one run, padded so that equal positions of two rows fall into different cache sets.
 template <class T>
 struct alignas(64) Rows {
   static constexpr int64_t kStride = kRun<T> + 64 / sizeof(Met<T>);
@@ -57,8 +58,8 @@ void lay(Rows<T>& rows, const T* x, int64_t stride, int64_t count, int64_t inner
   }
 }
 
-// kColumns weights as two vectors.  Those of bfloat16 are the even ones and the odd ones, which a shift and a mask unpack;
-// the sums of such vectors are put `in_order` in the end.
+// Loads kColumns weights as two vectors.  For bfloat16 these are the even and the odd ones, which a shift and a mask
+// unpack; their sums are put `in_order` in the end.
 template <class T>
 inline void load_columns(const T* weight, Floats& first, Floats& second) {
   if constexpr (std::is_same_v<T, bf16>) {
@@ -79,7 +80,7 @@ inline void in_order(Floats& even, Floats& odd, std::integer_sequence<int, i...>
   even = first;
 }
 
-// sums [rows, kTaskStrips * kColumns] = or += the products of one run with a strip; `steps`: of kTogether numbers.
+// sums [rows, kTaskStrips * kColumns] = or += x times a strip, over one run; `steps`: steps of kTogether elements.
 template <class T, int rows>
 void multiply(const Rows<T>& x, const T* weight, int64_t steps, float* sums, bool first) {
   Floats sum[rows][2] = {};

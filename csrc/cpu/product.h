@@ -1,5 +1,5 @@
-// Matrix products whose sums are taken in one order, whatever else is in the call.  So a row's result is the same bit for
-// bit alone, in a batch, in any chunk of a prompt and on any number of threads.
+// Linear layers that sum in one fixed order, independent of the rest of the call.  So a row's result is bit-identical
+// alone, in a batch, in any chunk of a prompt and on any number of threads.
 
 #pragma once
 
@@ -10,10 +10,10 @@
 
 namespace quire::cpu {
 
-// How a weight [features, inner] lies packed: [strips, inner / kTogether, kColumns, kTogether], padded with zeros.
+// Packed layout of a weight [features, inner]: [strips, inner / kTogether, kColumns, kTogether], padded with zeros.
 //
 //   strip 0: features 0 .. kColumns - 1      | inner 0 and 1 of feature 0, of feature 1, ... | inner 2 and 3 ... |
-//   strip 1: the next kColumns ...           (kTogether 2: what one bf16 instruction multiplies and adds)
+//   strip 1: the next kColumns ...           (kTogether 2: elements per bf16 multiply-add instruction)
 template <class T>
 constexpr int64_t kTogether = 1;
 #if defined(__AVX512BF16__)
@@ -25,9 +25,9 @@ template <class T, class Out = T>
 struct ProductArgs {
   const T* x;  // [rows, inner]
   int64_t x_stride;
-  const T* weight;  // packed
+  const T* weight;  // packed weight
   const T* bias;    // [features], or null
-  const Out* plus;  // [rows, features], or null; may be out
+  const Out* plus;  // [rows, features], added to the result, or null; may be out
   int64_t plus_stride;
   Out* out;  // [rows, features]
   int64_t out_stride;
@@ -35,8 +35,8 @@ struct ProductArgs {
   int threads;
 };
 
-// out = x weight^T + bias + plus.  Sums in float, over runs of `inner` that start at fixed places, run after run; one
-// rounding at the end, to Out.  T: float, bf16 or fp16.  Out: T or float.
+// out = x weight^T + bias + plus.  Sums in float, over runs of `inner` that start at fixed positions, run after run;
+// one rounding at the end, to Out.  T: float, bf16 or fp16.  Out: T or float.
 template <class T, class Out>
 void product(const ProductArgs<T, Out>& args);
 

@@ -1,13 +1,13 @@
-// x is quantised once, row by row, into the workspace.  Then a task is some rows times some strips of the weight, as in
-// product.cpp, for each run of `inner`:
+// Linear layer with int4 weights.  x is quantised once, row by row, into the workspace.  Then a task is some rows times
+// some strips of the weight, as in product.cpp, for each run of `inner`:
 //
 //      a row in the workspace                             a step of a strip: 2 * kLanes features
 //     | x0 x2 x1 x3 | ... | sums of groups | its scale |   | w0 w1 w2 w3 of feature 0 | .. of feature 1 | ...
 //       `- a step                                          and in the high halves, of feature kLanes | ...
 //
-// A step has two parts.  Without VNNI weights are widened to 16 bits, like x: w0 and w2 meet x0 and x2, then w1 and w3 meet
-// x1 and x3, since so a shift and a mask unpack them.  With VNNI a number of x is 256 * high + low, two signed bytes, and
-// all four weights meet the high bytes, then the low ones.
+// A step has two parts.  Without VNNI weights are widened to 16 bits, like x: first w0 x0 + w2 x2, then w1 x1 + w3 x3,
+// an order in which a shift and a mask unpack them.  With VNNI an element of x is 256 * high + low, two signed bytes,
+// and all four weights are multiplied by the high bytes, then by the low ones.
 
 #include "cpu/product_int4.h"
 
@@ -22,24 +22,24 @@ namespace {
 typedef int16_t Shorts __attribute__((vector_size(2 * kLanes)));
 
 #if defined(__AVX512VNNI__)
-constexpr int kSums = 2;  // of a lane: of high bytes and of low ones
+constexpr int kSums = 2;  // accumulators per lane: high bytes and low bytes
 #else
 constexpr int kSums = 1;
 #endif
-constexpr int kRows = kLanes == 16 ? 6 : 4;  // x 2 halves of a strip x kSums, and the weights
+constexpr int kRows = kLanes == 16 ? 6 : 4;  // registers: kRows x 2 halves of a strip x kSums, and the weights
 constexpr int64_t kTaskRows = 12 * kRows;
-constexpr int64_t kRun = 256;                           // numbers of `inner` that stay in the cache, about
-constexpr int64_t kStepBytes = kLanes * kInt4Together;  // of a strip
-constexpr int64_t kSteps = kInt4Block / kInt4Together;  // of a block
-constexpr int64_t kBlockBytes = kSteps * kStepBytes;    // of a strip
-constexpr int64_t kAhead = 1024;                        // bytes that weights are fetched ahead
+constexpr int64_t kRun = 256;                           // elements of `inner` per run, chosen to stay in the cache
+constexpr int64_t kStepBytes = kLanes * kInt4Together;  // bytes per step of a strip
+constexpr int64_t kSteps = kInt4Block / kInt4Together;  // steps per block
+constexpr int64_t kBlockBytes = kSteps * kStepBytes;    // bytes per block of a strip
+constexpr int64_t kAhead = 1024;                        // prefetch distance of the weights, in bytes
 
 template <int... i>
 inline Ints swap_middle(Ints q, std::integer_sequence<int, i...>) {
   return __builtin_shufflevector(q, q, ((i & ~3) | (i & 1) << 1 | (i >> 1 & 1))...);
 }
 
-// numbers[k]: q of kLanes numbers, in the order in which steps take them.
+// Stores kLanes quantised elements at `values`, in the order in which steps read them.
 inline void put(uint8_t* numbers, Ints q) {
 #if defined(__AVX512VNNI__)
   store_bytes(numbers, q);
@@ -53,7 +53,7 @@ template <class T>
 void quantise(const T* x, int64_t inner, int64_t group, uint8_t* to) {
   int32_t* sums = reinterpret_cast<int32_t*>(to + 2 * inner);
   Ints sum{};
-  int64_t left = group;  // numbers of the group that follow
+  int64_t left = group;  // elements left in the group
   const float scale = round_row(x, inner, [&](int64_t k, Ints q) {
     put(to + 2 * k, q);
     sum += q;
@@ -68,7 +68,7 @@ void quantise(const T* x, int64_t inner, int64_t group, uint8_t* to) {
   std::memcpy(sums, &scale, sizeof scale);
 }
 
-// The weights of a half of the strip that meet a part of a step of x.
+// Weights of half a strip that belong to one part of a step.
 template <int half, int part>
 inline Words unpack(Words step) {
 #if defined(__AVX512VNNI__)
@@ -78,16 +78,16 @@ inline Words unpack(Words step) {
 #endif
 }
 
-// Where a run begins: of the weight in a strip, and of its groups.
+// Start of a run: in a strip's weights, scales and zero points.
 template <class Scale>
 struct Run {
   const uint8_t* weight;
   const Scale* scale;
-  const uint8_t* zero;     // or null
-  int64_t groups, blocks;  // of the run, of a group
+  const uint8_t* zero;     // [strips, groups, kColumns], or null
+  int64_t groups, blocks;  // groups per run, blocks per group
 };
 
-// kLanes bytes; GCC 12 takes them apart one by one in a conversion.
+// Loads kLanes bytes; GCC 12 would convert them one by one.
 inline Words load_zeros(const uint8_t* p) {
 #if defined(__AVX512F__)
   return bit_cast<Words>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
@@ -100,7 +100,7 @@ inline Words load_zeros(const uint8_t* p) {
 #endif
 }
 
-// sums [rows, kColumns] += the products of one run with a strip.  x, x_sums: of the first row, where the run begins.
+// sums [rows, kColumns] += x times a strip, over one run.  x, x_sums: the run's start in the first row.
 template <int rows, class Scale>
 void multiply(const uint8_t* x, const uint8_t* x_sums, int64_t stride, Run<Scale> run, float* sums) {
   for (int64_t group = 0; group < run.groups; ++group) {
@@ -151,7 +151,7 @@ void multiply(int64_t rows, const uint8_t* x, const uint8_t* x_sums, int64_t str
   by_rows[rows - 1](x, x_sums, stride, run, sums);
 }
 
-// One strip of one row.
+// Scales and finishes one strip of one row.
 template <class Args>
 void scale_and_finish(const Args& args, int64_t row, int64_t column, float* sums) {
   float of_x;
@@ -161,7 +161,7 @@ void scale_and_finish(const Args& args, int64_t row, int64_t column, float* sums
   finish(args, row, column, sums);
 }
 
-// Weights are read once, from first to last: memory is fetched ahead best in one direction.
+// Weights are read once, sequentially, because sequential reads are prefetched best.
 template <class Scale, class Args>
 void task(const Args& args, const Scale* scale, int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
   alignas(64) float sums[kTaskRows][kColumns];
@@ -185,14 +185,14 @@ void task(const Args& args, const Scale* scale, int64_t first_row, int64_t rows,
   }
 }
 
-// A block of half a strip.
+// Scale and zero point of a block of half a strip.
 struct HalfBlock {
   Floats scale;
-  Floats zero[2];  // of bytes 0 and 1 of a lane, with what kBase adds
+  Floats zero[2];  // zero points for bytes 0 and 1 of a lane, plus kBase's offset
 };
 
-// Of half a strip, the number of byte `byte` (0 or 1) as float, and what is added to it.  Bits below an exponent read as
-// an integer: no conversion.
+// Value of byte `byte` (0 or 1) of each lane in half a strip, plus kBase.  The integer becomes the low bits of a
+// float's fraction: no conversion.
 template <int half, int byte>
 constexpr float kBase = static_cast<float>(1 << (23 - 4 * half - 8 * byte));
 template <int half, int byte>
@@ -201,7 +201,7 @@ inline Floats number_of(Words step) {
   return bit_cast<Floats>(bits);
 }
 
-// Two weights of each lane, rounded to bfloat16.
+// Two weights per lane, rounded to bfloat16.
 template <int half>
 inline Words as_bf16(Words step, const HalfBlock& block) {
   const Floats even = (number_of<half, 0>(step) - block.zero[0]) * block.scale;

@@ -1,7 +1,7 @@
-// Products with weights of 4 bits in groups of inputs, summed in integers within a group and in float across groups, from
-// the first to the last.  A row's result is the same bit for bit in any company, on any number of threads and on any CPU.
+// Linear layers with int4 weights: integer sums within a group of inputs, float sums across groups, from the first to
+// the last.  A row's result is bit-identical in any batch, on any number of threads and on any CPU.
 //
-//   q[k]    round(x[k] / s), where s makes the largest of the row 32,639: 16 bits, and an error of at most s / 2
+//   q[k]    round(x[k] / s), where s maps the row's maximum to 32,639: 16 bits, and an error of at most s / 2
 //   sum[g]  q[k] (w[k] - zero[g]) + q[k + 1] (w[k + 1] - zero[g]) + ... over the inputs k of group g, exact
 //   out     (sum[0] * scale[0] + sum[1] * scale[1] + ...) * s + bias + plus, in float, rounded once more to Out
 
@@ -14,42 +14,43 @@
 
 namespace quire::cpu {
 
-// How a weight [features, inner] lies packed: [strips, inner / kInt4Together, kLanes, kInt4Together] bytes.  The low half
-// of a byte belongs to one of the first kLanes features of the strip, the high half to the feature kLanes after it.
+// Packed layout of a weight [features, inner]: [strips, inner / kInt4Together, kLanes, kInt4Together] bytes.  The low
+// half of a byte belongs to one of the first kLanes features of the strip, the high half to the feature kLanes after
+// it.
 constexpr int64_t kInt4Together = 4;
-constexpr int64_t kInt4Block = 32;           // numbers of `inner`: a group has some of these blocks
+constexpr int64_t kInt4Block = 32;           // elements of `inner` per block; a group is a multiple of it
 constexpr int64_t kInt4LargestGroup = 4096;  // 4096 * 15 * 32,639 fits into 32 bits
 
 template <class T, class Out = T>
 struct Int4ProductArgs {
   const T* x;  // [rows, inner]
   int64_t x_stride;
-  const uint8_t* weight;    // packed
+  const uint8_t* weight;    // packed weight
   const fp16* scale;        // [strips, groups, kColumns], or null:
-  const float* wide_scale;  // the same in float
+  const float* wide_scale;  // `scale` converted to float
   const uint8_t* zero;      // [strips, groups, kColumns], or null: all are 8
   const T* bias;            // [features], or null
-  const Out* plus;          // [rows, features], or null; may be out
+  const Out* plus;          // [rows, features], added to the result, or null; may be out
   int64_t plus_stride;
   Out* out;  // [rows, features]
   int64_t out_stride;
   uint8_t* workspace;  // [rows, int4_row_bytes(inner, group)], aligned to 64
   int64_t rows, inner, features;
-  int64_t group;  // inputs that share a scale: divides inner
+  int64_t group;  // elements of `inner` that share a scale: a divisor of inner
   int threads;
 };
 
-// Bytes of a row of x as the product reads it: two for each number, four for each group and for the scale of the row.
+// Bytes of a row of quantised x: two per element, four per group, and four for the scale of the row.
 constexpr int64_t int4_row_bytes(int64_t inner, int64_t group) {
   return (2 * inner + 4 * (inner / group + 1) + 63) / 64 * 64;
 }
 
-// T: float, bf16 or fp16.  Out: T or float.  A row with a number that is not finite becomes NaN.
+// T: float, bf16 or fp16.  Out: T or float.  A row with a value that is not finite becomes NaN.
 template <class T, class Out>
 void product_int4(const Int4ProductArgs<T, Out>& args);
 
-// Writes the weights of inputs first .. first + count - 1 of a strip to `to`, rounded to bfloat16, as pairs of inputs:
-// [count / 2, kColumns, 2].  first, count: multiples of kInt4Block.
+// Dequantises inputs first .. first + count - 1 of a strip to bfloat16, as pairs of inputs: `to` [count / 2, kColumns,
+// 2]. first, count: multiples of kInt4Block.
 template <class Out>
 void widen_int4(const Int4ProductArgs<bf16, Out>& args, int64_t strip, int64_t first, int64_t count, bf16* to);
 

@@ -1,13 +1,13 @@
-// x is quantised once, row by row, into the workspace.  Then a task is some rows times some strips of the weight, as in
-// product.cpp, for each run of `inner`:
+// Linear layer with int8 weights.  x is quantised once, row by row, into the workspace.  Then a task is some rows times
+// some strips of the weight, as in product.cpp, for each run of `inner`:
 //
 //      a row in the workspace                   a step of a strip: kColumns features
 //     | q0 q1 q2 q3 ...      | its scale, sum |  | w0 w1 of feature 0 | w0 w1 of feature 1 | ...
 //       `---- a step ----'                       a lane adds w0 q0 + w1 q1 to the sum of its feature
 //
-// An instruction multiplies unsigned bytes (weights) with signed ones.  So w + 128 is stored, and 128 times the sum of
-// the row is taken off in the end.  With VNNI a number of x is 256 * high + low, two signed bytes, and a lane takes the
-// high bytes of four numbers, then their low ones.  Without it, weights are widened to 16 bits, like x.
+// The instruction multiplies unsigned bytes (weights) with signed ones.  So w + 128 is stored, and 128 times the sum of
+// the row is subtracted at the end.  With VNNI an element of x is 256 * high + low, two signed bytes, and a lane takes
+// the high bytes of four elements, then their low ones.  Without it, weights are widened to 16 bits, like x.
 
 #include "cpu/product_int8.h"
 
@@ -23,24 +23,24 @@ typedef double Doubles __attribute__((vector_size(8 * kLanes)));
 typedef int16_t Shorts __attribute__((vector_size(2 * kLanes)));
 
 #if defined(__AVX512VNNI__)
-constexpr int kRows = 6;        // x 2 strips of lanes x 2 bytes of a number, and the weights
-constexpr int64_t kRun = 4096;  // numbers of `inner` whose sums fit into 32 bits: 4096 * 255 * 128, of either byte
+constexpr int kRows = 6;        // registers: kRows x 2 strips of lanes x 2 bytes per activation, and the weights
+constexpr int64_t kRun = 4096;  // elements of `inner` whose sums fit into 32 bits: 4096 * 255 * 128, for either byte
 #else
 constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
-constexpr int64_t kRun = 256;  // numbers of `inner` whose sum fits into 32 bits: 256 * 255 * 32,639
+constexpr int64_t kRun = 256;  // elements of `inner` whose sum fits into 32 bits: 256 * 255 * 32,639
 #endif
 constexpr int64_t kTaskRows = 8 * kRows;
-constexpr int64_t kStepBytes = kColumns * kInt8Together;  // of a strip
-constexpr int64_t kAhead = 1024;                          // bytes that weights are fetched ahead
-constexpr float kOffset = 128;                            // of a stored weight
+constexpr int64_t kStepBytes = kColumns * kInt8Together;  // bytes per step of a strip
+constexpr int64_t kAhead = 1024;                          // prefetch distance of the weights, in bytes
+constexpr float kOffset = 128;                            // offset added to each stored weight
 
-// What a row in the workspace ends with.
+// End of a row in the workspace.
 struct Row {
   float scale;  // x = q * scale
-  double sum;   // of q
+  double sum;   // sum of all q
 };
 
-// numbers[k]: q of kLanes numbers, in the order in which Sum takes them.
+// Stores kLanes quantised elements at `values`, in the order in which Sum reads them.
 inline void put(uint8_t* numbers, Ints q) {
 #if defined(__AVX512VNNI__)
   store_bytes(numbers, q);
@@ -64,7 +64,7 @@ void quantise(const T* x, int64_t inner, uint8_t* numbers) {
   std::memcpy(numbers + size, &row, sizeof row);
 }
 
-// kLanes features' weights of one step.
+// Weights of kLanes features for one step.
 inline Words load_weights(const uint8_t* p) {
 #if defined(__AVX512VNNI__)
   Words bytes;
@@ -82,13 +82,13 @@ inline Words load_weights(const uint8_t* p) {
 #endif
 }
 
-// kLanes sums of a run.  x: the kInt8Together numbers of a step.
+// kLanes sums over a run.  x: the kInt8Together elements of a step.
 #if defined(__AVX512VNNI__)
 struct Sum {
   Words high{}, low{};
 
   void add(Words weights, const uint8_t* x) {
-    int32_t high_bytes, low_bytes;  // GCC 12 takes one load of both apart in general registers, which is slow
+    int32_t high_bytes, low_bytes;  // two loads: GCC 12 splits one load of both in general registers, which is slow
     std::memcpy(&high_bytes, x, sizeof high_bytes);
     std::memcpy(&low_bytes, x + sizeof high_bytes, sizeof low_bytes);
     high = multiply_add(high, weights, high_bytes);
@@ -112,7 +112,7 @@ struct Sum {
 };
 #endif
 
-// sums [rows, kColumns] = or += the products of one run with a strip.
+// sums [rows, kColumns] = or += x times a strip, over one run.
 template <int rows>
 void multiply(const uint8_t* x, int64_t stride, const uint8_t* weight, int64_t steps, double* sums, bool first) {
   Sum sum[rows][2];
@@ -145,7 +145,7 @@ void multiply(int64_t rows, const uint8_t* x, int64_t stride, const uint8_t* wei
   by_rows[rows - 1](x, stride, weight, steps, sums, first);
 }
 
-// One strip of one row.
+// Scales and finishes one strip of one row.
 template <class Args>
 void scale_and_finish(const Args& args, int64_t row, int64_t column, const double* sums) {
   const int64_t bytes = int8_row_bytes(args.inner);
@@ -161,7 +161,7 @@ void scale_and_finish(const Args& args, int64_t row, int64_t column, const doubl
   finish(args, row, column, results);
 }
 
-// Weights are read once, from first to last: memory is fetched ahead best in one direction.
+// Weights are read once, sequentially, because sequential reads are prefetched best.
 template <class Args>
 void task(const Args& args, int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
   alignas(64) double sums[kTaskRows][kColumns];
@@ -181,7 +181,8 @@ void task(const Args& args, int64_t first_row, int64_t rows, int64_t first_strip
   }
 }
 
-// Byte `byte` (0 or 1) of each lane, a weight, as float.  Bits below an exponent read as an integer: no conversion.
+// Weight in byte `byte` (0 or 1) of each lane, as float.  The integer becomes the low bits of a float's fraction: no
+// conversion.
 template <int byte>
 inline Floats weight_of(Words bytes) {
   constexpr float kBase = byte == 0 ? 0x1p23f : 0x1p15f;
@@ -189,7 +190,7 @@ inline Floats weight_of(Words bytes) {
   return bit_cast<Floats>(bits) - (kBase + kOffset);
 }
 
-// Two weights of each lane, which bfloat16 holds exactly.
+// Two weights per lane, exact in bfloat16.
 inline Words as_bf16(Words bytes) {
   return bit_cast<Words>(weight_of<0>(bytes)) >> 16 | (bit_cast<Words>(weight_of<1>(bytes)) & 0xffff0000);
 }
@@ -202,7 +203,7 @@ void widen_int8(const uint8_t* weight, int64_t inner, int64_t strip, int64_t fir
   for (int64_t k = 0; k < count; k += kInt8Together) {
     for (int64_t line = 0; line < kStepBytes; line += 64) __builtin_prefetch(weight + kAhead + line);
     for (int half = 0; half < 2; ++half) {
-      Words bytes;  // kInt8Together of each lane
+      Words bytes;  // kInt8Together bytes per lane
       if constexpr (kInt8Together == 4) {
         std::memcpy(&bytes, weight + half * kStepBytes / 2, sizeof bytes);
       } else {

@@ -1,4 +1,4 @@
-// What products with any kind of weight share: how work is cut into tasks, and what follows a sum.
+// Shared parts of the linear layers: the split into tasks, and the epilogue.
 //
 // Args: a struct with rows, inner, features, threads, and bias, plus, plus_stride, out, out_stride as in ProductArgs.
 
@@ -12,12 +12,12 @@
 
 namespace quire::cpu {
 
-// Features side by side in a packed weight: a strip.
+// Strip: kColumns consecutive features of a packed weight.
 constexpr int64_t kColumns = 2 * kLanes;
-constexpr int64_t kTaskStrips = 4;          // of a task
-constexpr int64_t kWorthSharing = 1 << 17;  // multiplications below which a second thread wakes up too late
+constexpr int64_t kTaskStrips = 4;          // strips per task
+constexpr int64_t kWorthSharing = 1 << 17;  // multiplications below which waking a second thread does not pay
 
-// task(first_row, rows, first_strip, strips), until all rows have met all strips; `most_rows` a task.
+// Calls task(first_row, rows, first_strip, strips) until all rows and strips are covered; at most `max_rows` per task.
 template <class Args, class Task>
 void share_product(const Args& args, int64_t most_rows, const Task& task) {
   const int64_t all_strips = (args.features + kColumns - 1) / kColumns;
@@ -36,7 +36,7 @@ void share_product(const Args& args, int64_t most_rows, const Task& task) {
   });
 }
 
-// One strip of one row: what remains is elementwise.
+// Epilogue of one strip of one row.
 template <class Args>
 void finish(const Args& args, int64_t row, int64_t column, const float* sums) {
   using T = std::remove_cvref_t<decltype(*args.bias)>;

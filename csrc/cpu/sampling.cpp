@@ -14,10 +14,11 @@ namespace {
 
 using sampling::Settings;
 
-constexpr int64_t kBlock = 1024;  // tokens whose kept weights are summed up before the draw walks through one block
+constexpr int64_t kBlock =
+    1024;  // tokens per block: the draw first sums the kept weights of each block, then scans one block
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// One row's work space.  x holds logits, then w; it ends in whole blocks of which the rest weighs nothing.
+// Work space of one row.  x holds logits, then w; it is padded to complete blocks with elements of no weight.
 struct Space {
   std::vector<float> x, in_bucket;
   std::vector<uint64_t> sums;
@@ -48,7 +49,7 @@ template <class T>
 void adjust(const T* from, const Settings& settings, int64_t position, int64_t size, std::vector<float>& x) {
   x.resize((size + kBlock - 1) / kBlock * kBlock);
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) store(&x[i], load(from + i) + Floats{});  // + 0: no -0
+  for (; i + kLanes <= size; i += kLanes) store(&x[i], load(from + i) + Floats{});  // + 0: turns -0 into 0
   if (i < size) {
     T rest[kLanes] = {};
     std::copy(from + i, from + size, rest);
@@ -64,9 +65,9 @@ void adjust(const T* from, const Settings& settings, int64_t position, int64_t s
   }
 }
 
-// NaN if there is one.
+// Maximum, or NaN if there is one.
 float largest(const std::vector<float>& x) {
-  constexpr int kChains = 4;  // a maximum waits for the one before it: four at a time do not wait for each other
+  constexpr int kChains = 4;  // independent chains of max, because each max waits for the one before it
   Floats top[kChains];
   Ints nan = {};
   unroll<kChains>([&](auto j) { top[j] = broadcast(kNever); });
@@ -83,13 +84,13 @@ float largest(const std::vector<float>& x) {
   return max_lane(max(max(top[0], top[1]), max(top[2], top[3])));
 }
 
-// A set of all tokens with w >= floor.
+// Set of all tokens with w >= floor.
 struct Upper {
   float floor;
-  uint64_t sum;  // of their weights
+  uint64_t sum;  // sum of these tokens' weights
 };
 
-// Counts, and sums of weights, by bucket of w; and walks down from the likeliest.
+// Counts and sums of weights per bucket of w, and the search from the most probable down.
 class Histogram {
  public:
   explicit Histogram(const std::vector<float>& w) : w_(w) {
@@ -106,7 +107,7 @@ class Histogram {
     return sum;
   }
 
-  // The smallest upper set for which reached(count, sum of weights) holds; all if that takes tokens of no weight.
+  // The minimum upper set for which reached(count, sum of weights) holds; all tokens if that needs tokens of no weight.
   template <class Reached>
   Upper find(const Reached& reached, std::vector<float>& in_bucket) const {
     uint64_t count = 0, sum = 0;
@@ -147,7 +148,7 @@ float floor_of(const Settings& settings, const std::vector<float>& w, std::vecto
       kept.floor = std::max(kept.floor, nucleus.floor);
     }
   }
-  return std::max(kept.floor, settings.min_p);  // the largest w is 1, so min_p is a floor as it stands
+  return std::max(kept.floor, settings.min_p);  // the maximum w is 1, so min_p is the floor itself
 }
 
 int64_t draw(const Settings& settings, int64_t position, float peak, Space& space) {
@@ -159,7 +160,7 @@ int64_t draw(const Settings& settings, int64_t position, float peak, Space& spac
   space.sums.clear();
   uint64_t total = 0;
   for (size_t first = 0; first < w.size(); first += kBlock) {
-    Ints low = {}, high = {};  // halves of the weights, so that 32 bits hold the sums
+    Ints low = {}, high = {};  // halves of the weights, so that 32-bit sums suffice
     for (size_t i = first; i < first + kBlock; i += kLanes) {
       const Floats one = load(&w[i]);
       const Ints kept = weight(one) & (one >= broadcast(floor));
@@ -217,7 +218,7 @@ void sample(const T* logits, const SampleArgs& a, int threads) {
       adjust(logits + row * a.row_stride, settings, position, a.size, space.x);
       const float peak = largest(space.x);
       if (!std::isfinite(peak)) {
-        plain(row, 1, 1);  // once more, raw: whose fault is it?
+        plain(row, 1, 1);  // retry on raw logits, to tell whether the model or the settings left none
         if (a.outcome[row] == sampling::kChosen && (settings.marks || settings.bias || settings.mask))
           a.outcome[row] = sampling::kNothingAllowed;
         a.tokens[row] = 0;
@@ -236,7 +237,7 @@ void likeliest(const T* logits, int64_t row_stride, int64_t first, int64_t* keys
   std::vector<float> values(rows);
   row_max(logits, row_stride, values.data(), keys, rows, size, threads);
   for (int64_t i = 0; i < rows; ++i) {
-    keys[i] = sampling::to_signed(sampling::key_of(values[i] + 0.0f, first + keys[i]));  // + 0: no -0
+    keys[i] = sampling::to_signed(sampling::key_of(values[i] + 0.0f, first + keys[i]));  // + 0: turns -0 into 0
   }
 }
 

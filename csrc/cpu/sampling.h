@@ -1,4 +1,4 @@
-// One token for each row of logits: see sampling_rules.h for what all devices agree on.
+// Samples one token per row of logits: see sampling_rules.h for what all devices agree on.
 
 #pragma once
 
@@ -9,12 +9,12 @@
 namespace quire::cpu {
 
 struct SampleArgs {
-  int64_t row_stride;    // of the logits, in elements
-  const int64_t* slots;  // [rows]: the row of `table` each samples for; -1: none, the token is 0
-  const int64_t* known;  // [rows]: tokens before the one chosen now
+  int64_t row_stride;    // elements between rows of logits
+  const int64_t* slots;  // [rows]: the row's slot in `table`; -1: none, the token is 0
+  const int64_t* known;  // [rows]: number of tokens before the sampled one
   const sampling::Settings* table;
-  bool general;      // false: every row takes the likeliest token of its raw logits, and table and known are not read
-  int64_t* tokens;   // [rows]; 0 where no token is chosen
+  bool general;      // false: every row takes the argmax of its raw logits; table and known are not read
+  int64_t* tokens;   // [rows]; 0 if no token was sampled
   uint8_t* outcome;  // [rows]: kChosen, kNotFinite or kNothingAllowed; kChosen for a row without a slot
   int64_t rows, size;
 };
@@ -23,13 +23,13 @@ struct SampleArgs {
 template <class T>
 void sample(const T* logits, const SampleArgs& args, int threads);
 
-// logits [rows, size]: columns of the whole logits, of token `first` and those after it.  keys [rows]: sampling::to_signed
-// of the largest key of each row.
+// logits [rows, size]: this rank's columns, from token `first` on.  keys [rows]: sampling::to_signed of each row's
+// maximum key.
 template <class T>
 void likeliest(const T* logits, int64_t row_stride, int64_t first, int64_t* keys, int64_t rows, int64_t size,
                int threads);
 
-// Of keys [rows]: the token and outcome that `sample` would choose from the raw logits that they are of.
+// From keys [rows] of raw logits: the token and outcome that `sample` would choose.
 void chosen(const int64_t* keys, const int64_t* slots, int64_t* tokens, uint8_t* outcome, int64_t rows);
 
 }  // namespace quire::cpu

@@ -1,7 +1,7 @@
 // Vectors of float for any CPU: the compiler's own vector types (GCC and clang), as wide as the machine's registers,
-// with intrinsics only where C++ has no word for the instruction.
+// with intrinsics only where C++ cannot express the instruction.
 //
-// Products are fused with sums only where the code calls fma() (-ffp-contract=off).  Fusing changes the result, and
+// Multiplications and additions are fused only by explicit fma() (-ffp-contract=off).  Fusing changes the result, and
 // results must not depend on how a loop was unrolled.
 
 #pragma once
@@ -26,7 +26,7 @@ struct bf16 {
 struct fp16 {
   uint16_t bits;
 };
-struct e4m3 {  // sign, 4 bits of exponent, 3 of mantissa; no infinity, 448 is the largest, 0x7f and 0xff are NaN
+struct e4m3 {  // 1 sign bit, 4 exponent bits, 3 mantissa bits; no infinity, maximum 448, NaN is 0x7f and 0xff
   uint8_t bits;
 };
 
@@ -68,7 +68,7 @@ template <class Do, int... i>
 inline void unroll(const Do& run, std::integer_sequence<int, i...>) {
   (run(std::integral_constant<int, i>{}), ...);
 }
-// run(0), run(1), ... run(n - 1), written out: an array indexed by these constants lives in registers.
+// Calls run(0), run(1), ... run(n - 1), unrolled: an array indexed by these constants lives in registers.
 template <int n, class Do>
 inline void unroll(const Do& run) {
   unroll(run, std::make_integer_sequence<int, n>{});
@@ -97,7 +97,7 @@ inline Floats load(const float* p) {
 }
 
 inline Floats load(const bf16* p) {
-#if defined(__AVX512F__)  // GCC 12 makes four instructions of the conversion below
+#if defined(__AVX512F__)  // GCC 12 compiles the conversion below to four instructions
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
 #elif defined(__AVX2__)
@@ -126,7 +126,7 @@ inline Floats load(const e4m3* p) {
   Bytes x;
   std::memcpy(&x, p, sizeof x);
   const Words bits = __builtin_convertvector(x, Words), size = bits & 0x7f;
-  const Floats normal = bit_cast<Floats>((size << 20) + (120u << 23));  // the exponents' offsets are 7 and 127
+  const Floats normal = bit_cast<Floats>((size << 20) + (120u << 23));  // exponent biases are 7 and 127
   const Floats subnormal = __builtin_convertvector(bit_cast<Ints>(size), Floats) * 0x1p-9f;
   Words result = size < 8 ? bit_cast<Words>(subnormal) : bit_cast<Words>(normal);
   result = size == 0x7f ? Words{} + 0x7fc00000 : result;
@@ -143,7 +143,7 @@ inline void store(bf16* p, Floats x) {
   std::memcpy(p, &half, sizeof half);
 }
 
-// even[0], odd[0], even[1], odd[1], ... as bfloat16, a pair in each lane: finite numbers, rounded to nearest, ties to even.
+// even[0], odd[0], even[1], odd[1], ... as bfloat16, a pair per lane: finite values, rounded to nearest, ties to even.
 template <int... i>
 inline Words bf16_pairs(Floats even, Floats odd, std::integer_sequence<int, i...>) {
 #if defined(__AVX512BF16__)
@@ -177,14 +177,14 @@ inline void store(e4m3* p, Floats x) {
   const Floats capped = size > broadcast(448.0f) ? broadcast(448.0f) : size;
   const Words bits = bit_cast<Words>(capped);
   const Words normal = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - (120 << 3);
-  // Below 2^-6 the numbers are 2^-9 apart; adding this leaves the nearest multiple of it in the low bits.
+  // Subnormals, below 2^-6, are 2^-9 apart; adding this leaves the nearest multiple of it in the low bits.
   const Words subnormal = bit_cast<Words>(capped + broadcast(0x1.8p14f)) & 0xf;
   const Words result = size < broadcast(0x1p-6f) ? subnormal : normal;
   const Bytes byte = __builtin_convertvector((size == size ? result : Words{} + 0x7f) | sign, Bytes);
   std::memcpy(p, &byte, sizeof byte);
 }
 
-// use(i, n) for n = kLanes numbers from i on, again and again; at last for the n < kLanes that remain.
+// Calls use(i, n) for n = kLanes elements from i on, repeatedly; finally for the n < kLanes that remain.
 template <class Use>
 inline void over_lanes(int64_t size, const Use& use) {
   int64_t i = 0;
@@ -192,7 +192,7 @@ inline void over_lanes(int64_t size, const Use& use) {
   if (i < size) use(i, static_cast<int>(size - i));
 }
 
-// The first n lanes; the others are zero.
+// Reads the first n lanes; the others are zero.
 template <class T, int n>
 inline Floats read(const T* p, std::integral_constant<int, n>) {
   return load(p);
@@ -224,7 +224,7 @@ inline Floats fold(Floats a, Floats b, std::integer_sequence<int, i...>) {
 }
 
 // Lane i of the result is the sum of the lanes of v[i].  Halves the number of vectors log2(kLanes) times: about 3
-// instructions per vector, rather than a horizontal sum for each.  Overwrites v.
+// instructions per vector, in place of a horizontal sum for each.  Overwrites v.
 template <int h = kLanes / 2>
 inline Floats sum_each(Floats (&v)[kLanes]) {
   unroll<h>([&](auto j) { v[j] = fold<h>(v[j], v[j + h], std::make_integer_sequence<int, kLanes>{}); });

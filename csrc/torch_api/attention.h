@@ -1,4 +1,4 @@
-// What the bindings of all devices check of paged_attention and attention_plan.
+// Checks of paged_attention and attention_plan, shared by the bindings of all devices.
 #pragma once
 
 #include <optional>

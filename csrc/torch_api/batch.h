@@ -1,4 +1,5 @@
-// What the bindings of all devices check of the operators on the block tables: apply_edits, decode_inputs, decode_outputs.
+// Checks of the operators on the block tables (apply_edits, decode_inputs, decode_outputs), shared by the bindings of
+// all devices.
 #pragma once
 
 #include <utility>

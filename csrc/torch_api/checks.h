@@ -1,11 +1,11 @@
-// Checks that the bindings of every device share.  A size has a name and remembers which tensor set it, so that an error
-// names both tensors:
+// Shape and dtype checks, shared by the bindings of all devices.  A size has a name and remembers which tensor set it,
+// so that an error names both tensors:
 //
 //   Size T("tokens"), H("heads"), D("head size");
 //   expect("q", q, {T, H, D});
 //   expect("out", out, {T, H, D});   // ValueError: out: heads is 8, q has 32
 //
-// The headers next to this one check whole operators; they return the sizes that the launch needs.
+// The headers next to this one check complete operators; they return the sizes that the launch needs.
 
 #pragma once
 

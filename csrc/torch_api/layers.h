@@ -1,4 +1,4 @@
-// What the bindings of all devices check of the operators between the products of a decoder layer.
+// Checks of the operators between the linear layers of a decoder layer, shared by the bindings of all devices.
 #pragma once
 
 #include <optional>
@@ -14,7 +14,7 @@ struct NormSizes {
   int64_t heads = 1;
 };
 
-// x, out [T, size], or [T, heads, size] with a norm for each head; weight [size].
+// x, out [T, size], or [T, heads, size] with a norm per head; weight [size].
 inline NormSizes check_rms_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& out,
                                 const Place& place) {
   NormSizes sizes;

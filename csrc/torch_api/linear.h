@@ -1,5 +1,5 @@
-// What the bindings of all devices share of `linear`: the checks, and the product as a chain of other operators.  A CPU
-// always takes the chain.  A GPU takes it for many tokens, where the vendor's products cannot be beaten.
+// Shared parts of the bindings of `linear`: the checks, and the layer as a chain of other operators.  A CPU always
+// takes the chain.  A GPU takes it for many tokens, for which cuBLAS is the fastest.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,7 +28,7 @@ inline bool float32_out(const at::Tensor& x, const at::Tensor& out, bool add, bo
   return true;
 }
 
-// x and out, which set all sizes.  float32_out: out is float32, whatever x is.
+// Checks x and out, which set all sizes.  float32_out: out is float32 for any x.
 inline LinearSizes check_ends(const at::Tensor& x, bool silu_mul, const at::Tensor& out, const Place& place,
                               bool float32_out) {
   LinearSizes sizes;
@@ -49,7 +49,7 @@ inline void check_around(LinearSizes& sizes, const at::Tensor& x, const std::opt
   if (norm) expect_plain("norm", *norm, {sizes.inner}, x.scalar_type(), place, "x");
 }
 
-// stored: the dtype of the weight.
+// stored: dtype of the weight.
 inline void check_linear(const at::Tensor& x, const at::Tensor& weight, at::ScalarType stored,
                          const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& norm, bool silu_mul,
                          const at::Tensor& out, const Place& place, bool float32_out = false) {
@@ -67,7 +67,7 @@ inline at::Tensor normed(const at::Tensor& x, const at::Tensor& norm, double eps
   return y;
 }
 
-// out = silu(gate) * up of gate_up, which holds gate, then up, in every row.
+// out = silu(gate) * up; each row of gate_up holds gate, then up.
 inline void silu_product(const at::Tensor& gate_up, const at::Tensor& out) {
   static const auto silu_mul = c10::Dispatcher::singleton()
                                    .findSchemaOrThrow("quire::silu_mul", "")

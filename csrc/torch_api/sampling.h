@@ -1,4 +1,4 @@
-// What the bindings of all devices check of `sample`.
+// Checks of `sample`, shared by the bindings of all devices.
 #pragma once
 
 #include <utility>

@@ -1,4 +1,4 @@
-// From decode()'s arguments to the kernel's, and to the file that has it for the head size.
+// Launcher of decode attention: derives the kernel's arguments and calls the file compiled for the head size.
 
 #include <bit>
 #include <stdexcept>
@@ -10,7 +10,7 @@ namespace quire::cuda {
 void decode(const DecodeArgs& args, cudaStream_t stream) {
   if (args.seqs == 0) return;
   const DecodeShape shape = decode_shape_here(args.heads, args.kv_heads, args.head_size);
-  const int bytes = args.cache_dtype == Dtype::e4m3 ? 1 : 2;  // a number of the cache
+  const int bytes = args.cache_dtype == Dtype::e4m3 ? 1 : 2;  // bytes per cache element
   constexpr float kLog2E = 1.4426950408889634f;
   const bool capped = args.soft_cap > 0;
   const DecodeKernelArgs kernel_args{

@@ -1,23 +1,27 @@
-// The kernel behind decode(): decode.h defines the terms, decode_plan.cuh what it reads from the plan.
+// Split-KV decode attention (Flash-Decoding, 2023) over a paged KV cache, with equal shares over ragged lengths.
+// decode.h defines the terms, decode_plan.cuh the plan.
 //
 // q, out [tokens, H, D] bf16 or fp16 · caches [blocks, Hkv, block_size, D] of the same or e4m3 · tables i32
-// Grid (multiprocessors), 8 warps, or 4 where each needs much shared memory.
 //
-// Each key and value that a query sees is read once per head group: 2 * len * D numbers a KV head.  All other traffic is
-// small, so memory bandwidth is the bound: 4 * len * D bytes in bf16.  len == 0 writes zeros.  Split-KV with merge: Flash-Decoding 2023.  Equal shares over ragged lengths: FlashInfer 2025.
+// Grid (multiprocessors), 8 warps, or 4 if each needs much shared memory.
 //
-// Each warp streams the keys of its share through its own ring in shared memory, several tiles ahead.  It needs no other
-// warp until the share is done.  A tile is 16 keys and 16 values, fetched by cp.async.  Keys past the end or outside the
-// window are not read: zeros stand in for them.  The cache may hold NaN there; it does in tests.
+// Each key and value in a query's range is read once per head group: 2 * len * D elements per KV head.  All other
+// traffic is small, so the kernel is bound by memory bandwidth: 4 * len * D bytes in bf16. len == 0 writes zeros.
 //
-// The tensor cores get keys as rows and heads as columns.  So a group of 8 heads fills the 8 columns of mma.m16n8k16, and
-// a group of 4 fills half of them:
-//   S^T [16 keys, 8 heads] = K [16 keys, D] Q^T         K by ldmatrix, Q^T stays in registers for a whole piece
+// Each warp streams the keys of its share through its own shared-memory ring, several tiles ahead, without
+// synchronising with other warps until the share is done.  A tile is 16 keys and 16 values, copied by cp.async.  Keys
+// past the end or outside the window are not read and replaced by zeros, because the cache may hold NaN there; in tests
+// it does.
+//
+// In the mma, keys are rows and heads are columns.  So a group of 8 heads fills the 8 columns of mma.m16n8k16, and a
+// group of 4 fills half of them:
+//
+//   S^T [16 keys, 8 heads] = K [16 keys, D] Q^T         K by ldmatrix; Q^T stays in registers for a complete segment
 //   O^T [D, 8 heads]      += V^T [D, 16 keys] P^T       V^T by ldmatrix.trans, P^T from S^T by movmatrix
 //
-// An e4m3 cache is widened to fp16, which is exact, between ldmatrix and mma.  A pair of e4m3 is one number to ldmatrix,
-// so the lanes get every 16 numbers of a head in another order.  For K, Q's fragments have the same order.
-// For V, the order is undone when results are stored.
+// An e4m3 cache is widened to fp16, which is exact, between ldmatrix and mma.  ldmatrix moves a pair of e4m3 as one
+// 16-bit element, so the lanes get every 16 elements of a head in a permuted order.  For K, Q's fragments use the same
+// order.  For V, the results are permuted back when stored.
 
 #pragma once
 
@@ -34,23 +38,24 @@ namespace quire::cuda {
 template <class T, class Cache, int kD, int kNTiles, int kArch>
 struct DecodeKernel {
   static constexpr bool kWiden = !std::is_same_v<T, Cache>;
-  using Operand = std::conditional_t<kWiden, __half, T>;  // what the tensor cores multiply
-  static constexpr int kSteps = kD / 16;                  // of 16 numbers in a head
+  using Operand = std::conditional_t<kWiden, __half, T>;  // operand type of the mma
+  static constexpr int kSteps = kD / 16;                  // k16 steps per head
 
-  // A row of shared memory holds a key.  16 bytes more than it needs put 8 rows into different banks.
+  // A shared-memory row holds a key.  16 bytes of padding put 8 consecutive rows into different banks.
   static constexpr int kRowBytes = kD * static_cast<int>(sizeof(Cache)), kRow = kRowBytes + 16;
   static constexpr int kTileBytes = kTile * kRow;
   static constexpr int kStageBytes = 2 * kTileBytes;  // keys, then values
   static constexpr int kWarps = decode_warps(kD, kNTiles, kArch);
   static constexpr int kStages = decode_stages(kD, kRowBytes, kNTiles, kArch);
   static constexpr int kRingBytes = kStages * kStageBytes;
-  static constexpr int kHeads = 8 * kNTiles;  // of a head group, existing or not
+  static constexpr int kHeads = 8 * kNTiles;  // heads per head group, existing or not
 
-  // Results of a piece as a lane holds them: [step][n tile] of 4.
+  // Accumulators of a segment in a lane: [step][n tile] of 4.
   using Acc = float[kSteps][kNTiles][4];
   static constexpr int kAccVectors = kSteps * kNTiles * 32, kStateVectors = kHeads / 2;
 
-  enum : unsigned { kExists = 1, kBegins = 2, kEnds = 4 };  // a piece; it holds its head group's first and last keys
+  // Flags of a segment: it exists; it holds its head group's first, last keys.
+  enum : unsigned { kExists = 1, kBegins = 2, kEnds = 4 };
   struct Piece {
     unsigned flags;
     int kv_head, part, token;
@@ -58,7 +63,7 @@ struct DecodeKernel {
 
   struct Shared {
     alignas(16) char rings[kWarps][kRingBytes];
-    // Of each warp the first piece, if more follow, and the last:
+    // Per warp its first segment, if more follow, and its last:
     Piece pieces[kWarps * 2];
     float4 accs[kWarps * 2][kAccVectors];
     float4 states[kWarps * 2][kStateVectors];  // max and sum of two heads
@@ -74,10 +79,11 @@ struct DecodeKernel {
 
   __device__ DecodeKernel(const DecodeKernelArgs& args, Shared& shared) : args(args), a(args.a), shared(shared) {}
 
-  // Walks over the tiles of a share.
+  // Iterates over the tiles of a share.
   struct Walk {
     DecodeSeq seq;
-    int seq_index, kv_head, part, tile, end, left;  // tile < end: of this head group; left: of the share
+    // tile < end: next tile and end of this head group.  left: tiles left in the share.
+    int seq_index, kv_head, part, tile, end, left;
 
     __device__ void start(const DecodeShare& share) {
       seq = share.begins_in;
@@ -89,7 +95,7 @@ struct DecodeKernel {
       left = share.count();
     }
 
-    // To the next head group's first tile.  Only if tiles are left.
+    // Moves to the next head group's first tile.  Requires tiles left in the share.
     __device__ void next_group(const DecodeKernelArgs& args) {
       if (++part == args.shape.parts_per_kv) {
         part = 0;
@@ -104,19 +110,19 @@ struct DecodeKernel {
     }
   };
 
-  // ---- Fetching: from the cache to the warp's ring, kStages - 1 tiles ahead of the arithmetic.
+  // ---- Loading: from the cache to the warp's ring, kStages - 1 tiles ahead of the compute.
 
   struct Fetch {
     Walk at;
-    const int32_t* table;    // of the sequence
+    const int32_t* table;    // block table of the sequence
     int64_t k_head, v_head;  // addresses: the KV head in block 0, and this lane's first 16 bytes in it
-    // The block of tile base + lane, and of the tile that follows 32 later.  Blocks of 8 keys: two to a tile.
+    // Blocks of tile base + lane and of the tile 32 later.  With blocks of 8 keys, a tile has two blocks: low and high.
     int base, low, high, next_low, next_high;
-    uint32_t stage;  // fetched into next
+    uint32_t stage;  // stage that the next copy fills
   };
 
   __device__ void look_up(const Fetch& f, int base, int& low, int& high) const {
-    // Entries outside of what the query sees may be anything.
+    // Clamped: table entries outside of the query's range may be arbitrary.
     const int key = (base + lane) * kTile, last = f.at.seq.len - 1;
     low = f.table[min(max(key, f.at.seq.first), last) >> args.block_shift];
     if (args.block_shift == 3) high = f.table[min(max(key + 8, f.at.seq.first), last) >> 3];
@@ -126,7 +132,7 @@ struct DecodeKernel {
     if (f.base + 32 < f.at.end) look_up(f, f.base + 32, f.next_low, f.next_high);
   }
 
-  // At a head group's first tile of the share.
+  // Starts a head group: looks up its block table from the share's first tile on.
   __device__ void begin_group(Fetch& f) const {
     f.table = a.tables + a.rows[f.at.seq_index] * a.table_stride;
     const int head = ((f.at.kv_head << args.block_shift) * kRowBytes) + lane * 16;
@@ -137,7 +143,7 @@ struct DecodeKernel {
     look_ahead(f);
   }
 
-  // Starts the copies of the next tile, if there is one, and in any case ends a group of copies.
+  // Issues the copies of the next tile, if any, and always commits a cp.async group.
   __device__ void fetch(Fetch& f) const {
     if (f.at.left > 0) {
       if (f.at.tile - f.base == 32) {
@@ -157,7 +163,7 @@ struct DecodeKernel {
         k_high = reinterpret_cast<const char*>(f.k_head - 8 * kRowBytes + int64_t{high} * args.k_block_bytes);
         v_high = reinterpret_cast<const char*>(f.v_head - 8 * kRowBytes + int64_t{high} * args.v_block_bytes);
       }
-      // Chunks of 16 bytes: chunk i of the tile is wanted if chunk_0 + i, unsigned, is below `wanted`.
+      // Chunks of 16 bytes: chunk i of the tile is in range if chunk_0 + i, unsigned, is below `wanted`.
       constexpr int kChunks = kRowBytes / 16;
       const unsigned chunk_0 = lane - (f.at.seq.first - key) * kChunks;
       const unsigned wanted = (f.at.seq.len - f.at.seq.first) * kChunks;
@@ -186,14 +192,14 @@ struct DecodeKernel {
     return stage == ring() + kRingBytes ? ring() : stage;
   }
 
-  // ---- Arithmetic on tiles that have arrived.
+  // ---- Compute on tiles that have arrived.
 
   struct Query {
-    uint32_t parts[kSteps][kNTiles][2];  // B operands; zeros for heads that are not
+    uint32_t parts[kSteps][kNTiles][2];  // B operands; zeros for heads that do not exist
   };
 
   __device__ int first_head(int kv_head, int part) const { return kv_head * args.shape.heads_per_kv + part * kHeads; }
-  __device__ int heads_in(int part) const { return args.shape.heads_per_kv - part * kHeads; }  // or more than kHeads
+  __device__ int heads_in(int part) const { return args.shape.heads_per_kv - part * kHeads; }  // may exceed kHeads
 
   static __device__ uint32_t operand(uint32_t pair) {
     if constexpr (std::is_same_v<T, Operand>) {
@@ -222,7 +228,7 @@ struct DecodeKernel {
     }
   }
 
-  // A operand of S^T: 16 keys, numbers 16 * step and on.
+  // A operand of S^T: 16 keys, elements 16 * step and on.
   __device__ void load_keys(uint32_t (&r)[4], uint32_t keys, int step) const {
     if constexpr (kWiden) {
       uint32_t raw[2];
@@ -236,14 +242,15 @@ struct DecodeKernel {
     }
   }
 
-  // A operand of O^T: numbers 16 * step and on, 16 keys.
+  // A operand of O^T: elements 16 * step and on, 16 keys.
   __device__ void load_values(uint32_t (&r)[4], uint32_t values, int step) const {
     if constexpr (kWiden) {
       uint32_t raw[2];
       load_transposed(raw, values + (lane & 15) * kRow + step * 16);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t by_number = __byte_perm(raw[half], 0, 0x3120);  // two keys' number 2g, then their number 2g + 1
+        const uint32_t by_number =
+            __byte_perm(raw[half], 0, 0x3120);  // two keys' element 2g, then their element 2g + 1
         r[2 * half] = widen_e4m3(by_number);
         r[2 * half + 1] = widen_e4m3(by_number >> 16);
       }
@@ -252,12 +259,12 @@ struct DecodeKernel {
     }
   }
 
-  // What a lane keeps of its heads 8n + 2t and 8n + 2t + 1: the max of all keys, and the sum of rows g and g + 8.
+  // A lane's softmax states of heads 8n + 2t and 8n + 2t + 1: the max over all keys, the sum over rows g and g + 8.
   using States = SoftmaxState[kNTiles][2];
 
   __device__ void compute(uint32_t stage, const Query& query, const Walk& at, float k_scale, States& states,
                           Acc& acc) const {
-    float s[2][kNTiles][4] = {};  // even and odd steps apart: shorter chains of dependent products
+    float s[2][kNTiles][4] = {};  // even and odd steps have separate accumulators: shorter chains of dependent mma
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       uint32_t keys[4];
@@ -321,15 +328,15 @@ struct DecodeKernel {
     return kWiden ? args.score_scale * a.scales[at.kv_head] : args.score_scale;
   }
 
-  // In units of log2.
+  // Score in units of log2.
   __device__ float score(float product, float k_scale) const {
     return args.cap > 0 ? soften(product * k_scale, args.cap) : product * k_scale;
   }
 
   // ---- Results.
 
-  // 16 numbers of the head group's results, from O^T, not yet divided by the sums of weights, to rows of `out`.
-  // state: max and sum of heads 8n + 2t and 8n + 2t + 1 of the group.
+  // Stores 16 elements of each head's result from O^T, normalised by the softmax sums, to rows of `out`. state: max and
+  // sum of heads 8n + 2t and 8n + 2t + 1 of the group.
   __device__ void store(const float (&acc)[4], const float4& state, int n, int step, int token, int kv_head,
                         int part) const {
     const float scale = kWiden ? a.scales[a.kv_heads + kv_head] : 1.f;
@@ -341,7 +348,7 @@ struct DecodeKernel {
     T* row = static_cast<T*>(a.out) + token * a.out_token_stride +
              (first_head(kv_head, part) + n * 8 + g) * a.out_head_stride + step * 16;
     auto* pairs = reinterpret_cast<uint32_t*>(row);
-    if constexpr (kWiden) {  // low: numbers 4t and 4t + 2, high: 4t + 1 and 4t + 3
+    if constexpr (kWiden) {  // low: elements 4t and 4t + 2, high: 4t + 1 and 4t + 3
       pairs[2 * t] = __byte_perm(low, high, 0x5410);
       pairs[2 * t + 1] = __byte_perm(low, high, 0x7632);
     } else {
@@ -350,7 +357,7 @@ struct DecodeKernel {
     }
   }
 
-  // A finished piece: to `out` if it is a whole head group, else to where merge_pieces() will look for it.
+  // Writes a finished segment: to `out` if it is a complete head group, else to shared memory for merge_segments().
   __device__ void finish_piece(const Walk& at, bool begins, States& states, const Acc& acc) const {
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
@@ -382,9 +389,9 @@ struct DecodeKernel {
     }
   }
 
-  // Merges the pieces of [first, last] for which exist(i) holds, in order.  state(i, j) and acc(i, j) are their vectors,
-  // loaded for kAtOnce pieces at a time.  Calls use(state, acc, step, n) with the result of steps first_step,
-  // first_step + stride, ...
+  // Merges, in order, the segments of [first, last] for which exist(i) holds.  state(i, j) and acc(i, j) are their
+  // vectors, loaded for kAtOnce segments at a time.  Calls use(state, acc, step, n) with the result of steps
+  // first_step, first_step + stride, ...
   template <int kAtOnce, class Exists, class StateAt, class AccAt, class Use>
   __device__ void merge(int first, int last, const Exists& exists, const StateAt& state, const AccAt& acc,
                         int first_step, int stride, const Use& use) const {
@@ -432,24 +439,25 @@ struct DecodeKernel {
     }
   }
 
-  // What a CTA leaves in the plan: of its last head group, which goes on, or of its first, which began before.
+  // A CTA's partial results in the plan: of its last head group if that continues, or of its first if that began
+  // before.
   __device__ float4* cta_state(int cta, bool begins) const {
     return args.plan.states + (cta * 2 + begins) * kStateVectors;
   }
   __device__ float4* cta_acc(int cta, bool begins) const { return args.plan.accs + (cta * 2 + begins) * kAccVectors; }
 
-  // After a barrier: merges the pieces of this CTA, and, if it is the last, those of several CTAs.
+  // After a barrier: merges the segments of this CTA, and, if it finishes last, those of all CTAs of the head group.
   __device__ void merge_pieces(const DecodeEnds& cta_ends) const {
     const int cta = blockIdx.x;
     const unsigned flags = lane < 2 * kWarps ? shared.pieces[lane].flags : 0;
     const unsigned exist = __ballot_sync(~0u, flags & kExists);
     const unsigned begin = __ballot_sync(~0u, flags & kBegins), end = __ballot_sync(~0u, flags & kEnds);
-    // All warps work on all head groups, a few steps each; if there are many, each warp on some head groups.
+    // All warps work on all head groups, a few steps each; with many head groups, each warp works on some of them.
     const bool many = __popc(end) > kWarps / 4;
-    int began_before = -1, goes_on = -1;  // pieces of head groups that other CTAs have a part in
+    int began_before = -1, goes_on = -1;  // segments whose head group other CTAs share
     int number = 0;
     for (unsigned left = exist; left != 0; ++number) {
-      const unsigned final = left & end & -(left & end);  // the first of `left` that ends its head group, if any does
+      const unsigned final = left & end & -(left & end);  // the first of `left` that ends its head group, or none
       const unsigned pieces = left & (final | (final - 1));
       left &= ~pieces;
       const int first = __ffs(pieces) - 1, last = 31 - __clz(pieces);
@@ -471,15 +479,15 @@ struct DecodeKernel {
     }
     if (began_before < 0 && goes_on < 0) return;
     __syncthreads();
-    if (threadIdx.x < 2) {  // for one of the two each
+    if (threadIdx.x < 2) {  // threads 0 and 1: one segment each
       const int owner = threadIdx.x ? cta : cta_ends.first_owner;
       const int others = (threadIdx.x ? cta_ends.last_last : cta_ends.first_last) - owner;
       bool all = false;
       if ((threadIdx.x ? goes_on : began_before) >= 0) {
-        fence();  // a CTA that sees the counter also sees what this CTA wrote
+        fence();  // a CTA that sees the counter also sees this CTA's writes
         all = atomicAdd(args.plan.arrived + owner, 1) == others;
         fence();
-        if (all) args.plan.arrived[owner] = 0;  // for the next layer
+        if (all) args.plan.arrived[owner] = 0;  // reset for the next layer
       }
       shared.last_to_arrive[threadIdx.x] = all;
     }
@@ -512,8 +520,8 @@ struct DecodeKernel {
   }
 
   __device__ void run() {
-    // The plan and the tables were complete before the kernel in front of this one began (see decode.h).  Only the
-    // output of that kernel has to be waited for.
+    // The plan and the tables were complete before the preceding kernel began (see decode.h), so only that kernel's
+    // output has to be waited for.
     const DecodeHeader header = *args.plan.header;
     const DecodeEnds ends = args.plan.ends[blockIdx.x];
     const DecodeShare share = args.plan.shares[blockIdx.x * kWarps + warp];
@@ -533,7 +541,7 @@ struct DecodeKernel {
       Walk at;
       at.start(share);
       bool begins = at.tile == at.seq.first_tile();
-      while (true) {  // over pieces
+      while (true) {  // over segments
         Query query;
         load_query(query, at);
         const float k_scale = scale_of_keys(at);
@@ -541,7 +549,7 @@ struct DecodeKernel {
         Acc acc = {};
         do {
           wait_for_copies<kStages - 2>();
-          __syncwarp();  // every lane's copies have arrived, and every lane is done with the stage fetched into next
+          __syncwarp();  // every lane's copies have arrived, and no lane still reads the stage filled next
           fetch(fetching);
           compute(stage, query, at, k_scale, states, acc);
           stage = next_stage(stage);
@@ -571,7 +579,7 @@ template <class T, class Cache, int kD, int kNTiles>
 void launch_decode(const DecodeKernelArgs& args, cudaStream_t stream) {
   const auto kernel = decode_kernel<T, Cache, kD, kNTiles>;
   const int shared = decode_shared_bytes(kD, kD * static_cast<int>(sizeof(Cache)), kNTiles, decode_arch());
-  static std::atomic<uint64_t> told = 0;  // that this kernel needs so much shared memory: devices, a bit each
+  static std::atomic<uint64_t> told = 0;  // bit per device: shared memory limit of this kernel was raised
   const uint64_t device = uint64_t{1} << current_device();
   if ((told & device) == 0) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute");

@@ -1,21 +1,20 @@
-// Attention of sequences with one query each over the paged cache: what the launchers take and promise.
+// Interface of the decode attention kernels: sequences with one query each, over the paged KV cache.
 //
-//   HEAD GROUP  the query heads that read one KV head, up to 16 of them.  They are computed together, so that a key is
-//               loaded once for all.  More heads to a KV head make several groups, which load its keys once each.
-//   TILE        16 keys of one sequence and one KV head, from a multiple of 16 on.
-//   SHARE       the consecutive tiles that one warp computes.  Tiles are counted sequence by sequence, in it head group
-//               by head group, in it key by key.  All CTAs have equal parts, give or take a tile.  Where there is little
-//               to do, each has a head group instead.  The warps of a CTA have equal shares.  So a share may begin and
-//               end in the middle of a head group's keys.
-//   PIECE       the tiles of a share that belong to one head group of one sequence.  The results of its pieces are
-//               merged, in order: those of a CTA's warps in shared memory, then those of several CTAs by the last of
-//               them to arrive.
+//   HEAD GROUP  up to 16 query heads that read one KV head. They are computed together, so that a key is loaded once for all.
+//               More heads per KV head make several groups, each of which loads the keys once.
+//   TILE        16 keys of one sequence and one KV head, starting at a multiple of 16.
+//   SHARE       consecutive tiles for one warp. Tiles are ordered by sequence, then head group, then key. All CTAs get the same
+//               number of tiles (+- 1); with little work each CTA gets one head group instead. The warps of a CTA have equal
+//               shares.  So a share may begin and end in the middle of a head group's keys.
+//   SEGMENT     the tiles of a share that belong to one head group of one sequence. Segments of a head group are merged in
+//               order (split-KV): first those of a CTA's warps, in shared memory, then those of several CTAs, by the last of
+//               these CTAs to finish.
 //
-//   warps   |      0      |      1      |      2      |     3       |  ...      shares of 13 tiles
-//   tiles   |aaaaaaa|bbbbbbbbbbbbbbbbbbbbb|cccc|ddddddddd|eeeeeeeeeeeee...      a, b, ..: head groups of sequences
-//   pieces  |   a   |  b  |      b      | b |c |  d  | d |   e     |
+//   warps     |      0      |      1      |      2      |     3       |  ...      shares of 13 tiles
+//   tiles     |aaaaaaa|bbbbbbbbbbbbbbbbbbbbb|cccc|ddddddddd|eeeeeeeeeeeee...      a, b, ..: head groups of sequences
+//   segments  |   a   |  b  |      b      | b |c |  d  | d |   e     |
 //
-// decode_plan finds where each share begins, once a step for all layers.
+// decode_plan computes where each share begins, once per step for all layers.
 
 #pragma once
 
@@ -56,19 +55,18 @@ struct DecodeArgs {
   const int32_t* tables;  // [max_rows, max_blocks]
   int64_t table_stride;
   const int32_t* rows;  // [seqs]
-  int seqs;             // as in the plan
+  int seqs;             // the plan's value
   int heads, kv_heads, head_size, block_size;
   float scale;
   float soft_cap;     // > 0: score = soft_cap * tanh(score / soft_cap)
-  Dtype dtype;        // of q and out: bf16 or fp16
-  Dtype cache_dtype;  // the same, or e4m3
-  void* plan;         // as decode_plan wrote it
+  Dtype dtype;        // dtype of q and out: bf16 or fp16
+  Dtype cache_dtype;  // dtype, or e4m3
+  void* plan;         // written by decode_plan
 };
 
-// Head sizes 64, 80, 96, 128, 192 and 256, block sizes 8, 16, 32 and 64.  The bindings have checked all that.
-// rows and tables must have been written before decode_plan was called.  They and the plan are read early: the kernel in
-// front of this one may still run.
-// Reads no key outside the window and none past the end.  A sequence of no keys has its query's output set to zeros.
+// Supports head sizes 64, 80, 96, 128, 192 and 256 and block sizes 8, 16, 32 and 64; the bindings check them.  rows and
+// tables must be written before decode_plan is called: this kernel reads them and the plan before the preceding kernel
+// has ended.  Reads no key outside the window and none past the end.  A sequence without keys gets zeros.
 void decode(const DecodeArgs& args, cudaStream_t stream);
 
 }  // namespace quire::cuda

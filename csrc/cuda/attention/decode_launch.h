@@ -1,4 +1,4 @@
-// Between decode.cu and the kernels, which are compiled head size by head size.
+// Interface between decode.cu and the kernels, which are compiled per head size.
 
 #pragma once
 
@@ -11,8 +11,8 @@ struct DecodeKernelArgs {
   DecodePlan plan;
   DecodeShape shape;
   int block_shift;                        // log2 of block_size
-  uint32_t k_block_bytes, v_block_bytes;  // from one block to the next
-  float score_scale, cap;                 // of products, as score() wants them
+  uint32_t k_block_bytes, v_block_bytes;  // bytes from one block to the next
+  float score_scale, cap;                 // factors for raw scores, in the units of score()
 };
 
 void decode_64(const DecodeKernelArgs& args, cudaStream_t stream);

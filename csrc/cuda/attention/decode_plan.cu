@@ -1,7 +1,7 @@
-// Finds where the shares of decode.h begin.
+// Planner of decode attention: computes where the shares of decode.h begin.
 //
-// Grid 2.  Each CTA adds up the tiles of all sequences, at most 4 to a thread.  Then each thread looks up a share or two
-// by binary search.  Moves some 60 KB: a few microseconds, once a step.
+// Grid 2.  Each CTA computes the prefix sums of all sequences' tiles, at most 4 per thread.  Then each thread finds one
+// or two shares by binary search.  Moves about 60 KB: a few microseconds per step.
 
 #include <array>
 #include <atomic>
@@ -17,21 +17,22 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kCtas = 2;
-constexpr int kMinTiles = 16;  // of a CTA: with fewer, merging takes longer than waiting for fewer CTAs
-// Tiles of a head group: up to this many, one CTA is as fast as several that merge.  Where some have fewer, the merging
-// that more would need is not worth it either.
+constexpr int kMinTiles = 16;  // tiles per CTA; with fewer, merging takes longer than waiting for fewer CTAs
+// Tiles per head group up to which one CTA is as fast as several that merge.  The second limit applies if lengths
+// differ, because the merge would cost more than it saves.
 constexpr int kWholeTiles = 32, kWholeUnequalTiles = 64;
-// Of an equal part of all tiles: with longer head groups, too much waits for the longest part if none is cut.
+// Head group length, in equal parts of all tiles, above which head groups are split: without a split the longest part
+// would delay the others too much.
 constexpr int kWholeParts = 2;
-constexpr int kEvenTiles = 1024;  // of a CTA: with more, four idle multiprocessors lose more than merging takes
+constexpr int kEvenTiles = 1024;  // tiles per CTA; with more, four idle multiprocessors lose more than merging takes
 
-// Where `position`, counted in tiles over all head groups of all sequences, lies.
+// Finds the head group and tile at `position`, which counts tiles over all head groups of all sequences.
 struct Place {
   int seq, group, tile, tiles;  // tile of `tiles` of that head group
 };
 
 __device__ Place find(int64_t position, const int* before, int seqs, int groups) {
-  int low = 0, high = seqs;  // the last sequence that begins at or before the position, and has tiles
+  int low = 0, high = seqs;  // search: the last sequence with tiles that begins at or before the position
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     (int64_t{before[middle]} * groups <= position ? low : high) = middle;
@@ -41,32 +42,32 @@ __device__ Place find(int64_t position, const int* before, int seqs, int groups)
   return {low, inside / tiles, inside % tiles, tiles};
 }
 
-// How all tiles are cut into the CTAs' parts.
+// Partition of all tiles into the CTAs' parts.
 //
-// A head group that several CTAs share is merged through memory, which takes 3 to 4 us.  To avoid that, parts end where
-// head groups end, even if some parts are then longer than others or some CTAs stay idle.
+// A head group shared by several CTAs is merged through memory, which takes 3 to 4 us.  To avoid that, parts end at
+// head group borders, even if parts then differ in length or CTAs stay idle.
 struct Cut {
   enum class Ends {
     kAnywhere,     // parts are equal
-    kNearest,      // at the end of a head group that is nearest to that of an equal part
+    kNearest,      // parts end at the head group border nearest to an equal part's end
     kOfEachGroup,  // a part is a head group
   };
 
   const int* before;
-  int64_t all;  // tiles
+  int64_t all;  // tiles of all head groups
   int seqs;
-  int groups;  // of a sequence
+  int groups;  // head groups per sequence
   int ctas;
   Ends ends = Ends::kAnywhere;
 
-  // `filled`: sequences with keys, each with `fewest` to `most` tiles a head group.
+  // `filled`: number of sequences with keys; each has min_tiles to max_tiles per head group.
   __device__ Cut(const int* before, int seqs, int groups, int filled, int fewest, int most, int grid)
       : before(before), all(int64_t{before[kDecodeMaxSeqs]} * groups), seqs(seqs), groups(groups) {
     const int head_groups = filled * groups;
     const bool equal = fewest == most;
     ctas = static_cast<int>(min(int64_t{grid}, (all + kMinTiles - 1) / kMinTiles));
     const bool even = !equal && int64_t{most} * grid <= kWholeParts * all;
-    const bool first = before[filled] == before[kDecodeMaxSeqs];  // the filled ones come first
+    const bool first = before[filled] == before[kDecodeMaxSeqs];  // the filled sequences come first
     if (head_groups <= grid && first && (even || most <= (equal ? kWholeTiles : kWholeUnequalTiles))) {
       ends = Ends::kOfEachGroup;
       ctas = head_groups;
@@ -86,7 +87,7 @@ struct Cut {
     const Place place = find(at, before, seqs, groups);
     return 2 * place.tile < place.tiles ? at - place.tile : at - place.tile + place.tiles;
   }
-  // The number of CTAs nearest to `wanted` that divides equally long head groups, or that they divide.
+  // The number of CTAs nearest to `wanted` that divides the equally long head groups, or that they divide.
   static __device__ int nearest_even(int head_groups, int wanted, int grid) {
     const int least = wanted < grid ? wanted / 2 : wanted - wanted / 16;
     for (int step = 0; wanted - step >= least; ++step) {
@@ -97,21 +98,21 @@ struct Cut {
     }
     return wanted;
   }
-  // Who has that tile; only asked where head groups are shared.
+  // CTA of that tile; only called if head groups are shared.
   __device__ int cta_of(int64_t position) const { return static_cast<int>(((position + 1) * ctas - 1) / all); }
 };
 
 __global__ void __launch_bounds__(kThreads) plan_kernel(DecodePlanArgs args, DecodePlan plan, DecodeShape shape) {
-  __shared__ int before[kDecodeMaxSeqs + 1];  // tiles of one head group of the sequences before
+  __shared__ int before[kDecodeMaxSeqs + 1];  // tiles per head group, summed over the preceding sequences
   __shared__ int sums[kThreads / 32];
-  __shared__ int empty, filled, fewest, most;  // sequences without and with keys; tiles of a head group
+  __shared__ int empty, filled, fewest, most;  // sequences without and with keys; min and max tiles of a head group
   if (threadIdx.x == 0) empty = filled = most = 0, fewest = INT_MAX;
   wait_for_previous_kernels();
   __syncthreads();
   const int groups = shape.kv_heads * shape.parts_per_kv;
   const auto seq_at = [&](int s) {
     const int token = args.q_start[s], queries = args.q_start[s + 1] - token, len = args.lens[s];
-    // A sequence without a query has no work: store that so that the walk over sequences understands it.
+    // A sequence without a query has no work; the stored len 0 makes the walk over sequences skip it.
     if (queries <= 0) return DecodeSeq{.token = -1, .len = 0, .first = 0, .unused = 0};
     return DecodeSeq{.token = token, .len = len, .first = args.window > 0 ? max(0, len - args.window) : 0, .unused = 0};
   };
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(DecodePlanArgs args, Dec
       ends.first_owner = cut.cta_of(group_begin);
       ends.first_last = cut.cta_of(group_begin + first.tiles - 1);
     }
-    if (end > begin) {  // else the part is empty, since long head groups are in front and behind
+    if (end > begin) {  // else the part is empty, because of long head groups before and after it
       const Place last = find(end - 1, before, args.seqs, groups);
       const int64_t group_begin = end - 1 - last.tile, group_end = group_begin + last.tiles;
       if (group_begin >= begin && group_end > end) ends.last_last = cut.cta_of(group_end - 1);
@@ -195,14 +196,14 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(DecodePlanArgs args, Dec
     plan.ends[cta] = ends;
     plan.arrived[cta] = 0;
   }
-  // decode() reads the plan before it waits for the kernels before it, so it must not start before this one is through.
+  // decode() reads the plan before it waits for preceding kernels, so it must not start before this kernel has ended.
   __threadfence();
 }
 
 }  // namespace
 
 int decode_arch() {
-  static std::array<std::atomic<int>, 64> known;  // of each device
+  static std::array<std::atomic<int>, 64> known;  // cached value per device
   std::atomic<int>& arch = known.at(current_device());
   if (arch == 0) {
     cudaFuncAttributes attributes;

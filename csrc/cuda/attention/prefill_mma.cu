@@ -1,4 +1,4 @@
-// Head sizes are compiled in files of their own, side by side.
+// Launcher of prefill attention.  Head sizes are compiled in separate files, in parallel.
 
 #include <stdexcept>
 
@@ -26,8 +26,8 @@ void prefill_mma(const PrefillArgs& args, cudaStream_t stream) {
 }
 
 void prefill(const PrefillArgs& args, cudaStream_t stream) {
-  // Small tiles are quicker for few queries after a long context.  With 32/8 heads, 64 queries after 8k took 53 us, and
-  // 100 us in prefill_sm90 with whole tiles.  (Not compared again since prefill_sm90 cuts tiles into parts, too.)
+  // Small tiles are faster for few queries after a long context.  With 32/8 heads, 64 queries after 8k took 53 us, and
+  // 100 us in prefill_sm90 with unsplit tiles.  (Not measured again since prefill_sm90 splits tiles.)
   const bool few = int64_t{args.tokens} * args.heads < 64 * 128;
   const bool sm90 = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 && !few && prefill_sm90_takes(args);
   sm90 ? prefill_sm90(args, stream) : prefill_mma(args, stream);

@@ -1,19 +1,20 @@
-// Attention of prompt chunks over the paged cache with mma.sync, for any GPU since Ampere.  It combines the tiling of
-// FlashAttention-2 (Dao 2023, arXiv:2307.08691) with the blocks of PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
+// Prefill attention over the paged KV cache with mma.sync, for any GPU since Ampere.  It combines the tiling of
+// FlashAttention-2 (Dao 2023, arXiv:2307.08691) with the block tables of PagedAttention (Kwon et al.  2023,
+// arXiv:2309.06180).
 //
-//   grid   as many CTAs of 4 warps as fit on the GPU; each takes items of the plan (prefill.h) until there are none
-//   CTA    kRows = 64 or 128 packed rows of queries; 16 or 32 a warp, whose queries, scores and sums are all in its
-//          registers, so that warps meet once per tile of keys only: to hand each other the keys they have loaded
-//   keys   kKeys at a time, K and V of the next tile on their way (cp.async) while this one is computed on
+//   grid   as many CTAs of 4 warps as fit on the GPU; each takes items of the plan (prefill.h) until none are left
+//   CTA    kRows = 64 or 128 packed query rows, 16 or 32 per warp. A warp holds its queries, scores and accumulators in
+//          registers, so warps synchronise once per key tile only, to share the loaded keys
+//   keys   tiles of kKeys; K and V of the next tile are in flight (cp.async) while this one is computed
 //
-// FLOPs: 4 * head size a row and key it sees.  Bytes: keys and values once per tile of rows, which L2 has to deliver.
-// At 128 rows and 2 bytes a number that is one byte per 128 FLOPs.
+// FLOPs: 4 * head size per row and visible key.  L2 traffic: keys and values once per tile of rows; at 128 rows and 2
+// bytes per element, one byte per 128 FLOPs.
 //
-// Keys past the sequence's end, and keys that a window hides from all rows, are not read.  Zeros stand in shared memory
-// instead: a NaN in an unused place of the cache would survive a weight of 0.
+// Keys past the sequence's end, and keys outside of every row's window, are not read.  Shared memory gets zeros
+// instead: a NaN in an unused cache entry would survive a weight of 0.
 //
-// An e4m3 cache is widened to fp16 on its way from shared memory to the tensor cores; fp16 holds every e4m3 number
-// exactly.  Queries become fp16 too, and the scales enter the softmax and the last division.
+// An e4m3 cache is widened to fp16, exactly, between shared memory and the tensor cores.  Queries become fp16 too, and
+// the scales enter the softmax and the final division.
 
 #pragma once
 
@@ -31,8 +32,7 @@ constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
-// T: what the tensor cores multiply.  kE4m3: the cache is e4m3 and T is fp16.  D: head size.  M: how often 16 rows a warp
-// computes.
+// T: operand type of the mma.  kE4m3: the cache is e4m3 and T is fp16.  D: head size.  M: m16 row blocks per warp.
 template <class T_, bool kE4m3_, int D_, int M_>
 struct Config {
   using T = T_;
@@ -43,24 +43,24 @@ struct Config {
   static constexpr int kKeys = D > 128 || (D == 128 && M == 2) ? 32 : 64;
   static constexpr int kList = kRows == 64 ? 0 : 2;
   static_assert(prefill_tiling(kList).rows == kRows);
-  static constexpr int kSteps = D / 16;  // of 16 numbers along the head
-  // Rows in shared memory, in chunks of 16 bytes.  An odd pitch puts any 8 consecutive rows into different banks.  So
+  static constexpr int kSteps = D / 16;  // k16 steps along the head
+  // Shared-memory rows, in chunks of 16 bytes.  An odd pitch puts any 8 consecutive rows into different banks.  So
   // ldmatrix needs no swizzle, and its addresses are one register plus constants.
   static constexpr int kQChunks = D / 8, kQPitch = 16 * (kQChunks | 1);
   static constexpr int kKvBytes = kE4m3 ? 1 : 2;
   static constexpr int kKvChunks = D * kKvBytes / 16, kKvPitch = 16 * (kKvChunks | 1);
   static constexpr int kQSize = kRows * kQPitch;
-  static constexpr int kTileSize = kKeys * kKvPitch;  // of K, or of V
+  static constexpr int kTileSize = kKeys * kKvPitch;  // bytes of K, or of V
   static constexpr int kStages = 2;
   static constexpr int kShared = kQSize + 2 * kStages * kTileSize;
   static constexpr bool kQInRegisters = M * D <= 128;
-  // Where the CTA's threads leave word for each other: in the padding of the first query rows.
+  // The work descriptor that thread 0 broadcasts: in the padding of the first query rows.
   static constexpr int kWord = 16 * kQChunks;
   static constexpr int kCtasPerSm = 2;
 };
 
-// Hands the CTA its items.  It takes the next one while the last tiles of this one are computed.  It takes none earlier,
-// because another CTA may be idle by then.
+// Work queue of a CTA. It takes the next item while the last key tiles of this one are computed, and not earlier,
+// because another CTA may become idle first.
 template <class C>
 class Queue {
  public:
@@ -72,7 +72,7 @@ class Queue {
   __device__ Queue(const PrefillArgs& args, const PrefillPlan& plan, char* shared)
       : a_(args), list_(*plan.list[C::kList]), items_(plan.items[C::kList]), shared_(shared) {}
 
-  // Asks for the CTA's first item.
+  // Takes the CTA's first item.
   __device__ void open() {
     count_ = list_.count;
     ticket_ = blockIdx.x;
@@ -81,7 +81,8 @@ class Queue {
     fetch_sequence();
   }
 
-  // Three calls by all threads while an item is computed, in this order and with time between them.
+  // The three steps of taking an item, called by all threads while an item is computed, in this order and spread over
+  // time.
   __device__ void draw() {
     if (threadIdx.x == 0) ticket_ = gridDim.x + atomicAdd(&list_.ticket, 1);
   }
@@ -95,7 +96,7 @@ class Queue {
       word(0)->x = -1;
     }
   }
-  __device__ void fetch_sequence() {  // after wait_for_all_copies()
+  __device__ void fetch_sequence() {  // call after wait_for_all_copies()
     if (threadIdx.x != 0) return;
     const int seq = word(0)->x;
     if (seq < 0) return;
@@ -105,7 +106,7 @@ class Queue {
     copy_number_async(address(2) + 12, a_.rows + seq);
   }
 
-  // Waits for the next item, and for all warps to be done with this one.  False: there is none.
+  // Waits for the next item, and until all warps are done with this one.  Returns false if there is none.
   __device__ bool get() {
     wait_for_all_copies();
     __syncthreads();
@@ -117,7 +118,7 @@ class Queue {
   }
   __device__ const Work& work() const { return work_; }
 
-  // The last CTA leaves all as it found it, for the next layer.
+  // The last CTA resets the list for the next layer.
   __device__ void close() {
     if (threadIdx.x == 0 && atomicAdd(&list_.finished, 1) == static_cast<int>(gridDim.x) - 1) {
       list_.ticket = 0;
@@ -126,7 +127,7 @@ class Queue {
   }
 
  private:
-  // Two places in turn, so that no warp overwrites what others still have to read.
+  // Double-buffered, so that no warp overwrites what others still have to read.
   __device__ int4* word(int i) const {
     return reinterpret_cast<int4*>(shared_ + C::kWord + (1 + 3 * turn_ + i) * C::kQPitch);
   }
@@ -140,7 +141,7 @@ class Queue {
   Work work_;
 };
 
-// Computes an item.
+// Computation of one item.
 template <class C>
 class Item {
  public:
@@ -187,11 +188,11 @@ class Item {
 #pragma unroll
       for (int n = 0; n < C::D / 8; ++n) acc_[m][n][0] = acc_[m][n][1] = acc_[m][n][2] = acc_[m][n][3] = 0;
     }
-    // In units of log2: score = product * factor_.
+    // In units of log2: score = q k * factor_.
     factor_ = a_.scale * kLog2E;
     if constexpr (C::kE4m3) factor_ *= a_.scales[item_.kv_head];
-    const int end = rows_ > 0 ? position(row_ + rows_ - 1) + 1 : 0;  // no row of this warp sees more
-    // Between these every row of the warp sees every key.
+    const int end = rows_ > 0 ? position(row_ + rows_ - 1) + 1 : 0;  // past the last key visible to this warp's rows
+    // Between these, every row of the warp sees every key.
     common_begin_ = oldest(row_ + rows_ - 1);
     common_end_ = position(row_) + 1;
 
@@ -199,7 +200,7 @@ class Item {
     int stage = 0;
     for (int key = item_.first; key < item_.last; key += C::kKeys, stage ^= 1) {
       wait_for_all_copies();
-      __syncthreads();  // this tile is there for all warps; no warp needs the one before
+      __syncthreads();  // all warps have this tile, and no warp still reads the one before
       if (key == draw_key) queue_.draw();
       if (key + C::kKeys >= item_.last) queue_.fetch_item();
       const auto load_next = [&](int piece) { load_piece(key + C::kKeys, stage ^ 1, piece); };
@@ -210,7 +211,7 @@ class Item {
         for (int piece = 0; piece < kPieces; ++piece) load_next(piece);
         if constexpr (kFew) attend<kShare>(key + offset, offset, stage, [](int) {});
       } else {
-        // The next tile is loaded bit by bit amid the products with the values, where registers are to be had.
+        // The next tile is loaded in small steps between the mma of P V, when registers are free.
         attend<C::kKeys>(key, 0, stage, load_next);
       }
       look_up(key + 2 * C::kKeys);
@@ -219,7 +220,7 @@ class Item {
       queue_.draw();
       queue_.fetch_item();
     }
-    wait_for_all_copies();  // of the tile after the last, too: all zeros, lest they meet the next item's in the same place
+    wait_for_all_copies();  // includes the zero-filled tile after the last, which must not land in the next item's stage
     queue_.fetch_sequence();
 
 #pragma unroll
@@ -236,24 +237,24 @@ class Item {
  private:
   __device__ int position(int row) const { return before_ + row / group_; }
   __device__ int head_of(int row) const { return item_.kv_head * group_ + row % group_; }
-  // The first key that a row may see.
+  // First key visible to a row.
   __device__ int oldest(int row) const { return a_.window > 0 ? max(0, position(row) + 1 - a_.window) : 0; }
 
   __device__ uint32_t at(int offset) const { return shared_address(shared_) + offset; }
 
-  // In a part of a long context, a tile may have rows for one warp only.  Then all warps take these rows, each with a share
-  // of every tile of keys.  They leave their results where rows of their own would be, as if there were kWarps parts.
+  // A part of a long context may have tile rows for one warp only.  Then all warps process these rows, each for its
+  // share of every key tile.  They store their results as if there were kWarps parts.
   static constexpr int kShare = C::kKeys / kWarps;
   static constexpr bool kFew = C::M == 1 && kShare % 16 == 0;
 
-  // Where q or out has the row of this lane, of the warp's rows.
+  // Offset in q or out of this lane's row, among the warp's rows.
   __device__ int64_t offset_of_own_row(int64_t token_stride, int64_t head_stride) const {
     const int row = row_ + lane_ % C::kWarpRows;
     const int64_t token = token_ + row / group_, head = item_.kv_head * group_ + row % group_;
     return token * token_stride + head * head_stride;
   }
 
-  // Each warp loads its own rows; zeros for those that the sequence does not have.
+  // Each warp loads its own rows; zeros for rows past the end of the sequence.
   __device__ void load_queries() const {
     const int64_t own = offset_of_own_row(a_.q_token_stride, a_.q_head_stride);
 #pragma unroll
@@ -266,9 +267,9 @@ class Item {
       if constexpr (!C::kE4m3) {
         copy_async_16(at(to + 16 * chunk), from, wanted);
       } else {
-        // ldmatrix hands a lane four e4m3 numbers that follow each other, where it hands it two and two of 2 bytes.
-        // The order of the products in a head is free as long as both operands have the same one.  So pairs
-        // 0 1 2 3 4 5 6 7 of 16 numbers stand in the order 0 2 4 6 1 3 5 7.
+        // ldmatrix gives a lane four consecutive e4m3 elements, but two and two elements of 2 bytes.  The order of
+        // elements along a head is free if both operands use the same one.  So pairs 0 1 2 3 4 5 6 7 of 16 elements are
+        // stored in the order 0 2 4 6 1 3 5 7.
         uint4 x = wanted ? *reinterpret_cast<const uint4*>(from) : uint4{};
         if (a_.dtype == Dtype::bf16) x = {to_half(x.x), to_half(x.y), to_half(x.z), to_half(x.w)};
         char* const into = shared_ + to + chunk / 2 * 32 + chunk % 2 * 8;
@@ -288,11 +289,11 @@ class Item {
     load_matrices(q, query_at_ + 16 * m * C::kQPitch + 32 * step);
   }
 
-  // A warp loads every kWarps-th group of 8 keys, which lie in one block whatever its size.
+  // A warp loads every kWarps-th group of 8 keys; a group lies in one block for any block size.
   static constexpr int kGroups = C::kKeys / 8 / kWarps;
   __device__ int group_key(int key, int i) const { return key + 8 * (warp_ + kWarps * i); }
 
-  // block_ = the blocks of the groups of the tile at `key`: asked for a tile ahead, since the loads of keys need them.
+  // Loads the block ids of the tile at `key` into block_. It runs one tile ahead, because the key loads need the ids.
   __device__ void look_up(int key) {
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
@@ -301,24 +302,27 @@ class Item {
     }
   }
 
-  // Starts to load the tile at `key` into `stage`, in kPieces calls: group after group, of keys, then of values.
+  // Issues step `step` of kLoadSteps that load the tile at `key` into `stage`: the key groups first, then the value
+  // groups.
   static constexpr int kPieces = 2 * kGroups;
   static_assert(kPieces == C::kKeys / 16);  // attend's calls of `between`
   __device__ void load_piece(int key, int stage, int piece) {
     const int group = piece % kGroups;
     const bool values = piece >= kGroups;
     const int k = group_key(key, group);
-    asm volatile("" : "+r"(block_[group]));  // lest its multiplication be done, and waited for, where it was looked up
+    asm volatile(
+        ""
+        : "+r"(block_[group]));  // keeps the compiler from multiplying, and waiting, right after the table load
     const int64_t in_block = (item_.kv_head * a_.block_size + (k & (a_.block_size - 1))) * int64_t{C::D};
     const int64_t offset = block_[group] * (values ? a_.v_block_stride : a_.k_block_stride) + in_block;
     const char* from = static_cast<const char*>(values ? a_.v_cache : a_.k_cache) + offset * C::kKvBytes + 16 * lane_;
     const uint32_t to = at((values ? kValuesAt : kKeysAt) + stage * C::kTileSize + (k - key) * C::kKvPitch);
-    // 8 keys are so many chunks that lie one after the other.
+    // 8 keys are this many contiguous chunks.
     constexpr int kChunks = 8 * C::kKvChunks;
 #pragma unroll
     for (int j = 0; j < (kChunks + 31) / 32; ++j) {
       if (kChunks % 32 != 0 && 32 * j + lane_ >= kChunks) break;
-      int r, place;  // key, and where it goes
+      int r, place;  // key, and its destination
       if constexpr (32 % C::kKvChunks == 0) {
         constexpr int kEach = 32 / C::kKvChunks;
         r = lane_ / C::kKvChunks + j * kEach;
@@ -334,8 +338,8 @@ class Item {
   template <int N>
   using Score = float[C::M][N / 8][4];
 
-  // Adds the keys [key, key + N), which lie at `offset` in `stage`, to max_, sum_ and acc_.  Calls between(i) for i = 0, 1,
-  // ... before each 16 of them meet their values.
+  // Adds keys [key, key + N), stored at `offset` in `stage`, to max_, sum_ and acc_. Calls between(i) for i = 0, 1, ...
+  // before the mma of each 16 keys with their values.
   template <int N, class Between>
   __device__ void attend(int key, int offset, int stage, const Between& between) {
     Score<N> score;
@@ -365,8 +369,7 @@ class Item {
     const uint32_t keys =
         at(kKeysAt + stage * C::kTileSize + (offset + lane_ / 16 * 8 + lane_ % 8) * C::kKvPitch + lane_ / 8 % 2 * 16);
     constexpr int kPairs = N / 16;
-    uint32_t k[2]
-              [4];  // 8 keys, two halves of the step's 16 numbers; the 8 keys after them likewise.  And the next ones
+    uint32_t k[2][4];  // [this step and the next][8 keys x both halves of k16, then the next 8 keys]
     load_matrices(k[0], keys);
 #pragma unroll
     for (int step = 0; step < C::kSteps; ++step) {
@@ -388,7 +391,7 @@ class Item {
     }
   }
 
-  // The same, two steps at a time: 16 numbers of a key are 16 bytes now.
+  // multiply_keys for e4m3, two k16 steps at a time: 16 elements of a key are 16 bytes.
   template <int N>
   __device__ void multiply_e4m3(Score<N>& score, int offset, int stage) const {
     const uint32_t keys = at(kKeysAt + stage * C::kTileSize + (offset + lane_ / 16 * 8 + lane_ % 8) * C::kKvPitch);
@@ -404,7 +407,7 @@ class Item {
       }
 #pragma unroll
       for (int n = 0; n < N / 8; n += 2) {
-        uint32_t k[4];  // keys 8n .. 8n + 7, this step and the next; the 8 keys after them likewise
+        uint32_t k[4];  // keys 8n .. 8n + 7, this step and the next; the next 8 keys likewise
         load_matrices(k, keys + 8 * n * C::kKvPitch + 16 * chunk);
 #pragma unroll
         for (int e = 0; e < 2 && step + e < C::kSteps; ++e) {
@@ -428,7 +431,7 @@ class Item {
     }
   }
 
-  // Leaves scores such that weigh's factor is the same with and without a cap.
+  // Applies the soft cap, scaled so that weigh's factor is the same with and without a cap.
   template <int N>
   __device__ void cap(Score<N>& score) const {
     const float k_scale = C::kE4m3 ? a_.scales[item_.kv_head] : 1.0f;
@@ -460,7 +463,7 @@ class Item {
     }
   }
 
-  // Scores become weights 2^(score - max_).
+  // Turns scores into weights 2^(score - max_).
   template <int N>
   __device__ void weigh(Score<N>& score) {
     float top[C::M][2];
@@ -483,8 +486,8 @@ class Item {
         grows |= (top[m][h] - max_[m][h]) * factor_ > 8;
       }
     }
-    // Any number near the maximum will do as long as no weight is too large.  So max_ and acc_ stay as they are until
-    // max_ is too small by a factor of 2^8 (Zadouri et al. 2025, FlashAttention-4).  After the first tile that is rare.
+    // Any reference near the maximum works if no weight overflows.  So max_ and acc_ are rescaled only when max_ is too
+    // small by a factor of 2^8 (Zadouri et al.  2025, FlashAttention-4).  After the first tile that is rare.
     if (__any_sync(~0u, grows)) {
 #pragma unroll
       for (int m = 0; m < C::M; ++m) {
@@ -520,7 +523,7 @@ class Item {
     }
   }
 
-  // Lane (g, t) holds of 16 keys' weights what it has to hold of matrix a: no exchange.
+  // The score layout of lane (g, t) matches operand A for 16 keys, so no exchange between lanes is needed.
   template <int N>
   __device__ void get_weights(uint32_t (&w)[C::M][4], const Score<N>& score, int n) const {
 #pragma unroll
@@ -542,7 +545,7 @@ class Item {
       get_weights<N>(w, score, n);
 #pragma unroll
       for (int step = 0; step < C::kSteps; ++step) {
-        uint32_t v[4];  // 8 numbers of the 16 keys, two halves of the keys; the 8 numbers after them likewise
+        uint32_t v[4];  // 8 elements of the 16 keys, both halves of the keys; the next 8 elements likewise
         load_transposed(v, values + 8 * n * C::kKvPitch + 32 * step);
 #pragma unroll
         for (int m = 0; m < C::M; ++m) {
@@ -553,8 +556,8 @@ class Item {
     }
   }
 
-  // ldmatrix transposes pairs of bytes here, so that a lane gets numbers 2g and 2g + 1 of keys 2t and 2t + 1.  The even
-  // numbers of 16 go into one product and the odd ones into another: acc_[2 * step] has columns 0 2 4 ... 14 of 16.
+  // ldmatrix transposes pairs of bytes here, so a lane gets elements 2g and 2g + 1 of keys 2t and 2t + 1.  The even
+  // elements of 16 go into one mma and the odd ones into another: acc_[2 * step] has columns 0 2 4 ... 14 of 16.
   template <int N, class Between>
   __device__ void add_values_e4m3(const Score<N>& score, int offset, int stage, const Between& between) {
     const uint32_t values = at(kValuesAt + stage * C::kTileSize + (offset + lane_ % 16) * C::kKvPitch);
@@ -567,7 +570,7 @@ class Item {
       for (int step = 0; step < C::kSteps; step += 2) {
         constexpr int kLast = C::kSteps - 1;
         const int chunk = step == kLast ? step : step + lane_ / 16;
-        uint32_t v[4];  // 16 numbers of the 16 keys, two halves of the keys; the 16 numbers after them likewise
+        uint32_t v[4];  // 16 elements of the 16 keys, both halves of the keys; the next 16 elements likewise
         load_transposed(v, values + 8 * n * C::kKvPitch + 16 * chunk);
 #pragma unroll
         for (int e = 0; e < 2 && step + e < C::kSteps; ++e) {
@@ -584,7 +587,7 @@ class Item {
     }
   }
 
-  // Leaves this part's result in the plan; the CTA that finds all others done makes the tile's of them.
+  // Stores this part's result in the plan; the last CTA to finish merges all parts of the tile.
   __device__ void finish_part() {
     int64_t own = (int64_t{item_.partial} + item_.part) * C::kRows + warp_ * C::kWarpRows + lane_ / 4;
 #pragma unroll
@@ -622,12 +625,12 @@ class Item {
     }
   }
 
-  // In the order of the parts, so that the result does not depend on which part arrived last.
+  // Merges in the order of the parts, so that the result does not depend on which part finished last.
   __device__ void merge_parts() const {
     const int rows = min(C::kRows, rows_of_sequence_ - item_.row);
     const int parts = few_ ? item_.parts * kWarps : item_.parts;
-    const int pitch = few_ ? C::kWarpRows : C::kRows;  // rows from part to part
-    // What each part of each row counts: [parts, pitch], where the keys were.
+    const int pitch = few_ ? C::kWarpRows : C::kRows;  // rows between partial results
+    // Factor of each part and row: [parts, pitch], in the keys' shared memory.
     float* const weights = reinterpret_cast<float*>(shared_ + kKeysAt);
     static_assert(kPrefillMaxParts * sizeof(float) <= C::kShared - kKeysAt);
     const float v_scale = C::kE4m3 ? a_.scales[a_.kv_heads + item_.kv_head] : 1.0f;
@@ -667,7 +670,7 @@ class Item {
     }
   }
 
-  // acc_ / sum_ to out, by way of the warp's own query rows in shared memory so that stores are 16 bytes wide.
+  // Stores acc_ / sum_ to out, through the warp's query rows in shared memory, so that stores are 16 bytes wide.
   __device__ void write() {
     const float v_scale = C::kE4m3 ? a_.scales[a_.kv_heads + item_.kv_head] : 1.0f;
     __syncwarp();
@@ -716,7 +719,7 @@ class Item {
   const PrefillPlan& plan_;
   Queue<C>& queue_;
   const PrefillItem& item_;
-  const int token_;  // the sequence's first
+  const int token_;  // index of the sequence's first token
   char* const shared_;
   const int warp_ = threadIdx.x / 32, lane_ = threadIdx.x % 32;
 
@@ -728,7 +731,7 @@ class Item {
   int block_shift_;
   bool few_;
   int row_, rows_;     // the warp's packed rows [row_, row_ + rows_)
-  uint32_t query_at_;  // where this lane's part of the warp's queries lies in shared memory
+  uint32_t query_at_;  // shared memory address of this lane's part of the warp's queries
   float factor_;
   int block_[kGroups];
 
@@ -763,7 +766,7 @@ void launch_prefill(const PrefillArgs& args, cudaStream_t stream) {
          prefill_plan_layout(args.plan, args.plan_bytes, args.head_size));
 }
 
-// Tiles of 128 rows need half the keys from L2, and those of 64 fill the GPU with half the queries.
+// Tiles of 128 rows halve the L2 reads of keys; tiles of 64 fill the GPU with half the queries.
 template <class T, bool kE4m3, int D>
 void launch_prefill(const PrefillArgs& args, cudaStream_t stream) {
   if constexpr (D <= 128) {
@@ -777,7 +780,7 @@ void launch_prefill(const PrefillArgs& args, cudaStream_t stream) {
   launch_prefill<Config<T, kE4m3, D, 1>>(args, stream);
 }
 
-// What each prefill_mma_<head size>.cu instantiates.
+// Instantiated by each prefill_mma_<head size>.cu.
 template <int D>
 void launch_prefill(const PrefillArgs& args, cudaStream_t stream) {
   if (args.cache_dtype == Dtype::e4m3) return launch_prefill<__half, true, D>(args, stream);

@@ -1,7 +1,8 @@
-// Turns lens and q_start, which only the device holds, into the lists of items of prefill.h: once a step, for all layers.
+// Planner of prefill attention: turns lens and q_start, which only the device holds, into the item lists of prefill.h,
+// once per step for all layers.
 //
-// Grid (lists, kCtas).  All CTAs of a list find where each sequence's items begin: each of S sequences looks at all
-// others, S <= 3072.  They share the writing, which moves 32 bytes an item.
+// Grid (lists, kCtas).  Every CTA of a list computes where each sequence's items begin; each of S <= 3072 sequences
+// reads all others.  The CTAs split the writing, 32 bytes per item.
 
 #include <algorithm>
 #include <stdexcept>
@@ -16,27 +17,27 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kCtas = 8;
-constexpr int kMaxSeqs = 3072;      // 4 numbers each in shared memory
-constexpr int kAlign = 128;         // keys; items begin at multiples of it
-constexpr int kMinPart = 512;       // keys; a shorter part would take longer to merge than it saves
-constexpr int kPartOverhead = 300;  // keys that could be computed in the time that one more item takes
+constexpr int kMaxSeqs = 3072;      // 4 ints each in shared memory
+constexpr int kAlign = 128;         // keys; the first key of an item is a multiple of it
+constexpr int kMinPart = 512;       // keys per part; a shorter one takes longer to merge than it saves
+constexpr int kPartOverhead = 300;  // overhead per item, in keys computed in the same time
 constexpr int kChoices = 4;
-constexpr int kNearbyKv = 36 << 20;  // bytes of K and V that tiles running at the same time may want of the L2 cache
+constexpr int kNearbyKv = 36 << 20;  // L2 budget, in bytes, for K and V of tiles that run at the same time
 
-// Rows of partial results that there is room for.
+// Capacity of the partial results, in rows.
 constexpr int partial_rows(int sms) { return 256 * sms; }
 
-// One sequence, one KV head.
+// Tiles of one sequence and one KV head.
 struct Tiles {
   int rows, group, window, queries, len;
 
   __device__ int count() const { return (queries * group + rows - 1) / rows; }
-  // One past the last key that tile t sees.
+  // One past the last key visible to tile t.
   __device__ int last(int t) const {
     const int query = min(queries - 1, ((t + 1) * rows - 1) / group);
     return max(0, len - queries + query + 1);
   }
-  // The first key that it sees, rounded down.
+  // First key visible to tile t, rounded down.
   __device__ int first(int t) const {
     if (window <= 0) return 0;
     return max(0, len - queries + t * rows / group + 1 - window) / kAlign * kAlign;
@@ -50,11 +51,11 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
   const PrefillTiling tiling = prefill_tiling(list);
   const int group = args.heads / args.kv_heads;
   const int tile_rows = tiling.whole_queries && group <= tiling.rows ? tiling.rows / group * group : tiling.rows;
-  int* const cost = shared;              // keys that the sequence's last tile sees
-  int* const parts = shared + seqs;      // each of its tiles is cut into
-  int* const items = shared + 2 * seqs;  // of all its KV heads, before its tiles are cut
-  int* const base = shared + 3 * seqs;   // its first partial result
-  __shared__ unsigned long long work;    // keys that all tiles see together, near enough
+  int* const cost = shared;              // keys visible to the sequence's last tile
+  int* const parts = shared + seqs;      // parts per tile of the sequence
+  int* const items = shared + 2 * seqs;  // items of all its KV heads, before tiles are split
+  int* const base = shared + 3 * seqs;   // index of its first partial result
+  __shared__ unsigned long long work;    // keys visible to all tiles together, approximately
   if (threadIdx.x == 0) work = 0;
   __syncthreads();
   wait_for_previous_kernels();
@@ -77,10 +78,11 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
   if (lane == 0) atomicAdd(&work, own_work);
   __syncthreads();
 
-  // Long tiles are cut into parts of about a CTA's fair share of all keys, or a half of it, a quarter, and so on.  The cut
-  // that should end first is taken.  Few items end with the longest; of many, CTAs run out of work half a longest item apart.
+  // Long tiles are split into parts of about a CTA's fair share of all keys, or 1/2, 1/4, ... of it.  The split with
+  // the earliest estimated end is chosen: few items end with the longest one; with many, CTAs finish half a longest
+  // item apart.
   const int resident = max(1, sms * tiling.parts_per_sm), fair = static_cast<int>(work / resident);
-  const int room = plan.rows / tiling.rows;  // for partial results
+  const int room = plan.rows / tiling.rows;  // capacity in partial results
   const auto cut = [&](int s, int choice) {
     const int part_keys = max(kMinPart, fair >> choice);
     const int most = min(kPrefillMaxParts / tile_rows, max(1, room / max(1, items[s])));
@@ -108,7 +110,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
   for (int s = threadIdx.x; s < seqs; s += kThreads) parts[s] = cut(s, best);
   __syncthreads();
 
-  // Items of costlier sequences come before those of others.
+  // Items of more expensive sequences come first.
   constexpr int kWarps = kThreads / 32;
   const auto sum_before = [&](int s, auto value) {
     int sum = 0;
@@ -122,7 +124,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
     if (lane == 0) base[s] = sum;
   }
   __syncthreads();
-  // A sequence whose partial results find no room is left whole.
+  // A sequence whose partial results exceed the capacity is not split.
   const auto parts_of = [&](int s) { return base[s] + items[s] * parts[s] <= room ? parts[s] : 1; };
 
   PrefillList& header = *plan.list[list];
@@ -148,8 +150,9 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
     const int n = tiles.count(), p = parts_of(s);
     PrefillItem* const out =
         plan.items[list] + sum_before(s, [&](int other) { return items[other] * parts_of(other); });
-    // Heads whose K and V stay in L2 together are adjacent.  So long tiles of one run while short ones of another do.
-    const int kv_bytes = 2 * 2 * args.head_size;  // of a key and its value, if of 2 bytes a number
+    // KV heads whose K and V fit into L2 together are adjacent, so long tiles of one run while short tiles of another
+    // do.
+    const int kv_bytes = 2 * 2 * args.head_size;  // bytes per key and value, in a 2-byte dtype
     const int heads = max(1, min(args.kv_heads, kNearbyKv / kv_bytes / max(1, cost[s])));
     for (int i = helper * 32 + lane; i < items[s] * p; i += helpers * 32) {
       const int first_head = i / (n * p * heads) * heads;
@@ -199,7 +202,7 @@ PrefillPlan prefill_plan_layout(void* plan, int64_t bytes, int head_size) {
 
 int64_t prefill_plan_bytes(int max_seqs, int max_tokens, int heads, int kv_heads, int head_size) {
   const int sms = multiprocessors();
-  // Each sequence's last tile may be partly empty; parts are at most as many as there is room for their results.
+  // Each sequence's last tile may be partly empty; the number of parts is limited by the capacity for their results.
   const int64_t items = int64_t{max_tokens} * heads / 64 + int64_t{max_seqs} * kv_heads + partial_rows(sms) / 64;
   char* const nothing = nullptr;
   const PrefillPlan empty = prefill_plan_layout(nothing, 0, head_size);

@@ -1,4 +1,4 @@
-// The launcher of prefill_sm90.cuh: describes q and the caches to the TMA unit and picks the kernel.
+// Launcher of prefill_sm90.cuh: makes the TMA descriptors of q and the caches and picks the kernel.
 
 #include "cuda/attention/prefill_sm90.h"
 
@@ -10,7 +10,7 @@ namespace quire::cuda {
 
 namespace {
 
-// From the driver itself, so that nothing has to be linked with it.
+// The driver's encoder of TMA descriptors, looked up at run time, so that nothing links to the driver.
 PFN_cuTensorMapEncodeTiled_v12000 encode_tiled() {
   static const auto encode = [] {
     void* entry = nullptr;
@@ -23,8 +23,8 @@ PFN_cuTensorMapEncodeTiled_v12000 encode_tiled() {
   return encode;
 }
 
-// A 4-dimensional tensor of 16-bit numbers, innermost size first, strides (in elements) from the second dimension on.
-// Boxes are 64 columns wide and swizzled; what lies outside the tensor is read as 0.
+// TMA descriptor of a 4-dimensional tensor of 16-bit elements: innermost size first, strides (in elements) from the
+// second dimension on.  Boxes are 64 columns wide and swizzled; zeros outside of the tensor.
 CUtensorMap describe(const void* data, Dtype dtype, const cuuint64_t (&sizes)[4], const int64_t (&strides)[3],
                      cuuint32_t box1, cuuint32_t box3) {
   CUtensorMap map;

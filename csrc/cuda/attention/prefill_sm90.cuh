@@ -1,23 +1,23 @@
-// Paged attention of prompt chunks with Hopper's wgmma and TMA (FlashAttention-3's plan, Shah et al. 2024, over a block
-// table).  See prefill.h for packed rows, tiles and items.
+// Prefill attention over a block table with Hopper's wgmma and TMA (the schedule of FlashAttention-3, Shah et al.
+// 2024).  See prefill.h for packed rows, tiles and items.
 //
-//   warp 0       takes items by ticket and fetches the tile's queries, one item ahead
-//   warp 1, 2    fetch keys, values: 128 at a time, a TMA box for each block and 64 columns
-//   warps 4-7,   a warpgroup each for 64 rows of the tile.  The two take turns on the tensor cores: while one multiplies,
-//   warps 8-11   the other is busy with its softmax
+//   warp 0       producer: takes items by ticket and loads the tile's queries, one item ahead
+//   warps 1, 2   producers: load keys, values: 128 at a time, one TMA box per block and 64 columns
+//   warps 4-7,   consumers: a warpgroup each for 64 rows of the tile. They alternate on the tensor cores (ping-pong): one
+//   warps 8-11   runs its mma while the other computes its softmax
 //
-// A warpgroup runs over all tiles of 128 keys of all its items as if they were one sequence.  In a turn it issues
-// S(next) = Q K' and O += P(this) V together.  It computes the softmax of S(next) as soon as that is ready, while O is
-// still being summed.  So neither the start of an item nor its end leaves the tensor cores idle.  The last O of an item is
-// divided and written when the next item's first scores are ready already.
+// A warpgroup runs over the key tiles (128 keys) of all its items as one sequence.  In each iteration it issues S(next)
+// = Q K' and O += P(this) V together.  It computes the softmax of S(next) as soon as that is ready, while O is still
+// accumulating.  So the tensor cores stay busy at the start and the end of an item.  An item's last O is normalised and
+// written when the next item's first scores are ready already.
 //
-// Keys are taken from the last to the first, so that the tiles that need masking are first.  Tiles of keys start at
-// multiples of 128 whatever the chunk is, and a row's result depends on its own keys only.  So a row has the same bits in
-// any chunk, as long as its keys are not cut into parts.
+// Keys run from last to first, so the tiles that need masking come first.  Key tiles start at multiples of 128 for any
+// chunk, and a row's result depends on its own keys only.  So a row has the same bits in any chunk, as long as its keys
+// are not split into parts.
 //
-// Head sizes 64 and 128, bf16 and fp16, block sizes 8 to 64, G up to 128.  Grid: a CTA for each SM, 193 KB of shared
-// memory at D 128.  FLOPs: 4 * D for each query head and key it sees.  Each tile reads its keys and values once: 128 rows
-// times 4 FLOPs for 4 bytes are 128 FLOPs for a byte from L2.  A sequence with lens 0 has zeros written.
+// Head sizes 64 and 128, bf16 and fp16, block sizes 8 to 64, G up to 128. Grid: one CTA per SM, 193 KB of shared memory
+// at D 128.  FLOPs: 4 * D per query head and visible key.  Each tile reads its keys and values once: 128 rows times 4
+// FLOPs per 4 bytes are 128 FLOPs per byte from L2.  A sequence with lens 0 gets zeros.
 
 #pragma once
 
@@ -33,24 +33,24 @@ namespace quire::cuda::sm90 {
 using namespace hopper;
 
 constexpr int kQueryBuffers = 2;
-// The facts of an item are needed until its result is written.  The next item's scores are ready by then, and the warp
-// that takes items may be two ahead of that.
+// Ring size of work descriptors.  An item's descriptor is needed until its result is written; by then the next item's
+// scores are ready, and the producer may be two items ahead of that.
 constexpr int kWorks = 8;
 constexpr int kThreads = 384;
 
-// The facts of an item, worked out by the warp that takes it.
+// Work descriptor of an item, computed by the producer warp that takes it.
 struct Work {
-  const int32_t* table;  // blocks of the sequence
-  int token;             // of the tile's first query
-  int queries;           // of the tile
-  int position;          // of its first query
+  const int32_t* table;  // block table of the sequence
+  int token;             // first query of the tile
+  int queries;           // queries in the tile
+  int position;          // position of the tile's first query
   int kv_head;
   int len;    // keys of the sequence
-  int first;  // key of the item, a multiple of kKeys
-  int begin;  // first key of the first block that any row sees; those before it may have been freed
-  int end;    // one past its last key; 0 if it has none
-  int tile;   // first key of its last tile of keys
-  int sees_first[2], sees_last[2];  // the keys that all rows of a warpgroup see
+  int first;  // first key of the item, a multiple of kKeys
+  int begin;  // first key of the first block visible to any row; earlier blocks may have been freed
+  int end;    // one past the item's last key; 0 if it has none
+  int tile;   // first key of the item's last key tile
+  int sees_first[2], sees_last[2];  // keys visible to all rows of each warpgroup
   int part, parts, partial;         // as in PrefillItem
   bool none;                        // no more items
 };
@@ -70,7 +70,7 @@ struct Shape {
   };
 };
 
-// -- The warps that fetch
+// -- Producer warps
 
 template <int kKeys, int kHalves, class Shared>
 __device__ void fetch_queries(const Params& p, Shared& shared, int lane) {
@@ -116,7 +116,7 @@ __device__ void fetch_queries(const Params& p, Shared& shared, int lane) {
     }
   }
   let_next_kernel_start();
-  // The last CTA to leave makes the list ready for the next layer.
+  // The last CTA resets the list for the next layer.
   __threadfence();
   if (atomicAdd(&p.list->finished, 1) == static_cast<int>(gridDim.x) - 1) {
     p.list->ticket = 0;
@@ -124,11 +124,11 @@ __device__ void fetch_queries(const Params& p, Shared& shared, int lane) {
   }
 }
 
-// Keys or values: `to` is the ring of buffers.
+// Loads keys or values; `to` is the ring of buffers.
 template <int kBuffers, int kHalves, int kKeys, class Shared, class T>
 __device__ void fetch_cache(const Params& p, Shared& shared, const CUtensorMap* map, T (*to)[kHalves][kKeys][64],
                             uint64_t* full, uint64_t* empty, int lane) {
-  const int blocks = kKeys / p.block_size;  // of a tile; a lane for each block and 64 columns
+  const int blocks = kKeys / p.block_size;  // blocks per key tile; one lane per block and 64 columns
   const int block = lane % blocks, half = lane / blocks;
   const bool ours = half < kHalves;
   Ring ring, items;
@@ -139,7 +139,7 @@ __device__ void fetch_cache(const Params& p, Shared& shared, const CUtensorMap* 
     const bool half_tile = work.end - work.tile <= kKeys / 2;
     const auto id_of = [&](int tile) {
       const int key = tile + block * p.block_size;
-      // Of the last tile, what is computed on; there is nothing to fetch past the end of the sequence.
+      // Of the last tile only the computed half; nothing past the end of the sequence.
       const int end = min(work.len, half_tile && tile == work.tile ? tile + kKeys / 2 : tile + kKeys);
       return ours && key >= work.begin && key < end ? work.table[key / p.block_size] : -1;
     };
@@ -159,16 +159,16 @@ __device__ void fetch_cache(const Params& p, Shared& shared, const CUtensorMap* 
   }
 }
 
-// -- The warpgroups that compute
+// -- Consumer warpgroups
 
-// Volatile, unlike exp2_fast of softmax_state.cuh: the compiler keeps it between the products where it is written.
+// Volatile, unlike exp2_fast of softmax_state.cuh: the compiler keeps it where it is written, between the mma.
 __device__ inline float exp2_in_place(float x) {
   float y;
   asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Only keys from..to of each of a thread's two rows remain.
+// Masks all keys outside of from..to, for each of a thread's two rows.
 template <int N>
 __device__ void mask(float (&s)[N], const int (&from)[2], const int (&to)[2], bool window) {
 #pragma unroll
@@ -182,14 +182,14 @@ __device__ void mask(float (&s)[N], const int (&from)[2], const int (&to)[2], bo
   }
 }
 
-// tanh by exp2, to full precision for what matters: an absolute error times the cap is a relative error of the result.
+// tanh by exp2, precise enough: its absolute error times the cap becomes a relative error of the result.
 template <int N>
 __device__ void soften(float (&s)[N], float cap_in) {
 #pragma unroll
   for (int i = 0; i < N; ++i) s[i] = 1.f - __fdividef(2.f, exp2_in_place(s[i] * cap_in * 2.885390082f) + 1.f);
 }
 
-// Where the thread's two rows of a tile go, if they are queries of the sequence.
+// Output addresses of the thread's two rows of a tile, if they are queries of the sequence.
 template <class T>
 struct Output {
   T* out[2];
@@ -202,7 +202,7 @@ struct Output {
       ours[i] = query[i] < work.queries;
     }
   }
-  // Columns 8j..8j + 31: o is what the thread holds of them.
+  // Writes columns 8j..8j + 31; o is this thread's fragment of them.
   __device__ void write(int j, const float (&o)[16], const float (&inverse)[2], int lane) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -217,8 +217,8 @@ struct Output {
 
 __device__ inline float inverse_sum(float sum) { return sum == 0.f ? 0.f : 1.f / sum; }
 
-// Partial results lie as the threads hold them.  Each warp leaves its own 16 rows and counts its parts in a byte of its
-// warpgroup's counter.  The last of a tile's parts to arrive adds them all up, in the order of the parts.
+// Partial results, in register layout.  Each warp stores its own 16 rows and counts its parts in a byte of its
+// warpgroup's counter.  The last part of a tile to finish sums all of them, in the order of the parts.
 struct Parts {
   const Params& p;
   const Work& work;
@@ -242,7 +242,7 @@ struct Parts {
 #pragma unroll
     for (int i = 0; i < N; ++i) to[i * 256] = o[i];
     for (int i = 0; i < 2; ++i) {
-      p.max[at(work.part) + 8 * i] = top[i];  // all four lanes of a row alike
+      p.max[at(work.part) + 8 * i] = top[i];  // all four lanes of a row hold the same value
       p.sum[at(work.part) + 8 * i] = sums[i];
     }
   }
@@ -285,39 +285,39 @@ struct Parts {
   }
 };
 
-// One of the two warpgroups that compute: 64 rows of every tile.  kernel() calls run().
+// One of the two consumer warpgroups: 64 rows of every tile.  kernel() calls run().
 template <class T, int D>
 struct Warpgroup {
   using Shared = typename Shape<T, D>::Shared;
   static constexpr int kKeys = Shape<T, D>::kKeys, kHalves = Shape<T, D>::kHalves;
   static constexpr int kKeyBuffers = Shape<T, D>::kKeyBuffers, kValueBuffers = Shape<T, D>::kValueBuffers;
-  static constexpr int kFirst = kKeys / 4;  // scores of a thread for the first half of the keys
+  static constexpr int kFirst = kKeys / 4;  // a thread's scores for the first half of the keys
 
   const Params& p;
   Shared& shared;
   const int lane, t;
-  const int group;  // rows [64 * group, + 64) of the tile
+  const int group;  // warpgroup index: rows [64 * group, + 64) of the tile
   const int row0;   // the thread's other row is row0 + 8
 
   float s[kKeys / 2];            // scores of 64 rows and kKeys keys
-  float o[D / 2] = {};           // their result so far
+  float o[D / 2] = {};           // output accumulator
   uint32_t probs[kKeys / 4];     // exp2 of scores, as the left operand of O += P V
   float e[kFirst];               // exponentials of the first half of s
-  float base[2], limit[2];       // of each row: what exponents are relative to; the score that is too high for it
-  float sum[2];                  // of each row's exponentials, this thread's part
-  bool rebased;                  // base rose for some row of the warp ...
-  float rescale[2];              // ... so o has to be multiplied with this
-  bool half_values = false;      // probs go with the first half of a tile of values only
+  float base[2], limit[2];       // per row: reference of the exponents; score above which the reference must rise
+  float sum[2];                  // this thread's part of each row's sum of exponentials
+  bool rebased;                  // base rose for some row of the warp, so o must be rescaled
+  float rescale[2];              // factors for o if rebased
+  bool half_values = false;      // probs cover only the first half of a value tile
   int values_begin, values_end;  // rows of that tile that hold a value
   Ring items, ks, vs;
-  int item = 0, len;          // whose scores are computed; keys of its sequence
+  int item = 0, len;          // item of the scores being computed; keys of its sequence
   int first, begin;           // as in Work
   int tile;                   // first key of the scores
-  int sees_first, sees_last;  // keys that all 64 rows see
-  bool more;                  // there is such an item
-  bool fresh;                 // these are its first scores
-  bool half;                  // and no row sees more than half of the keys
-  int query[2];               // of the tile, of each of the thread's rows
+  int sees_first, sees_last;  // keys visible to all 64 rows
+  bool more;                  // the item exists
+  bool fresh;                 // its first scores
+  bool half;                  // no row sees more than half of the keys
+  int query[2];               // index in the tile of the query of each of the thread's rows
 
   __device__ Warpgroup(const Params& p, Shared& shared, int warp, int lane)
       : p(p),
@@ -344,7 +344,7 @@ struct Warpgroup {
     sum[0] = sum[1] = 0.f;
   }
 
-  // Which keys each of the thread's two rows sees, counted from the thread's first column of the scores.
+  // Masks the scores: computes which keys each of the thread's two rows sees, relative to the thread's first column.
   __device__ void mask_scores() {
     const int position = shared.work[item % kWorks].position, end = shared.work[item % kWorks].end;
     int from[2], to[2];
@@ -387,7 +387,7 @@ struct Warpgroup {
     }
   }
 
-  // The scores have arrived: the keys can go, and after the item's last scores its queries.
+  // Releases the keys, once the scores have arrived, and after the item's last scores its queries.
   __device__ void release_keys() {
     if (lane == 0) {
       arrive(&shared.k_empty[ks.at]);
@@ -396,7 +396,7 @@ struct Warpgroup {
     ks.step(kKeyBuffers);
   }
 
-  // What lies past the end of a sequence, or was not fetched, is anything, NaN too, and 0 * NaN is NaN.
+  // Zeros the values past the end of a sequence and those not loaded: they may be NaN, and 0 * NaN is NaN.
   __device__ void clear_other_values() {
     for (int half = 0; half < kHalves; ++half) {
       for (int chunk = threadIdx.x % 128; chunk < kKeys * 8; chunk += 128) {
@@ -409,15 +409,15 @@ struct Warpgroup {
   }
 
   // Probabilities are exp2(score - base).  The base need not be the maximum, only at most 8 below it: then nothing
-  // overflows, and the base cancels in the end.  So the exponentials do not wait for the maximum, which is found
-  // meanwhile.  Where it is too high (always in an item's first tile, rarely later), the base rises to it and the first
-  // half is computed again.
+  // overflows, and the base cancels in the end.  So the exponentials do not wait for the maximum, which is computed
+  // meanwhile.  If the maximum is too high (always in an item's first tile, rarely later), the base rises to it and the
+  // first half is computed again.
   __device__ void softmax_first_half() {
     if (p.cap_in != 0.f) soften(s, p.cap_in);
     if (tile + kKeys - 1 > sees_last || tile < sees_first) mask_scores();
     float highest[2];
     const auto find_highest = [&] {
-      float h[4] = {s[0], s[1], s[2], s[3]};  // two for each row: shorter chains
+      float h[4] = {s[0], s[1], s[2], s[3]};  // two per row: shorter dependency chains
 #pragma unroll
       for (int i = 4; i < kKeys / 2; ++i) h[i % 4] = fmaxf(h[i % 4], s[i]);
       highest[0] = fmaxf(h[0], h[1]);
@@ -482,7 +482,7 @@ struct Warpgroup {
     fresh = half = false;
   }
 
-  // All items of this CTA.
+  // Processes all items of this CTA.
   __device__ void run() {
     begin_item();
     if (!more) return;
@@ -552,7 +552,7 @@ struct Warpgroup {
 
 template <class T, int D>
 __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Params p) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // for other chips there is prefill_mma
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // other GPUs use prefill_mma
   using Shape = Shape<T, D>;
   using Shared = typename Shape::Shared;
   constexpr int kKeys = Shape::kKeys, kHalves = Shape::kHalves;

@@ -1,4 +1,4 @@
-// Between the launcher of prefill_sm90.cu and its kernels, each compiled in a file of its own.
+// Interface between prefill_sm90.cu and its kernels, which are compiled in separate files.
 #pragma once
 
 #include <cuda.h>
@@ -7,7 +7,7 @@
 
 namespace quire::cuda::sm90 {
 
-constexpr int kRows = 128;  // of a tile
+constexpr int kRows = 128;  // rows per tile
 
 struct Params {
   CUtensorMap q, k, v;  // [tokens, kv_heads, G, D]; [blocks, kv_heads, block_size, D]
@@ -19,13 +19,13 @@ struct Params {
   int group, tile_queries;  // G and 128 / G
   int block_size;
   int window;
-  float scale_log2;    // what a score is multiplied with to become a power of 2
+  float scale_log2;    // factor from a score to the exponent of 2
   float slack;         // 8 / scale_log2
   const float* sinks;  // [heads], or null
   float cap_in;        // with a soft cap: scores become tanh(cap_in * score) first; else 0
   PrefillList* list;
   const PrefillItem* items;
-  int* arrived;  // as in PrefillPlan; two of them for a tile, each with a byte for each warp
+  int* arrived;  // as in PrefillPlan; two per tile, each with one byte per warp
   float *max, *sum, *acc;
 };
 

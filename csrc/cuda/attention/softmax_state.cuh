@@ -1,8 +1,9 @@
-// The state that online softmax carries from one set of keys to the next (Milakov and Gimelshein 2018).  The results of
-// different sets of keys are merged into one (Flash-Decoding, 2023).
+// Online-softmax state (Milakov and Gimelshein 2018), and the merge of states of different sets of keys
+// (Flash-Decoding, 2023).
 //
-// The state is of the scores s seen so far, in units of log2: max is the largest, sum is the sum of 2^(s - max).  With
-// them goes the sum of 2^(s - max) * value.  A result with another maximum is brought to a common one by the factor 2^(max - common).
+// The state covers the scores s seen so far, in units of log2: max is their maximum, sum is the sum of 2^(s - max). The
+// accumulator is the sum of 2^(s - max) * value.  A state is rescaled to a common maximum by the factor 2^(max -
+// common).
 
 #pragma once
 
@@ -25,11 +26,11 @@ struct SoftmaxState {
   float sum = 0;
 };
 
-// The factor that brings what was summed under the maximum `from` to `to` >= from.  0 for what holds nothing yet.
+// Factor that rescales sums from the maximum `from` to `to` >= from; 0 for an empty state.
 __device__ inline float rescale(float from, float to) { return from == -INFINITY ? 0.f : exp2_fast(from - to); }
 
-// The sum that the weights of a head are divided by at the end, with its sink: one more score, which no value belongs to.
-//   sum, max  of all keys that a query sees
+// Denominator of a head's softmax, including its sink: one more score, without a value.
+//   sum, max  over all keys of the query
 //   sinks     [heads], or null
 // A query without keys has the maximum -inf and the sum 0, and keeps them.
 __device__ inline float with_sink(float sum, float max, const float* sinks, int head) {

@@ -5,7 +5,7 @@
 namespace quire::cuda {
 namespace {
 
-// One thread for each edit, or slot: what these kernels cost is their start.
+// One thread per edit, or per slot; the cost of these kernels is their launch.
 constexpr int kThreads = 128;
 
 __device__ int64_t thread_number() { return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; }

@@ -1,4 +1,5 @@
-// A decode step between the mirror of the slots and the buffers of the step.  csrc/ops.cpp has shapes and promises.
+// Updates of the device copy of the block tables, and the inputs and outputs of a decode step.  csrc/ops.cpp has shapes
+// and guarantees.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -9,7 +9,7 @@ namespace quire::cuda {
 namespace {
 
 /* key, value [tokens, kv_heads, size] T · caches [blocks, kv_heads, block_size, size] of Stored.
- * Grid (packs of a token's keys and values / 256, tokens): a thread moves one pack.  Moves each number in and out. */
+ * Grid (packs of a token's keys and values / 256, tokens): a thread moves one pack. Reads and writes each element once. */
 template <class T, class Stored, int kWidth>
 __global__ void kv_write_kernel(KvWriteArgs a) {
   let_next_kernel_start();
@@ -43,7 +43,7 @@ __global__ void kv_write_kernel(KvWriteArgs a) {
 
 template <class T, class Stored, int kWidth>
 void launch_kv_write(const KvWriteArgs& a, cudaStream_t stream) {
-  constexpr int kThreads = 256, kMostTokens = 65535;  // of one grid
+  constexpr int kThreads = 256, kMostTokens = 65535;  // grid limit
   const int packs = 2 * a.kv_heads * (a.size / kWidth);
   for (int64_t first = 0; first < a.tokens; first += kMostTokens) {
     KvWriteArgs part = a;
@@ -56,14 +56,14 @@ void launch_kv_write(const KvWriteArgs& a, cudaStream_t stream) {
   }
 }
 
-// As many caches as one launch takes: a kernel's parameters may have 4 KB.
+// Maximum caches per launch: kernel parameters are limited to 4 KB.
 constexpr int kMostCaches = 256;
 struct Caches {
   char* data[kMostCaches];
   int64_t block_stride;
 };
 
-// launch_some(caches, how many, number of the first) for all of them.
+// Calls launch_some(caches, count, index of the first) until all caches are covered.
 template <class LaunchSome>
 void by_parameters(const BlockArgs& a, const LaunchSome& launch_some) {
   const int all = static_cast<int>(a.caches.size());
@@ -76,11 +76,11 @@ void by_parameters(const BlockArgs& a, const LaunchSome& launch_some) {
   }
 }
 
-constexpr int kThreads = 256, kAhead = 4;      // units that a thread has on their way at once
-constexpr int kPart = kThreads * kAhead * 16;  // bytes: what a thread block moves between two looks at the next work
-constexpr int64_t kMostInGrid = 65535;         // in y and z
+constexpr int kThreads = 256, kAhead = 4;      // units in flight per thread
+constexpr int kPart = kThreads * kAhead * 16;  // bytes that a thread block moves before it looks for the next work
+constexpr int64_t kMostInGrid = 65535;         // limit of grid y and z
 
-// Moves one part, or what remains of it.  Unit: what one access moves.
+// Moves one part, or its rest.  Unit: the type of one access.
 template <class Unit>
 __device__ void move_part(char* to, const char* from, int64_t bytes) {
   const int count = static_cast<int>(min(bytes, int64_t{kPart}) / sizeof(Unit));
@@ -97,7 +97,7 @@ __device__ void move_part(char* to, const char* from, int64_t bytes) {
   }
 }
 
-/* pairs [count, 2] i64.  Grid (parts of a block, caches, pairs).  Moves block_bytes in and out for each cache and pair:
+/* pairs [count, 2] i64.  Grid (parts of a block, caches, pairs).  Reads and writes block_bytes per cache and pair:
  * PagedAttention's copy-on-write, fused over pairs and layers (SOSP 2023, section 5). */
 template <class Unit>
 __global__ void __launch_bounds__(kThreads)
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /* buffer [count, all_caches, block_bytes]: block blocks[i] of cache first + c to buffer[i][first + c], or back.
- * Grid (parts of a block, caches, blocks).  Moves block_bytes in and out for each cache and block. */
+ * Grid (parts of a block, caches, blocks).  Reads and writes block_bytes per cache and block. */
 template <class Unit, bool kBack>
 __global__ void __launch_bounds__(kThreads)
     block_gather_kernel(const __grid_constant__ Caches caches, int first, int all_caches, const int64_t* blocks,
@@ -136,14 +136,14 @@ __global__ void __launch_bounds__(kThreads)
   move_part<Unit>(kBack ? in_cache : in_buffer, kBack ? in_buffer : in_cache, block_bytes - start);
 }
 
-// Bytes of the widest access that all blocks of all caches, and `buffer`, allow.
+// Bytes of the widest access that the alignment of all blocks of all caches, and of `buffer`, allows.
 int unit_of(const BlockArgs& a, const void* buffer = nullptr) {
   uintptr_t bits = a.block_stride | a.block_bytes | reinterpret_cast<uintptr_t>(buffer);
   for (const char* cache : a.caches) bits |= reinterpret_cast<uintptr_t>(cache);
   return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
 }
 
-// run(Unit{}) with the type behind the number of bytes.
+// Calls run(Unit{}) with the type of `bytes` bytes.
 template <class Run>
 void by_unit(int bytes, const Run& run) {
   switch (bytes) {
@@ -203,7 +203,7 @@ void block_copy(const BlockArgs& a, const int64_t* pairs, cudaStream_t stream) {
 }
 
 void block_fill(const BlockArgs& a, const int64_t* blocks, uint32_t element, int element_bytes, cudaStream_t stream) {
-  // Four bytes full of elements; a Unit takes as many of them as it holds.
+  // Repeats the element to four bytes, and these to a Unit.
   uint32_t word = element;
   for (int bytes = element_bytes; bytes < 4; bytes *= 2) word |= word << (8 * bytes);
   by_unit(unit_of(a), [&](auto unit) {

@@ -1,13 +1,12 @@
-// Hopper's own instructions (sm_90a), one small function each: barriers in shared memory, bulk tensor copies, warpgroup
-// matrix products.  Written for prefill_sm90.cuh; what the words mean:
+// Wrappers of Hopper's instructions (sm_90a): shared-memory barriers, bulk tensor copies, warpgroup mma.  Terms:
 //
-//   mbarrier    a counter in shared memory.  A phase ends when the expected threads and bytes have arrived.  Waiting for
-//               phase 0, 1, 0, 1, ... in turn lets producers and consumers share a ring of buffers.
-//   TMA         the unit that copies a box of a tensor to shared memory by itself.  One thread issues the copy, and an
-//               mbarrier signals its end.
-//   wgmma       4 warps multiply a [64, 16] matrix by a [16, N] matrix.  Asynchronous: registers and shared memory that
-//               it uses may not be touched until wait_for_products returns.
-//   proxy       TMA and wgmma reach shared memory on another path than ordinary loads and stores; a fence orders the two.
+//   mbarrier    a counter in shared memory. A phase ends when the expected threads and bytes have arrived.  Waiting for
+//               phases 0, 1, 0, 1, ... lets producers and consumers share a ring of buffers.
+//   TMA         the unit that copies a box of a tensor to shared memory.  One thread issues the copy, and an mbarrier
+//               signals its end.
+//   wgmma       4 warps multiply a [64, 16] matrix by a [16, N] matrix. Asynchronous: its registers and shared memory must
+//               not be touched until wait_for_products returns.
+//   proxy       TMA and wgmma access shared memory on another path than ordinary loads and stores; a fence orders the two.
 
 #pragma once
 
@@ -27,7 +26,7 @@ __device__ inline void barrier_init(uint64_t* bar, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
 }
 
-// After the inits, before any thread uses the barriers: lets the TMA unit see them too.
+// Makes the initialised barriers visible to the TMA unit; call it before any thread uses them.
 __device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ inline void arrive(uint64_t* bar) {
@@ -54,7 +53,7 @@ __device__ inline void wait(uint64_t* bar, int phase) {
       : "memory");
 }
 
-// Which buffer of a ring of n is next, and in which phase its barriers are.
+// Position in a ring of n buffers, and the phase of its barriers.
 struct Ring {
   int at = 0, phase = 0;
   __device__ void step(int n) {
@@ -92,7 +91,7 @@ __device__ inline void copy_box(void* to, const CUtensorMap* map, uint64_t* bar,
       : "memory");
 }
 
-// The same of a 2-dimensional tensor.
+// copy_box for a 2-dimensional tensor.
 __device__ inline void copy_box(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
@@ -101,8 +100,8 @@ __device__ inline void copy_box(void* to, const CUtensorMap* map, uint64_t* bar,
       : "memory");
 }
 
-// Copies the box at (c0, c1, c2) of a 3-dimensional tensor.  What is read once leaves L2 first; what many CTAs read leaves
-// it last.  The policies are createpolicy's.
+// Copies the box at (c0, c1, c2) of a 3-dimensional tensor with an L2 policy of createpolicy: data read once is evicted
+// first, data that many CTAs read last.
 __device__ inline void copy_with_policy(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2,
                                         uint64_t policy) {
   asm volatile(
@@ -112,7 +111,7 @@ __device__ inline void copy_with_policy(void* to, const CUtensorMap* map, uint64
       : "memory");
 }
 
-// Copies a run of bytes, in 16s of them.
+// Copies contiguous bytes, a multiple of 16.
 __device__ inline void copy_run(void* to, const void* from, uint64_t* bar, int bytes) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(to)),
@@ -126,7 +125,7 @@ __device__ inline void copy_once(void* to, const CUtensorMap* map, uint64_t* bar
   copy_with_policy(to, map, bar, c0, c1, c2, kLeavesFirst);
 }
 
-// The same of a 4-dimensional tensor.
+// copy_once for a 4-dimensional tensor.
 __device__ inline void copy_once(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
@@ -135,7 +134,7 @@ __device__ inline void copy_once(void* to, const CUtensorMap* map, uint64_t* bar
       : "memory");
 }
 
-// And of a 5-dimensional one.
+// copy_once for a 5-dimensional tensor.
 __device__ inline void copy_once(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2, int c3,
                                  int c4, uint64_t policy = kLeavesFirst) {
   asm volatile(
@@ -149,7 +148,7 @@ __device__ inline void copy_often(void* to, const CUtensorMap* map, uint64_t* ba
   copy_with_policy(to, map, bar, c0, c1, c2, 0x14F0000000000000);
 }
 
-// -- Registers move between warpgroups: the ones that copy need few, the ones that multiply many.
+// -- Register reallocation between warpgroups: producers need few, consumers many.
 
 template <int N>
 __device__ inline void keep_registers() {
@@ -163,12 +162,12 @@ __device__ inline void take_registers() {
 
 // -- wgmma
 
-// Where an operand lies in shared memory: rows of 128 bytes, in groups of 8 (1024 bytes, aligned).  Rows are swizzled as
-// by TMA with SWIZZLE_128B: 16-byte chunk c of row r stands at chunk c ^ (r % 8).
+// Shared-memory descriptor of an operand: rows of 128 bytes, in groups of 8 (1024 bytes, aligned). Rows are swizzled as
+// by TMA with SWIZZLE_128B: 16-byte chunk c of row r is stored at chunk c ^ (r % 8).
 //
-// K-major: a row holds 64 numbers along the contraction, and `between` is ignored.  16 numbers further: + 32 bytes.
-// MN-major, a transposed operand: a row holds 64 numbers along the result, and rows run along the contraction.  The next
-// 64 numbers of the result lie `between` bytes further.  16 rows further: + 2048 bytes.
+// K-major: a row holds 64 elements along the contraction, and `between` is ignored.  16 elements further: + 32 bytes.
+// MN-major, a transposed operand: a row holds 64 elements along the result, and rows run along the contraction.  The
+// next 64 elements of the result are `between` bytes further.  16 rows further: + 2048 bytes.
 __device__ inline uint64_t operand(const void* start, int between) {
   const uint64_t address = (shared_address(start) & 0x3ffff) >> 4;
   return address | static_cast<uint64_t>(between >> 4) << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
@@ -176,37 +175,36 @@ __device__ inline uint64_t operand(const void* start, int between) {
 
 __device__ inline uint64_t operand_further(uint64_t operand, int bytes) { return operand + (bytes >> 4); }
 
-// Before the first product after registers were written by ordinary instructions.
+// Required before the first wgmma after ordinary instructions wrote its registers.
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// What was issued since the last call is one group.
+// Commits the wgmma issued since the last call as one group.
 __device__ inline void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until at most Pending of the last groups are under way.
+// Waits until at most Pending of the last groups are in flight.
 template <int Pending>
 __device__ inline void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// The compiler may move reads of a result above the wait for it, as it sees no connection.  This makes one.
+// The compiler may move reads of a result above the wait for it, because it sees no dependency.  This makes one.
 template <int N>
 __device__ inline void pin(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]));
 }
 
-// What d holds is not needed any more.  A product that overwrites d takes it as an input nevertheless, and the compiler
-// would keep it.
+// Marks d as dead.  A wgmma that overwrites d still takes it as an input, so the compiler would preserve it.
 template <int N>
 __device__ inline void forget(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "=f"(d[i]));
 }
 
-// Result d of 64 x N: the thread `lane` of warp w of the four holds, for column block j of 8,
+// Result d of 64 x N: thread `lane` of warp w of the four holds, for column block j of 8,
 //   d[4j], d[4j + 1]      row 16w + lane / 4,      columns 8j + 2 (lane % 4), + 1
 //   d[4j + 2], d[4j + 3]  row 16w + lane / 4 + 8,  the same columns
-// and a left operand of 64 x 16 in registers is laid out like two column blocks of a result, packed in pairs.
+// A left operand of 64 x 16 in registers has the layout of two column blocks of a result, packed in pairs.
 //
 // multiply_shared:     d = A B   (or d += A B), both operands K-major in shared memory
 // multiply_registers:  d += A B, A in registers, B MN-major in shared memory
@@ -235,8 +233,9 @@ struct Wgmma;
   ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118," \
   "%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
+//
 // clang-format off: a table of instructions
-// o0..o4: the numbers of the operands after the R = N / 2 registers of the result.
+// o0..o4: indices of the operands after the R = N / 2 registers of the result.
 #define QUIRE_WGMMA(T, NAME, N, R, o0, o1, o2, o3, o4)                                                            \
   template <>                                                                                                         \
   struct Wgmma<T, N> {                                                                                                \

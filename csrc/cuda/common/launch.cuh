@@ -1,4 +1,4 @@
-// Launching kernels, with errors of the CUDA runtime as exceptions.
+// Kernel launches, with errors of the CUDA runtime as exceptions.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,27 +29,27 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 }
 
 // A decode step is a chain of small kernels, and starting each after the end of the last leaves a gap of microseconds.
-// With launch() a kernel starts while its predecessor in the stream still runs.  This is programmatic dependent launch,
-// for Hopper and later; elsewhere both functions below are empty.
+// With launch() a kernel starts while its predecessor in the stream still runs (programmatic dependent launch, since
+// Hopper).  On older GPUs both functions below are empty.
 //
-// The kernel must call wait_for_previous_kernels() before it touches anything that an earlier kernel may still write or
-// read.  In practice that is before its first access to device memory other than weights.  After the call, the work of
-// all earlier kernels is done and visible.
+// The kernel must call wait_for_previous_kernels() before it touches memory that an earlier kernel may still write or
+// read; in practice, before its first access to device memory other than weights.  After the call, the work of all
+// earlier kernels is done and visible.
 __device__ inline void wait_for_previous_kernels() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The next kernel of the stream may start now (once all CTAs have called this), up to its own wait.
+// Lets the next kernel of the stream start, up to its own wait, once all CTAs have called this.
 __device__ inline void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Launches kernel(args...), which calls the two functions above, so that it may start while its predecessor still runs.
-// `second` is another attribute of the launch; before Hopper the launch has no attributes.
+// Launches kernel(args...), which must call the two functions above, because it may start while its predecessor runs.
+// `second` is another launch attribute; before Hopper the launch has none.
 template <class... Params, class... Args>
 void launch_with(cudaLaunchAttribute second, void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes,
                  cudaStream_t stream, Args&&... args) {
@@ -69,14 +69,14 @@ void launch_with(cudaLaunchAttribute second, void (*kernel)(Params...), dim3 gri
 
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream, Args&&... args) {
-  // CTAs of two kernels share a multiprocessor only if both want its memory split alike into cache and shared memory.
+  // CTAs of two kernels share a multiprocessor only if both request the same split into L1 cache and shared memory.
   cudaLaunchAttribute carveout{};
   carveout.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
   carveout.val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
   launch_with(carveout, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
 }
 
-// The same with clusters of `cluster` CTAs, which share their shared memory; 1 where there are none (before Hopper).
+// launch() with clusters of `cluster` CTAs; 1 before Hopper.
 template <class... Params, class... Args>
 void launch_clusters(void (*kernel)(Params...), int cluster, dim3 grid, dim3 block, int shared_bytes,
                      cudaStream_t stream, Args&&... args) {

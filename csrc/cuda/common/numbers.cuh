@@ -1,4 +1,4 @@
-// The number types of a model, and how a thread reads and writes 16 bytes of them at once.
+// Element types of a model, and packs: vectors of elements that a thread loads and stores in one access.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,7 +22,7 @@ __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(bf16 x) { return __bfloat162float(x); }
 __device__ inline float to_float(fp16 x) { return __half2float(x); }
 
-// Rounds to nearest; e4m3, which has no infinity, stops at its largest number, 448.
+// Rounds to nearest; e4m3, which has no infinity, saturates at 448.
 template <class T>
 __device__ T from_float(float x);
 template <>
@@ -42,7 +42,7 @@ __device__ inline e4m3 from_float<e4m3>(float x) {
   return {__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3)};
 }
 
-// n neighbouring numbers, moved in one access: p must be a multiple of their size.
+// n consecutive elements, moved in one access: p must be aligned to their size.
 template <class T, int n>
 struct alignas(sizeof(T) * n) Pack {
   T at[n];
@@ -58,8 +58,8 @@ __device__ void store_pack(T* p, const Pack<T, n>& pack) {
   *reinterpret_cast<Pack<T, n>*>(p) = pack;
 }
 
-// A pack as floats, and back.  16-bit numbers are converted two at a time.  That takes one instruction a number to widen and
-// half to narrow; one at a time would take two and three.
+// Conversions of a pack to and from float.  16-bit elements are converted in pairs: one instruction per element to
+// widen and half to narrow, in place of two and three.
 template <class T, int n>
 __device__ void widen(const Pack<T, n>& pack, float (&x)[n]) {
   if constexpr (sizeof(T) == 2 && n % 2 == 0) {
@@ -100,7 +100,7 @@ __device__ Pack<T, n> narrow(const float (&x)[n]) {
   return pack;
 }
 
-// run(T{}) with the type behind `dtype`, one of f32, bf16 and fp16: bindings refuse any other.
+// Calls run(T{}) with the type of `dtype`: f32, bf16 or fp16.  Bindings reject others.
 template <class Run>
 void by_dtype(Dtype dtype, const Run& run) {
   switch (dtype) {

@@ -1,7 +1,7 @@
-// The instructions that bring operands to the tensor cores and run them, for any GPU since Ampere.
+// mma.sync and the instructions that load its operands, for any GPU since Ampere.
 //
-// mma16816 multiplies A [16, 16] by B [16, 8] into C [16, 8] (float32).
-// With g = lane / 4 and t = lane % 4 a lane holds:
+// mma16816 multiplies A [16, 16] by B [16, 8] into C [16, 8] (float32).  With g = lane / 4 and t = lane % 4 a lane
+// holds:
 //   A  a[0] row g, columns 2t and 2t + 1;  a[1] row g + 8;  a[2], a[3] the same rows, columns 2t + 8 and 2t + 9
 //   B  b[0] rows 2t and 2t + 1, column g;  b[1] rows 2t + 8 and 2t + 9
 //   C  c[0], c[1] row g, columns 2t and 2t + 1;  c[2], c[3] row g + 8
@@ -48,23 +48,23 @@ __device__ inline void load_transposed(uint32_t (&r)[2], uint32_t address) {
                : "memory");
 }
 
-// An 8x8 matrix of 2-byte numbers that the warp holds two to a lane, row lane / 4: its transpose, held alike.
+// Transposes an 8x8 matrix of 2-byte elements, two per lane (row lane / 4).
 __device__ inline uint32_t transpose(uint32_t pair) {
   uint32_t result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
 }
 
-// Quads hold 8 rows; a quad's lanes hold 2 columns of each block of 8.  Afterwards x, of 4 blocks before, is all of one
-// block: block (lane % 4) of the four.
+// Quads hold 8 rows; a quad's lanes hold 2 columns of each block of 8.  Gathers, from 4 column blocks, all 8 columns of
+// block (lane % 4) in each lane.
 __device__ inline uint4 gather_block(uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3, int lane) {
   const bool high = lane & 2, odd = lane & 1;
   const uint32_t a0 = __shfl_xor_sync(~0u, high ? x0 : x2, 2), a1 = __shfl_xor_sync(~0u, high ? x1 : x3, 2);
-  // Ours: blocks 0, 1 for the low lanes, 2, 3 for the high ones; own columns and those of the lane two further.
+  // First step, between lanes 2 apart: low lanes keep blocks 0 and 1, high lanes 2 and 3.
   const uint32_t own0 = high ? x2 : x0, own1 = high ? x3 : x1;
   const uint32_t b0 = __shfl_xor_sync(~0u, odd ? own0 : own1, 1), b1 = __shfl_xor_sync(~0u, odd ? a0 : a1, 1);
   const uint32_t own = odd ? own1 : own0, far = odd ? a1 : a0;
-  // own: columns of this lane; b0: of lane ^ 1; far: of lane ^ 2; b1: of lane ^ 3
+  // own: columns of this lane; b0: columns of lane ^ 1; far: lane ^ 2; b1: lane ^ 3
   const uint32_t even_pair = odd ? b0 : own, odd_pair = odd ? own : b0;
   const uint32_t far_even = odd ? b1 : far, far_odd = odd ? far : b1;
   return high ? make_uint4(far_even, far_odd, even_pair, odd_pair) : make_uint4(even_pair, odd_pair, far_even, far_odd);
@@ -91,7 +91,7 @@ __device__ inline void mma16816<__half>(float (&c)[4], const uint32_t (&a)[4], c
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Two floats as one register of the tensor cores' dtype, `low` in the lower half.
+// Packs two floats into one operand register, `low` in the lower half.
 template <class T>
 __device__ inline uint32_t pack(float low, float high);
 
@@ -109,13 +109,13 @@ __device__ inline uint32_t pack<__half>(float low, float high) {
   return result;
 }
 
-// Two e4m3 numbers in the lower half of `pair` as two of fp16, exactly.
+// Widens two e4m3 values in the lower half of `pair` to fp16, exactly.
 __device__ inline uint32_t widen_e4m3(uint32_t pair) {
   const __half2_raw wide = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
   return wide.x | static_cast<uint32_t>(wide.y) << 16;
 }
 
-// The same of four numbers, in two registers.  By widen_e4m3 the upper two would take a shift as well.
+// Widens four e4m3 values into two registers; widen_e4m3 would need a shift for the upper two.
 __device__ inline void widen_four(uint32_t four, uint32_t& first, uint32_t& second) {
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\n"
       "cvt.rn.f16x2.e4m3x2 %1, high;\n}"

@@ -7,7 +7,7 @@ namespace quire::cuda {
 
 constexpr unsigned kAllLanes = ~0u;
 
-// Over the four lanes of a quad, which hold one row of a tensor core's result.
+// Over the four lanes of a quad, which hold one row of an mma result.
 __device__ inline float max_of_quad(float x) {
   x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
   return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
@@ -18,7 +18,7 @@ __device__ inline float sum_of_quad(float x) {
   return x + __shfl_xor_sync(kAllLanes, x, 2);
 }
 
-// Over neighbouring lanes; `lanes` is a power of two up to 32.
+// Sum over consecutive lanes; `lanes` is a power of two up to 32.
 template <class T>
 __device__ T sum_of_lanes(T x, int lanes) {
   for (int step = lanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
@@ -31,8 +31,8 @@ __device__ T sum_of_warp(T x) {
   return x;
 }
 
-// Over the threads of a row, blockDim.x of them: a power of two of neighbours in a warp, or all of a CTA in whole warps.
-// Every thread gets the sum.  A CTA that calls this again must synchronise in between.
+// Sum over the blockDim.x threads of a row: a power of two of consecutive lanes in a warp, or all of a CTA's complete
+// warps.  Every thread gets the sum.  A CTA that calls this again must synchronise in between.
 __device__ inline float sum_of_row(float x) {
   constexpr int kWarp = 32;
   const int threads = blockDim.x;
@@ -41,7 +41,7 @@ __device__ inline float sum_of_row(float x) {
   __shared__ float of_warp[kWarp];
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
   __syncthreads();
-  x = 0;  // a loop is quicker than shuffles: no read waits for another
+  x = 0;  // a loop is faster than shuffles: the loads are independent
   for (int warp = 0; warp < threads / kWarp; ++warp) x += of_warp[warp];
   return x;
 }
@@ -52,7 +52,7 @@ __device__ T max_of_warp(T x) {
   return x;
 }
 
-// The sum over this lane and all lanes before it.
+// Inclusive prefix sum over the lanes.
 template <class T>
 __device__ T sum_up_to_lane(T x) {
   for (int step = 1; step < 32; step *= 2) {

@@ -9,18 +9,18 @@
 
 namespace quire::cuda {
 
-constexpr int kMostExperts = 512;   // of a layer
-constexpr int kMostTokens = 65535;  // of a call
-constexpr int kMostPairs = 512;     // of a token and one of its experts in a call of the kernels for few pairs
+constexpr int kMostExperts = 512;   // experts per layer
+constexpr int kMostTokens = 65535;  // tokens per call
+constexpr int kMostPairs = 512;     // (token, expert) pairs per call of the kernels for few pairs
 
 struct RouteArgs {
-  Dtype dtype;         // of logits: bf16 or fp16
+  Dtype dtype;         // dtype of the logits: bf16 or fp16
   const void* logits;  // [tokens, experts]
   int* chosen;         // [tokens, top], out: the experts with the largest logits, the largest first
   float* weights;      // [tokens, top], out: their share of the softmax over all experts
   int tokens, experts, top;
   bool normalise;  // weights of a token are divided by their sum
-  bool rounded;    // and rounded to dtype
+  bool rounded;    // weights are rounded to dtype
 };
 void route(const RouteArgs& args, cudaStream_t stream);
 
@@ -30,11 +30,11 @@ void route(const RouteArgs& args, cudaStream_t stream);
 enum class Activation { silu, clamped };
 
 struct ExpertsArgs {
-  Dtype dtype;               // of all but chosen, weights and sums: bf16 or fp16
+  Dtype dtype;               // dtype of all but chosen, weights and sums: bf16 or fp16
   const void* x;             // [tokens, hidden]
   const int* chosen;         // [tokens, top]
   const float* weights;      // [tokens, top]
-  const void* gate_up;       // [experts, 2 * inner, hidden]: of each expert gate rows, then up rows; clamped: in turn
+  const void* gate_up;       // [experts, 2 * inner, hidden]: per expert gate rows, then up rows; clamped: interleaved
   const void* gate_up_bias;  // [experts, 2 * inner], in the order of the rows; or null
   const void* down;          // [experts, hidden, inner]
   const void* down_bias;     // [experts, hidden], or null
@@ -45,7 +45,7 @@ struct ExpertsArgs {
   void* out;                                // [tokens, hidden], added to
   int tokens, top, experts, hidden, inner;  // hidden and inner are multiples of 8
   Activation activation;
-  float alpha, limit;  // of `clamped`
+  float alpha, limit;  // constants of `clamped`
 };
 
 // few, few_sm90: up to kMostPairs pairs, on any GPU since Ampere, and since Hopper; grouped: any number, on Hopper only.

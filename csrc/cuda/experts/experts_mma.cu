@@ -30,7 +30,7 @@ constexpr int kWidth = 8;                        // numbers that a lane reads at
 constexpr int kStep = 4 * kWidth, kSteps = 4;    // numbers of a row that a warp reads at once; loads in flight
 constexpr int kChunk = kSteps * kStep;           // what a warp takes of a row at a time
 constexpr int kPairs = 8, kMostTiles = 4;        // pairs of a tile; tiles that a loaded weight serves
-constexpr int kGateSlices = 4, kDownSlices = 2;  // warps that share the numbers of a row
+constexpr int kGateSlices = 4, kDownSlices = 2;  // warps that share the elements of a row
 constexpr int kGateRows = 8, kDownRows = 16;     // rows of `between` and of `sums` that a group of warps makes
 constexpr int kGatesOfCta = kWarps / kGateSlices * kGateRows, kDownsOfCta = kWarps / kDownSlices * kDownRows;
 constexpr int kManyCtas = 1024, kMostTurns = 4;  // with n times so many, a CTA takes rows n times; at most kMostTurns
@@ -38,7 +38,7 @@ constexpr int kManyCtas = 1024, kMostTurns = 4;  // with n times so many, a CTA 
 struct Pairs {
   uint32_t chosen[kMostExperts / kWarp];  // bit e: a token has expert e
   int counts[kMostPairs / kWarp];
-  int list[kMostPairs];  // of one expert: rising
+  int list[kMostPairs];  // tokens of one expert, rising
 };
 
 // Finds the pairs of the expert that is number blockIdx.y, from 0, of those that have any.  Returns how many, or 0 if
@@ -140,7 +140,7 @@ __device__ void multiply(const T* low, const T* high, const T* const (&x)[kTiles
   }
 }
 
-using Partial = float[kWarps][kMostTiles * 4][kWarp];  // sums of warps, lane by lane
+using Partial = float[kWarps][kMostTiles * 4][kWarp];  // sums per warp and lane
 
 // Multiplies 16 rows with the pairs of an expert.  of_pair(i): the numbers of pair i of the list.  One warp of a group
 // calls use(i, low, high) for each i, with the sums of rows g and g + 8.  All threads of the CTA must call.
@@ -175,7 +175,7 @@ __device__ void for_all_pairs(int count, const T* low, const T* high, int size, 
         }
       }
     }
-    __syncthreads();  // before the next sums take the place of these
+    __syncthreads();  // the next sums overwrite these
   };
   for (int first = 0; first < count;) {
     if (count - first <= kPairs) {

@@ -46,15 +46,15 @@ constexpr int kDepth = 4, kStages = 10;         // slabs of a stage, which the 8
 constexpr int kHalfBytes = kRows * kSlabBytes;  // low or high rows of a slab
 constexpr int kStageBytes = kDepth * 2 * kHalfBytes;
 constexpr int kRoom = kStages * kStageBytes + 1024;
-constexpr int kOfWarp = kSlab / 2;  // numbers of a stage that a warp takes
+constexpr int kOfWarp = kSlab / 2;  // elements of a stage per warp
 constexpr int kOfStage = kDepth * kSlab;
 constexpr int kTile = 8, kMostTiles = 4, kMostAtOnce = kMostTiles * kTile;  // pairs
 static_assert(kOfStage == kWarps * kOfWarp);
 
 struct Product {
   const void* x;     // gate_up: [tokens, size], down: [pairs, size]
-  const void* bias;  // of all rows, in the order of the weight, or null
-  int rows, size;    // rows: low ones of an expert
+  const void* bias;  // [all rows], in the order of the weight, or null
+  int rows, size;    // rows: low rows per expert
 };
 
 struct Chosen {
@@ -62,10 +62,10 @@ struct Chosen {
 };
 
 struct Pairs {
-  int starts[kMostExperts];    // of an expert: first how many pairs it has, then where they start in `order`
+  int starts[kMostExperts];    // per expert: first its pair count, then the index of its first pair in `order`
   uint16_t order[kMostPairs];  // pairs by expert; those of an expert in an order that differs between CTAs
   Chosen chosen[kMostPairs];   // experts that have pairs, rising
-  int count;                   // of those
+  int count;                   // number of those
 };
 
 // Sums of one tile: each warp's, for each 8 low and 8 high rows, as lanes hold them.
@@ -247,11 +247,11 @@ __device__ void store(const ExpertsArgs& a, int64_t pair, int row, float low, fl
 
 // An item with up to kMostAtOnce pairs of its expert.
 struct Pass {
-  int item, first;  // of the pairs
+  int item, first;  // index of the pairs' first
   Chosen chosen;
   const uint16_t* order;
   int count;
-  int from[kMostTiles];  // of pair g of each tile: where its numbers begin in x; at most 512 * size
+  int from[kMostTiles];  // pair g of each tile: offset of its row in x; at most 512 * size
 
   // pairs_of_input: pairs that share a row of x.
   __device__ Pass(int item, int first, const Share& share, const Pairs& pairs, int size, int pairs_of_input)
@@ -283,7 +283,8 @@ __device__ void multiply_items(const Product& p, const ExpertsArgs& a, const Pai
   Inputs<kMostTiles> first = {};
   load_inputs(x, pass.from, tiles_of(pass.count), 0, p.size, first);
   while (true) {
-    const int row = pass.item % share.blocks * kRows + warp % kBlocks * 8 + row_of_lane();  // that this lane finishes
+    const int row =
+        pass.item % share.blocks * kRows + warp % kBlocks * 8 + row_of_lane();  // row that this lane finishes
     float low_bias = 0, high_bias = 0;
     if (p.bias != nullptr) {
       const T* const bias = static_cast<const T*>(p.bias) + static_cast<int64_t>(pass.chosen.expert) * 2 * p.rows;

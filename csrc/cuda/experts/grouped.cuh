@@ -61,14 +61,14 @@ struct Params {
   const void* bias;
   void* out;
   int* ticket;
-  int blocks, rows, slabs;  // blocks: items per tile
+  int blocks, rows, slabs;  // items, one per stage that begins one
   ExpertsArgs experts;
 };
 
 struct Shared {
   char* stages;
   uint64_t *full, *empty;
-  Item* items;  // of each stage that begins one
+  Item* items;  // items, one per stage that begins one
 };
 
 // Kernels for GPUs before Hopper are empty: hence [[maybe_unused]].
@@ -164,7 +164,7 @@ __device__ Biases read_biases(const Params& p, int expert, int row) {
   return biases;
 }
 
-using Sums = float[kTilePairs / 2];  // of 64 rows with the pairs of a tile, as wgmma leaves them; N / 2 are used
+using Sums = float[kTilePairs / 2];  // 64 rows by the pairs of a tile, as wgmma leaves them; N / 2 are used
 
 template <class T>
 __device__ uint32_t both(T first, T second) {
@@ -180,7 +180,7 @@ __device__ void store(const Params& p, const Item& item, const Biases& biases, c
   T* const out = static_cast<T*>(p.out);
 #pragma unroll
   for (int four = 0; four < (N + 31) / 32; ++four) {        // blocks of 8 pairs
-    const int pair = (four * 4 + lane % 4) * 8 + lane / 4;  // that this lane stores
+    const int pair = (four * 4 + lane % 4) * 8 + lane / 4;  // pair that this lane stores
     const bool ours = pair < item.tile.count;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

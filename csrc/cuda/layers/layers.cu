@@ -12,10 +12,10 @@ namespace {
 constexpr int kWarp = 32, kMostThreads = 1024, kManyRows = 512;
 
 /* x, out [tokens, heads, size] · weight [size], all T.   RMSNorm (Zhang, Sennrich 2019)
- * A row (one head of one token) belongs to blockDim.x threads, which keep it in registers: kPacks times kWidth numbers
- * each.  Short rows (heads) share a block, blockDim.y of them.  Grid: enough blocks for all rows.
- * Moves 2 * size numbers a row.  No kernel writes weights: where registers are plenty they are fetched while the kernel
- * before this one still runs. */
+ * blockDim.x threads keep a row (one head of one token) in registers: kPacks times kWidth elements each.
+ * Short rows (heads) share a thread block, blockDim.y of them.  Grid: enough thread blocks for all rows.
+ * Moves 2 * size elements per row.  No kernel writes weights: if registers suffice, they are loaded while the preceding
+ * kernel still runs. */
 template <class T, int kWidth, int kPacks>
 __global__ void __launch_bounds__(kMaxNorm / kWidth / kPacks < kMostThreads ? kMaxNorm / kWidth / kPacks : kMostThreads)
     rms_norm_kernel(RmsNormArgs a) {
@@ -82,8 +82,8 @@ void launch_rms_norm(const RmsNormArgs& a, cudaStream_t stream) {
     while (lanes < threads) lanes *= 2;
     launch_rms_norm<T, kWidth, each>(a, dim3(lanes, 128 / lanes), stream);
   };
-  // One pack a thread: with few rows the time of one row counts.  With many rows the bytes on their way count, and two
-  // packs are faster.
+  // One pack per thread: with few rows the latency of one row counts.  With many rows the bytes in flight count, and
+  // two packs are faster.
   if (a.tokens * a.heads > kManyRows && packs > 4 * kWarp && packs <= 2 * kMostThreads) {
     return with(std::integral_constant<int, 2>{});
   }
@@ -92,7 +92,7 @@ void launch_rms_norm(const RmsNormArgs& a, cudaStream_t stream) {
 }
 
 /* gate_up [tokens, 2 * size] · out [tokens, size], all T.   SwiGLU (Shazeer 2020)
- * Grid (packs of a row / 256, tokens): a thread makes one pack.  Moves 3 * size numbers a token. */
+ * Grid (packs of a row / 256, tokens): a thread makes one pack.  Moves 3 * size elements per token. */
 template <class T, int kWidth>
 __global__ void silu_mul_kernel(SiluMulArgs a) {
   let_next_kernel_start();
@@ -110,7 +110,7 @@ __global__ void silu_mul_kernel(SiluMulArgs a) {
 
 template <class T, int kWidth>
 void launch_silu_mul(const SiluMulArgs& a, cudaStream_t stream) {
-  constexpr int kThreads = 256, kMostTokens = 65535;  // of one grid
+  constexpr int kThreads = 256, kMostTokens = 65535;  // grid limit
   const int64_t packs = (a.size + kWidth - 1) / kWidth;
   for (int64_t first = 0; first < a.tokens; first += kMostTokens) {
     SiluMulArgs part = a;

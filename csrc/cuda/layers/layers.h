@@ -1,5 +1,5 @@
-// What a decoder layer does between its matrix products.  csrc/ops.cpp has the
-// promises.  Arithmetic is in float, with one rounding to the dtype of the model.
+// Elementwise kernels and norms between the GEMMs of a decoder layer.  csrc/ops.cpp has the guarantees.  Arithmetic is
+// in float, with one rounding to the dtype of the model.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,14 +11,14 @@
 
 namespace quire::cuda {
 
-// [tokens, heads, size]; a head's numbers are contiguous.  Strides count numbers.
+// [tokens, heads, size]; a head's elements are contiguous.  Strides in elements.
 struct Heads {
   void* data;
   int64_t token_stride, head_stride;
 };
 
 struct RmsNormArgs {
-  Dtype dtype;  // of everything: f32, bf16, fp16
+  Dtype dtype;  // dtype of all tensors: f32, bf16, fp16
   Heads x, out;
   const void* weight;  // [size]
   float eps;
@@ -37,7 +37,7 @@ struct SiluMulArgs {
 void silu_mul(const SiluMulArgs& args, cudaStream_t stream);
 
 struct RopeArgs {
-  Dtype dtype, stored;    // of qkv, cos, sin, q_norm, k_norm: f32, bf16, fp16 · of the caches: the same, or e4m3
+  Dtype dtype, stored;    // qkv, cos, sin, q_norm, k_norm: f32, bf16, fp16 · caches: the same, or e4m3
   Heads qkv;              // [tokens, heads + 2 * kv_heads, size]
   const void *cos, *sin;  // [tokens, size]
   int64_t cos_stride, sin_stride;

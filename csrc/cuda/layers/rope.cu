@@ -9,17 +9,17 @@ namespace {
 constexpr int kWarp = 32, kMostThreads = 512;
 
 /* qkv [tokens, heads + 2 * kv_heads, size] T · cos, sin [tokens, size] T · caches [blocks, kv_heads, block_size, size]
- * of Stored.   Rotary embedding (Su 2021) as transformers lays it out: number i turns with number i + size / 2.
+ * of Stored.   Rotary embedding (Su 2021) in transformers' layout: element i is rotated with element i + size / 2.
  * kNorm: RMSNorm of every query and key head first.
- * Grid (tokens, parts of the heads), block (lanes, y): a lane holds kPacks packs of either half of kHeads heads, and the
- * cos and sin that all of them turn by.  Moves, a token: heads + 2 * kv_heads heads in, the same out, cos and sin.
- * A token with a negative index still has its queries turned. */
+ * Grid (tokens, parts of the heads), block (lanes, y): a lane holds kPacks packs of either half of kHeads heads,
+ * and their cos and sin.  Reads heads + 2 * kv_heads heads, cos and sin per token, and writes as many heads.
+ * The queries of a token with a negative index are rotated, too. */
 template <class T, class Stored, int kWidth, int kPacks, int kHeads, bool kNorm>
 __global__ void __launch_bounds__(kMostThreads) rope_kv_write_kernel(RopeArgs a) {
   using Packs = Pack<T, kWidth>[kPacks];
   const int64_t token = blockIdx.x;
   const int half = a.size / 2, all_heads = a.heads + 2 * a.kv_heads;
-  const int first_head = blockIdx.y * blockDim.y * kHeads + threadIdx.y;  // then every blockDim.y-th
+  const int first_head = blockIdx.y * blockDim.y * kHeads + threadIdx.y;  // then every blockDim.y-th head
   const auto number = [&](int i) { return static_cast<int>(i * blockDim.x + threadIdx.x) * kWidth; };
   const auto load = [&](Packs& low, Packs& high, const T* from) {
 #pragma unroll
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kMostThreads) rope_kv_write_kernel(RopeArgs a)
     }
   };
 
-  // What no kernel writes, the weights of the norm, is fetched while the one before this still runs.
+  // The norms' weights, which no kernel writes, are loaded while the preceding kernel still runs.
   Packs weight_low, weight_high;
   const auto load_weight = [&](int head) {
     load(weight_low, weight_high, static_cast<const T*>(head < a.heads ? a.q_norm : a.k_norm));
@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(kMostThreads) rope_kv_write_kernel(RopeArgs a)
     const int head = first_head + n * blockDim.y;
     if (head >= all_heads) continue;
     load(low[n], high[n], static_cast<T*>(a.qkv.data) + token * a.qkv.token_stride + head * a.qkv.head_stride);
-    if (std::is_same_v<Stored, e4m3> && head >= a.heads) scale[n] = a.to.scales[head - a.heads];  // keys', then values'
+    if (std::is_same_v<Stored, e4m3> && head >= a.heads)
+      scale[n] = a.to.scales[head - a.heads];  // key scales, then value scales
   }
   load(cos_low, cos_high, static_cast<const T*>(a.cos) + token * a.cos_stride);
   load(sin_low, sin_high, static_cast<const T*>(a.sin) + token * a.sin_stride);
@@ -134,7 +135,7 @@ void launch_rope(const RopeArgs& a, cudaStream_t stream) {
   const int packs = (a.size / 2 + kWidth - 1) / kWidth, all_heads = a.heads + 2 * a.kv_heads;
   int lanes = 1;
   while (lanes < packs && lanes < kWarp) lanes *= 2;
-  // All heads in one block if they fit, else in equal parts; whole warps.
+  // All heads in one thread block if they fit, else in equal parts; complete warps.
   const int y = (all_heads + kHeads - 1) / kHeads, most = kMostThreads / lanes, parts = (y + most - 1) / most;
   const int per_warp = kWarp / lanes, each = ((y + parts - 1) / parts + per_warp - 1) / per_warp * per_warp;
   launch(a.q_norm ? rope_kv_write_kernel<T, Stored, kWidth, kPacks, kHeads, true>
@@ -151,7 +152,8 @@ void launch_rope(const RopeArgs& a, cudaStream_t stream) {
                     aligned(a.sin, a.sin_stride) && aligned(a.to.k_cache, a.to.k_block_stride) &&
                     aligned(a.to.v_cache, a.to.v_block_stride) && aligned(a.q_norm, 0) && aligned(a.k_norm, 0);
   if (!wide) return launch_rope<T, Stored, 1, 1>(a, stream);
-  // Few tokens: the time of one counts, a head to each lane.  Many: the bytes on their way, more with two.
+  // Few tokens: the latency of one counts, so a lane has one head.  Many tokens: the bytes in flight count, so a lane
+  // has two.
   if (a.tokens <= kManyTokens) return launch_rope<T, Stored, kWidth, 1>(a, stream);
   launch_rope<T, Stored, kWidth, 2>(a, stream);
 }

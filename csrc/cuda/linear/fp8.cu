@@ -11,12 +11,12 @@ namespace quire::cuda {
 namespace {
 
 constexpr int kWarp = 32, kMostThreads = 1024;
-constexpr int kWidth = 16;  // numbers that a thread reads at once
+constexpr int kWidth = 16;  // elements per load
 constexpr int kGroup = 128, kLanesOfGroup = kGroup / kWidth;
-constexpr float kLargest = 448;   // of e4m3
-constexpr float kLeast = 1e-30f;  // largest magnitude that a scale is made for: below, its inverse would overflow
+constexpr float kLargest = 448;   // maximum of e4m3
+constexpr float kLeast = 1e-30f;  // floor of a row's maximum magnitude: below it the inverse scale would overflow
 
-// Over all threads of the block; every thread gets the result.  `of_warp` is used by one call only.
+// Block-wide reduction; every thread gets the result.  Each call needs its own `of_warp`.
 template <class Join>
 __device__ float join_block(float x, float* of_warp, const Join& join) {
   for (int step = kWarp / 2; step > 0; step /= 2) x = join(x, __shfl_xor_sync(kAllLanes, x, step));
@@ -27,9 +27,9 @@ __device__ float join_block(float x, float* of_warp, const Join& join) {
   return x;
 }
 
-/* x [tokens, size] bf16 · numbers [tokens, size] e4m3 · scale [tokens], or with kGroups [size / 128, tokens]
- * A row belongs to a block, which keeps it in registers: kPacks times kWidth numbers a thread.  Grid (tokens).
- * Moves 3 bytes a number. */
+/* x [tokens, size] bf16 · values [tokens, size] e4m3 · scale [tokens], or with kGroups [size / 128, tokens]
+ * A thread block keeps a row in registers: kPacks times kWidth elements per thread.  Grid (tokens).
+ * Moves 3 bytes per element. */
 template <int kPacks, bool kGroups>
 __global__ void __launch_bounds__(kMostThreads) quantise_rows_kernel(QuantiseArgs a) {
   __shared__ float sums[kWarp], maxima[kWarp];
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kMostThreads) quantise_rows_kernel(QuantiseArg
   if constexpr (kGroups) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      const bool there = number(i) < a.size;  // for all lanes of a group or for none
+      const bool there = number(i) < a.size;  // uniform over the lanes of a group
       float most = kLeast;
       for (int j = 0; j < kWidth; ++j) most = fmaxf(most, there ? fabsf(x[i][j]) : 0);
       for (int step = kLanesOfGroup / 2; step > 0; step /= 2)
@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(kMostThreads) quantise_rows_kernel(QuantiseArg
 }
 
 /* product [tokens, columns] T · out [tokens, features] T
- * Grid (packs of a row / threads, tokens): a thread makes one pack of kPack numbers.  Moves the product, out, and out once
- * more where it is added to. */
+ * Grid (packs of a row / threads, tokens): a thread makes one pack of kPack elements. Moves the GEMM's result, out, and the
+ * residual if add. */
 template <class T, int kPack, bool kSiluMul>
 __global__ void scale_product_kernel(ScaleArgs a) {
   let_next_kernel_start();
@@ -125,7 +125,7 @@ __global__ void scale_product_kernel(ScaleArgs a) {
 
 template <class T, int kPack>
 void launch_scale_product(const ScaleArgs& a, cudaStream_t stream) {
-  constexpr int kThreads = 256, kMostTokens = 65535;  // of one grid
+  constexpr int kThreads = 256, kMostTokens = 65535;  // grid limit
   const int64_t packs = (a.features + kPack - 1) / kPack;
   for (int64_t first = 0; first < a.tokens; first += kMostTokens) {
     ScaleArgs part = a;

@@ -10,10 +10,10 @@ namespace {
 
 using namespace linears;
 
-constexpr int kWarp = 32, kConverting = 256, kDequantising = 256;  // threads of a block
+constexpr int kWarp = 32, kConverting = 256, kDequantising = 256;  // threads per block
 
 CUtensorMap map_weight(const Int4Args& a, const Int4Params& p) {
-  constexpr int kNumber = 8;  // bytes: as many at once as a box of records may have
+  constexpr int kNumber = 8;  // TMA element of 8 bytes, so a packed block fits the 256-element limit of a box
   const int halves = a.silu_mul ? 2 : 1;
   const cuuint64_t record = int4_record_bytes(a.groups), rows = record * p.records;
   const cuuint64_t all = static_cast<cuuint64_t>(a.features / kInt4Rows);
@@ -24,7 +24,7 @@ CUtensorMap map_weight(const Int4Args& a, const Int4Params& p) {
                     {rows, rows * all, record}, box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-// x: bf16, or what it was converted to, which takes as many bytes.
+// x: bf16, or quantised activations, which take as many bytes.
 CUtensorMap map_x(const Int4Args& a, const Int4Params& p, const void* x, int64_t stride) {
   const cuuint32_t box[3] = {kInt4Inputs, static_cast<cuuint32_t>(p.depth), static_cast<cuuint32_t>(a.tokens)};
   return tensor_map(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, x,
@@ -32,10 +32,10 @@ CUtensorMap map_x(const Int4Args& a, const Int4Params& p, const void* x, int64_t
                     {kXBytes, static_cast<cuuint64_t>(stride) * sizeof(bf16)}, box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-// Whether each CTA converts the tokens' numbers, not a kernel in front.
+// Whether each CTA quantises the activations itself; otherwise convert_kernel runs first.
 bool converts(int tokens, int inner) { return parts_of(tokens, inner) <= kMostParts; }
 
-// Converted tokens come first, [tokens, inner].
+// Scales of the quantised activations; they follow the activations [tokens, inner] in the scratch buffer.
 char* notes_of(const Int4Args& a) {
   return static_cast<char*>(a.converted) + static_cast<int64_t>(a.tokens) * a.inner * static_cast<int>(sizeof(bf16));
 }
@@ -49,7 +49,7 @@ Int4Params params_of(const Int4Args& a) {
   p.records = a.inner / kInt4Inputs;
   const bool converting = converts(a.tokens, a.inner);
   if (!converting) p.notes = notes_of(a);
-  // Copies of some 16 KB: what is multiplied after the last one has arrived is not hidden.
+  // Copies of about 16 KB: the compute after the last copy is not hidden, so they are small.
   constexpr int kCopyBytes = 16 << 10;
   const int record_bytes = p.blocks * int4_record_bytes(a.groups) + (converting ? 0 : a.tokens * kXBytes);
   p.depth = std::clamp(kCopyBytes / record_bytes, 1, p.records);
@@ -59,8 +59,8 @@ Int4Params params_of(const Int4Args& a) {
   return p;
 }
 
-// Eight lanes convert a token's numbers of a record.  Grid (tokens * records / as many as a block has).  Moves tokens * inner
-// * 4 bytes.
+// Quantises x; eight lanes convert the 128 elements of a token in one packed block.  Grid (tokens * k blocks / chunks
+// per thread block).  Moves tokens * inner * 4 bytes.
 template <int kGroups>
 __global__ void __launch_bounds__(kConverting) convert_kernel(Int4Args a, char* to, char* notes) {
   let_next_kernel_start();
@@ -79,8 +79,8 @@ void convert_first(const Int4Args& a, cudaStream_t stream) {
   launch(kernel, dim3(blocks), dim3(kConverting), 0, stream, a, static_cast<char*>(a.converted), notes_of(a));
 }
 
-// A warp makes 16 rows x 128 inputs of a record.  Grid (records / warps of a block).  Moves the bytes of the weight, and two
-// for each number.
+// Dequantises to bf16, one packed block per warp.  Grid (packed blocks / warps per thread block).  Moves the bytes of
+// the weight and 2 bytes per element.
 __global__ void __launch_bounds__(kDequantising) dequantise_kernel(DequantiseArgs a) {
   let_next_kernel_start();
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
@@ -89,17 +89,17 @@ __global__ void __launch_bounds__(kDequantising) dequantise_kernel(DequantiseArg
   const int64_t block = at / records;
   if (block >= a.rows / kInt4Rows) return;
   const uint8_t* const record = a.weight + at * int4_record_bytes(a.groups);
-  const int of_half = a.groups == 4 ? 2 : 1;  // groups
+  const int of_half = a.groups == 4 ? 2 : 1;  // groups per half block
   const auto* const scales = reinterpret_cast<const fp16*>(record + kHalves * kHalfBytes);
   const uint8_t* const zeros = record + kHalves * kHalfBytes + a.groups * kInt4Rows * sizeof(fp16);
   const int64_t row = block * kInt4Rows + g;
   bf16* const out = static_cast<bf16*>(a.out) + row * a.inner + at % records * kInt4Inputs + t * 8;
-  wait_for_previous_kernels();  // out may be the memory of something that they read
+  wait_for_previous_kernels();  // earlier kernels may still read the memory of out
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     const auto words = load_pack<4>(reinterpret_cast<const uint32_t*>(record + half * kHalfBytes) + lane * 4);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {  // 32s of inputs: 8 of them in each lane
+    for (int i = 0; i < 2; ++i) {  // 32 inputs each: 8 per lane
       const int pair = (((a.groups == 1 ? 0 : half) * 8 + g) * of_half + (of_half == 2 ? i : 0)) * 2;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {

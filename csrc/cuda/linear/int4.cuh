@@ -1,20 +1,21 @@
-// The product of a few tokens with a weight of 4 bits; int4.h has the layout, linear.cuh the idea and the end.
+// GEMM of a few tokens with int4 weights (Hopper). int4.h has the layout; linear.cuh has the pipeline and the epilogue.
 //
-// A multiprocessor's CTA has some 16s of rows, over all of inner.  A stage holds p.depth records of each of them, and the
-// tokens' numbers that these meet.  Records of 16 rows follow one another in memory, so both are copied as plain runs of bytes.
+// A CTA computes a tile of p.blocks row blocks (16 rows each) over all of inner.  A stage holds p.depth packed blocks
+// of each row block and the activations that they multiply.  The packed blocks of a row block are contiguous, so TMA
+// copies them as plain bytes.
 //
-// The tokens' numbers become 16-bit integers first.  Those of a record and a token have a power of two in common, which brings
-// the largest of them to 2^14 and more.  Smaller ones are off by up to 2^-15 of it; a number of the weight was rounded by up
-// to half a scale.  Few of them are converted by each CTA at its start, into shared memory; many by a kernel in front, and
-// copied with the stages.
+// The activations are first quantised to 16-bit integers, with one power-of-two scale per token and 128 elements of
+// inner, chosen so that the maximum reaches 2^14.  The error of an element is at most 2^-15 of that maximum; rounding
+// the weight cost up to half a step of its own scale.  Up to four tokens: each CTA quantises all activations into
+// shared memory at its start.  More tokens: convert_kernel runs first, and the stages copy its result.
 //
-// Numbers of the weight become bytes by a shift and a mask for four of them.  The tensor cores multiply bytes: such an
-// integer is 256 * high + low, so a token takes two columns of mma.m16n8k32.  Sums over a group are integers, thus exact;
-// then the scales follow, in float32:
+// A shift and a mask unpack four int4 weights into bytes.  The tensor cores multiply bytes (mma.m16n8k32), and an
+// activation is 256 * high + low, so each token takes two columns of the mma.  Sums within a group are exact integers;
+// the scales are applied to them in float32:
 //
 //   sum (q - zero) x  =  256 * sum q high + sum q low - zero * sum x
 //
-// Grid (tiles).  Moves the bytes of the weight from memory, tokens * inner * 2 from L2 for each tile.
+// Grid (tiles).  Memory traffic: the weight once from memory, tokens * inner * 2 bytes per tile from L2.
 #pragma once
 
 #include <type_traits>
@@ -27,49 +28,49 @@
 namespace quire::cuda::linears {
 
 static_assert(kInt4Inputs == kRecordOfX);
-constexpr int kHalves = kInt4Inputs / kUnit;  // of a record; of a half a lane reads 16 numbers of a row at once
+constexpr int kHalves = kInt4Inputs / kUnit;  // halves per packed block; a lane loads 16 weights of a half at once
 constexpr int kHalfBytes = kInt4Rows * kUnit / 2;
 
 struct Int4Params : End {
   const float* row_scale;
-  const void* x;  // bf16, for CTAs that convert it
+  const void* x;  // bf16 activations, if the CTAs convert them
   int64_t x_stride;
-  const char* notes;  // [records, tokens] of what was converted before
-  int blocks;         // 16s of rows of a tile; with silu_mul gate blocks, then as many up blocks
-  int records;        // of a row
-  int depth;          // records of a stage
-  int count, stages;  // stages of a tile; in shared memory
+  const char* notes;  // [packed blocks along inner, tokens] headers of activations converted by convert_kernel
+  int blocks;         // row blocks of 16 per tile; with silu_mul gate blocks, then up blocks
+  int records;        // packed blocks per row
+  int depth;          // packed blocks along inner per stage
+  int count, stages;  // stages per tile; stages in shared memory
 };
 
-// What the conversion says of a token's numbers in a record.
+// Scale of a token's quantised activations in one packed block, and their sums for the zero-point correction.
 template <int kGroups>
 struct alignas(16) XNote {
-  int minus_sum[kGroups];  // of each group
-  float unit;              // what the integers count
+  int minus_sum[kGroups];  // -(sum of the integers), per group
+  float unit;              // value of one integer step
 };
 inline __host__ __device__ int note_bytes(int groups) {
   return static_cast<int>(groups == 4 ? sizeof(XNote<4>) : sizeof(XNote<1>));
 }
 
-// Whether each CTA converts the tokens' numbers, not a kernel in front.
+// Whether each CTA quantises the activations itself; otherwise convert_kernel runs first.
 template <int kFours>
 constexpr bool kConverts = kFours == 1;
 
-// Whether CTAs of two kernels share a multiprocessor.  With more than eight tokens the registers that they need do not
-// suffice for two; with two, 16 tokens took 1.8 times as long.
+// Whether two CTAs share a multiprocessor, so that the next kernel starts early.  With more than eight tokens the
+// registers do not suffice for two; forcing two made 16 tokens 1.8 times as slow.
 template <int kFours>
 constexpr bool kShared = kFours <= 2;
 constexpr int kWholeRoom = 190 << 10;
 constexpr int int4_room(int tokens) { return tokens <= 8 ? kRoom : kWholeRoom; }
 
-// A stage: x [tokens, depth] times 128 numbers, then the records of the weight [depth, blocks], then notes [depth, tokens].
-// Where CTAs convert, a stage is records only, and behind all stages there are x [tokens, records] times 128 numbers and
-// notes [records, tokens].
+// Stage layout: x [tokens, depth, 128], then packed blocks [depth, blocks], then x scales [depth, tokens].  If the CTAs
+// quantise, a stage holds only packed blocks; x [tokens, k_blocks, 128] and x scales [k_blocks, tokens] follow all
+// stages.
 inline __host__ __device__ int stage_x_bytes(const Int4Params& p) { return p.tokens * p.depth * kXBytes; }
 inline __host__ __device__ int weight_bytes(const Int4Params& p, int groups) {
   return p.blocks * p.depth * int4_record_bytes(groups);
 }
-inline __host__ __device__ int in_128s(int bytes) { return (bytes + 127) / 128 * 128; }  // where a copy may begin
+inline __host__ __device__ int in_128s(int bytes) { return (bytes + 127) / 128 * 128; }  // alignment of a bulk copy
 inline __host__ __device__ int stage_bytes(const Int4Params& p, int groups, bool converts) {
   const int of_x = converts ? 0 : stage_x_bytes(p) + p.tokens * p.depth * note_bytes(groups);
   return in_128s(weight_bytes(p, groups) + of_x);
@@ -82,11 +83,10 @@ struct Int4Barriers {
   uint64_t full[kMaxStages], empty[kMaxStages];
 };
 
-// What the warp that copies does.  What lies past the end of either tensor is read as zeros.
+// The producer warp's loop.  TMA fills zeros past the end of either tensor.
 //
-// Where CTAs convert, the next kernel may start when the last copy of the weight was started: its own first copies arrive
-// while this one ends and the memory would have nothing to do.  Earlier, they would be done by then.  With a kernel that
-// converts in between, this gained nothing.
+// If the CTAs quantise, the next kernel may start once the last weight copy is issued: its first copies then overlap
+// this kernel's tail.  An earlier start gains nothing, nor does it help if convert_kernel runs in between.
 template <int kFours, int kGroups>
 __device__ inline void copy_stages(const CUtensorMap* weight_map, const CUtensorMap* x_map, const Int4Params& p,
                                    int first_feature, char* stages, Int4Barriers& barriers) {
@@ -123,9 +123,10 @@ __device__ inline void copy_stages(const CUtensorMap* weight_map, const CUtensor
   if (!kWithX && early < p.count) let_next_kernel_start();
 }
 
-// Four numbers of bf16 times `raise`, rounded to integers, as their high and low bytes; both bytes have a sign.
+// Rounds four bf16 values times `raise` to integers and splits them into signed high and low bytes.
 __device__ inline void to_bytes(uint32_t pair, uint32_t next_pair, float raise, uint32_t& high, uint32_t& low) {
-  // At 1.5 * 2^23 a float's last bit counts 1.  With 128 more, its second byte is the high byte of number - low.
+  // At 1.5 * 2^23 the last bit of a float counts 1.  Adding 128 makes its second byte the high byte of (integer - low
+  // byte).
   constexpr float kIntegers = 12582912 + 128;
   const float four[4] = {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000),
                          __uint_as_float(next_pair << 16), __uint_as_float(next_pair & 0xffff0000)};
@@ -137,13 +138,14 @@ __device__ inline void to_bytes(uint32_t pair, uint32_t next_pair, float raise, 
   high = __byte_perm(first, second, 0x7632);
 }
 
-__device__ inline int sum_of(const uint4& bytes, int begin) {  // eight bytes
+__device__ inline int sum_of(const uint4& bytes, int begin) {  // sums eight of the 16 bytes
   constexpr int kOnes = 0x01010101;
   return begin == 0 ? __dp4a(static_cast<int>(bytes.x), kOnes, __dp4a(static_cast<int>(bytes.y), kOnes, 0))
                     : __dp4a(static_cast<int>(bytes.z), kOnes, __dp4a(static_cast<int>(bytes.w), kOnes, 0));
 }
 
-// Converts a token's numbers of a record.  High bytes take the place of the first 32 of a half, low bytes that of the others.
+// Quantises 128 activations of a token.  Of each half, the high bytes fill the first 32 places and the low bytes the
+// others.
 template <int kGroups>
 __device__ inline void convert(const RecordOfX& x, char* to, XNote<kGroups>* note) {
   const unsigned together = 0xffu << (threadIdx.x % 32 & 24);
@@ -153,10 +155,10 @@ __device__ inline void convert(const RecordOfX& x, char* to, XNote<kGroups>* not
 #pragma unroll
   for (int step = 1; step < 8; step *= 2) most = __vmaxu2(most, __shfl_xor_sync(together, most, step));
   const uint32_t largest = max(most & 0xffff, most >> 16);
-  // One more in its bits, since 255 * 2^7 is too much by one.
+  // One bf16 step higher, because 255 * 2^7 would overflow the integers by one.
   const int exponent = static_cast<int>(largest + 1 >> 7) - 127;
   const int up = min(14 - exponent, 120);
-  constexpr uint32_t kInfinity = 0x7f80;  // NaN is more
+  constexpr uint32_t kInfinity = 0x7f80;  // bf16 bits; larger ones are NaN
   const float raise = __uint_as_float(static_cast<uint32_t>(up + 127) << 23);
   const float unit = largest >= kInfinity ? NAN : __uint_as_float(static_cast<uint32_t>(127 - up) << 23);
   uint4 high, low;
@@ -181,7 +183,7 @@ __device__ inline void convert(const RecordOfX& x, char* to, XNote<kGroups>* not
   }
 }
 
-// Converts all of x, by the warps that multiply, after the kernels in front have ended.
+// Quantises all of x, by the consumer warps, after the preceding kernels have ended.
 template <int kGroups>
 __device__ inline void convert_all(const Int4Params& p, char* to, char* notes) {
   struct Part {
@@ -209,7 +211,7 @@ __device__ inline void convert_all(const Int4Params& p, char* to, char* notes) {
   }
 }
 
-// The scales and zero points of a lane's two rows, of each group of a half (groups of 128: of the record).
+// Scales and zero points of a lane's two rows, per group of a half block (groups of 128: per block).
 template <int kGroups>
 struct GroupScales {
   float scale[kGroups][2];
@@ -234,7 +236,7 @@ struct GroupScales {
   }
 };
 
-// mma.m16n8k32 of bytes: rows u8, tokens s8.  Fragments as in tensor_core.cuh, with four bytes where two numbers stood.
+// mma.m16n8k32 on bytes: rows u8, tokens s8. Fragments as in tensor_core.cuh, with four bytes in place of two elements.
 __device__ inline void multiply_bytes(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -242,20 +244,20 @@ __device__ inline void multiply_bytes(int (&c)[4], const uint32_t (&a)[4], uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Where a lane's part of a four of tokens is.  A token has two columns of a product, its high and its low bytes.  With
-// more than four tokens a lane's sums are those that mma.m16n8k16 would leave, of tokens 2 t and 2 t + 1 of eight.
+// Token whose sums a lane holds in n tile `tile`.  A token has two mma columns, one for high and one for low bytes.
+// With more than one n tile the order makes the sums match mma.m16n8k16: tokens 2 t and 2 t + 1 of eight.
 template <int kFours>
 __device__ inline int token_of(int four, int pair) {
   return kFours == 1 ? pair : four / 2 * 8 + pair * 2 + four % 2;
 }
 
-// What a warp needs to know of its share.
+// Offsets that a lane needs in every stage.
 template <int kFours>
 struct Int4Lane {
-  int x_at[kFours];     // of this lane's bytes, from the start of a record of x
-  int note_of[kFours];  // of the token whose sums this lane has
+  int x_at[kFours];     // offset of this lane's bytes in a converted block of each four tokens
+  int note_of[kFours];  // token of the header that scales this lane's sums
 
-  // A token that isn't there is read from another's place, and its sums are never stored.
+  // A token past the end reads the last token's data, and its sums are never stored.
   __device__ Int4Lane(const Int4Params& p, int x_row_bytes) {
     const int lane = threadIdx.x % 32, column = lane / 4, t = lane % 4;
 #pragma unroll
@@ -267,7 +269,7 @@ struct Int4Lane {
   }
 };
 
-// Adds a group's sums, times its scales, to those of a lane's two rows and of a token of each four.
+// Adds the scaled integer sums of one group to the float accumulators of a lane's two rows, for one token per n tile.
 template <int kFours, int kGroups, int kOfScales>
 __device__ inline void add_group(const int (&of_group)[kFours][4], const GroupScales<kOfScales>& s, int k, int group,
                                  const XNote<kGroups>* notes, const Int4Lane<kFours>& at, float (&sums)[kFours][2]) {
@@ -283,10 +285,10 @@ __device__ inline void add_group(const int (&of_group)[kFours][4], const GroupSc
   }
 }
 
-// Adds the products of a record with kBlocks times 16 rows to their sums.  A product waits for the one before it that adds to
-// the same numbers, so those of several blocks are mixed.
-//   record  of the first block; the next ones lie `step` bytes apart
-//   x       the tokens' bytes that meet it
+// Multiplies a packed block of each of kBlocks row blocks and adds the results to the accumulators.  An mma waits for
+// the previous mma on the same accumulator, so the row blocks are interleaved.
+//   k_block  packed block of the first row block; the next ones lie `step` bytes apart
+//   x        quantised activations for these elements of inner
 template <int kFours, int kGroups, int kBlocks>
 __device__ inline void multiply_blocks(const char* record, int step, const char* x, const Int4Lane<kFours>& at,
                                        const XNote<kGroups>* notes, float (*sums)[kFours][2]) {
@@ -306,7 +308,7 @@ __device__ inline void multiply_blocks(const char* record, int step, const char*
       words[b] = *reinterpret_cast<const uint4*>(record + b * step + half * kHalfBytes + lane * 16);
     }
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {  // 32s of inputs, in the low and in the high halves of bytes
+    for (int part = 0; part < 2; ++part) {  // 32 inputs each: the low, then the high half of each byte
       constexpr uint32_t kLow = 0x0f0f0f0f;
       const bool begins = kGroups == 4 || part == 0 && (kGroups == 2 || half == 0);
       const bool ends = kGroups == 4 || part == 1 && (kGroups == 2 || half == 1);
@@ -336,7 +338,7 @@ __device__ inline void multiply_blocks(const char* record, int step, const char*
   }
 }
 
-// Calls run(first, count), which are integral constants, for bundles of up to kMost that make up 0 to kBlocks - 1.
+// Calls run(first, count), with integral constants, for runs of at most kMax that cover 0 to kBlocks - 1.
 template <int kBlocks, int kMost, int kFrom = 0, class Run>
 __device__ inline void for_bundles(const Run& run) {
   if constexpr (kFrom < kBlocks) {
@@ -346,7 +348,8 @@ __device__ inline void for_bundles(const Run& run) {
   }
 }
 
-// A lane's sums as mma.m16n8k16 leaves them.  Up to four tokens: those of tokens 2 t and 2 t + 1 are in two other lanes.
+// Reorders the accumulators into mma.m16n8k16's layout.  With one n tile the values of tokens 2 t and 2 t + 1 come from
+// two other lanes.
 template <int kFours, int kBlocks>
 __device__ inline void order_sums(const float (&sums)[kBlocks][kFours][2],
                                   float (&ordered)[kBlocks][(kFours + 1) / 2][4]) {
@@ -367,8 +370,8 @@ __device__ inline void order_sums(const float (&sums)[kBlocks][kFours][2],
   }
 }
 
-// kFours: 4s of tokens, 1 or even.  kRowWarps: warps that share the rows.  kBlocks: 16s of rows of each.  kGroups: of a
-// record.
+// kNTiles: n tiles of four tokens, 1 or even.  kRowWarps: warps along the rows.  kBlocks: row blocks per warp.
+// kGroups: groups per packed block.
 template <int kFours, int kRowWarps, int kBlocks, int kGroups>
 __global__ __launch_bounds__(kThreads,
                              kShared<kFours> ? 2 : 1) void int4_kernel(const __grid_constant__ CUtensorMap weight_map,
@@ -412,13 +415,13 @@ __global__ __launch_bounds__(kThreads,
   } else {
     wait_for_previous_kernels();
   }
-  constexpr bool kEarly = !kShared<kFours> || kFours * kBlocks <= 4;  // else sums take its registers
+  constexpr bool kEarly = !kShared<kFours> || kFours * kBlocks <= 4;  // otherwise the accumulators need its registers
   Pack<bf16, 8> old = {};
   if (kEarly) old = read_out<bf16>(p, first_feature);
 
   float sums[kBlocks][kFours][2] = {};
   hopper::Ring next;
-  unsigned record = share;  // of the stage; one past its end lies in a later one
+  unsigned record = share;  // index in the stage; past its end: in a later stage
   for (int i = 0; i < p.count; ++i) {
     hopper::wait(&barriers.full[next.at], next.phase);
     const char* const stage = stages + next.at * stage_bytes(p, kGroups, kConverting);
@@ -428,9 +431,9 @@ __global__ __launch_bounds__(kThreads,
     for (; record < records; record += kShares) {
       const char* const weight = stage + weight_at + (record * p.blocks + first_block) * kRecord;
       for_bundles<kBlocks, kBundle>([&](auto first,
-                                        auto count) {  // one past the end is read from whatever is there, and
+                                        auto count) {  // rows past the end of the tile read
         multiply_blocks<kFours, kGroups, count>(
-            weight + kRowWarps * first * kRecord, kRowWarps * kRecord,  // never stored
+            weight + kRowWarps * first * kRecord, kRowWarps * kRecord,  // arbitrary data and are never stored
             x + record * kXBytes, at, reinterpret_cast<const XNote<kGroups>*>(notes) + record * p.tokens, sums + first);
       });
     }
@@ -449,7 +452,7 @@ __global__ __launch_bounds__(kThreads,
 #endif
 }
 
-// Launches the kernel for p.blocks, and so many groups of a record; defined in int4_*.cu.
+// Launches the kernel for p.blocks and `groups` groups per packed block; defined in int4_*.cu.
 template <int kFours>
 void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int groups, int tiles,
               cudaStream_t stream);
@@ -459,7 +462,7 @@ template <int kFours, int kRowWarps, int kBlocks, int kGroups>
 void start_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int tiles,
                 cudaStream_t stream) {
   const auto kernel = int4_kernel<kFours, kRowWarps, kBlocks, kGroups>;
-  constexpr int kRead = kRowWarps * kBlocks;  // blocks that are read, where some may lie past the end of a stage
+  constexpr int kRead = kRowWarps * kBlocks;  // row blocks read, including those past the end of a stage
   constexpr int kEights = (kFours + 1) / 2;
   const int of_x = kConverts<kFours> ? converted_bytes(p.tokens, p.records, kGroups) : 0;
   const int stages_bytes =
@@ -493,7 +496,7 @@ void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int
     if (p.blocks <= 10) return with(two, integral_constant<int, 5>{});
     if (p.blocks <= 12) return with(two, integral_constant<int, 6>{});
     with(two, integral_constant<int, 7>{});
-  } else {  // with more blocks a warp's sums no longer fit into registers
+  } else {  // with more row blocks the accumulators no longer fit into registers
     if (p.blocks <= 4) return with(two, two);
     if (p.blocks <= 8) return with(integral_constant<int, 4>{}, two);
     with(integral_constant<int, 8>{}, two);

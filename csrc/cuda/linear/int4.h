@@ -1,16 +1,16 @@
-// Products with a weight of 4 bits on a GPU: of a few tokens at the speed at which the weight can be read, on Hopper; for more
-// tokens the weight becomes bf16 again.
+// GEMMs with int4 weights on a GPU: a memory-bound kernel for a few tokens (Hopper), and dequantisation to bf16 for
+// more.
 //
-//   weight[row, input] = (number - zero) * scale[of its row and group] * row_scale[row]
+//   weight[row, input] = (q - zero) * scale[of its row and group] * row_scale[row]
 //
-// number and zero are 0 to 15; groups have 32, 64 or 128 inputs.  The packed weight is [rows / 16, inner / 128] records, each
-// of 16 rows and 128 inputs.  A record holds, without gaps:
+// q and zero are 0 to 15; a group is 32, 64 or 128 elements of inner.  The packed weight is an array [rows / 16, inner
+// / 128] of packed blocks of 16 rows x 128 elements of inner.  A packed block holds, without gaps:
 //
-//   numbers  [2 halves of the inputs, 8 g, 4 t, 4 w] words: what lane 4 g + t of a warp multiplies by mma.m16n8k32.  Byte b
-//            has in its lower half (h = 0) and in its upper half (h = 1) the number of row g + 8 (w % 2) and of input
+//   q        [2 halves of the inputs, 8 g, 4 t, 4 w] words: the fragment of lane 4 g + t for mma.m16n8k32. Byte b holds in its
+//            lower half (h = 0) and its upper half (h = 1) the value of row g + 8 (w % 2) and input
 //            64 half + 32 h + 8 t + 4 (w / 2) + b
-//   scales   [halves, 8 g, groups of a half, 2 r] fp16; groups of 128 have one half here
-//   zeros    the same, u8
+//   scales   [halves, 8 g, groups per half, 2 r] fp16; groups of 128: one half
+//   zeros    as scales, u8
 //
 // engine/executor/int4_layout.py packs it.
 #pragma once
@@ -21,17 +21,17 @@
 
 namespace quire::cuda {
 
-constexpr int kInt4Rows = 16, kInt4Inputs = 128;  // of a record
+constexpr int kInt4Rows = 16, kInt4Inputs = 128;  // rows and inputs per packed block
 constexpr int int4_record_bytes(int groups) { return kInt4Rows * kInt4Inputs / 2 + groups * kInt4Rows * 3; }
 
 struct Int4Args {
   const void* x;           // [tokens, inner] bf16
-  int64_t x_stride;        // numbers between rows
-  const uint8_t* weight;   // records; with silu_mul of features gate rows, then of as many up rows
+  int64_t x_stride;        // elements between rows
+  const uint8_t* weight;   // packed blocks: features rows; with silu_mul features gate rows, then features up rows
   const float* row_scale;  // [rows]
-  int groups;              // of a record: 1, 2 or 4
+  int groups;              // groups per packed block: 1, 2 or 4
   const void* bias;        // [rows] bf16, or null
-  void* converted;         // of int4_converted_bytes(), in 16 bytes, for the call's own use
+  void* converted;         // scratch of int4_converted_bytes(), 16-byte aligned
   void* out;               // [tokens, features] bf16, or float32
   int64_t out_stride;
   int tokens, features, inner;
@@ -40,12 +40,12 @@ struct Int4Args {
 
 constexpr int kInt4MostTokens = 32;
 
-// Whether linear_int4() can take this product, whatever the number of tokens: a Hopper GPU, and x and out in 16 bytes.
+// Whether linear_int4() supports these tensors, for any number of tokens: a Hopper GPU, x and out aligned to 16 bytes.
 bool fits_int4(const Int4Args& args);
 
 int64_t int4_converted_bytes(int tokens, int inner, int groups);
 
-// For at most kInt4MostTokens.
+// Requires tokens <= kInt4MaxTokens.
 void linear_int4(const Int4Args& args, cudaStream_t stream);
 
 struct DequantiseArgs {

@@ -15,7 +15,7 @@ constexpr int kUnit = 8;  // features
 template <class T, int kEights>
 void run(const LinearArgs& a, cudaStream_t stream) {
   Params p{end_of(a, kUnit)};
-  // Copies of some 32 KB: smaller ones cost more waiting for each other, larger ones leave too few on their way.
+  // Copies of about 32 KB: smaller ones cost more synchronisation, larger ones leave too few in flight.
   constexpr int kCopyBytes = 32 << 10;
   const int slabs = a.inner / kSlab<T>, bytes = slab_bytes(p.rows, kEights);
   p.depth = std::clamp(kCopyBytes / bytes, 1, slabs);

@@ -1,25 +1,25 @@
-// The product of a few tokens with a weight matrix, at the speed at which the weight can be read.
+// GEMM of a few tokens with a weight matrix, bound by the bandwidth of reading the weight.
 //
-//   x [tokens, inner] · weight [features, inner] · out [tokens, features], bf16 or fp16, sums in float32
+//   x [tokens, inner] · weight [features, inner] · out [tokens, features], bf16 or fp16, accumulated in float32
 //
-// Every multiprocessor gets one CTA and an equal share of the weight's rows, over all of inner.  So no sums are added up
-// between CTAs, which would take 2 to 5 us.
+// Each multiprocessor runs one CTA on an equal number of weight rows, over all of inner.  So there is no split-K across
+// CTAs, whose reduction would take 2 to 5 us.
 //
 //        inner ->
-//   f   |----|----|----|----|   a tile: p.rows rows of the weight, for one CTA
-//   e   |       CTA 0       |   a slab: 128 bytes a row of a tile, 64 numbers of inner
-//   a   |----|----|----|----|   a stage: p.depth slabs, copied at once
+//   f   |----|----|----|----|   tile: p.rows rows of the weight, for one CTA
+//   e   |       CTA 0       |   slab: 128 bytes per row of a tile, 64 elements of inner
+//   a   |----|----|----|----|   stage: p.depth slabs, copied together
 //   t   |       CTA 1       |
 //
-// In a CTA, one warp starts copies as far ahead as its half of the shared memory allows, and 8 warps multiply.  Each takes
-// its share of the 16s of inner, and of the 16s of rows if there are many.  The weight is the left operand of
-// mma.m16n8k16 and the tokens are the right one: 8 of them take as long as one.
+// In a CTA, one producer warp issues copies as far ahead as its half of the shared memory allows, and 8 consumer warps
+// multiply.  The warps split inner in steps of 16 and, if there are many rows, the row blocks of 16 too.  The weight is
+// operand A of mma.m16n8k16 and the tokens are operand B, so 8 tokens cost as much as one.
 //
-// Copies of the weight start before the kernels in front have ended, because no kernel writes weights.  Two CTAs fit on a
-// multiprocessor.  So while one kernel ends, the next one's 100 KB are already copied or on their way.
+// Weight copies start before the preceding kernels have ended, because no kernel writes weights.  Two CTAs fit on a
+// multiprocessor, so the next kernel's first 100 KB are copied while this one ends.
 //
-// Grid (tiles).  Moves the bytes of the weight from memory, tokens * inner * 2 from L2 for each tile.  Rows, features
-// and tokens past the end are read as zeros and not written.
+// Grid (tiles). Memory traffic: the weight once from memory, tokens * inner * 2 bytes per tile from L2.  Rows, features
+// and tokens past the end read as zeros and are not written.
 
 #pragma once
 
@@ -36,39 +36,41 @@
 
 namespace quire::cuda::linears {
 
-constexpr int kSlabBytes = 128;  // of a row: the widest swizzle
+constexpr int kSlabBytes = 128;  // bytes of a row per slab: the widest swizzle
 template <class W>
-constexpr int kSlab = kSlabBytes / static_cast<int>(sizeof(W));  // numbers of inner
-constexpr int kWarps = 8;                                        // that multiply
+constexpr int kSlab = kSlabBytes / static_cast<int>(sizeof(W));  // elements of inner per slab
+constexpr int kWarps = 8;                                        // warps that multiply
 constexpr int kMultipliers = kWarps * 32;
 constexpr int kThreads = kMultipliers + 32;
 constexpr int kMaxStages = 12;
-constexpr int kMaxRows = 224;        // of a tile
-constexpr int kManyTokensRows = 32;  // of a tile of 17 to 32 tokens: with more, sums no longer fit into registers
-constexpr int kRoom = 110 << 10;     // of shared memory, for the stages
+constexpr int kMaxRows = 224;  // rows per tile
+constexpr int kManyTokensRows =
+    32;  // rows per tile of 17 to 32 tokens: with more, the accumulators no longer fit into registers
+constexpr int kRoom = 110 << 10;  // shared memory for the stages, in bytes
 
 inline int tiles_of(int n, int size) { return (n + size - 1) / size; }
 
-// Features of a tile, a multiple of `unit`: as few as will do to get by with one CTA on each multiprocessor, or with two, ...
+// Features per tile, a multiple of `unit`: the minimum at which one CTA per multiprocessor covers all features, or two,
+// and so on.
 inline int features_of_tile(int features, bool silu_mul, int unit) {
   const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
   const int rounds = tiles_of(tiles_of(features, silu_mul ? kMaxRows / 2 : kMaxRows), multiprocessors);
   return tiles_of(tiles_of(features, rounds * multiprocessors), unit) * unit;
 }
 
-// What becomes of a product's sums.
+// Parameters of the epilogue: what is applied to the accumulators, and where the result is stored.
 struct End {
   const void* bias;
   void* out;
   int64_t out_stride;
-  int tokens, features;  // of out
-  int tile_features;     // of out that a tile makes: a multiple of 8
-  int rows;              // of the weight that a tile reads: tile_features, or with silu_mul twice as many
+  int tokens, features;  // shape of out
+  int tile_features;     // columns of out per tile: a multiple of 8
+  int rows;              // rows of the weight per tile: tile_features, or with silu_mul twice as many
   bool add, silu_mul;
-  bool float32_out;  // then neither of both
+  bool float32_out;  // excludes add and silu_mul
 };
 
-// What the arguments of any product say of its end.  unit: a tile has a multiple of so many features.
+// Makes the epilogue's parameters from any linear layer's arguments.  unit: features per tile are a multiple of it.
 template <class Args>
 End end_of(const Args& a, int unit) {
   const int tile_features = features_of_tile(a.features, a.silu_mul, unit);
@@ -85,18 +87,18 @@ End end_of(const Args& a, int unit) {
 }
 
 struct Params : End {
-  int depth;          // slabs of a stage
-  int count, stages;  // stages of a tile; in shared memory
+  int depth;          // slabs per stage
+  int count, stages;  // stages per tile; stages in shared memory
 };
 
-// Shared memory on the way out: sums of every share, then the product [tokens, rows].  It has 8 numbers of padding, so
-// that tokens start in different banks.
+// Shared memory of the epilogue: accumulators of every k split, then the output tile [tokens, rows].  A row has 8
+// elements of padding, so that tokens start in different banks.
 constexpr int product_stride(int rows) { return rows * 2 + 16; }
 constexpr int sums_bytes(int rows, int eights, int shares) { return shares * ((rows + 15) / 16) * eights * 32 * 16; }
 
 __device__ inline void sync_multipliers() { hopper::named_sync(1, kMultipliers); }
 
-// of(a[i], b[i]) in float, for the 8 numbers of each.
+// of(a[i], b[i]) in float, for all 8 elements.
 template <class T, class Of>
 __device__ Pack<T, 8> each(const Pack<T, 8>& a, const Pack<T, 8>& b, const Of& of) {
   float x[8], y[8];
@@ -107,12 +109,12 @@ __device__ Pack<T, 8> each(const Pack<T, 8>& a, const Pack<T, 8>& b, const Of& o
   return narrow<T>(x);
 }
 
-// The part of a tile of out that a thread stores: 8 features of every so many tokens, if any.
+// The part of an output tile that a thread stores: 8 features of every token_step-th token, if any.
 template <class T>
 struct OutShare {
   int part, first_token, token_step;
   bool any;
-  T* out;  // of token 0
+  T* out;  // address in the row of token 0
 
   __device__ OutShare(const End& p, int first_feature) {
     const int parts = p.tile_features / 8;
@@ -122,8 +124,8 @@ struct OutShare {
   }
 };
 
-// What out holds of the first of these tokens, if it is added to.  Read before the product, because it takes as long as any
-// read from memory, but only after the kernels in front have ended.
+// Reads the residual: what out holds for the thread's first token, if add.  Called after the preceding kernels have
+// ended and before the main loop, which hides the memory latency.
 template <class T>
 __device__ Pack<T, 8> read_out(const End& p, int first_feature) {
   const OutShare<T> share(p, first_feature);
@@ -131,7 +133,8 @@ __device__ Pack<T, 8> read_out(const End& p, int first_feature) {
   return load_pack<8>(share.out + share.first_token * p.out_stride);
 }
 
-// product: of the tile, [tokens, rows], in rows of product_stride.  old: as read_out returned it.
+// Stores the output tile, with activation or residual.  out_tile: [tokens, rows], rows out_tile_stride apart.
+// residual: from read_out.
 template <class T>
 __device__ void store_product(const End& p, int first_feature, const char* product, Pack<T, 8> old) {
   const OutShare<T> share(p, first_feature);
@@ -152,8 +155,8 @@ __device__ void store_product(const End& p, int first_feature, const char* produ
   }
 }
 
-// The sums of all shares of inner, added and scaled, with bias.  Calls use(token, row, feature, y, y of the next token) for those
-// that a lane has, of rows of the tile and of features of out, also for tokens and features past the end.
+// Reduces the accumulators of all k splits and applies scales and bias.  Calls use(token, row, feature, y, y of the
+// next token) for a lane's rows of the tile, including tokens and features past the end.
 template <class T, int kShares, int kEights, class OfToken, class OfRow, class Use>
 __device__ void add_shares(const End& p, int first_feature, const float4* all_sums, const OfToken& of_token,
                            const OfRow& of_row, const Use& use) {
@@ -184,12 +187,12 @@ __device__ void add_shares(const End& p, int first_feature, const float4* all_su
   }
 }
 
-// The end of a product, for the warps that multiply: the sums of all shares of inner are added, scaled, and stored with
-// bias, activation and addition.  Warp w has share w / kRowWarps of inner, and of each of its 16s of rows, first_block and
-// every kRowWarps-th after it, the sums that mma.m16n8k16 leaves: rows times tokens.
-//   stages       shared memory that no copy writes any more: [shares, blocks, kEights, 32 lanes] of 4 sums, then the product
-//   of_token     what the sums of a token are multiplied by
-//   of_row       what the sums of a row of the tile are multiplied by
+// The epilogue, for the consumer warps: reduces the k splits, scales, and stores with bias, activation and residual.
+// Warp w holds k split w / kRowWarps, and for row blocks first_block, first_block + kRowWarps, ... the accumulators of
+// mma.m16n8k16: rows times tokens.
+//   stages       shared memory without copies in flight: [k splits, blocks, kNTiles, 32 lanes] of 4 sums, then the output tile
+//   of_token     factor of a token's sums
+//   of_row       factor of the sums of a row of the tile
 template <class T, int kRowWarps, int kEights, int kBlocks, class OfToken, class OfRow>
 __device__ void end_of_product(const End& p, int first_feature, int first_block,
                                const float (&sums)[kBlocks][kEights][4], char* stages, const Pack<T, 8>& old,
@@ -210,7 +213,7 @@ __device__ void end_of_product(const End& p, int first_feature, int first_block,
     }
   }
   sync_multipliers();
-  if (p.float32_out) {  // written twice, so that other products have nothing of it in their way: it took them 0.2 us
+  if (p.float32_out) {  // compiled twice, so that the other epilogues stay free of its branches: they cost 0.2 us
     add_shares<T, kShares, kEights>(p, first_feature, all_sums, of_token, of_row,
                                     [&](int token, int, int feature, float y, float next) {
                                       if (feature >= p.features) return;
@@ -285,18 +288,18 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     return;
   }
 
-  // A row of a slab has four quarters of 32 bytes: a share is two of them, or one, or one of every other slab.
+  // A row of a slab has four quarters of 32 bytes.  A k split is two of them, or one, or one of every other slab.
   constexpr int kShares = kWarps / kRowWarps, kQuarters = kShares < 4 ? 4 / kShares : 1;
   constexpr int kSlabStep = kShares > 4 ? kShares / 4 : 1;
   const int share = warp / kRowWarps, first_block = warp % kRowWarps;
   const int first_slab = share / 4, quarter = share % 4 * kQuarters;
 
-  // Where the lane's rows of the operands stand in a stage: 16-byte chunk c of row r at chunk c ^ (r % 8).
-  const int half = p.silu_mul ? p.tile_features : p.rows;  // rows that stand together
+  // Position of the lane's operand rows in a stage.  The swizzle puts 16-byte chunk c of row r at chunk c ^ (r % 8).
+  const int half = p.silu_mul ? p.tile_features : p.rows;  // contiguous rows
   int w_at[kBlocks];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
-    // A block that isn't there is read from another's place, and its sums are never used.
+    // A row block past the end reads the last row, and its sums are never used.
     int row = min((first_block + kRowWarps * b) * 16 + lane % 16, p.rows - 1);
     w_at[b] = ((quarter * 2 + lane / 16) ^ row % 8) * 16;
     if (row >= half) row += (p.depth - 1) * half;
@@ -317,7 +320,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     for (int d = first_slab; d < p.depth; d += kSlabStep) {
 #pragma unroll
       for (int k = 0; k < kQuarters; ++k) {
-        // Further quarters differ in bits that the swizzle only turns over.
+        // Further quarters differ only in bits that the swizzle flips.
         uint32_t x[kEights][2];
         const uint32_t x_slab = at + x_at + d * kEights * 8 * kSlabBytes;
         if constexpr (kEights == 1) {
@@ -348,11 +351,11 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
 #endif
 }
 
-// Launches the kernel for p.rows, which with over 16 tokens are at most kManyTokensRows; defined in linear_*.cu.
+// Launches the kernel for p.rows (with over 16 tokens at most kManyTokensRows); defined in linear_*.cu.
 template <class T, int kEights>
 void run(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params& p, int tiles, cudaStream_t stream);
 
-// Of a stage's slab: the weight's, and those of x.
+// Bytes of a slab in a stage: rows of the weight, then rows of x.
 constexpr int slab_bytes(int rows, int eights) { return (rows + eights * 8) * kSlabBytes; }
 
 #ifdef QUIRE_LINEAR_EIGHTS

@@ -1,14 +1,14 @@
-// The product of up to four tokens with a weight in e4m3, at the speed at which the weight can be read.  linear.cuh has the
-// idea, the layout of stages and the end; here a slab is 128 numbers.
+// GEMM of up to four tokens with e4m3 weights, bound by the bandwidth of reading them.  linear.cuh has the pipeline,
+// the layout of stages and the epilogue; here a slab is 128 elements of inner.
 //
-// A number of the weight becomes fp16 in registers, by one instruction for two of them, right before it is multiplied.  So x
-// becomes fp16, too: each CTA converts all of it at its start, into shared memory.
+// Weights are widened to fp16 in registers, two per instruction, right before the mma.  So the activations must be
+// fp16, too: each CTA converts all of them at its start, into shared memory.
 //
-// Of 16 numbers of inner a lane takes four neighbours for both operands of mma.m16n8k16; the instruction would have it take
-// two pairs, but their order does not change the sum.  Shared memory has x in an order in which a lane reads its four of two
-// 16s at once.
+// Per k16 step a lane loads four consecutive k values of A and B instead of mma's 2 + 2; permuting k in both operands
+// leaves the sum unchanged.  x is stored in shared memory in an order in which one load gives a lane its values of two
+// k16 steps.
 //
-// Grid (tiles).  Moves the bytes of the weight from memory, tokens * inner * 2 from L2 for each tile.
+// Grid (tiles).  Memory traffic: the weight once from memory, tokens * inner * 2 bytes per tile from L2.
 #include "cuda/linear/linear_fp8.h"
 
 #include <algorithm>
@@ -25,22 +25,22 @@ using namespace linears;
 
 constexpr int kSlabOfW = kSlab<e4m3>;
 constexpr int kXPadding = 64;    // bytes between tokens, so that they start in different banks
-constexpr int kQuarterOfX = 64;  // bytes: 32 numbers, which meet 32 bytes of the weight
+constexpr int kQuarterOfX = 64;  // bytes: 32 activations, which meet 32 bytes of the weight
 
 struct Fp8Params : End {
   XArgs x;
   const float* scale;
-  int x_at, table_at;        // in bytes after the stages' start
-  int slabs;                 // of a row
-  int depth, count, stages;  // slabs of a stage; stages of a tile; in shared memory
+  int x_at, table_at;        // byte offsets from the start of the stages
+  int slabs;                 // slabs per row
+  int depth, count, stages;  // slabs per stage; stages per tile; stages in shared memory
 };
 
 inline __host__ __device__ int x_row_bytes(int inner) { return inner * static_cast<int>(sizeof(fp16)) + kXPadding; }
 
-// Kernels for GPUs before Hopper are empty: hence [[maybe_unused]].
+// Kernels are empty for GPUs before Hopper: hence [[maybe_unused]].
 
-// The scales of the blocks that a tile's rows lie in, [kMostSets, slabs]: a slab is as wide as a block.  First those of its
-// rows, or gate rows, which lie in at most 3 (224 rows) or 2 (112) blocks, then those of its up rows.
+// Block scales of a tile's rows, [kMaxSets, slabs]; a slab is as wide as a block.  First the blocks of its rows, or
+// gate rows: at most 3 for 224 rows, 2 for 112.  Then those of its up rows.
 constexpr int kBlock = 128, kMostSets = 4;
 constexpr int sets_of_half(bool silu_mul) { return silu_mul ? 2 : 3; }
 
@@ -53,7 +53,8 @@ constexpr int sets_of_half(bool silu_mul) { return silu_mul ? 2 : 3; }
   }
 }
 
-// Where the scales of the lane's two rows of each block of 16 stand in the table.  8 rows never lie in two blocks of scales.
+// Finds the table index of the scales of the lane's two rows in each row block.  8 rows never cross a border of scale
+// blocks.
 template <int kRowWarps, int kBlocks>
 __device__ void find_scales(const Fp8Params& p, int first_feature, int first_block, int (&scale_at)[kBlocks][2]) {
 #pragma unroll
@@ -70,33 +71,32 @@ __device__ void find_scales(const Fp8Params& p, int first_feature, int first_blo
   }
 }
 
-// bf16 has more exponents than fp16.  So each token of x is multiplied by a power of two that brings its largest number
-// between 2^14 and 2^15.  Numbers 2^29 times as small still keep all of their bits, and only those 2^39 times as small
-// are lost.
+// bf16 has more exponents than fp16. So each token of x is multiplied by a power of two that brings its maximum between
+// 2^14 and 2^15.  Elements 2^29 times as small keep all of their bits; those 2^39 times as small become 0.
 struct TokenScales {
-  uint32_t raise;  // two of bf16: what x is multiplied by
-  float lower;     // what the sums are multiplied by
+  uint32_t raise;  // factor of x, twice as bf16
+  float lower;     // factor of the sums
 };
 
-__device__ TokenScales scales_of(uint32_t largest) {  // the magnitude of a bf16, in its bits
+__device__ TokenScales scales_of(uint32_t largest) {  // largest: a bf16 magnitude, as bits
   const int exponent = static_cast<int>(largest >> 7) - 127;
   const int up = largest == 0 ? 0 : min(14 - exponent, 120);
   return {static_cast<uint32_t>(up + 127) * 0x00800080u, exp2f(static_cast<float>(-up))};
 }
 
-__device__ uint32_t to_fp16(uint32_t pair, uint32_t raise) {  // two of bf16
+__device__ uint32_t to_fp16(uint32_t pair, uint32_t raise) {  // two bf16 values
   asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(raise));
   return pack<fp16>(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000));
 }
 
-// Shared memory that the conversion of x needs.
+// Shared memory for the conversion of x.
 struct Conversion {
   float squares[kMostTokens][kWarps];
-  uint32_t largest[kMostTokens];  // of a token, in its bits; first 0
-  float lower[8];                 // of a token; those that aren't there have sums, too
+  uint32_t largest[kMostTokens];  // maximum magnitude per token, as bits; initially 0
+  float lower[8];                 // per token, existing or not
 };
 
-// Of the first 32 numbers of a half, and of the others: 8 t to 8 t + 7 are the four neighbours of two lanes of a product.
+// Stores the 32-element part `quarter` of a half: elements 8 t to 8 t + 7 are the k values of two lanes, four each.
 __device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
   const int t = threadIdx.x % 4, of_16 = t / 2, lane = t % 2 * 2;
   char* const to = quarter + lane * 16 + of_16 * 8;
@@ -104,10 +104,10 @@ __device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
   *reinterpret_cast<uint2*>(to + 16) = make_uint2(to_fp16(eight.z, raise), to_fp16(eight.w, raise));
 }
 
-// Reads and converts all of x, by the warps that multiply.
+// Reads and converts all of x, by the consumer warps.
 [[maybe_unused]] __device__ void convert_all(const Fp8Params& p, char* to, Conversion& shared) {
   const int row_bytes = x_row_bytes(p.x.records * kRecordOfX);
-  const unsigned together = 0xffu << (threadIdx.x % 32 & 24);  // lanes that have a record
+  const unsigned together = 0xffu << (threadIdx.x % 32 & 24);  // lanes that hold a row block
   read_x(p.x, p.tokens, to, row_bytes, shared.squares);
 #pragma unroll 1
   for (int token = 0; token < p.tokens; ++token) {
@@ -128,7 +128,7 @@ __device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
       RecordOfX x;
       char* const place = to + token * row_bytes + record * kXBytes;
       x.load(place);
-      __syncwarp(together);  // each writes where others have read
+      __syncwarp(together);  // the lanes overwrite what others have read
       char* const half = place + threadIdx.x % 8 / 4 * 2 * kQuarterOfX;
       store_fp16(x.a, raise, half);
       store_fp16(x.b, raise, half + kQuarterOfX);
@@ -141,8 +141,8 @@ __device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
   sync_multipliers();
 }
 
-// What the warp that copies does.  The next kernel may start when the last copy was started: its own first copies arrive
-// while this one ends and the memory would have nothing to do.  Earlier, they would be done by then.
+// The producer warp's loop.  The next kernel may start once the last copy is issued: its first copies then overlap this
+// kernel's tail.  An earlier start gains nothing.
 [[maybe_unused]] __device__ void copy_stages(const CUtensorMap* map, const Fp8Params& p, int first_feature,
                                              char* stages, uint64_t* full, uint64_t* empty) {
   const int stage_bytes = p.depth * p.rows * kSlabBytes;
@@ -160,7 +160,7 @@ __device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
   let_next_kernel_start();
 }
 
-// kRowWarps: warps that share the rows.  kBlocks: 16s of rows of each.  kGrid: scales are of blocks.
+// kRowWarps: warps along the rows.  kBlocks: row blocks per warp.  kGrid: block-wise scales.
 template <int kRowWarps, int kBlocks, bool kGrid>
 __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_constant__ CUtensorMap weight_map,
                                                                  const __grid_constant__ Fp8Params p) {
@@ -188,18 +188,18 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
     return;
   }
 
-  // A row of a slab has four quarters of 32 bytes: a share is two of them, or one, or one of every other slab.
+  // A row of a slab has four quarters of 32 bytes.  A k split is two of them, or one, or one of every other slab.
   constexpr int kShares = kWarps / kRowWarps, kQuarters = kShares < 4 ? 4 / kShares : 1;
   constexpr int kSlabStep = kShares > 4 ? kShares / 4 : 1;
   const int share = warp / kRowWarps, first_block = warp % kRowWarps;
   const int first_slab = share / 4, quarter = share % 4 * kQuarters;
 
-  // Where the lane's rows stand in a stage: 16-byte chunk c of row r at chunk c ^ (r % 8).
-  const int half = p.silu_mul ? p.tile_features : p.rows;  // rows that stand together
+  // Position of the lane's rows in a stage.  The swizzle puts 16-byte chunk c of row r at chunk c ^ (r % 8).
+  const int half = p.silu_mul ? p.tile_features : p.rows;  // contiguous rows
   int w_at[kBlocks];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
-    // A block that isn't there is read from another's place, and its sums are never used.
+    // A row block past the end reads the last row, and its sums are never used.
     int row = min((first_block + kRowWarps * b) * 16 + lane % 16, p.rows - 1);
     w_at[b] = ((quarter * 2 + lane / 16) ^ row % 8) * 16;
     if (row >= half) row += (p.depth - 1) * half;
@@ -217,7 +217,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
 
   convert_all(p, stages + p.x_at, conversion);
   const Pack<bf16, 8> old = read_out<bf16>(p, first_feature);
-  // A token that isn't there is read from another's place, and its sums are never stored.
+  // A token past the end reads the last token's data, and its sums are never stored.
   const char* const x = stages + p.x_at + min(lane / 4, p.tokens - 1) * x_row_bytes(p.slabs * kSlabOfW) +
                         lane % 4 * 16 + quarter * kQuarterOfX;
 
@@ -234,10 +234,10 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
       for (int k = 0; k < kQuarters; ++k) {
         const auto fours = *reinterpret_cast<const uint4*>(x + (first + d) * kXBytes + k * kQuarterOfX);
         const uint32_t first_four[2] = {fours.x, fours.y}, second_four[2] = {fours.z, fours.w};
-        // A product waits for the one before it that adds to the same numbers, so those of the blocks are mixed.
+        // An mma waits for the previous mma on the same accumulator, so the row blocks are interleaved.
         uint32_t bytes[kBlocks][4];
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {  // the swizzle turns over this bit only
+        for (int b = 0; b < kBlocks; ++b) {  // the swizzle changes this bit only
           load_matrices(bytes[b], (at + w_at[b] + d * half * kSlabBytes) ^ k * 32);
         }
 #pragma unroll
@@ -274,7 +274,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
 #endif
 }
 
-// What shared memory holds after the stages: x, then the table of blocks' scales.
+// Shared memory behind the stages: x, then the table of block scales.
 int table_bytes(const LinearFp8Args& a) {
   return a.blocks ? kMostSets * (a.inner / kSlabOfW) * static_cast<int>(sizeof(float)) : 0;
 }
@@ -286,7 +286,7 @@ Fp8Params params_of(const LinearFp8Args& a) {
   p.x = {.x = a.x, .x_stride = a.x_stride, .norm = a.norm, .eps = a.eps, .records = a.inner / kRecordOfX};
   p.scale = a.scale;
   p.slabs = a.inner / kSlabOfW;
-  // Copies of some 16 KB: what is multiplied after the last one has arrived is not hidden.
+  // Copies of about 16 KB: the compute after the last copy is not hidden, so they are small.
   constexpr int kCopyBytes = 16 << 10;
   const int slab_bytes = p.rows * kSlabBytes;
   p.depth = std::clamp(kCopyBytes / slab_bytes, 1, p.slabs);

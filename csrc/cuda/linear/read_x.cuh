@@ -1,6 +1,5 @@
-// How each CTA of a product reads x, where tokens are so few that it holds all of x: eight lanes of the warps that multiply have 128
-// neighbouring numbers of a token.  read_x() leaves x in shared memory, where it is converted then, and computes an RMS norm in
-// front of the product on the way, which saves a kernel.
+// Loading of all activations into a CTA's shared memory, for few tokens.  Eight lanes of the consumer warps hold 128
+// consecutive elements of a token.  read_x() applies a preceding RMS norm on the way, which saves a kernel.
 #pragma once
 
 #include "cuda/common/async_copy.cuh"
@@ -9,32 +8,33 @@
 
 namespace quire::cuda::linears {
 
-// Eight lanes hold 128 neighbouring numbers of a token, a record, 16 each.  The multipliers take so many records at once.
+// Chunk: 128 consecutive elements of a token, 16 in each of eight lanes.  The consumer warps load kXChunksAtOnce at
+// once.
 constexpr int kRecordOfX = 128, kXBytes = kRecordOfX * static_cast<int>(sizeof(bf16));
-constexpr int kUnit = 64;  // half a record
+constexpr int kUnit = 64;  // bytes of half a 128-element chunk
 constexpr int kRecordsAtOnce = kMultipliers / 8;
-// CTAs hold x if no thread has more parts of it than this, 16 numbers each.  So there are at most as many tokens.
+// Maximum chunks per thread, so at most as many tokens: more would not fit into registers.
 constexpr int kMostParts = 4, kMostTokens = kMostParts;
 
 struct XArgs {
   const void* x;     // [tokens, 128 * records] bf16
-  int64_t x_stride;  // numbers
+  int64_t x_stride;  // elements between rows
   const void* norm;  // [128 * records] bf16; or null
   float eps;
-  int records;  // of a token
+  int records;  // 128-element chunks per token
 };
 
-// Parts of x that a thread has.
+// Chunks per thread.
 inline int parts_of(int tokens, int inner) { return tokens * tiles_of(inner / kRecordOfX, kRecordsAtOnce); }
 
-// The largest magnitudes of even and of odd numbers, in their bits.
+// Maximum magnitude of the even and of the odd elements, as bits.
 __device__ inline uint32_t largest_of(const uint4& pairs) {
   constexpr uint32_t kMagnitude = 0x7fff7fff;
   return __vmaxu2(__vmaxu2(pairs.x & kMagnitude, pairs.y & kMagnitude),
                   __vmaxu2(pairs.z & kMagnitude, pairs.w & kMagnitude));
 }
 
-// A token's numbers of a record, in eight lanes: lane 4 h + t has numbers 8 t to 8 t + 7 of each 32 of half h.
+// A chunk in eight lanes: lane 4 h + t has elements 8 t to 8 t + 7 of both 32-element parts of half h.
 struct RecordOfX {
   uint4 a, b;
 
@@ -72,15 +72,15 @@ struct RecordOfX {
   }
 };
 
-// Calls use(record) for each part of a token that this thread has.
+// Calls use(chunk) for each of this thread's chunks of a token.
 template <class Use>
 __device__ inline void for_parts(int records, const Use& use) {
 #pragma unroll 1
   for (int record = threadIdx.x / 8; record < records; record += kRecordsAtOnce) use(record);
 }
 
-// Norms x in `room`, where each thread finds its own parts.  For the warps that multiply.
-//   squares  shared memory: of each token and warp
+// Applies the RMS norm to x in shared memory; each thread handles its own chunks.  For the consumer warps.
+//   squares  shared memory: sums per token and warp
 __device__ inline void norm_x(const XArgs& a, int tokens, char* room, int row_bytes,
                               float (&squares)[kMostTokens][kWarps]) {
 #pragma unroll 1
@@ -112,8 +112,8 @@ __device__ inline void norm_x(const XArgs& a, int tokens, char* room, int row_by
   }
 }
 
-// Waits for the kernels in front and reads x into `room`, normed if there is a norm: token after token, row_bytes apart.  Each thread
-// then finds its own parts there; others' only after a barrier.  For the warps that multiply.
+// Waits for the preceding kernels and reads x into `smem_x`, tokens row_bytes apart, normalised if there is a norm.  A
+// thread may read its own chunks immediately, other threads' chunks only after a barrier.  For the consumer warps.
 __device__ inline void read_x(const XArgs& a, int tokens, char* room, int row_bytes,
                               float (&squares)[kMostTokens][kWarps]) {
   if (a.norm != nullptr) {  // the norm's weight, into L1, while the kernels in front still run
@@ -137,7 +137,7 @@ __device__ inline void read_x(const XArgs& a, int tokens, char* room, int row_by
   if (a.norm != nullptr) norm_x(a, tokens, room, row_bytes, squares);
 }
 
-// Scales of a tile's rows, into shared memory: read at the end, they would take as long as any read from memory.
+// Prefetches the scales of a tile's rows into shared memory, because the epilogue would wait for memory otherwise.
 __device__ inline void read_row_scales(const End& p, int first_feature, const float* scales, float (&to)[kMaxRows]) {
   const int row = threadIdx.x;
   static_assert(kMaxRows <= kMultipliers);

@@ -1,4 +1,4 @@
-// How TMA is told where a tensor lies, and which box of it a copy takes.
+// Encoding of TMA descriptors (tensor maps).
 #pragma once
 
 #include <cuda.h>
@@ -8,7 +8,7 @@
 
 namespace quire::cuda {
 
-// The driver's encoder of tensor maps; asked for at run time, so that nothing links to the driver.
+// The driver's encoder of tensor maps, looked up at run time, so that nothing links to the driver.
 inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   static void* const found = [] {
     void* function = nullptr;
@@ -20,8 +20,8 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
 }
 
-// sizes, box: numbers, the innermost dimension first.  strides: bytes, of all dimensions but that one.  Outside of the tensor
-// zeros are read.
+// sizes, box: elements, the innermost dimension first.  strides: bytes, of all dimensions but the innermost.  TMA fills
+// zeros outside of the tensor.
 template <int kDimensions>
 CUtensorMap tensor_map(CUtensorMapDataType type, const void* data, const cuuint64_t (&sizes)[kDimensions],
                        const cuuint64_t (&strides)[kDimensions - 1], const cuuint32_t (&box)[kDimensions],

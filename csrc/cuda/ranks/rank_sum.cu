@@ -1,28 +1,29 @@
-// Each rank writes its part into the inboxes of the others and adds up what arrives in its own.
+// All-reduce over NVLink: each rank writes its part into the inboxes of the others and sums what arrives in its own.
 //
-//   rank 0  part ──────────────────────> inbox of rank 1    [2 calls in turn, from each rank, CTAs, share]
+//   rank 0  part ──────────────────────> inbox of rank 1    [2 alternating calls, source ranks, CTAs, share]
 //           sum <── part + own inbox <── rank 1
 //
-// A sum takes one way over NVLink, without barriers; reading the others' parts takes a barrier before and one after it.
+// This costs one NVLink latency and no barrier; reading the others' parts would take a barrier before and one after.
 //
-//   words   16 bytes of a part are sent as 32: after every 4 bytes the number of the call.  Each 8 bytes are written and
-//           read by one access, so a rank that finds the number has the bytes, too.  This is NCCL's protocol LL.  It has the
-//           shortest delay and moves twice the bytes.
-//   blocks  a CTA sends all its rows, then its number of the call with a release at system scope.  The CTA of the same
-//           index acquires that number before it reads.  For large parts, where bytes count.
+//   words   16 bytes of a part are sent as 32: each 4 bytes are followed by the call number. Each 8 bytes are written and
+//           read by one access, so a rank that sees the number has the bytes, too (NCCL's LL protocol). Minimum latency, twice
+//           the bytes.
+//   blocks  a CTA sends all its rows, then its call number with a release at system scope.  The CTA of the same index
+//           acquires that number before it reads.  For large parts, which are bound by bandwidth.
 //
-// Two calls use an inbox in turn.  That is enough: a CTA sends its part of call n + 2 only after it has received every part of
-// call n + 1, and a rank sends those only after its kernel of call n has ended.  A rank can be one call ahead, no further.
+// Calls alternate between two halves of an inbox.  Two are enough: a CTA sends its part of call n + 2 only after it has
+// received every part of call n + 1, and a rank sends those only after its kernel of call n has ended.  So a rank can
+// be at most one call ahead.
 //
-// Each CTA counts its own calls on the device, so that replayed graphs and eager calls continue one count.  A CTA of index i
-// waits only for CTAs of index i, and a call has the same grid on all ranks.  Counts start again after 2^32 calls of a CTA.  A
-// stale number would be mistaken for a new one only at a place that no call used in between.
+// Each CTA counts its own calls on the device, so replayed graphs and eager calls share one count.  A CTA of index i
+// waits only for CTAs of index i, and a call has the same grid on all ranks.  Counts wrap after 2^32 calls of a CTA. A
+// stale number could be mistaken for a new one only in memory that no call used in between.
 //
-// The next kernel may start when all CTAs of this one run, so it cannot keep them from starting.  Until then it copies its
-// weights.
+// The next kernel may start once all CTAs of this one run, so it cannot keep them from starting.  Until then it copies
+// its weights.
 //
-// Grid (rows, at most a.ctas): a CTA takes rows one after another, a thread kPacks times 16 bytes of each.
-// Moves (ranks - 1) * 2 (words) or 1 (blocks) * bytes over NVLink in each direction.
+// Grid (rows, at most a.ctas): a CTA processes rows one after another, a thread kPacks times 16 bytes of each.  NVLink
+// traffic: (ranks - 1) * 2 (words) or 1 (blocks) * bytes in each direction.
 #include "cuda/ranks/rank_sum.h"
 
 #include <algorithm>
@@ -37,7 +38,7 @@ namespace {
 
 constexpr int kMostThreads = 1024, kWarp = 32, kPackBytes = 16;
 
-// 8 bytes of which 4 are the number of the call; two of them in one instruction, each by an access of its own.
+// Two 8-byte words of 4 bytes of data and the call number; one instruction writes both, each word atomically.
 __device__ void send_words(char* to, uint32_t first, uint32_t second, uint32_t call) {
   const uint64_t mark = static_cast<uint64_t>(call) << 32;
   asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(mark | first), "l"(mark | second)
@@ -58,7 +59,7 @@ __device__ uint4 receive_words(const char* from, uint32_t call) {
           static_cast<uint32_t>(high[1])};
 }
 
-// Not through the L1 cache, where bytes of two calls ago may be.
+// Bypasses L1, which may hold bytes of two calls ago.
 __device__ uint4 receive_block(const char* from) {
   uint4 x;
   asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -83,7 +84,7 @@ template <class T, int kPacks, bool kWords>
 __global__ void __launch_bounds__(kMostThreads) rank_sum_kernel(const __grid_constant__ RankSumArgs a) {
   constexpr int kWidth = kPackBytes / sizeof(T);
   using Numbers = Pack<T, kWidth>;
-  const int packs = a.size / kWidth;  // of a row
+  const int packs = a.size / kWidth;  // packs per row
   const auto pack_of = [&](int i) { return static_cast<int>(i * blockDim.x + threadIdx.x); };
   const auto at = [&](const void* rows, int64_t row, int pack) {
     return static_cast<Numbers*>(const_cast<void*>(rows)) + row * packs + pack;
@@ -94,9 +95,9 @@ __global__ void __launch_bounds__(kMostThreads) rank_sum_kernel(const __grid_con
   wait_for_previous_kernels();
 
   uint32_t call = static_cast<uint32_t>(a.calls[blockIdx.x]) + 1;
-  if (call == 0) call = 2;  // 0 is in an inbox that was never used
+  if (call == 0) call = 2;  // 0 marks an unused inbox
   const int64_t first = blockIdx.x * a.rows / gridDim.x, end = (blockIdx.x + 1) * a.rows / gridDim.x;
-  // Where in an inbox `from` leaves what it sends to CTAs of this index in this call.
+  // Memory in the inbox of `to` for the data that `from` sends to CTAs of this index in this call.
   const auto place = [&](int to, int from) {
     const int64_t places = int64_t{2} * a.ranks * kSumCtas;
     const int64_t own = (static_cast<int64_t>(call % 2) * a.ranks + from) * kSumCtas + blockIdx.x;
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kMostThreads) rank_sum_kernel(const __grid_con
     for (int i = 0; i < kPacks; ++i) {
       if (pack_of(i) >= packs) continue;
       const uint4 x = *reinterpret_cast<const uint4*>(at(a.part, row, pack_of(i)));
-      for (int step = 1; step < a.ranks; ++step) {  // each rank begins with another one
+      for (int step = 1; step < a.ranks; ++step) {  // each rank begins with another destination
         char* const to = place((a.rank + step) % a.ranks, a.rank).packs + offset(row, pack_of(i));
         if constexpr (kWords) {
           send_words(to, x.x, x.y, call);
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(kMostThreads) rank_sum_kernel(const __grid_con
     }
   }
   if constexpr (!kWords) {
-    __syncthreads();  // all threads have sent: the release below covers what they wrote, too
+    __syncthreads();  // all threads have sent: the release below covers their writes
     const int other = threadIdx.x;
     if (other < a.ranks && other != a.rank) {
       set_mark(place(other, a.rank).mark, call);
@@ -181,9 +182,9 @@ __global__ void __launch_bounds__(kMostThreads) rank_sum_kernel(const __grid_con
       for (int k = 0; k < kWidth; ++k) x[k] = x[k] * scale * w[k];
       *at(a.normed, row, pack_of(i)) = narrow<T>(x);
     }
-    __syncthreads();  // the next row's sums take the place of this row's
+    __syncthreads();  // the next row's sums overwrite this row's
   }
-  __syncthreads();  // all threads have read the number of the call
+  __syncthreads();  // all threads have read the call counter
   if (threadIdx.x == 0) a.calls[blockIdx.x] = static_cast<int>(call);
 }
 

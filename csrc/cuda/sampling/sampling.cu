@@ -1,23 +1,23 @@
-// Sampling for a whole batch in one launch.
+// Sampling for a complete batch in one launch.
 //
 // logits [rows, size] f32, bf16, fp16 · slots, known, tokens [rows] i64 · outcome [rows] u8 · table [slots]
 //
-// A row belongs to a cluster of CTAs, each with a piece of the vocabulary, each warp with a piece of that, in order.
-// Grid: rows x cluster.  The clusters are large when rows are few, so that one row does not wait for one SM.
+// A row belongs to a cluster of CTAs; each warp of the cluster processes one slice of the vocabulary, in order.  Grid:
+// rows x cluster.  Few rows get large clusters, so that a row does not wait for one SM.
 //
-//   1  read the logits (rows x size x 2 or 4 bytes: what this kernel must move) and find the largest over the cluster.
-//      A row without a temperature ends here
+//   1  read the logits (rows x size x 2 or 4 bytes: the minimum traffic) and find the maximum over the cluster.  A row
+//      without a temperature ends here
 //   2  with top_k or top_p: histograms of w by its leading bits, merged over the cluster, show which bucket holds the
 //      floor.  The next 9 bits of that bucket's members narrow it down, and the last 9 bits find it.  This is a radix
 //      select: nothing is sorted
-//   3  sums of kept weights by warp, over the cluster, show which piece holds the goal; sums by tile show the place in it
+//   3  sums of kept weights per warp, over the cluster, show which slice holds the drawn value; sums per tile show the token
 //
-// Each later pass over the row computes w anew from the logits, which then are in L2.  That takes 20 instructions for the
-// weights that count, and a comparison for the others.  Keeping w in shared memory instead was slower from 32 rows on,
-// because a row takes 8 CTAs (docs/notes/kernels/sampling.md).
+// Each later pass over the row recomputes w from the logits, which then are in L2.  That takes 20 instructions for kept
+// weights and a comparison for the others.  Caching w in shared memory was slower from 32 rows on, because a row then
+// takes 8 CTAs (docs/notes/kernels/sampling.md).
 //
-// Why the sums are of integers: floats added in another order give another sum, so the token would depend on how the
-// row was cut.  As it is, tokens equal those of cpu/sampling.cpp.
+// Sums are of integers because float sums depend on their order, so the token would depend on how the row is sliced.
+// This way tokens equal those of cpu/sampling.cpp.
 
 #include "cuda/sampling/sampling.h"
 
@@ -39,9 +39,9 @@ using sampling::Settings;
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kVector = 8;           // numbers a lane reads at once
-constexpr int kTile = 32 * kVector;  // numbers a warp reads at once
-constexpr int kMaxCluster = 8;       // more CTAs are not promised to fit
+constexpr int kVector = 8;           // elements per lane and load
+constexpr int kTile = 32 * kVector;  // elements per warp and load
+constexpr int kMaxCluster = 8;       // larger clusters are not portable
 constexpr int kFine = 512;           // buckets of the second and third pass
 constexpr int kFineBits = 9;
 constexpr unsigned kAll = 0xffffffff;
@@ -69,7 +69,7 @@ __device__ int cluster_size() {
 #endif
 }
 
-// All threads of all CTAs of the cluster are here, and see each other's writes to shared memory.
+// Barrier of all threads of the cluster, which makes their writes to shared memory visible.
 __device__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -78,8 +78,8 @@ __device__ void cluster_sync() {
 #endif
 }
 
-// A CTA must not end while others read its shared memory.  Each calls the first when it has read enough of theirs, and
-// the second before it ends.  (A release, as it must wait for the reads.)
+// A CTA must not end while others read its shared memory.  Each calls the first when it has read the others' memory,
+// and the second before it ends.  (A release, because it must wait for the reads.)
 __device__ void done_with_peers() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -91,7 +91,7 @@ __device__ void wait_until_peers_are_done() {
 #endif
 }
 
-// The same variable of the CTA `rank`.
+// The variable `mine` in the shared memory of CTA `rank`.
 template <class T>
 __device__ const T& of_peer(const T& mine, int rank) {
 #if __CUDA_ARCH__ >= 900
@@ -105,10 +105,11 @@ __device__ const T& of_peer(const T& mine, int rank) {
 
 // --- small arithmetic -----------------------------------------------------------------------------------------------
 
-// exp2 of cpu/simd.h, operation for operation, for x <= 0.  Below 2^-126 it stays there instead of dropping to 0, which
-// changes no weight and no floor.
+// exp2 of cpu/simd.h for x <= 0, with the same operations.  Clamped at 2^-126 instead of dropping to 0, which changes
+// no weight and no floor.
 __device__ float exp2_as_cpu(float x) {
-  const float shifted = __fadd_rn(fmaxf(x, -126.0f), 0x1.8p23f);  // the nearest integer in the low bits
+  const float shifted =
+      __fadd_rn(fmaxf(x, -126.0f), 0x1.8p23f);  // adding the constant leaves the nearest integer in the low bits
   const float f = __fsub_rn(fmaxf(x, -126.0f), __fsub_rn(shifted, 0x1.8p23f));
   float p = 1.535336188319500e-4f;
   p = __fmaf_rn(p, f, 1.339887440266574e-3f);
@@ -120,7 +121,7 @@ __device__ float exp2_as_cpu(float x) {
   return __fmul_rn(p, __int_as_float((__float_as_int(shifted) + 127) << 23));
 }
 
-// The larger, or NaN.
+// Maximum, or NaN.
 __device__ float larger(float a, float b) {
   float c;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
@@ -134,7 +135,7 @@ __device__ uint32_t weight(float w) {
 // --- histograms -----------------------------------------------------------------------------------------------------
 
 struct Tally {
-  uint64_t sum;  // of weights
+  uint64_t sum;  // sum of weights
   uint32_t count;
 };
 __device__ Tally operator+(Tally a, Tally b) { return {a.sum + b.sum, a.count + b.count}; }
@@ -142,8 +143,8 @@ __device__ Tally operator+(Tally a, Tally b) { return {a.sum + b.sum, a.count + 
 template <int buckets>
 struct Histogram {
   uint32_t counts[buckets];
-  // Sums in two words, as shared memory adds 32 bits at a time.  The lower word comes first or second by turns of 16,
-  // so that all banks have some.
+  // Sums in two words, because shared memory adds 32 bits at a time.  The order of the words alternates every 16
+  // buckets, to spread over all banks.
   uint2 sums[buckets];
 
   __device__ static bool swapped(int bucket) { return bucket & 16; }
@@ -157,9 +158,9 @@ struct Histogram {
     uint32_t* words = reinterpret_cast<uint32_t*>(&sums[bucket]);
     if (atomicAdd(words + swapped(bucket), weight) > ~weight) atomicAdd(words + !swapped(bucket), 1);
   }
-  // Of the whole cluster.
+  // Tally over the cluster.
   __device__ Tally total(int bucket, bool counted, bool summed) const {
-    switch (cluster_size()) {  // by name, so that all reads are under way at once
+    switch (cluster_size()) {  // one case per size, so that all loads are in flight at once
       case 1: return total_of<1>(bucket, counted, summed);
       case 2: return total_of<2>(bucket, counted, summed);
       case 4: return total_of<4>(bucket, counted, summed);
@@ -199,15 +200,15 @@ struct Shared {
   struct {
     int bucket;
     Tally above, inside;
-  } found[4];  // by turn; and the coarse crossings of top_k and of top_p, that none waits for another's readers
+  } found[4];  // one per pass, then the coarse crossings of top_k and top_p
 };
 constexpr int kTopK = 2, kTopP = 3;
 
-// The buckets of the whole cluster from the likeliest down; each thread holds a few.
+// Suffix sums of the cluster's buckets, from the most probable down; each thread holds a few buckets.
 template <int buckets>
 struct Ladder {
   static constexpr int kEach = buckets / kThreads;
-  Tally above;  // buckets of the threads before
+  Tally above;  // buckets of the preceding threads
   Tally own[kEach];
   Tally total;
 
@@ -222,7 +223,7 @@ struct Ladder {
       own[i] = mine.total(bucket(i), counted, summed);
       sum = sum + own[i];
     }
-    Tally upto = sum;  // this thread's, and those of the lanes before
+    Tally upto = sum;  // this thread's, and those of the preceding lanes
     for (int step = 1; step < 32; step *= 2) {
       const Tally before{__shfl_up_sync(kAll, upto.sum, step), __shfl_up_sync(kAll, upto.count, step)};
       if (lane >= step) upto = upto + before;
@@ -241,16 +242,16 @@ struct Ladder {
 
 struct Wanted {
   bool by_count;
-  uint64_t least;  // tokens, or sum of weights
+  uint64_t least;  // target: tokens, or sum of weights
   __device__ bool reached(Tally t) const { return (by_count ? t.count : t.sum) >= least; }
 };
 
-// The bucket at which what is wanted is reached, what lies above it and in it: the same for all threads.
+// The bucket in which the running total reaches the target, with the totals above and inside; uniform over all threads.
 struct Crossing {
   int bucket;
   Tally above, inside;
 
-  // Only where above + ladder.total reaches what is wanted.
+  // Requires that above + scan.total reaches the target.
   template <int buckets>
   __device__ Crossing(const Ladder<buckets>& ladder, Tally above_all, Wanted wanted, Shared& shared, int place) {
     Tally before = above_all + ladder.above;
@@ -270,18 +271,18 @@ struct Crossing {
 
 // --- rows -----------------------------------------------------------------------------------------------------------
 
-// Tiles of a row, one after another: a warp's piece.
+// A warp's slice of a row: consecutive tiles.
 struct Piece {
   int first, tiles;
 
-  __device__ Piece(int size, int warp) {  // of all warps of the cluster
+  __device__ Piece(int size, int warp) {  // warp: index over all warps of the cluster
     const int warps = cluster_size() * kWarps, all = (size + kTile - 1) / kTile, each = (all + warps - 1) / warps;
     first = warp * each;
     tiles = max(0, min(each, all - first));
   }
 };
 
-// Eight neighbours, packed as they are in memory: unpacked they would take a register each.
+// Eight consecutive elements, packed as in memory: unpacked, each would take a register.
 template <class T>
 struct Eight {
   static constexpr int kPerWord = 4 / sizeof(T);
@@ -293,7 +294,7 @@ struct Eight {
     if constexpr (std::is_same_v<T, bf16>) return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
     if constexpr (std::is_same_v<T, fp16>) return to_float(__ushort_as_half(i % 2 ? word >> 16 : word & 0xffffu));
   }
-  // NaN if there is one.
+  // Maximum, or NaN if there is one.
   __device__ float largest() const {
     if constexpr (std::is_same_v<T, float>) {
       return larger(larger(larger(at(0), at(1)), larger(at(2), at(3))),
@@ -311,9 +312,9 @@ template <class T>
 struct Row {
   const T* logits;
   int size;
-  bool packs;  // can be read 16 bytes at once
+  bool packs;  // 16-byte loads are possible
 
-  // A lane's part of a tile starts here.
+  // First element of a lane in a tile.
   __device__ static int at(int tile) { return tile * kTile + static_cast<int>(threadIdx.x) % 32 * kVector; }
 
   __device__ bool whole(int tile) const { return packs && tile < size / kTile; }
@@ -327,7 +328,7 @@ struct Row {
     return eight;
   }
 
-  // One by one.  Past the end there is nothing: -inf.
+  // Scalar loads; past the end: -inf.
   __device__ Eight<T> read(int tile) const {
     Eight<T> eight;
 #pragma unroll
@@ -338,7 +339,7 @@ struct Row {
     return eight;
   }
 
-  // use(tile, eight) for the tiles of a piece, with the next ones on their way.
+  // Calls use(tile, eight) for the tiles of a slice, with the next loads in flight.
   template <class Use>
   __device__ void each(Piece piece, const Use& use) const {
     constexpr int kAhead = 2;
@@ -359,7 +360,7 @@ struct Row {
     for (; tile < piece.first + piece.tiles; ++tile) use(tile, read(tile));
   }
 
-  // The same for a use of a few instructions, which is written out several times.
+  // As each(), for a use of a few instructions, which is unrolled.
   template <class Use>
   __device__ void each_quickly(Piece piece, const Use& use) const {
     constexpr int kTogether = 8 / sizeof(T);
@@ -376,13 +377,13 @@ struct Row {
   }
 
  private:
-  // Where a piece stops being of whole tiles.
+  // End of a slice's complete tiles.
   __device__ int whole_end(Piece piece) const {
     return packs ? min(piece.first + piece.tiles, size / kTile) : piece.first;
   }
 };
 
-// The largest key of the cluster, to all threads.
+// Maximum key over the cluster, returned to all threads.
 __device__ uint64_t cluster_max(uint64_t key, Shared& shared) {
   const int lane = threadIdx.x % 32;
   key = max_of_warp(key);
@@ -394,7 +395,7 @@ __device__ uint64_t cluster_max(uint64_t key, Shared& shared) {
   return max_of_warp(key);
 }
 
-// The largest of a lane's part of raw logits.
+// Maximum key of a lane's raw logits.
 template <class T>
 __device__ uint64_t best_of(const Row<T>& row, Piece piece) {
   float top = -std::numeric_limits<float>::infinity(), all = top;
@@ -406,14 +407,14 @@ __device__ uint64_t best_of(const Row<T>& row, Piece piece) {
   });
   if (all != all) return key_of(all, 0);
   if (top == -std::numeric_limits<float>::infinity()) return 0;
-  // Once more, rather than carry along where in the eight it was.
+  // Reloads the eight elements: cheaper than to carry along the position of the maximum.
   const Eight<T> eight = row.whole(best) ? row.read_whole(best) : row.read(best);
   int place = 0;
 #pragma unroll
   for (int i = kVector - 1; i >= 0; --i) {
     if (eight.at(i) == top) place = row.at(best) + i;
   }
-  return key_of(top + 0.0f, place);  // + 0: no -0
+  return key_of(top + 0.0f, place);  // + 0: turns -0 into 0
 }
 
 struct Choice {
@@ -433,9 +434,9 @@ struct Weights {
   const Row<T>& row;
   const Piece piece;
   const Settings& settings;
-  const bool early;  // min_tokens are not out yet
+  const bool early;  // fewer than min_tokens are out
   const float scale;
-  float peak;  // the largest adjusted logit
+  float peak;  // maximum adjusted logit
 
   __device__ bool adjusts() const { return settings.marks || settings.bias || settings.mask; }
 
@@ -454,7 +455,7 @@ struct Weights {
     alignas(16) uint32_t marks[kVector] = {};
     alignas(16) float bias[kVector] = {};
 #pragma unroll
-    for (int i = 0; i < kVector; i += 4) {  // lines are as long as whole vectors
+    for (int i = 0; i < kVector; i += 4) {  // a line is a multiple of a vector
       if (settings.marks)
         *reinterpret_cast<uint4*>(marks + i) = *reinterpret_cast<const uint4*>(settings.marks + at + i);
       if (settings.bias)
@@ -466,7 +467,7 @@ struct Weights {
     }
   }
 
-  // A lane's largest.  Where it stands only if adjusted: else a draw follows, which does not need it.
+  // Maximum key of a lane.  The index is valid only if adjusted: otherwise a draw follows, which does not need it.
   __device__ uint64_t best() const {
     float top = -std::numeric_limits<float>::infinity(), all = top;
     int place = 0;
@@ -483,7 +484,7 @@ struct Weights {
     } else {
       row.each_quickly(piece, [&](int, const Eight<T>& raw) { all = larger(all, raw.largest()); });
     }
-    return key_of(all + 0.0f, place);  // + 0: no -0
+    return key_of(all + 0.0f, place);  // + 0: turns -0 into 0
   }
 
   // log2 of w, before rounding.
@@ -492,26 +493,27 @@ struct Weights {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) y[i] = __fmul_rn(__fsub_rn(y[i], peak), scale);
   }
-  // exp2 is right to 1e-6 of its value: y below this has w < least, for sure.
+  // exp2 has a relative error of 1e-6: smaller y are certain to have w < floor.
   __device__ static float coldest(float least) { return log2f(least) - 1e-3f; }
 
   // --- the floor
 
   struct Upper {
     float floor;
-    uint64_t sum;  // of weights from there up
+    uint64_t sum;  // sum of weights from that bucket up
   };
 
-  // The exact floor within a bucket of the coarse histogram, by two finer ones.
+  // Exact floor within a bucket of the coarse histogram, by two finer histograms.
   __device__ Upper descend(Crossing at, Wanted wanted, bool counted, Shared& shared, int& turn) const {
     uint32_t prefix = at.bucket + sampling::kBucketBase;
     for (int shift = sampling::kBucketShift; shift > 0; counted = true) {
-      // All members of the bucket, or its only one: its lower edge tells them from the rest as well as its least.
+      // If all members of the bucket are kept, or there is only one, its lower edge separates them as well as their
+      // minimum.
       if (counted && (at.inside.count == 1 || (wanted.by_count && at.above.count + at.inside.count == wanted.least))) {
         return {__uint_as_float(prefix << shift), at.above.sum + at.inside.sum};
       }
       turn ^= 1;
-      Histogram<kFine>& fine = shared.fine[turn];  // its readers of two passes ago have passed a cluster_sync()
+      Histogram<kFine>& fine = shared.fine[turn];  // cluster_sync() has passed since its readers of two passes ago
       fine.clear();
       __syncthreads();
       const uint32_t lowest = prefix << shift;
@@ -535,7 +537,7 @@ struct Weights {
     return {__uint_as_float(prefix), at.above.sum + at.inside.sum};
   }
 
-  // What top_k and top_p ask for.
+  // Floor of w required by top_k and top_p.
   __device__ float floor(Shared& shared) const {
     const bool counted = settings.top_k > 0, summed = settings.top_p < 1;
     row.each(piece, [&](int tile, const Eight<T>& raw) {
@@ -575,10 +577,12 @@ struct Weights {
       const float w = exp2_as_cpu(y[i]);
       if (w >= floor) one[i] = weight(w);
     }
-    return uint64_t{one[0] + one[1] + one[2]} + (one[3] + one[4] + one[5]) + (one[6] + one[7]);  // 32 bits hold three
+    return uint64_t{one[0] + one[1] + one[2]} + (one[3] + one[4] + one[5]) +
+           (one[6] + one[7]);  // 32 bits hold the sum of three
   }
 
-  // The token at which the running sum of kept weights exceeds the goal: to one thread of the cluster; -1 to others.
+  // Token at which the running sum of kept weights exceeds the drawn value: for one thread of the cluster; -1 for
+  // others.
   __device__ int draw(float floor, uint64_t hash, Shared& shared) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float cold = coldest(floor);
@@ -587,7 +591,7 @@ struct Weights {
     own = sum_of_warp(own);
     if (lane == 0) shared.warp_sums[warp] = own;
     cluster_sync();
-    // Sums of the cluster's warps, in the order of their pieces: a few to each lane.
+    // Sums of the cluster's warps, in the order of their slices: a few per lane.
     constexpr int kEach = kMaxCluster * kWarps / 32;
     uint64_t sums[kEach], upto = 0;
 #pragma unroll
@@ -600,7 +604,7 @@ struct Weights {
     const uint64_t of_lane = upto;
     upto = sum_up_to_lane(upto);
     const uint64_t goal = sampling::goal(hash, __shfl_sync(kAll, upto, 31));
-    // Whose piece holds the goal, and how far into it.
+    // The warp whose slice holds the drawn value, and the rest within it.
     uint64_t left = goal - (upto - of_lane);
     int winner = -1;
     if (goal < upto && goal >= upto - of_lane) {
@@ -617,7 +621,7 @@ struct Weights {
     return find(Piece(row.size, winner), left, floor, shared);
   }
 
-  // Within a piece, by all warps of the CTA.
+  // Searches a slice, with all warps of the CTA.
   __device__ int find(Piece among, uint64_t left, float floor, Shared& shared) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float cold = coldest(floor);
@@ -668,11 +672,11 @@ __device__ void greedy(const SampleArgs& a, const Row<T>& row, Piece piece, int 
   wait_until_peers_are_done();
 }
 
-// The outcome of a row whose adjusted logits are not finite, from its raw ones.  A call of its own, with values as
-// arguments, so that rows that get a token keep their registers.
+// Outcome of a row whose adjusted logits are not finite, from its raw ones.  Not inlined, with values as arguments, so
+// that it costs other rows no registers.
 template <class T>
 __device__ __noinline__ uint8_t explain(Row<T> row, Piece piece, Shared& shared) {
-  cluster_sync();  // all have read `warp_best`, which is written once more
+  cluster_sync();  // all have read `warp_best` before it is overwritten
   const Choice raw = choice_of(cluster_max(best_of(row, piece), shared));
   return raw.outcome == sampling::kChosen ? sampling::kNothingAllowed : raw.outcome;
 }
@@ -703,11 +707,11 @@ __global__ void __launch_bounds__(kThreads, general ? 2 : 4) sample_kernel(Sampl
   const uint64_t best = cluster_max(weights.best(), shared);
   weights.peak = number_of(best);
   Choice likeliest = choice_of(best);
-  const bool sound = likeliest.outcome == sampling::kChosen;  // the same for all threads of the cluster
+  const bool sound = likeliest.outcome == sampling::kChosen;  // uniform over all threads of the cluster
   if (!sound && weights.adjusts()) likeliest.outcome = explain(row, piece, shared);
   int token = speaker ? likeliest.token : -1;
   if (settings.scale != 0 && sound) {
-    float floor = settings.min_p;  // the largest w is 1, so min_p is a floor as it stands
+    float floor = settings.min_p;  // the maximum w is 1, so min_p is the floor itself
     if (filtered) floor = fmaxf(floor, weights.floor(shared));
     token = weights.draw(floor, sampling::hash(settings.seed, settings.sibling, position), shared);
   } else {
@@ -745,8 +749,8 @@ __global__ void __launch_bounds__(kThreads) chosen_kernel(const int64_t* keys, S
   write(a, row, a.slots[row] < 0 ? Choice{0, sampling::kChosen} : choice_of(sampling::from_signed(keys[row])));
 }
 
-// CTAs of a row.  Few rows get many.  A larger cluster synchronises more slowly; this rule was measured to pick the best
-// size at each of 1 to 1024 rows.  Rows that are read again take two CTAs, so that the rows under way fit into L2.
+// CTAs per row.  Few rows get many.  A larger cluster synchronises more slowly; this rule was measured to pick the best
+// size for each of 1 to 1024 rows.  Rows that are read again take two CTAs, so that the active rows fit into L2.
 int cluster_of(int64_t rows, bool again) {
   const int most = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? kMaxCluster : 1;
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount);

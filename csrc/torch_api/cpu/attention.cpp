@@ -1,4 +1,4 @@
-// Binds attention on a CPU.
+// Bindings of attention on a CPU.
 
 #include "cpu/attention.h"
 

@@ -1,4 +1,4 @@
-// Binds the operators on the block tables, on a CPU.
+// Bindings of the operators on the block tables, on a CPU.
 
 #include "cpu/batch.h"
 
@@ -12,7 +12,7 @@ namespace {
 
 Tables tables_of(const at::Tensor& tables) { return {tables.data_ptr<int32_t>(), tables.stride(0), tables.size(1)}; }
 
-// Each -1 or a row of the tables.
+// Checks that each slot is -1 or a row of the tables.
 const int32_t* slots_of(const at::Tensor& slots, const BatchSizes& sizes) {
   const int32_t* slot = slots.const_data_ptr<int32_t>();
   expect_below("slots", slot, sizes.count, -1, sizes.max_rows);

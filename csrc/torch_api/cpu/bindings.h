@@ -1,4 +1,4 @@
-// The operators that a decoder layer is made of, as the dispatcher calls them: ops.cpp says what they take.
+// Operators of a decoder layer, as the dispatcher calls them; ops.cpp has their arguments.
 #pragma once
 
 #include <ATen/core/Tensor.h>

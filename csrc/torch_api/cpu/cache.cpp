@@ -1,4 +1,4 @@
-// Binds the operators that move keys and values on a CPU.
+// Bindings of the operators that move keys and values, on a CPU.
 
 #include "cpu/cache.h"
 
@@ -63,7 +63,7 @@ void block_fill(at::TensorList caches, const at::Tensor& blocks, double value) {
                   element.element_size(), threads());
 }
 
-// What block_gather and block_scatter do alike: move(caches, blocks, count, block_bytes, buffer, threads).
+// Shared part of block_gather and block_scatter: move(caches, blocks, count, block_bytes, buffer, threads).
 template <class Move>
 void move_blocks(at::TensorList caches, const at::Tensor& blocks, const at::Tensor& buffer, const Move& move) {
   const BlockSizes sizes = check_caches(caches, on_cpu());

@@ -1,4 +1,4 @@
-// From tensors to what the CPU's kernels take.  The kernels check nothing, so every index is checked here.
+// Conversion from tensors to the CPU kernels' arguments.  The kernels check nothing, so every index is checked here.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,7 @@
 
 namespace quire::cpu::torch_api {
 
-// How many threads the kernel of this call shares its work among.
+// Number of threads for this call's kernel.
 int threads();
 
 inline Cache bytes_of(const at::Tensor& cache) {
@@ -25,7 +25,7 @@ void expect_below(const char* who, const Id* ids, int64_t count, int64_t least, 
   }
 }
 
-// run(T{}), with the kernels' own type for the dtype of t.
+// Calls run(T{}) with the kernels' own type for the dtype of t.
 template <class Run>
 void by_dtype(const char* who, const at::Tensor& t, const Run& run) {
   switch (t.scalar_type()) {

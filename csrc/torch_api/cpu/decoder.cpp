@@ -1,5 +1,5 @@
-// Binds all layers of a decoder as one operator, on a CPU.  One token of a small model computes for 20 us between two calls
-// from Python, and each call costs a fifth of that or more.
+// Binding of all layers of a decoder as one operator, on a CPU. One token of a small model computes for 20 us between
+// two calls from Python, and each call costs a fifth of that or more.
 
 #include <ATen/core/List.h>
 #include <ATen/ops/empty.h>
@@ -15,12 +15,12 @@ namespace {
 
 using Given = std::optional<at::Tensor>;
 
-// A product's tensors, in the order of `weights`.
+// Tensors of a linear layer, in the order of `weights`.
 constexpr int64_t kOfProduct = 4;
 struct PackedWeight {
   Given packed, scale, zero, bias;
 };
-// A layer's: four norms, then the products of q, k and v, of o, of gate and up, and of down.
+// Tensors of a layer: four norms, then the linear layers qkv, o, gate and up, and down.
 constexpr int64_t kOfLayer = 4 + 4 * kOfProduct;
 
 void decoder_layers(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, const c10::List<Given>& weights,

@@ -1,4 +1,4 @@
-// Binds what a decoder layer does between its products, on a CPU.
+// Bindings of the operators between the linear layers of a decoder layer, on a CPU.
 
 #include "cpu/layers.h"
 

@@ -1,4 +1,4 @@
-// Binds matrix products on a CPU.
+// Bindings of linear layers on a CPU.
 
 #include "torch_api/linear.h"
 
@@ -32,13 +32,13 @@ std::tuple<int64_t, int64_t> product_layout(const at::Tensor& like) {
   return layout;
 }
 
-// The sizes of a product, after the checks that do not depend on the weight's dtype.
+// Sizes of a linear layer, after the checks that do not depend on the weight's dtype.
 struct ProductSizes {
   Size rows{"rows"}, inner{"inner size"}, features{"features"}, strips{"strips"}, steps{"steps"}, columns{"columns"},
       together{"numbers together"};
 };
 
-// layout: of `packed`, its columns and its numbers together.
+// layout: of `packed`, its columns and its elements together.
 void check_product(ProductSizes& s, const at::Tensor& x, const at::Tensor& packed, std::tuple<int64_t, int64_t> layout,
                    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& plus,
                    const at::Tensor& out) {
@@ -62,7 +62,7 @@ void check_product(ProductSizes& s, const at::Tensor& x, const at::Tensor& packe
   if (plus) expect_dtype("plus", *plus, out.scalar_type(), "out");
 }
 
-// run(T{}, Out{}) with the types of x and out.
+// Calls run(T{}, Out{}) with the types of x and out.
 template <class Run>
 void by_dtypes(const at::Tensor& x, const at::Tensor& out, const Run& run) {
   by_dtype("x", x, [&](auto type) { out.scalar_type() == at::kFloat ? run(type, float{}) : run(type, type); });
@@ -73,9 +73,9 @@ const T* numbers(const std::optional<at::Tensor>& t) {
   return t ? static_cast<const T*>(t->const_data_ptr()) : nullptr;
 }
 
-// Rows from which `widen` makes weights of 8 and of 4 bits bfloat16.  With fewer rows that takes longer than it saves.
-// Measured on one core of a Zen 4 with weights from memory, in turn with the products in integers, at 4 to 512 rows, with
-// builds for AVX-512 and for AVX2: docs/notes/kernels/product_int8.md, "Many rows".
+// Minimum rows at which `widen` dequantises int8 and int4 weights to bfloat16.  With fewer rows that takes longer than
+// it saves.  Measured on one core of a Zen 4 with weights from memory, alternating with the integer kernels, at 4 to
+// 512 rows, with builds for AVX-512 and for AVX2: docs/notes/kernels/product_int8.md, "Many rows".
 constexpr int64_t kInt8WidenedRows = kLanes == 16 ? 48 : 12, kInt4WidenedRows = 20;
 
 std::tuple<int64_t, int64_t> widened_rows() { return {kInt8WidenedRows, kInt4WidenedRows}; }
@@ -127,7 +127,7 @@ void product_on_tiles(const at::Tensor& x, const at::Tensor& packed, const std::
   plain_product(x, packed, bias, plus, out, true);
 }
 
-// widen: with many rows of bfloat16, by weights as bfloat16.
+// widen: with many rows of bfloat16, dequantises the weights to bfloat16.
 void int8_product(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
                   const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& plus, const at::Tensor& out,
                   bool widen) {
@@ -176,7 +176,7 @@ void product_int8(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
   int8_product(x, packed, scale, bias, plus, out, false);
 }
 
-// widen: as above.
+// widen: as in int8_product.
 void int4_product(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
                   const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias,
                   const std::optional<at::Tensor>& plus, const at::Tensor& out, bool widen) {
@@ -236,7 +236,7 @@ void product_int4(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
 
 }  // namespace
 
-// One call for what a layer's product takes, since each call from Python costs as long as a small product.
+// One call for all operators around a linear layer, because each call from Python costs as long as a small GEMM.
 void packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scale,
                    const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias,
                    const std::optional<at::Tensor>& norm, double eps, bool silu_mul, bool widen,

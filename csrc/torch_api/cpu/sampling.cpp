@@ -1,4 +1,4 @@
-// Binds sampling on a CPU.
+// Bindings of sampling on a CPU.
 
 #include "cpu/sampling.h"
 

@@ -1,4 +1,4 @@
-// Binds set_threads, and gives the other bindings the number of threads.
+// Binding of set_threads; the other bindings get the number of threads here.
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>

@@ -1,4 +1,4 @@
-// Products of bfloat16 by torch's small matrix product, which uses matrix tiles (AMX) where the CPU has them.
+// bfloat16 GEMMs by torch's small GEMM, which uses matrix tiles (AMX) if the CPU has them.
 #pragma once
 
 #include <ATen/native/CPUBlas.h>
@@ -10,16 +10,17 @@
 
 namespace quire::cpu::torch_api {
 
-constexpr int64_t kTileRows = 64;                 // of a call of the library
-constexpr int64_t kTileTaskRows = 4096 / kLanes;  // a strip of few columns takes as long to widen as one of many
-constexpr int64_t kTileRun = 1024;  // inputs whose weights stay in the cache until all rows of a task have met them
+constexpr int64_t kTileRows = 64;                 // rows per call of the library's GEMM
+constexpr int64_t kTileTaskRows = 4096 / kLanes;  // widening a strip costs the same for few columns as for many
+constexpr int64_t kTileRun =
+    1024;  // elements of inner whose weights stay in the cache until all rows of a task have used them
 
 // out = (x weight^T) * scale + bias + plus, sums in float.  A row's bits may depend on the number of rows.
 //
-// args: of x, rows and what `finish` takes.  inner is even and more than 0.
-// scale: of each feature [strips * kColumns], or null.
-// weight_of(strip, first, count, room): returns the strip's weights of inputs first .. first + count - 1, as pairs of
-//     inputs [count / 2, kColumns, 2].  It may write them to `room`.
+// args: x, rows, and the arguments of `finish`. inner is even and more than 0.
+// scale: [strips * kColumns], per feature; or null.
+// weight_of(strip, first, count, buffer): returns the strip's weights of inputs first .. first + count - 1, as pairs of
+//     inputs [count / 2, kColumns, 2].  It may write them to `buffer`.
 template <class Args, class WeightOf>
 void on_tiles(const Args& args, const float* scale, const WeightOf& weight_of) {
   const auto* x = reinterpret_cast<const at::BFloat16*>(args.x);

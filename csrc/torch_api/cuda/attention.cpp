@@ -1,4 +1,4 @@
-// Binds attention on a GPU.
+// Bindings of attention on a GPU.
 
 #include <torch/library.h>
 
@@ -16,7 +16,7 @@ namespace quire::cuda::torch_api {
 
 namespace {
 
-// Rows are read 16 bytes at a time.
+// Kernels load 16 bytes at a time.
 void expect_aligned(const char* who, const at::Tensor& t) {
   bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
   for (int64_t i = 0; i + 1 < t.dim(); ++i) aligned &= t.size(i) <= 1 || t.stride(i) * t.element_size() % 16 == 0;
@@ -31,14 +31,13 @@ void expect_head_size(int64_t head_size) {
 
 int narrow(int64_t size) { return static_cast<int>(size); }
 
-// The plan of the decodes is stored first, that of the prompt chunks behind it.
+// Parts of the plan's memory: first the plan of the decodes, then the plan of the prompt chunks.
 struct PlanParts {
   int64_t decode_bytes, prefill_bytes;
   char *decode, *prefill;
 };
 
-// The sizes of the model are enough to find each part; the number of sequences of the plan is not needed.  The part of the
-// decodes always takes the bytes of the most sequences it can hold.
+// The sizes of the model suffice to find each part, because the part of the decodes always has its maximum size.
 PlanParts parts_of(const at::Tensor& plan, int64_t heads, int64_t kv_heads, int64_t head_size) {
   const int64_t decode_bytes = decode_plan_bytes(kDecodeMaxSeqs, static_cast<int>(heads), static_cast<int>(kv_heads),
                                                  static_cast<int>(head_size));
@@ -59,7 +58,7 @@ void expect_decodes(int64_t decodes, int64_t seqs) {
   TORCH_CHECK_VALUE(decodes <= kDecodeMaxSeqs, "decodes: ", decodes, ", at most ", kDecodeMaxSeqs);
 }
 
-// Of everything that decodes and prompt chunks share.
+// Arguments shared by decodes and prompt chunks.
 template <class Args>
 Args common_args(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache, const at::Tensor& tables,
                  const at::Tensor& rows, const AttentionSizes& sizes, double scale, double soft_cap,

@@ -1,4 +1,4 @@
-// Binds the operators on the block tables, on a GPU.
+// Bindings of the operators on the block tables, on a GPU.
 
 #include "cuda/cache/batch.h"
 

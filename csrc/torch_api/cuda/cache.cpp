@@ -1,4 +1,4 @@
-// Binds the operators that move keys and values on a GPU.
+// Bindings of the operators that move keys and values, on a GPU.
 
 #include "cuda/cache/cache.h"
 
@@ -33,7 +33,7 @@ void kv_write(const at::Tensor& key, const at::Tensor& value, const at::Tensor& 
   cuda::kv_write(args, stream_of(key));
 }
 
-// All caches also have one stride between blocks.  `like` is on their device.
+// Makes the kernels' arguments; all caches also have one stride between blocks.  `like` is on their device.
 BlockArgs blocks_of(at::TensorList caches, const at::Tensor& like, int64_t count) {
   const BlockSizes sizes = check_caches(caches, on_gpu(like));
   Size stride("stride of blocks");
@@ -65,7 +65,7 @@ void block_fill(at::TensorList caches, const at::Tensor& blocks, double value) {
                    stream_of(blocks));
 }
 
-// What block_gather and block_scatter check alike.
+// Shared checks of block_gather and block_scatter.
 BlockArgs blocks_and_buffer(at::TensorList caches, const at::Tensor& blocks, const at::Tensor& buffer) {
   const BlockArgs args = blocks_of(caches, blocks, check_blocks(blocks, on_gpu(blocks)));
   check_blocks_and_buffer(blocks, buffer, caches.size(), args.block_bytes, on_gpu(blocks));

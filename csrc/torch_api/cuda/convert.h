@@ -1,5 +1,5 @@
-// From tensors to what the CUDA kernels take.  The host cannot read lengths, tables and kv_indices on the device without
-// waiting.  So the bindings here do not check them: the caller answers for their range.
+// Conversion from tensors to the CUDA kernels' arguments.  The host cannot read lengths, tables and kv_indices on the
+// device without waiting.  So the bindings do not check them: the caller answers for their range.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,14 +25,14 @@ inline Dtype dtype_of(const char* who, const at::Tensor& t) {
   }
 }
 
-// For numbers that are computed with: no e4m3.
+// Dtype of a tensor used in arithmetic: no e4m3.
 inline Dtype model_dtype_of(const char* who, const at::Tensor& t) {
   const Dtype dtype = dtype_of(who, t);
   TORCH_CHECK_VALUE(dtype != Dtype::e4m3, who, ": dtype is ", t.scalar_type(), ", not float32, bfloat16 or float16");
   return dtype;
 }
 
-// The stream that torch would launch on now, on the tensor's device.  The caller holds a c10::cuda::CUDAGuard for it.
+// Torch's current stream on the tensor's device.  The caller holds a c10::cuda::CUDAGuard for it.
 inline cudaStream_t stream_of(const at::Tensor& t) { return c10::cuda::getCurrentCUDAStream(t.device().index()); }
 
 // [tokens, size] counts as one head.
@@ -40,7 +40,7 @@ inline Heads heads_of(const at::Tensor& t) {
   return {const_cast<void*>(t.const_data_ptr()), t.stride(0), t.dim() == 3 ? t.stride(1) : 0};
 }
 
-// Where a step's keys and values are stored.
+// Destination of a step's keys and values.
 inline KvTarget kv_target_of(const at::Tensor& k_cache, const at::Tensor& v_cache, int64_t block_size,
                              const at::Tensor& kv_indices, const float* scales) {
   return {

@@ -1,4 +1,4 @@
-// Binds a mixture of experts on a GPU.
+// Bindings of a mixture of experts on a GPU.
 
 #include "cuda/experts/experts.h"
 

@@ -1,4 +1,4 @@
-// Binds what a decoder layer does between its products, on a GPU.
+// Bindings of the operators between the linear layers of a decoder layer, on a GPU.
 
 #include "cuda/layers/layers.h"
 

@@ -1,4 +1,4 @@
-// Binds matrix products on a GPU: the kernel for few tokens, torch's own products for many.
+// Bindings of linear layers on a GPU: the memory-bound kernel for few tokens, cuBLAS through torch for many.
 
 #include "cuda/linear/linear.h"
 
@@ -18,8 +18,8 @@ namespace quire::cuda::torch_api {
 namespace {
 
 constexpr int64_t kBlock = 128;  // rows and columns that share a scale
-constexpr int64_t kRows = 4;     // the library's products of blocks need a multiple of so many rows
-constexpr int64_t kScales = 4;   // and of so many scales in a row of blocks, by the rules of all releases
+constexpr int64_t kRows = 4;     // row multiple required by cuBLAS's block-scaled GEMMs
+constexpr int64_t kScales = 4;   // multiple of scales per row of blocks required by any cuBLAS release
 
 int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -56,7 +56,7 @@ void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<a
   const c10::cuda::CUDAGuard guard(x.device());
   LinearArgs args = args_of(x, weight, bias, add, silu_mul, out);
   if (!fits_linear(args)) return linear_chain(x, weight, bias, norm, eps, add, silu_mul, out);
-  at::Tensor y;  // lives until the launch
+  at::Tensor y;  // keeps the memory until the launch
   if (norm) {
     y = normed(x, *norm, eps);
     args.x = y.const_data_ptr();
@@ -66,9 +66,9 @@ void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<a
 }
 
 struct Quantised {
-  at::Tensor numbers;  // [tokens, inner] e4m3; with groups some rows more, so that there are a multiple of kRows
+  at::Tensor numbers;  // [tokens, inner] e4m3; with groups padded to a multiple of kRows
   at::Tensor one;      // [] f32: 1
-  at::Tensor scale;    // [tokens] f32; with groups [rows of numbers, inner / 128], column by column
+  at::Tensor scale;    // [tokens] f32; with groups [rows of numbers, inner / 128], column-major
 };
 
 Quantised quantised(const at::Tensor& x, const std::optional<at::Tensor>& norm, double eps, bool groups) {
@@ -78,7 +78,7 @@ Quantised quantised(const at::Tensor& x, const std::optional<at::Tensor>& norm, 
   const at::Tensor rows = in_16_bytes(x.const_data_ptr(), x.stride(0), 2) ? x : x.contiguous();
   const int64_t count = groups ? rounded_up(x.size(0), kRows) : x.size(0);
   const at::Tensor numbers = at::empty({count, inner}, x.options().dtype(at::kFloat8_e4m3fn));
-  constexpr int64_t kApart = 4;  // both start at multiples of 16 bytes
+  constexpr int64_t kApart = 4;  // elements: both parts are 16-byte aligned
   const at::Tensor scales = at::empty({kApart + count * (groups ? inner / kBlock : 1)}, x.options().dtype(at::kFloat));
   const at::Tensor all = scales.slice(0, kApart);
   const Quantised result{numbers, scales.select(0, 0), groups ? all.view({inner / kBlock, count}).t() : all};
@@ -143,8 +143,8 @@ void linear_fp8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor&
   };
   if (x.size(0) == 0) return;
   if (fits_linear_fp8(args)) return cuda::linear_fp8(args, stream_of(x));
-  // The library's products with one scale are faster than those with a scale for each row and column.
-  if (wide && blocks) {  // the library's products of blocks are bf16 in some releases
+  // cuBLAS's GEMMs with one scale are faster than those with a scale per row and column.
+  if (wide && blocks) {  // some cuBLAS releases return bf16 from block-scaled GEMMs
     const at::Tensor narrow = at::empty(out.sizes(), x.options());
     linear_fp8(x, weight, scale, bias, norm, eps, add, silu_mul, narrow);
     out.copy_(narrow);

@@ -1,5 +1,5 @@
-// Binds products with weights of 4 bits on a GPU: the kernel for few tokens; else a product with the weight in bfloat16,
-// which exists while it is computed.
+// Bindings of int4 linear layers on a GPU: the kernel for few tokens; for many, a GEMM on weights dequantised to
+// bfloat16, which exist only meanwhile.
 
 #include "cuda/linear/int4.h"
 
@@ -16,10 +16,10 @@
 namespace quire::cuda::torch_api {
 namespace {
 
-// Up to so many tokens several calls of the kernel, each for some of them, read less than the weight in bfloat16 takes.
+// Maximum tokens for which several calls of the kernel move fewer bytes than dequantising the weight.
 constexpr int64_t kMostInCalls = 64;
 
-// Groups of a record, by the bytes of a record.
+// Groups per packed block, from its size in bytes.
 int groups_of(const at::Tensor& weight) {
   for (const int groups : {1, 2, 4}) {
     if (weight.size(2) == int4_record_bytes(groups)) return groups;
@@ -66,7 +66,7 @@ Int4Args checked(const at::Tensor& x, const at::Tensor& weight, const at::Tensor
 }
 
 void in_calls(Int4Args args, const at::TensorOptions& options, cudaStream_t stream) {
-  constexpr int64_t kNumber = 2;  // bytes
+  constexpr int64_t kNumber = 2;  // bytes per element
   const int64_t converted = int4_converted_bytes(std::min(args.tokens, kInt4MostTokens), args.inner, args.groups);
   const at::Tensor room = at::empty({converted}, options.dtype(at::kByte));
   args.converted = room.data_ptr();

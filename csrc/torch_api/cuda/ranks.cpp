@@ -1,4 +1,4 @@
-// Binds the sum over the ranks of a model.
+// Binding of the all-reduce over the ranks of a model.
 
 #include "cuda/ranks/rank_sum.h"
 

@@ -1,4 +1,4 @@
-// Binds sampling on a GPU.
+// Bindings of sampling on a GPU.
 
 #include "cuda/sampling/sampling.h"
 
