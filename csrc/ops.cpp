@@ -16,7 +16,6 @@ TORCH_LIBRARY(quire, m) {
       "kv_write(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor kv_indices, "
       "Tensor? scales) -> ()");
 
-  //
   //   q, out     [T, H, D]; a sequence with lens 0 gives zeros
   //   caches     as in kv_write
   //   tables     [max_rows, max_blocks] i32
@@ -65,7 +64,6 @@ TORCH_LIBRARY(quire, m) {
   // gate_up [T, 2 * size]: gate, then up · out [T, size] = silu(gate) * up
   m.def("silu_mul(Tensor gate_up, Tensor(a!) out) -> ()");
 
-  //
   //   qkv             [T, H + 2 * Hkv, D]: queries are rotated in place; rotated keys and the values go to the caches
   //   cos, sin        [T, D]
   //   caches, kv_indices, scales  as in kv_write
@@ -81,7 +79,6 @@ TORCH_LIBRARY(quire, m) {
   // edits [n, 3] i32: tables[row, column] = block; row -1: no edit.  Entries must be distinct
   m.def("apply_edits(Tensor edits, Tensor(a!) tables) -> ()");
 
-  //
   //   token, position             [max_rows] i64: next input token of each slot, and its position
   //   tables                      [max_rows, max_blocks] i32
   //   ids, positions, kv_indices  [n] i64, out: inputs of the step
@@ -115,7 +112,6 @@ TORCH_LIBRARY(quire, m) {
 
 // Linear layers.
 TORCH_LIBRARY_FRAGMENT(quire, m) {
-  //
   //   x         [T, inner]
   //   weight    [size, inner]
   //   bias      [size]
@@ -162,7 +158,6 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   //   chosen     [T, k] i32: the experts of the k largest logits, largest first, the lower index first among equals
   //   weights    [T, k] f32: softmax over all experts; normalise: divided by the sum of the k; rounded: to logits' dtype
   m.def("route(Tensor logits, bool normalise, bool rounded, Tensor(a!) chosen, Tensor(b!) weights) -> ()");
-  //
   //   x             [T, hidden]
   //   gate_up       [E, 2 * inner, hidden], per expert gate rows, then up rows; with `clamped` gate and up rows interleaved
   //   gate_up_bias  [E, 2 * inner], in the order of the rows
@@ -175,7 +170,6 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
       "experts(Tensor x, Tensor chosen, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
       "Tensor? down_bias, str activation, float alpha, float limit, Tensor(a!) out) -> ()");
 
-  //
   //   x          [rows, inner]
   //   packed     a weight [features, inner] in the layout of product_layout, padded with zeros
   //   bias       [features]

@@ -90,7 +90,7 @@ QUIRE_SHARED uint64_t key_of(float x, int64_t place) {
   return static_cast<uint64_t>(ordered) << 32 | ~static_cast<uint32_t>(place);
 }
 QUIRE_SHARED int64_t place_of(uint64_t key) { return static_cast<int64_t>(~static_cast<uint32_t>(key)); }
-QUIRE_SHARED float number_of(uint64_t key) {
+QUIRE_SHARED float value_of(uint64_t key) {
   const uint32_t ordered = key >> 32, bits = (ordered & 0x80000000u) ? ordered & 0x7fffffffu : ~ordered;
   float x;
   std::memcpy(&x, &bits, sizeof x);
@@ -131,8 +131,8 @@ QUIRE_SHARED uint64_t share(float p, uint64_t total) {
 #else
   const double part = static_cast<double>(p) * static_cast<double>(total);
 #endif
-  const uint64_t whole = static_cast<uint64_t>(part);
-  const uint64_t up = static_cast<double>(whole) < part ? whole + 1 : whole;
+  const uint64_t truncated = static_cast<uint64_t>(part);
+  const uint64_t up = static_cast<double>(truncated) < part ? truncated + 1 : truncated;
   return up > 0 ? up : 1;
 }
 

@@ -189,7 +189,7 @@ class Attention {
   // Fills items_, most expensive first so that the last ones to be taken are small, and merges_.
   void plan() {
     int64_t cost = 0;
-    std::vector<Item> whole;
+    std::vector<Item> unsplit;
     for (int s = 0; s < a_.seqs; ++s) {
       if (a_.lens[s] == 0) {
         write_zeros(s);
@@ -200,7 +200,7 @@ class Attention {
         Item item{s, 0, row, std::min(kRows, rows - row), 0, 0};
         item.first = first_key(position(item, 0));
         item.last = position(item, item.rows - 1) + 1;
-        for (item.kv_head = 0; item.kv_head < a_.kv_heads; ++item.kv_head) whole.push_back(item);
+        for (item.kv_head = 0; item.kv_head < a_.kv_heads; ++item.kv_head) unsplit.push_back(item);
         cost += a_.kv_heads * item.cost();
       }
     }
@@ -208,7 +208,7 @@ class Attention {
 
     const int64_t large = threads_ > 1 ? cost / (2 * threads_) : cost;  // at most 2 * threads items are larger
     int64_t partials = 0;
-    for (Item& item : whole) {
+    for (Item& item : unsplit) {
       const int begin = item.first / kSplit, end = (item.last + kSplit - 1) / kSplit;
       if (item.cost() <= large || end - begin == 1) {
         items_.push_back(item);
@@ -429,7 +429,7 @@ class Attention {
         score[v] = score[v] * broadcast(scale * kLog2e);
       }
       // Scores of invisible keys may be arbitrary, including NaN: select instead of computing.
-      const Ints key = lane_numbers() + k;
+      const Ints key = lane_indices() + k;
       score[v] = ((key >= first) & (key < last)) ? score[v] : broadcast(kNone);
     });
     Floats top = score[0];

@@ -18,8 +18,8 @@ Floats exp(Floats x) {
   constexpr float kLow = 1.925963033500e-8f;  // log2(e) - kLog2e
   const Floats y = x * broadcast(kLog2e);
   const Floats rest = fma(x, broadcast(kLog2e), -y) + x * broadcast(kLow);
-  const Floats whole = exp2(-max(-y, broadcast(-126.0f)));
-  return fma(whole, rest * broadcast(0.6931472f), whole);
+  const Floats power = exp2(-max(-y, broadcast(-126.0f)));
+  return fma(power, rest * broadcast(0.6931472f), power);
 }
 
 // 1 / sqrt(mean(x^2) + eps) of a head or row, from its sum of squares.
@@ -136,11 +136,11 @@ void row_max(const T* x, int64_t row_stride, float* values, int64_t* places, int
     for (int lane = 0; lane < kLanes; ++lane) {
       if (any_nan[lane]) values[row] = std::numeric_limits<float>::quiet_NaN();
     }
-    Ints first = lane_numbers() * 0 + std::numeric_limits<int32_t>::max();
+    Ints first = lane_indices() * 0 + std::numeric_limits<int32_t>::max();
     over_lanes(size, [&](int64_t i, auto n) {
-      const Ints place = lane_numbers() + static_cast<int32_t>(i);
-      const Ints found = (read(from + i, n) == broadcast(values[row])) & (place < static_cast<int32_t>(size));
-      first = (found & (place < first)) ? place : first;
+      const Ints place = lane_indices() + static_cast<int32_t>(i);
+      const Ints matches = (read(from + i, n) == broadcast(values[row])) & (place < static_cast<int32_t>(size));
+      first = (matches & (place < first)) ? place : first;
     });
     int32_t place = first[0];
     for (int lane = 1; lane < kLanes; ++lane) place = std::min<int32_t>(place, first[lane]);

@@ -33,14 +33,14 @@ using Met = std::conditional_t<kTogether<T> == 2, bf16, float>;
 template <class T>
 struct alignas(64) Rows {
   static constexpr int64_t kStride = kRun<T> + 64 / sizeof(Met<T>);
-  Met<T> numbers[kRows * kStride];
+  Met<T> values[kRows * kStride];
 };
 
 template <class T>
 void lay(Rows<T>& rows, const T* x, int64_t stride, int64_t count, int64_t inner) {
   for (int64_t i = 0; i < count; ++i) {
     const T* from = x + i * stride;
-    Met<T>* to = rows.numbers + i * Rows<T>::kStride;
+    Met<T>* to = rows.values + i * Rows<T>::kStride;
     if constexpr (std::is_same_v<T, Met<T>>) {
       std::memcpy(to, from, inner * sizeof(T));
       if (inner % kTogether<T>) to[inner] = Met<T>{};
@@ -84,7 +84,7 @@ inline void in_order(Floats& even, Floats& odd, std::integer_sequence<int, i...>
 template <class T, int rows>
 void multiply(const Rows<T>& x, const T* weight, int64_t steps, float* sums, bool first) {
   Floats sum[rows][2] = {};
-  const Met<T>* numbers = x.numbers;
+  const Met<T>* values = x.values;
   constexpr int64_t kStepBytes = kColumns * kTogether<T> * sizeof(T);
   for (int64_t step = 0; step < steps; ++step) {
     for (int64_t line = 0; line < kStepBytes; line += 64) {
@@ -96,7 +96,7 @@ void multiply(const Rows<T>& x, const T* weight, int64_t steps, float* sums, boo
       const auto right = bit_cast<__m512bh>(_mm512_loadu_si512(weight + 2 * kLanes));
       unroll<rows>([&](auto i) {
         int32_t pair;
-        std::memcpy(&pair, numbers + i * Rows<T>::kStride, sizeof pair);
+        std::memcpy(&pair, values + i * Rows<T>::kStride, sizeof pair);
         const auto both = bit_cast<__m512bh>(_mm512_set1_epi32(pair));
         sum[i][0] = _mm512_dpbf16_ps(sum[i][0], left, both);
         sum[i][1] = _mm512_dpbf16_ps(sum[i][1], right, both);
@@ -107,13 +107,13 @@ void multiply(const Rows<T>& x, const T* weight, int64_t steps, float* sums, boo
       Floats left, right;
       load_columns(weight, left, right);
       unroll<rows>([&](auto i) {
-        const Floats number = broadcast(static_cast<float>(numbers[i * Rows<T>::kStride]));
-        sum[i][0] = fma(left, number, sum[i][0]);
-        sum[i][1] = fma(right, number, sum[i][1]);
+        const Floats x_value = broadcast(static_cast<float>(values[i * Rows<T>::kStride]));
+        sum[i][0] = fma(left, x_value, sum[i][0]);
+        sum[i][1] = fma(right, x_value, sum[i][1]);
       });
     }
     weight += kColumns * kTogether<T>;
-    numbers += kTogether<T>;
+    values += kTogether<T>;
   }
   unroll<rows>([&](auto i) {
     if constexpr (std::is_same_v<T, bf16> && kTogether<T> == 1) {

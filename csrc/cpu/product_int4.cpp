@@ -40,12 +40,12 @@ inline Ints swap_middle(Ints q, std::integer_sequence<int, i...>) {
 }
 
 // Stores kLanes quantised elements at `values`, in the order in which steps read them.
-inline void put(uint8_t* numbers, Ints q) {
+inline void put(uint8_t* values, Ints q) {
 #if defined(__AVX512VNNI__)
-  store_bytes(numbers, q);
+  store_bytes(values, q);
 #else
   const Shorts narrow = __builtin_convertvector(swap_middle(q, std::make_integer_sequence<int, kLanes>{}), Shorts);
-  std::memcpy(numbers, &narrow, sizeof narrow);
+  std::memcpy(values, &narrow, sizeof narrow);
 #endif
 }
 
@@ -114,11 +114,11 @@ void multiply(const uint8_t* x, const uint8_t* x_sums, int64_t stride, Run<Scale
         unroll<2>([&](auto part) {
           const Words left = unpack<0, part>(weights), right = unpack<1, part>(weights);
           unroll<rows>([&](auto i) {
-            int32_t numbers;
-            std::memcpy(&numbers, x + i * stride + (2 * step + part) * sizeof numbers, sizeof numbers);
-            auto& of_row = sum[i];
-            of_row[0][part % kSums] = multiply_add(of_row[0][part % kSums], left, numbers);
-            of_row[1][part % kSums] = multiply_add(of_row[1][part % kSums], right, numbers);
+            int32_t values;
+            std::memcpy(&values, x + i * stride + (2 * step + part) * sizeof values, sizeof values);
+            auto& row_sums = sum[i];
+            row_sums[0][part % kSums] = multiply_add(row_sums[0][part % kSums], left, values);
+            row_sums[1][part % kSums] = multiply_add(row_sums[1][part % kSums], right, values);
           });
         });
       }
@@ -129,10 +129,10 @@ void multiply(const uint8_t* x, const uint8_t* x_sums, int64_t stride, Run<Scale
       const Floats scale = load(run.scale + half * kLanes);
       const Words zero = run.zero ? load_zeros(run.zero + half * kLanes) : Words{} + 8;
       unroll<rows>([&](auto i) {
-        uint32_t of_x;
-        std::memcpy(&of_x, x_sums + i * stride, sizeof of_x);
-        const Words* of_row = sum[i][half];
-        const Words all = (kSums == 2 ? (of_row[0] << 8) + of_row[kSums - 1] : of_row[0]) - zero * of_x;
+        uint32_t x_sum;
+        std::memcpy(&x_sum, x_sums + i * stride, sizeof x_sum);
+        const Words* row_sums = sum[i][half];
+        const Words all = (kSums == 2 ? (row_sums[0] << 8) + row_sums[kSums - 1] : row_sums[0]) - zero * x_sum;
         float* to = sums + i * kColumns + half * kLanes;
         store(to, load(to) + __builtin_convertvector(bit_cast<Ints>(all), Floats) * scale);
       });
@@ -154,10 +154,10 @@ void multiply(int64_t rows, const uint8_t* x, const uint8_t* x_sums, int64_t str
 // Scales and finishes one strip of one row.
 template <class Args>
 void scale_and_finish(const Args& args, int64_t row, int64_t column, float* sums) {
-  float of_x;
+  float x_scale;
   const int64_t at = row * int4_row_bytes(args.inner, args.group) + 2 * args.inner + 4 * (args.inner / args.group);
-  std::memcpy(&of_x, args.workspace + at, sizeof of_x);
-  for (int64_t j = 0; j < kColumns; j += kLanes) store(sums + j, load(sums + j) * of_x);
+  std::memcpy(&x_scale, args.workspace + at, sizeof x_scale);
+  for (int64_t j = 0; j < kColumns; j += kLanes) store(sums + j, load(sums + j) * x_scale);
   finish(args, row, column, sums);
 }
 
@@ -196,7 +196,7 @@ struct HalfBlock {
 template <int half, int byte>
 constexpr float kBase = static_cast<float>(1 << (23 - 4 * half - 8 * byte));
 template <int half, int byte>
-inline Floats number_of(Words step) {
+inline Floats value_of(Words step) {
   const Words bits = (step & 0xf << (4 * half + 8 * byte)) | bit_cast<uint32_t>(kBase<half, byte>);
   return bit_cast<Floats>(bits);
 }
@@ -204,16 +204,16 @@ inline Floats number_of(Words step) {
 // Two weights per lane, rounded to bfloat16.
 template <int half>
 inline Words as_bf16(Words step, const HalfBlock& block) {
-  const Floats even = (number_of<half, 0>(step) - block.zero[0]) * block.scale;
-  const Floats odd = (number_of<half, 1>(step) - block.zero[1]) * block.scale;
+  const Floats even = (value_of<half, 0>(step) - block.zero[0]) * block.scale;
+  const Floats odd = (value_of<half, 1>(step) - block.zero[1]) * block.scale;
   return bf16_pairs(even, odd);
 }
 
 template <int half, class Scale>
 inline HalfBlock half_block(const Scale* scale, const uint8_t* zero) {
   const Words zeros = zero ? load_zeros(zero + half * kLanes) : Words{} + 8;
-  const Floats number = __builtin_convertvector(bit_cast<Ints>(zeros), Floats);
-  return {load(scale + half * kLanes), {number + kBase<half, 0>, number + kBase<half, 1>}};
+  const Floats zeros_as_float = __builtin_convertvector(bit_cast<Ints>(zeros), Floats);
+  return {load(scale + half * kLanes), {zeros_as_float + kBase<half, 0>, zeros_as_float + kBase<half, 1>}};
 }
 
 template <class Scale>
@@ -221,10 +221,10 @@ void widen_block(const uint8_t* weight, const Scale* scale, const uint8_t* zero,
   const HalfBlock low = half_block<0>(scale, zero), high = half_block<1>(scale, zero);
   for (int64_t line = 0; line < kBlockBytes; line += 64) __builtin_prefetch(weight + kAhead + line);
   for (int64_t step = 0; step < kSteps; ++step) {
-    Words numbers;
-    std::memcpy(&numbers, weight + step * kStepBytes, sizeof numbers);
-    const Words pairs[] = {as_bf16<0>(numbers, low), as_bf16<1>(numbers, high), as_bf16<0>(numbers >> 16, low),
-                           as_bf16<1>(numbers >> 16, high)};
+    Words values;
+    std::memcpy(&values, weight + step * kStepBytes, sizeof values);
+    const Words pairs[] = {as_bf16<0>(values, low), as_bf16<1>(values, high), as_bf16<0>(values >> 16, low),
+                           as_bf16<1>(values >> 16, high)};
     std::memcpy(to + step * kInt4Together * kColumns, pairs, sizeof pairs);
   }
 }

@@ -41,27 +41,27 @@ struct Row {
 };
 
 // Stores kLanes quantised elements at `values`, in the order in which Sum reads them.
-inline void put(uint8_t* numbers, Ints q) {
+inline void put(uint8_t* values, Ints q) {
 #if defined(__AVX512VNNI__)
-  store_bytes(numbers, q);
+  store_bytes(values, q);
 #else
   const Shorts narrow = __builtin_convertvector(q, Shorts);
-  std::memcpy(numbers, &narrow, sizeof narrow);
+  std::memcpy(values, &narrow, sizeof narrow);
 #endif
 }
 
 template <class T>
-void quantise(const T* x, int64_t inner, uint8_t* numbers) {
+void quantise(const T* x, int64_t inner, uint8_t* values) {
   Doubles sum{};
   Row row{};
   row.scale = round_row(x, inner, [&](int64_t k, Ints q) {
     sum += __builtin_convertvector(q, Doubles);
-    put(numbers + 2 * k, q);
+    put(values + 2 * k, q);
   });
   const int64_t written = (inner + kLanes - 1) / kLanes * kLanes, size = int8_row_bytes(inner) - 64;
-  std::memset(numbers + 2 * written, 0, size - 2 * written);
+  std::memset(values + 2 * written, 0, size - 2 * written);
   for (int i = 0; i < kLanes; ++i) row.sum += sum[i];
-  std::memcpy(numbers + size, &row, sizeof row);
+  std::memcpy(values + size, &row, sizeof row);
 }
 
 // Weights of kLanes features for one step.
@@ -149,14 +149,14 @@ void multiply(int64_t rows, const uint8_t* x, int64_t stride, const uint8_t* wei
 template <class Args>
 void scale_and_finish(const Args& args, int64_t row, int64_t column, const double* sums) {
   const int64_t bytes = int8_row_bytes(args.inner);
-  Row of_x;
-  std::memcpy(&of_x, args.workspace + (row + 1) * bytes - 64, sizeof of_x);
+  Row x_row;
+  std::memcpy(&x_row, args.workspace + (row + 1) * bytes - 64, sizeof x_row);
   float results[kColumns];
   for (int64_t j = 0; j < kColumns; j += kLanes) {
     Doubles sum;
     std::memcpy(&sum, sums + j, sizeof sum);
     store(results + j,
-          __builtin_convertvector(sum - kOffset * of_x.sum, Floats) * of_x.scale * load(args.scale + column + j));
+          __builtin_convertvector(sum - kOffset * x_row.sum, Floats) * x_row.scale * load(args.scale + column + j));
   }
   finish(args, row, column, results);
 }
@@ -210,8 +210,8 @@ void widen_int8(const uint8_t* weight, int64_t inner, int64_t strip, int64_t fir
         bytes = bit_cast<Words>(load(reinterpret_cast<const bf16*>(weight + half * kStepBytes / 2))) >> 16;
       }
       for (int64_t pair = 0; pair < kInt8Together / 2; ++pair) {
-        const Words numbers = as_bf16(bytes >> 16 * pair);
-        std::memcpy(to + (pair * 2 + half) * 2 * kLanes, &numbers, sizeof numbers);
+        const Words values = as_bf16(bytes >> 16 * pair);
+        std::memcpy(to + (pair * 2 + half) * 2 * kLanes, &values, sizeof values);
       }
     }
     weight += kStepBytes;

@@ -19,13 +19,13 @@ constexpr int64_t kWorthSharing = 1 << 17;  // multiplications below which wakin
 
 // Calls task(first_row, rows, first_strip, strips) until all rows and strips are covered; at most `max_rows` per task.
 template <class Args, class Task>
-void share_product(const Args& args, int64_t most_rows, const Task& task) {
+void share_product(const Args& args, int64_t max_rows, const Task& task) {
   const int64_t all_strips = (args.features + kColumns - 1) / kColumns;
-  const int64_t row_tasks = (args.rows + most_rows - 1) / most_rows;
+  const int64_t row_tasks = (args.rows + max_rows - 1) / max_rows;
   const int threads = args.rows * args.inner * args.features < kWorthSharing ? 1 : args.threads;
   // Enough tasks that no thread waits long for the last one.
-  const int64_t fewest = (4 * threads + row_tasks - 1) / std::max<int64_t>(1, row_tasks);
-  const int64_t strips = threads == 1 ? kTaskStrips : std::clamp<int64_t>(all_strips / fewest, 1, kTaskStrips);
+  const int64_t min_strip_tasks = (4 * threads + row_tasks - 1) / std::max<int64_t>(1, row_tasks);
+  const int64_t strips = threads == 1 ? kTaskStrips : std::clamp<int64_t>(all_strips / min_strip_tasks, 1, kTaskStrips);
   const int64_t strip_tasks = (all_strips + strips - 1) / strips;
   share(row_tasks * strip_tasks, threads, [&](Tickets& tickets) {
     for (int64_t item; tickets.take(item);) {

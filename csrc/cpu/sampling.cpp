@@ -244,7 +244,7 @@ void likeliest(const T* logits, int64_t row_stride, int64_t first, int64_t* keys
 void chosen(const int64_t* keys, const int64_t* slots, int64_t* tokens, uint8_t* outcome, int64_t rows) {
   for (int64_t i = 0; i < rows; ++i) {
     const uint64_t key = sampling::from_signed(keys[i]);
-    const bool finite = std::isfinite(sampling::number_of(key));
+    const bool finite = std::isfinite(sampling::value_of(key));
     tokens[i] = finite && slots[i] >= 0 ? sampling::place_of(key) : 0;
     outcome[i] = finite || slots[i] < 0 ? sampling::kChosen : sampling::kNotFinite;
   }

@@ -59,10 +59,10 @@ inline Floats broadcast(float x, std::integer_sequence<int, i...>) {
 inline Floats broadcast(float x) { return broadcast(x, std::make_integer_sequence<int, kLanes>{}); }
 
 template <int... i>
-inline Ints lane_numbers(std::integer_sequence<int, i...>) {
+inline Ints lane_indices(std::integer_sequence<int, i...>) {
   return Ints{i...};
 }
-inline Ints lane_numbers() { return lane_numbers(std::make_integer_sequence<int, kLanes>{}); }
+inline Ints lane_indices() { return lane_indices(std::make_integer_sequence<int, kLanes>{}); }
 
 template <class Do, int... i>
 inline void unroll(const Do& run, std::integer_sequence<int, i...>) {

@@ -78,14 +78,14 @@ struct BlockSizes {
 
 inline BlockSizes check_caches(at::TensorList caches, const Place& place) {
   CacheSizes sizes;
-  BlockSizes found;
+  BlockSizes block_sizes;
   for (const at::Tensor& cache : caches) {
     expect_cache("caches", cache, sizes, place);
     expect_dtype("caches", cache, caches[0].scalar_type(), "the first");
-    found.blocks = sizes.blocks;
-    found.block_bytes = sizes.kv_heads * sizes.block_size * sizes.head_size * cache.element_size();
+    block_sizes.blocks = sizes.blocks;
+    block_sizes.block_bytes = sizes.kv_heads * sizes.block_size * sizes.head_size * cache.element_size();
   }
-  return found;
+  return block_sizes;
 }
 
 // pairs [n, 2] i64.  Returns n.

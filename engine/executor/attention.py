@@ -1,13 +1,13 @@
-"""The attention function that transformers' models call in place of their own.
+"""Attention function that Hugging Face models call in place of their own.
 
-    model(..., step=step) ── unknown keywords travel down to ──> kv_blocks(module, q, k, v, ..., step=step)
+    model(..., step=step) ── unknown keywords are passed down to ──> kv_blocks(module, q, k, v, ..., step=step)
                                                                    1. write k, v of this step's tokens to the cache
                                                                    2. attend from q over the sequence's block table
 
 All inputs arrive with the `step` keyword.  There are no globals, so two workers may live in one process.
 
-The name matters: transformers strips a `paged|` prefix and treats names with `sdpa` or `flash` specially.  It builds no
-mask for a name that its mask registry lacks.  None is needed: the kernel is causal by itself.
+The function's registered name matters: transformers strips a `paged|` prefix and treats names with `sdpa` or `flash`
+specially.  It builds no mask for a name missing in its mask registry.  The kernel is causal and needs none.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def kv_blocks(
     """Causal attention of one layer over the KV blocks.
 
     query [1, H, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv]: views, usually a transposed [1, T, H, D].  T: all
-    tokens of the step, sequence after sequence.  Returns [1, T, H, Dv] and no attention weights.  D and Dv may be below
+    tokens of the step, ordered by sequence.  Returns [1, T, H, Dv] and no attention weights.  D and Dv may be below
     the head size of the cache (`models/cache_shapes.py`).
-    `scaling`, `softcap`, `s_aux` (sinks [H]) and among others `sliding_window` are what the model passes.
-    Keywords a model may add and that would change the result are refused once, at load (`models/hf.py`), not here.
+    The model passes `scaling`, `softcap`, `s_aux` (sinks [H]), `sliding_window` and others.  Keywords that would
+    change the result are refused at load (`models/hf.py`), not here.
     """
     cache = step.caches[module.layer_idx]  # type: ignore[index]  # an int on every attention module
     # The kernels take any strides, as long as a head's vector is contiguous.
@@ -55,14 +55,14 @@ def kv_blocks(
 
 
 def padded(heads: Tensor, size: int) -> Tensor:
-    """Return heads [T, H, D] with zeros behind each, [T, H, size]; themselves if they are of that size."""
+    """Return heads [T, H, D] padded with zeros to [T, H, size]; unchanged if they have that size."""
     return heads if heads.shape[2] == size else nn.functional.pad(heads, (0, size - heads.shape[2]))
 
 
 def window_of(module: nn.Module, keywords: dict[str, Any]) -> int:
-    """Return how many tokens a query of an attention layer sees, itself included; 0: all before it.
+    """Return the sliding window of an attention layer, in tokens including the query's own; 0: none.
 
-    Some models (qwen2_moe) leave the window to a mask: their layers know it and do not pass it."""
+    Some models (qwen2_moe) apply the window by a mask: their layers have it as an attribute and do not pass it."""
     found: int | None = keywords.get("sliding_window", getattr(module, "sliding_window", None))
     return found or 0
 
@@ -76,9 +76,9 @@ def attend(
     soft_cap: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of a step's queries [T, H, D] over one layer's cache, where their keys are already -> [T, H, D].
+    """Causal attention of a step's queries [T, H, D] over one layer's cache, which has their keys already -> [T, H, D].
 
-    window 0 and soft_cap 0.0: none.  sinks [H]: one more score in every softmax of a head, without a value.
+    window 0 and soft_cap 0.0: none.  sinks [H]: a score without a value, added to every softmax of the head.
     """
     heads, size = q.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

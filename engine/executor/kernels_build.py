@@ -1,6 +1,6 @@
-"""Compiles the kernels of csrc with ninja: once for a machine, into a cache, or ahead for other machines.
+"""Build of the kernels of csrc with ninja: once per machine, into a cache, or ahead for other machines.
 
-sources, flags, torch, CPU ─ digest ─> directory/DIGEST/libquire.so, found there: milliseconds
+sources, flags, torch, CPU ─ digest ─> directory/DIGEST/libquire.so, if present: milliseconds
                                                 └ absent: lock, write build.ninja, run ninja (seconds for a CPU, minutes
                                                   at most with CUDA), move the library into place
 """
@@ -44,9 +44,9 @@ class KernelBuildError(ModelLoadError):
 
 @dataclass(frozen=True)
 class Target:
-    """What to compile for, and against which torch."""
+    """Target of a build: CPU, GPUs and torch."""
 
-    cpu: str = "native"  # the compiler's name of an architecture
+    cpu: str = "native"  # architecture name of the compiler
     gpus: tuple[str, ...] = ()  # compute capabilities; none: no CUDA
     torch_root: Path = field(default_factory=lambda: Path(torch.__file__).parent)
 
@@ -60,7 +60,7 @@ class Target:
 
 
 def default_directory() -> Path:
-    """Where compiled kernels are kept by default: the user's cache directory."""
+    """Default directory of compiled kernels: the user's cache directory."""
     return cache_directory() / "kernels"
 
 
@@ -195,10 +195,10 @@ def build_script(target: Target) -> str:
 
 
 def _units(sources: Sequence[Path]) -> dict[str, list[Path]]:
-    """What is compiled together, by the name of the unit: what includes torch's headers, and each other source alone.
+    """Compilation units by name: one for the bindings, which include torch's headers, and one per other source.
 
-    Nearly all of a binding's time goes into these headers: 8 to 13 s each, and 13 s for all bindings of a CPU at once.
-    They come first, because ninja starts what comes first, and the longest work must not be left for the end."""
+    A binding's compile time is dominated by these headers: 8 to 13 s each, and 13 s for all CPU bindings together.
+    They come first in build.ninja, because ninja starts in that order and the longest unit must not start last."""
     units: dict[str, list[Path]] = {}
     for source in sorted(sources, key=lambda source: "torch_api" not in source.parts):
         below = source.relative_to(CSRC)
@@ -213,7 +213,7 @@ def _escape(text: str) -> str:
 
 
 def _digest(script: str) -> str:
-    """Hash of everything that decides the result: sources, flags, torch, and the CPU behind -march=native."""
+    """Hash of all inputs of the build: sources, flags, torch, and the CPU behind -march=native."""
     digest = hashlib.sha256(f"{script}\n{torch.__version__}\n{_cpu()}".encode())
     for source in sorted(path for path in CSRC.rglob("*") if path.suffix in SOURCES):
         digest.update(f"\n{source.relative_to(CSRC)}\n".encode() + source.read_bytes())

@@ -1,13 +1,13 @@
-"""The KV cache: one pair of tensors a layer, allocated once; how many blocks fit.
+"""The KV cache: one pair of tensors per layer, allocated once, and the number of blocks that fit.
 
-k[layer], v[layer]   [blocks, Hkv, block_size, D]   dtype of the model, or e4m3 (8 bits) with a scale for each head
+k[layer], v[layer]   [blocks, Hkv, block_size, D]   dtype of the model, or e4m3 (8 bits) with a scale per head
                         |     |        |       └ one head's vector, contiguous
                         |     |        └ token in the block, so a head's block is one contiguous run to read
-                        |     └ heads outside tokens: a kernel that owns a KV head reads nothing of the others
-                        └ block id, what tables hold;  kv_index = block id * block_size + offset
+                        |     └ heads outside tokens: a kernel for one KV head reads nothing of the others
+                        └ block id, the entries of block tables;  kv_index = block id * block_size + offset
 
 Layers may differ in Hkv and D, and one may read the keys and values of an earlier layer.  A block id means the same
-tokens in all of them, so a block takes the bytes of all layers together.
+tokens in all of them, so a block's size is the sum over all layers.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from quire.engine.executor.errors import NotEnoughMemory
 from quire.engine.executor.host_memory import CPU_DEFAULT_GIB
 
 GIB = 1 << 30
-GRAPH_BYTES = 2 * GIB  # for the CUDA graphs of the batch sizes worth one; a guess that left 10 GiB of an H200 unused
+GRAPH_BYTES = 2 * GIB  # reserve for CUDA graphs; an estimate, which left 10 GiB of an H200 unused
 GPU_FREE_FRACTION = 0.94  # the rest is for fragmentation, CUDA graphs, and kernels not loaded yet
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one layer stores of a token: a key and a value, each [heads, head_size]."""
+    """Key and value that a layer stores per token, each [heads, head_size]."""
 
-    heads: int  # KV heads, not attention heads: with grouped queries there are fewer
-    head_size: int  # elements of a key and of a value, zeros that pad them included
+    heads: int  # KV heads: with grouped queries fewer than attention heads
+    head_size: int  # elements of a key and of a value, including padding
     shares: int | None = None  # the layer whose keys and values this one reads; None: it has its own
 
 
 class LayerCache(NamedTuple):
-    """What one layer remembers."""
+    """KV cache tensors of one layer."""
 
     k: Tensor
     v: Tensor
-    scales: Tensor | None  # [2, Hkv] f32, keys' and values', of an e4m3 cache: number = stored * scale
+    scales: Tensor | None  # [2, Hkv] f32, for keys and for values, if the cache is e4m3: value = stored * scale
 
 
 Caches = list[LayerCache]
@@ -51,9 +51,9 @@ KV_DTYPES = {"e4m3": torch.float8_e4m3fn}  # others: the model's own
 
 
 def bytes_per_token(layers: list[KVShape], dtype: torch.dtype) -> int:
-    """2 x layers x KV heads x head size x bytes of an element (PagedAttention, SOSP 2023, section 3).
+    """2 x layers x KV heads x head size x bytes per element (PagedAttention, SOSP 2023, section 3).
 
-    A layer that shares another one's cache takes none."""
+    A layer that shares another layer's cache adds nothing."""
     return sum(2 * layer.heads * layer.head_size for layer in layers if layer.shares is None) * dtype.itemsize
 
 
@@ -78,11 +78,11 @@ def blocks_that_fit(
     cpu_budget: int = int(CPU_DEFAULT_GIB * GIB),
     agree: Callable[[int], int] = int,
 ) -> int:
-    """How many KV blocks to allocate: `kv_blocks` where set, else as many as the memory holds.
+    """Number of KV blocks to allocate: `kv_blocks` if set, else the maximum that fits into memory.
 
-    activations: bytes that a step takes in addition to weights and cache.
-    cpu_budget: bytes that a CPU's memory limit leaves, at most the default.
-    agree: makes of the number that fits here the number that all ranks take.
+    activations: bytes per step in addition to weights and cache.
+    cpu_budget: bytes left by a CPU's memory limit, at most the default.
+    agree: maps the number that fits here to the minimum over all ranks.
 
     Raises NotEnoughMemory when a single sequence of max_model_len tokens does not fit: it could never finish.
     """
@@ -116,11 +116,11 @@ def allocate(
     on_demand: bool = False,
     scales: Sequence[Tensor | None] | None = None,
 ) -> Caches:
-    """All the KV memory there will ever be.  Written once here, so that the pages really exist before traffic does.
+    """Allocate the KV cache of all layers and write it once, so that its pages exist before traffic arrives.
 
-    on_demand: on a CPU, let the system make each page, filled with zeros, when it is first written.  An engine that
-    takes over saves 0.6 s for a GiB; the engine before it has shown that the machine has the memory.
-    scales: of each layer [2, Hkv], for e4m3; None: 1, as e4m3's range of 448 holds what trained models cache."""
+    on_demand: on a CPU, let the system allocate each zero page at its first write.  An engine that takes over saves
+    0.6 s per GiB; the previous engine has shown that the machine has the memory.
+    scales: [2, Hkv] per layer, for e4m3; None: 1, because e4m3's range of 448 suffices for trained models."""
 
     def tensor(layer: KVShape) -> Tensor:
         shape = blocks, layer.heads, block_size, layer.head_size

@@ -1,6 +1,6 @@
-"""Masks of tokens, where the sampling kernels read them: a row for each slot, at an address that never changes.
+"""Token masks for the sampling kernels: one row per slot, at a fixed address.
 
-    constraints.fill ──> host [max_seqs, ceil(V / 32)] i32 ── send, on a stream of its own ──> device, same shape
+    constraints.fill ──> host [max_seqs, ceil(V / 32)] i32 ── send, on a separate stream ──> device, same shape
                          pinned memory                        while the model runs             (a CPU: the host's)
 
 The host may write the masks of step N+1 once step N has been collected: by then sampling has read those of step N.
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Rows that nobody asked for are sent along where that makes one copy of two.  A copy takes the host 5 us, and 8 rows
-# of 151,936 tokens take the bus 3 us.
+# Maximum unneeded rows sent to merge two copies into one.  A copy costs the host 5 us, and 8 rows of 151,936 tokens
+# take the bus 3 us.
 GAP = 8
 
 
@@ -30,16 +30,16 @@ class Masks:
 
     @property
     def host(self) -> npt.NDArray[np.int32]:
-        """What constraints.py writes: [max_seqs, ceil(V / 32)], bit t % 32 of word t / 32: token t is allowed."""
+        """Host copy, written by constraints.py: [max_seqs, ceil(V / 32)]; bit t % 32 of word t / 32 allows token t."""
         rows: npt.NDArray[np.int32] = self._host.numpy()
         return rows
 
     def address(self, slot: int) -> int:
-        """Return where sampling finds the mask of a slot."""
+        """Return the device address of a slot's mask."""
         return self._device[slot].data_ptr()
 
     def send(self, slots: Iterable[int]) -> None:
-        """Copy the rows of these slots to the device, for what is launched after this.  The host does not wait."""
+        """Copy the rows of these slots to the device, for later launches.  The host does not wait."""
         if self._stream is None:
             return
         with torch.cuda.stream(self._stream):
@@ -49,7 +49,7 @@ class Masks:
 
 
 def runs(numbers: list[int], gap: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges [first, end) that hold rising numbers.  Two are one where less than `gap` lies between them."""
+    """Yield ranges [first, end) that cover rising numbers.  Ranges less than `gap` apart are merged."""
     if not numbers:
         return
     first = last = numbers[0]

@@ -1,4 +1,4 @@
-"""Loads and calls the kernels of csrc.  No other module names torch.ops.  kernels_build.py compiles the kernels.
+"""Typed Python interface to the kernels of csrc.  No other module uses torch.ops.  kernels_build.py compiles them.
 
 `load()` must return before any operator is called.  `python -m quire.engine.executor.ops` compiles the kernels now
 rather than at first use; with `--ahead DIRECTORY` it compiles for other machines, for example into an image.
@@ -48,7 +48,7 @@ __all__ = [
 def load(directory: Path | None = None, *, library: Path | None = None) -> None:
     """Make the operators callable in this process.  Compile them first unless `directory` holds a build that fits.
 
-    library: a library that was compiled ahead; it is loaded as it is.
+    library: a library that was compiled ahead; it is loaded without checks.
 
     Several processes may call this at once: one compiles, the others wait for it.  A second call does nothing, because
     a process takes its operators from one library.  Writes to stderr when it compiles.  Raises KernelBuildError.
@@ -75,12 +75,12 @@ def kv_write(
     kv_indices: torch.Tensor,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """Store the step's keys and values in their places in one layer's cache.
+    """Write the step's keys and values to one layer's cache.
 
     key, value  [T, Hkv, D], any strides as long as rows of D are contiguous; dtype of the cache
     caches      [blocks, Hkv, block_size, D]
-    kv_indices  [T] int64: block * block_size + offset, all different; -1 stores the token nowhere
-    scales      [2, Hkv] float32, of keys and of values, for a cache of float8_e4m3fn: stored = number / scale
+    kv_indices  [T] int64: block * block_size + offset, distinct; -1: the token is not stored
+    scales      [2, Hkv] float32, for keys and for values, with a float8_e4m3fn cache: stored = value / scale
     """
     torch.ops.quire.kv_write.default(key, value, k_cache, v_cache, kv_indices, scales)
 
@@ -103,26 +103,24 @@ def paged_attention(
     scales: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Causal attention of S sequences over their cached keys: decodes and prompt chunks mixed in one ragged call.
+    """Causal attention of S sequences over the KV cache: decodes and prompt chunks in one ragged call.
 
     q, out      [T, H, D] float32, bfloat16 or float16, any strides as long as rows of D are contiguous
     caches      [blocks, Hkv, block_size, D], dtype of q; H is a multiple of Hkv; any block_size; D at most 512 on a
                 CPU, one of 64, 80, 96, 128, 192 and 256 on a GPU
-    tables      [max_rows, max_blocks] int32 block ids in logical order; entries past a sequence's end may be anything
+    tables      [max_rows, max_blocks] int32 block ids in logical order; entries past a sequence's end are ignored
     rows        [S] int32, the row of `tables` of each sequence
     q_start     [S + 1] int32, sequence s owns tokens q_start[s] .. q_start[s + 1] - 1
-    lens        [S] int32, keys of each sequence, those of this step (already written) included
+    lens        [S] int32, keys of each sequence, including this step's, which are in the cache already
     window      > 0: a query sees only the last `window` keys, its own included; 0: all keys before it
-    soft_cap    > 0: scores become soft_cap * tanh(score / soft_cap); 0: left alone
-    decodes     that many sequences, the first ones, have one query each (or none, where lens is 0)
-    plan        what `attention_plan` wrote for this step; on a CPU not needed
-    scales      [2, Hkv] float32, of keys and of values, for a cache of float8_e4m3fn: number = stored * scale
-    sinks       [H] float32: a score in every softmax of its head, without a value; the head attends less where it is
-                high, -inf is no sink
+    soft_cap    > 0: scores become soft_cap * tanh(score / soft_cap); 0: no cap
+    decodes     number of leading sequences with one query each (or none, if lens is 0)
+    plan        written by `attention_plan` for this step; not needed on a CPU
+    scales      [2, Hkv] float32, for keys and for values, with a float8_e4m3fn cache: value = stored * scale
+    sinks       [H] float32: a score without a value, added to every softmax of the head; -inf: no sink
 
-    The last query of a sequence stands at position lens - 1.  On a CPU a query's result is the same bit for bit
-    whatever else is in the call.  It does not depend on the chunks of its prompt, the place of its blocks or the number
-    of threads.
+    The last query of a sequence has position lens - 1.  On a CPU a query's result is bit-identical in any batch.  It
+    does not depend on the chunks of its prompt, its block ids or the number of threads.
     """
     if plan is None:
         plan = torch.empty(0, dtype=torch.uint8, device=q.device)
@@ -141,7 +139,7 @@ def attention_plan(
     window: int,
     plan: torch.Tensor,
 ) -> None:
-    """Divide the work of `paged_attention`, once a step, before the first layer with these sizes and this window.
+    """Partition the work of `paged_attention`, once per step, before the first layer with these sizes and this window.
 
     q_start, lens, decodes  as the layers will pass them; `tables` and `rows` must be written before this call
     plan    [attention_plan_bytes(...)] uint8 on the device; also holds partial results of long sequences
@@ -167,7 +165,7 @@ def block_copy(caches: list[torch.Tensor], pairs: torch.Tensor) -> None:
 
 
 def block_fill(caches: list[torch.Tensor], blocks: torch.Tensor, value: float) -> None:
-    """In each cache fill the given blocks, [n] int64, with one value (NaN, to catch reads of freed blocks)."""
+    """In each cache fill blocks [n] int64 with one value (NaN, to catch reads of freed blocks)."""
     torch.ops.quire.block_fill.default(caches, blocks, value)
 
 
@@ -182,14 +180,14 @@ def block_gather(caches: list[torch.Tensor], blocks: torch.Tensor, buffer: torch
 def block_scatter(buffer: torch.Tensor, blocks: torch.Tensor, caches: list[torch.Tensor]) -> None:
     """caches[c][blocks[i]] = buffer[i, c]: the inverse of `block_gather`, to the same or other blocks.
 
-    No block may be named twice.
+    Blocks must be distinct.
     """
     torch.ops.quire.block_scatter.default(buffer, blocks, caches)
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """A weight on a Hopper GPU: numbers * scale[:, None], or each block of 128 x 128 times its scale."""
+    """An fp8 weight on a Hopper GPU: numbers * scale[:, None], or each 128 x 128 block times its scale."""
 
     numbers: torch.Tensor  # [out, in] float8_e4m3fn
     scale: torch.Tensor  # float32: [out], or [out / 128, in / 128]
@@ -200,18 +198,18 @@ class Fp8:
         return len(self.numbers)
 
 
-# What `in` and `out` are multiples of: with a scale for each row, and for each block.  Releases of torch have different
-# rules for where the scales of blocks stand, which agree where there are a multiple of four of them in a row.
+# Divisors of `in` and `out`: with a scale per row, and per block.  Releases of torch lay out block scales differently,
+# except if each row has a multiple of four of them.
 FP8_INNER, FP8_OUT = 128, 16
 FP8_BLOCKS_INNER, FP8_BLOCKS_OUT = 512, 128
 
 
 @dataclass(frozen=True)
 class Int4:
-    """A weight of 4 bits on a Hopper GPU, as `pack_int4_gpu` packs it."""
+    """An int4 weight on a Hopper GPU, packed by `pack_int4_gpu`."""
 
-    records: torch.Tensor  # [out / 16, in / 128, bytes] uint8: numbers, scales and zero points
-    scale: torch.Tensor  # [out] float32, of rows: they multiply the scales of groups
+    packed: torch.Tensor  # [out / 16, in / 128, bytes] uint8: packed blocks of weights, group scales and zero points
+    scale: torch.Tensor  # [out] float32, row scales: factors of the group scales
 
     @property
     def rows(self) -> int:
@@ -220,7 +218,7 @@ class Int4:
 
 
 def pack_int4_gpu(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> Int4:
-    """A packed copy of a weight of 4 bits, for a GPU; arguments as of `pack_int4`, in / groups is 32, 64, 96, ..
+    """Pack an int4 weight for a GPU; arguments as of `pack_int4`, in / groups is 32, 64, 96, ..
 
     Scales keep 11 bits.  Raises ValueError unless `in` and `out` are multiples of INT4_GPU_INNER and INT4_GPU_OUT."""
     return Int4(*int4_layout.pack(numbers, scale, zero))
@@ -231,13 +229,16 @@ INT4_GPU_INNER, INT4_GPU_OUT = int4_layout.INPUTS, int4_layout.ROWS
 
 @functools.cache
 def multiplies_blocks(device: torch.device) -> bool:
-    """Whether torch's library multiplies with a weight in e4m3 that has a scale for each block: CUDA 12.9 and later."""
+    """Whether torch has fp8 GEMMs with block-wise weight scales: CUDA 12.9 and later."""
     x = torch.zeros(16, FP8_BLOCKS_INNER, dtype=torch.bfloat16, device=device)
     weight = Fp8(x.new_zeros(128, FP8_BLOCKS_INNER).to(torch.float8_e4m3fn), torch.ones(1, 4, device=device))
     try:
         linear(x, weight)
     except RuntimeError as error:
-        log.warning("weights in fp8 with a scale for each block are dequantised here: %s", str(error).splitlines()[0])
+        log.warning(
+            "dequantising block-scaled fp8 weights at load: this torch has no GEMM for them (%s)",
+            str(error).splitlines()[0],
+        )
         return False
     return True
 
@@ -256,19 +257,19 @@ def linear(
 ) -> torch.Tensor:
     """rms_norm(x, norm, eps) times the transposed weight, plus bias.  x [T, in], weight [size, in] -> [T, size].
 
-    norm      [in]; None: x as it is
-    silu_mul  weight and bias hold `size` gate rows, then as many up rows; the result is silu(gate) * up
-    plus      [T, size], to which the result is added, in place: what is returned
-    out       [T, size], without `plus`: where the result goes.  On a GPU it may be float32 if there is no silu_mul
+    norm      [in]; None: no norm
+    silu_mul  weight and bias hold `size` gate rows, then `size` up rows; the result is silu(gate) * up
+    plus      [T, size]: the result is added to it, in place, and it is returned
+    out       [T, size], without `plus`: destination.  On a GPU it may be float32 if there is no silu_mul
 
-    float32_out: make such an `out`; on a GPU, without silu_mul and plus.
+    float32_out: allocate a float32 `out`; on a GPU, without silu_mul and plus.
 
-    With an Fp8 weight all else is bfloat16.  x keeps its bits where a CTA can hold all of it: one token of up to 16,384
-    numbers, 2 of 8,192, 4 of 4,096.  With more it is rounded to e4m3, too, with a scale for each token, or for each
-    128 numbers of it where the weight has scales of blocks.
+    With an Fp8 weight all other tensors are bfloat16.  x is not rounded if a CTA can hold all of it: one token of up to
+    16,384 elements, 2 of 8,192, 4 of 4,096.  Otherwise it is quantised to e4m3, with a scale per token, or per 128
+    elements of a token if the weight has block scales.
 
-    With an Int4 weight all else is bfloat16, too.  Up to 48 tokens only the result is rounded.  With more the weight is
-    made bfloat16 first, in memory of the call's own.
+    With an Int4 weight all other tensors are bfloat16, too.  Up to 64 tokens only the result is rounded.  With more the
+    weight is dequantised to bfloat16 first, in scratch memory.
     """
     assert plus is None or out is None
     if out is None:
@@ -280,7 +281,7 @@ def linear(
     if isinstance(weight, Fp8):
         torch.ops.quire.linear_fp8.default(x, weight.numbers, weight.scale, *rest)
     elif isinstance(weight, Int4):
-        torch.ops.quire.linear_int4.default(x, weight.records, weight.scale, *rest)
+        torch.ops.quire.linear_int4.default(x, weight.packed, weight.scale, *rest)
     else:
         torch.ops.quire.linear.default(x, weight, *rest)
     return out
@@ -288,10 +289,10 @@ def linear(
 
 # A mixture of experts: on a GPU in bfloat16 or float16; on a CPU in plain loops, which tests compare with.
 
-MOST_EXPERTS, MOST_CHOSEN = 512, 32  # of a layer, of a token
-MOST_PAIRS = 512  # of a token and one of its experts in a call of `experts` that `takes_all_pairs` does not cover
-MOST_TOKENS = 16_384  # of a call of the operator, which bounds its memory; more are computed part by part
-_HOPPER, _WHOLE_SLABS = 9, 64  # compute capability; hidden and inner size are multiples of it
+MOST_EXPERTS, MOST_CHOSEN = 512, 32  # experts per layer, and chosen per token
+MOST_PAIRS = 512  # (token, expert) pairs per call of `experts`, unless `takes_all_pairs`
+MOST_TOKENS = 16_384  # tokens per call of the operator, which bounds its memory; more are split
+_HOPPER, _WHOLE_SLABS = 9, 64  # compute capability; divisor of hidden and inner size
 
 
 def takes_all_pairs(hidden: int, inner: int, device: torch.device) -> bool:
@@ -302,9 +303,9 @@ def takes_all_pairs(hidden: int, inner: int, device: torch.device) -> bool:
 
 
 def route(logits: torch.Tensor, top: int, *, normalise: bool, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose `top` experts for each token, those with the largest logits [T, E] -> which, their weights: both [T, top].
+    """Choose the top-k experts of each token by logits [T, E] -> (expert ids int32, weights float32), both [T, top].
 
-    Which are int32.  Weights are float32 shares of the softmax over all experts.
+    Weights are the softmax over all experts.
 
     normalise  a token's weights are divided by their sum
     rounded    weights are rounded to the dtype of the logits
@@ -337,11 +338,11 @@ def experts(
     down_bias: torch.Tensor | None = None,
     clamped: Clamped | None = None,
 ) -> torch.Tensor:
-    """plus + the weighted sum of what each token's experts make of it, in place: x, plus [T, hidden] -> plus.
+    """Add the weighted sum of each token's expert outputs to plus, in place: x, plus [T, hidden] -> plus.
 
     chosen, weights  [T, k] as `route` returns them; T * k is at most MOST_PAIRS unless `takes_all_pairs`
-    gate_up          [E, 2 * inner, hidden]: of each expert gate rows, then up rows; both sizes are multiples of 8.
-                     With `clamped` each gate row is followed by its up row
+    gate_up          [E, 2 * inner, hidden]: per expert gate rows, then up rows; both sizes are multiples of 8.
+                     With `clamped` gate and up rows are interleaved
     gate_up_bias     [E, 2 * inner], in the order of the rows
     down             [E, hidden, inner]
     down_bias        [E, hidden]
@@ -358,23 +359,23 @@ def experts(
     return plus
 
 
-# The sum over the ranks of a model, on a GPU each.
+# All-reduce over the ranks of a model, one GPU each.
 
-SUM_CTAS, MOST_SUM_RANKS, MOST_SUMMED = 256, 8, 16384  # of a call; ranks; numbers of a row
+SUM_CTAS, MOST_SUM_RANKS, MOST_SUMMED = 256, 8, 16384  # maximum CTAs per call; ranks; elements per row
 _MARK_BYTES, _PACK_BYTES, _SUM_THREADS = 16, 16, 1024  # as in csrc/cuda/ranks
 
 
 @dataclass(frozen=True)
 class Inboxes:
-    """The memory through which ranks exchange parts: each rank writes the others' inboxes and reads its own."""
+    """Memory for the all-reduce: each rank writes its part to the others' inboxes and reads its own."""
 
-    own: torch.Tensor  # [bytes] uint8 of this rank, zeros at first
-    addresses: list[int]  # of each rank's inbox, where this process has mapped it
-    calls: torch.Tensor  # [SUM_CTAS] int32, zeros at first
+    own: torch.Tensor  # [bytes] uint8, this rank's inbox, initially zeros
+    addresses: list[int]  # address of each rank's inbox, as mapped by this process
+    calls: torch.Tensor  # [SUM_CTAS] int32, initially zeros
     rank: int
-    words_share: int  # bytes of part that a CTA may send in a call, with the call's number in every 8 bytes
-    blocks_share: int  # and without
-    multiprocessors: int  # of the smallest GPU of the ranks: all CTAs of a call must run at once
+    words_share: int  # bytes of part per CTA and call in the words protocol (call number in every 8 bytes)
+    blocks_share: int  # bytes of part per CTA and call in the blocks protocol
+    multiprocessors: int  # minimum over the ranks' GPUs: all CTAs of a call must be resident at once
 
     @staticmethod
     def bytes_of(ranks: int, words_share: int, blocks_share: int) -> int:
@@ -382,12 +383,12 @@ class Inboxes:
         return 2 * ranks * SUM_CTAS * (_MARK_BYTES + 2 * words_share + blocks_share)
 
     def ctas(self, row_bytes: int) -> int:
-        """Return the most CTAs of a call: two on a multiprocessor, or one where rows take over half of its threads."""
+        """Return the maximum CTAs per call: two per multiprocessor, or one if a row takes over half of its threads."""
         each = 2 if row_bytes <= _PACK_BYTES * _SUM_THREADS // 2 else 1
         return min(each * self.multiprocessors, SUM_CTAS)
 
     def takes(self, rows: int, size: int, dtype: torch.dtype, *, words: bool) -> bool:
-        """Return whether `rank_sum` takes a part of this shape.  The same on all ranks."""
+        """Return whether `rank_sum` supports a part of this shape.  Equal on all ranks."""
         row_bytes = size * dtype.itemsize
         if dtype not in (torch.float32, torch.bfloat16, torch.float16) or row_bytes % _PACK_BYTES or size > MOST_SUMMED:
             return False
@@ -403,15 +404,15 @@ def rank_sum(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The sum of all ranks' `part` [rows, size], in place, in one kernel on each GPU -> the sum, and it after a norm.
+    """All-reduce of `part` [rows, size], in place, in one kernel per GPU -> (the sum, the sum after a norm).
 
-    words  send the call's number in every 8 bytes: the shortest delay, twice the bytes.  Else one number a CTA
-    plus   [rows, size], equal on all ranks: the sum is added to it, in place, and it is what is returned
+    words  send the call number in every 8 bytes: minimum latency, twice the bytes.  Else one number per CTA
+    plus   [rows, size], equal on all ranks: the sum is added to it, in place, and it is returned
     norm   [size]: also return rms_norm(the result, norm, eps); without it None
 
-    All ranks must make the same calls in the same order, with equal shapes, for which `inboxes` has room.  Parts are
-    added in the order of ranks, in float32, then `plus`; one rounding, equal bits on all ranks.  The kernel waits for
-    the other ranks, however long."""
+    All ranks must make the same calls in the same order, with equal shapes that fit into `inboxes`.  Parts are summed
+    in rank order, in float32, then `plus`; one rounding, equal bits on all ranks.  The kernel waits for the other
+    ranks, without a limit."""
     normed = None if norm is None else torch.empty_like(part)
     size = part.shape[-1]
     torch.ops.quire.rank_sum.default(
@@ -433,10 +434,10 @@ def rank_sum(
 
 
 def torch_rank_sum(shared: torch.Tensor, part: torch.Tensor, group: str, *, two_shot: bool) -> torch.Tensor:
-    """The same sum by torch's kernels, to compare with: each rank reads all parts, or its share and writes the sums.
+    """All-reduce by torch's symmetric-memory kernels, for comparison: one-shot, or reduce-scatter and all-gather.
 
-    shared  of this rank's symmetric memory, shape and dtype of part: it becomes the part, or (two_shot) holds it before
-    group   name of the ranks for torch"""
+    shared  in this rank's symmetric memory, shape and dtype of part: it becomes the part, or (two_shot) holds it before
+    group   torch's name of the process group"""
     y: torch.Tensor
     if two_shot:
         y = torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group)
@@ -445,7 +446,7 @@ def torch_rank_sum(shared: torch.Tensor, part: torch.Tensor, group: str, *, two_
     return y
 
 
-# What a decoder layer does between its matrix products.  float32, bfloat16 or float16; arithmetic in float32.
+# Operators between the GEMMs of a decoder layer.  float32, bfloat16 or float16; arithmetic in float32.
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -462,7 +463,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-_silu_mul = silu_mul  # where a parameter has that name
+_silu_mul = silu_mul  # alias, because a parameter shadows the name
 
 
 def rope_kv_write(
@@ -478,13 +479,13 @@ def rope_kv_write(
     eps: float = 0.0,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """Rotary embedding and `kv_write` in one: queries are rotated in place, keys on their way into the cache.
+    """Apply rotary embedding to queries, in place, and write rotated keys and the values to the cache.
 
-    qkv         [T, H + 2 * Hkv, D]: query, key and value heads; key heads are left as they were
+    qkv         [T, H + 2 * Hkv, D]: query, key and value heads; key heads are not modified
     cos, sin    [T, D], rows contiguous (say, halves of a table's [positions, 2 * D]): head[i] becomes
                 head[i] * cos[i] - head[i + D / 2] * sin[i], and the second half likewise with +
     caches, kv_indices, scales  as in `kv_write`
-    q_norm, k_norm  [D]: `rms_norm` with `eps` of every query and key head before it turns
+    q_norm, k_norm  [D]: `rms_norm` with `eps` of every query and key head before the rotation
     """
     torch.ops.quire.rope_kv_write.default(qkv, cos, sin, k_cache, v_cache, kv_indices, q_norm, k_norm, eps, scales)
 
@@ -492,7 +493,7 @@ def rope_kv_write(
 def apply_edits(edits: torch.Tensor, tables: torch.Tensor) -> None:
     """tables[row, column] = block for each (row, column, block) of edits [n, 3] int32; row -1 is padding.
 
-    tables [max_rows, max_blocks] int32.  No place may be named twice.
+    tables [max_rows, max_blocks] int32.  Entries must be distinct.
     """
     torch.ops.quire.apply_edits.default(edits, tables)
 
@@ -513,10 +514,10 @@ def decode_inputs(
     """Prepare the inputs of the next token of each decoding slot, in one launch.
 
     slots                       [n] int32: rows of the tables, in the order of the step; -1 is padding
-    token, position             [max_rows] int64: the token that each slot computes next, and its position
+    token, position             [max_rows] int64: next input token of each slot, and its position
     tables                      [max_rows, max_blocks] int32
-    ids, positions, kv_indices  [n] int64, written: the inputs of the model and of `kv_write`
-    rows, lens                  [n] int32, written: the inputs of `paged_attention`
+    ids, positions, kv_indices  [n] int64, out: inputs of the model and of `kv_write`
+    rows, lens                  [n] int32, out: inputs of `paged_attention`
 
     Padding, and a slot past the end of its table, becomes id 0, position 0, kv_index -1, row 0, lens 0.
     """
@@ -528,7 +529,7 @@ def decode_inputs(
 def decode_outputs(slots: torch.Tensor, tokens: torch.Tensor, token: torch.Tensor, position: torch.Tensor) -> None:
     """Feed sampled tokens [n] int64 back: token[slots[i]] = tokens[i], position[slots[i]] += 1; -1 is padding.
 
-    No slot may be named twice.
+    Slots must be distinct.
     """
     torch.ops.quire.decode_outputs.default(slots, tokens, token, position)
 
@@ -542,34 +543,34 @@ def sample(
     tokens: torch.Tensor,
     outcome: torch.Tensor,
 ) -> None:
-    """Choose one token for each row of logits [N, V], the same on every device and in any batch.
+    """Sample one token per row of logits [N, V], equal on every device and in any batch.
 
     csrc/sampling_rules.h has the rules.
 
-    slots, known  [N] int64: the row of `table` each samples for (-1: none, its token is 0); tokens before this one
+    slots, known  [N] int64: the row's slot in `table` (-1: none, the token is 0); number of tokens before this one
     table         [max_seqs, 8] int64, on a CPU [max_seqs, 9]: each slot's settings; `SamplerBank` owns it
-    general       False: the likeliest token of each row, with one pass over the logits; `table` is not read
-    tokens        [N] int64, out; 0 where none is chosen
+    general       False: argmax of each row, with one pass over the logits; `table` is not read
+    tokens        [N] int64, out; 0 if none was sampled
     outcome       [N] uint8, out: CHOSEN, NOT_FINITE or NOTHING_ALLOWED of engine/executor/sampling.py
     """
     torch.ops.quire.sample.default(logits, slots, known, table, general, tokens, outcome)
 
 
 def likeliest(logits: torch.Tensor, first: int, keys: torch.Tensor) -> None:
-    """Find the likeliest token of each row of logits [N, C], which are the columns of tokens first, first + 1, ...
+    """Find the argmax of each row of vocab-parallel logits [N, C]: the columns of tokens first, first + 1, ...
 
-    keys  [N] int64, out: the number and its token.  The greatest key of several parts of a row is that of the likeliest
-          token, of equals the first; a row with NaN has the greatest of all.  `chosen` reads them"""
+    keys  [N] int64, out: the logit and its token.  The maximum key over the ranks is that of the argmax, the first of
+          equals; a row with NaN has the maximum key.  `chosen` reads them"""
     torch.ops.quire.likeliest.default(logits, first, keys)
 
 
 def chosen(keys: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, outcome: torch.Tensor) -> None:
-    """Write what `sample` would, with `general` false, from the keys [N] of the whole logits."""
+    """Write the tokens and outcomes of `sample` with `general` false, from the keys [N] of the unsharded logits."""
     torch.ops.quire.chosen.default(keys, slots, tokens, outcome)
 
 
-# Products on a CPU with a weight that is packed once, at load.  Torch's own linear converts the weight in every call.
-# For the few rows of a decode step that takes as long as the product itself.
+# Linear layers on a CPU with a weight that is packed once, at load.  Torch's own linear converts the weight in every
+# call.  For the few rows of a decode step that takes as long as the GEMM itself.
 
 
 @dataclass(frozen=True)
@@ -578,28 +579,28 @@ class Packed:
 
     numbers: torch.Tensor
     size: int  # out
-    ordered: bool  # a row's bits don't depend on the batch
+    ordered: bool  # a row's bits do not depend on the batch
     float32_out: bool = False  # the result is not rounded to the weight's dtype
-    widen: bool = False  # many rows meet a weight of 8 or 4 bits as bfloat16
-    scale: torch.Tensor | None = None  # of int8 weights [padded] float32, of int4 weights [strips, groups, columns]
-    zero: torch.Tensor | None = None  # [strips, groups, columns] u8, of int4 weights with zero points
+    widen: bool = False  # with many rows, int8 or int4 weights are dequantised to bfloat16
+    scale: torch.Tensor | None = None  # int8 weights: [padded] float32; int4 weights: [strips, groups, columns]
+    zero: torch.Tensor | None = None  # [strips, groups, columns] u8: int4 weights with zero points
 
     @property
     def ours(self) -> bool:
-        """Whether our operators multiply with it, rather than a library's."""
+        """Whether our operators use it, rather than oneDNN's."""
         return self.ordered or self.widen
 
 
 def pack_weight(weight: torch.Tensor, *, ordered: bool, float32_out: bool = False) -> Packed | None:
-    """A packed copy of weight [out, in] on a CPU.
+    """Pack weight [out, in] for `packed_linear` on a CPU.
 
-    ordered: for products whose bits don't depend on the batch.  Else for those that are fastest here; None where
-    nothing is faster than torch's own linear.  float32_out: for products of 16-bit weights with a result in float32.
+    ordered: a row's bits must not depend on the batch.  Otherwise the fastest layout here; None if torch's own linear
+    is the fastest.  float32_out: 16-bit weights with a float32 result.
     """
     size, inner = weight.shape
     float32_out = float32_out and weight.dtype != torch.float32
     ordered = ordered or _ordered_is_fast(weight.dtype)
-    if not ordered and float32_out:  # matrix tiles are faster than ours, and take the same layout
+    if not ordered and float32_out:  # matrix tiles are faster than ours, and use the same layout
         together = torch.ops.quire.product_layout.default(weight)[1]
         ordered = weight.dtype != torch.bfloat16 or together != 2 or inner % 2 == 1
     if ordered or float32_out:
@@ -610,9 +611,9 @@ def pack_weight(weight: torch.Tensor, *, ordered: bool, float32_out: bool = Fals
 
 
 def widened_rows() -> tuple[int, int] | None:
-    """The fewest rows of bfloat16 that meet weights of 8 and of 4 bits as bfloat16, where that is asked for.
+    """Minimum rows at which `widen` dequantises int8 and int4 weights to bfloat16.
 
-    None: never, since this CPU has no instructions for bfloat16.  Without them the library is slower than integers."""
+    None: never, because without bfloat16 instructions oneDNN is slower than the integer kernels."""
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     if not (native and _onednn_bfloat16()):
         return None
@@ -621,15 +622,14 @@ def widened_rows() -> tuple[int, int] | None:
 
 
 def pack_int8(numbers: torch.Tensor, scale: torch.Tensor, *, ordered: bool = True, float32_out: bool = False) -> Packed:
-    """A packed copy of the weight numbers [out, in] int8 times scale [out] float32, on a CPU.
+    """Pack the int8 weight numbers [out, in] times scale [out] float32 for `packed_linear` on a CPU.
 
-    ordered: for products whose bits don't depend on the batch.  Else many rows of bfloat16 meet the weight as bfloat16,
-    where that is faster (`widened_rows`).  float32_out: as in `pack_weight`.
+    ordered: a row's bits must not depend on the batch.  Otherwise many rows of bfloat16 use weights dequantised to
+    bfloat16 if that is faster (`widened_rows`).  float32_out: as in `pack_weight`.
 
-    Its products take x of any dtype and round each of its rows to 16 bits.  They are at most inner / 65,000 of the
-    largest |x| times the largest |weight| away from the product in float64, before the last rounding.  Bits of a row do
-    not depend on the batch, on threads or on the CPU.  Weights as bfloat16 are exact, x keeps its bits, and sums are
-    float32."""
+    `packed_linear` takes x of any dtype and quantises each row to 16 bits.  The error against float64 is at most
+    inner / 65,000 * max |x| * max |weight|, before the last rounding.  Bits of a row do not depend on the batch, on
+    threads or on the CPU.  Weights dequantised to bfloat16 are exact, x is not rounded, and sums are float32."""
     widen = not ordered and widened_rows() is not None
     strips = _in_strips(numbers.view(torch.uint8) ^ 0x80)
     columns = strips.shape[0] * strips.shape[2]
@@ -637,21 +637,21 @@ def pack_int8(numbers: torch.Tensor, scale: torch.Tensor, *, ordered: bool = Tru
     return Packed(strips, len(numbers), not widen, float32_out, widen, scale=padded)
 
 
-INT4_BLOCK, INT4_LARGEST_GROUP = 32, 4096  # inputs: a group of int4 weights is a multiple of the one, up to the other
+INT4_BLOCK, INT4_LARGEST_GROUP = 32, 4096  # group size of int4 weights: divisor and maximum, in inputs
 
 
 def pack_int4(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, *, ordered: bool = True) -> Packed:
-    """A packed copy of a weight of 4 bits, on a CPU: (number - zero) * scale, in groups of consecutive inputs.
+    """Pack an int4 weight, (number - zero) * scale in groups of consecutive inputs, for `packed_linear` on a CPU.
 
     numbers  [out, in / 2] u8: columns 2 i and 2 i + 1 in the low and the high half of byte i
     scale    [out, groups] float32; in / groups is 32, 64, .. 4,096
     zero     [out, groups] u8, 0 to 15; None: 8
     ordered  as in `pack_int8`
 
-    Products take x of any dtype and round each of its rows to 16 bits.  They are at most inner / 65,000 of the largest
-    |x| times the largest |weight| away from the product in float64, and (2 + groups) / 16 million of the sum of all
-    |x| |weight|, before the last rounding.  Bits of a row do not depend on the batch, on threads or on the CPU.
-    Weights as bfloat16 are rounded to it; then x keeps its bits, and sums are float32."""
+    `packed_linear` takes x of any dtype and quantises each row to 16 bits.  The error against float64 is at most
+    inner / 65,000 * max |x| * max |weight| + (2 + groups) / 16 million * sum |x| |weight|, before the last rounding.
+    Bits of a row do not depend on the batch, on threads or on the CPU.  Weights dequantised to bfloat16 are rounded to
+    it; then x is not rounded, and sums are float32."""
     widen = not ordered and widened_rows() is not None
     columns, _ = torch.ops.quire.product_layout.default(numbers)
     size, inner, together = len(numbers), 2 * numbers.shape[1], 4
@@ -669,20 +669,20 @@ def pack_int4(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | N
         return wide.view(len(strips), columns, -1).transpose(1, 2).contiguous()
 
     half = scale.to(torch.float16)
-    exact = torch.equal(half.to(torch.float32), scale)  # as most checkpoints have them
+    exact = torch.equal(half.to(torch.float32), scale)  # true for most checkpoints
     scales, zeros = by_strip(half if exact else scale), None if zero is None else by_strip(zero)
     return Packed(strips, size, not widen, widen=widen, scale=scales, zero=zeros)
 
 
-PACKED_AT_ONCE = 1 << 20  # numbers
+PACKED_AT_ONCE = 1 << 20  # elements per step of the packing
 
 
 def _in_strips(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of weight [out, in] in the layout of `product`, padded with zeros."""
+    """Copy weight [out, in] into the layout of `product`, padded with zeros."""
     size, inner = weight.shape
     columns, together = torch.ops.quire.product_layout.default(weight)
     strips = weight.new_empty(-(-size // columns), -(-inner // together), columns, together)
-    step = max(1, PACKED_AT_ONCE // (columns * inner))  # the padded copy of a piece is small
+    step = max(1, PACKED_AT_ONCE // (columns * inner))  # bounds the padded copy of each step
     for first in range(0, len(strips), step):
         rows = weight[first * columns : (first + step) * columns]
         padded = torch.nn.functional.pad(rows, (0, -inner % together, 0, -len(rows) % columns))
@@ -700,11 +700,11 @@ def packed_linear(
     eps: float = 0.0,
     silu_mul: bool = False,
 ) -> torch.Tensor:
-    """x [..., in] times the packed weight transposed, plus bias [out], plus `plus` [..., out], perhaps overwriting it.
+    """x [..., in] times the packed weight transposed, plus bias [out], plus `plus` [..., out], which it may overwrite.
 
-    Sums in float32, rounded once to the dtype of x, or not at all where the weight was packed with `float32_out`.
-    `plus` has the dtype of the result.  norm, eps: of the `rms_norm` of x before it.  silu_mul: `silu_mul` of the
-    result, without `plus`.
+    Sums in float32, rounded once to the dtype of x, or not at all if the weight was packed with `float32_out`.
+    `plus` has the dtype of the result.  norm, eps: `rms_norm` of x first.  silu_mul: `silu_mul` of the result,
+    without `plus`.
     """
     if not packed.ours:
         x = x if norm is None else rms_norm(x, norm, eps)
@@ -727,16 +727,16 @@ def packed_linear(
 
 @dataclass(frozen=True)
 class DecoderLayers:
-    """The layers of a decoder on a CPU, as the one operator that computes them all takes them."""
+    """Arguments of `decoder_layers` that do not change from step to step."""
 
-    weights: list[torch.Tensor | None]  # of each layer 20: csrc/ops.cpp has their order
+    weights: list[torch.Tensor | None]  # 20 per layer, in the order of csrc/ops.cpp
     heads: int
-    inner: int  # inputs of the last product of a layer
-    eps: float  # of the norms, and of those of query and key heads
+    inner: int  # inputs of the down projection
+    eps: float  # of the layer norms; head_eps: of the norms of query and key heads
     head_eps: float
     scale: float
     windows: list[int]
-    widen: bool  # as in Packed, of all products
+    widen: bool  # as in Packed, for all linear layers
 
 
 def decoder_layers(
@@ -751,9 +751,9 @@ def decoder_layers(
     q_start: torch.Tensor,
     lens: torch.Tensor,
 ) -> None:
-    """Compute all layers of a decoder on a CPU, in place of x [T, hidden].  Bits are those of the operators one by one.
+    """Compute all layers of a decoder on a CPU, in place of x [T, hidden].  Bit-identical to separate operators.
 
-    caches: of each layer the keys', the values' and their scales.  Everything else as in `rope_kv_write` and
+    caches: per layer the key cache, the value cache and their scales.  Everything else as in `rope_kv_write` and
     `paged_attention`.
     """
     keys, values, scales = zip(*caches, strict=True)
@@ -782,10 +782,9 @@ def _onednn_bfloat16() -> bool:
 
 
 def _ordered_is_fast(dtype: torch.dtype) -> bool:
-    """Whether our products take at most the time of the libraries', as measured in docs/notes/kernels/product.md.
+    """Whether our GEMMs are at least as fast as oneDNN's, as measured in docs/notes/kernels/product.md.
 
-    They take longer where the library uses an instruction that this build lacks, or matrix tiles (AMX), which ours
-    never use.
+    They are slower if oneDNN uses an instruction that this build lacks, or matrix tiles (AMX), which ours never use.
     """
     columns, together = torch.ops.quire.product_layout.default(torch.empty(0, dtype=dtype))
     if dtype == torch.bfloat16:

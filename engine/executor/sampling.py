@@ -1,28 +1,28 @@
-"""Logits -> tokens, for all rows of a step at once.  A table on the device holds each slot's settings.
+"""Batched sampling: logits -> tokens for all rows of a step.  A table on the device holds each slot's settings.
 
-Order of operations on a row's logits (float32), the one transformers uses where it has the same control:
+Order of operations on a row's logits (float32), equal to that of transformers for the controls that both have:
 
-    raw logits ──────────────────────────────────────────────> log-softmax: the logprobs we report
+    raw logits ──────────────────────────────────────────────> log-softmax: the reported logprobs
        └ grammar, bad_words ─ repetition penalty ─ presence, frequency ─ logit_bias ─ allowed ids, min_tokens = adjusted
     adjusted ── temperature 0: argmax
              └─ else w = exp((logit - max) / temperature), filters top_k, top_p, min_p, one draw by inverse CDF
 
-Every filter keeps an *upper set* of the weights w: all tokens at least as likely as some floor.  So the filters of a
-row come down to one number, the highest of three floors.  Tokens exactly as likely as the last one kept are kept too.
+Every filter keeps an *upper set* of the weights w: all tokens whose w reaches some floor.  So the filters of a row
+reduce to one value, the maximum of three floors.  Ties with the last token kept are kept too.
 
 The draw takes u = hash(seed, sibling, output position) in [0, 1).  The token is the first, in vocabulary order, at
 which the running sum of w passes u * total.  Sums are of integers (csrc/sampling_rules.h), so a token is a function of
-(logits, seed, sibling, position).  Preemption, other requests, crashes and the kind of device do not change it.
+(logits, seed, sibling, position).  It does not depend on preemption, other requests, crashes or the kind of device.
 
-All of that is one operator, `ops.sample`.  Here is what it reads:
+One operator, `ops.sample`, does all of this.  It reads:
 
-    table [max_seqs, 9] i64      a RECORD for each slot, on the device
+    table [max_seqs, 9] i64      a RECORD per slot, on the device
       slot 3: seed ... marks ──> line [V] i32   in the prompt? a stop id? allowed? how often in the output
-                       bias ───> line [V] f32   logit_bias, only where asked for
-                       mask ───> row [V / 32]   a bit for each token that grammar and bad_words allow: masks.py
+                       bias ───> line [V] f32   logit_bias, only if a request has one
+                       mask ───> row [V / 32]   one bit per token: allowed by grammar and bad_words (masks.py)
 
-Records hold addresses of lines, not tensors: lines are taken and given back while recorded CUDA graphs keep reading
-the one table.
+Records hold addresses of lines, not tensors: lines are allocated and freed while captured CUDA graphs keep reading
+the same table.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from quire.engine.executor.followers import Follower
 from quire.engine.executor.masks import Masks
 from quire.engine.wire.messages import Sampling, TokenLogprob
 
-# Prompt positions whose logits exist at one time, and their log-softmax, both in float32.  128 rows of 256k
-# tokens take 0.3 GB.  Reading the head again for every 128 rows takes a GPU a few per cent of a scoring step.
+# Prompt positions per chunk of logits and log-softmax, both in float32.  128 rows of 256k tokens take 0.3 GB.
+# Rereading the LM head for every 128 rows costs a GPU a few per cent of a scoring step.
 TARGET_ROWS = 128
 
 # sampling::Settings of csrc/sampling_rules.h
@@ -69,17 +69,17 @@ RECORD = np.dtype(
 )
 COLDEST = 1e30  # scales stay finite, so that 0 * scale is 0
 
-# What became of a row: as in csrc/sampling_rules.h.
+# Outcomes of a row, as in csrc/sampling_rules.h.
 CHOSEN, NOT_FINITE, NOTHING_ALLOWED = 0, 1, 2
 
-# bits of a mark; the lower ones count the token in the output
+# flags of a mark; the lower bits count the token in the output
 IN_PROMPT, STOP, FORBIDDEN = 1 << 31, 1 << 30, 1 << 29
 
 
 class Lines:
-    """Vectors of one number per token of the vocabulary, for the rare rows that need one.
+    """Pool of vectors with one value per token of the vocabulary, for the rare rows that need one.
 
-    Taken from chunks that double, so there are as many as ever were in use together, and none ever moves.
+    Allocated in chunks that double in size, so a line never moves, and the pool has the size of peak use.
     """
 
     def __init__(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -90,7 +90,7 @@ class Lines:
         self._spare: list[Tensor] = []
 
     def take_line(self, values: npt.NDArray[np.generic]) -> Tensor:
-        """A line [V] with these values, copied without waiting for the device."""
+        """Allocate a line [V] with these values, copied without waiting for the device."""
         if not self._spare:
             more = max(4, self._have)
             width = -(-self._vocab // 8) * 8  # every line starts at a multiple of 16 bytes
@@ -106,7 +106,7 @@ class Lines:
 
 
 def send(values: Tensor, to: Tensor) -> None:
-    """Copy from the host, in stream order; the host does not wait, and `values` may change at once."""
+    """Copy from the host asynchronously, in stream order; `values` may be changed immediately."""
     if to.is_cuda:
         values = values.pin_memory()  # torch keeps the pinned copy until the device has read it
     to.copy_(values, non_blocking=True)
@@ -129,13 +129,13 @@ class SamplerBank:
         device: torch.device,
         following: tuple[Constraints, Masks] | None = None,
     ) -> None:
-        """`following`: what slots are held to, and the masks that this writes; None where no request asks for that."""
+        """`following`: constraints and masks of the slots; None if no request has a grammar or bad_words."""
         self._vocab = vocab_size
         self._device = device
         self._following = following
         self._records = np.zeros(max_seqs, RECORD)
         self._words = torch.from_numpy(self._records.view(np.int64).reshape(max_seqs, -1))
-        # On a CPU this is the same memory, and there is nothing to flush.
+        # On a CPU both are the same memory, so there is nothing to flush.
         self._table = self._words.to(device)
         self._marks = Lines(vocab_size, torch.int32, device)
         self._biases = Lines(vocab_size, torch.float32, device)
@@ -154,7 +154,7 @@ class SamplerBank:
 
     @property
     def general(self) -> bool:
-        """Whether any slot needs more than the likeliest token of its raw logits.  Constant time."""
+        """Whether any slot needs more than the argmax of its raw logits.  Constant time."""
         return bool(self._general)
 
     @property
@@ -179,12 +179,12 @@ class SamplerBank:
             if self._following is None:
                 raise RuntimeError("a request with a grammar or bad_words reached an executor without masks")
             constraints, masks = self._following
-            constraints.assign(slot, sampler)  # one that jumps keeps its matcher
+            constraints.assign(slot, sampler)  # a jumping request keeps its matcher
             record["mask"] = masks.address(slot)
         elif self._following is not None:
             self._following[0].free(slot)
         lines = []
-        # A grammar holds back the stop tokens itself.
+        # A grammar masks the stop tokens itself.
         if has_penalty(s) or s.allowed_token_ids or (s.min_tokens and sampler.stop_ids and not s.grammar):
             lines.append((self._marks, self._marks.take_line(self._mark(sampler))))
             record["marks"] = lines[-1][1].data_ptr()
@@ -234,7 +234,7 @@ class SamplerBank:
         return marks.view(np.int32)
 
     def flush(self) -> None:
-        """Copy what `assign` changed to the device: one copy and one scatter, if anything changed; never waits."""
+        """Copy the changes of `assign` to the device: one copy and one scatter, if any; never waits."""
         if self._changed and self._table.is_cuda:
             slots = torch.tensor(sorted(self._changed), dtype=torch.int64)
             staged = torch.empty(len(slots), 1 + self._words.shape[1], dtype=torch.int64, device=self._device)
@@ -248,12 +248,14 @@ class SamplerBank:
         return self._following is not None and self._following[0].active
 
     def begin_masks(self) -> None:
-        """Begin to find out what each slot may sample now, while the model runs.  Needs all tokens before it."""
+        """Start computing the token masks on worker threads, overlapped with the forward pass.
+
+        All earlier steps must have been collected."""
         if self._following is not None and self._following[0].active:
             self._following[0].begin_fill()
 
     def fill_masks(self) -> None:
-        """Write what each slot may sample now.  Needs all tokens before it."""
+        """Write the token masks of all slots.  All earlier steps must have been collected."""
         if self._following is not None and self._following[0].active:
             constraints, masks = self._following
             masks.send(constraints.fill())
@@ -263,13 +265,13 @@ class SamplerBank:
         return [] if self._following is None else self._following[0].followers(slots)
 
     def run(self, logits: Tensor, slots: Tensor, known: Tensor, tokens: Tensor, outcome: Tensor, general: bool) -> None:
-        """Choose one token for each row; only launches.
+        """Sample one token per row; only launches.
 
         logits   [N, V] float32, or of the model's dtype; not changed
-        slots    [N] i64, the slot that each row samples for; -1: padding, whose token is 0 and whose outcome is CHOSEN
-        known    [N] i64, tokens before the one chosen now
-        tokens   [N] i64, written
-        outcome  [N] u8, written
+        slots    [N] i64, the row's slot; -1: padding, with token 0 and outcome CHOSEN
+        known    [N] i64, number of tokens before the sampled one
+        tokens   [N] i64, out
+        outcome  [N] u8, out
         general  may be true for any rows, and must be true if `self.general` is
         """
         if logits.shape[1] != self._vocab:
@@ -277,7 +279,7 @@ class SamplerBank:
         ops.sample(logits, slots, known, self._table, general, tokens, outcome)
 
     def logprobs(self, logits: Tensor, slots: tuple[int, ...], tokens: Tensor) -> Logprobs | None:
-        """Logprobs of the sampled tokens [N], for the slots that report them; None where none does."""
+        """Logprobs of the sampled tokens [N], for the slots that report them; None if none does."""
         if not self.reporting:
             return None
         asked = [(i, self._reports[slot]) for i, slot in enumerate(slots) if slot in self._reports]
@@ -293,27 +295,27 @@ def has_penalty(s: Sampling) -> bool:
 
 
 class Report(NamedTuple):
-    """Which log-probabilities a position has besides that of its own token."""
+    """Log-probabilities that a position reports in addition to its own token's."""
 
     slot: int
-    top: int  # those of so many likeliest tokens
-    named: tuple[int, ...] = ()  # those of these tokens, in this order; then `top` is 0
+    top: int  # number of most probable tokens
+    named: tuple[int, ...] = ()  # token ids, in this order; then `top` is 0
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of L tokens and of others in their places.
+    """Log-probabilities of L tokens and of alternatives at their positions.
 
-    On the host, or on their way there: read them once the step that they belong to is done.
+    On the host, or being copied there: readable once their step is done.
     """
 
     asked: Sequence[Report]  # [L]
-    chosen: list[Tensor]  # of the tokens, in pieces: [.] f32
-    likeliest: list[tuple[Tensor, Tensor]]  # in the same pieces: token ids [., most] i64, log-probabilities f32
-    named: list[Tensor]  # in the same pieces: of the tokens that all reports name, one after another, [.] f32
+    chosen: list[Tensor]  # the tokens' own, in chunks: [.] f32
+    likeliest: list[tuple[Tensor, Tensor]]  # in the same chunks: token ids [., most] i64, log-probabilities f32
+    named: list[Tensor]  # in the same chunks: the tokens that the reports name, concatenated, [.] f32
 
     def entries(self) -> list[TokenLogprob]:
-        """One for each of the L tokens."""
+        """One entry per token."""
         own = [logprob for piece in self.chosen for logprob in piece.tolist()]
         tops = [
             list(zip(ids, values, strict=True))
@@ -331,12 +333,12 @@ class Logprobs:
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, asked: Sequence[Report], rows: Tensor | None = None) -> Logprobs:
-    """From raw logits [., V], of tokens [L]: row i of the logits belongs to token i, or row rows[i] where given."""
+    """Logprobs of tokens [L] from raw logits [., V]: row i (or rows[i]) of the logits belongs to token i."""
     return logprobs_from(lambda part: logits[part] if rows is None else logits[rows[part]], tokens, asked)
 
 
 def logprobs_from(logits_of: Callable[[slice], Tensor], tokens: Tensor, asked: Sequence[Report]) -> Logprobs:
-    """Of tokens [L], from the raw logits [., V] that `logits_of` has for a part of them, TARGET_ROWS at most."""
+    """Logprobs of tokens [L] in chunks of at most TARGET_ROWS; `logits_of` returns a chunk's raw logits [., V]."""
     found = Logprobs(asked, [], [], [])
     most = max(report.top for report in asked)
     for first in range(0, len(asked), TARGET_ROWS):

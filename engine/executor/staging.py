@@ -1,10 +1,10 @@
-"""What a step brings to the device, gathered in pinned memory and sent in one copy.
+"""Staging of a step's inputs in pinned memory, sent to the device in one copy.
 
-    host    | slots | edits | ids | positions | ...     pinned; one such buffer for each step in flight, and one to fill
+    host    | slots | edits | ids | positions | ...     pinned; one buffer per step in flight, and one to fill
                | send(): one asynchronous copy
-    device  | slots | edits | ids | positions | ...     one buffer: stream order keeps the next copy behind its readers
+    device  | slots | edits | ids | positions | ...     one buffer: stream order runs the next copy after its readers
 
-A copy from ordinary memory would wait until the device is done with every step before: that is what this avoids.
+A copy from pageable memory would wait until the device has finished all earlier steps.
 On a CPU both are the same memory and nothing is copied.
 """
 
@@ -22,10 +22,10 @@ TORCH = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.dt
 
 
 class Staging:
-    """Call `begin_step`, `stage_array` as often as needed, `send`.  Then the device may read the staged tensors."""
+    """Staging buffers.  Call `begin_step`, `stage_array` per array, `send`; then the device may read the tensors."""
 
     def __init__(self, *, capacity: int, steps: int, device: torch.device) -> None:
-        """`capacity` in bytes; `steps` how many may be in flight."""
+        """`capacity` in bytes; `steps`: maximum steps in flight."""
         self._device = device
         self._here = device.type == "cpu"
         self._capacity = -(-capacity // ALIGN) * ALIGN
@@ -41,17 +41,17 @@ class Staging:
         self._end = 0
 
     def begin_step(self) -> None:
-        """Start the next step's collection.  Waits only for the copy of a step that ended long ago."""
+        """Start staging the next step.  Waits only for the copy of a step that ended long ago."""
         self._current = (self._current + 1) % len(self._buffers)
         self._end = 0
         if not self._here:
             self._copied[self._current].synchronize()
 
     def stage_array(self, values: Array) -> Tensor:
-        """Where these int32, int64 or float32 values will be on the device after `send`; same shape."""
+        """Stage int32, int64 or float32 values.  Return the device tensor, same shape, that holds them after `send`."""
         kind = TORCH[values.dtype]
         start, size = self._end, values.nbytes
-        if start + size > self._capacity:  # a rare giant, say the cached prefixes of many long prompts at once
+        if start + size > self._capacity:  # rare: for example the cached prefixes of many long prompts
             giant = torch.from_numpy(values.copy())
             return giant if self._here else giant.pin_memory().to(self._device, non_blocking=True)
         self._end = -(-(start + size) // ALIGN) * ALIGN
@@ -61,7 +61,7 @@ class Staging:
         return there if values.ndim == 1 else there.view(values.shape)
 
     def send(self) -> None:
-        """One asynchronous copy of everything staged since `begin_step`, on the current stream."""
+        """Copy everything staged since `begin_step` to the device: one asynchronous copy on the current stream."""
         if self._here or not self._end:
             return
         self._there[: self._end].copy_(self._buffers[self._current][: self._end], non_blocking=True)

@@ -1,12 +1,12 @@
-"""KV blocks of all layers to the host's memory and back, while the GPU computes.
+"""KV swap: copies blocks of all layers to host memory and back, overlapped with computation.
 
     out    caches --block_gather--> staging --copy engine--> host       blocks are free after the gather
     back   caches <--block_scatter-- staging <--copy engine-- host
 
-Everything runs on a stream of its own.  Blocks pass through `staging`, a buffer in device memory, because both other
-ways are worse (docs/notes/kernels/layers.md has the table).  A kernel that reads or writes host memory itself is as
-fast, but takes room and bandwidth on the chip while the bus is busy.  One copy for each block and layer reaches a fifth
-of the bus.
+Everything runs on a separate stream.  Blocks pass through `staging`, a buffer in device memory, because both
+alternatives are worse (docs/notes/kernels/layers.md has the table).  A kernel that accesses host memory itself is as
+fast, but occupies multiprocessors while the bus is busy.  One copy per block and layer reaches a fifth of the bus
+bandwidth.
 
 The scheduler decides what to swap, and `engine/core/policy/step_cost.py` computes when it pays
 (PagedAttention, SOSP 2023, section 4.5).
@@ -27,15 +27,15 @@ from quire.engine.executor.kv_cache import Caches, by_shape
 
 
 class Swap:
-    """Moves blocks for one stream of computation: the one that is current when `out` and `back` are called.
+    """Swaps blocks in order with one compute stream: the current stream at the calls of `out` and `back`.
 
-    For that stream both take effect where they are called: earlier launches see nothing of them, later launches see
-    them done.  It waits until blocks on their way back have arrived, and until blocks on their way out have been read.
-    With more blocks than are staged at once, it waits for all turns but the last."""
+    Both take effect in stream order: earlier launches see the state before, later launches the state after.  The stream
+    waits until swapped-in blocks have arrived, and until swapped-out blocks have been read.  With more blocks than the
+    staging buffer holds, it waits for all rounds but the last."""
 
     def __init__(self, caches: Caches, host_blocks: int, *, at_once: int = 32) -> None:
-        """Takes the host's memory, pinned for a GPU.  `at_once`: blocks that the staging buffer holds; more are moved
-        in turns."""
+        """Allocate the host memory, pinned for a GPU.  `at_once`: capacity of the staging buffer in blocks; more are
+        moved in rounds."""
         self._groups = by_shape(caches)
         first = self._groups[0][0]
         self._device, self._blocks = first.device, len(first)
@@ -45,17 +45,17 @@ class Swap:
         staged = min(at_once, host_blocks) if self._stream else 0
         shapes = [(len(group), group[0][0].numel() * group[0].element_size()) for group in self._groups]
         self._staging = [torch.empty(staged, *shape, dtype=torch.uint8, device=self._device) for shape in shapes]
-        # For each shape of caches: [host blocks, caches, bytes of a block in one of them].  On a CPU pages are
-        # allocated when first written.
+        # Per shape of caches: [host blocks, caches, bytes per block and cache].  On a CPU pages are allocated when
+        # first written.
         pinned = self._stream is not None
         self.host = [torch.empty(host_blocks, *shape, dtype=torch.uint8, pin_memory=pinned) for shape in shapes]
         self._at_once, self._host_blocks = max(1, staged), host_blocks
         self._block_bytes = sum(count * size for count, size in shapes)
         self._moving: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()  # bytes, begin, end
-        self._moved, self._seconds = 0, 0.0  # since last asked
+        self._moved, self._seconds = 0, 0.0  # since the last call
 
     def out(self, pairs: list[tuple[int, int]]) -> torch.cuda.Event | None:
-        """Copy block -> host block for each pair.  None: `host` has them; else it will at that event."""
+        """Copy block -> host block for each pair.  Returns the event of completion; None: complete already."""
         begun = time.perf_counter()
         if self._stream is None:
             for blocks, host in runs([block for block, _ in pairs], [there for _, there in pairs]):
@@ -65,7 +65,7 @@ class Swap:
             self._count(len(pairs), begun)
             return None
         computing = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(computing)  # they may still be written
+        self._stream.wait_stream(computing)  # earlier launches may still write the blocks
         with torch.cuda.stream(self._stream):
             begin = self._now()
             read = begin
@@ -79,12 +79,12 @@ class Swap:
                     for memory, staged in zip(self.host, self._staging, strict=True):
                         memory[host].copy_(staged[places[0] : places[-1] + 1], non_blocking=True)
             end = self._now()
-        computing.wait_event(read)  # the next owner of these blocks writes them
+        computing.wait_event(read)  # the blocks' next owner writes to them
         self._moving.append((len(pairs), begin, end))
         return end
 
     def back(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy host block -> block for each pair.  No block may be named twice."""
+        """Copy host block -> block for each pair.  Blocks must be distinct."""
         begun = time.perf_counter()
         if self._stream is None:
             for blocks, host in runs([block for _, block in pairs], [there for there, _ in pairs]):
@@ -94,7 +94,7 @@ class Swap:
             self._count(len(pairs), begun)
             return
         computing = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(computing)  # their old content may still be read
+        self._stream.wait_stream(computing)  # earlier launches may still read the blocks
         with torch.cuda.stream(self._stream):
             begin = self._now()
             for part in self._parts(pairs):
@@ -110,7 +110,7 @@ class Swap:
         self._moving.append((len(pairs), begin, end))
 
     def moved(self) -> tuple[int, float]:
-        """(bytes, seconds) of the copies that have ended since this was last asked.  Never waits."""
+        """(bytes, seconds) of the copies completed since the last call.  Never waits."""
         while self._moving and self._moving[0][2].query():
             count, begin, end = self._moving.popleft()
             self._moved += count * self._block_bytes
@@ -119,13 +119,13 @@ class Swap:
         return moved
 
     def measure(self) -> float:
-        """Bytes per second, there and back.  Leaves every block as it is; the host's are written to."""
+        """Measure bytes/s out and back.  Device blocks keep their contents; host blocks are overwritten."""
         count = min(32, self._host_blocks, self._blocks)
         if not count:
             return 0.0
         blocks = random.Random(0).sample(range(self._blocks), count)
         best = 0.0
-        for _ in range(4):  # the first one brings pages into being
+        for _ in range(4):  # the first round allocates pages
             begun = time.perf_counter()
             self.out([(block, at) for at, block in enumerate(blocks)])
             self.back([(at, block) for at, block in enumerate(blocks)])
@@ -153,7 +153,7 @@ class Swap:
 
 
 def runs(blocks: list[int], host: list[int]) -> Iterator[tuple[list[int], slice]]:
-    """The same pairs, those with neighbouring host blocks together: (blocks, where they lie on the host)."""
+    """Group pairs with consecutive host blocks: (blocks, slice of host blocks)."""
     start = 0
     for at in range(1, len(host) + 1):
         if at == len(host) or host[at] != host[at - 1] + 1:

@@ -61,7 +61,7 @@ def test_records_hold_numbers_scales_and_zero_points(rows: int, inner: int, grou
 def test_a_weight_is_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers, scale, zero = made(80, 256, 32)
     whole = pack(in_bytes(numbers), scale, zero)
-    monkeypatch.setattr("quire.engine.executor.int4_layout.PIECE", 256 * 32)
+    monkeypatch.setattr("quire.engine.executor.int4_layout.CHUNK", 256 * 32)
     pieces = pack(in_bytes(numbers), scale, zero)
     assert PIECE > 80 * 256
     assert all(map(torch.equal, whole, pieces))

@@ -124,7 +124,7 @@ def test_a_gpu_packs_as_a_cpu_does(group: int) -> None:
     scale, zero = torch.rand(64, 512 // group) * 2.0 ** torch.randint(-40, 40, (64, 1)), numbers[:, : 512 // group] & 15
     on_cpu = ops.pack_int4_gpu(numbers, scale, zero)
     on_gpu = ops.pack_int4_gpu(numbers.cuda(), scale.cuda(), zero.cuda())
-    assert torch.equal(on_gpu.records.cpu(), on_cpu.records)
+    assert torch.equal(on_gpu.packed.cpu(), on_cpu.packed)
     assert torch.equal(on_gpu.scale.cpu(), on_cpu.scale)
 
 
@@ -211,13 +211,13 @@ def test_wrong_tensors_are_named() -> None:
     with pytest.raises(ValueError, match="x: dtype is Half, this operator wants BFloat16"):
         ops.linear(x.half(), stored)
     with pytest.raises(ValueError, match="weight: dtype is Char, this operator wants Byte"):
-        ops.linear(x, ops.Int4(stored.records.view(torch.int8), stored.scale))
+        ops.linear(x, ops.Int4(stored.packed.view(torch.int8), stored.scale))
     with pytest.raises(ValueError, match="weight: rows of the weight is 32, out has 16"):
-        ops.linear(x, ops.Int4(weight(32, 128)[0].records, stored.scale))
+        ops.linear(x, ops.Int4(weight(32, 128)[0].packed, stored.scale))
     with pytest.raises(ValueError, match="weight: inner size is 256, x has 128"):
         ops.linear(x, weight(16, 256)[0])
-    with pytest.raises(ValueError, match="weight: records have 1200 bytes, not 1072, 1120 or 1216"):
-        ops.linear(x, ops.Int4(stored.records[..., :1200].contiguous(), stored.scale))
+    with pytest.raises(ValueError, match="weight: packed blocks have 1200 bytes, not 1072, 1120 or 1216"):
+        ops.linear(x, ops.Int4(stored.packed[..., :1200].contiguous(), stored.scale))
     with pytest.raises(ValueError, match="out: features is 24, not a multiple of 16"):
         ops.linear(x, weight(48, 128)[0], silu_mul=True)
     with pytest.raises(ValueError, match=r"a weight of shape \[24, 128\] is not of multiples of 16 and 128"):

@@ -56,7 +56,7 @@ struct DecodeKernel {
 
   // Flags of a segment: it exists; it holds its head group's first, last keys.
   enum : unsigned { kExists = 1, kBegins = 2, kEnds = 4 };
-  struct Piece {
+  struct Segment {
     unsigned flags;
     int kv_head, part, token;
   };
@@ -64,7 +64,7 @@ struct DecodeKernel {
   struct Shared {
     alignas(16) char rings[kWarps][kRingBytes];
     // Per warp its first segment, if more follow, and its last:
-    Piece pieces[kWarps * 2];
+    Segment segments[kWarps * 2];
     float4 accs[kWarps * 2][kAccVectors];
     float4 states[kWarps * 2][kStateVectors];  // max and sum of two heads
     bool last_to_arrive[2];
@@ -221,8 +221,8 @@ struct DecodeKernel {
       for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int number = step * 16 + half * (kWiden ? 2 : 8);
-          query.parts[step][n][half] = exists ? operand(*reinterpret_cast<const uint32_t*>(row + number)) : 0u;
+          const int index = step * 16 + half * (kWiden ? 2 : 8);
+          query.parts[step][n][half] = exists ? operand(*reinterpret_cast<const uint32_t*>(row + index)) : 0u;
         }
       }
     }
@@ -249,10 +249,10 @@ struct DecodeKernel {
       load_transposed(raw, values + (lane & 15) * kRow + step * 16);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t by_number =
+        const uint32_t by_element =
             __byte_perm(raw[half], 0, 0x3120);  // two keys' element 2g, then their element 2g + 1
-        r[2 * half] = widen_e4m3(by_number);
-        r[2 * half + 1] = widen_e4m3(by_number >> 16);
+        r[2 * half] = widen_e4m3(by_element);
+        r[2 * half + 1] = widen_e4m3(by_element >> 16);
       }
     } else {
       load_transposed(r, values + ((lane & 7) + (lane >> 4) * 8) * kRow + step * 32 + (lane >> 3 & 1) * 16);
@@ -324,13 +324,13 @@ struct DecodeKernel {
     }
   }
 
-  __device__ float scale_of_keys(const Walk& at) const {
+  __device__ float key_scale(const Walk& at) const {
     return kWiden ? args.score_scale * a.scales[at.kv_head] : args.score_scale;
   }
 
   // Score in units of log2.
-  __device__ float score(float product, float k_scale) const {
-    return args.cap > 0 ? soften(product * k_scale, args.cap) : product * k_scale;
+  __device__ float score(float raw, float k_scale) const {
+    return args.cap > 0 ? soften(raw * k_scale, args.cap) : raw * k_scale;
   }
 
   // ---- Results.
@@ -358,7 +358,7 @@ struct DecodeKernel {
   }
 
   // Writes a finished segment: to `out` if it is a complete head group, else to shared memory for merge_segments().
-  __device__ void finish_piece(const Walk& at, bool begins, States& states, const Acc& acc) const {
+  __device__ void finish_segment(const Walk& at, bool begins, States& states, const Acc& acc) const {
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
 #pragma unroll
@@ -368,22 +368,23 @@ struct DecodeKernel {
         for (int other = 4; other < 32; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
       }
     }
-    const bool ends = at.tile == at.end, whole = begins && ends;
-    const int piece = warp * 2 + (at.left == 0);
-    if (!whole && lane == 0) {
-      shared.pieces[piece] = {kExists | (begins ? kBegins : 0) | (ends ? kEnds : 0), at.kv_head, at.part, at.seq.token};
+    const bool ends = at.tile == at.end, complete = begins && ends;
+    const int segment = warp * 2 + (at.left == 0);
+    if (!complete && lane == 0) {
+      shared.segments[segment] = {kExists | (begins ? kBegins : 0) | (ends ? kEnds : 0), at.kv_head, at.part,
+                                  at.seq.token};
     }
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
       const auto& [x, y] = states[n];
-      if (!whole && g == 0) shared.states[piece][n * 4 + t] = {x.max, x.sum, y.max, y.sum};
+      if (!complete && g == 0) shared.states[segment][n * 4 + t] = {x.max, x.sum, y.max, y.sum};
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const auto& v = acc[step][n];
-        if (whole) {
+        if (complete) {
           store(v, {x.max, x.sum, y.max, y.sum}, n, step, at.seq.token, at.kv_head, at.part);
         } else {
-          shared.accs[piece][(step * kNTiles + n) * 32 + lane] = {v[0], v[1], v[2], v[3]};
+          shared.accs[segment][(step * kNTiles + n) * 32 + lane] = {v[0], v[1], v[2], v[3]};
         }
       }
     }
@@ -407,11 +408,11 @@ struct DecodeKernel {
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
           const int i = begin + j;
-          const bool there = i <= last && exists(i);
+          const bool valid = i <= last && exists(i);
           s[j] = {-INFINITY, 0, -INFINITY, 0};
           v[j] = {0, 0, 0, 0};
-          if (there) s[j] = state(i, n * 4 + t);
-          if (there) v[j] = acc(i, x * 32 + lane);
+          if (valid) s[j] = state(i, n * 4 + t);
+          if (valid) v[j] = acc(i, x * 32 + lane);
         }
         float max_0 = total.x, max_1 = total.z;
 #pragma unroll
@@ -447,30 +448,30 @@ struct DecodeKernel {
   __device__ float4* cta_acc(int cta, bool begins) const { return args.plan.accs + (cta * 2 + begins) * kAccVectors; }
 
   // After a barrier: merges the segments of this CTA, and, if it finishes last, those of all CTAs of the head group.
-  __device__ void merge_pieces(const DecodeEnds& cta_ends) const {
+  __device__ void merge_segments(const DecodeEnds& cta_ends) const {
     const int cta = blockIdx.x;
-    const unsigned flags = lane < 2 * kWarps ? shared.pieces[lane].flags : 0;
+    const unsigned flags = lane < 2 * kWarps ? shared.segments[lane].flags : 0;
     const unsigned exist = __ballot_sync(~0u, flags & kExists);
     const unsigned begin = __ballot_sync(~0u, flags & kBegins), end = __ballot_sync(~0u, flags & kEnds);
     // All warps work on all head groups, a few steps each; with many head groups, each warp works on some of them.
     const bool many = __popc(end) > kWarps / 4;
     int began_before = -1, goes_on = -1;  // segments whose head group other CTAs share
-    int number = 0;
-    for (unsigned left = exist; left != 0; ++number) {
+    int index = 0;
+    for (unsigned left = exist; left != 0; ++index) {
       const unsigned final = left & end & -(left & end);  // the first of `left` that ends its head group, or none
-      const unsigned pieces = left & (final | (final - 1));
-      left &= ~pieces;
-      const int first = __ffs(pieces) - 1, last = 31 - __clz(pieces);
-      const bool begins = begin >> first & 1, whole = begins && final;
-      if (!whole) (begins ? goes_on : began_before) = first;
-      if (many && number % kWarps != warp) continue;
-      const Piece piece = shared.pieces[first];
+      const unsigned segments = left & (final | (final - 1));
+      left &= ~segments;
+      const int first = __ffs(segments) - 1, last = 31 - __clz(segments);
+      const bool begins = begin >> first & 1, complete = begins && final;
+      if (!complete) (begins ? goes_on : began_before) = first;
+      if (many && index % kWarps != warp) continue;
+      const Segment segment = shared.segments[first];
       merge<4>(
-          first, last, [&](int i) { return pieces >> i & 1; }, [&](int i, int j) { return shared.states[i][j]; },
+          first, last, [&](int i) { return segments >> i & 1; }, [&](int i, int j) { return shared.states[i][j]; },
           [&](int i, int j) { return shared.accs[i][j]; }, many ? 0 : warp, many ? 1 : kWarps,
           [&](const float4& total, const float(&sum)[4], int step, int n) {
-            if (whole) {
-              store(sum, total, n, step, piece.token, piece.kv_head, piece.part);
+            if (complete) {
+              store(sum, total, n, step, segment.token, segment.kv_head, segment.part);
             } else {
               if (step == 0 && g == 0) cta_state(cta, begins)[n * 4 + t] = total;
               cta_acc(cta, begins)[(step * kNTiles + n) * 32 + lane] = {sum[0], sum[1], sum[2], sum[3]};
@@ -496,12 +497,12 @@ struct DecodeKernel {
     for (int begins = 0; begins < 2; ++begins) {
       if (!shared.last_to_arrive[begins]) continue;
       const int owner = begins ? cta : cta_ends.first_owner, last = begins ? cta_ends.last_last : cta_ends.first_last;
-      const Piece piece = shared.pieces[begins ? goes_on : began_before];
+      const Segment segment = shared.segments[begins ? goes_on : began_before];
       merge<12>(
           owner, last, [](int) { return true; }, [&](int i, int j) { return __ldcg(cta_state(i, i == owner) + j); },
           [&](int i, int j) { return __ldcg(cta_acc(i, i == owner) + j); }, warp, kWarps,
           [&](const float4& total, const float(&sum)[4], int step, int n) {
-            store(sum, total, n, step, piece.token, piece.kv_head, piece.part);
+            store(sum, total, n, step, segment.token, segment.kv_head, segment.part);
           });
     }
   }
@@ -529,7 +530,7 @@ struct DecodeKernel {
     fetching.stage = ring();
     fetching.at.start(share);
     if (fetching.at.left > 0) begin_group(fetching);
-    if (lane < 2) shared.pieces[warp * 2 + lane].flags = 0;
+    if (lane < 2) shared.segments[warp * 2 + lane].flags = 0;
     wait_for_previous_kernels();
     let_next_kernel_start();
     if (header.empty > 0) zero_empty_sequences();
@@ -544,7 +545,7 @@ struct DecodeKernel {
       while (true) {  // over segments
         Query query;
         load_query(query, at);
-        const float k_scale = scale_of_keys(at);
+        const float k_scale = key_scale(at);
         States states;
         Acc acc = {};
         do {
@@ -555,14 +556,14 @@ struct DecodeKernel {
           stage = next_stage(stage);
           ++at.tile;
         } while (--at.left > 0 && at.tile < at.end);
-        finish_piece(at, begins, states, acc);
+        finish_segment(at, begins, states, acc);
         if (at.left == 0) break;
         at.next_group(args);
         begins = true;
       }
     }
     __syncthreads();
-    merge_pieces(ends);
+    merge_segments(ends);
   }
 };
 
@@ -579,11 +580,11 @@ template <class T, class Cache, int kD, int kNTiles>
 void launch_decode(const DecodeKernelArgs& args, cudaStream_t stream) {
   const auto kernel = decode_kernel<T, Cache, kD, kNTiles>;
   const int shared = decode_shared_bytes(kD, kD * static_cast<int>(sizeof(Cache)), kNTiles, decode_arch());
-  static std::atomic<uint64_t> told = 0;  // bit per device: shared memory limit of this kernel was raised
+  static std::atomic<uint64_t> configured = 0;  // bit per device: shared memory limit of this kernel was raised
   const uint64_t device = uint64_t{1} << current_device();
-  if ((told & device) == 0) {
+  if ((configured & device) == 0) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute");
-    told |= device;
+    configured |= device;
   }
   launch(kernel, dim3(args.shape.grid), dim3(args.shape.warps * 32), shared, stream, args);
 }

@@ -20,10 +20,10 @@ constexpr int kCtas = 2;
 constexpr int kMinTiles = 16;  // tiles per CTA; with fewer, merging takes longer than waiting for fewer CTAs
 // Tiles per head group up to which one CTA is as fast as several that merge.  The second limit applies if lengths
 // differ, because the merge would cost more than it saves.
-constexpr int kWholeTiles = 32, kWholeUnequalTiles = 64;
+constexpr int kUnsplitTiles = 32, kUnsplitUnequalTiles = 64;
 // Head group length, in equal parts of all tiles, above which head groups are split: without a split the longest part
 // would delay the others too much.
-constexpr int kWholeParts = 2;
+constexpr int kUnsplitParts = 2;
 constexpr int kEvenTiles = 1024;  // tiles per CTA; with more, four idle multiprocessors lose more than merging takes
 
 // Finds the head group and tile at `position`, which counts tiles over all head groups of all sequences.
@@ -48,9 +48,9 @@ __device__ Place find(int64_t position, const int* before, int seqs, int groups)
 // head group borders, even if parts then differ in length or CTAs stay idle.
 struct Cut {
   enum class Ends {
-    kAnywhere,     // parts are equal
-    kNearest,      // parts end at the head group border nearest to an equal part's end
-    kOfEachGroup,  // a part is a head group
+    kAnywhere,  // parts are equal
+    kNearest,   // parts end at the head group border nearest to an equal part's end
+    kPerGroup,  // a part is a head group
   };
 
   const int* before;
@@ -61,15 +61,15 @@ struct Cut {
   Ends ends = Ends::kAnywhere;
 
   // `filled`: number of sequences with keys; each has min_tiles to max_tiles per head group.
-  __device__ Cut(const int* before, int seqs, int groups, int filled, int fewest, int most, int grid)
+  __device__ Cut(const int* before, int seqs, int groups, int filled, int min_tiles, int max_tiles, int grid)
       : before(before), all(int64_t{before[kDecodeMaxSeqs]} * groups), seqs(seqs), groups(groups) {
     const int head_groups = filled * groups;
-    const bool equal = fewest == most;
+    const bool equal = min_tiles == max_tiles;
     ctas = static_cast<int>(min(int64_t{grid}, (all + kMinTiles - 1) / kMinTiles));
-    const bool even = !equal && int64_t{most} * grid <= kWholeParts * all;
+    const bool even = !equal && int64_t{max_tiles} * grid <= kUnsplitParts * all;
     const bool first = before[filled] == before[kDecodeMaxSeqs];  // the filled sequences come first
-    if (head_groups <= grid && first && (even || most <= (equal ? kWholeTiles : kWholeUnequalTiles))) {
-      ends = Ends::kOfEachGroup;
+    if (head_groups <= grid && first && (even || max_tiles <= (equal ? kUnsplitTiles : kUnsplitUnequalTiles))) {
+      ends = Ends::kPerGroup;
       ctas = head_groups;
     } else if (even) {
       ends = Ends::kNearest;
@@ -78,7 +78,7 @@ struct Cut {
     }
   }
   __device__ int64_t begin(int cta) const {
-    if (ends == Ends::kOfEachGroup) {
+    if (ends == Ends::kPerGroup) {
       const int seq = cta / groups;
       return int64_t{before[seq]} * groups + cta % groups * (before[seq + 1] - before[seq]);
     }
@@ -89,8 +89,8 @@ struct Cut {
   }
   // The number of CTAs nearest to `wanted` that divides the equally long head groups, or that they divide.
   static __device__ int nearest_even(int head_groups, int wanted, int grid) {
-    const int least = wanted < grid ? wanted / 2 : wanted - wanted / 16;
-    for (int step = 0; wanted - step >= least; ++step) {
+    const int lowest = wanted < grid ? wanted / 2 : wanted - wanted / 16;
+    for (int step = 0; wanted - step >= lowest; ++step) {
       for (const int ctas : {wanted - step, wanted + step}) {
         if (ctas < 1 || ctas > grid) continue;
         if (head_groups % ctas == 0 || ctas % head_groups == 0) return ctas;
@@ -105,8 +105,9 @@ struct Cut {
 __global__ void __launch_bounds__(kThreads) plan_kernel(DecodePlanArgs args, DecodePlan plan, DecodeShape shape) {
   __shared__ int before[kDecodeMaxSeqs + 1];  // tiles per head group, summed over the preceding sequences
   __shared__ int sums[kThreads / 32];
-  __shared__ int empty, filled, fewest, most;  // sequences without and with keys; min and max tiles of a head group
-  if (threadIdx.x == 0) empty = filled = most = 0, fewest = INT_MAX;
+  __shared__ int empty, filled, min_tiles,
+      max_tiles;  // sequences without and with keys; min and max tiles of a head group
+  if (threadIdx.x == 0) empty = filled = max_tiles = 0, min_tiles = INT_MAX;
   wait_for_previous_kernels();
   __syncthreads();
   const int groups = shape.kv_heads * shape.parts_per_kv;
@@ -140,8 +141,8 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(DecodePlanArgs args, Dec
   high = __reduce_max_sync(~0u, high);
   if (lane == 0 && with_keys) {
     atomicAdd(&filled, with_keys);
-    atomicMin(&fewest, low);
-    atomicMax(&most, high);
+    atomicMin(&min_tiles, low);
+    atomicMax(&max_tiles, high);
   }
 
   const int total = sum_up_to_lane(sum);
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(DecodePlanArgs args, Dec
 
   const int thread = blockIdx.x * kThreads + threadIdx.x;
   constexpr int kAll = kCtas * kThreads;
-  const Cut cut(before, args.seqs, groups, filled, fewest, most, shape.grid);
+  const Cut cut(before, args.seqs, groups, filled, min_tiles, max_tiles, shape.grid);
   if (thread == 0) *plan.header = {.ctas = cut.ctas, .empty = empty};
   const auto share_at = [&](int64_t from, int64_t to) {
     DecodeShare share{};

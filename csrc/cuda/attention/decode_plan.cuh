@@ -36,9 +36,9 @@ __host__ __device__ constexpr int decode_warps(int head_size, int n_tiles, int a
 }
 
 __host__ __device__ constexpr int decode_stages(int head_size, int row_bytes, int n_tiles, int arch) {
-  const int room = (shared_limit(arch) - kDecodeOtherBytes) / decode_warps(head_size, n_tiles, arch);
+  const int warp_bytes = (shared_limit(arch) - kDecodeOtherBytes) / decode_warps(head_size, n_tiles, arch);
   int stages = 2;
-  while (stages < 4 && decode_warp_bytes(head_size, row_bytes, n_tiles, stages + 1) <= room) ++stages;
+  while (stages < 4 && decode_warp_bytes(head_size, row_bytes, n_tiles, stages + 1) <= warp_bytes) ++stages;
   return stages;
 }
 

@@ -46,9 +46,9 @@ struct PrefillList {
 
 // Tiling that a list is made for.
 struct PrefillTiling {
-  int rows;            // rows per tile
-  bool whole_queries;  // a tile ends with the last head of a query: it has rows / G * G rows
-  int parts_per_sm;    // tiles are split until a multiprocessor has this many items; 0: never
+  int rows;               // rows per tile
+  bool complete_queries;  // a tile ends with the last head of a query: it has rows / G * G rows
+  int parts_per_sm;       // tiles are split until a multiprocessor has this many items; 0: never
 };
 constexpr int kPrefillLists = 3;
 constexpr int kPrefillHopper =

@@ -100,10 +100,10 @@ class Queue {
     if (threadIdx.x != 0) return;
     const int seq = word(0)->x;
     if (seq < 0) return;
-    copy_number_async(address(2), a_.q_start + seq);
-    copy_number_async(address(2) + 4, a_.q_start + seq + 1);
-    copy_number_async(address(2) + 8, a_.lens + seq);
-    copy_number_async(address(2) + 12, a_.rows + seq);
+    copy_async_4(address(2), a_.q_start + seq);
+    copy_async_4(address(2) + 4, a_.q_start + seq + 1);
+    copy_async_4(address(2) + 8, a_.lens + seq);
+    copy_async_4(address(2) + 12, a_.rows + seq);
   }
 
   // Waits for the next item, and until all warps are done with this one.  Returns false if there is none.
@@ -166,7 +166,7 @@ class Item {
     load_queries();
     if (item_.first < item_.last) {
       look_up(item_.first);
-      for (int piece = 0; piece < kPieces; ++piece) load_piece(item_.first, 0, piece);
+      for (int step = 0; step < kLoadSteps; ++step) issue_load(item_.first, 0, step);
       look_up(item_.first + C::kKeys);
     }
     wait_for_all_copies();
@@ -203,12 +203,12 @@ class Item {
       __syncthreads();  // all warps have this tile, and no warp still reads the one before
       if (key == draw_key) queue_.draw();
       if (key + C::kKeys >= item_.last) queue_.fetch_item();
-      const auto load_next = [&](int piece) { load_piece(key + C::kKeys, stage ^ 1, piece); };
+      const auto load_next = [&](int step) { issue_load(key + C::kKeys, stage ^ 1, step); };
       const int offset = few_ ? warp_ * kShare : 0;
       if (key + offset >= end) {
-        for (int piece = 0; piece < kPieces; ++piece) load_next(piece);
+        for (int step = 0; step < kLoadSteps; ++step) load_next(step);
       } else if (kFew && few_) {
-        for (int piece = 0; piece < kPieces; ++piece) load_next(piece);
+        for (int step = 0; step < kLoadSteps; ++step) load_next(step);
         if constexpr (kFew) attend<kShare>(key + offset, offset, stage, [](int) {});
       } else {
         // The next tile is loaded in small steps between the mma of P V, when registers are free.
@@ -281,8 +281,8 @@ class Item {
 
   __device__ static uint32_t to_half(uint32_t two_bf16) {
     const float low = __uint_as_float(two_bf16 << 16), high = __uint_as_float(two_bf16 & 0xffff0000u);
-    constexpr float kMost = 65504;
-    return pack<__half>(fminf(fmaxf(low, -kMost), kMost), fminf(fmaxf(high, -kMost), kMost));
+    constexpr float kMax = 65504;
+    return pack<__half>(fminf(fmaxf(low, -kMax), kMax), fminf(fmaxf(high, -kMax), kMax));
   }
 
   __device__ void load_query(uint32_t (&q)[4], int m, int step) const {
@@ -304,11 +304,11 @@ class Item {
 
   // Issues step `step` of kLoadSteps that load the tile at `key` into `stage`: the key groups first, then the value
   // groups.
-  static constexpr int kPieces = 2 * kGroups;
-  static_assert(kPieces == C::kKeys / 16);  // attend's calls of `between`
-  __device__ void load_piece(int key, int stage, int piece) {
-    const int group = piece % kGroups;
-    const bool values = piece >= kGroups;
+  static constexpr int kLoadSteps = 2 * kGroups;
+  static_assert(kLoadSteps == C::kKeys / 16);  // attend's calls of `between`
+  __device__ void issue_load(int key, int stage, int step) {
+    const int group = step % kGroups;
+    const bool values = step >= kGroups;
     const int k = group_key(key, group);
     asm volatile(
         ""

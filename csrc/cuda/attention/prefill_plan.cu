@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
   const int list = blockIdx.x, seqs = args.seqs - args.first;
   const PrefillTiling tiling = prefill_tiling(list);
   const int group = args.heads / args.kv_heads;
-  const int tile_rows = tiling.whole_queries && group <= tiling.rows ? tiling.rows / group * group : tiling.rows;
+  const int tile_rows = tiling.complete_queries && group <= tiling.rows ? tiling.rows / group * group : tiling.rows;
   int* const cost = shared;              // keys visible to the sequence's last tile
   int* const parts = shared + seqs;      // parts per tile of the sequence
   int* const items = shared + 2 * seqs;  // items of all its KV heads, before tiles are split
@@ -82,11 +82,11 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
   // the earliest estimated end is chosen: few items end with the longest one; with many, CTAs finish half a longest
   // item apart.
   const int resident = max(1, sms * tiling.parts_per_sm), fair = static_cast<int>(work / resident);
-  const int room = plan.rows / tiling.rows;  // capacity in partial results
+  const int max_partials = plan.rows / tiling.rows;  // capacity in partial results
   const auto cut = [&](int s, int choice) {
     const int part_keys = max(kMinPart, fair >> choice);
-    const int most = min(kPrefillMaxParts / tile_rows, max(1, room / max(1, items[s])));
-    return tiling.parts_per_sm ? min(max(1, (cost[s] + part_keys / 2) / part_keys), most) : 1;
+    const int max_parts = min(kPrefillMaxParts / tile_rows, max(1, max_partials / max(1, items[s])));
+    return tiling.parts_per_sm ? min(max(1, (cost[s] + part_keys / 2) / part_keys), max_parts) : 1;
   };
   __shared__ int count[kChoices], longest[kChoices];
   if (threadIdx.x < kChoices) count[threadIdx.x] = longest[threadIdx.x] = 0;
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
   }
   __syncthreads();
   // A sequence whose partial results exceed the capacity is not split.
-  const auto parts_of = [&](int s) { return base[s] + items[s] * parts[s] <= room ? parts[s] : 1; };
+  const auto parts_of = [&](int s) { return base[s] + items[s] * parts[s] <= max_partials ? parts[s] : 1; };
 
   PrefillList& header = *plan.list[list];
   const int writer = blockIdx.y * kWarps + warp;

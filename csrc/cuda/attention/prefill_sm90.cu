@@ -14,10 +14,11 @@ namespace {
 PFN_cuTensorMapEncodeTiled_v12000 encode_tiled() {
   static const auto encode = [] {
     void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found),
+    cudaDriverEntryPointQueryResult status;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &status),
           "cuTensorMapEncodeTiled");
-    if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled");
+    if (status != cudaDriverEntryPointSuccess)
+      throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled");
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
   }();
   return encode;

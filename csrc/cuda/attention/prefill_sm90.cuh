@@ -231,8 +231,8 @@ struct Parts {
         group(thread / 128),
         byte(thread / 32 % 4 * 8),
         row(row) {}
-  __device__ float* acc(int part, int numbers) const {
-    return p.acc + (int64_t{work.partial} + part) * numbers * 256 + thread;
+  __device__ float* acc(int part, int count) const {
+    return p.acc + (int64_t{work.partial} + part) * count * 256 + thread;
   }
   __device__ int64_t at(int part) const { return (int64_t{work.partial} + part) * kRows + row; }
 

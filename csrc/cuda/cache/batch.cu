@@ -8,14 +8,14 @@ namespace {
 // One thread per edit, or per slot; the cost of these kernels is their launch.
 constexpr int kThreads = 128;
 
-__device__ int64_t thread_number() { return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; }
+__device__ int64_t thread_index() { return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; }
 
 dim3 blocks_for(int64_t count) { return dim3((count + kThreads - 1) / kThreads); }
 
 __global__ void apply_edits_kernel(const int32_t* edits, int64_t count, Tables tables) {
   let_next_kernel_start();
   wait_for_previous_kernels();
-  const int64_t i = thread_number();
+  const int64_t i = thread_index();
   if (i >= count) return;
   const int32_t row = edits[3 * i], column = edits[3 * i + 1], block = edits[3 * i + 2];
   if (row >= 0) tables.data[row * tables.stride + column] = block;
@@ -24,7 +24,7 @@ __global__ void apply_edits_kernel(const int32_t* edits, int64_t count, Tables t
 __global__ void decode_inputs_kernel(DecodeInputs a) {
   let_next_kernel_start();
   wait_for_previous_kernels();
-  const int64_t i = thread_number();
+  const int64_t i = thread_index();
   if (i >= a.count) return;
   const int32_t slot = a.slots[i];
   const int64_t at = slot < 0 ? 0 : a.position[slot];
@@ -43,7 +43,7 @@ __global__ void decode_outputs_kernel(const int32_t* slots, int64_t count, const
                                       int64_t* position) {
   let_next_kernel_start();
   wait_for_previous_kernels();
-  const int64_t i = thread_number();
+  const int64_t i = thread_index();
   if (i >= count || slots[i] < 0) return;
   token[slots[i]] = tokens[i];
   position[slots[i]] += 1;

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cuda/common/launch.cuh"
-#include "cuda/common/numbers.cuh"
+#include "cuda/common/packs.cuh"
 
 namespace quire::cuda {
 namespace {
@@ -20,14 +20,14 @@ __global__ void kv_write_kernel(KvWriteArgs a) {
   if (kv_index < 0 || pack >= 2 * a.kv_heads * packs) return;
   const bool is_value = pack >= a.kv_heads * packs;
   if (is_value) pack -= a.kv_heads * packs;
-  const int head = pack / packs, number = pack % packs * kWidth;
+  const int head = pack / packs, element = pack % packs * kWidth;
   const TokenRows& rows = is_value ? a.value : a.key;
   const Pack<T, kWidth> from = load_pack<kWidth>(static_cast<const T*>(rows.data) + token * rows.token_stride +
-                                                 head * rows.head_stride + number);
+                                                 head * rows.head_stride + element);
   const int64_t block = kv_index / a.to.block_size, offset = kv_index % a.to.block_size;
   Stored* to = static_cast<Stored*>(is_value ? a.to.v_cache : a.to.k_cache) +
                block * (is_value ? a.to.v_block_stride : a.to.k_block_stride) +
-               (static_cast<int64_t>(head) * a.to.block_size + offset) * a.size + number;
+               (static_cast<int64_t>(head) * a.to.block_size + offset) * a.size + element;
   Pack<Stored, kWidth> stored;
   if constexpr (std::is_same_v<Stored, e4m3>) {
     const float scale = a.to.scales[is_value * a.kv_heads + head];
@@ -43,11 +43,11 @@ __global__ void kv_write_kernel(KvWriteArgs a) {
 
 template <class T, class Stored, int kWidth>
 void launch_kv_write(const KvWriteArgs& a, cudaStream_t stream) {
-  constexpr int kThreads = 256, kMostTokens = 65535;  // grid limit
+  constexpr int kThreads = 256, kMaxTokens = 65535;  // grid limit
   const int packs = 2 * a.kv_heads * (a.size / kWidth);
-  for (int64_t first = 0; first < a.tokens; first += kMostTokens) {
+  for (int64_t first = 0; first < a.tokens; first += kMaxTokens) {
     KvWriteArgs part = a;
-    part.tokens = std::min<int64_t>(kMostTokens, a.tokens - first);
+    part.tokens = std::min<int64_t>(kMaxTokens, a.tokens - first);
     part.key.data = static_cast<const T*>(a.key.data) + first * a.key.token_stride;
     part.value.data = static_cast<const T*>(a.value.data) + first * a.value.token_stride;
     part.to.kv_indices = a.to.kv_indices + first;
@@ -57,9 +57,9 @@ void launch_kv_write(const KvWriteArgs& a, cudaStream_t stream) {
 }
 
 // Maximum caches per launch: kernel parameters are limited to 4 KB.
-constexpr int kMostCaches = 256;
+constexpr int kMaxCaches = 256;
 struct Caches {
-  char* data[kMostCaches];
+  char* data[kMaxCaches];
   int64_t block_stride;
 };
 
@@ -67,9 +67,9 @@ struct Caches {
 template <class LaunchSome>
 void by_parameters(const BlockArgs& a, const LaunchSome& launch_some) {
   const int all = static_cast<int>(a.caches.size());
-  for (int first = 0; first < all; first += kMostCaches) {
+  for (int first = 0; first < all; first += kMaxCaches) {
     Caches caches;
-    const int some = std::min(kMostCaches, all - first);
+    const int some = std::min(kMaxCaches, all - first);
     std::copy_n(a.caches.begin() + first, some, caches.data);
     caches.block_stride = a.block_stride;
     launch_some(caches, some, first);
@@ -78,7 +78,7 @@ void by_parameters(const BlockArgs& a, const LaunchSome& launch_some) {
 
 constexpr int kThreads = 256, kAhead = 4;      // units in flight per thread
 constexpr int kPart = kThreads * kAhead * 16;  // bytes that a thread block moves before it looks for the next work
-constexpr int64_t kMostInGrid = 65535;         // limit of grid y and z
+constexpr int64_t kMaxInGrid = 65535;          // limit of grid y and z
 
 // Moves one part, or its rest.  Unit: the type of one access.
 template <class Unit>
@@ -163,8 +163,8 @@ void launch_gather(const BlockArgs& a, const int64_t* blocks, char* buffer, cuda
   const int all_caches = static_cast<int>(a.caches.size());
   by_unit(unit_of(a, buffer), [&](auto unit) {
     by_parameters(a, [&](const Caches& caches, int some, int first_cache) {
-      for (int64_t first = 0; first < a.count; first += kMostInGrid) {
-        launch(block_gather_kernel<decltype(unit), kBack>, grid_of(a, some, std::min(kMostInGrid, a.count - first)),
+      for (int64_t first = 0; first < a.count; first += kMaxInGrid) {
+        launch(block_gather_kernel<decltype(unit), kBack>, grid_of(a, some, std::min(kMaxInGrid, a.count - first)),
                kThreads, 0, stream, caches, first_cache, all_caches, blocks + first, a.block_bytes,
                buffer + first * all_caches * a.block_bytes);
       }
@@ -194,8 +194,8 @@ void kv_write(const KvWriteArgs& a, cudaStream_t stream) {
 void block_copy(const BlockArgs& a, const int64_t* pairs, cudaStream_t stream) {
   by_unit(unit_of(a), [&](auto unit) {
     by_parameters(a, [&](const Caches& caches, int some, int) {
-      for (int64_t first = 0; first < a.count; first += kMostInGrid) {
-        launch(block_copy_kernel<decltype(unit)>, grid_of(a, some, std::min(kMostInGrid, a.count - first)), kThreads, 0,
+      for (int64_t first = 0; first < a.count; first += kMaxInGrid) {
+        launch(block_copy_kernel<decltype(unit)>, grid_of(a, some, std::min(kMaxInGrid, a.count - first)), kThreads, 0,
                stream, caches, pairs + 2 * first, a.block_bytes);
       }
     });
@@ -215,8 +215,8 @@ void block_fill(const BlockArgs& a, const int64_t* blocks, uint32_t element, int
       pattern = static_cast<Unit>(word);
     }
     by_parameters(a, [&](const Caches& caches, int some, int) {
-      for (int64_t first = 0; first < a.count; first += kMostInGrid) {
-        launch(block_fill_kernel<Unit>, grid_of(a, some, std::min(kMostInGrid, a.count - first)), kThreads, 0, stream,
+      for (int64_t first = 0; first < a.count; first += kMaxInGrid) {
+        launch(block_fill_kernel<Unit>, grid_of(a, some, std::min(kMaxInGrid, a.count - first)), kThreads, 0, stream,
                caches, blocks + first, a.block_bytes, pattern);
       }
     });

@@ -28,7 +28,7 @@ __device__ inline void wait_for_copies() {
 __device__ inline void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Copies 4 bytes from device to shared memory.
-__device__ inline void copy_number_async(uint32_t to, const int* from) {
+__device__ inline void copy_async_4(uint32_t to, const int* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 

@@ -8,8 +8,8 @@ namespace quire::cuda {
 enum class Dtype { f32, bf16, fp16, e4m3 };
 
 // Whether rows that start at `data`, `stride` elements apart, allow loads of 16 bytes.
-inline bool in_16_bytes(const void* data, int64_t stride, int64_t number_bytes) {
-  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * number_bytes % 16 == 0;
+inline bool in_16_bytes(const void* data, int64_t stride, int64_t element_bytes) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * element_bytes % 16 == 0;
 }
 
 }  // namespace quire::cuda

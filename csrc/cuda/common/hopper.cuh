@@ -233,7 +233,6 @@ struct Wgmma;
   ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118," \
   "%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
-//
 // clang-format off: a table of instructions
 // o0..o4: indices of the operands after the R = N / 2 registers of the result.
 #define QUIRE_WGMMA(T, NAME, N, R, o0, o1, o2, o3, o4)                                                            \

@@ -38,11 +38,11 @@ __device__ inline float sum_of_row(float x) {
   const int threads = blockDim.x;
   x = sum_of_lanes(x, min(threads, kWarp));
   if (threads <= kWarp) return x;
-  __shared__ float of_warp[kWarp];
-  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
+  __shared__ float per_warp[kWarp];
+  if (threadIdx.x % kWarp == 0) per_warp[threadIdx.x / kWarp] = x;
   __syncthreads();
   x = 0;  // a loop is faster than shuffles: the loads are independent
-  for (int warp = 0; warp < threads / kWarp; ++warp) x += of_warp[warp];
+  for (int warp = 0; warp < threads / kWarp; ++warp) x += per_warp[warp];
   return x;
 }
 

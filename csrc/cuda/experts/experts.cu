@@ -14,7 +14,7 @@
 #include "cuda/experts/experts.h"
 
 #include "cuda/common/launch.cuh"
-#include "cuda/common/numbers.cuh"
+#include "cuda/common/packs.cuh"
 #include "cuda/experts/parts.cuh"
 #include "cuda/experts/sort.h"
 

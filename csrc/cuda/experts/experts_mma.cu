@@ -16,7 +16,7 @@
 #include <type_traits>
 
 #include "cuda/common/launch.cuh"
-#include "cuda/common/numbers.cuh"
+#include "cuda/common/packs.cuh"
 #include "cuda/common/tensor_core.cuh"
 #include "cuda/common/warp.cuh"
 #include "cuda/experts/experts.h"

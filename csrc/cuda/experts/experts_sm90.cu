@@ -27,7 +27,7 @@
 
 #include "cuda/common/hopper.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/common/numbers.cuh"
+#include "cuda/common/packs.cuh"
 #include "cuda/common/tensor_core.cuh"
 #include "cuda/common/warp.cuh"
 #include "cuda/experts/experts.h"

@@ -29,7 +29,7 @@
 
 #include "cuda/common/hopper.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/common/numbers.cuh"
+#include "cuda/common/packs.cuh"
 #include "cuda/common/tensor_core.cuh"
 #include "cuda/experts/grouped.h"
 #include "cuda/experts/parts.cuh"

@@ -1,7 +1,7 @@
 // What the kernels for any GPU and those for Hopper share: dtypes, and what an expert makes of its sums.
 #pragma once
 
-#include "cuda/common/numbers.cuh"
+#include "cuda/common/packs.cuh"
 #include "cuda/experts/experts.h"
 
 namespace quire::cuda {
@@ -29,7 +29,8 @@ __device__ T activated(float gate, float up, const ExpertsArgs& a) {
 void experts_mma(const ExpertsArgs& args, cudaStream_t stream);  // any GPU since Ampere, any sizes
 bool fits_experts_sm90(const ExpertsArgs& args);                 // the GPU has TMA, and the sizes are multiples of 64
 void experts_sm90(const ExpertsArgs& args, cudaStream_t stream);
-bool fits_experts_grouped(const ExpertsArgs& args);  // the GPU has wgmma, which came and went with Hopper; sizes likewise
+bool fits_experts_grouped(
+    const ExpertsArgs& args);  // the GPU has wgmma, which came and went with Hopper; sizes likewise
 void experts_grouped(const ExpertsArgs& args, cudaStream_t stream);  // sums are of args.dtype
 
 }  // namespace quire::cuda

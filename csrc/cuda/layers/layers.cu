@@ -3,13 +3,13 @@
 #include <algorithm>
 
 #include "cuda/common/launch.cuh"
-#include "cuda/common/numbers.cuh"
+#include "cuda/common/packs.cuh"
 #include "cuda/common/warp.cuh"
 
 namespace quire::cuda {
 namespace {
 
-constexpr int kWarp = 32, kMostThreads = 1024, kManyRows = 512;
+constexpr int kWarp = 32, kMaxThreads = 1024, kManyRows = 512;
 
 /* x, out [tokens, heads, size] · weight [size], all T.   RMSNorm (Zhang, Sennrich 2019)
  * blockDim.x threads keep a row (one head of one token) in registers: kPacks times kWidth elements each.
@@ -17,18 +17,18 @@ constexpr int kWarp = 32, kMostThreads = 1024, kManyRows = 512;
  * Moves 2 * size elements per row.  No kernel writes weights: if registers suffice, they are loaded while the preceding
  * kernel still runs. */
 template <class T, int kWidth, int kPacks>
-__global__ void __launch_bounds__(kMaxNorm / kWidth / kPacks < kMostThreads ? kMaxNorm / kWidth / kPacks : kMostThreads)
+__global__ void __launch_bounds__(kMaxNorm / kWidth / kPacks < kMaxThreads ? kMaxNorm / kWidth / kPacks : kMaxThreads)
     rms_norm_kernel(RmsNormArgs a) {
   const T* weights = static_cast<const T*>(a.weight);
   Pack<T, kWidth> weight, row[kPacks];
-  const auto number = [&](int i) { return static_cast<int>((i * blockDim.x + threadIdx.x) * kWidth); };
+  const auto element = [&](int i) { return static_cast<int>((i * blockDim.x + threadIdx.x) * kWidth); };
   const auto load_row = [&](Pack<T, kWidth>(&row)[kPacks], const T* from) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      if (number(i) < a.size) row[i] = load_pack<kWidth>(from + number(i));
+      if (element(i) < a.size) row[i] = load_pack<kWidth>(from + element(i));
     }
   };
-  if (kPacks == 1 && number(0) < a.size) weight = load_pack<kWidth>(weights + number(0));
+  if (kPacks == 1 && element(0) < a.size) weight = load_pack<kWidth>(weights + element(0));
   let_next_kernel_start();
   wait_for_previous_kernels();
 
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kMaxNorm / kWidth / kPacks < kMostThreads ? kM
     load_row(row, at(a.x));
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      if (number(i) >= a.size) continue;
+      if (element(i) >= a.size) continue;
       widen(row[i], x);
       for (int j = 0; j < kWidth; ++j) squares += x[j] * x[j];
     }
@@ -53,13 +53,13 @@ __global__ void __launch_bounds__(kMaxNorm / kWidth / kPacks < kMostThreads ? kM
   T* out = at(a.out);
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
-    if (number(i) >= a.size) continue;
-    if (kPacks > 1) weight = load_pack<kWidth>(weights + number(i));
+    if (element(i) >= a.size) continue;
+    if (kPacks > 1) weight = load_pack<kWidth>(weights + element(i));
     float w[kWidth];
     widen(row[i], x);
     widen(weight, w);
     for (int j = 0; j < kWidth; ++j) x[j] = x[j] * scale * w[j];
-    store_pack(out + number(i), narrow<T>(x));
+    store_pack(out + element(i), narrow<T>(x));
   }
 }
 
@@ -84,11 +84,11 @@ void launch_rms_norm(const RmsNormArgs& a, cudaStream_t stream) {
   };
   // One pack per thread: with few rows the latency of one row counts.  With many rows the bytes in flight count, and
   // two packs are faster.
-  if (a.tokens * a.heads > kManyRows && packs > 4 * kWarp && packs <= 2 * kMostThreads) {
+  if (a.tokens * a.heads > kManyRows && packs > 4 * kWarp && packs <= 2 * kMaxThreads) {
     return with(std::integral_constant<int, 2>{});
   }
-  if (packs <= kMostThreads) return with(std::integral_constant<int, 1>{});
-  with(std::integral_constant<int, kMaxNorm / (kMostThreads * kWidth)>{});
+  if (packs <= kMaxThreads) return with(std::integral_constant<int, 1>{});
+  with(std::integral_constant<int, kMaxNorm / (kMaxThreads * kWidth)>{});
 }
 
 /* gate_up [tokens, 2 * size] · out [tokens, size], all T.   SwiGLU (Shazeer 2020)
@@ -110,11 +110,11 @@ __global__ void silu_mul_kernel(SiluMulArgs a) {
 
 template <class T, int kWidth>
 void launch_silu_mul(const SiluMulArgs& a, cudaStream_t stream) {
-  constexpr int kThreads = 256, kMostTokens = 65535;  // grid limit
+  constexpr int kThreads = 256, kMaxTokens = 65535;  // grid limit
   const int64_t packs = (a.size + kWidth - 1) / kWidth;
-  for (int64_t first = 0; first < a.tokens; first += kMostTokens) {
+  for (int64_t first = 0; first < a.tokens; first += kMaxTokens) {
     SiluMulArgs part = a;
-    part.tokens = std::min<int64_t>(kMostTokens, a.tokens - first);
+    part.tokens = std::min<int64_t>(kMaxTokens, a.tokens - first);
     part.gate_up = static_cast<const T*>(a.gate_up) + first * 2 * a.size;
     part.out = static_cast<T*>(a.out) + first * a.size;
     launch(silu_mul_kernel<T, kWidth>, dim3((packs + kThreads - 1) / kThreads, part.tokens), kThreads, 0, stream, part);

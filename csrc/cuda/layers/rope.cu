@@ -1,12 +1,12 @@
 #include "cuda/common/launch.cuh"
-#include "cuda/common/numbers.cuh"
+#include "cuda/common/packs.cuh"
 #include "cuda/common/warp.cuh"
 #include "cuda/layers/layers.h"
 
 namespace quire::cuda {
 namespace {
 
-constexpr int kWarp = 32, kMostThreads = 512;
+constexpr int kWarp = 32, kMaxThreads = 512;
 
 /* qkv [tokens, heads + 2 * kv_heads, size] T · cos, sin [tokens, size] T · caches [blocks, kv_heads, block_size, size]
  * of Stored.   Rotary embedding (Su 2021) in transformers' layout: element i is rotated with element i + size / 2.
@@ -15,19 +15,19 @@ constexpr int kWarp = 32, kMostThreads = 512;
  * and their cos and sin.  Reads heads + 2 * kv_heads heads, cos and sin per token, and writes as many heads.
  * The queries of a token with a negative index are rotated, too. */
 template <class T, class Stored, int kWidth, int kPacks, int kHeads, bool kNorm>
-__global__ void __launch_bounds__(kMostThreads) rope_kv_write_kernel(RopeArgs a) {
+__global__ void __launch_bounds__(kMaxThreads) rope_kv_write_kernel(RopeArgs a) {
   using Packs = Pack<T, kWidth>[kPacks];
   const int64_t token = blockIdx.x;
   const int half = a.size / 2, all_heads = a.heads + 2 * a.kv_heads;
   const int first_head = blockIdx.y * blockDim.y * kHeads + threadIdx.y;  // then every blockDim.y-th head
-  const auto number = [&](int i) { return static_cast<int>(i * blockDim.x + threadIdx.x) * kWidth; };
+  const auto element = [&](int i) { return static_cast<int>(i * blockDim.x + threadIdx.x) * kWidth; };
   const auto load = [&](Packs& low, Packs& high, const T* from) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       low[i] = high[i] = {};
-      if (number(i) >= half) continue;
-      low[i] = load_pack<kWidth>(from + number(i));
-      high[i] = load_pack<kWidth>(from + half + number(i));
+      if (element(i) >= half) continue;
+      low[i] = load_pack<kWidth>(from + element(i));
+      high[i] = load_pack<kWidth>(from + half + element(i));
     }
   };
 
@@ -110,12 +110,12 @@ __global__ void __launch_bounds__(kMostThreads) rope_kv_write_kernel(RopeArgs a)
       using To = std::remove_reference_t<decltype(*to)>;
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        if (number(i) >= half) continue;
+        if (element(i) >= half) continue;
         if constexpr (std::is_same_v<To, e4m3>) {
           for (int j = 0; j < kWidth; ++j) turned_low[i][j] /= scale[n], turned_high[i][j] /= scale[n];
         }
-        store_pack(to + number(i), narrow<To>(turned_low[i]));
-        store_pack(to + half + number(i), narrow<To>(turned_high[i]));
+        store_pack(to + element(i), narrow<To>(turned_low[i]));
+        store_pack(to + half + element(i), narrow<To>(turned_high[i]));
       }
     };
     if (is_query) {
@@ -136,7 +136,8 @@ void launch_rope(const RopeArgs& a, cudaStream_t stream) {
   int lanes = 1;
   while (lanes < packs && lanes < kWarp) lanes *= 2;
   // All heads in one thread block if they fit, else in equal parts; complete warps.
-  const int y = (all_heads + kHeads - 1) / kHeads, most = kMostThreads / lanes, parts = (y + most - 1) / most;
+  const int y = (all_heads + kHeads - 1) / kHeads, max_rows_per_block = kMaxThreads / lanes,
+            parts = (y + max_rows_per_block - 1) / max_rows_per_block;
   const int per_warp = kWarp / lanes, each = ((y + parts - 1) / parts + per_warp - 1) / per_warp * per_warp;
   launch(a.q_norm ? rope_kv_write_kernel<T, Stored, kWidth, kPacks, kHeads, true>
                   : rope_kv_write_kernel<T, Stored, kWidth, kPacks, kHeads, false>,

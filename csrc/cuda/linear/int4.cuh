@@ -27,56 +27,56 @@
 
 namespace quire::cuda::linears {
 
-static_assert(kInt4Inputs == kRecordOfX);
+static_assert(kInt4Inputs == kXChunk);
 constexpr int kHalves = kInt4Inputs / kUnit;  // halves per packed block; a lane loads 16 weights of a half at once
 constexpr int kHalfBytes = kInt4Rows * kUnit / 2;
 
-struct Int4Params : End {
+struct Int4Params : Epilogue {
   const float* row_scale;
   const void* x;  // bf16 activations, if the CTAs convert them
   int64_t x_stride;
-  const char* notes;  // [packed blocks along inner, tokens] headers of activations converted by convert_kernel
-  int blocks;         // row blocks of 16 per tile; with silu_mul gate blocks, then up blocks
-  int records;        // packed blocks per row
-  int depth;          // packed blocks along inner per stage
-  int count, stages;  // stages per tile; stages in shared memory
+  const char* x_scales;  // [k_blocks, tokens] scales of activations quantised by convert_kernel
+  int blocks;            // row blocks of 16 per tile; with silu_mul gate blocks, then up blocks
+  int k_blocks;          // packed blocks per row block
+  int depth;             // packed blocks along inner per stage
+  int count, stages;     // stages per tile; stages in shared memory
 };
 
 // Scale of a token's quantised activations in one packed block, and their sums for the zero-point correction.
 template <int kGroups>
-struct alignas(16) XNote {
+struct alignas(16) XScale {
   int minus_sum[kGroups];  // -(sum of the integers), per group
-  float unit;              // value of one integer step
+  float scale;             // value of one integer step
 };
-inline __host__ __device__ int note_bytes(int groups) {
-  return static_cast<int>(groups == 4 ? sizeof(XNote<4>) : sizeof(XNote<1>));
+inline __host__ __device__ int x_scale_bytes(int groups) {
+  return static_cast<int>(groups == 4 ? sizeof(XScale<4>) : sizeof(XScale<1>));
 }
 
 // Whether each CTA quantises the activations itself; otherwise convert_kernel runs first.
-template <int kFours>
-constexpr bool kConverts = kFours == 1;
+template <int kNTiles>
+constexpr bool kConverts = kNTiles == 1;
 
 // Whether two CTAs share a multiprocessor, so that the next kernel starts early.  With more than eight tokens the
 // registers do not suffice for two; forcing two made 16 tokens 1.8 times as slow.
-template <int kFours>
-constexpr bool kShared = kFours <= 2;
-constexpr int kWholeRoom = 190 << 10;
-constexpr int int4_room(int tokens) { return tokens <= 8 ? kRoom : kWholeRoom; }
+template <int kNTiles>
+constexpr bool kShared = kNTiles <= 2;
+constexpr int kFullSmemBytes = 190 << 10;
+constexpr int int4_smem_bytes(int tokens) { return tokens <= 8 ? kSmemBytes : kFullSmemBytes; }
 
 // Stage layout: x [tokens, depth, 128], then packed blocks [depth, blocks], then x scales [depth, tokens].  If the CTAs
 // quantise, a stage holds only packed blocks; x [tokens, k_blocks, 128] and x scales [k_blocks, tokens] follow all
 // stages.
 inline __host__ __device__ int stage_x_bytes(const Int4Params& p) { return p.tokens * p.depth * kXBytes; }
 inline __host__ __device__ int weight_bytes(const Int4Params& p, int groups) {
-  return p.blocks * p.depth * int4_record_bytes(groups);
+  return p.blocks * p.depth * int4_block_bytes(groups);
 }
 inline __host__ __device__ int in_128s(int bytes) { return (bytes + 127) / 128 * 128; }  // alignment of a bulk copy
 inline __host__ __device__ int stage_bytes(const Int4Params& p, int groups, bool converts) {
-  const int of_x = converts ? 0 : stage_x_bytes(p) + p.tokens * p.depth * note_bytes(groups);
-  return in_128s(weight_bytes(p, groups) + of_x);
+  const int x_bytes = converts ? 0 : stage_x_bytes(p) + p.tokens * p.depth * x_scale_bytes(groups);
+  return in_128s(weight_bytes(p, groups) + x_bytes);
 }
-inline __host__ __device__ int converted_bytes(int tokens, int records, int groups) {
-  return tokens * records * (kXBytes + note_bytes(groups));
+inline __host__ __device__ int converted_bytes(int tokens, int k_blocks, int groups) {
+  return tokens * k_blocks * (kXBytes + x_scale_bytes(groups));
 }
 
 struct Int4Barriers {
@@ -87,23 +87,25 @@ struct Int4Barriers {
 //
 // If the CTAs quantise, the next kernel may start once the last weight copy is issued: its first copies then overlap
 // this kernel's tail.  An earlier start gains nothing, nor does it help if convert_kernel runs in between.
-template <int kFours, int kGroups>
+template <int kNTiles, int kGroups>
 __device__ inline void copy_stages(const CUtensorMap* weight_map, const CUtensorMap* x_map, const Int4Params& p,
                                    int first_feature, char* stages, Int4Barriers& barriers) {
-  constexpr bool kWithX = !kConverts<kFours>;
-  const int x_bytes = kWithX ? stage_x_bytes(p) : 0, notes_of_record = p.tokens * note_bytes(kGroups);
-  const auto stage_of = [&](int stage) { return stages + stage * stage_bytes(p, kGroups, kConverts<kFours>); };
-  const auto notes_of = [&](int i) { return kWithX ? min(p.depth, p.records - i * p.depth) * notes_of_record : 0; };
+  constexpr bool kWithX = !kConverts<kNTiles>;
+  const int x_bytes = kWithX ? stage_x_bytes(p) : 0, scale_bytes_per_block = p.tokens * x_scale_bytes(kGroups);
+  const auto stage_of = [&](int stage) { return stages + stage * stage_bytes(p, kGroups, kConverts<kNTiles>); };
+  const auto copied_scale_bytes = [&](int i) {
+    return kWithX ? min(p.depth, p.k_blocks - i * p.depth) * scale_bytes_per_block : 0;
+  };
   const auto copy_weight = [&](int i, int stage) {
-    hopper::arrive_expecting(&barriers.full[stage], weight_bytes(p, kGroups) + x_bytes + notes_of(i));
+    hopper::arrive_expecting(&barriers.full[stage], weight_bytes(p, kGroups) + x_bytes + copied_scale_bytes(i));
     hopper::copy_once(stage_of(stage) + x_bytes, weight_map, &barriers.full[stage], 0, first_feature / kInt4Rows, 0,
                       i * p.depth);
   };
   const auto copy_x = [&](int i, int stage) {
     if constexpr (kWithX) {
       hopper::copy_often(stage_of(stage), x_map, &barriers.full[stage], 0, i * p.depth, 0);
-      hopper::copy_run(stage_of(stage) + x_bytes + weight_bytes(p, kGroups), p.notes + i * p.depth * notes_of_record,
-                       &barriers.full[stage], notes_of(i));
+      hopper::copy_run(stage_of(stage) + x_bytes + weight_bytes(p, kGroups),
+                       p.x_scales + i * p.depth * scale_bytes_per_block, &barriers.full[stage], copied_scale_bytes(i));
     }
   };
   const int early = min(p.count, p.stages);
@@ -147,67 +149,67 @@ __device__ inline int sum_of(const uint4& bytes, int begin) {  // sums eight of 
 // Quantises 128 activations of a token.  Of each half, the high bytes fill the first 32 places and the low bytes the
 // others.
 template <int kGroups>
-__device__ inline void convert(const RecordOfX& x, char* to, XNote<kGroups>* note) {
+__device__ inline void convert(const XChunk& x, char* to, XScale<kGroups>* x_scale) {
   const unsigned together = 0xffu << (threadIdx.x % 32 & 24);
   const int lane = threadIdx.x % 8, t = lane % 4;
   const auto [a, b] = x;
-  uint32_t most = x.largest();
+  uint32_t max_pair = x.largest();
 #pragma unroll
-  for (int step = 1; step < 8; step *= 2) most = __vmaxu2(most, __shfl_xor_sync(together, most, step));
-  const uint32_t largest = max(most & 0xffff, most >> 16);
+  for (int step = 1; step < 8; step *= 2) max_pair = __vmaxu2(max_pair, __shfl_xor_sync(together, max_pair, step));
+  const uint32_t largest = max(max_pair & 0xffff, max_pair >> 16);
   // One bf16 step higher, because 255 * 2^7 would overflow the integers by one.
   const int exponent = static_cast<int>(largest + 1 >> 7) - 127;
   const int up = min(14 - exponent, 120);
   constexpr uint32_t kInfinity = 0x7f80;  // bf16 bits; larger ones are NaN
   const float raise = __uint_as_float(static_cast<uint32_t>(up + 127) << 23);
-  const float unit = largest >= kInfinity ? NAN : __uint_as_float(static_cast<uint32_t>(127 - up) << 23);
+  const float scale = largest >= kInfinity ? NAN : __uint_as_float(static_cast<uint32_t>(127 - up) << 23);
   uint4 high, low;
   to_bytes(a.x, a.y, raise, high.x, low.x);
   to_bytes(a.z, a.w, raise, high.y, low.y);
   to_bytes(b.x, b.y, raise, high.z, low.z);
   to_bytes(b.z, b.w, raise, high.w, low.w);
-  *reinterpret_cast<uint4*>(to + RecordOfX::place()) = high;
-  *reinterpret_cast<uint4*>(to + RecordOfX::place() + kUnit) = low;
-  int of_first = 256 * sum_of(high, 0) + sum_of(low, 0), of_second = 256 * sum_of(high, 8) + sum_of(low, 8);
-  if constexpr (kGroups < 4) of_first += of_second;
+  *reinterpret_cast<uint4*>(to + XChunk::place()) = high;
+  *reinterpret_cast<uint4*>(to + XChunk::place() + kUnit) = low;
+  int first_sum = 256 * sum_of(high, 0) + sum_of(low, 0), second_sum = 256 * sum_of(high, 8) + sum_of(low, 8);
+  if constexpr (kGroups < 4) first_sum += second_sum;
 #pragma unroll
   for (int step = 1; step < (kGroups == 1 ? 8 : 4); step *= 2) {
-    of_first += __shfl_xor_sync(together, of_first, step);
-    if constexpr (kGroups == 4) of_second += __shfl_xor_sync(together, of_second, step);
+    first_sum += __shfl_xor_sync(together, first_sum, step);
+    if constexpr (kGroups == 4) second_sum += __shfl_xor_sync(together, second_sum, step);
   }
-  if (lane == 0) note->unit = unit;
+  if (lane == 0) x_scale->scale = scale;
   if constexpr (kGroups == 4) {
-    if (t == 0) note->minus_sum[lane / 2] = -of_first, note->minus_sum[lane / 2 + 1] = -of_second;
+    if (t == 0) x_scale->minus_sum[lane / 2] = -first_sum, x_scale->minus_sum[lane / 2 + 1] = -second_sum;
   } else if (lane % (8 / kGroups) == 0) {
-    note->minus_sum[lane / 4] = -of_first;
+    x_scale->minus_sum[lane / 4] = -first_sum;
   }
 }
 
 // Quantises all of x, by the consumer warps, after the preceding kernels have ended.
 template <int kGroups>
-__device__ inline void convert_all(const Int4Params& p, char* to, char* notes) {
+__device__ inline void convert_all(const Int4Params& p, char* to, char* x_scales) {
   struct Part {
-    int token = 0, record = threadIdx.x / 8;
-  } part[kMostParts];
+    int token = 0, k_block = threadIdx.x / 8;
+  } part[kMaxParts];
 #pragma unroll
-  for (int i = 0; i + 1 < kMostParts; ++i) {
-    const bool of_token = part[i].record + kRecordsAtOnce < p.records;
-    part[i + 1].token = part[i].token + (of_token ? 0 : 1);
-    part[i + 1].record = of_token ? part[i].record + kRecordsAtOnce : threadIdx.x / 8;
+  for (int i = 0; i + 1 < kMaxParts; ++i) {
+    const bool same_token = part[i].k_block + kXChunksAtOnce < p.k_blocks;
+    part[i + 1].token = part[i].token + (same_token ? 0 : 1);
+    part[i + 1].k_block = same_token ? part[i].k_block + kXChunksAtOnce : threadIdx.x / 8;
   }
-  const auto there = [&](int i) { return part[i].token < p.tokens && part[i].record < p.records; };
+  const auto exists = [&](int i) { return part[i].token < p.tokens && part[i].k_block < p.k_blocks; };
   wait_for_previous_kernels();
-  RecordOfX x[kMostParts];
+  XChunk x[kMaxParts];
 #pragma unroll
-  for (int i = 0; i < kMostParts; ++i) {
-    const char* const of_token = static_cast<const char*>(p.x) + part[i].token * p.x_stride * sizeof(bf16);
-    if (there(i)) x[i].load(of_token + part[i].record * kXBytes);
+  for (int i = 0; i < kMaxParts; ++i) {
+    const char* const x_token = static_cast<const char*>(p.x) + part[i].token * p.x_stride * sizeof(bf16);
+    if (exists(i)) x[i].load(x_token + part[i].k_block * kXBytes);
   }
 #pragma unroll
-  for (int i = 0; i < kMostParts; ++i) {
-    if (!there(i)) continue;
-    convert(x[i], to + (part[i].token * p.records + part[i].record) * kXBytes,
-            reinterpret_cast<XNote<kGroups>*>(notes) + part[i].record * p.tokens + part[i].token);
+  for (int i = 0; i < kMaxParts; ++i) {
+    if (!exists(i)) continue;
+    convert(x[i], to + (part[i].token * p.k_blocks + part[i].k_block) * kXBytes,
+            reinterpret_cast<XScale<kGroups>*>(x_scales) + part[i].k_block * p.tokens + part[i].token);
   }
 }
 
@@ -246,41 +248,42 @@ __device__ inline void multiply_bytes(int (&c)[4], const uint32_t (&a)[4], uint3
 
 // Token whose sums a lane holds in n tile `tile`.  A token has two mma columns, one for high and one for low bytes.
 // With more than one n tile the order makes the sums match mma.m16n8k16: tokens 2 t and 2 t + 1 of eight.
-template <int kFours>
-__device__ inline int token_of(int four, int pair) {
-  return kFours == 1 ? pair : four / 2 * 8 + pair * 2 + four % 2;
+template <int kNTiles>
+__device__ inline int token_of(int tile, int pair) {
+  return kNTiles == 1 ? pair : tile / 2 * 8 + pair * 2 + tile % 2;
 }
 
 // Offsets that a lane needs in every stage.
-template <int kFours>
+template <int kNTiles>
 struct Int4Lane {
-  int x_at[kFours];     // offset of this lane's bytes in a converted block of each four tokens
-  int note_of[kFours];  // token of the header that scales this lane's sums
+  int x_at[kNTiles];         // offset of this lane's bytes in a quantised k block, per n tile
+  int scale_token[kNTiles];  // token whose scale applies to this lane's sums
 
   // A token past the end reads the last token's data, and its sums are never stored.
   __device__ Int4Lane(const Int4Params& p, int x_row_bytes) {
     const int lane = threadIdx.x % 32, column = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int f = 0; f < kFours; ++f) {
-      const int token = min(token_of<kFours>(f, column / 2), p.tokens - 1);
+    for (int f = 0; f < kNTiles; ++f) {
+      const int token = min(token_of<kNTiles>(f, column / 2), p.tokens - 1);
       x_at[f] = token * x_row_bytes + column % 2 * kUnit + t * 16;
-      note_of[f] = min(token_of<kFours>(f, t), p.tokens - 1);
+      scale_token[f] = min(token_of<kNTiles>(f, t), p.tokens - 1);
     }
   }
 };
 
 // Adds the scaled integer sums of one group to the float accumulators of a lane's two rows, for one token per n tile.
-template <int kFours, int kGroups, int kOfScales>
-__device__ inline void add_group(const int (&of_group)[kFours][4], const GroupScales<kOfScales>& s, int k, int group,
-                                 const XNote<kGroups>* notes, const Int4Lane<kFours>& at, float (&sums)[kFours][2]) {
+template <int kNTiles, int kGroups, int kScaleGroups>
+__device__ inline void add_group(const int (&group_sums)[kNTiles][4], const GroupScales<kScaleGroups>& s, int k,
+                                 int group, const XScale<kGroups>* x_scales, const Int4Lane<kNTiles>& at,
+                                 float (&sums)[kNTiles][2]) {
 #pragma unroll
-  for (int f = 0; f < kFours; ++f) {
-    const XNote<kGroups>& note = notes[at.note_of[f]];
+  for (int f = 0; f < kNTiles; ++f) {
+    const XScale<kGroups>& x_scale = x_scales[at.scale_token[f]];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int all = of_group[f][2 * r] * 256 + of_group[f][2 * r + 1];
-      const int centred = all + s.zero[k][r] * note.minus_sum[group];
-      sums[f][r] += static_cast<float>(centred) * (s.scale[k][r] * note.unit);
+      const int all = group_sums[f][2 * r] * 256 + group_sums[f][2 * r + 1];
+      const int centred = all + s.zero[k][r] * x_scale.minus_sum[group];
+      sums[f][r] += static_cast<float>(centred) * (s.scale[k][r] * x_scale.scale);
     }
   }
 }
@@ -289,23 +292,24 @@ __device__ inline void add_group(const int (&of_group)[kFours][4], const GroupSc
 // the previous mma on the same accumulator, so the row blocks are interleaved.
 //   k_block  packed block of the first row block; the next ones lie `step` bytes apart
 //   x        quantised activations for these elements of inner
-template <int kFours, int kGroups, int kBlocks>
-__device__ inline void multiply_blocks(const char* record, int step, const char* x, const Int4Lane<kFours>& at,
-                                       const XNote<kGroups>* notes, float (*sums)[kFours][2]) {
-  constexpr int kOfHalf = kGroups == 4 ? 2 : 1, kNumbers = kHalves * kHalfBytes, kOfRow = kOfHalf * 2;
+template <int kNTiles, int kGroups, int kBlocks>
+__device__ inline void multiply_blocks(const char* k_block, int step, const char* x, const Int4Lane<kNTiles>& at,
+                                       const XScale<kGroups>* x_scales, float (*sums)[kNTiles][2]) {
+  constexpr int kGroupsPerHalf = kGroups == 4 ? 2 : 1, kWeightBytes = kHalves * kHalfBytes,
+                kValuesPerG = kGroupsPerHalf * 2;
   const int lane = threadIdx.x % 32, g = lane / 4;
-  const char* const scales = record + kNumbers + g * kOfRow * sizeof(fp16);
-  const char* const zeros = record + kNumbers + kGroups * kInt4Rows * sizeof(fp16) + g * kOfRow;
-  int of_group[kBlocks][kFours][4];
+  const char* const scales = k_block + kWeightBytes + g * kValuesPerG * sizeof(fp16);
+  const char* const zeros = k_block + kWeightBytes + kGroups * kInt4Rows * sizeof(fp16) + g * kValuesPerG;
+  int group_sums[kBlocks][kNTiles][4];
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
-    uint4 bytes[kFours];
+    uint4 bytes[kNTiles];
 #pragma unroll
-    for (int f = 0; f < kFours; ++f) bytes[f] = *reinterpret_cast<const uint4*>(x + at.x_at[f] + half * kUnit * 2);
+    for (int f = 0; f < kNTiles; ++f) bytes[f] = *reinterpret_cast<const uint4*>(x + at.x_at[f] + half * kUnit * 2);
     uint4 words[kBlocks];
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      words[b] = *reinterpret_cast<const uint4*>(record + b * step + half * kHalfBytes + lane * 16);
+      words[b] = *reinterpret_cast<const uint4*>(k_block + b * step + half * kHalfBytes + lane * 16);
     }
 #pragma unroll
     for (int part = 0; part < 2; ++part) {  // 32 inputs each: the low, then the high half of each byte
@@ -318,48 +322,49 @@ __device__ inline void multiply_blocks(const char* record, int step, const char*
         const int shift = 4 * part;
         const uint32_t q[4] = {w.x >> shift & kLow, w.y >> shift & kLow, w.z >> shift & kLow, w.w >> shift & kLow};
 #pragma unroll
-        for (int f = 0; f < kFours; ++f) {
+        for (int f = 0; f < kNTiles; ++f) {
           if (begins) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) of_group[b][f][i] = 0;
+            for (int i = 0; i < 4; ++i) group_sums[b][f][i] = 0;
           }
-          multiply_bytes(of_group[b][f], q, part == 0 ? bytes[f].x : bytes[f].z, part == 0 ? bytes[f].y : bytes[f].w);
+          multiply_bytes(group_sums[b][f], q, part == 0 ? bytes[f].x : bytes[f].z, part == 0 ? bytes[f].y : bytes[f].w);
         }
       }
       if (!ends) continue;
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        const int place = (kGroups == 1 ? 0 : half) * 8 * kOfRow;
-        const GroupScales<kOfHalf> s(scales + b * step + place * sizeof(fp16), zeros + b * step + place);
+        const int place = (kGroups == 1 ? 0 : half) * 8 * kValuesPerG;
+        const GroupScales<kGroupsPerHalf> s(scales + b * step + place * sizeof(fp16), zeros + b * step + place);
         const int k = kGroups == 4 ? part : 0;
-        add_group<kFours, kGroups>(of_group[b], s, k, kGroups == 1 ? 0 : half * kOfHalf + k, notes, at, sums[b]);
+        add_group<kNTiles, kGroups>(group_sums[b], s, k, kGroups == 1 ? 0 : half * kGroupsPerHalf + k, x_scales, at,
+                                    sums[b]);
       }
     }
   }
 }
 
 // Calls run(first, count), with integral constants, for runs of at most kMax that cover 0 to kBlocks - 1.
-template <int kBlocks, int kMost, int kFrom = 0, class Run>
+template <int kBlocks, int kMax, int kFrom = 0, class Run>
 __device__ inline void for_bundles(const Run& run) {
   if constexpr (kFrom < kBlocks) {
-    constexpr int kBundles = (kBlocks - kFrom + kMost - 1) / kMost, kSize = (kBlocks - kFrom + kBundles - 1) / kBundles;
+    constexpr int kBundles = (kBlocks - kFrom + kMax - 1) / kMax, kSize = (kBlocks - kFrom + kBundles - 1) / kBundles;
     run(std::integral_constant<int, kFrom>{}, std::integral_constant<int, kSize>{});
-    for_bundles<kBlocks, kMost, kFrom + kSize>(run);
+    for_bundles<kBlocks, kMax, kFrom + kSize>(run);
   }
 }
 
 // Reorders the accumulators into mma.m16n8k16's layout.  With one n tile the values of tokens 2 t and 2 t + 1 come from
 // two other lanes.
-template <int kFours, int kBlocks>
-__device__ inline void order_sums(const float (&sums)[kBlocks][kFours][2],
-                                  float (&ordered)[kBlocks][(kFours + 1) / 2][4]) {
+template <int kNTiles, int kBlocks>
+__device__ inline void order_sums(const float (&sums)[kBlocks][kNTiles][2],
+                                  float (&ordered)[kBlocks][(kNTiles + 1) / 2][4]) {
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
-    for (int e = 0; e < (kFours + 1) / 2; ++e) {
+    for (int e = 0; e < (kNTiles + 1) / 2; ++e) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if constexpr (kFours == 1) {
+        if constexpr (kNTiles == 1) {
           const int lane = threadIdx.x % 32;
           ordered[b][e][i] = __shfl_sync(~0u, sums[b][0][i / 2], (lane & ~3) | (2 * lane + i % 2 & 3));
         } else {
@@ -372,11 +377,11 @@ __device__ inline void order_sums(const float (&sums)[kBlocks][kFours][2],
 
 // kNTiles: n tiles of four tokens, 1 or even.  kRowWarps: warps along the rows.  kBlocks: row blocks per warp.
 // kGroups: groups per packed block.
-template <int kFours, int kRowWarps, int kBlocks, int kGroups>
+template <int kNTiles, int kRowWarps, int kBlocks, int kGroups>
 __global__ __launch_bounds__(kThreads,
-                             kShared<kFours> ? 2 : 1) void int4_kernel(const __grid_constant__ CUtensorMap weight_map,
-                                                                       const __grid_constant__ CUtensorMap x_map,
-                                                                       const __grid_constant__ Int4Params p) {
+                             kShared<kNTiles> ? 2 : 1) void int4_kernel(const __grid_constant__ CUtensorMap weight_map,
+                                                                        const __grid_constant__ CUtensorMap x_map,
+                                                                        const __grid_constant__ Int4Params p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char stages[];
   __shared__ Int4Barriers barriers;
@@ -384,7 +389,7 @@ __global__ __launch_bounds__(kThreads,
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_feature = blockIdx.x * p.tile_features;
 
-  if (threadIdx.x == kMultipliers) {
+  if (threadIdx.x == kConsumerThreads) {
     hopper::prefetch_map(&weight_map);
     hopper::prefetch_map(&x_map);
     for (int i = 0; i < p.stages; ++i) {
@@ -394,101 +399,103 @@ __global__ __launch_bounds__(kThreads,
     hopper::fence_barrier_init();
   }
   __syncthreads();
-  if (!kConverts<kFours>) let_next_kernel_start();
+  if (!kConverts<kNTiles>) let_next_kernel_start();
   if (warp == kWarps) {
-    if (lane == 0) copy_stages<kFours, kGroups>(&weight_map, &x_map, p, first_feature, stages, barriers);
+    if (lane == 0) copy_stages<kNTiles, kGroups>(&weight_map, &x_map, p, first_feature, stages, barriers);
     return;
   }
 
-  constexpr int kShares = kWarps / kRowWarps, kBundle = kFours == 1 ? 2 : 1, kRecord = int4_record_bytes(kGroups);
-  const int share = warp / kRowWarps, first_block = warp % kRowWarps;
-  constexpr bool kConverting = kConverts<kFours>;
-  const Int4Lane<kFours> at(p, (kConverting ? p.records : p.depth) * kXBytes);
-  const int weight_at = kConverting ? 0 : stage_x_bytes(p), notes_at = weight_at + weight_bytes(p, kGroups);
+  constexpr int kKSplits = kWarps / kRowWarps, kBundle = kNTiles == 1 ? 2 : 1, kBlockBytes = int4_block_bytes(kGroups);
+  const int k_split = warp / kRowWarps, first_block = warp % kRowWarps;
+  constexpr bool kConverting = kConverts<kNTiles>;
+  const Int4Lane<kNTiles> at(p, (kConverting ? p.k_blocks : p.depth) * kXBytes);
+  const int weight_at = kConverting ? 0 : stage_x_bytes(p), x_scales_at = weight_at + weight_bytes(p, kGroups);
   char* const all_x = stages + p.stages * stage_bytes(p, kGroups, true);
-  char* const all_notes = all_x + p.tokens * p.records * kXBytes;
+  char* const all_x_scales = all_x + p.tokens * p.k_blocks * kXBytes;
 
   read_row_scales(p, first_feature, p.row_scale, row_scales);
   if constexpr (kConverting) {
-    convert_all<kGroups>(p, all_x, all_notes);
-    sync_multipliers();
+    convert_all<kGroups>(p, all_x, all_x_scales);
+    sync_consumers();
   } else {
     wait_for_previous_kernels();
   }
-  constexpr bool kEarly = !kShared<kFours> || kFours * kBlocks <= 4;  // otherwise the accumulators need its registers
-  Pack<bf16, 8> old = {};
-  if (kEarly) old = read_out<bf16>(p, first_feature);
+  constexpr bool kEarly = !kShared<kNTiles> || kNTiles * kBlocks <= 4;  // otherwise the accumulators need its registers
+  Pack<bf16, 8> residual = {};
+  if (kEarly) residual = read_out<bf16>(p, first_feature);
 
-  float sums[kBlocks][kFours][2] = {};
+  float sums[kBlocks][kNTiles][2] = {};
   hopper::Ring next;
-  unsigned record = share;  // index in the stage; past its end: in a later stage
+  unsigned k_block = k_split;  // index in the stage; past its end: in a later stage
   for (int i = 0; i < p.count; ++i) {
     hopper::wait(&barriers.full[next.at], next.phase);
     const char* const stage = stages + next.at * stage_bytes(p, kGroups, kConverting);
     const char* const x = kConverting ? all_x + i * p.depth * kXBytes : stage;
-    const char* const notes = kConverting ? all_notes + i * p.depth * p.tokens * note_bytes(kGroups) : stage + notes_at;
-    const unsigned records = min(p.depth, p.records - i * p.depth);
-    for (; record < records; record += kShares) {
-      const char* const weight = stage + weight_at + (record * p.blocks + first_block) * kRecord;
-      for_bundles<kBlocks, kBundle>([&](auto first,
-                                        auto count) {  // rows past the end of the tile read
-        multiply_blocks<kFours, kGroups, count>(
-            weight + kRowWarps * first * kRecord, kRowWarps * kRecord,  // arbitrary data and are never stored
-            x + record * kXBytes, at, reinterpret_cast<const XNote<kGroups>*>(notes) + record * p.tokens, sums + first);
+    const char* const x_scales =
+        kConverting ? all_x_scales + i * p.depth * p.tokens * x_scale_bytes(kGroups) : stage + x_scales_at;
+    const unsigned k_blocks = min(p.depth, p.k_blocks - i * p.depth);
+    for (; k_block < k_blocks; k_block += kKSplits) {
+      const char* const weight = stage + weight_at + (k_block * p.blocks + first_block) * kBlockBytes;
+      // Row blocks past the end of the tile read arbitrary data, and their sums are never stored.
+      for_bundles<kBlocks, kBundle>([&](auto first, auto count) {
+        multiply_blocks<kNTiles, kGroups, count>(
+            weight + kRowWarps * first * kBlockBytes, kRowWarps * kBlockBytes, x + k_block * kXBytes, at,
+            reinterpret_cast<const XScale<kGroups>*>(x_scales) + k_block * p.tokens, sums + first);
       });
     }
-    record -= p.depth;
+    k_block -= p.depth;
     __syncwarp();
     if (lane == 0 && i + p.stages < p.count) hopper::arrive(&barriers.empty[next.at]);
     next.step(p.stages);
   }
 
-  if (!kEarly) old = read_out<bf16>(p, first_feature);
-  float ordered[kBlocks][(kFours + 1) / 2][4];
+  if (!kEarly) residual = read_out<bf16>(p, first_feature);
+  float ordered[kBlocks][(kNTiles + 1) / 2][4];
   order_sums(sums, ordered);
-  end_of_product<bf16, kRowWarps>(
-      p, first_feature, first_block, ordered, stages, old, [](int) { return 1.0f; },
+  run_epilogue<bf16, kRowWarps>(
+      p, first_feature, first_block, ordered, stages, residual, [](int) { return 1.0f; },
       [&](int row) { return row_scales[row]; });
 #endif
 }
 
 // Launches the kernel for p.blocks and `groups` groups per packed block; defined in int4_*.cu.
-template <int kFours>
+template <int kNTiles>
 void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int groups, int tiles,
               cudaStream_t stream);
 
-#ifdef QUIRE_INT4_FOURS
-template <int kFours, int kRowWarps, int kBlocks, int kGroups>
+#ifdef QUIRE_INT4_N_TILES
+template <int kNTiles, int kRowWarps, int kBlocks, int kGroups>
 void start_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int tiles,
                 cudaStream_t stream) {
-  const auto kernel = int4_kernel<kFours, kRowWarps, kBlocks, kGroups>;
+  const auto kernel = int4_kernel<kNTiles, kRowWarps, kBlocks, kGroups>;
   constexpr int kRead = kRowWarps * kBlocks;  // row blocks read, including those past the end of a stage
-  constexpr int kEights = (kFours + 1) / 2;
-  const int of_x = kConverts<kFours> ? converted_bytes(p.tokens, p.records, kGroups) : 0;
+  constexpr int kOutNTiles = (kNTiles + 1) / 2;
+  const int x_bytes = kConverts<kNTiles> ? converted_bytes(p.tokens, p.k_blocks, kGroups) : 0;
   const int stages_bytes =
-      p.stages * stage_bytes(p, kGroups, kConverts<kFours>) + of_x + (kRead - p.blocks) * int4_record_bytes(kGroups);
-  const int way_out_bytes = sums_bytes(p.rows, kEights, kWarps / kRowWarps) + kEights * 8 * product_stride(p.rows);
+      p.stages * stage_bytes(p, kGroups, kConverts<kNTiles>) + x_bytes + (kRead - p.blocks) * int4_block_bytes(kGroups);
+  const int epilogue_bytes =
+      sums_bytes(p.rows, kOutNTiles, kWarps / kRowWarps) + kOutNTiles * 8 * out_tile_stride(p.rows);
   static const bool allowed = [&] {
-    constexpr int kMost = (kShared<kFours> ? kRoom : kWholeRoom) + kRead * int4_record_bytes(kGroups);
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMost), "linear_int4");
+    constexpr int kMax = (kShared<kNTiles> ? kSmemBytes : kFullSmemBytes) + kRead * int4_block_bytes(kGroups);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMax), "linear_int4");
     return true;
   }();
   static_cast<void>(allowed);
-  launch(kernel, dim3(tiles), dim3(kThreads), std::max(stages_bytes, way_out_bytes), stream, weight_map, x_map, p);
+  launch(kernel, dim3(tiles), dim3(kThreads), std::max(stages_bytes, epilogue_bytes), stream, weight_map, x_map, p);
 }
 
-template <int kFours, int kGroups>
+template <int kNTiles, int kGroups>
 void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int tiles,
               cudaStream_t stream) {
   const auto with = [&](auto row_warps, auto blocks) {
-    start_int4<kFours, row_warps, blocks, kGroups>(weight_map, x_map, p, tiles, stream);
+    start_int4<kNTiles, row_warps, blocks, kGroups>(weight_map, x_map, p, tiles, stream);
   };
   using std::integral_constant;
   constexpr integral_constant<int, 1> one;
   constexpr integral_constant<int, 2> two;
   if (p.blocks == 1) return with(one, one);
   if (p.blocks == 2) return with(one, two);
-  if constexpr (kFours <= 2) {
+  if constexpr (kNTiles <= 2) {
     if (p.blocks == 3) return with(one, integral_constant<int, 3>{});
     if (p.blocks == 4) return with(one, integral_constant<int, 4>{});
     if (p.blocks <= 6) return with(two, integral_constant<int, 3>{});
@@ -503,16 +510,16 @@ void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int
   }
 }
 
-template <int kFours>
+template <int kNTiles>
 void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int groups, int tiles,
               cudaStream_t stream) {
-  if (groups == 1) return run_int4<kFours, 1>(weight_map, x_map, p, tiles, stream);
-  if (groups == 2) return run_int4<kFours, 2>(weight_map, x_map, p, tiles, stream);
-  run_int4<kFours, 4>(weight_map, x_map, p, tiles, stream);
+  if (groups == 1) return run_int4<kNTiles, 1>(weight_map, x_map, p, tiles, stream);
+  if (groups == 2) return run_int4<kNTiles, 2>(weight_map, x_map, p, tiles, stream);
+  run_int4<kNTiles, 4>(weight_map, x_map, p, tiles, stream);
 }
 
-template void run_int4<QUIRE_INT4_FOURS>(const CUtensorMap&, const CUtensorMap&, const Int4Params&, int, int,
-                                         cudaStream_t);
+template void run_int4<QUIRE_INT4_N_TILES>(const CUtensorMap&, const CUtensorMap&, const Int4Params&, int, int,
+                                           cudaStream_t);
 #endif
 
 }  // namespace quire::cuda::linears

@@ -22,7 +22,7 @@
 namespace quire::cuda {
 
 constexpr int kInt4Rows = 16, kInt4Inputs = 128;  // rows and inputs per packed block
-constexpr int int4_record_bytes(int groups) { return kInt4Rows * kInt4Inputs / 2 + groups * kInt4Rows * 3; }
+constexpr int int4_block_bytes(int groups) { return kInt4Rows * kInt4Inputs / 2 + groups * kInt4Rows * 3; }
 
 struct Int4Args {
   const void* x;           // [tokens, inner] bf16
@@ -38,7 +38,7 @@ struct Int4Args {
   bool add, silu_mul, float32_out;  // as in linear.h
 };
 
-constexpr int kInt4MostTokens = 32;
+constexpr int kInt4MaxTokens = 32;
 
 // Whether linear_int4() supports these tensors, for any number of tokens: a Hopper GPU, x and out aligned to 16 bytes.
 bool fits_int4(const Int4Args& args);

@@ -1,2 +1,2 @@
-#define QUIRE_INT4_FOURS 4
+#define QUIRE_INT4_N_TILES 4
 #include "cuda/linear/int4.cuh"

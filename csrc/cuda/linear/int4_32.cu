@@ -1,2 +1,2 @@
-#define QUIRE_INT4_FOURS 8
+#define QUIRE_INT4_N_TILES 8
 #include "cuda/linear/int4.cuh"

@@ -1,2 +1,2 @@
-#define QUIRE_INT4_FOURS 1
+#define QUIRE_INT4_N_TILES 1
 #include "cuda/linear/int4.cuh"

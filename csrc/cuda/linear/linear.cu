@@ -12,18 +12,18 @@ using namespace linears;
 
 constexpr int kUnit = 8;  // features
 
-template <class T, int kEights>
+template <class T, int kNTiles>
 void run(const LinearArgs& a, cudaStream_t stream) {
-  Params p{end_of(a, kUnit)};
+  Params p{epilogue_of(a, kUnit)};
   // Copies of about 32 KB: smaller ones cost more synchronisation, larger ones leave too few in flight.
   constexpr int kCopyBytes = 32 << 10;
-  const int slabs = a.inner / kSlab<T>, bytes = slab_bytes(p.rows, kEights);
+  const int slabs = a.inner / kSlab<T>, bytes = slab_bytes(p.rows, kNTiles);
   p.depth = std::clamp(kCopyBytes / bytes, 1, slabs);
   p.count = tiles_of(slabs, p.depth);
-  p.stages = std::min({kMaxStages, p.count, kRoom / (bytes * p.depth)});
+  p.stages = std::min({kMaxStages, p.count, kSmemBytes / (bytes * p.depth)});
   const int weight_rows = a.silu_mul ? 2 * a.features : a.features;
-  run<T, kEights>(map_slabs<T>(a.inner, a.weight, weight_rows, a.inner, p.tile_features, p.depth),
-                  map_slabs<T>(a.inner, a.x, a.tokens, a.x_stride, kEights * 8, p.depth), p,
+  run<T, kNTiles>(map_slabs<T>(a.inner, a.weight, weight_rows, a.inner, p.tile_features, p.depth),
+                  map_slabs<T>(a.inner, a.x, a.tokens, a.x_stride, kNTiles * 8, p.depth), p,
                   tiles_of(a.features, p.tile_features), stream);
 }
 
@@ -41,7 +41,7 @@ bool fits_linear(const LinearArgs& a) {
   return a.tokens > 0 && a.features > 0 && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 &&
          (a.dtype == Dtype::bf16 || a.dtype == Dtype::fp16) && a.features % 8 == 0 && a.inner % kSlab<bf16> == 0 &&
          copies(a.x, a.x_stride) && copies(a.weight, a.inner) && copies(a.out, a.out_stride) &&
-         a.tokens <= (end_of(a, kUnit).rows <= kManyTokensRows ? 32 : 16);
+         a.tokens <= (epilogue_of(a, kUnit).rows <= kManyTokensRows ? 32 : 16);
 }
 
 void linear(const LinearArgs& a, cudaStream_t stream) {

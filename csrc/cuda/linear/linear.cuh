@@ -30,7 +30,7 @@
 
 #include "cuda/common/hopper.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/common/numbers.cuh"
+#include "cuda/common/packs.cuh"
 #include "cuda/common/tensor_core.cuh"
 #include "cuda/linear/linear.h"
 
@@ -40,13 +40,13 @@ constexpr int kSlabBytes = 128;  // bytes of a row per slab: the widest swizzle
 template <class W>
 constexpr int kSlab = kSlabBytes / static_cast<int>(sizeof(W));  // elements of inner per slab
 constexpr int kWarps = 8;                                        // warps that multiply
-constexpr int kMultipliers = kWarps * 32;
-constexpr int kThreads = kMultipliers + 32;
+constexpr int kConsumerThreads = kWarps * 32;
+constexpr int kThreads = kConsumerThreads + 32;
 constexpr int kMaxStages = 12;
 constexpr int kMaxRows = 224;  // rows per tile
 constexpr int kManyTokensRows =
     32;  // rows per tile of 17 to 32 tokens: with more, the accumulators no longer fit into registers
-constexpr int kRoom = 110 << 10;  // shared memory for the stages, in bytes
+constexpr int kSmemBytes = 110 << 10;  // shared memory for the stages, in bytes
 
 inline int tiles_of(int n, int size) { return (n + size - 1) / size; }
 
@@ -59,7 +59,7 @@ inline int features_of_tile(int features, bool silu_mul, int unit) {
 }
 
 // Parameters of the epilogue: what is applied to the accumulators, and where the result is stored.
-struct End {
+struct Epilogue {
   const void* bias;
   void* out;
   int64_t out_stride;
@@ -72,7 +72,7 @@ struct End {
 
 // Makes the epilogue's parameters from any linear layer's arguments.  unit: features per tile are a multiple of it.
 template <class Args>
-End end_of(const Args& a, int unit) {
+Epilogue epilogue_of(const Args& a, int unit) {
   const int tile_features = features_of_tile(a.features, a.silu_mul, unit);
   return {.bias = a.bias,
           .out = a.out,
@@ -86,17 +86,19 @@ End end_of(const Args& a, int unit) {
           .float32_out = a.float32_out};
 }
 
-struct Params : End {
+struct Params : Epilogue {
   int depth;          // slabs per stage
   int count, stages;  // stages per tile; stages in shared memory
 };
 
 // Shared memory of the epilogue: accumulators of every k split, then the output tile [tokens, rows].  A row has 8
 // elements of padding, so that tokens start in different banks.
-constexpr int product_stride(int rows) { return rows * 2 + 16; }
-constexpr int sums_bytes(int rows, int eights, int shares) { return shares * ((rows + 15) / 16) * eights * 32 * 16; }
+constexpr int out_tile_stride(int rows) { return rows * 2 + 16; }
+constexpr int sums_bytes(int rows, int n_tiles, int k_splits) {
+  return k_splits * ((rows + 15) / 16) * n_tiles * 32 * 16;
+}
 
-__device__ inline void sync_multipliers() { hopper::named_sync(1, kMultipliers); }
+__device__ inline void sync_consumers() { hopper::named_sync(1, kConsumerThreads); }
 
 // of(a[i], b[i]) in float, for all 8 elements.
 template <class T, class Of>
@@ -116,9 +118,9 @@ struct OutShare {
   bool any;
   T* out;  // address in the row of token 0
 
-  __device__ OutShare(const End& p, int first_feature) {
+  __device__ OutShare(const Epilogue& p, int first_feature) {
     const int parts = p.tile_features / 8;
-    part = threadIdx.x % parts, first_token = threadIdx.x / parts, token_step = kMultipliers / parts;
+    part = threadIdx.x % parts, first_token = threadIdx.x / parts, token_step = kConsumerThreads / parts;
     any = first_token < token_step && first_feature + part * 8 < p.features;
     out = static_cast<T*>(p.out) + first_feature + part * 8;
   }
@@ -127,7 +129,7 @@ struct OutShare {
 // Reads the residual: what out holds for the thread's first token, if add.  Called after the preceding kernels have
 // ended and before the main loop, which hides the memory latency.
 template <class T>
-__device__ Pack<T, 8> read_out(const End& p, int first_feature) {
+__device__ Pack<T, 8> read_out(const Epilogue& p, int first_feature) {
   const OutShare<T> share(p, first_feature);
   if (!p.add || !share.any || share.first_token >= p.tokens) return {};
   return load_pack<8>(share.out + share.first_token * p.out_stride);
@@ -136,11 +138,11 @@ __device__ Pack<T, 8> read_out(const End& p, int first_feature) {
 // Stores the output tile, with activation or residual.  out_tile: [tokens, rows], rows out_tile_stride apart.
 // residual: from read_out.
 template <class T>
-__device__ void store_product(const End& p, int first_feature, const char* product, Pack<T, 8> old) {
+__device__ void store_tile(const Epilogue& p, int first_feature, const char* out_tile, Pack<T, 8> residual) {
   const OutShare<T> share(p, first_feature);
   if (!share.any) return;
   for (int token = share.first_token; token < p.tokens; token += share.token_step) {
-    const T* from = reinterpret_cast<const T*>(product + token * product_stride(p.rows)) + share.part * 8;
+    const T* from = reinterpret_cast<const T*>(out_tile + token * out_tile_stride(p.rows)) + share.part * 8;
     Pack<T, 8> y = load_pack<8>(from);
     if (p.silu_mul) {
       y = each(y, load_pack<8>(from + p.tile_features),
@@ -148,8 +150,8 @@ __device__ void store_product(const End& p, int first_feature, const char* produ
     }
     T* const to = share.out + token * p.out_stride;
     if (p.add) {
-      if (token > share.first_token) old = load_pack<8>(to);
-      y = each(y, old, [](float a, float b) { return a + b; });
+      if (token > share.first_token) residual = load_pack<8>(to);
+      y = each(y, residual, [](float a, float b) { return a + b; });
     }
     store_pack(to, y);
   }
@@ -157,29 +159,30 @@ __device__ void store_product(const End& p, int first_feature, const char* produ
 
 // Reduces the accumulators of all k splits and applies scales and bias.  Calls use(token, row, feature, y, y of the
 // next token) for a lane's rows of the tile, including tokens and features past the end.
-template <class T, int kShares, int kEights, class OfToken, class OfRow, class Use>
-__device__ void add_shares(const End& p, int first_feature, const float4* all_sums, const OfToken& of_token,
-                           const OfRow& of_row, const Use& use) {
+template <class T, int kKSplits, int kNTiles, class TokenFactor, class RowFactor, class Use>
+__device__ void reduce_k_splits(const Epilogue& p, int first_feature, const float4* all_sums,
+                                const TokenFactor& token_factor, const RowFactor& row_factor, const Use& use) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = (p.rows + 15) / 16;
-  for (int i = warp; i < blocks * kEights; i += kWarps) {
+  for (int i = warp; i < blocks * kNTiles; i += kWarps) {
     float4 s = all_sums[i * 32 + lane];
 #pragma unroll
-    for (int k = 1; k < kShares; ++k) {
-      const float4 more = all_sums[(k * blocks * kEights + i) * 32 + lane];
+    for (int k = 1; k < kKSplits; ++k) {
+      const float4 more = all_sums[(k * blocks * kNTiles + i) * 32 + lane];
       s.x += more.x, s.y += more.y, s.z += more.z, s.w += more.w;
     }
-    const int token = i % kEights * 8 + lane % 4 * 2;
-    s.x *= of_token(token), s.y *= of_token(token + 1), s.z *= of_token(token), s.w *= of_token(token + 1);
+    const int token = i % kNTiles * 8 + lane % 4 * 2;
+    s.x *= token_factor(token), s.y *= token_factor(token + 1), s.z *= token_factor(token),
+        s.w *= token_factor(token + 1);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = i / kEights * 16 + lane / 4 + 8 * r;
+      const int row = i / kNTiles * 16 + lane / 4 + 8 * r;
       if (row >= p.rows) continue;
       float scale = 1, bias = 0;
       const bool up = row >= p.tile_features;
       const int feature = first_feature + row - (up ? p.tile_features : 0);
       if (feature < p.features) {
         const int at = feature + (up ? p.features : 0);
-        scale = of_row(row);
+        scale = row_factor(row);
         if (p.bias != nullptr) bias = to_float(static_cast<const T*>(p.bias)[at]);
       }
       use(token, row, feature, (r == 0 ? s.x : s.z) * scale + bias, (r == 0 ? s.y : s.w) * scale + bias);
@@ -191,50 +194,50 @@ __device__ void add_shares(const End& p, int first_feature, const float4* all_su
 // Warp w holds k split w / kRowWarps, and for row blocks first_block, first_block + kRowWarps, ... the accumulators of
 // mma.m16n8k16: rows times tokens.
 //   stages       shared memory without copies in flight: [k splits, blocks, kNTiles, 32 lanes] of 4 sums, then the output tile
-//   of_token     factor of a token's sums
-//   of_row       factor of the sums of a row of the tile
-template <class T, int kRowWarps, int kEights, int kBlocks, class OfToken, class OfRow>
-__device__ void end_of_product(const End& p, int first_feature, int first_block,
-                               const float (&sums)[kBlocks][kEights][4], char* stages, const Pack<T, 8>& old,
-                               const OfToken& of_token, const OfRow& of_row) {
-  constexpr int kShares = kWarps / kRowWarps;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = warp / kRowWarps, blocks = (p.rows + 15) / 16;
+//   token_factor     factor of a token's sums
+//   row_factor       factor of the sums of a row of the tile
+template <class T, int kRowWarps, int kNTiles, int kBlocks, class TokenFactor, class RowFactor>
+__device__ void run_epilogue(const Epilogue& p, int first_feature, int first_block,
+                             const float (&sums)[kBlocks][kNTiles][4], char* stages, const Pack<T, 8>& residual,
+                             const TokenFactor& token_factor, const RowFactor& row_factor) {
+  constexpr int kKSplits = kWarps / kRowWarps;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, k_split = warp / kRowWarps, blocks = (p.rows + 15) / 16;
   float4* const all_sums = reinterpret_cast<float4*>(stages);
-  char* const product = stages + sums_bytes(p.rows, kEights, kShares);
-  sync_multipliers();  // all stages have been read
+  char* const out_tile = stages + sums_bytes(p.rows, kNTiles, kKSplits);
+  sync_consumers();  // all stages have been read
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
     const int block = first_block + kRowWarps * b;
     if (block >= blocks) break;
 #pragma unroll
-    for (int e = 0; e < kEights; ++e) {
+    for (int e = 0; e < kNTiles; ++e) {
       const float* s = sums[b][e];
-      all_sums[((share * blocks + block) * kEights + e) * 32 + lane] = make_float4(s[0], s[1], s[2], s[3]);
+      all_sums[((k_split * blocks + block) * kNTiles + e) * 32 + lane] = make_float4(s[0], s[1], s[2], s[3]);
     }
   }
-  sync_multipliers();
+  sync_consumers();
   if (p.float32_out) {  // compiled twice, so that the other epilogues stay free of its branches: they cost 0.2 us
-    add_shares<T, kShares, kEights>(p, first_feature, all_sums, of_token, of_row,
-                                    [&](int token, int, int feature, float y, float next) {
-                                      if (feature >= p.features) return;
-                                      float* const to = static_cast<float*>(p.out) + token * p.out_stride + feature;
-                                      if (token < p.tokens) to[0] = y;
-                                      if (token + 1 < p.tokens) to[p.out_stride] = next;
-                                    });
+    reduce_k_splits<T, kKSplits, kNTiles>(
+        p, first_feature, all_sums, token_factor, row_factor, [&](int token, int, int feature, float y, float next) {
+          if (feature >= p.features) return;
+          float* const to = static_cast<float*>(p.out) + token * p.out_stride + feature;
+          if (token < p.tokens) to[0] = y;
+          if (token + 1 < p.tokens) to[p.out_stride] = next;
+        });
     return;
   }
-  add_shares<T, kShares, kEights>(p, first_feature, all_sums, of_token, of_row,
-                                  [&](int token, int row, int, float y, float next) {
-                                    T* const to = reinterpret_cast<T*>(product + token * product_stride(p.rows)) + row;
-                                    to[0] = from_float<T>(y);
-                                    to[product_stride(p.rows) / 2] = from_float<T>(next);
-                                  });
-  sync_multipliers();
-  store_product(p, first_feature, product, old);
+  reduce_k_splits<T, kKSplits, kNTiles>(
+      p, first_feature, all_sums, token_factor, row_factor, [&](int token, int row, int, float y, float next) {
+        T* const to = reinterpret_cast<T*>(out_tile + token * out_tile_stride(p.rows)) + row;
+        to[0] = from_float<T>(y);
+        to[out_tile_stride(p.rows) / 2] = from_float<T>(next);
+      });
+  sync_consumers();
+  store_tile(p, first_feature, out_tile, residual);
 }
 
-// kEights: 8s of tokens.  kRowWarps: warps that share the rows.  kBlocks: 16s of rows of each.
-template <class T, int kEights, int kRowWarps, int kBlocks>
+// kNTiles: n tiles of 8 tokens.  kRowWarps: warps along the rows.  kBlocks: row blocks of 16 per warp.
+template <class T, int kNTiles, int kRowWarps, int kBlocks>
 __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_constant__ CUtensorMap weight_map,
                                                              const __grid_constant__ CUtensorMap x_map,
                                                              const Params p) {
@@ -247,9 +250,9 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
   // Of a stage: [depth, rows] of the weight (with silu_mul: the gate rows of all slabs, then the up rows), then
   // [depth, tokens] of x.
   const int weight_bytes = p.depth * p.rows * kSlabBytes;
-  const int stage_bytes = weight_bytes + p.depth * kEights * 8 * kSlabBytes;
+  const int stage_bytes = weight_bytes + p.depth * kNTiles * 8 * kSlabBytes;
 
-  if (thread == kMultipliers) {
+  if (thread == kConsumerThreads) {
     hopper::prefetch_map(&weight_map);
     hopper::prefetch_map(&x_map);
     for (int i = 0; i < p.stages; ++i) {
@@ -261,7 +264,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
   __syncthreads();
   let_next_kernel_start();
 
-  if (warp == kWarps) {  // the warp that copies
+  if (warp == kWarps) {  // the producer warp
     if (lane > 0) return;
     const auto copy_weight = [&](int i, int stage) {
       char* to = stages + stage * stage_bytes;
@@ -289,10 +292,10 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
   }
 
   // A row of a slab has four quarters of 32 bytes.  A k split is two of them, or one, or one of every other slab.
-  constexpr int kShares = kWarps / kRowWarps, kQuarters = kShares < 4 ? 4 / kShares : 1;
-  constexpr int kSlabStep = kShares > 4 ? kShares / 4 : 1;
-  const int share = warp / kRowWarps, first_block = warp % kRowWarps;
-  const int first_slab = share / 4, quarter = share % 4 * kQuarters;
+  constexpr int kKSplits = kWarps / kRowWarps, kQuarters = kKSplits < 4 ? 4 / kKSplits : 1;
+  constexpr int kSlabStep = kKSplits > 4 ? kKSplits / 4 : 1;
+  const int k_split = warp / kRowWarps, first_block = warp % kRowWarps;
+  const int first_slab = k_split / 4, quarter = k_split % 4 * kQuarters;
 
   // Position of the lane's operand rows in a stage.  The swizzle puts 16-byte chunk c of row r at chunk c ^ (r % 8).
   const int half = p.silu_mul ? p.tile_features : p.rows;  // contiguous rows
@@ -305,13 +308,13 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     if (row >= half) row += (p.depth - 1) * half;
     w_at[b] += row * kSlabBytes;
   }
-  const int x_row = lane % 8 + (kEights > 1 ? lane / 16 * 8 : 0);
+  const int x_row = lane % 8 + (kNTiles > 1 ? lane / 16 * 8 : 0);
   const int x_at = weight_bytes + x_row * kSlabBytes + ((quarter * 2 + lane / 8 % 2) ^ x_row % 8) * 16;
 
   wait_for_previous_kernels();
-  const Pack<T, 8> old = read_out<T>(p, first_feature);
+  const Pack<T, 8> residual = read_out<T>(p, first_feature);
 
-  float sums[kBlocks][kEights][4] = {};
+  float sums[kBlocks][kNTiles][4] = {};
   hopper::Ring next;
   for (int i = 0; i < p.count; ++i) {
     hopper::wait(&full[next.at], next.phase);
@@ -321,13 +324,13 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
 #pragma unroll
       for (int k = 0; k < kQuarters; ++k) {
         // Further quarters differ only in bits that the swizzle flips.
-        uint32_t x[kEights][2];
-        const uint32_t x_slab = at + x_at + d * kEights * 8 * kSlabBytes;
-        if constexpr (kEights == 1) {
+        uint32_t x[kNTiles][2];
+        const uint32_t x_slab = at + x_at + d * kNTiles * 8 * kSlabBytes;
+        if constexpr (kNTiles == 1) {
           load_matrices(x[0], x_slab ^ k * 32);
         } else {
 #pragma unroll
-          for (int e = 0; e < kEights; e += 2) {
+          for (int e = 0; e < kNTiles; e += 2) {
             uint32_t two[4];
             load_matrices(two, (x_slab + e * 8 * kSlabBytes) ^ k * 32);
             x[e][0] = two[0], x[e][1] = two[1], x[e + 1][0] = two[2], x[e + 1][1] = two[3];
@@ -338,7 +341,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
           uint32_t w[4];
           load_matrices(w, (at + w_at[b] + d * half * kSlabBytes) ^ k * 32);
 #pragma unroll
-          for (int e = 0; e < kEights; ++e) mma16816<T>(sums[b][e], w, x[e]);
+          for (int e = 0; e < kNTiles; ++e) mma16816<T>(sums[b][e], w, x[e]);
         }
       }
     }
@@ -346,46 +349,46 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     next.step(p.stages);
   }
 
-  end_of_product<T, kRowWarps>(
-      p, first_feature, first_block, sums, stages, old, [](int) { return 1.0f; }, [](int) { return 1.0f; });
+  run_epilogue<T, kRowWarps>(
+      p, first_feature, first_block, sums, stages, residual, [](int) { return 1.0f; }, [](int) { return 1.0f; });
 #endif
 }
 
 // Launches the kernel for p.rows (with over 16 tokens at most kManyTokensRows); defined in linear_*.cu.
-template <class T, int kEights>
+template <class T, int kNTiles>
 void run(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params& p, int tiles, cudaStream_t stream);
 
 // Bytes of a slab in a stage: rows of the weight, then rows of x.
-constexpr int slab_bytes(int rows, int eights) { return (rows + eights * 8) * kSlabBytes; }
+constexpr int slab_bytes(int rows, int n_tiles) { return (rows + n_tiles * 8) * kSlabBytes; }
 
-#ifdef QUIRE_LINEAR_EIGHTS
-template <class T, int kEights, int kRowWarps, int kBlocks>
+#ifdef QUIRE_LINEAR_N_TILES
+template <class T, int kNTiles, int kRowWarps, int kBlocks>
 void start(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params& p, int tiles, cudaStream_t stream) {
-  const auto kernel = linear_kernel<T, kEights, kRowWarps, kBlocks>;
-  const int stages_bytes = p.stages * p.depth * slab_bytes(p.rows, kEights);
-  const int way_out_bytes = sums_bytes(p.rows, kEights, kWarps / kRowWarps) + kEights * 8 * product_stride(p.rows);
+  const auto kernel = linear_kernel<T, kNTiles, kRowWarps, kBlocks>;
+  const int stages_bytes = p.stages * p.depth * slab_bytes(p.rows, kNTiles);
+  const int epilogue_bytes = sums_bytes(p.rows, kNTiles, kWarps / kRowWarps) + kNTiles * 8 * out_tile_stride(p.rows);
   static const bool allowed = [&] {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRoom + 1024), "linear");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes + 1024), "linear");
     return true;
   }();
   static_cast<void>(allowed);
-  launch(kernel, dim3(tiles), dim3(kThreads), 1024 + std::max(stages_bytes, way_out_bytes), stream, weight_map, x_map,
+  launch(kernel, dim3(tiles), dim3(kThreads), 1024 + std::max(stages_bytes, epilogue_bytes), stream, weight_map, x_map,
          p);
 }
 
-template <class T, int kEights>
+template <class T, int kNTiles>
 void run(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params& p, int tiles, cudaStream_t stream) {
-  if (p.rows <= 16) return start<T, kEights, 1, 1>(weight_map, x_map, p, tiles, stream);
-  if (p.rows <= 32) return start<T, kEights, 1, 2>(weight_map, x_map, p, tiles, stream);
-  if constexpr (kEights <= 2) {
-    if (p.rows <= 64) return start<T, kEights, 1, 4>(weight_map, x_map, p, tiles, stream);
-    if (p.rows <= 128) return start<T, kEights, 2, 4>(weight_map, x_map, p, tiles, stream);
-    start<T, kEights, 4, 4>(weight_map, x_map, p, tiles, stream);
+  if (p.rows <= 16) return start<T, kNTiles, 1, 1>(weight_map, x_map, p, tiles, stream);
+  if (p.rows <= 32) return start<T, kNTiles, 1, 2>(weight_map, x_map, p, tiles, stream);
+  if constexpr (kNTiles <= 2) {
+    if (p.rows <= 64) return start<T, kNTiles, 1, 4>(weight_map, x_map, p, tiles, stream);
+    if (p.rows <= 128) return start<T, kNTiles, 2, 4>(weight_map, x_map, p, tiles, stream);
+    start<T, kNTiles, 4, 4>(weight_map, x_map, p, tiles, stream);
   }
 }
 
-template void run<bf16, QUIRE_LINEAR_EIGHTS>(const CUtensorMap&, const CUtensorMap&, const Params&, int, cudaStream_t);
-template void run<fp16, QUIRE_LINEAR_EIGHTS>(const CUtensorMap&, const CUtensorMap&, const Params&, int, cudaStream_t);
+template void run<bf16, QUIRE_LINEAR_N_TILES>(const CUtensorMap&, const CUtensorMap&, const Params&, int, cudaStream_t);
+template void run<fp16, QUIRE_LINEAR_N_TILES>(const CUtensorMap&, const CUtensorMap&, const Params&, int, cudaStream_t);
 #endif
 
 }  // namespace quire::cuda::linears

@@ -1,2 +1,2 @@
-#define QUIRE_LINEAR_EIGHTS 2
+#define QUIRE_LINEAR_N_TILES 2
 #include "cuda/linear/linear.cuh"

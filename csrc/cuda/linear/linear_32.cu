@@ -1,2 +1,2 @@
-#define QUIRE_LINEAR_EIGHTS 4
+#define QUIRE_LINEAR_N_TILES 4
 #include "cuda/linear/linear.cuh"

@@ -1,2 +1,2 @@
-#define QUIRE_LINEAR_EIGHTS 1
+#define QUIRE_LINEAR_N_TILES 1
 #include "cuda/linear/linear.cuh"

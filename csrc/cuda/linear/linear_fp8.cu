@@ -27,7 +27,7 @@ constexpr int kSlabOfW = kSlab<e4m3>;
 constexpr int kXPadding = 64;    // bytes between tokens, so that they start in different banks
 constexpr int kQuarterOfX = 64;  // bytes: 32 activations, which meet 32 bytes of the weight
 
-struct Fp8Params : End {
+struct Fp8Params : Epilogue {
   XArgs x;
   const float* scale;
   int x_at, table_at;        // byte offsets from the start of the stages
@@ -41,12 +41,12 @@ inline __host__ __device__ int x_row_bytes(int inner) { return inner * static_ca
 
 // Block scales of a tile's rows, [kMaxSets, slabs]; a slab is as wide as a block.  First the blocks of its rows, or
 // gate rows: at most 3 for 224 rows, 2 for 112.  Then those of its up rows.
-constexpr int kBlock = 128, kMostSets = 4;
-constexpr int sets_of_half(bool silu_mul) { return silu_mul ? 2 : 3; }
+constexpr int kBlock = 128, kMaxSets = 4;
+constexpr int sets_per_half(bool silu_mul) { return silu_mul ? 2 : 3; }
 
 [[maybe_unused]] __device__ void fill_table(const Fp8Params& p, int first_feature, float* table) {
-  const int sets = sets_of_half(p.silu_mul), halves = p.silu_mul ? 2 : 1;
-  for (int i = threadIdx.x; i < halves * sets * p.slabs; i += kMultipliers) {
+  const int sets = sets_per_half(p.silu_mul), halves = p.silu_mul ? 2 : 1;
+  for (int i = threadIdx.x; i < halves * sets * p.slabs; i += kConsumerThreads) {
     const int set = i / p.slabs, slab = i % p.slabs, half = set / sets;
     const int block = (first_feature + half * p.features) / kBlock + set % sets;
     table[i] = block < halves * p.features / kBlock ? p.scale[block * p.slabs + slab] : 0;
@@ -65,7 +65,7 @@ __device__ void find_scales(const Fp8Params& p, int first_feature, int first_blo
           min((first_block + kRowWarps * b) * 16 + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * r, p.rows - 1);
       const bool up = row >= p.tile_features;
       const int feature = first_feature + row - (up ? p.tile_features : 0);
-      const int set = (up ? sets_of_half(p.silu_mul) : 0) + feature / kBlock - first_feature / kBlock;
+      const int set = (up ? sets_per_half(p.silu_mul) : 0) + feature / kBlock - first_feature / kBlock;
       scale_at[b][r] = set * p.slabs;
     }
   }
@@ -91,42 +91,42 @@ __device__ uint32_t to_fp16(uint32_t pair, uint32_t raise) {  // two bf16 values
 
 // Shared memory for the conversion of x.
 struct Conversion {
-  float squares[kMostTokens][kWarps];
-  uint32_t largest[kMostTokens];  // maximum magnitude per token, as bits; initially 0
-  float lower[8];                 // per token, existing or not
+  float squares[kMaxTokens][kWarps];
+  uint32_t largest[kMaxTokens];  // maximum magnitude per token, as bits; initially 0
+  float lower[8];                // per token, existing or not
 };
 
 // Stores the 32-element part `quarter` of a half: elements 8 t to 8 t + 7 are the k values of two lanes, four each.
 __device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
-  const int t = threadIdx.x % 4, of_16 = t / 2, lane = t % 2 * 2;
-  char* const to = quarter + lane * 16 + of_16 * 8;
+  const int t = threadIdx.x % 4, k16 = t / 2, lane = t % 2 * 2;
+  char* const to = quarter + lane * 16 + k16 * 8;
   *reinterpret_cast<uint2*>(to) = make_uint2(to_fp16(eight.x, raise), to_fp16(eight.y, raise));
   *reinterpret_cast<uint2*>(to + 16) = make_uint2(to_fp16(eight.z, raise), to_fp16(eight.w, raise));
 }
 
 // Reads and converts all of x, by the consumer warps.
 [[maybe_unused]] __device__ void convert_all(const Fp8Params& p, char* to, Conversion& shared) {
-  const int row_bytes = x_row_bytes(p.x.records * kRecordOfX);
+  const int row_bytes = x_row_bytes(p.x.chunks * kXChunk);
   const unsigned together = 0xffu << (threadIdx.x % 32 & 24);  // lanes that hold a row block
   read_x(p.x, p.tokens, to, row_bytes, shared.squares);
 #pragma unroll 1
   for (int token = 0; token < p.tokens; ++token) {
-    uint32_t most = 0;
-    for_parts(p.x.records, [&](int record) {
-      RecordOfX x;
-      x.load(to + token * row_bytes + record * kXBytes);
-      most = __vmaxu2(most, x.largest());
+    uint32_t max_pair = 0;
+    for_parts(p.x.chunks, [&](int chunk) {
+      XChunk x;
+      x.load(to + token * row_bytes + chunk * kXBytes);
+      max_pair = __vmaxu2(max_pair, x.largest());
     });
-    const uint32_t of_warp = __reduce_max_sync(~0u, max(most & 0xffff, most >> 16));
-    if (threadIdx.x % 32 == 0) atomicMax(&shared.largest[token], of_warp);
+    const uint32_t warp_max = __reduce_max_sync(~0u, max(max_pair & 0xffff, max_pair >> 16));
+    if (threadIdx.x % 32 == 0) atomicMax(&shared.largest[token], warp_max);
   }
-  sync_multipliers();
+  sync_consumers();
 #pragma unroll 1
   for (int token = 0; token < p.tokens; ++token) {
     const uint32_t raise = scales_of(shared.largest[token]).raise;
-    for_parts(p.x.records, [&](int record) {
-      RecordOfX x;
-      char* const place = to + token * row_bytes + record * kXBytes;
+    for_parts(p.x.chunks, [&](int chunk) {
+      XChunk x;
+      char* const place = to + token * row_bytes + chunk * kXBytes;
       x.load(place);
       __syncwarp(together);  // the lanes overwrite what others have read
       char* const half = place + threadIdx.x % 8 / 4 * 2 * kQuarterOfX;
@@ -135,10 +135,10 @@ __device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
     });
   }
   if (threadIdx.x < 8) {
-    const bool there = threadIdx.x < p.tokens;
-    shared.lower[threadIdx.x] = there ? scales_of(shared.largest[threadIdx.x]).lower : 0;
+    const bool exists = threadIdx.x < p.tokens;
+    shared.lower[threadIdx.x] = exists ? scales_of(shared.largest[threadIdx.x]).lower : 0;
   }
-  sync_multipliers();
+  sync_consumers();
 }
 
 // The producer warp's loop.  The next kernel may start once the last copy is issued: its first copies then overlap this
@@ -173,7 +173,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int first_feature = blockIdx.x * p.tile_features;
 
-  if (thread == kMultipliers) {
+  if (thread == kConsumerThreads) {
     hopper::prefetch_map(&weight_map);
     for (int i = 0; i < p.stages; ++i) {
       hopper::barrier_init(&full[i], 1);
@@ -181,7 +181,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
     }
     hopper::fence_barrier_init();
   }
-  if (thread < kMostTokens) conversion.largest[thread] = 0;
+  if (thread < kMaxTokens) conversion.largest[thread] = 0;
   __syncthreads();
   if (warp == kWarps) {
     if (lane == 0) copy_stages(&weight_map, p, first_feature, stages, full, empty);
@@ -189,10 +189,10 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
   }
 
   // A row of a slab has four quarters of 32 bytes.  A k split is two of them, or one, or one of every other slab.
-  constexpr int kShares = kWarps / kRowWarps, kQuarters = kShares < 4 ? 4 / kShares : 1;
-  constexpr int kSlabStep = kShares > 4 ? kShares / 4 : 1;
-  const int share = warp / kRowWarps, first_block = warp % kRowWarps;
-  const int first_slab = share / 4, quarter = share % 4 * kQuarters;
+  constexpr int kKSplits = kWarps / kRowWarps, kQuarters = kKSplits < 4 ? 4 / kKSplits : 1;
+  constexpr int kSlabStep = kKSplits > 4 ? kKSplits / 4 : 1;
+  const int k_split = warp / kRowWarps, first_block = warp % kRowWarps;
+  const int first_slab = k_split / 4, quarter = k_split % 4 * kQuarters;
 
   // Position of the lane's rows in a stage.  The swizzle puts 16-byte chunk c of row r at chunk c ^ (r % 8).
   const int half = p.silu_mul ? p.tile_features : p.rows;  // contiguous rows
@@ -216,7 +216,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
   }
 
   convert_all(p, stages + p.x_at, conversion);
-  const Pack<bf16, 8> old = read_out<bf16>(p, first_feature);
+  const Pack<bf16, 8> residual = read_out<bf16>(p, first_feature);
   // A token past the end reads the last token's data, and its sums are never stored.
   const char* const x = stages + p.x_at + min(lane / 4, p.tokens - 1) * x_row_bytes(p.slabs * kSlabOfW) +
                         lane % 4 * 16 + quarter * kQuarterOfX;
@@ -229,11 +229,11 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
     const int first = i * p.depth, slabs = min(p.depth, p.slabs - first);
 #pragma unroll 4
     for (int d = first_slab; d < slabs; d += kSlabStep) {
-      [[maybe_unused]] float of_slab[kGrid ? kBlocks : 1][4] = {};
+      [[maybe_unused]] float slab_sums[kGrid ? kBlocks : 1][4] = {};
 #pragma unroll
       for (int k = 0; k < kQuarters; ++k) {
-        const auto fours = *reinterpret_cast<const uint4*>(x + (first + d) * kXBytes + k * kQuarterOfX);
-        const uint32_t first_four[2] = {fours.x, fours.y}, second_four[2] = {fours.z, fours.w};
+        const auto x_values = *reinterpret_cast<const uint4*>(x + (first + d) * kXBytes + k * kQuarterOfX);
+        const uint32_t first_four[2] = {x_values.x, x_values.y}, second_four[2] = {x_values.z, x_values.w};
         // An mma waits for the previous mma on the same accumulator, so the row blocks are interleaved.
         uint32_t bytes[kBlocks][4];
 #pragma unroll
@@ -241,17 +241,17 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
           load_matrices(bytes[b], (at + w_at[b] + d * half * kSlabBytes) ^ k * 32);
         }
 #pragma unroll
-        for (int of_16 = 0; of_16 < 2; ++of_16) {
+        for (int k16 = 0; k16 < 2; ++k16) {
 #pragma unroll
           for (int b = 0; b < kBlocks; ++b) {
             uint32_t w[4];
-            widen_four(bytes[b][2 * of_16], w[0], w[2]);
-            widen_four(bytes[b][2 * of_16 + 1], w[1], w[3]);
+            widen_four(bytes[b][2 * k16], w[0], w[2]);
+            widen_four(bytes[b][2 * k16 + 1], w[1], w[3]);
             float(&to)[4] = [&]() -> float(&)[4] {
-              if constexpr (kGrid) return of_slab[b];
+              if constexpr (kGrid) return slab_sums[b];
               else return sums[b][0];
             }();
-            mma16816<fp16>(to, w, of_16 == 0 ? first_four : second_four);
+            mma16816<fp16>(to, w, k16 == 0 ? first_four : second_four);
           }
         }
       }
@@ -259,7 +259,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
-          for (int r = 0; r < 4; ++r) sums[b][0][r] += of_slab[b][r] * table[scale_at[b][r / 2] + first + d];
+          for (int r = 0; r < 4; ++r) sums[b][0][r] += slab_sums[b][r] * table[scale_at[b][r / 2] + first + d];
         }
       }
     }
@@ -268,22 +268,22 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
     next.step(p.stages);
   }
 
-  end_of_product<bf16, kRowWarps>(
-      p, first_feature, first_block, sums, stages, old, [&](int token) { return conversion.lower[token]; },
+  run_epilogue<bf16, kRowWarps>(
+      p, first_feature, first_block, sums, stages, residual, [&](int token) { return conversion.lower[token]; },
       [&](int row) { return kGrid ? 1.0f : row_scales[row]; });
 #endif
 }
 
 // Shared memory behind the stages: x, then the table of block scales.
 int table_bytes(const LinearFp8Args& a) {
-  return a.blocks ? kMostSets * (a.inner / kSlabOfW) * static_cast<int>(sizeof(float)) : 0;
+  return a.blocks ? kMaxSets * (a.inner / kSlabOfW) * static_cast<int>(sizeof(float)) : 0;
 }
-int beside_stages(const LinearFp8Args& a) { return a.tokens * x_row_bytes(a.inner) + table_bytes(a); }
+int bytes_after_stages(const LinearFp8Args& a) { return a.tokens * x_row_bytes(a.inner) + table_bytes(a); }
 
 Fp8Params params_of(const LinearFp8Args& a) {
   constexpr int kUnit = 8;  // features
-  Fp8Params p{end_of(a, kUnit)};
-  p.x = {.x = a.x, .x_stride = a.x_stride, .norm = a.norm, .eps = a.eps, .records = a.inner / kRecordOfX};
+  Fp8Params p{epilogue_of(a, kUnit)};
+  p.x = {.x = a.x, .x_stride = a.x_stride, .norm = a.norm, .eps = a.eps, .chunks = a.inner / kXChunk};
   p.scale = a.scale;
   p.slabs = a.inner / kSlabOfW;
   // Copies of about 16 KB: the compute after the last copy is not hidden, so they are small.
@@ -291,18 +291,18 @@ Fp8Params params_of(const LinearFp8Args& a) {
   const int slab_bytes = p.rows * kSlabBytes;
   p.depth = std::clamp(kCopyBytes / slab_bytes, 1, p.slabs);
   p.count = tiles_of(p.slabs, p.depth);
-  p.stages = std::min({kMaxStages, p.count, (kRoom - beside_stages(a)) / (slab_bytes * p.depth)});
+  p.stages = std::min({kMaxStages, p.count, (kSmemBytes - bytes_after_stages(a)) / (slab_bytes * p.depth)});
   return p;
 }
 
 template <int kRowWarps, int kBlocks, bool kGrid>
 void start(const CUtensorMap& map, const LinearFp8Args& a, Fp8Params p, cudaStream_t stream) {
   const auto kernel = linear_fp8_kernel<kRowWarps, kBlocks, kGrid>;
-  const int way_out_bytes = sums_bytes(p.rows, 1, kWarps / kRowWarps) + 8 * product_stride(p.rows);
-  p.x_at = std::max(p.stages * p.depth * p.rows * kSlabBytes, (way_out_bytes + 15) / 16 * 16);
+  const int epilogue_bytes = sums_bytes(p.rows, 1, kWarps / kRowWarps) + 8 * out_tile_stride(p.rows);
+  p.x_at = std::max(p.stages * p.depth * p.rows * kSlabBytes, (epilogue_bytes + 15) / 16 * 16);
   p.table_at = p.x_at + a.tokens * x_row_bytes(a.inner);
   static const bool allowed = [&] {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRoom + 1024), "linear_fp8");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes + 1024), "linear_fp8");
     return true;
   }();
   static_cast<void>(allowed);
@@ -326,7 +326,7 @@ void run(const LinearFp8Args& a, cudaStream_t stream) {
 
 bool fits_linear_fp8(const LinearFp8Args& a) {
   return a.tokens > 0 && a.features > 0 && a.features % 8 == 0 && a.inner % kSlabOfW == 0 &&
-         parts_of(a.tokens, a.inner) <= kMostParts && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 &&
+         parts_of(a.tokens, a.inner) <= kMaxParts && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 &&
          (!a.blocks || a.features % kBlock == 0) && in_16_bytes(a.x, a.x_stride, 2) && in_16_bytes(a.norm, 0, 2) &&
          in_16_bytes(a.weight, a.inner, 1) && in_16_bytes(a.out, a.out_stride, 2);
 }

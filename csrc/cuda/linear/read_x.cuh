@@ -10,22 +10,22 @@ namespace quire::cuda::linears {
 
 // Chunk: 128 consecutive elements of a token, 16 in each of eight lanes.  The consumer warps load kXChunksAtOnce at
 // once.
-constexpr int kRecordOfX = 128, kXBytes = kRecordOfX * static_cast<int>(sizeof(bf16));
+constexpr int kXChunk = 128, kXBytes = kXChunk * static_cast<int>(sizeof(bf16));
 constexpr int kUnit = 64;  // bytes of half a 128-element chunk
-constexpr int kRecordsAtOnce = kMultipliers / 8;
+constexpr int kXChunksAtOnce = kConsumerThreads / 8;
 // Maximum chunks per thread, so at most as many tokens: more would not fit into registers.
-constexpr int kMostParts = 4, kMostTokens = kMostParts;
+constexpr int kMaxParts = 4, kMaxTokens = kMaxParts;
 
 struct XArgs {
-  const void* x;     // [tokens, 128 * records] bf16
+  const void* x;     // [tokens, 128 * chunks] bf16
   int64_t x_stride;  // elements between rows
-  const void* norm;  // [128 * records] bf16; or null
+  const void* norm;  // [128 * chunks] bf16; or null
   float eps;
-  int records;  // 128-element chunks per token
+  int chunks;  // 128-element chunks per token
 };
 
 // Chunks per thread.
-inline int parts_of(int tokens, int inner) { return tokens * tiles_of(inner / kRecordOfX, kRecordsAtOnce); }
+inline int parts_of(int tokens, int inner) { return tokens * tiles_of(inner / kXChunk, kXChunksAtOnce); }
 
 // Maximum magnitude of the even and of the odd elements, as bits.
 __device__ inline uint32_t largest_of(const uint4& pairs) {
@@ -35,7 +35,7 @@ __device__ inline uint32_t largest_of(const uint4& pairs) {
 }
 
 // A chunk in eight lanes: lane 4 h + t has elements 8 t to 8 t + 7 of both 32-element parts of half h.
-struct RecordOfX {
+struct XChunk {
   uint4 a, b;
 
   static __device__ int place() { return threadIdx.x % 8 / 4 * kUnit * 2 + threadIdx.x % 4 * 16; }
@@ -58,8 +58,8 @@ struct RecordOfX {
     }
     return sum;
   }
-  __device__ void multiply(float scale, const RecordOfX& weight) {
-    const auto product = [scale](uint4& eight, const uint4& by) {
+  __device__ void multiply(float scale, const XChunk& weight) {
+    const auto scale_eight = [scale](uint4& eight, const uint4& by) {
       auto& pack = reinterpret_cast<Pack<bf16, 8>&>(eight);
       float x[8], w[8];
       widen(pack, x);
@@ -68,43 +68,43 @@ struct RecordOfX {
       for (int i = 0; i < 8; ++i) x[i] = x[i] * scale * w[i];
       pack = narrow<bf16>(x);
     };
-    product(a, weight.a), product(b, weight.b);
+    scale_eight(a, weight.a), scale_eight(b, weight.b);
   }
 };
 
 // Calls use(chunk) for each of this thread's chunks of a token.
 template <class Use>
-__device__ inline void for_parts(int records, const Use& use) {
+__device__ inline void for_parts(int chunks, const Use& use) {
 #pragma unroll 1
-  for (int record = threadIdx.x / 8; record < records; record += kRecordsAtOnce) use(record);
+  for (int chunk = threadIdx.x / 8; chunk < chunks; chunk += kXChunksAtOnce) use(chunk);
 }
 
 // Applies the RMS norm to x in shared memory; each thread handles its own chunks.  For the consumer warps.
 //   squares  shared memory: sums per token and warp
-__device__ inline void norm_x(const XArgs& a, int tokens, char* room, int row_bytes,
-                              float (&squares)[kMostTokens][kWarps]) {
+__device__ inline void norm_x(const XArgs& a, int tokens, char* smem_x, int row_bytes,
+                              float (&squares)[kMaxTokens][kWarps]) {
 #pragma unroll 1
   for (int token = 0; token < tokens; ++token) {
-    float of_thread = 0;
-    for_parts(a.records, [&](int record) {
-      RecordOfX x;
-      x.load(room + token * row_bytes + record * kXBytes);
-      of_thread += x.squares();
+    float thread_sum = 0;
+    for_parts(a.chunks, [&](int chunk) {
+      XChunk x;
+      x.load(smem_x + token * row_bytes + chunk * kXBytes);
+      thread_sum += x.squares();
     });
-    const float of_warp = sum_of_warp(of_thread);
-    if (threadIdx.x % 32 == 0) squares[token][threadIdx.x / 32] = of_warp;
+    const float warp_sum = sum_of_warp(thread_sum);
+    if (threadIdx.x % 32 == 0) squares[token][threadIdx.x / 32] = warp_sum;
   }
-  sync_multipliers();
+  sync_consumers();
 #pragma unroll 1
   for (int token = 0; token < tokens; ++token) {
     float sum = 0;
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) sum += squares[token][warp];
-    const float scale = rsqrtf(sum / static_cast<float>(a.records * kRecordOfX) + a.eps);
-    for_parts(a.records, [&](int record) {
-      RecordOfX x, weight;
-      char* const place = room + token * row_bytes + record * kXBytes;
-      weight.load(static_cast<const char*>(a.norm) + record * kXBytes);
+    const float scale = rsqrtf(sum / static_cast<float>(a.chunks * kXChunk) + a.eps);
+    for_parts(a.chunks, [&](int chunk) {
+      XChunk x, weight;
+      char* const place = smem_x + token * row_bytes + chunk * kXBytes;
+      weight.load(static_cast<const char*>(a.norm) + chunk * kXBytes);
       x.load(place);
       x.multiply(scale, weight);
       x.store(place);
@@ -114,33 +114,34 @@ __device__ inline void norm_x(const XArgs& a, int tokens, char* room, int row_by
 
 // Waits for the preceding kernels and reads x into `smem_x`, tokens row_bytes apart, normalised if there is a norm.  A
 // thread may read its own chunks immediately, other threads' chunks only after a barrier.  For the consumer warps.
-__device__ inline void read_x(const XArgs& a, int tokens, char* room, int row_bytes,
-                              float (&squares)[kMostTokens][kWarps]) {
+__device__ inline void read_x(const XArgs& a, int tokens, char* smem_x, int row_bytes,
+                              float (&squares)[kMaxTokens][kWarps]) {
   if (a.norm != nullptr) {  // the norm's weight, into L1, while the kernels in front still run
-    for_parts(a.records, [&](int record) {
-      const char* const weight = static_cast<const char*>(a.norm) + record * kXBytes + RecordOfX::place();
+    for_parts(a.chunks, [&](int chunk) {
+      const char* const weight = static_cast<const char*>(a.norm) + chunk * kXBytes + XChunk::place();
       asm volatile("prefetch.global.L1 [%0];" ::"l"(weight));
       asm volatile("prefetch.global.L1 [%0];" ::"l"(weight + kUnit));
     });
   }
   wait_for_previous_kernels();
   for (int token = 0; token < tokens; ++token) {
-    for_parts(a.records, [&](int record) {
-      const int place = record * kXBytes + RecordOfX::place();
+    for_parts(a.chunks, [&](int chunk) {
+      const int place = chunk * kXBytes + XChunk::place();
       const char* const from = static_cast<const char*>(a.x) + token * a.x_stride * sizeof(bf16) + place;
-      const uint32_t to = shared_address(room + token * row_bytes + place);
+      const uint32_t to = shared_address(smem_x + token * row_bytes + place);
       copy_async_16(to, from, true);
       copy_async_16(to + kUnit, from + kUnit, true);
     });
   }
   wait_for_all_copies();
-  if (a.norm != nullptr) norm_x(a, tokens, room, row_bytes, squares);
+  if (a.norm != nullptr) norm_x(a, tokens, smem_x, row_bytes, squares);
 }
 
 // Prefetches the scales of a tile's rows into shared memory, because the epilogue would wait for memory otherwise.
-__device__ inline void read_row_scales(const End& p, int first_feature, const float* scales, float (&to)[kMaxRows]) {
+__device__ inline void read_row_scales(const Epilogue& p, int first_feature, const float* scales,
+                                       float (&to)[kMaxRows]) {
   const int row = threadIdx.x;
-  static_assert(kMaxRows <= kMultipliers);
+  static_assert(kMaxRows <= kConsumerThreads);
   if (row >= p.rows) return;
   const bool up = row >= p.tile_features;
   const int feature = first_feature + row - (up ? p.tile_features : 0);

@@ -10,14 +10,14 @@ namespace quire::cuda {
 
 // The driver's encoder of tensor maps, looked up at run time, so that nothing links to the driver.
 inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
-  static void* const found = [] {
+  static void* const encoder = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
     check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result),
           "cuTensorMapEncodeTiled");
     return function;
   }();
-  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
+  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(encoder);
 }
 
 // sizes, box: elements, the innermost dimension first.  strides: bytes, of all dimensions but the innermost.  TMA fills

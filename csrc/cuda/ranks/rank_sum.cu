@@ -30,13 +30,13 @@
 #include <type_traits>
 
 #include "cuda/common/launch.cuh"
-#include "cuda/common/numbers.cuh"
+#include "cuda/common/packs.cuh"
 #include "cuda/common/warp.cuh"
 
 namespace quire::cuda {
 namespace {
 
-constexpr int kMostThreads = 1024, kWarp = 32, kPackBytes = 16;
+constexpr int kMaxThreads = 1024, kWarp = 32, kPackBytes = 16;
 
 // Two 8-byte words of 4 bytes of data and the call number; one instruction writes both, each word atomically.
 __device__ void send_words(char* to, uint32_t first, uint32_t second, uint32_t call) {
@@ -74,22 +74,22 @@ __device__ void set_mark(char* mark, uint32_t call) {
 }
 
 __device__ void wait_for_mark(const char* mark, uint32_t call) {
-  uint32_t found;
+  uint32_t seen;
   do {
-    asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(found) : "l"(mark) : "memory");
-  } while (found != call);
+    asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(seen) : "l"(mark) : "memory");
+  } while (seen != call);
 }
 
 template <class T, int kPacks, bool kWords>
-__global__ void __launch_bounds__(kMostThreads) rank_sum_kernel(const __grid_constant__ RankSumArgs a) {
+__global__ void __launch_bounds__(kMaxThreads) rank_sum_kernel(const __grid_constant__ RankSumArgs a) {
   constexpr int kWidth = kPackBytes / sizeof(T);
-  using Numbers = Pack<T, kWidth>;
+  using Values = Pack<T, kWidth>;
   const int packs = a.size / kWidth;  // packs per row
   const auto pack_of = [&](int i) { return static_cast<int>(i * blockDim.x + threadIdx.x); };
   const auto at = [&](const void* rows, int64_t row, int pack) {
-    return static_cast<Numbers*>(const_cast<void*>(rows)) + row * packs + pack;
+    return static_cast<Values*>(const_cast<void*>(rows)) + row * packs + pack;
   };
-  Numbers weight{};  // no kernel writes weights
+  Values weight{};  // no kernel writes weights
   if (kPacks == 1 && a.norm != nullptr && pack_of(0) < packs) weight = *at(a.norm, 0, pack_of(0));
   let_next_kernel_start();
   wait_for_previous_kernels();
@@ -105,9 +105,9 @@ __global__ void __launch_bounds__(kMostThreads) rank_sum_kernel(const __grid_con
     char* const inbox = static_cast<char*>(a.inboxes[to]);
     struct {
       char *mark, *packs;
-    } found{inbox + own * kMarkBytes,
+    } areas{inbox + own * kMarkBytes,
             inbox + (kWords ? words + own * 2 * a.words_share : blocks + own * a.blocks_share)};
-    return found;
+    return areas;
   };
   constexpr int kSent = kWords ? 2 * kPackBytes : kPackBytes;
   const auto offset = [&](int64_t row, int pack) { return ((row - first) * packs + pack) * kSent; };
@@ -139,22 +139,22 @@ __global__ void __launch_bounds__(kMostThreads) rank_sum_kernel(const __grid_con
   }
 
   for (int64_t row = first; row < end; ++row) {
-    Numbers held[kPacks];
+    Values results[kPacks];
     float squares = 0;
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       if (pack_of(i) >= packs) continue;
-      Numbers* const to = at(a.plus != nullptr ? a.plus : a.part, row, pack_of(i));
-      const Numbers own = *at(a.part, row, pack_of(i)), old = *to;
+      Values* const to = at(a.plus != nullptr ? a.plus : a.part, row, pack_of(i));
+      const Values own = *at(a.part, row, pack_of(i)), old = *to;
       float sum[kWidth] = {}, x[kWidth];
       for (int rank = 0; rank < a.ranks; ++rank) {
-        Numbers numbers = own;
+        Values values = own;
         if (rank != a.rank) {
           const char* const from = place(a.rank, rank).packs + offset(row, pack_of(i));
           const uint4 received = kWords ? receive_words(from, call) : receive_block(from);
-          numbers = reinterpret_cast<const Numbers&>(received);
+          values = reinterpret_cast<const Values&>(received);
         }
-        widen(numbers, x);
+        widen(values, x);
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) sum[k] += x[k];
       }
@@ -163,9 +163,9 @@ __global__ void __launch_bounds__(kMostThreads) rank_sum_kernel(const __grid_con
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) sum[k] += x[k];
       }
-      held[i] = narrow<T>(sum);
-      *to = held[i];
-      widen(held[i], x);
+      results[i] = narrow<T>(sum);
+      *to = results[i];
+      widen(results[i], x);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) squares += x[k] * x[k];
     }
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kMostThreads) rank_sum_kernel(const __grid_con
       if (pack_of(i) >= packs) continue;
       if (kPacks > 1) weight = *at(a.norm, 0, pack_of(i));
       float x[kWidth], w[kWidth];
-      widen(held[i], x);
+      widen(results[i], x);
       widen(weight, w);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) x[k] = x[k] * scale * w[k];
@@ -192,9 +192,9 @@ __global__ void __launch_bounds__(kMostThreads) rank_sum_kernel(const __grid_con
 
 void rank_sum(const RankSumArgs& a, cudaStream_t stream) {
   if (a.rows * a.size == 0) return;
-  by_dtype(a.dtype, [&](auto number) {
-    using T = decltype(number);
-    constexpr int kWidth = kPackBytes / sizeof(T), kMostPacks = kMaxSummed / kWidth / kMostThreads;
+  by_dtype(a.dtype, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kWidth = kPackBytes / sizeof(T), kMaxPacks = kMaxSummed / kWidth / kMaxThreads;
     const int packs = a.size / kWidth;
     const auto with = [&](auto packs_a_thread, auto words) {
       constexpr int each = packs_a_thread;
@@ -203,8 +203,8 @@ void rank_sum(const RankSumArgs& a, cudaStream_t stream) {
       launch(rank_sum_kernel<T, each, decltype(words)::value>, grid, dim3(threads), 0, stream, a);
     };
     const auto packs_with = [&](auto words) {
-      if (packs <= kMostThreads) return with(std::integral_constant<int, 1>{}, words);
-      with(std::integral_constant<int, kMostPacks>{}, words);
+      if (packs <= kMaxThreads) return with(std::integral_constant<int, 1>{}, words);
+      with(std::integral_constant<int, kMaxPacks>{}, words);
     };
     a.sending == Sending::words ? packs_with(std::true_type{}) : packs_with(std::false_type{});
   });

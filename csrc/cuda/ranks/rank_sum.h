@@ -10,7 +10,7 @@
 
 namespace quire::cuda {
 
-constexpr int kMostRanks = 8, kSumCtas = 256, kMaxSummed = 16384;
+constexpr int kMaxRanks = 8, kSumCtas = 256, kMaxSummed = 16384;
 
 // Protocol.  words: the call number in every 8 bytes.  blocks: plain data, followed by one call number per CTA.
 enum class Sending { words, blocks };
@@ -27,7 +27,7 @@ struct RankSumArgs {
   int ctas;  // upper bound, up to kSumCtas; all must be resident on each rank's GPU at once
   Sending sending;
   int64_t words_share, blocks_share;  // bytes of parts per CTA and call, by words and by blocks; multiples of 16
-  void* inboxes[kMostRanks];          // one per rank, inbox_bytes() writable by all ranks; initially zeros
+  void* inboxes[kMaxRanks];           // one per rank, inbox_bytes() writable by all ranks; initially zeros
   int* calls;                         // [kSumCtas], private to this rank; initially zeros
   int rank, ranks;
 };

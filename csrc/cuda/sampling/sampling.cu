@@ -26,16 +26,16 @@
 #include <type_traits>
 
 #include "cuda/common/launch.cuh"
-#include "cuda/common/numbers.cuh"
+#include "cuda/common/packs.cuh"
 #include "cuda/common/warp.cuh"
 
 namespace quire::cuda {
 namespace {
 
 using sampling::key_of;
-using sampling::number_of;
 using sampling::place_of;
 using sampling::Settings;
+using sampling::value_of;
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
@@ -93,7 +93,7 @@ __device__ void wait_until_peers_are_done() {
 
 // The variable `mine` in the shared memory of CTA `rank`.
 template <class T>
-__device__ const T& of_peer(const T& mine, int rank) {
+__device__ const T& peer_value(const T& mine, int rank) {
 #if __CUDA_ARCH__ >= 900
   const T* theirs;
   asm("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(&mine), "r"(rank));
@@ -175,7 +175,7 @@ struct Histogram {
     if (summed) {
       uint2 words[ranks];
 #pragma unroll
-      for (int rank = 0; rank < ranks; ++rank) words[rank] = of_peer(sums[bucket], rank);
+      for (int rank = 0; rank < ranks; ++rank) words[rank] = peer_value(sums[bucket], rank);
       uint64_t sum_x = 0, sum_y = 0;
 #pragma unroll
       for (int rank = 0; rank < ranks; ++rank) sum_x += words[rank].x, sum_y += words[rank].y;
@@ -184,7 +184,7 @@ struct Histogram {
     if (counted) {
       uint32_t count[ranks];
 #pragma unroll
-      for (int rank = 0; rank < ranks; ++rank) count[rank] = of_peer(counts[bucket], rank);
+      for (int rank = 0; rank < ranks; ++rank) count[rank] = peer_value(counts[bucket], rank);
 #pragma unroll
       for (int rank = 0; rank < ranks; ++rank) tally.count += count[rank];
     }
@@ -200,13 +200,13 @@ struct Shared {
   struct {
     int bucket;
     Tally above, inside;
-  } found[4];  // one per pass, then the coarse crossings of top_k and top_p
+  } crossings[4];  // one per pass, then the coarse crossings of top_k and top_p
 };
 constexpr int kTopK = 2, kTopP = 3;
 
 // Suffix sums of the cluster's buckets, from the most probable down; each thread holds a few buckets.
 template <int buckets>
-struct Ladder {
+struct BucketScan {
   static constexpr int kEach = buckets / kThreads;
   Tally above;  // buckets of the preceding threads
   Tally own[kEach];
@@ -215,7 +215,7 @@ struct Ladder {
   __device__ static int bucket(int i) { return buckets - 1 - (static_cast<int>(threadIdx.x) * kEach + i); }
 
   // Call after a cluster_sync() that follows the last add().  `turn` alternates from call to call.
-  __device__ Ladder(const Histogram<buckets>& mine, bool counted, bool summed, Shared& shared, int turn) {
+  __device__ BucketScan(const Histogram<buckets>& mine, bool counted, bool summed, Shared& shared, int turn) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Tally sum{0, 0};
 #pragma unroll
@@ -242,8 +242,8 @@ struct Ladder {
 
 struct Wanted {
   bool by_count;
-  uint64_t least;  // target: tokens, or sum of weights
-  __device__ bool reached(Tally t) const { return (by_count ? t.count : t.sum) >= least; }
+  uint64_t target;  // target: tokens, or sum of weights
+  __device__ bool reached(Tally t) const { return (by_count ? t.count : t.sum) >= target; }
 };
 
 // The bucket in which the running total reaches the target, with the totals above and inside; uniform over all threads.
@@ -253,29 +253,29 @@ struct Crossing {
 
   // Requires that above + scan.total reaches the target.
   template <int buckets>
-  __device__ Crossing(const Ladder<buckets>& ladder, Tally above_all, Wanted wanted, Shared& shared, int place) {
-    Tally before = above_all + ladder.above;
-    for (int i = 0; i < Ladder<buckets>::kEach; ++i) {
-      const Tally upto = before + ladder.own[i];
+  __device__ Crossing(const BucketScan<buckets>& scan, Tally above_all, Wanted wanted, Shared& shared, int place) {
+    Tally before = above_all + scan.above;
+    for (int i = 0; i < BucketScan<buckets>::kEach; ++i) {
+      const Tally upto = before + scan.own[i];
       if (!wanted.reached(before) && wanted.reached(upto)) {
-        shared.found[place] = {Ladder<buckets>::bucket(i), before, ladder.own[i]};
+        shared.crossings[place] = {BucketScan<buckets>::bucket(i), before, scan.own[i]};
       }
       before = upto;
     }
     __syncthreads();
-    bucket = shared.found[place].bucket;
-    above = shared.found[place].above;
-    inside = shared.found[place].inside;
+    bucket = shared.crossings[place].bucket;
+    above = shared.crossings[place].above;
+    inside = shared.crossings[place].inside;
   }
 };
 
 // --- rows -----------------------------------------------------------------------------------------------------------
 
 // A warp's slice of a row: consecutive tiles.
-struct Piece {
+struct Slice {
   int first, tiles;
 
-  __device__ Piece(int size, int warp) {  // warp: index over all warps of the cluster
+  __device__ Slice(int size, int warp) {  // warp: index over all warps of the cluster
     const int warps = cluster_size() * kWarps, all = (size + kTile - 1) / kTile, each = (all + warps - 1) / warps;
     first = warp * each;
     tiles = max(0, min(each, all - first));
@@ -317,9 +317,9 @@ struct Row {
   // First element of a lane in a tile.
   __device__ static int at(int tile) { return tile * kTile + static_cast<int>(threadIdx.x) % 32 * kVector; }
 
-  __device__ bool whole(int tile) const { return packs && tile < size / kTile; }
+  __device__ bool complete(int tile) const { return packs && tile < size / kTile; }
 
-  __device__ Eight<T> read_whole(int tile) const {
+  __device__ Eight<T> read_complete(int tile) const {
     Eight<T> eight;
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof eight / 16); ++i) {
@@ -341,45 +341,45 @@ struct Row {
 
   // Calls use(tile, eight) for the tiles of a slice, with the next loads in flight.
   template <class Use>
-  __device__ void each(Piece piece, const Use& use) const {
+  __device__ void each(Slice slice, const Use& use) const {
     constexpr int kAhead = 2;
-    int tile = piece.first;
-    const int end = whole_end(piece);
+    int tile = slice.first;
+    const int end = complete_end(slice);
     if (tile < end) {
       Eight<T> next[kAhead];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) next[i] = read_whole(min(tile + i, end - 1));
+      for (int i = 0; i < kAhead; ++i) next[i] = read_complete(min(tile + i, end - 1));
       for (; tile < end; ++tile) {
         const Eight<T> now = next[0];
 #pragma unroll
         for (int i = 0; i + 1 < kAhead; ++i) next[i] = next[i + 1];
-        next[kAhead - 1] = read_whole(min(tile + kAhead, end - 1));
+        next[kAhead - 1] = read_complete(min(tile + kAhead, end - 1));
         use(tile, now);
       }
     }
-    for (; tile < piece.first + piece.tiles; ++tile) use(tile, read(tile));
+    for (; tile < slice.first + slice.tiles; ++tile) use(tile, read(tile));
   }
 
   // As each(), for a use of a few instructions, which is unrolled.
   template <class Use>
-  __device__ void each_quickly(Piece piece, const Use& use) const {
+  __device__ void each_quickly(Slice slice, const Use& use) const {
     constexpr int kTogether = 8 / sizeof(T);
-    int tile = piece.first;
-    const int end = whole_end(piece);
+    int tile = slice.first;
+    const int end = complete_end(slice);
     for (; tile + kTogether <= end; tile += kTogether) {
       Eight<T> eights[kTogether];
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) eights[i] = read_whole(tile + i);
+      for (int i = 0; i < kTogether; ++i) eights[i] = read_complete(tile + i);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) use(tile + i, eights[i]);
     }
-    for (; tile < piece.first + piece.tiles; ++tile) use(tile, whole(tile) ? read_whole(tile) : read(tile));
+    for (; tile < slice.first + slice.tiles; ++tile) use(tile, complete(tile) ? read_complete(tile) : read(tile));
   }
 
  private:
   // End of a slice's complete tiles.
-  __device__ int whole_end(Piece piece) const {
-    return packs ? min(piece.first + piece.tiles, size / kTile) : piece.first;
+  __device__ int complete_end(Slice slice) const {
+    return packs ? min(slice.first + slice.tiles, size / kTile) : slice.first;
   }
 };
 
@@ -390,17 +390,17 @@ __device__ uint64_t cluster_max(uint64_t key, Shared& shared) {
   if (lane == 0) shared.warp_best[threadIdx.x / 32] = key;
   cluster_sync();
   for (int i = lane; i < cluster_size() * kWarps; i += 32) {
-    key = max(key, of_peer(shared.warp_best[i % kWarps], i / kWarps));
+    key = max(key, peer_value(shared.warp_best[i % kWarps], i / kWarps));
   }
   return max_of_warp(key);
 }
 
 // Maximum key of a lane's raw logits.
 template <class T>
-__device__ uint64_t best_of(const Row<T>& row, Piece piece) {
+__device__ uint64_t best_of(const Row<T>& row, Slice slice) {
   float top = -std::numeric_limits<float>::infinity(), all = top;
-  int best = piece.first;
-  row.each_quickly(piece, [&](int tile, const Eight<T>& eight) {
+  int best = slice.first;
+  row.each_quickly(slice, [&](int tile, const Eight<T>& eight) {
     const float one = eight.largest();
     all = larger(all, one);
     if (one > top) top = one, best = tile;
@@ -408,7 +408,7 @@ __device__ uint64_t best_of(const Row<T>& row, Piece piece) {
   if (all != all) return key_of(all, 0);
   if (top == -std::numeric_limits<float>::infinity()) return 0;
   // Reloads the eight elements: cheaper than to carry along the position of the maximum.
-  const Eight<T> eight = row.whole(best) ? row.read_whole(best) : row.read(best);
+  const Eight<T> eight = row.complete(best) ? row.read_complete(best) : row.read(best);
   int place = 0;
 #pragma unroll
   for (int i = kVector - 1; i >= 0; --i) {
@@ -422,7 +422,7 @@ struct Choice {
   uint8_t outcome;
 };
 __device__ Choice choice_of(uint64_t key) {
-  const bool finite = isfinite(number_of(key));
+  const bool finite = isfinite(value_of(key));
   return {finite ? static_cast<int>(place_of(key)) : 0, finite ? sampling::kChosen : sampling::kNotFinite};
 }
 
@@ -432,7 +432,7 @@ __device__ Choice choice_of(uint64_t key) {
 template <class T>
 struct Weights {
   const Row<T>& row;
-  const Piece piece;
+  const Slice slice;
   const Settings& settings;
   const bool early;  // fewer than min_tokens are out
   const float scale;
@@ -472,7 +472,7 @@ struct Weights {
     float top = -std::numeric_limits<float>::infinity(), all = top;
     int place = 0;
     if (adjusts()) {
-      row.each(piece, [&](int tile, const Eight<T>& raw) {
+      row.each(slice, [&](int tile, const Eight<T>& raw) {
         float x[kVector];
         adjust(row.at(tile), raw, x);
 #pragma unroll
@@ -482,7 +482,7 @@ struct Weights {
         }
       });
     } else {
-      row.each_quickly(piece, [&](int, const Eight<T>& raw) { all = larger(all, raw.largest()); });
+      row.each_quickly(slice, [&](int, const Eight<T>& raw) { all = larger(all, raw.largest()); });
     }
     return key_of(all + 0.0f, place);  // + 0: turns -0 into 0
   }
@@ -494,7 +494,7 @@ struct Weights {
     for (int i = 0; i < kVector; ++i) y[i] = __fmul_rn(__fsub_rn(y[i], peak), scale);
   }
   // exp2 has a relative error of 1e-6: smaller y are certain to have w < floor.
-  __device__ static float coldest(float least) { return log2f(least) - 1e-3f; }
+  __device__ static float coldest(float min_weight) { return log2f(min_weight) - 1e-3f; }
 
   // --- the floor
 
@@ -509,7 +509,7 @@ struct Weights {
     for (int shift = sampling::kBucketShift; shift > 0; counted = true) {
       // If all members of the bucket are kept, or there is only one, its lower edge separates them as well as their
       // minimum.
-      if (counted && (at.inside.count == 1 || (wanted.by_count && at.above.count + at.inside.count == wanted.least))) {
+      if (counted && (at.inside.count == 1 || (wanted.by_count && at.above.count + at.inside.count == wanted.target))) {
         return {__uint_as_float(prefix << shift), at.above.sum + at.inside.sum};
       }
       turn ^= 1;
@@ -518,7 +518,7 @@ struct Weights {
       __syncthreads();
       const uint32_t lowest = prefix << shift;
       const float cold = coldest(__uint_as_float(lowest)), hot = log2f(__uint_as_float(lowest + (1u << shift))) + 1e-3f;
-      row.each(piece, [&](int tile, const Eight<T>& raw) {
+      row.each(slice, [&](int tile, const Eight<T>& raw) {
         float y[kVector];
         scaled(row.at(tile), raw, y);
 #pragma unroll
@@ -530,7 +530,7 @@ struct Weights {
         }
       });
       cluster_sync();
-      at = Crossing(Ladder<kFine>(fine, true, true, shared, turn), at.above, wanted, shared, turn);
+      at = Crossing(BucketScan<kFine>(fine, true, true, shared, turn), at.above, wanted, shared, turn);
       shift -= kFineBits;
       prefix = prefix << kFineBits | at.bucket;
     }
@@ -540,7 +540,7 @@ struct Weights {
   // Floor of w required by top_k and top_p.
   __device__ float floor(Shared& shared) const {
     const bool counted = settings.top_k > 0, summed = settings.top_p < 1;
-    row.each(piece, [&](int tile, const Eight<T>& raw) {
+    row.each(slice, [&](int tile, const Eight<T>& raw) {
       float y[kVector];
       scaled(row.at(tile), raw, y);
 #pragma unroll
@@ -552,15 +552,15 @@ struct Weights {
     });
     cluster_sync();
     int turn = 0;
-    const Ladder<sampling::kBuckets> ladder(shared.coarse, counted, summed, shared, turn);
-    Upper kept{0.0f, ladder.total.sum};
+    const BucketScan<sampling::kBuckets> scan(shared.coarse, counted, summed, shared, turn);
+    Upper kept{0.0f, scan.total.sum};
     const Wanted k{true, static_cast<uint64_t>(settings.top_k)};
-    if (counted && k.reached(ladder.total)) {
-      kept = descend(Crossing(ladder, {0, 0}, k, shared, kTopK), k, counted, shared, turn);
+    if (counted && k.reached(scan.total)) {
+      kept = descend(Crossing(scan, {0, 0}, k, shared, kTopK), k, counted, shared, turn);
     }
     if (!summed) return kept.floor;
     const Wanted p{false, sampling::share(settings.top_p, kept.sum)};
-    return fmaxf(kept.floor, descend(Crossing(ladder, {0, 0}, p, shared, kTopP), p, counted, shared, turn).floor);
+    return fmaxf(kept.floor, descend(Crossing(scan, {0, 0}, p, shared, kTopP), p, counted, shared, turn).floor);
   }
 
   // --- the draw
@@ -587,7 +587,7 @@ struct Weights {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float cold = coldest(floor);
     uint64_t own = 0;
-    row.each(piece, [&](int tile, const Eight<T>& raw) { own += sum(tile, raw, floor, cold); });
+    row.each(slice, [&](int tile, const Eight<T>& raw) { own += sum(tile, raw, floor, cold); });
     own = sum_of_warp(own);
     if (lane == 0) shared.warp_sums[warp] = own;
     cluster_sync();
@@ -597,17 +597,17 @@ struct Weights {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int other = lane * kEach + i;
-      sums[i] = other < cluster_size() * kWarps ? of_peer(shared.warp_sums[other % kWarps], other / kWarps) : 0;
+      sums[i] = other < cluster_size() * kWarps ? peer_value(shared.warp_sums[other % kWarps], other / kWarps) : 0;
       upto += sums[i];
     }
     done_with_peers();
-    const uint64_t of_lane = upto;
+    const uint64_t lane_sum = upto;
     upto = sum_up_to_lane(upto);
     const uint64_t goal = sampling::goal(hash, __shfl_sync(kAll, upto, 31));
     // The warp whose slice holds the drawn value, and the rest within it.
-    uint64_t left = goal - (upto - of_lane);
+    uint64_t left = goal - (upto - lane_sum);
     int winner = -1;
-    if (goal < upto && goal >= upto - of_lane) {
+    if (goal < upto && goal >= upto - lane_sum) {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         if (winner < 0 && left < sums[i]) winner = lane * kEach + i;
@@ -618,18 +618,18 @@ struct Weights {
     winner = __shfl_sync(kAll, winner, knows);
     left = __shfl_sync(kAll, left, knows);
     if (winner / kWarps != cluster_rank()) return -1;
-    return find(Piece(row.size, winner), left, floor, shared);
+    return find(Slice(row.size, winner), left, floor, shared);
   }
 
   // Searches a slice, with all warps of the CTA.
-  __device__ int find(Piece among, uint64_t left, float floor, Shared& shared) const {
+  __device__ int find(Slice among, uint64_t left, float floor, Shared& shared) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float cold = coldest(floor);
     for (int first = among.first;; first += kWarps) {
       uint64_t own = 0;
       Eight<T> raw;
       if (first + warp < among.first + among.tiles) {
-        raw = row.whole(first + warp) ? row.read_whole(first + warp) : row.read(first + warp);
+        raw = row.complete(first + warp) ? row.read_complete(first + warp) : row.read(first + warp);
         own = sum(first + warp, raw, floor, cold);
       }
       const uint64_t upto = sum_up_to_lane(own);
@@ -664,8 +664,8 @@ __device__ void write(const SampleArgs& a, int row, Choice choice) {
 }
 
 template <class T>
-__device__ void greedy(const SampleArgs& a, const Row<T>& row, Piece piece, int index, Shared& shared) {
-  const uint64_t best = cluster_max(best_of(row, piece), shared);
+__device__ void greedy(const SampleArgs& a, const Row<T>& row, Slice slice, int index, Shared& shared) {
+  const uint64_t best = cluster_max(best_of(row, slice), shared);
   done_with_peers();
   if (cluster_rank() == 0 && threadIdx.x == 0)
     write(a, index, a.slots[index] < 0 ? Choice{0, sampling::kChosen} : choice_of(best));
@@ -675,9 +675,9 @@ __device__ void greedy(const SampleArgs& a, const Row<T>& row, Piece piece, int 
 // Outcome of a row whose adjusted logits are not finite, from its raw ones.  Not inlined, with values as arguments, so
 // that it costs other rows no registers.
 template <class T>
-__device__ __noinline__ uint8_t explain(Row<T> row, Piece piece, Shared& shared) {
+__device__ __noinline__ uint8_t explain(Row<T> row, Slice slice, Shared& shared) {
   cluster_sync();  // all have read `warp_best` before it is overwritten
-  const Choice raw = choice_of(cluster_max(best_of(row, piece), shared));
+  const Choice raw = choice_of(cluster_max(best_of(row, slice), shared));
   return raw.outcome == sampling::kChosen ? sampling::kNothingAllowed : raw.outcome;
 }
 
@@ -688,8 +688,8 @@ __global__ void __launch_bounds__(kThreads, general ? 2 : 4) sample_kernel(Sampl
   wait_for_previous_kernels();
   const int index = blockIdx.x / cluster_size();
   const Row<T> row{static_cast<const T*>(a.logits) + index * a.row_stride, a.size, packs};
-  const Piece piece(a.size, cluster_rank() * kWarps + static_cast<int>(threadIdx.x) / 32);
-  if constexpr (!general) return greedy(a, row, piece, index, shared);
+  const Slice slice(a.size, cluster_rank() * kWarps + static_cast<int>(threadIdx.x) / 32);
+  if constexpr (!general) return greedy(a, row, slice, index, shared);
 
   const bool speaker = cluster_rank() == 0 && threadIdx.x == 0;
   const int64_t slot = a.slots[index];
@@ -699,16 +699,16 @@ __global__ void __launch_bounds__(kThreads, general ? 2 : 4) sample_kernel(Sampl
   }
   const Settings settings = a.table[slot];
   if (settings.scale == 0 && !settings.marks && !settings.bias && !settings.mask)
-    return greedy(a, row, piece, index, shared);
+    return greedy(a, row, slice, index, shared);
   const int64_t position = a.known[index] - settings.prompt_len;
   const bool filtered = settings.top_k > 0 || settings.top_p < 1;
   if (filtered) shared.coarse.clear();
-  Weights<T> weights{row, piece, settings, position < settings.min_tokens, settings.scale, 0.0f};
+  Weights<T> weights{row, slice, settings, position < settings.min_tokens, settings.scale, 0.0f};
   const uint64_t best = cluster_max(weights.best(), shared);
-  weights.peak = number_of(best);
+  weights.peak = value_of(best);
   Choice likeliest = choice_of(best);
   const bool sound = likeliest.outcome == sampling::kChosen;  // uniform over all threads of the cluster
-  if (!sound && weights.adjusts()) likeliest.outcome = explain(row, piece, shared);
+  if (!sound && weights.adjusts()) likeliest.outcome = explain(row, slice, shared);
   int token = speaker ? likeliest.token : -1;
   if (settings.scale != 0 && sound) {
     float floor = settings.min_p;  // the maximum w is 1, so min_p is the floor itself
@@ -732,11 +732,11 @@ __global__ void __launch_bounds__(kThreads, 4) likeliest_kernel(LikeliestArgs a,
   wait_for_previous_kernels();
   const int index = blockIdx.x / cluster_size();
   const Row<T> row{static_cast<const T*>(a.logits) + index * a.row_stride, a.size, packs};
-  const Piece piece(a.size, cluster_rank() * kWarps + static_cast<int>(threadIdx.x) / 32);
-  const uint64_t best = cluster_max(best_of(row, piece), shared);
+  const Slice slice(a.size, cluster_rank() * kWarps + static_cast<int>(threadIdx.x) / 32);
+  const uint64_t best = cluster_max(best_of(row, slice), shared);
   done_with_peers();
   if (cluster_rank() == 0 && threadIdx.x == 0) {
-    a.keys[index] = sampling::to_signed(best == 0 ? 0 : key_of(number_of(best), a.first + place_of(best)));
+    a.keys[index] = sampling::to_signed(best == 0 ? 0 : key_of(value_of(best), a.first + place_of(best)));
   }
   wait_until_peers_are_done();
 }
@@ -752,10 +752,10 @@ __global__ void __launch_bounds__(kThreads) chosen_kernel(const int64_t* keys, S
 // CTAs per row.  Few rows get many.  A larger cluster synchronises more slowly; this rule was measured to pick the best
 // size for each of 1 to 1024 rows.  Rows that are read again take two CTAs, so that the active rows fit into L2.
 int cluster_of(int64_t rows, bool again) {
-  const int most = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? kMaxCluster : 1;
+  const int max_cluster = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? kMaxCluster : 1;
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount);
-  int cluster = again ? std::min(2, most) : 1;
-  while (cluster < most && rows * cluster * cluster <= sms) cluster *= 2;
+  int cluster = again ? std::min(2, max_cluster) : 1;
+  while (cluster < max_cluster && rows * cluster * cluster <= sms) cluster *= 2;
   return cluster;
 }
 

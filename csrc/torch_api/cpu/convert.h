@@ -18,9 +18,9 @@ inline Cache bytes_of(const at::Tensor& cache) {
 }
 
 template <class Id>
-void expect_below(const char* who, const Id* ids, int64_t count, int64_t least, int64_t limit) {
+void expect_below(const char* who, const Id* ids, int64_t count, int64_t first, int64_t limit) {
   for (int64_t i = 0; i < count; ++i) {
-    TORCH_CHECK_INDEX(ids[i] >= least && ids[i] < limit, who, "[", i, "] is ", ids[i], ", not in [", least, ", ", limit,
+    TORCH_CHECK_INDEX(ids[i] >= first && ids[i] < limit, who, "[", i, "] is ", ids[i], ", not in [", first, ", ", limit,
                       ")");
   }
 }

@@ -13,21 +13,21 @@
 namespace quire::cpu::torch_api {
 namespace {
 
-using Given = std::optional<at::Tensor>;
+using MaybeTensor = std::optional<at::Tensor>;
 
 // Tensors of a linear layer, in the order of `weights`.
-constexpr int64_t kOfProduct = 4;
+constexpr int64_t kTensorsPerLinear = 4;
 struct PackedWeight {
-  Given packed, scale, zero, bias;
+  MaybeTensor packed, scale, zero, bias;
 };
 // Tensors of a layer: four norms, then the linear layers qkv, o, gate and up, and down.
-constexpr int64_t kOfLayer = 4 + 4 * kOfProduct;
+constexpr int64_t kTensorsPerLayer = 4 + 4 * kTensorsPerLinear;
 
-void decoder_layers(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, const c10::List<Given>& weights,
-                    at::TensorList k_caches, at::TensorList v_caches, const c10::List<Given>& scales,
-                    const at::Tensor& kv_indices, const at::Tensor& tables, const at::Tensor& rows,
-                    const at::Tensor& q_start, const at::Tensor& lens, int64_t heads, int64_t inner, double eps,
-                    double head_eps, double scale, at::IntArrayRef windows, bool widen) {
+void decoder_layers(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
+                    const c10::List<MaybeTensor>& weights, at::TensorList k_caches, at::TensorList v_caches,
+                    const c10::List<MaybeTensor>& scales, const at::Tensor& kv_indices, const at::Tensor& tables,
+                    const at::Tensor& rows, const at::Tensor& q_start, const at::Tensor& lens, int64_t heads,
+                    int64_t inner, double eps, double head_eps, double scale, at::IntArrayRef windows, bool widen) {
   const int64_t layers = windows.size();
   Size tokens("tokens"), hidden("hidden size"), count("layers");
   expect("x", x, {tokens, hidden});
@@ -35,8 +35,8 @@ void decoder_layers(const at::Tensor& x, const at::Tensor& cos, const at::Tensor
   count.agree("k_caches", k_caches.size());
   count.agree("v_caches", v_caches.size());
   count.agree("scales", scales.size());
-  TORCH_CHECK_VALUE(static_cast<int64_t>(weights.size()) == layers * kOfLayer, "weights: has ", weights.size(),
-                    " tensors, not ", kOfLayer, " for each of ", layers, " layers");
+  TORCH_CHECK_VALUE(static_cast<int64_t>(weights.size()) == layers * kTensorsPerLayer, "weights: has ", weights.size(),
+                    " tensors, not ", kTensorsPerLayer, " for each of ", layers, " layers");
   if (layers == 0) return;
   TORCH_CHECK_VALUE(k_caches[0].dim() == 4, "k_caches: has ", k_caches[0].dim(), " dimensions, not 4");
   const int64_t kv_heads = k_caches[0].size(1), head_size = k_caches[0].size(3);
@@ -46,16 +46,16 @@ void decoder_layers(const at::Tensor& x, const at::Tensor& cos, const at::Tensor
   const at::Tensor queries = qkv.narrow(1, 0, heads), flat_qkv = qkv.flatten(1), flat_attended = attended.flatten(1);
   const at::Tensor no_plan = at::empty({0}, x.options().dtype(at::kByte));
   for (int64_t layer = 0; layer < layers; ++layer) {
-    const auto weight = [&](int64_t i) -> Given { return weights.get(layer * kOfLayer + i); };
-    const auto multiply = [&](int64_t i, const at::Tensor& from, const Given& norm, bool silu_mul, const Given& plus,
-                              const at::Tensor& out) {
-      const int64_t first = 4 + i * kOfProduct;
+    const auto weight = [&](int64_t i) -> MaybeTensor { return weights.get(layer * kTensorsPerLayer + i); };
+    const auto multiply = [&](int64_t i, const at::Tensor& from, const MaybeTensor& norm, bool silu_mul,
+                              const MaybeTensor& plus, const at::Tensor& out) {
+      const int64_t first = 4 + i * kTensorsPerLinear;
       const PackedWeight w{weight(first), weight(first + 1), weight(first + 2), weight(first + 3)};
       TORCH_CHECK_VALUE(w.packed, "weights: layer ", layer, " has no product ", i);
       packed_linear(from, *w.packed, w.scale, w.zero, w.bias, norm, eps, silu_mul, widen, plus, out);
     };
     const at::Tensor &keys = k_caches[layer], &values = v_caches[layer];
-    const Given of_cache = scales.get(layer);
+    const MaybeTensor of_cache = scales.get(layer);
     multiply(0, x, weight(0), false, std::nullopt, flat_qkv);
     rope_kv_write(qkv, cos, sin, keys, values, kv_indices, weight(1), weight(2), head_eps, of_cache);
     paged_attention(queries, keys, values, tables, rows, q_start, lens, of_cache, std::nullopt, 0, no_plan, scale,

@@ -36,8 +36,8 @@ void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& we
              const std::optional<at::Tensor>& gate_up_bias, const at::Tensor& down,
              const std::optional<at::Tensor>& down_bias, std::string_view activation, double alpha, double limit,
              const at::Tensor& out) {
-  const ExpertsSizes sizes = check_experts(x, chosen, weights, gate_up, gate_up_bias, down, down_bias, activation, alpha,
-                                           limit, out, on_cpu());
+  const ExpertsSizes sizes = check_experts(x, chosen, weights, gate_up, gate_up_bias, down, down_bias, activation,
+                                           alpha, limit, out, on_cpu());
   expect_below("chosen", chosen.const_data_ptr<int32_t>(), sizes.tokens * sizes.top, 0, sizes.count);
   const at::Tensor between = at::empty({sizes.tokens, sizes.inner}, x.options());
   const at::Tensor totals = at::empty({sizes.tokens, sizes.hidden}, x.options().dtype(at::kFloat));

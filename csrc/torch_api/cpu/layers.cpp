@@ -42,15 +42,15 @@ void rope_kv_write(const at::Tensor& qkv, const at::Tensor& cos, const at::Tenso
   expect_below("kv_indices", kv_index, sizes.tokens, -1, sizes.cache.blocks * sizes.cache.block_size);
   by_dtype("qkv", qkv, [&](auto type) {
     using T = decltype(type);
-    const auto numbers = [](const at::Tensor& t) { return static_cast<const T*>(t.const_data_ptr()); };
+    const auto data_of = [](const at::Tensor& t) { return static_cast<const T*>(t.const_data_ptr()); };
     const RopeArgs<T> args{
         .qkv = heads_of<T>(qkv),
-        .cos = numbers(cos),
-        .sin = numbers(sin),
+        .cos = data_of(cos),
+        .sin = data_of(sin),
         .cos_stride = cos.stride(0),
         .sin_stride = sin.stride(0),
-        .q_norm = q_norm ? numbers(*q_norm) : nullptr,
-        .k_norm = k_norm ? numbers(*k_norm) : nullptr,
+        .q_norm = q_norm ? data_of(*q_norm) : nullptr,
+        .k_norm = k_norm ? data_of(*k_norm) : nullptr,
         .eps = static_cast<float>(eps),
         .k_cache = bytes_of(k_cache),
         .v_cache = bytes_of(v_cache),

@@ -35,7 +35,7 @@ std::tuple<int64_t, int64_t> product_layout(const at::Tensor& like) {
 // Sizes of a linear layer, after the checks that do not depend on the weight's dtype.
 struct ProductSizes {
   Size rows{"rows"}, inner{"inner size"}, features{"features"}, strips{"strips"}, steps{"steps"}, columns{"columns"},
-      together{"numbers together"};
+      together{"elements together"};
 };
 
 // layout: of `packed`, its columns and its elements together.
@@ -69,7 +69,7 @@ void by_dtypes(const at::Tensor& x, const at::Tensor& out, const Run& run) {
 }
 
 template <class T>
-const T* numbers(const std::optional<at::Tensor>& t) {
+const T* data_of(const std::optional<at::Tensor>& t) {
   return t ? static_cast<const T*>(t->const_data_ptr()) : nullptr;
 }
 
@@ -89,11 +89,11 @@ void plain_product(const at::Tensor& x, const at::Tensor& packed, const std::opt
     using T = decltype(type);
     using Out = decltype(out_type);
     const cpu::ProductArgs<T, Out> args{
-        .x = numbers<T>(x),
+        .x = data_of<T>(x),
         .x_stride = x.stride(0),
-        .weight = numbers<T>(packed),
-        .bias = numbers<T>(bias),
-        .plus = numbers<Out>(plus),
+        .weight = data_of<T>(packed),
+        .bias = data_of<T>(bias),
+        .plus = data_of<Out>(plus),
         .plus_stride = plus ? plus->stride(0) : 0,
         .out = static_cast<Out*>(out.data_ptr()),
         .out_stride = out.stride(0),
@@ -141,12 +141,12 @@ void int8_product(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
     using T = decltype(type);
     using Out = decltype(out_type);
     cpu::Int8ProductArgs<T, Out> args{
-        .x = numbers<T>(x),
+        .x = data_of<T>(x),
         .x_stride = x.stride(0),
-        .weight = numbers<uint8_t>(packed),
-        .scale = numbers<float>(scale),
-        .bias = numbers<T>(bias),
-        .plus = numbers<Out>(plus),
+        .weight = data_of<uint8_t>(packed),
+        .scale = data_of<float>(scale),
+        .bias = data_of<T>(bias),
+        .plus = data_of<Out>(plus),
         .plus_stride = plus ? plus->stride(0) : 0,
         .out = static_cast<Out*>(out.data_ptr()),
         .out_stride = out.stride(0),
@@ -159,9 +159,9 @@ void int8_product(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
     if constexpr (std::is_same_v<T, bf16>) {
       const bool pairs = sizes.inner > 0 && sizes.inner % 2 == 0;
       if (widen && pairs && sizes.rows >= kInt8WidenedRows) {
-        return on_tiles(args, args.scale, [&](int64_t strip, int64_t first, int64_t count, bf16* room) {
-          widen_int8(args.weight, args.inner, strip, first, count, room);
-          return room;
+        return on_tiles(args, args.scale, [&](int64_t strip, int64_t first, int64_t count, bf16* buffer) {
+          widen_int8(args.weight, args.inner, strip, first, count, buffer);
+          return buffer;
         });
       }
     }
@@ -196,14 +196,14 @@ void int4_product(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
     using T = decltype(type);
     using Out = decltype(out_type);
     cpu::Int4ProductArgs<T, Out> args{
-        .x = numbers<T>(x),
+        .x = data_of<T>(x),
         .x_stride = x.stride(0),
-        .weight = numbers<uint8_t>(packed),
-        .scale = narrow ? numbers<fp16>(scale) : nullptr,
-        .wide_scale = narrow ? nullptr : numbers<float>(scale),
-        .zero = numbers<uint8_t>(zero),
-        .bias = numbers<T>(bias),
-        .plus = numbers<Out>(plus),
+        .weight = data_of<uint8_t>(packed),
+        .scale = narrow ? data_of<fp16>(scale) : nullptr,
+        .wide_scale = narrow ? nullptr : data_of<float>(scale),
+        .zero = data_of<uint8_t>(zero),
+        .bias = data_of<T>(bias),
+        .plus = data_of<Out>(plus),
         .plus_stride = plus ? plus->stride(0) : 0,
         .out = static_cast<Out*>(out.data_ptr()),
         .out_stride = out.stride(0),
@@ -216,9 +216,9 @@ void int4_product(const at::Tensor& x, const at::Tensor& packed, const at::Tenso
     };
     if constexpr (std::is_same_v<T, bf16>) {
       if (widen && sizes.rows >= kInt4WidenedRows) {
-        return on_tiles(args, nullptr, [&](int64_t strip, int64_t first, int64_t count, bf16* room) {
-          widen_int4(args, strip, first, count, room);
-          return room;
+        return on_tiles(args, nullptr, [&](int64_t strip, int64_t first, int64_t count, bf16* buffer) {
+          widen_int4(args, strip, first, count, buffer);
+          return buffer;
         });
       }
     }

@@ -25,12 +25,12 @@ template <class Args, class WeightOf>
 void on_tiles(const Args& args, const float* scale, const WeightOf& weight_of) {
   const auto* x = reinterpret_cast<const at::BFloat16*>(args.x);
   share_product(args, kTileTaskRows, [&](int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
-    alignas(64) bf16 room[kTileRun * kColumns];
+    alignas(64) bf16 buffer[kTileRun * kColumns];
     alignas(64) float sums[kTileTaskRows * kColumns];
     for (int64_t strip = first_strip; strip < first_strip + strips; ++strip) {
       for (int64_t run = 0; run < args.inner; run += kTileRun) {
         const int64_t count = std::min(kTileRun, args.inner - run);
-        const auto* weight = reinterpret_cast<const at::BFloat16*>(weight_of(strip, run, count, room));
+        const auto* weight = reinterpret_cast<const at::BFloat16*>(weight_of(strip, run, count, buffer));
         for (int64_t row = 0; row < rows; row += kTileRows) {
           const auto* inputs = x + (first_row + row) * args.x_stride + run;
           at::native::cpublas::brgemm(std::min(kTileRows, rows - row), kColumns, count, args.x_stride, kColumns,

@@ -42,9 +42,10 @@ void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& we
              const std::optional<at::Tensor>& down_bias, std::string_view activation, double alpha, double limit,
              const at::Tensor& out) {
   const Dtype dtype = half_dtype_of("x", x);
-  const ExpertsSizes sizes = check_experts(x, chosen, weights, gate_up, gate_up_bias, down, down_bias, activation, alpha,
-                                           limit, out, on_gpu(x));
-  TORCH_CHECK_VALUE(sizes.count <= kMostExperts, "down: ", int64_t{sizes.count}, " experts, the most are ", kMostExperts);
+  const ExpertsSizes sizes = check_experts(x, chosen, weights, gate_up, gate_up_bias, down, down_bias, activation,
+                                           alpha, limit, out, on_gpu(x));
+  TORCH_CHECK_VALUE(sizes.count <= kMostExperts, "down: ", int64_t{sizes.count}, " experts, the most are ",
+                    kMostExperts);
   TORCH_CHECK_VALUE(sizes.hidden % 8 == 0 && sizes.inner % 8 == 0, "down: hidden size ", int64_t{sizes.hidden},
                     " and inner size ", int64_t{sizes.inner}, " are not multiples of 8");
   TORCH_CHECK_VALUE(sizes.tokens <= kMostTokens, "x: ", int64_t{sizes.tokens}, " tokens, the most are ", kMostTokens);
@@ -69,8 +70,7 @@ void experts(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& we
   const ExpertsWay way = way_of(args);
   const bool few = way != ExpertsWay::grouped;
   const int64_t pairs = sizes.tokens * sizes.top;
-  TORCH_CHECK_VALUE(!few || pairs <= kMostPairs, "chosen: ", pairs,
-                    " experts of all tokens, the most are ", kMostPairs,
+  TORCH_CHECK_VALUE(!few || pairs <= kMostPairs, "chosen: ", pairs, " experts of all tokens, the most are ", kMostPairs,
                     " unless the GPU is a Hopper and hidden and inner size are multiples of 64");
   const ExpertsMemory memory = memory_of(args, way);
   const auto scratch = [&](int64_t bytes) { return at::empty({bytes}, x.options().dtype(at::kByte)); };

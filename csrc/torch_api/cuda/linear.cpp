@@ -24,8 +24,8 @@ constexpr int64_t kScales = 4;   // multiple of scales per row of blocks require
 int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 void check_sizes(const at::Tensor& x, const at::Tensor& weight) {
-  constexpr int64_t kMost = std::numeric_limits<int>::max();
-  TORCH_CHECK_VALUE(x.size(0) <= kMost && x.size(1) <= kMost && weight.size(0) <= kMost,
+  constexpr int64_t kMax = std::numeric_limits<int>::max();
+  TORCH_CHECK_VALUE(x.size(0) <= kMax && x.size(1) <= kMax && weight.size(0) <= kMax,
                     "x, weight: over 2^31 rows or columns");
 }
 
@@ -66,9 +66,9 @@ void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<a
 }
 
 struct Quantised {
-  at::Tensor numbers;  // [tokens, inner] e4m3; with groups padded to a multiple of kRows
-  at::Tensor one;      // [] f32: 1
-  at::Tensor scale;    // [tokens] f32; with groups [rows of numbers, inner / 128], column-major
+  at::Tensor values;  // [tokens, inner] e4m3; with groups padded to a multiple of kRows
+  at::Tensor one;     // [] f32: 1
+  at::Tensor scale;   // [tokens] f32; with groups [rows of values, inner / 128], column-major
 };
 
 Quantised quantised(const at::Tensor& x, const std::optional<at::Tensor>& norm, double eps, bool groups) {
@@ -77,16 +77,16 @@ Quantised quantised(const at::Tensor& x, const std::optional<at::Tensor>& norm, 
                     " is not a multiple of 16 up to ", kMaxQuantised);
   const at::Tensor rows = in_16_bytes(x.const_data_ptr(), x.stride(0), 2) ? x : x.contiguous();
   const int64_t count = groups ? rounded_up(x.size(0), kRows) : x.size(0);
-  const at::Tensor numbers = at::empty({count, inner}, x.options().dtype(at::kFloat8_e4m3fn));
+  const at::Tensor values = at::empty({count, inner}, x.options().dtype(at::kFloat8_e4m3fn));
   constexpr int64_t kApart = 4;  // elements: both parts are 16-byte aligned
   const at::Tensor scales = at::empty({kApart + count * (groups ? inner / kBlock : 1)}, x.options().dtype(at::kFloat));
   const at::Tensor all = scales.slice(0, kApart);
-  const Quantised result{numbers, scales.select(0, 0), groups ? all.view({inner / kBlock, count}).t() : all};
+  const Quantised result{values, scales.select(0, 0), groups ? all.view({inner / kBlock, count}).t() : all};
   quantise_rows({.x = rows.const_data_ptr(),
                  .x_stride = rows.stride(0),
                  .norm = norm ? norm->const_data_ptr() : nullptr,
                  .eps = static_cast<float>(eps),
-                 .numbers = numbers.data_ptr(),
+                 .values = values.data_ptr(),
                  .one = result.one.data_ptr<float>(),
                  .scale = result.scale.data_ptr<float>(),
                  .group_stride = groups ? count : 0,
@@ -150,22 +150,22 @@ void linear_fp8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor&
     out.copy_(narrow);
     return;
   }
-  const auto [numbers, one, x_scale] = quantised(x, norm, eps, blocks);
+  const auto [values, one, x_scale] = quantised(x, norm, eps, blocks);
   const at::Tensor y =
-      at::_scaled_mm(numbers, weight.t(), blocks ? x_scale : one, blocks ? scale.t() : one, std::nullopt, std::nullopt,
+      at::_scaled_mm(values, weight.t(), blocks ? x_scale : one, blocks ? scale.t() : one, std::nullopt, std::nullopt,
                      wide ? at::kFloat : at::kBFloat16, /*use_fast_accum=*/!blocks);
-  scale_product({.product = y.const_data_ptr(),
-                 .x_scale = blocks ? nullptr : x_scale.const_data_ptr<float>(),
-                 .weight_scale = blocks ? nullptr : args.scale,
-                 .bias = args.bias,
-                 .out = args.out,
-                 .out_stride = args.out_stride,
-                 .tokens = x.size(0),
-                 .features = out.size(1),
-                 .add = add,
-                 .silu_mul = silu_mul,
-                 .float32_out = wide},
-                stream_of(x));
+  scale_gemm({.gemm = y.const_data_ptr(),
+              .x_scale = blocks ? nullptr : x_scale.const_data_ptr<float>(),
+              .weight_scale = blocks ? nullptr : args.scale,
+              .bias = args.bias,
+              .out = args.out,
+              .out_stride = args.out_stride,
+              .tokens = x.size(0),
+              .features = out.size(1),
+              .add = add,
+              .silu_mul = silu_mul,
+              .float32_out = wide},
+             stream_of(x));
 }
 
 TORCH_LIBRARY_IMPL(quire, CUDA, m) {

@@ -17,15 +17,15 @@ namespace quire::cuda::torch_api {
 namespace {
 
 // Maximum tokens for which several calls of the kernel move fewer bytes than dequantising the weight.
-constexpr int64_t kMostInCalls = 64;
+constexpr int64_t kMaxInCalls = 64;
 
 // Groups per packed block, from its size in bytes.
 int groups_of(const at::Tensor& weight) {
   for (const int groups : {1, 2, 4}) {
-    if (weight.size(2) == int4_record_bytes(groups)) return groups;
+    if (weight.size(2) == int4_block_bytes(groups)) return groups;
   }
-  TORCH_CHECK_VALUE(false, "weight: records have ", weight.size(2), " bytes, not ", int4_record_bytes(1), ", ",
-                    int4_record_bytes(2), " or ", int4_record_bytes(4));
+  TORCH_CHECK_VALUE(false, "weight: packed blocks have ", weight.size(2), " bytes, not ", int4_block_bytes(1), ", ",
+                    int4_block_bytes(2), " or ", int4_block_bytes(4));
 }
 
 Int4Args checked(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale,
@@ -45,8 +45,8 @@ Int4Args checked(const at::Tensor& x, const at::Tensor& weight, const at::Tensor
   check_around(sizes, x, bias, norm, place);
   TORCH_CHECK_VALUE(sizes.features % kInt4Rows == 0, "out: features is ", int64_t{sizes.features},
                     ", not a multiple of ", kInt4Rows);
-  constexpr int64_t kMost = std::numeric_limits<int>::max();
-  TORCH_CHECK_VALUE(sizes.inner <= kMost && sizes.rows <= kMost, "weight: over 2^31 rows or columns");
+  constexpr int64_t kMax = std::numeric_limits<int>::max();
+  TORCH_CHECK_VALUE(sizes.inner <= kMax && sizes.rows <= kMax, "weight: over 2^31 rows or columns");
   return {
       .x = x.const_data_ptr(),
       .x_stride = x.stride(0),
@@ -56,7 +56,7 @@ Int4Args checked(const at::Tensor& x, const at::Tensor& weight, const at::Tensor
       .bias = bias ? bias->const_data_ptr() : nullptr,
       .out = out.data_ptr(),
       .out_stride = out.stride(0),
-      .tokens = static_cast<int>(std::min(x.size(0), kMost)),
+      .tokens = static_cast<int>(std::min(x.size(0), kMax)),
       .features = static_cast<int>(out.size(1)),
       .inner = static_cast<int>(x.size(1)),
       .add = add,
@@ -66,15 +66,15 @@ Int4Args checked(const at::Tensor& x, const at::Tensor& weight, const at::Tensor
 }
 
 void in_calls(Int4Args args, const at::TensorOptions& options, cudaStream_t stream) {
-  constexpr int64_t kNumber = 2;  // bytes per element
-  const int64_t converted = int4_converted_bytes(std::min(args.tokens, kInt4MostTokens), args.inner, args.groups);
-  const at::Tensor room = at::empty({converted}, options.dtype(at::kByte));
-  args.converted = room.data_ptr();
-  for (int left = args.tokens; left > 0; left -= kInt4MostTokens) {
-    args.tokens = std::min(left, kInt4MostTokens);
+  constexpr int64_t kElementBytes = 2;  // bytes per element
+  const int64_t converted = int4_converted_bytes(std::min(args.tokens, kInt4MaxTokens), args.inner, args.groups);
+  const at::Tensor scratch = at::empty({converted}, options.dtype(at::kByte));
+  args.converted = scratch.data_ptr();
+  for (int left = args.tokens; left > 0; left -= kInt4MaxTokens) {
+    args.tokens = std::min(left, kInt4MaxTokens);
     cuda::linear_int4(args, stream);
-    args.x = static_cast<const char*>(args.x) + kInt4MostTokens * args.x_stride * kNumber;
-    args.out = static_cast<char*>(args.out) + kInt4MostTokens * args.out_stride * (args.float32_out ? 4 : kNumber);
+    args.x = static_cast<const char*>(args.x) + kInt4MaxTokens * args.x_stride * kElementBytes;
+    args.out = static_cast<char*>(args.out) + kInt4MaxTokens * args.out_stride * (args.float32_out ? 4 : kElementBytes);
   }
 }
 
@@ -85,10 +85,10 @@ void linear_int4(const at::Tensor& x, const at::Tensor& weight, const at::Tensor
   const c10::cuda::CUDAGuard guard(x.device());
   if (out.numel() == 0) return;
   at::Tensor y = norm ? normed(x, *norm, eps) : x;
-  if (x.size(0) <= kMostInCalls && !in_16_bytes(y.const_data_ptr(), y.stride(0), 2)) y = y.contiguous();
+  if (x.size(0) <= kMaxInCalls && !in_16_bytes(y.const_data_ptr(), y.stride(0), 2)) y = y.contiguous();
   args.x = y.const_data_ptr();
   args.x_stride = y.stride(0);
-  if (x.size(0) <= kMostInCalls && fits_int4(args)) return in_calls(args, x.options(), stream_of(x));
+  if (x.size(0) <= kMaxInCalls && fits_int4(args)) return in_calls(args, x.options(), stream_of(x));
   const at::Tensor plain = at::empty({weight.size(0) * kInt4Rows, x.size(1)}, x.options());
   dequantise_int4({.weight = args.weight,
                    .row_scale = args.row_scale,
