@@ -1,4 +1,4 @@
-"""How fast the kernels are, each compared with the least time that its bytes or operations need on this machine.
+"""Kernel benchmarks, compared with the minimum time for their bytes or operations on this machine (roofline).
 
     python -m quire.loadtest.kernels [--quick] [--only decode,prefill,layers] [--threads 2]
 

@@ -1,4 +1,4 @@
-"""python -m quire.loadtest.kernels: see the package."""
+"""Command line of the kernel benchmarks: python -m quire.loadtest.kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.loadtest import machine
 from quire.loadtest.kernels import cpu
 
 WIDTH = 10
-SHOWN = {  # column of a row -> heading and format
+SHOWN = {  # key of a row -> heading and format
     "us": ("us", ".1f"),
     "warm_us": ("in L2", ".1f"),
     "floor_us": ("floor", ".1f"),
@@ -66,7 +66,7 @@ def table(title: str, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure_gpu(only: set[str], quick: bool) -> dict[str, Any]:
-    """Every table of `only`."""
+    """Run and print the tables named in `only`."""
     from quire.loadtest.kernels import attention, layers, sums
     from quire.loadtest.kernels.timing import measure_ceilings
 
@@ -99,7 +99,7 @@ def measure_gpu(only: set[str], quick: bool) -> dict[str, Any]:
         if name in only:
             try:
                 figures[name] = table(title, make_rows())
-            except Exception as error:  # the other tables are worth having
+            except Exception as error:  # continue with the other tables
                 traceback.print_exc()
                 figures[name] = {"failed": str(error)}
     return figures

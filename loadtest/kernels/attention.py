@@ -23,23 +23,23 @@ DECODES = [(32, 8, batch, context) for context in CONTEXTS for batch in BATCHES]
     *((64, 8, *point) for point in ((1, 2048), (1, 32768), (32, 2048), (32, 8192), (128, 8192))),
     *((40, 40, *point) for point in ((1, 2048), (32, 2048), (32, 8192), (128, 2048))),
 ]
-# Sequences, and the lengths between which theirs are drawn.
+# (sequences, minimum length, maximum length): lengths are drawn uniformly.
 UNEQUAL = ((4, 64, 700), (16, 64, 700), (32, 64, 700), (256, 64, 700), (16, 200, 1000), (64, 200, 1000), (24, 64, 3000))
 PREFILLS = list(peer_figures.PREFILL)
 
 
 class Memory:
-    """Random numbers that every case takes its keys and values from: cases differ in the tables alone."""
+    """Random keys and values shared by all cases, which differ only in their block tables."""
 
     def __init__(self, tokens: int) -> None:
-        """Room for so many tokens of 8 KV heads of 128 bf16 numbers, 4 KiB each."""
+        """tokens: capacity in tokens of 8 KV heads x 128 bf16 elements, 4 KiB each."""
         self.keys, self.values = (
             torch.empty(tokens * 1024, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(2)
         )
         self._e4m3: tuple[Tensor, Tensor] | None = None
 
     def caches(self, kv_heads: int, block: int, head_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[blocks, Hkv, block, D], as many blocks as there is room for; in e4m3 of a copy of at most 2 GiB a side."""
+        """View as [blocks, Hkv, block, D], as many blocks as fit; for e4m3 a copy of at most 2 GiB per tensor."""
         sides = (self.keys, self.values)
         if dtype == torch.float8_e4m3fn:
             if self._e4m3 is None:
@@ -52,7 +52,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Case:
-    """One call, whose queries stand at the last `queries` positions of each sequence."""
+    """One attention call; the queries are the last `queries` positions of each sequence."""
 
     heads: int
     kv_heads: int
@@ -62,27 +62,27 @@ class Case:
     head_size: int = 128
     window: int = 0
     kv_dtype: torch.dtype = torch.bfloat16
-    in_order: bool = False  # consecutive blocks: what is left of paging is its arithmetic
+    in_order: bool = False  # consecutive blocks: measures the address arithmetic of paging alone
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values that one call has to read."""
+        """Bytes of keys and values that one call must read."""
         seen = sum(min(n, self.window + self.queries - 1) if self.window else n for n in self.lens)
         return 2 * seen * self.kv_heads * self.head_size * self.kv_dtype.itemsize
 
     @property
     def flops(self) -> int:
-        """Of both products, without the pairs that the causal mask hides."""
+        """FLOPs of both GEMMs, without causally masked pairs."""
         n = self.queries
         pairs = sum(n * (length - n) + n * (n + 1) // 2 for length in self.lens)
         return 4 * self.heads * self.head_size * pairs
 
 
 class PagedCall:
-    """A case over blocks of its own."""
+    """A case with its own blocks."""
 
     def __init__(self, case: Case, k_cache: Tensor, v_cache: Tensor, blocks: Tensor) -> None:
-        """`blocks`: as many ids as all sequences together need."""
+        """`blocks`: block ids for all sequences together."""
         self.case, self.k_cache, self.v_cache = case, k_cache, v_cache
         seqs, tokens = len(case.lens), len(case.lens) * case.queries
         needed = [-(-n // case.block) for n in case.lens]
@@ -103,7 +103,7 @@ class PagedCall:
         self.make_plan()
 
     def make_plan(self) -> None:
-        """Once a step, not once a layer: not part of the call's time, but timed for itself."""
+        """Plan once per step, not per layer: timed separately from the call."""
         case = self.case
         ops.attention_plan(
             self.q_start, self.lens, self.decodes, case.heads, case.kv_heads, case.head_size, case.window, self.plan
@@ -119,7 +119,7 @@ class PagedCall:
         )
 
     def error(self) -> float:
-        """Relative error of a call against float64; NaN if something was left unwritten."""
+        """Relative error of a call against float64; NaN if an output was not written."""
         case = self.case
         self()
         worst = 0.0
@@ -143,7 +143,7 @@ class PagedCall:
 
 
 def paged(case: Case, memory: Memory, sets: int) -> list[PagedCall]:
-    """The case over `sets` regions of the memory, or as many as there are."""
+    """Copies of the case over `sets` disjoint regions of the memory, or as many as fit."""
     k_cache, v_cache = memory.caches(case.kv_heads, case.block, case.head_size, case.kv_dtype)
     needed = sum(-(-n // case.block) for n in case.lens)
     sets = max(1, min(sets, k_cache.shape[0] // needed))
@@ -153,7 +153,7 @@ def paged(case: Case, memory: Memory, sets: int) -> list[PagedCall]:
 
 
 def contiguous(case: Case, memory: Memory, sets: int) -> list[Call]:
-    """scaled_dot_product_attention on as much contiguous data; sequences of one length, all of it or one query."""
+    """scaled_dot_product_attention on contiguous data of equal size; equal lengths, complete prompts or one query."""
     shape = (len(case.lens), case.kv_heads, case.lens[0], case.head_size)
     each = math.prod(shape)
     sets = max(1, min(sets, memory.keys.numel() // each))
@@ -168,7 +168,7 @@ def contiguous(case: Case, memory: Memory, sets: int) -> list[Call]:
 
 
 def cudnn_us(case: Case, memory: Memory, sets: int) -> float | None:
-    """None where this cuDNN does not take the shape."""
+    """None if this cuDNN does not support the shape."""
     try:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return graph_us(contiguous(case, memory, sets))
@@ -177,7 +177,7 @@ def cudnn_us(case: Case, memory: Memory, sets: int) -> float | None:
 
 
 def correctness(memory: Memory) -> Iterator[Row]:
-    """Before any time is taken: a few ragged calls against float64."""
+    """Check a few ragged calls against float64 before timing."""
     for case in (
         Case(32, 8, (1, 16, 17, 300, 1025)),
         Case(40, 40, (129, 64)),
@@ -193,7 +193,7 @@ def correctness(memory: Memory) -> Iterator[Row]:
 
 
 def decode(memory: Memory, top: Ceilings, *, quick: bool, peers: bool) -> Iterator[Row]:
-    """The grid; bytes of keys and values over the time."""
+    """Decode attention: bandwidth, as bytes of keys and values per time."""
     for heads, kv_heads, batch, context in DECODES:
         case = Case(heads, kv_heads, (context,) * batch)
         if case.kv_bytes > memory.keys.nbytes * 2 or (quick and case.kv_bytes > 2 << 30):
@@ -205,12 +205,14 @@ def decode(memory: Memory, top: Ceilings, *, quick: bool, peers: bool) -> Iterat
             row["cudnn_flat_us"] = cudnn_us(case, memory, sets)
         figures = peer_figures.DECODE.get((heads, kv_heads, batch, context)) if peers else None
         if figures and case.kv_bytes * 8 < 128 << 20:
-            row["warm_us"] = graph_us(paged(case, memory, 8))  # the peers took 8 regions in turn: the L2 kept them
+            row["warm_us"] = graph_us(
+                paged(case, memory, 8)
+            )  # as the peers were timed: 8 alternating regions, which stay in L2
         yield row | _beside(us, row.get("warm_us"), figures)
 
 
 def decode_variants(memory: Memory, top: Ceilings) -> Iterator[Row]:
-    """What paging, block size, the cache's dtype, raggedness and a window cost or save; the plan, for itself."""
+    """Effect of paging, block size, cache dtype, raggedness and window on decode; and the planner alone."""
     for batch, context in ((8, 2048), (32, 8192)):
         base = Case(32, 8, (context,) * batch)
         variants = {"random": base, "consecutive": _with(base, in_order=True)}
@@ -240,7 +242,7 @@ def decode_variants(memory: Memory, top: Ceilings) -> Iterator[Row]:
 
 
 def prefill(memory: Memory, top: Ceilings, *, quick: bool, peers: bool) -> Iterator[Row]:
-    """TFLOP/s of causal attention, whole prompts and chunks behind cached tokens."""
+    """TFLOP/s of causal attention: complete prompts, and chunks after cached tokens."""
     for heads, kv_heads, batch, queries, before in PREFILLS:
         if quick and heads != 32:
             continue
@@ -275,7 +277,7 @@ def _decode_row(name: str, case: Case, us: float, top: Ceilings) -> Row:
 
 
 def _beside(us: float, warm_us: float | None, figures: tuple[float | None, ...] | None) -> Row:
-    """The best of the peers, and our time over it (below 1: we are faster)."""
+    """The fastest peer, and our time relative to it (below 1: we are faster)."""
     best = peer_figures.best_paged(figures)
     if best is None:
         return {}

@@ -1,6 +1,6 @@
 """Attention on a CPU, compared with this machine's memory and torch's own attention on contiguous tensors.
 
-Times are the best of several rounds, so that other work on the machine disturbs them little.
+Times are the minimum of several rounds, to reduce the effect of other work on the machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def paged(seqs: int, length: int, queries: int, dim: int, dtype: torch.dtype) ->
 
 
 def contiguous(seqs: int, length: int, queries: int, dim: int, dtype: torch.dtype) -> Callable[[], object]:
-    """The same arithmetic by scaled_dot_product_attention, all sequences of one length and nothing paged."""
+    """scaled_dot_product_attention on contiguous tensors; all sequences have one length."""
     q = torch.randn(seqs, HEADS, queries, dim).to(dtype)
     k, v = (torch.randn(seqs, KV_HEADS, length, dim).to(dtype) for _ in range(2))
     causal = queries == length
@@ -51,7 +51,7 @@ def contiguous(seqs: int, length: int, queries: int, dim: int, dtype: torch.dtyp
 
 
 def rows(threads: int) -> Iterator[dict[str, Any]]:
-    """`threads` 0: as many as torch takes by itself."""
+    """`threads` 0: torch's own number."""
     if threads:
         torch.set_num_threads(threads)
     big = torch.randint(0, 9, (64 << 20,))  # 512 MiB

@@ -1,4 +1,4 @@
-"""The operators around attention and products: each against the bytes it must move, and torch's own operators."""
+"""Operators around attention, and linear layers: compared with the bytes they must move and with torch's operators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def random(*shape: int) -> Tensor:
 
 
 def row(name: str, size: int, make: Callable[[], Call], torchs: Callable[[], Call] | None, top: Ceilings) -> Row:
-    """One line: `make` gives a call that moves `size` bytes through buffers of its own, `torchs` torch's like it."""
+    """One row: `make` returns a call that moves `size` bytes in its own buffers, `torchs` torch's equivalent."""
     sets = sets_for(size, 64)
     us = graph_us([make() for _ in range(sets)])
     gbps = size / us / 1e3
@@ -83,7 +83,7 @@ def layers(top: Ceilings, *, quick: bool) -> Iterator[Row]:
 
 
 def cache(top: Ceilings, *, quick: bool) -> Iterator[Row]:
-    """Copy-on-write of blocks in all layers (32 layers, 8 KV heads, blocks of 16: 2 MiB a block) and swapping."""
+    """Copy-on-write of blocks in all layers (32 layers, 8 KV heads, blocks of 16: 2 MiB per block) and swapping."""
     caches = [random(512, KV_HEADS, BLOCK, HEAD_SIZE) for _ in range(64)]
     block_bytes = sum(one[0].nbytes for one in caches)
 
@@ -128,7 +128,7 @@ def cache(top: Ceilings, *, quick: bool) -> Iterator[Row]:
         yield {"case": name, "us": us, "gbps": staging.nbytes / us / 1e3}
 
 
-PRODUCTS = {  # (out, in) of the weights, silu_mul
+LINEARS = {  # (out, in) of the weights, silu_mul
     "8B qkv": (6144, 4096, False),
     "8B o": (4096, 4096, False),
     "8B gate_up": (28672, 4096, True),
@@ -143,7 +143,7 @@ PRODUCTS = {  # (out, in) of the weights, silu_mul
 
 
 def linear(top: Ceilings, *, quick: bool) -> Iterator[Row]:
-    """The products of llama 8B and Qwen3 0.6B; the floor is the larger of reading the weights and multiplying."""
+    """Linear layers of llama 8B and Qwen3 0.6B; the floor is the maximum of reading the weights and multiplying."""
 
     def product(tokens: int, size: tuple[int, int, bool]) -> Call:
         (features, inner, silu), x = size, random(tokens, size[1])
@@ -154,7 +154,7 @@ def linear(top: Ceilings, *, quick: bool) -> Iterator[Row]:
         x, weight = random(tokens, size[1]), random(*size[:2])
         return lambda: functional.linear(x, weight)
 
-    for name, size in PRODUCTS.items():
+    for name, size in LINEARS.items():
         for tokens in (1, 32, 256) if quick else (1, 8, 16, 32, 64, 128, 256, 512, 1024):
             read, flops = 2 * size[0] * size[1], 2 * size[0] * size[1] * tokens
             sets = sets_for(read, 32)
@@ -167,7 +167,7 @@ def linear(top: Ceilings, *, quick: bool) -> Iterator[Row]:
 
 
 def fp8(top: Ceilings, *, quick: bool) -> Iterator[Row]:
-    """Products of llama 8B with weights in e4m3, with a scale for each block of 128 x 128 or each row, and in bf16."""
+    """Linear layers of llama 8B with fp8 weights, scaled per 128 x 128 block or per row, and with bf16 weights."""
 
     def product(tokens: int, size: tuple[int, int, bool], scale: tuple[int, ...]) -> Call:
         (features, inner, silu), x = size, random(tokens, size[1])
@@ -179,7 +179,7 @@ def fp8(top: Ceilings, *, quick: bool) -> Iterator[Row]:
 
     for tokens in (1, 32, 256) if quick else (1, 4, 8, 32, 64, 128, 256, 1024, 2048):
         for name in ("8B qkv", "8B o", "8B gate_up", "8B down"):
-            size = PRODUCTS[name]
+            size = LINEARS[name]
             features, inner, _ = size
             read, flops = features * inner, 2 * features * inner * tokens
             scales: dict[str, tuple[int, ...]] = {
@@ -190,12 +190,12 @@ def fp8(top: Ceilings, *, quick: bool) -> Iterator[Row]:
             found: Row = {"case": f"{name} {tokens} x {inner} -> {features}"}
             for column, scale in scales.items():
                 found[column] = graph_us([product(tokens, size, scale) for _ in range(sets_for(read, 32))])
-            # Numbers of 8 bits are multiplied at twice the rate.
+            # fp8 has twice the FLOP rate.
             yield found | {"floor_us": top.floor_us(read, flops / 2)}
 
 
 def int4(top: Ceilings, *, quick: bool) -> Iterator[Row]:
-    """Products of llama 8B with weights of 4 bits, in groups of 128 or 32 inputs, with weights in e4m3, and in bf16."""
+    """Linear layers of llama 8B with int4 weights, in groups of 128 or 32 inputs, with fp8 and with bf16 weights."""
 
     def weight_of(features: int, inner: int, stored: str) -> Tensor | ops.Fp8 | ops.Int4:
         if not stored:
@@ -211,7 +211,7 @@ def int4(top: Ceilings, *, quick: bool) -> Iterator[Row]:
 
     columns = {"us": "128", "groups_of_32_us": "32", "fp8_us": "fp8", "bf16_us": ""}
     for name in ("8B qkv", "8B o", "8B gate_up", "8B down"):
-        features, inner, silu = PRODUCTS[name]
+        features, inner, silu = LINEARS[name]
         sets = sets_for(features * inner // 2, 32)
         weights = {
             column: [weight_of(features, inner, stored) for _ in range(sets)] for column, stored in columns.items()
@@ -220,22 +220,22 @@ def int4(top: Ceilings, *, quick: bool) -> Iterator[Row]:
             found: Row = {"case": f"{name} {tokens} x {inner} -> {features}"}
             for column, those in weights.items():
                 found[column] = graph_us([product(random(tokens, inner), weight, silu) for weight in those])
-            read = features * inner * (4 + 24 / 128) / 8  # a scale and a zero point take 24 bits
+            read = features * inner * (4 + 24 / 128) / 8  # scale and zero point: 24 bits per group
             yield found | {"floor_us": top.floor_us(read, 2 * features * inner * tokens)}
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sizes of a layer."""
+    """Sizes of a mixture-of-experts layer."""
 
     experts: int
     chosen: int
     hidden: int
     inner: int
-    clamped: ops.Clamped | None = None  # then there are biases, too
+    clamped: ops.Clamped | None = None  # with biases, if set
 
     def weights(self) -> dict[str, Any]:
-        """Make what `ops.experts` takes of a layer."""
+        """Make the weight arguments of `ops.experts`."""
         made: dict[str, Any] = {
             "gate_up": random(self.experts, 2 * self.inner, self.hidden),
             "down": random(self.experts, self.hidden, self.inner),
@@ -253,9 +253,9 @@ MIXTURES = {
 
 
 def routing(kind: str, mixture: Mixture, tokens: int) -> Tensor:
-    """Which experts each token takes: [tokens, chosen] int32, all different for a token.
+    """Draw the experts of each token: [tokens, chosen] int32, distinct per token.
 
-    balanced: any, all as likely.  zipf: expert i is 1 / (i + 1) times as likely as expert 0.  same: the first ones."""
+    balanced: uniform.  zipf: expert i is 1 / (i + 1) times as probable as expert 0.  same: the first ones."""
     if kind == "same":
         return torch.arange(mixture.chosen, device="cuda", dtype=torch.int32).repeat(tokens, 1)
     share = torch.ones(mixture.experts, device="cuda")
@@ -265,7 +265,7 @@ def routing(kind: str, mixture: Mixture, tokens: int) -> Tensor:
 
 
 EXPERT_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 72, 96, 128, 256, 512, 2048, 8192)
-MANY_TOKENS = 512  # beyond this few routings differ in time
+MANY_TOKENS = 512  # with more tokens, the kind of routing hardly affects the time
 
 
 def experts_of(name: str, mixture: Mixture, top: Ceilings, *, quick: bool) -> Iterator[Row]:
@@ -291,13 +291,13 @@ def experts_of(name: str, mixture: Mixture, top: Ceilings, *, quick: bool) -> It
 
 
 def experts(top: Ceilings, *, quick: bool) -> Iterator[Row]:
-    """The experts of a layer, against reading those that are chosen, or computing."""
+    """Experts of a layer; the floor is the maximum of reading the chosen experts and computing."""
     for name, mixture in MIXTURES.items():
         yield from experts_of(name, mixture, top, quick=quick)
 
 
 def slot_settings(count: int, *, marks: Tensor | None = None, **asked: float) -> Tensor:
-    """A table of `count` slots that ask for the same: [count, 8] i64, each a Settings of csrc/sampling_rules.h."""
+    """A table of `count` slots with equal settings: [count, 8] i64, each a Settings of csrc/sampling_rules.h."""
     wish = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0} | asked
     scale = math.log2(math.e) / wish["temperature"] if wish["temperature"] else 0.0
     records = b"".join(
@@ -313,7 +313,7 @@ def slot_settings(count: int, *, marks: Tensor | None = None, **asked: float) ->
 
 
 def sampling(top: Ceilings, *, quick: bool) -> Iterator[Row]:
-    """A token for each row of logits in bf16; the floor is one reading of them."""
+    """Sampling of one token per row of bf16 logits; the floor is one read of the logits."""
     wishes: dict[str, dict[str, float]] = {
         "greedy": {},
         "temperature": {"temperature": 0.8},
@@ -327,13 +327,13 @@ def sampling(top: Ceilings, *, quick: bool) -> Iterator[Row]:
         marks = None
         if "repetition" in wish:
             marks = torch.randint(0, 50, (count, vocab), device="cuda", dtype=torch.int32)
-            marks = marks.eq(1).int()  # one token in fifty is in the output already
+            marks = marks.eq(1).int()  # 2 % of the tokens are in the output already
         table = slot_settings(count, marks=marks, **wish)
         who = torch.arange(count, device="cuda")
         known = torch.full_like(who, 100)
         tokens, outcome = torch.empty_like(who), torch.empty(count, device="cuda", dtype=torch.uint8)
 
-        def call(marks: Tensor | None = marks) -> None:  # the table points at them
+        def call(marks: Tensor | None = marks) -> None:  # keeps alive what the table points at
             ops.sample(logits, who, known, table, bool(wish), tokens, outcome)
 
         return call

@@ -1,8 +1,8 @@
-"""Times of other libraries for the same work on one NVIDIA H200, printed next to ours.
+"""Peer figures: times of other libraries for the same work on one NVIDIA H200, printed next to ours.
 
-Measured 2026-11-20 (driver 580.159, CUDA 13.0, torch 2.11, vLLM 0.26, FlashInfer 0.7.2), in microseconds a call. bf16,
-head size 128.  The first four columns read blocks of 16 tokens in random order, the last three contiguous tensors.
-CUDA-graph replays, medians; what a peer plans once a step is not counted.  None: it does not do that.
+Measured 2026-11-20 (driver 580.159, CUDA 13.0, torch 2.11, vLLM 0.26, FlashInfer 0.7.2), in microseconds per call.
+bf16, head size 128.  The first four columns read blocks of 16 tokens in random order, the last three contiguous
+tensors.  CUDA-graph replays, medians; a peer's planning per step is not counted.  None: not supported.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PREFILL: dict[tuple[int, int, int, int, int], tuple[float | None, ...]] = {
     (40, 40, 8, 2048, 0): (771.2, 819.2, 1133.2, 4895.2, 732.6, 680.9, 1169.0),
     (40, 40, 1, 512, 8192): (234.4, 249.0, 425.0, 1494.8, 213.9, None, None),
 }
-PAGED = 4  # so many of the columns read a paged cache
+PAGED = 4  # the first columns, which read a paged cache
 
 
 def best_paged(row: tuple[float | None, ...] | None) -> float | None:

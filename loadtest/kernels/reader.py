@@ -1,4 +1,4 @@
-"""A kernel that does nothing but read, in Triton: the ceiling for whatever is bound by memory."""
+"""Read-only Triton kernel: the bandwidth ceiling for memory-bound kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _read(source, sink, size, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # typ
 
 
 def variants(big: Tensor) -> list[Call]:
-    """Calls that read all of `big`, in a few shapes; the fastest counts."""
+    """Calls that read all of `big`, in several launch shapes; the fastest counts."""
     sink = big.new_empty(1 << 16).float()
 
     def call(programs: int, block: int, unroll: int, warps: int) -> Call:

@@ -1,9 +1,9 @@
-"""Sums over the ranks of a model, each on a GPU of its own: NCCL's, torch's over symmetric memory, and ours.
+"""All-reduce over the ranks of a model, one GPU each: NCCL, torch over symmetric memory, and ours.
 
-    python -m quire.loadtest kernels --only sums     on a machine with two GPUs; nothing else may run on them
+    python -m quire.loadtest kernels --only sums     on a machine with two GPUs; otherwise idle
 
-Each rank is a process, and all make the same calls.  A call sums [rows, 4096] in bfloat16; times are of a call in a
-CUDA graph of 40, the median of 15 replays on rank 0.  The borders in engine/executor/ranks/one_shot.py rest on this
+Each rank is a process, and all make the same calls.  A call sums [rows, 4096] in bfloat16; times are per call in
+a CUDA graph of 40, the median of 15 replays on rank 0.  The limits in engine/executor/ranks/one_shot.py come from this
 table.
 """
 
@@ -35,12 +35,14 @@ RANKS, WIDTH, EPS = 2, 4096, 1e-5
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048)
 CALLS, REPLAYS = 40, 15
 LIMIT_S = 120
-MOST_ROWS_OF_TORCH = 512  # 4 MiB: torch's kernels are for small sums
-MOST_ROWS_OF_ONE_SHOT = 128  # 1 MiB: "then norm" is torch's 1-shot sum up to here, beyond it NCCL's, and a norm
+MOST_ROWS_OF_TORCH = 512  # 4 MiB: torch's kernels are for small tensors
+MOST_ROWS_OF_ONE_SHOT = (
+    128  # 1 MiB: up to here "then norm" is torch's one-shot sum and a norm, beyond it NCCL and a norm
+)
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """Start the ranks; yield a row of the table for each size as rank 0 measures it."""
+    """Start the ranks; yield one row of the table per size, as rank 0 measures it."""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "quire.loadtest.kernels.sums"]
         ranks = [
@@ -57,14 +59,14 @@ def rows() -> Iterator[dict[str, Any]]:
             for line in ranks[0].stdout:
                 yield json.loads(line)
             if any(rank.wait() for rank in ranks):
-                raise RuntimeError("a rank failed; why is printed above")
+                raise RuntimeError("a rank failed; its error is printed above")
         finally:
             for rank in ranks:
                 rank.kill()
 
 
 def call_us(ranks: Ranks, call: Callable[[], object]) -> float:
-    """Return the time of a call.  The number of calls is fixed, since all ranks must make the same ones."""
+    """Return the time per call.  The number of calls is fixed, because all ranks must make the same calls."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -88,7 +90,7 @@ def call_us(ranks: Ranks, call: Callable[[], object]) -> float:
 
 
 def nccl(ranks: Ranks, part: Tensor) -> Tensor:
-    """Sum by NCCL, whatever the size."""
+    """All-reduce by NCCL, for any size."""
     kept, ranks.one_shot = ranks.one_shot, None
     try:
         return ranks.all_reduce(part)
@@ -97,17 +99,17 @@ def nccl(ranks: Ranks, part: Tensor) -> Tensor:
 
 
 def then_norm(summed: Callable[[], object], part: Tensor, norm: Tensor) -> Tensor:
-    """Sum, and the norm in a kernel of its own."""
+    """All-reduce, then the norm in a separate kernel."""
     summed()
     return ops.rms_norm(part, norm, EPS)
 
 
 def measure(ranks: Ranks) -> Iterator[dict[str, Any]]:
-    """Yield a row for each size."""
+    """Yield one row per size."""
     sums = ranks.one_shot
     assert sums is not None, "these GPUs do not use our kernel; why is in the log"
     device, dtype = torch.device("cuda", ranks.rank), torch.bfloat16
-    # torch's kernels want their input in memory of the group, which ours uses, too.
+    # torch's kernels require their input in symmetric memory, which ours uses, too.
     shared = c10d._SymmetricMemory.empty_strided_p2p([MOST_ROWS_OF_TORCH * WIDTH], [1], dtype, device, sums.name)
     memory = c10d._SymmetricMemory.rendezvous(shared, sums.name)
     shared.zero_()
@@ -136,10 +138,10 @@ def measure(ranks: Ranks) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Be one rank."""
+    """Run one rank."""
     rank, meeting = int(sys.argv[1]), Path(sys.argv[2])
     ops.load()
-    signal.alarm(LIMIT_S)  # a rank that waits for one that failed never ends by itself
+    signal.alarm(LIMIT_S)  # a rank waiting for a failed one would never end
     ranks = Ranks.join(rank, RANKS, meeting, "cuda", 60.0)
     with torch.inference_mode():
         for row in measure(ranks):
@@ -148,7 +150,7 @@ def main() -> None:
     torch.cuda.synchronize()
     ranks.barrier()
     sys.stdout.flush()
-    os._exit(0)  # without the groups' own ends, which may wait for each other
+    os._exit(0)  # skips the process groups' destructors, which may wait for each other
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time of a call on the GPU, and what this GPU can do at most, measured in the same run."""
+"""GPU timing of calls, and the GPU's bandwidth and FLOP ceilings, measured in the same run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 Call = Callable[[], object]
-BEYOND_L2 = 256 << 20  # bytes: data that is read again only after so many others have been is not in the L2 any more
-GRAPH_US = 400  # a graph shorter than this would be timed with the host that launches it
+BEYOND_L2 = 256 << 20  # bytes read in between evict data from L2
+GRAPH_US = 400  # shorter graphs would include the host's launch time
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The 100 % of every table."""
+    """Ceilings: the 100 % of every table."""
 
     copy_gbps: float  # device to device, bytes read and written
     sum_gbps: float  # torch.sum
@@ -27,7 +27,7 @@ class Ceilings:
     matmul_4096_tflops: float
 
     def floor_us(self, read: float, flops: float = 0.0) -> float:
-        """The least time for so many bytes (read or written) and bf16 operations of matrix products."""
+        """Minimum time for these bytes (read or written) and bf16 FLOPs."""
         return max(read / self.read_gbps / 1e3, flops / self.matmul_8192_tflops / 1e6)
 
     def as_dict(self) -> dict[str, float]:
@@ -35,12 +35,12 @@ class Ceilings:
 
 
 def sets_for(size: int, most: int = 128) -> int:
-    """How many sets of buffers of `size` bytes to use in turn, so that none is found in the L2."""
+    """Number of alternating buffer sets of `size` bytes, so that none stays in L2."""
     return min(most, max(1, math.ceil(BEYOND_L2 / max(1, size))))
 
 
 def graph_us(calls: Sequence[Call], *, seconds: float = 0.04) -> float:
-    """Median microseconds of one call, from replays of a CUDA graph of `calls`, each with buffers of its own."""
+    """Median microseconds of one call, from replays of a CUDA graph of `calls`, each with its own buffers."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -69,7 +69,7 @@ def graph_us(calls: Sequence[Call], *, seconds: float = 0.04) -> float:
 
 
 def elapsed_us(calls: Sequence[Call]) -> float:
-    """Microseconds of all calls, launched one by one: for what is long, or differs as a graph's node."""
+    """Microseconds of all calls, launched one by one: for long calls, or calls that behave differently in a graph."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(1_000_000)
     start.record()
@@ -84,7 +84,7 @@ def measure_ceilings(big: Tensor) -> Ceilings:
     """`big`: a few GB of random bfloat16."""
     half = big.numel() // 2
     source, target = big[:half], big[half:].clone()
-    copy = min(elapsed_us([lambda: target.copy_(source)]) for _ in range(10))  # as a graph's node it takes longer
+    copy = min(elapsed_us([lambda: target.copy_(source)]) for _ in range(10))  # slower as a graph node
     total = torch.empty((), dtype=torch.float32, device=big.device)
     added = graph_us([lambda: torch.sum(big, dim=0, dtype=torch.float32, out=total)], seconds=0.1)
     gbps = big.nbytes / 1e3

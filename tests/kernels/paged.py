@@ -1,4 +1,4 @@
-"""Batches for paged_attention on any device: known keys and values in a cache where every other slot is NaN."""
+"""Batches for paged_attention on any device: known keys and values in a cache that is NaN everywhere else."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclasses.dataclass
 class Batch:
-    """Sequences with known keys and values, laid out in a cache whose every other slot is NaN."""
+    """Sequences with known keys and values in a cache that is NaN everywhere else."""
 
     q: torch.Tensor  # [T, H, D]
-    keys: list[torch.Tensor]  # of each sequence [len, Hkv, D]
+    keys: list[torch.Tensor]  # [len, Hkv, D] per sequence
     values: list[torch.Tensor]
     k_cache: torch.Tensor  # [blocks, Hkv, block_size, D]
     v_cache: torch.Tensor
@@ -37,7 +37,7 @@ class Batch:
         decodes: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Plan, then attention into an output of NaN.  decodes: as many as there are at the front, unless given."""
+        """Plan, then attention into an output of NaN.  decodes: by default the number of leading decodes."""
         out = torch.full_like(self.q, NAN)
         heads, dim = self.q.shape[-2:]
         kv_heads = self.k_cache.shape[1]
@@ -74,7 +74,7 @@ class Batch:
         return out
 
     def only(self, s: int, chunk: slice = slice(None)) -> Batch:
-        """Sequence `s` alone; with `chunk`, those of its queries, as if the later ones had not been computed yet."""
+        """Sequence `s` alone; with `chunk`, only these of its queries, as before the later ones are computed."""
         begin, end = self.q_start[s : s + 2].tolist()
         first, last, _ = chunk.indices(end - begin)
         return dataclasses.replace(
@@ -86,7 +86,7 @@ class Batch:
         )
 
     def to(self, device: str) -> Batch:
-        """The same on another device; keys and values, which only the reference reads, stay where they are."""
+        """Copy to another device; keys and values, which only the reference reads, are not copied."""
         moved = {
             field.name: value.to(device)
             for field in dataclasses.fields(self)
@@ -157,7 +157,7 @@ def reference(
     store: torch.dtype | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The definition, one sequence at a time, computed in `compute`, rounded to `store`; returned as float64."""
+    """Reference attention, one sequence at a time, computed in `compute`, rounded to `store`; returned as float64."""
     out = torch.zeros(batch.q.shape, dtype=torch.float64)
     heads, dim = batch.q.shape[1:]
     for s, (keys, values) in enumerate(zip(batch.keys, batch.values, strict=True)):
@@ -184,15 +184,15 @@ def reference(
 
 
 def error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative error over a whole tensor: rms of the difference over rms of the exact values."""
+    """Relative error of a tensor: rms of the difference over rms of the exact values."""
     assert actual.isfinite().all()
     return float((actual.cpu().double() - exact).norm() / exact.norm())
 
 
 def check_sinks(batch: Batch, tolerance: float, window: int = 0, soft_cap: float = 0.0) -> None:
-    """Fail unless attention on a GPU, with sinks from nothing to nearly everything, is that of the definition.
+    """Check attention on a GPU against the reference, with sinks from negligible to dominant.
 
-    Heads are compared one by one: where a sink takes nearly everything, little is left to be wrong about."""
+    Heads are compared one by one, because a dominant sink leaves small results."""
     heads = batch.q.shape[1]
     sinks = torch.linspace(-3, 8, heads)
     sinks[1] = -math.inf

@@ -1,6 +1,6 @@
 """One rank of test_cuda_rank_sum_gpus.py: `python -m tests.kernels.rank_sum_process SCENE RANK MEETING`.
 
-Prints a line when the scene has ended well.  Both ranks make every other's part from seeds, so each checks its sums."""
+Prints a line if the scene succeeds.  Both ranks make all parts from seeds, so each checks its sums."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def numbers(seed: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def in_order(parts: Sequence[Tensor]) -> Tensor:
-    """The parts added in this order, in float32, and rounded once."""
+    """Sum of the parts in this order, in float32, rounded once."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -44,7 +44,7 @@ def in_order(parts: Sequence[Tensor]) -> Tensor:
 
 @scene
 def sizes(ranks: Ranks, sums: OneShot) -> None:
-    """Sizes, dtypes and ways to send in turn, with the residual and the norm, and NCCL in between."""
+    """All sizes, dtypes and protocols, with residual and norm, interleaved with NCCL."""
     drawn = random.Random(5)
     for turn in range(300):
         dtype = drawn.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32])
@@ -73,7 +73,7 @@ def sizes(ranks: Ranks, sums: OneShot) -> None:
 
 
 class Checked:
-    """Sums of parts that change with every call and that the device itself checks, also in a graph."""
+    """All-reduces of changing parts, checked on the device, also in a graph."""
 
     def __init__(self, ranks: Ranks, rows: int, width: int = 4096) -> None:
         self._ranks = ranks
@@ -84,7 +84,7 @@ class Checked:
         self.wrong = torch.zeros((), device="cuda", dtype=torch.int64)
 
     def call(self) -> None:
-        """Two sums, the second with what follows; numbers are whole and small, so bfloat16 holds them exactly."""
+        """Two all-reduces, the second with residual and norm; values are small integers, exact in bfloat16."""
         self._counter.add_(1)
         parts = [torch.remainder(base + self._counter, 8) for base in self._bases]
         total = parts[0] + parts[1]
@@ -99,7 +99,7 @@ class Checked:
 
 @scene
 def graphs(ranks: Ranks, sums: OneShot) -> None:
-    """Thousands of sums in graphs of several sizes and in eager calls, in an order that is equal on both ranks."""
+    """Thousands of all-reduces in graphs of several sizes and in eager calls, in the same order on both ranks."""
     checked = [Checked(ranks, rows) for rows in (1, 8, 65, 256, 1000, 3)]
     for each in checked:
         each.call()
@@ -125,7 +125,7 @@ def graphs(ranks: Ranks, sums: OneShot) -> None:
 
 @scene
 def delays(ranks: Ranks, sums: OneShot) -> None:
-    """One rank or the other is late, by up to milliseconds, on the GPU or on the host."""
+    """Delays of up to milliseconds on either rank, on the GPU or on the host."""
     checked = [Checked(ranks, rows) for rows in (1, 40, 300)]
     common, own = random.Random(4), random.Random(100 + ranks.rank)
     for _ in range(400):
@@ -150,7 +150,7 @@ def main() -> None:
     torch.cuda.synchronize()
     ranks.barrier()
     print(f"{name} of rank {rank}: {time.monotonic() - began:.1f} s", flush=True)
-    os._exit(0)  # nothing of the test depends on how the groups end
+    os._exit(0)  # skips the destructors of the process groups
 
 
 if __name__ == "__main__":
@@ -160,4 +160,4 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # an end in order might wait for the other rank
+        os._exit(1)  # an orderly exit might wait for the other rank

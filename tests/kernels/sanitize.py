@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck  python -m tests.kernels.sanitize
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize
 
-Every tensor has an allocation of its own, so that memcheck sees an access past its end.  Results are checked too.
+Every tensor has its own allocation, so that memcheck sees an access past its end.  Results are checked too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from quire.engine.executor import ops
 from tests.kernels.paged import error, make_batch, reference
 
-# Decodes, chunks, padding, a chunk after a prefix long enough for its keys to be shared out.
+# Decodes, chunks, padding, and a chunk after a prefix long enough for split-KV.
 LENS = [1, 65, 0, 200, 7, 100, 0, 2100]
 QUERIES = [1, 1, 1, 1, 7, 40, 2, 3]
 SHAPES = [(4, 2, 64), (5, 1, 80), (8, 2, 96), (8, 2, 128), (4, 2, 192), (2, 2, 256)]

@@ -1,4 +1,4 @@
-"""paged_attention against a float64 reference, and the promises of its docstring bit for bit."""
+"""paged_attention on a CPU against a float64 reference, and the bit-identity that its docstring guarantees."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.kernels.paged import NAN, Batch, error, make_batch, reference
 
 
 def assert_close(batch: Batch, **kwargs: float) -> None:
-    """Our error is at most that of plain torch in the same precision: all sums in float32, one rounding at the end.
+    """Check that our error is at most plain torch's in the same precision: float32 sums, one rounding at the end.
 
     Measured over these tests, ours is 0.3 to 1.3 times plain torch's.  That is 1e-7 to 5e-7 in float32, 2e-4 in float16
-    and 2e-3 in bfloat16, where the rounding of the output decides.  The constant is one ulp of float32, for where plain
-    torch happens to be exact.
+    and 2e-3 in bfloat16, where the rounding of the output dominates.  The constant is one ulp of float32, for cases
+    in which plain torch happens to be exact.
     """
     exact = reference(batch, **kwargs)  # type: ignore[arg-type]
     plain = reference(batch, **kwargs, compute=torch.float32, store=batch.q.dtype)  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ def test_prefill_equals_reference(dtype: torch.dtype, dim: int) -> None:
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (8, 1), (71, 1), (1, 1)])
 def test_every_block_size_and_head_grouping(block_size: int, heads: int, kv_heads: int) -> None:
-    """71 query heads on one KV head (falcon-7b) are more than one work item takes."""
+    """71 query heads on one KV head (falcon-7b) exceed one work item."""
     lens, queries = [1, 40, 300, 64, 90], [1, 40, 1, 3, 17]
     assert_close(make_batch(lens, queries, heads=heads, kv_heads=kv_heads, dim=32, block_size=block_size))
 
@@ -53,7 +53,7 @@ def test_every_block_size_and_head_grouping(block_size: int, heads: int, kv_head
 @pytest.mark.parametrize("soft_cap", [0.0, 5.0, 50.0])
 @pytest.mark.parametrize("window", [0, 1, 16, 100, 300, 5000])
 def test_window_and_soft_cap(window: int, soft_cap: float) -> None:
-    """Scores of both signs up to about 20, so that the cap bites, and keys of several splits out of the window."""
+    """Scores of both signs up to about 20, so that the cap matters, and keys of several splits outside the window."""
     batch = make_batch([700, 20, 257, 1], [150, 1, 1, 1], spread=4.0)
     assert_close(batch, window=window, soft_cap=soft_cap)
 
@@ -61,7 +61,7 @@ def test_window_and_soft_cap(window: int, soft_cap: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 40, 64, 128, 512])
 def test_e4m3_cache(dtype: torch.dtype, dim: int) -> None:
-    """Decodes and chunks, with a scale for each head of keys and of values."""
+    """Decodes and chunks, with a scale per head for keys and for values."""
     batch = make_batch(LENS, [1 if n % 2 else -(-n // 2) for n in LENS], dim=dim, dtype=dtype, e4m3=True, block_size=8)
     assert_close(batch)
     assert_close(batch, window=50, soft_cap=5.0)
@@ -71,7 +71,7 @@ def test_e4m3_cache(dtype: torch.dtype, dim: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (50, 5.0)])
 def test_sinks(window: int, soft_cap: float, dtype: torch.dtype, e4m3: bool) -> None:
-    """One that takes nearly everything, one that takes nothing, and two between; decodes, chunks and merged splits."""
+    """A dominant sink, a negligible one, and two in between; decodes, chunks and merged splits."""
     batch = make_batch(LENS, [1 if n % 2 else -(-n // 2) for n in LENS], dtype=dtype, e4m3=e4m3)
     sinks = torch.tensor([8.0, -torch.inf, 0.5, -2.0])
     exact = reference(batch, window, soft_cap, sinks=sinks)
@@ -156,7 +156,7 @@ def test_nan_in_one_sequence_stays_there(dtype: torch.dtype) -> None:
 
 
 def test_transposed_views() -> None:
-    """transformers hands over [1, H, T, D] seen as [T, H, D], and q as a slice of a fused projection."""
+    """transformers passes [1, H, T, D] viewed as [T, H, D], and q as a slice of a fused projection."""
     batch = make_batch([40, 17], [5, 17])
     expected = batch.attend()
     batch.q = batch.q.transpose(0, 1).contiguous().transpose(0, 1)
@@ -166,11 +166,11 @@ def test_transposed_views() -> None:
     assert torch.equal(batch.attend(), expected)
 
 
-# What the docstring promises bit for bit.
+# Bit-identity guaranteed by the docstring.
 
 
 def mixed(dtype: torch.dtype = torch.bfloat16) -> Batch:
-    """33 sequences, decodes and chunks, lengths on both sides of every border inside the kernel."""
+    """33 sequences, decodes and chunks, lengths on both sides of every boundary inside the kernel."""
     lens = [1 + 37 * i % 900 for i in range(31)] + [3000, 256]
     return make_batch(lens, [1 if i % 3 else min(n, 50) for i, n in enumerate(lens)], dtype=dtype)
 
@@ -225,7 +225,7 @@ def test_result_does_not_depend_on_where_blocks_lie_or_their_size() -> None:
         assert torch.equal(result, results[0])
 
 
-# What the bindings refuse.
+# Errors of the bindings.
 
 
 @pytest.mark.parametrize(

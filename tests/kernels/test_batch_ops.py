@@ -19,7 +19,7 @@ def mirror(rows: int = 20, columns: int = 8) -> tuple[torch.Tensor, torch.Tensor
 
 
 def step(n: int) -> dict[str, torch.Tensor]:
-    """Poisoned outputs of decode_inputs."""
+    """Poisoned output tensors for decode_inputs."""
     return {name: torch.full((n,), -77) for name in ("ids", "positions", "kv_indices")} | {
         name: torch.full((n,), -77, dtype=torch.int32) for name in ("rows", "lens")
     }
@@ -27,7 +27,7 @@ def step(n: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("n", [0, 1, 20])
 def test_decode_inputs(n: int) -> None:
-    """Every third slot is padding; the first stands at the end of a block, the second has run past its table."""
+    """Every third slot is padding; the first is at the end of a block, the second past its table."""
     token, position, tables = mirror()
     slots = torch.randperm(20, dtype=torch.int32)[:n]
     slots[2::3] = -1

@@ -1,4 +1,4 @@
-"""Building: once for many processes, fast when built, one clear error when it can't be."""
+"""Build of the kernels: once for many processes, fast from the cache, one clear error if it fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Builds sources of its own: `make` has built all of csrc before the tests, which takes over a minute.
+# Builds small sources of its own: csrc, which `make` has built before the tests, takes over a minute.
 BUILD = """
 import sys
 from pathlib import Path
@@ -101,7 +101,7 @@ def test_failed_build_names_compiler_error_and_log(
     assert "compiling" in capfd.readouterr().err
     log = Path(str(raised.value).split("full log: ")[1].rstrip(")"))
     assert "broken.cpp:1" in log.read_text()
-    # Nothing half-made is left to be loaded, and once mended it builds.
+    # No partial library is left behind, and the corrected source builds.
     (csrc / "broken.cpp").write_text("int mended() { return 1; }\n")
     assert ops.build(tmp_path).exists()
 
@@ -119,7 +119,7 @@ def test_changed_source_is_a_different_build(tmp_path: Path, monkeypatch: pytest
 
 
 def test_only_torchs_thread_pool_is_used() -> None:
-    """A second OpenMP runtime in the process would mean two pools fighting for the same cores."""
+    """A second OpenMP runtime in the process would make two pools compete for the same cores."""
     code = (
         "import torch; from quire.engine.executor import ops; before = open('/proc/self/maps').read(); ops.load();"
         "after = open('/proc/self/maps').read();"

@@ -20,7 +20,7 @@ def two_caches(dtype: torch.dtype, blocks: int = 40, block_size: int = 16) -> tu
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 300])
 def test_kv_write_equals_indexing(dtype: torch.dtype, block_size: int, tokens: int) -> None:
-    """300 tokens are enough to be shared among threads; every fifth token is skipped; all else stays as it was."""
+    """300 tokens use several threads; every fifth token is skipped; all other entries keep their values."""
     k_cache, v_cache = two_caches(dtype, block_size=block_size)
     key, value = (torch.randn(tokens, 3, 80).to(dtype) for _ in range(2))
     kv_indices = torch.randperm(40 * block_size)[:tokens]
@@ -48,7 +48,7 @@ def test_kv_write_takes_views() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 7, 300])
 def test_kv_write_rounds_to_e4m3(dtype: torch.dtype, tokens: int) -> None:
-    """Numbers of all sizes: what torch makes of number / scale, but that ours stops at 448; NaN stays NaN."""
+    """Values of all magnitudes: torch's conversion of value / scale, but ours saturates at 448; NaN stays NaN."""
     k_cache, v_cache = (torch.zeros(40, 3, 16, 80).to(torch.float8_e4m3fn) for _ in range(2))
     key, value = ((torch.randn(tokens, 3, 80) * 2.0 ** torch.randint(-12, 10, (tokens, 3, 80))).to(dtype) for _ in "kv")
     key[0, 0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
@@ -65,7 +65,7 @@ def test_kv_write_rounds_to_e4m3(dtype: torch.dtype, tokens: int) -> None:
 
 
 def test_every_e4m3_number_is_read_and_written() -> None:
-    """Attention to a single key gives its value: all 256 of them, as they were written."""
+    """Attention to a single key returns its value: all 256 values of e4m3, as written."""
     stored = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(16, 1, 16)
     value = stored.float()
     k_cache, v_cache = (torch.zeros(16, 1, 8, 16).to(torch.float8_e4m3fn) for _ in range(2))

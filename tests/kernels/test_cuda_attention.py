@@ -13,8 +13,8 @@ from tests.kernels.paged import NAN, Batch, check_sinks, error, make_batch, refe
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16]
-# Queries, keys and values are exact in both.  Weights are rounded to the dtype before the product with the values (fp16
-# with an e4m3 cache), and so is the output.  Measured over these tests: at most 2.3e-3 and 2.8e-4.
+# Queries, keys and values are exact in both.  Softmax weights are rounded to the dtype before P V (fp16 with an e4m3
+# cache), and so is the output.  Measured over these tests: at most 2.3e-3 and 2.8e-4.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
@@ -50,7 +50,7 @@ def test_every_block_size_and_head_grouping(block_size: int, heads: int, kv_head
 @pytest.mark.parametrize("soft_cap", [0.0, 5.0, 50.0])
 @pytest.mark.parametrize("window", [0, 1, 16, 100, 300, 5000])
 def test_window_and_soft_cap(window: int, soft_cap: float) -> None:
-    """Scores of both signs up to about 20, so that the cap bites."""
+    """Scores of both signs up to about 20, so that the cap matters."""
     assert_close(decodes([700, 20, 257, 1, 2000], spread=4.0, dim=128, dtype=torch.float16), window, soft_cap)
 
 
@@ -58,9 +58,9 @@ def test_window_and_soft_cap(window: int, soft_cap: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 def test_sinks(dtype: torch.dtype, dim: int, e4m3: bool) -> None:
-    """Two that take much, one that takes nothing, and others between; keys of one warp, of several CTAs, of none.
+    """Two dominant sinks, a negligible one, and others in between; keys of one warp, of several CTAs, of none.
 
-    A head group of 12 heads, so that some columns of the tensor cores are no heads."""
+    A head group of 12 heads, so that some mma columns are unused."""
     batch = decodes([*LENS, 20000], dim=dim, dtype=dtype, e4m3=e4m3, heads=24, kv_heads=2)
     check_sinks(batch, TOLERANCE[dtype])
     check_sinks(batch, TOLERANCE[dtype], window=100, soft_cap=5.0)
@@ -87,14 +87,14 @@ def test_scale_is_applied() -> None:
 @pytest.mark.parametrize(
     ("lens", "heads", "kv_heads"),
     [
-        ([32768], 8, 2),  # warps of many CTAs share a head group
+        ([32768], 8, 2),  # many CTAs share a head group
         ([131072], 4, 1),
         ([20000, 3, 9000, 0, 0, 700], 8, 2),
-        ([900] * 70, 32, 8),  # warps work apart, with whole head groups in their shares
+        ([900] * 70, 32, 8),  # shares hold complete head groups
         ([100] * 1024, 8, 8),
         ([1 + 37 * i % 400 for i in range(500)], 8, 4),
         ([32768] + [512] * 31, 32, 8),
-        # Parts that end where head groups do: one of each, several, and an empty one at the beginning and elsewhere.
+        # Parts that end at head group borders: of one head group, of several, and empty ones.
         ([64 + 45 * i % 640 for i in range(8)], 32, 8),
         ([500 + 61 * i % 1000 for i in range(16)], 32, 8),
         ([64 + 45 * i % 640 for i in range(40)], 32, 8),
@@ -113,7 +113,7 @@ def test_nothing_to_do() -> None:
 
 
 def test_the_same_every_time_and_in_a_graph() -> None:
-    """The last CTA to arrive merges, and an idle CTA takes more, but the order of the sums does not depend on it."""
+    """The last CTA to finish merges, and idle CTAs take more items, but the order of sums does not depend on it."""
     batch = decodes([9000, 700, 700, 0, 5000] + [300] * 40, heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16).to(
         "cuda"
     )
@@ -169,7 +169,7 @@ def test_any_lengths(
 
 
 def test_blocks_shared_by_sequences() -> None:
-    """A common prefix: two rows of the table name the same blocks."""
+    """A common prefix: two rows of the table contain the same blocks."""
     batch = decodes([64, 80, 64], block_size=16, dim=128, dtype=torch.bfloat16)
     a, b = int(batch.rows[0]), int(batch.rows[2])
     batch.tables[b, :4] = batch.tables[a, :4]
@@ -178,7 +178,7 @@ def test_blocks_shared_by_sequences() -> None:
 
 
 def test_strided_queries_and_outputs() -> None:
-    """As the layers give them: queries inside the rows of a merged projection."""
+    """As in a layer: queries are columns of a fused projection."""
     batch = decodes([300, 17, 1000], heads=8, kv_heads=2, dim=64, dtype=torch.bfloat16)
     exact = reference(batch)
     merged = torch.full((3, 12, 64), NAN, dtype=torch.bfloat16)

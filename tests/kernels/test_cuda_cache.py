@@ -1,4 +1,4 @@
-"""kv_write, block_copy, block_fill and the mirror's operators on a GPU: equal to indexing, or to the CPU's."""
+"""kv_write, block_copy, block_fill and the block-table operators on a GPU, against indexing or the CPU."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_kv_write_takes_views() -> None:
 @pytest.mark.parametrize("caches", [8, 300])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_block_copy(dtype: torch.dtype, caches: int, block_size: int) -> None:
-    """300 caches are more than one launch takes; blocks of 64 are more than one part."""
+    """300 caches exceed one launch; blocks of 64 exceed one part."""
     size = 256 if block_size == 64 else 8
     all_caches = [torch.randn(12, 3, block_size, size, device=CUDA).to(dtype) for _ in range(caches)]
     pairs = [(0, 5), (0, 7), (1, 8), (11, 2)]

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its products, on a GPU, against float64: off by one rounding of the result."""
+"""Operators between the GEMMs of a decoder layer on a GPU, against float64: one rounding of the result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     [(0, 64), (1, 512), (3, 40), (7, 3), (5, 1000), (1, 4096), (300, 4096), (33, 8192), (2, 16384), (3, 5001)],
 )
 def test_rms_norm(dtype: torch.dtype, tokens: int, size: int) -> None:
-    """Sizes that fill no access of 16 bytes, a part of a warp, a block, or all the registers of one."""
+    """Sizes below one 16-byte access, below a warp, of a thread block, and of all its registers."""
     x, weight = randn(tokens, size, dtype=dtype) * 3, randn(size, dtype=dtype)
     before = x.clone()
     out = torch.full_like(x, math.nan)
@@ -72,7 +72,7 @@ def test_silu_mul_far_out() -> None:
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 256, 6])
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 4, 2), (7, 32, 8), (150, 5, 1), (2, 64, 8), (3, 28, 4)])
 def test_rope_kv_write(dtype: torch.dtype, size: int, tokens: int, heads: int, kv_heads: int, normed: bool) -> None:
-    """Every fifth token is skipped; all other places stay as they were; cos and sin are halves of one table's rows."""
+    """Every fifth token is skipped; all other entries keep their values; cos and sin are halves of one table's rows."""
     qkv = randn(tokens, heads + 2 * kv_heads, size, dtype=dtype)
     cos, sin = randn(tokens, 2 * size, dtype=dtype).chunk(2, -1)
     q_norm, k_norm = randn(2, size, dtype=dtype).unbind() if normed else (None, None)
@@ -81,7 +81,7 @@ def test_rope_kv_write(dtype: torch.dtype, size: int, tokens: int, heads: int, k
     kv_indices[::5] = -1
     given, expected_k, expected_v = qkv.clone(), k_cache.clone(), v_cache.clone()
     x, c, s = given.clone(), cos.double()[:, None], sin.double()[:, None]
-    if q_norm is not None and k_norm is not None:  # rounded before the heads turn; equal but for a tie or so
+    if q_norm is not None and k_norm is not None:  # rounded before the rotation; equal except for rare ties
         norm_in_place(x[:, :heads], q_norm)
         norm_in_place(x[:, heads : heads + kv_heads], k_norm)
     x = x.double()
@@ -93,7 +93,7 @@ def test_rope_kv_write(dtype: torch.dtype, size: int, tokens: int, heads: int, k
         if not normed:
             assert_rounded_once(ours, exact[rows, part], scale[rows, part])
             return
-        # The order of the norm's sum differs: now and then a number is rounded to the neighbour before it turns.
+        # The order of the norm's sum differs, so a value is sometimes rounded to its neighbour before the rotation.
         eps = torch.finfo(dtype).eps
         off = (ours.double() - exact[rows, part]).abs() / (scale[rows, part] * eps + 1e-6)
         assert off.max() < 2.0

@@ -1,4 +1,4 @@
-"""Matrix products on a GPU, with the operators around them, against float64."""
+"""Linear layers on a GPU, with fused operators, against float64."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative, over all numbers.  NaN, where something was not written, is never small."""
+    """Relative error over all elements.  NaN, if an element was not written, is never small."""
     return float((ours.double() - exact).norm() / exact.norm())
 
 
 def plain_weight(rows: int, inner: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight as it is stored, and what it means, in float64."""
+    """A stored weight, and its value in float64."""
     weight = randn(rows, inner, dtype=dtype) / math.sqrt(inner)
     return weight, weight.double()
 
@@ -47,7 +47,7 @@ def check(
     ] = plain_weight,
     bound: float = 0.0,
 ) -> None:
-    """bound: of the error; 0: epsilon of the dtype."""
+    """bound: maximum error; 0: epsilon of the dtype."""
     rows = 2 * size if silu_mul else size
     wide_x, wide_out = randn(tokens, inner + 8, dtype=dtype), randn(tokens + 1, size + 16, dtype=dtype)
     x, (weight, exact) = wide_x[:, :inner], make_weight(rows, inner, dtype)
@@ -68,8 +68,7 @@ def check(
     else:
         out.fill_(math.nan)
         ops.linear(x, weight, biases, norm=norms, eps=1e-5, silu_mul=silu_mul, out=out)
-    # One rounding of a number is off by 0.29 of the dtype's epsilon in the mean square.  Measured is up to 0.6 of it,
-    # with the roundings of earlier steps.
+    # One rounding has an rms error of 0.29 epsilon.  Measured: up to 0.6 epsilon, with the roundings of earlier steps.
     assert error(out, y) < (bound or torch.finfo(dtype).eps)
     before[:tokens, 8 : 8 + size] = out
     assert torch.equal(wide_out, before), "written outside its rows"
@@ -86,7 +85,7 @@ def test_tokens(dtype: torch.dtype, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 12, 32])
 @pytest.mark.parametrize("size", [8, 24, 152, 1000, 1056, 4096, 6144, 40_000])
 def test_sizes(tokens: int, size: int) -> None:
-    """Tiles of 8 to 224 rows, the last of them not full, and more tiles than multiprocessors."""
+    """Tiles of 8 to 224 rows, a partial last tile, and more tiles than multiprocessors."""
     check(tokens, 256, size, torch.bfloat16)
     check(tokens, 256, size, torch.bfloat16, silu_mul=True, bias=True, norm=True, plus=True)
 
@@ -94,7 +93,7 @@ def test_sizes(tokens: int, size: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 12, 32])
 @pytest.mark.parametrize("inner", [8, 24, 64, 128, 192, 520, 1024, 5120, 14336])
 def test_inner_sizes(tokens: int, inner: int) -> None:
-    """Fewer slabs than a stage, stages that are not full, and sizes that only torch's product takes."""
+    """Fewer slabs than a stage, partial stages, and sizes that only torch's GEMM supports."""
     check(tokens, inner, 512, torch.bfloat16, bias=True)
     check(tokens, inner, 512, torch.bfloat16, plus=True)
 
@@ -127,15 +126,15 @@ def test_a_result_in_float32_is_not_rounded(tokens: int, dtype: torch.dtype, bia
 
 
 def test_unaligned_rows_and_float32() -> None:
-    """What the kernel for few tokens does not take is computed all the same."""
+    """Falls back to torch's GEMM for tensors that the kernel for few tokens does not support."""
     x, weight = randn(3, 129, dtype=torch.bfloat16)[:, 1:], randn(64, 128, dtype=torch.bfloat16)
     assert error(ops.linear(x, weight), x.double() @ weight.double().t()) < 0.01
     x, weight = randn(3, 128, dtype=torch.float32), randn(64, 128, dtype=torch.float32)
-    assert error(ops.linear(x, weight), x.double() @ weight.double().t()) < 1e-2  # perhaps in tf32
+    assert error(ops.linear(x, weight), x.double() @ weight.double().t()) < 1e-2  # possibly in tf32
 
 
 def test_the_same_every_time_and_in_a_graph() -> None:
-    """A chain in which every product reads what the one before wrote: bit for bit the same, ten times, and replayed."""
+    """A chain of dependent linear layers: bit-identical in ten runs and in replays."""
     dtype = torch.bfloat16
     x = randn(5, 1024, dtype=dtype)
     weights = [randn(1024, 1024, dtype=dtype) / 32 for _ in range(8)]

@@ -1,4 +1,4 @@
-"""Products with an e4m3 weight on a GPU, with the operators around them, against float64."""
+"""fp8 linear layers on a GPU, with fused operators, against float64."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tests.kernels.test_layers import exact_norm
 
 pytestmark = pytest.mark.gpu
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
-# Relative to the exact product with the stored weight.  With few tokens only results are rounded, to bfloat16.  With
-# more of them x is rounded to e4m3 as well: 3 bits after the point, so 2^-4 of a number at most.  Uniform within its
-# rounding step, the error of a number is 2^-5 / sqrt(3) to 2^-4 / sqrt(3) of it: 0.018 to 0.036.
+LARGEST = 448.0  # maximum of e4m3
+# Relative to the exact result with the stored weight.  With few tokens only results are rounded, to bfloat16.  With
+# more tokens x is quantised to e4m3 as well: 3 mantissa bits, so a relative error of at most 2^-4.  Uniform within the
+# rounding step, its rms is 2^-5 / sqrt(3) to 2^-4 / sqrt(3): 0.018 to 0.036.
 EXACT, ROUNDED = 2**-7, 0.036
-# Rows of a weight where one token is compared.  With 64 rows the error of 3 tokens in 100 is above ROUNDED by chance,
-# with 256 that of 1 in 1,000; with 1,024 none of 2,000 was above 0.033.
+# Rows of a weight when single tokens are compared.  With 64 rows 3 % of the tokens exceed ROUNDED by chance, with 256
+# rows 0.1 %; with 1,024 none of 2,000 exceeded 0.033.
 SIZE = 1024
 
 
 def bound_of(tokens: int, inner: int) -> float:
-    """Tokens are few where a CTA holds all of x."""
+    """Error bound: EXACT if a CTA holds all of x."""
     return EXACT if tokens * -(-inner // 4096) <= 4 else ROUNDED
 
 
 def weight(rows: int, inner: int) -> tuple[ops.Fp8, torch.Tensor]:
-    """A weight with a scale for each row, and what it means, in float64."""
+    """A weight with a scale per row, and its value in float64."""
     plain = torch.randn(rows, inner, device=CUDA) / math.sqrt(inner) * torch.rand(rows, 1, device=CUDA)
     scale = plain.abs().amax(1) / LARGEST
     numbers = (plain / scale[:, None]).to(E4M3)
@@ -39,7 +39,7 @@ def weight(rows: int, inner: int) -> tuple[ops.Fp8, torch.Tensor]:
 
 
 def blocks(rows: int, inner: int) -> tuple[ops.Fp8, torch.Tensor]:
-    """A weight with a scale for each block of 128 x 128, whose sizes differ by up to 2^12."""
+    """A weight with a scale per 128 x 128 block; magnitudes differ by up to 2^12."""
     plain = torch.randn(rows // 128, 128, inner // 128, 128, device=CUDA) / math.sqrt(inner)
     plain *= 2.0 ** -torch.randint(12, (rows // 128, 1, inner // 128, 1), device=CUDA)
     scale = plain.abs().amax((1, 3)) / LARGEST
@@ -60,7 +60,7 @@ def check_blocks(tokens: int, inner: int, size: int, *, bound: float = EXACT, **
     [(512, 128), (512, 1024), (1024, 384), (1536, 1280), (2560, 6144), (4096, 4096), (14336, 4096), (4096, 28672)],
 )
 def test_blocks_of_few_tokens(tokens: int, inner: int, size: int) -> None:
-    """Tiles that lie in up to three rows of blocks, stages that are not full, tables of up to 112 slabs."""
+    """Tiles in up to three rows of scale blocks, partial stages, tables of up to 112 slabs."""
     bound = bound_of(tokens, inner)
     check_blocks(tokens, inner, size, bound=bound)
     check_blocks(
@@ -71,7 +71,7 @@ def test_blocks_of_few_tokens(tokens: int, inner: int, size: int) -> None:
 
 @pytest.mark.parametrize("tokens", [5, 6, 16, 33, 257, 2048])
 def test_blocks_of_many_tokens(tokens: int) -> None:
-    """Also numbers of tokens that the library's products take only with some more."""
+    """Including token counts that cuBLAS requires to be padded."""
     check_blocks(tokens, 4096, 1024, norm=True, bias=True, bound=ROUNDED)
     check_blocks(tokens, 2560, 1024, norm=True, silu_mul=True, bound=2 * ROUNDED)
     check_blocks(tokens, 28672, 512, plus=True, bound=ROUNDED)
@@ -120,7 +120,7 @@ def test_tokens(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("size", [16, 48, 160, 1008, 1056, 4096, 6144, 40_000])
 def test_sizes(tokens: int, size: int) -> None:
-    """Tiles of 8 to 224 rows, the last of them not full, and more tiles than multiprocessors."""
+    """Tiles of 8 to 224 rows, a partial last tile, and more tiles than multiprocessors."""
     check(tokens, 256, size)
     check(tokens, 256, size, silu_mul=True, bias=True, norm=True, plus=True)
 
@@ -128,7 +128,7 @@ def test_sizes(tokens: int, size: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("inner", [128, 256, 384, 1152, 5120, 14336])
 def test_inner_sizes(tokens: int, inner: int) -> None:
-    """Fewer slabs than a stage, and stages that are not full."""
+    """Fewer slabs than a stage, and partial stages."""
     bound = bound_of(tokens, inner)
     check(tokens, inner, 512, bias=True, bound=bound)
     check(tokens, inner, 512, norm=True, bound=bound)
@@ -137,9 +137,9 @@ def test_inner_sizes(tokens: int, inner: int) -> None:
 
 @pytest.mark.parametrize("tokens", [5, 16, 33, 100, 257, 2048])
 def test_many_tokens(tokens: int) -> None:
-    """Of two operands in 8 bits, also with one that is wider than a block of threads has registers for at once."""
+    """Both operands in fp8; also rows wider than the registers of a thread block."""
     check(tokens, 4096, 6144, norm=True, bias=True, bound=ROUNDED)
-    check(tokens, 4096, 1024, norm=True, silu_mul=True, bound=2 * ROUNDED)  # a product of two such numbers
+    check(tokens, 4096, 1024, norm=True, silu_mul=True, bound=2 * ROUNDED)  # both factors of the activation are rounded
     check(tokens, 28672, 512, plus=True, bound=ROUNDED)
     check(tokens, 40960, 256, bound=ROUNDED)
 
@@ -157,13 +157,13 @@ def test_shapes_of_models(tokens: int) -> None:
 @pytest.mark.parametrize("make", [weight, blocks])
 @pytest.mark.parametrize("tokens", [1, 3, 4, 20])
 def test_a_result_in_float32(tokens: int, make: Callable[[int, int], tuple[ops.Fp8, torch.Tensor]]) -> None:
-    """Of few tokens it is not rounded at all."""
+    """With few tokens it is not rounded at all."""
     stored, exact = make(1024, 512)
     x, norm = randn(tokens, 512, dtype=BF16), randn(512, dtype=BF16)
     out = ops.linear(x, stored, norm=norm, eps=1e-5, float32_out=True)
     assert out.dtype == torch.float32
     y = exact_norm(x, norm, 1e-5).to(BF16).double() @ exact.t()
-    # A norm that differs in its last bit may round a number otherwise.
+    # A norm that differs in its last bit may round an element to its neighbour.
     assert error(out, y) < (2e-4 if tokens <= 4 else ROUNDED)
     with pytest.raises(ValueError, match="float32 takes neither"):
         ops.linear(x, stored, out=torch.empty(tokens, 512, device=CUDA), silu_mul=True)
@@ -171,7 +171,7 @@ def test_a_result_in_float32(tokens: int, make: Callable[[int, int], tuple[ops.F
 
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_all_numbers_of_e4m3(tokens: int) -> None:
-    """Each of them but NaN, both signs, subnormal ones too, comes out as it is."""
+    """All values except NaN, both signs, including subnormals, are exact."""
     every = torch.arange(256, dtype=torch.uint8, device=CUDA).view(E4M3)
     row = torch.where(every.float().isnan(), torch.zeros((), device=CUDA), every.float())
     numbers = torch.diag(row).to(E4M3)
@@ -182,7 +182,7 @@ def test_all_numbers_of_e4m3(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [4, 64])
 def test_rows_of_zeros_and_of_huge_numbers(tokens: int) -> None:
-    """Tokens of zeros, and of numbers whose scale would not be a normal number, give no NaN; others keep theirs."""
+    """Tokens of zeros, and of values whose scale would be subnormal, give no NaN; others keep theirs."""
     stored, exact = weight(SIZE, 256)
     x = torch.zeros(tokens, 256, dtype=BF16, device=CUDA)
     x[1:4] = randn(3, 256, dtype=BF16) * torch.tensor([[1e30], [1e-30], [1e-38]], device=CUDA)
@@ -206,7 +206,7 @@ def test_what_is_not_finite_stays_so(tokens: int, bad: float) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_token_with_one_large_number_keeps_the_small_ones(tokens: int) -> None:
-    """Down to 2^-28 of it, where numbers of fp16 would have underflowed without a scale."""
+    """Down to 2^-28 of it, which would underflow in fp16 without a scale."""
     stored = ops.Fp8(torch.eye(128, device=CUDA).to(E4M3), torch.ones(128, device=CUDA))
     x = torch.zeros(tokens, 128, dtype=BF16, device=CUDA)
     x[:, :120] = (

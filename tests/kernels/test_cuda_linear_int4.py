@@ -1,4 +1,4 @@
-"""Products with a weight of 4 bits on a GPU, with the operators around them, against float64."""
+"""int4 linear layers on a GPU, with fused operators, against float64."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.kernels.test_cuda_linear import check as check_product
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
-# Relative to the exact product with the stored weight.  Only results are rounded, to bfloat16; with over 64 tokens the
+# Relative to the exact result with the stored weight.  Only results are rounded, to bfloat16; with over 64 tokens the
 # weight is rounded to bfloat16 as well, which is half as much.
 EXACT = 2**-7
 GROUPS = [32, 64, 128]
 
 
 def weight(rows: int, inner: int, group: int = 32, *, zeros: bool = True) -> tuple[ops.Int4, torch.Tensor]:
-    """A weight, and what it means, in float64.  Its rows differ by up to 2^8 in size, groups of a row by 2^4."""
+    """A weight, and its value in float64.  Magnitudes of rows differ by up to 2^8, of groups in a row by 2^4."""
     numbers = torch.randint(0, 16, (rows, inner), dtype=torch.uint8, device=CUDA)
     scale = torch.rand(rows, inner // group, device=CUDA) + 2**-4
     scale = (scale * torch.exp2(-8 * torch.rand(rows, 1, device=CUDA)) / math.sqrt(inner)).half().float()
@@ -45,7 +45,7 @@ def check(tokens: int, inner: int, size: int, group: int = 32, *, zeros: bool = 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("tokens", [*range(1, 18), 24, 31, 32, 33, 48, 64, 65, 300])
 def test_tokens(tokens: int, group: int) -> None:
-    """Of one call of the kernel, of several calls, and of the library's product."""
+    """One call of the kernel, several calls, and cuBLAS."""
     check(tokens, 512, 1024, group)
     check(tokens, 512, 1024, group, norm=True, silu_mul=True)
     check(tokens, 512, 1024, group, plus=True)
@@ -55,7 +55,7 @@ def test_tokens(tokens: int, group: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 8, 12, 20])
 @pytest.mark.parametrize("size", [16, 48, 160, 1008, 1056, 4096, 6144, 10_000, 16_400, 40_000])
 def test_sizes(tokens: int, size: int, group: int) -> None:
-    """Tiles of 1 to 14 blocks of rows, the last of them not full, and more tiles than multiprocessors."""
+    """Tiles of 1 to 14 row blocks, a partial last tile, and more tiles than multiprocessors."""
     check(tokens, 256, size, group)
     check(tokens, 256, size, group, silu_mul=True, bias=True, norm=True, plus=True)
 
@@ -64,11 +64,11 @@ def test_sizes(tokens: int, size: int, group: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 5, 16, 27])
 @pytest.mark.parametrize("inner", [128, 256, 384, 1152, 5120, 14336])
 def test_inner_sizes(tokens: int, inner: int, group: int) -> None:
-    """Fewer records than a stage, stages that are not full, and warps without any."""
+    """Fewer packed blocks than a stage, partial stages, and warps without any."""
     check(tokens, inner, 512, group, bias=True)
     check(tokens, inner, 512, group, plus=True)
     if inner <= 1152:
-        check(tokens, inner, 14336, group, silu_mul=True)  # tiles of 14 blocks
+        check(tokens, inner, 14336, group, silu_mul=True)  # tiles of 14 row blocks
 
 
 @pytest.mark.parametrize("group", [96, 256, 384, 768])
@@ -91,7 +91,7 @@ def test_shapes_of_models(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 4, 12, 40, 100])
 def test_a_result_in_float32(tokens: int) -> None:
-    """Inputs become integers of 16 bits, and over 64 tokens the weight is rounded: float32 keeps what that leaves."""
+    """Inputs become 16-bit integers, and over 64 tokens the weight is rounded; float32 keeps the rest."""
     stored, exact = weight(1024, 512)
     x = randn(tokens, 512, dtype=BF16)
     out = ops.linear(x, stored, float32_out=True)
@@ -102,7 +102,7 @@ def test_a_result_in_float32(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 4])
 @pytest.mark.parametrize("inner", [128, 1152, 4096, 8192, 14336])
 def test_a_norm_in_front(tokens: int, inner: int) -> None:
-    """Computed by each CTA where it holds all of x, else by a kernel of its own."""
+    """Computed by each CTA if it holds all of x, else by a separate kernel."""
     for group in GROUPS:
         check(tokens, inner, 512, group, norm=True)
         check(tokens, inner, 512, group, norm=True, silu_mul=True)
@@ -110,7 +110,7 @@ def test_a_norm_in_front(tokens: int, inner: int) -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_each_number_of_a_weight_comes_out_as_it_is(group: int) -> None:
-    """Rounded once, in the kernel and in the weight that it becomes for many tokens."""
+    """Rounded once, in the kernel and in the dequantised weight for many tokens."""
     stored, exact = weight(288, 384, group)
     one_hot = torch.eye(384, dtype=BF16, device=CUDA)
     few = torch.cat([ops.linear(rows, stored) for rows in (*one_hot.split(16)[:12], *one_hot[192:].split(7))])
@@ -129,7 +129,7 @@ def test_a_gpu_packs_as_a_cpu_does(group: int) -> None:
 
 
 def test_all_numbers_and_zero_points() -> None:
-    """Each pair, without rounding."""
+    """Every pair of value and zero point, without rounding."""
     number = torch.arange(256, device=CUDA) // 16
     zero = (torch.arange(256, device=CUDA) % 16).to(torch.uint8)[:, None].expand(-1, 4).contiguous()
     numbers = (number << 4 | number).to(torch.uint8)[:, None].expand(-1, 64).contiguous()
@@ -144,7 +144,7 @@ def test_all_numbers_and_zero_points() -> None:
 @pytest.mark.parametrize("tokens", [3, 100])
 @pytest.mark.parametrize("mean", [-20.0, 1000.0])
 def test_tokens_with_a_large_mean(tokens: int, mean: float) -> None:
-    """What numbers and zero points have in common is subtracted after it was summed."""
+    """The zero-point term is subtracted after the sum, so a large mean tests cancellation."""
     x, (stored, exact) = (torch.randn(tokens, 4096, device=CUDA) + mean).to(BF16), weight(1024, 4096, 128, zeros=False)
     assert error(ops.linear(x, stored), x.double() @ exact.t()) < EXACT
 

@@ -15,8 +15,8 @@ from tests.kernels.paged import NAN, Batch, check_sinks, error, make_batch, refe
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16]
-# Queries, keys and values are exact in both.  Weights are rounded to the dtype before the product with the values (fp16
-# with an e4m3 cache), and so is the output.  Measured over these tests: at most 2.4e-3 and 3.0e-4.
+# Queries, keys and values are exact in both.  Softmax weights are rounded to the dtype before P V (fp16 with an e4m3
+# cache), and so is the output.  Measured over these tests: at most 2.4e-3 and 3.0e-4.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
@@ -34,7 +34,7 @@ LENS = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 700]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 def test_every_head_size_and_dtype(dtype: torch.dtype, dim: int, e4m3: bool) -> None:
-    """Whole prompts, then second halves; with soft cap and window too, on head sizes that have few tests elsewhere."""
+    """Complete prompts, then second halves; also soft cap and window, on head sizes with few tests elsewhere."""
     whole = make_batch(LENS, LENS, dim=dim, dtype=dtype, e4m3=e4m3)
     assert_close(whole)
     halves = make_batch(LENS, [-(-n // 2) for n in LENS], dim=dim, dtype=dtype, e4m3=e4m3, heads=8)
@@ -54,7 +54,7 @@ def test_every_block_size_and_head_grouping(block_size: int, heads: int, kv_head
 @pytest.mark.parametrize("soft_cap", [0.0, 5.0, 50.0])
 @pytest.mark.parametrize("window", [0, 1, 16, 100, 300, 5000])
 def test_window_and_soft_cap(window: int, soft_cap: float) -> None:
-    """Scores of both signs up to about 20, so that the cap bites."""
+    """Scores of both signs up to about 20, so that the cap matters."""
     batch = make_batch([700, 20, 257, 1, 2000], [150, 2, 17, 1, 900], spread=4.0, dim=128, dtype=torch.float16)
     assert_close(batch, window=window, soft_cap=soft_cap)
 
@@ -63,7 +63,7 @@ def test_window_and_soft_cap(window: int, soft_cap: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 def test_sinks(dtype: torch.dtype, dim: int, e4m3: bool) -> None:
-    """Whole prompts, chunks, decodes between them, and few queries after many keys, which are cut into parts."""
+    """Complete prompts, chunks, decodes between them, and few queries after many keys, which use split-KV."""
     lens = [*LENS, 0, 9000]
     shape: dict[str, Any] = {"heads": 12, "kv_heads": 4, "dim": dim, "dtype": dtype, "e4m3": e4m3}
     check_sinks(make_batch(LENS, LENS, **shape), TOLERANCE[dtype])
@@ -78,7 +78,7 @@ def test_scale_is_applied() -> None:
 
 
 def test_many_short_and_few_long() -> None:
-    """A step of several hundred sequences, and chunks after a long cached prefix, whose keys are shared out."""
+    """A step of several hundred sequences, and chunks after a long cached prefix, which use split-KV."""
     lens = [1 + 31 * i % 170 for i in range(300)]
     assert_close(make_batch(lens, [1 + i % n for i, n in enumerate(lens)], dtype=torch.bfloat16))
     assert_close(make_batch([6000, 3], [130, 2], heads=8, kv_heads=1, dim=128, dtype=torch.bfloat16))
@@ -93,7 +93,7 @@ def test_32k_context(queries: int) -> None:
 
 @pytest.mark.parametrize("dim", [64, 96, 128])
 def test_a_chunk_large_enough_for_large_tiles(dim: int) -> None:
-    """More tiles than the GPU runs at a time, so that CTAs take several."""
+    """More tiles than the GPU runs at once, so that CTAs take several."""
     assert_close(make_batch([1500, 2500, 90], [1500, 1100, 80], heads=16, kv_heads=4, dim=dim, dtype=torch.bfloat16))
 
 
@@ -155,7 +155,7 @@ def test_any_mix_of_decodes_and_chunks(
 
 
 def test_padding() -> None:
-    """Sequences of length 0 get zeros; tokens that no sequence owns are left alone."""
+    """Sequences of length 0 get zeros; tokens without a sequence are not written."""
     batch = make_batch([0, 30, 8, 0, 40], [3, 30, 0, 0, 10], dtype=torch.bfloat16)
     batch.q = torch.cat([batch.q, torch.full_like(batch.q[:5], NAN)])
     out = batch.to("cuda").attend()
@@ -200,7 +200,7 @@ def test_nan_in_one_sequence_stays_there(dim: int) -> None:
 
 
 def test_transposed_views() -> None:
-    """transformers hands over [1, H, T, D] seen as [T, H, D], and q as a slice of a fused projection."""
+    """transformers passes [1, H, T, D] viewed as [T, H, D], and q as a slice of a fused projection."""
     batch = make_batch([40, 17], [5, 17], dim=128, dtype=torch.bfloat16).to("cuda")
     expected = batch.attend()
     batch.q = batch.q.transpose(0, 1).contiguous().transpose(0, 1)
@@ -211,7 +211,7 @@ def test_transposed_views() -> None:
 
 @pytest.mark.parametrize("dim", [80, 128])
 def test_same_lengths_same_bits(dim: int) -> None:
-    """Parts are merged in order, whichever finishes last; and the plan holds for any number of layers."""
+    """Parts are merged in a fixed order, whichever finishes last; and the plan serves any number of layers."""
     batch = make_batch([5000, 70, 2600], [9, 30, 40], heads=8, dim=dim, dtype=torch.bfloat16).to("cuda")
     first = batch.attend()
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""paged_attention on a Hopper GPU: what only its own prefill kernel has (tiles, half tiles, parts, turns)."""
+"""paged_attention on a Hopper GPU: cases of its own prefill kernel (tiles, half tiles, split-KV, ping-pong)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_ends_of_tiles(dim: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_parts(dtype: torch.dtype) -> None:
-    """Few tiles over many keys: each tile's keys are shared out, and what was left in the plan is merged."""
+    """Few tiles over many keys: split-KV, whose partial results in the plan are merged."""
     batch = make_batch([9000, 700, 5000], [70, 40, 200], heads=12, kv_heads=2, dim=128, dtype=dtype)
     assert_close(batch)
     assert_close(batch, window=3000)
@@ -46,7 +46,7 @@ def test_parts(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(64, 8), (12, 4)])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_sinks(dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    """Whole tiles, and tiles whose keys are cut into parts."""
+    """Tiles without and with split-KV."""
     shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": dtype}
     check_sinks(make_batch([700, 300, 0, 129], [700, 120, 0, 129], **shape), TOLERANCE[dtype])
     check_sinks(make_batch([9000, 700, 5000], [70, 40, 900], **shape), TOLERANCE[dtype])
@@ -54,8 +54,8 @@ def test_sinks(dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
 
 
 def test_a_query_gets_the_same_bits_in_any_chunk() -> None:
-    """Tiles of keys begin at the same places, whatever the chunk.  This holds while its keys are not cut into parts and
-    the chunk is too large for `prefill_mma`."""
+    """Key tiles begin at the same positions for any chunk.  This holds without split-KV and if the chunk is too large
+    for `prefill_mma`."""
     batch = make_batch([700], [700], heads=64, kv_heads=8, dim=128, dtype=torch.bfloat16).to("cuda")
     whole = batch.attend()
     for first, last in [(0, 130), (130, 333), (333, 700)]:
@@ -63,7 +63,7 @@ def test_a_query_gets_the_same_bits_in_any_chunk() -> None:
 
 
 def test_blocks_apart() -> None:
-    """A cache that is a slice of a larger one: blocks do not follow each other without a gap."""
+    """A cache that is a slice of a larger one: blocks have gaps between them."""
     batch = make_batch([300, 90], [300, 50], heads=16, kv_heads=4, dim=128, dtype=torch.bfloat16).to("cuda")
     expected = batch.attend()
     for name in ("k_cache", "v_cache"):

@@ -1,7 +1,7 @@
-"""The sum of ranks' parts by one kernel.  Here the ranks are streams of one GPU, whose kernels run at the same time.
+"""All-reduce by one kernel.  Here the ranks are streams of one GPU, whose kernels run at the same time.
 
-All CTAs of all ranks fit on the GPU at once, since they wait for each other.  No graphs: kernels of one rank that start
-early could take the room of another rank's.  test_cuda_rank_sum_gpus.py has two GPUs."""
+All CTAs of all ranks fit on the GPU at once, because they wait for each other.  No graphs: kernels of one rank that
+start early could occupy the multiprocessors of another rank's.  test_cuda_rank_sum_gpus.py has two GPUs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.kernels.rank_sum_process import in_order
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 CUDA = torch.device("cuda")
-WORDS, BLOCKS = 16 << 10, 32 << 10  # shares of a CTA
+WORDS, BLOCKS = 16 << 10, 32 << 10  # bytes of part per CTA
 EPS = 1e-5
 
 
 class OnOneGpu:
-    """`size` ranks, a stream each."""
+    """`size` ranks, one stream each."""
 
     def __init__(self, size: int, words: int = WORDS, blocks: int = BLOCKS) -> None:
         own = [
@@ -41,7 +41,7 @@ class OnOneGpu:
     def sums(
         self, parts: Sequence[Tensor], *, words: bool, plus: Tensor | None = None, norm: Tensor | None = None
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """What each rank finds."""
+        """Results of each rank."""
         own = [part.clone() for part in parts]
         pluses = [None if plus is None else plus.clone() for _ in parts]
         for stream, part in zip(self.streams, parts, strict=True):
@@ -79,7 +79,7 @@ def check(ranks: OnOneGpu, parts: list[Tensor], *, words: bool, fused: bool = Fa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_calls_of_all_sizes_in_turn(size: int, dtype: torch.dtype) -> None:
-    """In an order that uses shares of the inboxes anew after calls that left them out, sent in both ways."""
+    """In an order that reuses parts of the inboxes after calls that skipped them, in both protocols."""
     ranks = OnOneGpu(size)
     for turn, rows in enumerate([1, 2, 7, 1, 33, 100, 1, 3, 64, 2] * 2):
         for width in (64, 96, 1024, 4096):
@@ -116,7 +116,7 @@ def test_what_is_not_finite_arrives() -> None:
 
 
 def test_the_number_of_a_call_starts_again_without_the_one_of_an_unused_inbox() -> None:
-    """0 stands in inboxes that were never used, so a call never has it."""
+    """0 marks unused inboxes, so no call has this number."""
     ranks = OnOneGpu(2)
     for inboxes in ranks.inboxes:
         inboxes.calls.fill_(-3)

@@ -1,6 +1,6 @@
-"""The sum of ranks' parts between two GPUs, each rank in a process of its own: rank_sum_process.py has what they do.
+"""All-reduce between two GPUs, one process per rank: rank_sum_process.py has the scenes.
 
-Run these alone: other processes on the same GPUs take turns with the ranks, which then wait for each other."""
+Run these alone: other processes on the same GPUs would be time-sliced with the ranks, which wait for each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling on the GPU: the same tokens as the CPU's operator for the same logits, whatever they are."""
+"""Sampling on the GPU: the same tokens as the CPU operator for any logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def nasty(rows: int, vocab: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Rows of every kind that has ever been a special case, over and over."""
+    """Rows of every special case, repeated."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, vocab, generator=g)
     for i in range(rows):
@@ -29,15 +29,15 @@ def nasty(rows: int, vocab: int, dtype: torch.dtype, seed: int) -> Tensor:
             case 0 | 1 | 2:
                 x[i] *= 3
             case 3:
-                x[i] *= 0.01  # nearly even
+                x[i] *= 0.01  # nearly uniform
             case 4:
-                x[i] = 1.5  # even
+                x[i] = 1.5  # uniform
             case 5:
                 x[i] = (x[i] * 2).round()  # a few values, each many times
             case 6:
                 x[i, torch.rand(vocab, generator=g) < 0.9] = float("-inf")
             case 7:
-                x[i, int(torch.randint(vocab, (), generator=g))] = 60.0  # one that has it all
+                x[i, int(torch.randint(vocab, (), generator=g))] = 60.0  # one token has nearly all probability
             case 8:
                 x[i] = x[i] * 20 - 200
             case _:
@@ -77,7 +77,7 @@ def banks(samplers: list[Sampler], vocab: int) -> tuple[SamplerBank, SamplerBank
 
 
 def choose(bank: SamplerBank, logits: Tensor, slots: Tensor, known: Tensor) -> tuple[list[int], list[int]]:
-    """Tokens and outcomes, into memory that held something else."""
+    """Sample into poisoned memory; return tokens and outcomes."""
     device = bank._device
     tokens = torch.full((len(slots),), -7, dtype=torch.int64, device=device)
     outcome = torch.arange(len(slots), dtype=torch.uint8, device=device)
@@ -95,7 +95,7 @@ def choose(bank: SamplerBank, logits: Tensor, slots: Tensor, known: Tensor) -> t
     ],
 )
 def test_tokens_equal_the_cpus(dtype: torch.dtype, rows: int, vocab: int) -> None:
-    """Two steps, so that counts are seen to have been taken."""
+    """Two steps, so that the token counts matter."""
     rng = random.Random(vocab)
     samplers = [
         Sampler(wishes(rng, vocab), PROMPT, [0, vocab // 3], [rng.randrange(vocab) for _ in range(PROMPT + 4)], row % 3)
@@ -116,7 +116,7 @@ def test_tokens_equal_the_cpus(dtype: torch.dtype, rows: int, vocab: int) -> Non
     ("rows", "vocab"), [(300, 7), (300, 256), (200, 1003), (61, 50_257), (64, 151_936), (9, 32_000), (1, 700_001)]
 )
 def test_tokens_under_a_mask_equal_the_cpus(dtype: torch.dtype, rows: int, vocab: int) -> None:
-    """Every other row has one, beside all other settings; some allow one token, some none."""
+    """Every other row has a mask, in addition to all other settings; some allow one token, some none."""
     rng, numbers = random.Random(vocab), np.random.default_rng(vocab)
     words = -(-vocab // 32)
     share = numbers.choice([0.001, 0.1, 0.5, 0.99], size=(rows, 1))
@@ -234,7 +234,7 @@ def test_a_recorded_graph_serves_whoever_is_seated_later() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 151_936), (9, 1003), (300, 5003)])
 def test_outcomes_tell_a_broken_model_from_an_impossible_request(dtype: torch.dtype, rows: int, vocab: int) -> None:
-    """Every row asks for the impossible; every third has raw logits that are not finite, at a token it may choose."""
+    """No row has an allowed token; every third has raw logits that are not finite."""
     stops = [7, vocab - 1]
     asked = [
         Sampling(temperature=row % 2, top_p=0.9, top_k=5, allowed_token_ids=stops, min_tokens=3) for row in range(rows)

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its products, against float64: off by one rounding of the result, no more."""
+"""Operators between the GEMMs of a decoder layer on a CPU, against float64: one rounding of the result, no more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ARITHMETIC = 4e-7
 
 
 def assert_rounded_once(ours: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-    """`ours` is `exact` [f64] rounded to its dtype; `scale`: what the arithmetic's error is relative to (exact)."""
+    """Check that `ours` is `exact` [f64] rounded to its dtype.  `scale`: reference of the arithmetic's error."""
     info = torch.finfo(ours.dtype)
     slack = ARITHMETIC * (exact if scale is None else scale).abs()
     bound = slack + (exact.abs() + slack) * info.eps / 2 + info.smallest_normal * info.eps
@@ -29,14 +29,14 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
 
 
 def norm_in_place(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """The operator with its output over its input.  x [T, heads, D]: a norm for each head."""
+    """rms_norm in place.  x [T, heads, D]: a norm per head."""
     torch.ops.quire.rms_norm.default(x, weight, 1e-6, x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "size"), [(0, 64), (1, 512), (3, 40), (7, 3), (200, 512)])
 def test_rms_norm(dtype: torch.dtype, tokens: int, size: int) -> None:
-    """Sizes that fill no vector or not all of them; 200 tokens are enough to be shared among threads."""
+    """Sizes below a vector or not a multiple of it; 200 tokens are enough for several threads."""
     x = (torch.randn(tokens, size) * 3).to(dtype)
     weight = torch.randn(size).to(dtype)
     before = x.clone()
@@ -48,7 +48,7 @@ def test_rms_norm(dtype: torch.dtype, tokens: int, size: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_of_each_head_in_place(dtype: torch.dtype) -> None:
-    """Of the key heads of a merged projection; queries and values stay as they are."""
+    """Key heads of a fused projection; queries and values are not modified."""
     qkv = torch.randn(50, 9, 80).to(dtype)
     weight = torch.randn(80).to(dtype)
     expected = qkv.clone()
@@ -67,7 +67,7 @@ def test_silu_mul(dtype: torch.dtype, tokens: int, size: int) -> None:
 
 
 def test_silu_mul_far_out() -> None:
-    """Where e^-gate overflows silu is 0 to any precision that matters; NaN stays NaN."""
+    """If e^-gate overflows, silu is 0 to working precision; NaN stays NaN."""
     gate = torch.tensor([[-1e4, -100.0, -88.0, 100.0, 1e4, math.nan]])
     out = ops.silu_mul(torch.cat([gate, torch.ones_like(gate)], -1))[0]
     assert (out[:3].abs() < 1e-30).all()
@@ -79,7 +79,7 @@ def test_silu_mul_far_out() -> None:
 @pytest.mark.parametrize("size", [64, 80, 6, 512])
 @pytest.mark.parametrize("tokens", [1, 7, 150])
 def test_rope_kv_write(dtype: torch.dtype, size: int, tokens: int) -> None:
-    """Four query, two key, two value heads; every fifth token is skipped; all other places stay as they were."""
+    """Four query, two key, two value heads; every fifth token is skipped; all other entries keep their values."""
     qkv = torch.randn(tokens, 8, size).to(dtype)
     cos, sin = torch.randn(tokens, size).to(dtype), torch.randn(tokens, size).to(dtype)
     k_cache, v_cache = torch.randn(20, 2, 16, size).to(dtype), torch.randn(20, 2, 16, size).to(dtype)
@@ -169,7 +169,7 @@ def test_shapes_and_indices_are_checked() -> None:
 @pytest.mark.parametrize("plus", [False, True])
 @pytest.mark.parametrize("extras", [False, True])
 def test_linear_is_a_chain(dtype: torch.dtype, silu_mul: bool, plus: bool, extras: bool) -> None:
-    """With a norm and a bias, and without: what the operators do one after another, into rows of a wider tensor."""
+    """With and without norm and bias: equal to the separate operators, into rows of a wider tensor."""
     x, weight = torch.randn(5, 48).to(dtype), torch.randn(64 if silu_mul else 32, 48).to(dtype)
     norm, bias = (torch.randn(48).to(dtype), torch.randn(len(weight)).to(dtype)) if extras else (None, None)
     y = ops.rms_norm(x, norm, 1e-5) if norm is not None else x
@@ -183,7 +183,7 @@ def test_linear_is_a_chain(dtype: torch.dtype, silu_mul: bool, plus: bool, extra
         ops.linear(x, weight, bias, norm=norm, eps=1e-5, silu_mul=silu_mul, plus=out)
     else:
         ops.linear(x, weight, bias, norm=norm, eps=1e-5, silu_mul=silu_mul, out=out)
-    # One more rounding, of the product before it is added, may have been made or not.
+    # The GEMM's result may have been rounded once more before the addition.
     scale = (out.double().abs() + y.double().abs()) * torch.finfo(dtype).eps
     assert ((out.double() - expected.double()).abs() <= scale).all()
     assert torch.equal(wide[:, 32:], rest)

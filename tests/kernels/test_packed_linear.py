@@ -1,4 +1,4 @@
-"""The operator of a layer's product on a CPU: norm, product with any kind of weight, activation or addition."""
+"""packed_linear on a CPU: norm, GEMM with any kind of weight, activation or residual."""
 
 from __future__ import annotations
 

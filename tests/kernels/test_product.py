@@ -1,4 +1,4 @@
-"""Products with one order of summation: as exact as others, and the same bits for a row in any company."""
+"""Linear layers with a fixed order of summation: as exact as torch's, and bit-identical rows in any batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def product(
 @pytest.mark.parametrize(("inner", "features"), [(1, 1), (7, 33), (64, 32), (511, 100), (513, 31), (1408, 512)])
 @pytest.mark.parametrize("more", [False, True])
 def test_against_float64(dtype: torch.dtype, inner: int, features: int, more: bool) -> None:
-    """As close as torch's own product of the same dtype, up to a factor of two."""
+    """As close as torch's own GEMM of the same dtype, up to a factor of two."""
     x, weight = made(29, inner, features, dtype)
     bias = made(1, features, 1, dtype, seed=1)[0][0] if more else None
     plus = made(29, features, 1, dtype, seed=2)[0] if more else None
@@ -54,7 +54,7 @@ def test_against_float64(dtype: torch.dtype, inner: int, features: int, more: bo
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inner", "features"), [(64, 64), (512, 1000), (1408, 96), (4096, 256)])
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, inner: int, features: int) -> None:
-    """Alone, at any place, with any number of others, on any number of threads."""
+    """Alone, at any position, in any batch, on any number of threads."""
     x, weight = made(200, inner, features, dtype)
     alone = torch.cat([product(row[None], weight) for row in x])
     for threads, counts in ((1, (2, 5, 11, 12, 13, 31, 97, 200)), (2, (1, 64, 200))):
@@ -65,7 +65,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, inner: int, 
 
 
 def test_the_library_does_depend_on_the_batch() -> None:
-    """What the operator is for.  Should this fail one day, it can go."""
+    """The reason for the operator: if this fails one day, `product` can be deleted."""
     x, weight = made(64, 4096, 64, torch.float32)
     alone = torch.cat([torch.nn.functional.linear(row[None], weight) for row in x])
     assert not torch.equal(torch.nn.functional.linear(x, weight), alone)

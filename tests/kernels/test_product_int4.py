@@ -1,4 +1,4 @@
-"""Products with int4 weights: bit for bit what their definition gives, near float64, and equal in any company."""
+"""int4 linear layers on a CPU: bit-identical to their definition, near float64, and equal in any batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Weight:
         return ops.pack_int4(self.numbers[:, ::2] | self.numbers[:, 1::2] << 4, self.scale, self.zero)
 
     def centred(self) -> torch.Tensor:
-        """Numbers less their zero points: int64 [out, groups, inputs]."""
+        """Weights minus zero points: int64 [out, groups, inputs]."""
         numbers = self.numbers.view(*self.scale.shape, -1).to(torch.int64)
         return numbers - (8 if self.zero is None else self.zero[..., None].to(torch.int64))
 
@@ -48,7 +48,7 @@ class Weight:
 def made(
     rows: int, inner: int, features: int, group: int, dtype: torch.dtype = torch.float32, **how: bool
 ) -> tuple[torch.Tensor, Weight]:
-    """x and a weight.  zeros=False: without zero points.  wide=True: scales that float16 does not hold."""
+    """x and a weight.  zeros=False: without zero points.  wide=True: scales that are not exact in float16."""
     rng = torch.Generator().manual_seed(inner + group)
     numbers = torch.randint(0, 16, (features, inner), generator=rng).to(torch.uint8)
     scale = (torch.rand(features, inner // group, generator=rng) * inner**-0.5 + 1e-4).half().float()
@@ -108,7 +108,7 @@ def test_the_smallest_and_the_largest_numbers(size: float) -> None:
 
 @pytest.mark.parametrize("group", [32, 4096])
 def test_the_largest_sums(group: int) -> None:
-    """Everything at its limit, and all of one sign: nothing overflows."""
+    """All operands at their limits and of one sign: no overflow."""
     for number, zero in ((0, 15), (15, 0)):
         for sign in (1, -1):
             x = torch.full((2, 8192), 32639.0 * sign)  # rounded with a scale of 1
@@ -125,11 +125,11 @@ def test_the_largest_sums(group: int) -> None:
 @pytest.mark.parametrize(("inner", "features", "group"), SIZES)
 @pytest.mark.parametrize("wild", [False, True])
 def test_against_float64(dtype: torch.dtype, inner: int, features: int, group: int, wild: bool) -> None:
-    """Within what the roundings allow, also where a few numbers of x are large.
+    """Within the error of the roundings, also if a few elements of x are large.
 
-    A number of x is off by half a step of its row.  In float32 a group's sum is rounded, multiplied, added to those of
-    `groups` others, and scaled; bias and plus are added.  That is at most groups + 5 roundings of a part of the sum of
-    all |x| |weight|.  Last the result is rounded to its dtype."""
+    An element of x has an error of half a step of its row.  In float32 a group's sum is rounded, multiplied, added to
+    `groups` others, and scaled; bias and plus are added.  That is at most groups + 5 roundings of a part of
+    sum |x| |weight|.  Finally the result is rounded to its dtype."""
     x, weight = made(29, inner, features, group, dtype)
     if wild:
         x[:, ::97] *= 30

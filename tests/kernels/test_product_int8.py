@@ -1,4 +1,4 @@
-"""Products with int8 weights: bit for bit what integers give, near the product in float64, and equal in any company."""
+"""int8 linear layers on a CPU: bit-identical to integer arithmetic, near float64, and equal in any batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def threads() -> Iterator[None]:
 
 
 def made(rows: int, inner: int, features: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, and numbers and scales of a weight; all numbers of 8 bits occur where there is room."""
+    """x, and values and scales of a weight; all int8 values occur if the size allows."""
     rng = torch.Generator().manual_seed(inner)
     numbers = torch.randint(-128, 128, (features, inner), generator=rng).to(torch.int8)
     scale = torch.rand(features, generator=rng) * inner**-0.5 / 64 + 1e-4
@@ -43,7 +43,7 @@ def product(
 
 
 def in_integers(x: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The definition in csrc/cpu/product_int8.h, number by number in numpy's own arithmetic."""
+    """The definition in csrc/cpu/product_int8.h, element by element in numpy's arithmetic."""
     wide = x.float().numpy()
     largest = np.abs(wide).max(1, keepdims=True)
     with np.errstate(divide="ignore", over="ignore"):
@@ -80,7 +80,7 @@ def test_the_smallest_and_the_largest_numbers(size: float) -> None:
 
 
 def test_the_largest_sums() -> None:
-    """Everything at its limit, and all of one sign: nothing overflows."""
+    """All operands at their limits and of one sign: no overflow."""
     for number in (-128, 127):
         for sign in (1, -1):
             x = torch.full((2, 70_000), 32639.0 * sign)  # rounded with a scale of 1
@@ -92,7 +92,7 @@ def test_the_largest_sums() -> None:
 @pytest.mark.parametrize(("inner", "features"), SIZES)
 @pytest.mark.parametrize("wild", [False, True])
 def test_against_float64(dtype: torch.dtype, inner: int, features: int, wild: bool) -> None:
-    """As close as rounding x to 16 bits and the result to its dtype allow, also where a few numbers are large."""
+    """Within the error of rounding x to 16 bits and the result to its dtype, also if a few elements are large."""
     x, numbers, scale = made(29, inner, features, dtype)
     if wild:
         x[:, ::97] *= 30

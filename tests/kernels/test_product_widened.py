@@ -1,4 +1,4 @@
-"""Products of many rows with int8 and int4 weights as bfloat16: near float64, and only where they were asked for."""
+"""Linear layers of many rows with weights dequantised to bfloat16: near float64, and only if `widen` is set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture
 def rows(kind: str) -> int:
-    """The fewest rows that meet weights as bfloat16."""
+    """Minimum rows at which weights are dequantised to bfloat16."""
     found = ops.widened_rows()
     if found is None:
         pytest.skip("this CPU has no bfloat16 instructions")
@@ -39,7 +39,7 @@ def pack(weight: Quantised, *, ordered: bool = False) -> ops.Packed:
 
 
 def made(kind: str, rows: int, inner: int, features: int) -> tuple[torch.Tensor, Quantised]:
-    """x in bfloat16 and a weight; int8 has all numbers of 8 bits where there is room."""
+    """x in bfloat16 and a weight; int8 has all values if the size allows."""
     rng = torch.Generator().manual_seed(inner)
     weight = Quantised.of(torch.randn(features, inner, generator=rng), DTYPE["int8" if kind == "int8" else "int4"])
     if kind == "int8":
@@ -104,7 +104,7 @@ def test_any_size(data: st.DataObject) -> None:
 
 
 def lost_in_integers(kind: str, rows: int) -> tuple[torch.Tensor, Quantised]:
-    """x with a number so large that rounding a row to 16 bits makes the others 0; the weight of the large one is 0."""
+    """x with an element so large that 16-bit quantisation makes the others 0; the weight of the large one is 0."""
     x, weight = made(kind, rows, 64, 32)
     x[:, 0] = 2.0**40
     weight.numbers[:, 0] = 0
@@ -147,7 +147,7 @@ def test_other_dtypes_meet_integers(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [1, 70, 700])
 def test_a_plain_weight_on_matrix_tiles(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """What a CPU with AMX takes for logits, run on the instructions that this CPU has."""
+    """The path of a CPU with AMX for logits, run with this CPU's instructions."""
     if ops.widened_rows() is None or torch.ops.quire.product_layout.default(torch.empty(0).bfloat16())[1] != 2:
         pytest.skip("this build or this CPU has no bfloat16 instructions")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)

@@ -1,4 +1,4 @@
-"""One token for each row, against float64 and Python's unbounded integers."""
+"""Sampling of one token per row on a CPU, against float64 and Python's unbounded integers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def kept_weights(x: Tensor, temperature: float, k: int, p: float, min_p: float) 
 @pytest.mark.parametrize("vocab", [5, 100, 5003, 16_000])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
 def test_tokens_are_those_of_float64(dtype: torch.dtype, vocab: int, spread: float) -> None:
-    """Every draw falls on the same token as in float64, or so close to it that float32 weights explain it."""
+    """Every draw gives the token of float64, or one within the rounding of float32 weights."""
     rng = random.Random(vocab)
     rows = 100
     logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * spread).to(dtype)
@@ -125,7 +125,7 @@ def test_draws_differ_by_seed_sibling_and_position_only() -> None:
 
 
 def test_what_weighs_nothing_is_never_drawn() -> None:
-    """Forbidden tokens, and those less likely than 2^-31; at any temperature."""
+    """Forbidden tokens, and tokens below 2^-31 of the maximum probability; at any temperature."""
     logits = torch.full((4000, 600), -22.0)  # e^-22 is about 2^-31.7
     logits[:, 300] = -1e30
     logits[:, 77] = 0.0
@@ -150,7 +150,7 @@ def test_padded_rows_and_views() -> None:
 
 @given(st.integers(0, 2**31), st.integers(1, 5), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_the_greatest_keys_of_parts_are_those_of_whole_rows(seed: int, parts: int, dtype: torch.dtype) -> None:
-    """With ties within parts and across them, numbers of both signs, zeros of both, and rows that are not finite."""
+    """With ties within and across parts, values of both signs, zeros of both signs, and rows that are not finite."""
     rng = torch.Generator().manual_seed(seed)
     logits = torch.randint(-3, 4, (40, 97), generator=rng).to(dtype) / 2 - 2 * (seed % 2)
     logits[torch.rand(40, 97, generator=rng) < 0.05] *= -0.0
@@ -198,7 +198,7 @@ def test_shapes_and_indices_are_checked() -> None:
 
 
 def test_outcomes_tell_a_broken_model_from_an_impossible_request() -> None:
-    """A row is the model's fault where its raw logits are not finite, and the request's own where they are."""
+    """The outcome blames the model if the raw logits are not finite, else the request."""
     vocab, inf, nan = 2003, math.inf, math.nan
     allowed = torch.full((vocab,), FORBIDDEN, dtype=torch.int32)
     allowed[5] = STOP  # the only allowed token is a stop token, masked before min_tokens
@@ -231,7 +231,7 @@ def test_outcomes_tell_a_broken_model_from_an_impossible_request() -> None:
 
 
 def packed(allowed: np.ndarray) -> np.ndarray:
-    """[., ceil(V / 32)] i32 of [., V] bool.  The bits past V are ones: no token may be taken from there."""
+    """[., ceil(V / 32)] i32 of [., V] bool.  The bits past V are ones, to test that no token is sampled from there."""
     rows, vocab = allowed.shape
     bits = np.ones((rows, -(-vocab // 32) * 32), bool)
     bits[:, :vocab] = allowed
@@ -242,7 +242,7 @@ def packed(allowed: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("vocab", [5, 32, 640, 5003])
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.98])
 def test_a_mask_is_the_same_as_logits_of_minus_infinity(dtype: torch.dtype, vocab: int, share: float) -> None:
-    """Greedy and drawn, with filters and penalties; rows without a mask are the same as ever."""
+    """Greedy and drawn, with filters and penalties; rows without a mask are unaffected."""
     rng = np.random.default_rng(vocab)
     rows = 60
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)).mul(3).to(dtype)

@@ -1,4 +1,4 @@
-"""Blocks copied to the host's memory return byte for byte, to whatever place."""
+"""KV swap: blocks copied to host memory return byte for byte, to any block."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def as_bytes(caches: Caches) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("layers", "count"), [(1, 1), (3, 5), (3, 11), (150, 4)])
 def test_there_and_back(device: str, dtype: torch.dtype, layers: int, count: int) -> None:
-    """More blocks than are staged at once, more caches than one launch takes, host blocks in any order, some of them
-    neighbours.  All other blocks stay as they were."""
+    """More blocks than are staged at once, more caches than one launch takes, host blocks in any order, some of
+    them consecutive.  All other blocks keep their contents."""
     caches = random_caches(device, dtype, layers, 40, size=80 if layers < 10 else 8)
     swap = Swap(caches, 2 * count, at_once=4)
     [host] = swap.host
@@ -49,7 +49,7 @@ def test_there_and_back(device: str, dtype: torch.dtype, layers: int, count: int
     there = [*range(count // 2), *reversed(range(count, 2 * count - count // 2))]
     going = swap.out(list(zip(away, there, strict=True)))
     for cache in flat(caches):
-        cache[away] = 0  # after they were read: must not be what is seen
+        cache[away] = 0  # after the read, so the swap must not see it
     if going:
         going.synchronize()
     assert torch.equal(host[there], before[:, away].transpose(0, 1).cpu())
@@ -79,13 +79,15 @@ def test_layers_of_several_shapes(device: str, dtype: torch.dtype) -> None:
         wanted = old.clone()
         wanted[blocks[::-1]] = old[blocks]
         assert torch.equal(tensor.view(torch.uint8), wanted)
-    numbers = 2 * (3 * 16 + 64 + 3 * 16 + 2 * 16) * 16  # of a block: keys and values of the layers that have their own
+    numbers = (
+        2 * (3 * 16 + 64 + 3 * 16 + 2 * 16) * 16
+    )  # elements per block: keys and values of the layers with their own cache
     assert swap.moved()[0] == 2 * 7 * numbers * dtype.itemsize
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_back_waits_for_who_still_reads(device: str) -> None:
-    """A block is swapped in over one that an earlier launch has yet to copy."""
+    """A block is swapped in over one that an earlier launch still has to copy."""
     caches = random_caches(device, torch.bfloat16, 2, 400, size=128)
     swap = Swap(caches, 1)
     tensors = flat(caches)
