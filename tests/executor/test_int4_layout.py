@@ -1,4 +1,4 @@
-"""Weights of 4 bits in the layout of a GPU's products: what is read from the records is what was packed."""
+"""Packing of int4 weights for a GPU: values read from the packed blocks equal those packed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.executor import ops
-from quire.engine.executor.int4_layout import INPUTS, PIECE, ROWS, pack
+from quire.engine.executor.int4_layout import CHUNK, INPUTS, ROWS, pack
 
 SHAPES = [(16, 128, 32), (48, 256, 64), (32, 384, 128), (16, 512, 256), (32, 384, 96), (16, 640, 640)]
 
@@ -63,7 +63,7 @@ def test_a_weight_is_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pack(in_bytes(numbers), scale, zero)
     monkeypatch.setattr("quire.engine.executor.int4_layout.CHUNK", 256 * 32)
     pieces = pack(in_bytes(numbers), scale, zero)
-    assert PIECE > 80 * 256
+    assert CHUNK > 80 * 256
     assert all(map(torch.equal, whole, pieces))
 
 
