@@ -1,6 +1,7 @@
 """START HERE: the gateway process.  HTTP in, server-sent events out; asyncio, no torch.
 
-    connections.py -> middleware.py -> handlers.py (one request, step by step)  or  status.py (probes, models, metrics)
+    connections.py -> middleware.py -> handlers.py -> answers.py (one request, step by step)
+                                     or -> status.py (probes, models, metrics)
 
 This file holds the routes and the order of start-up and shutdown:
 
@@ -132,25 +133,24 @@ class Gateway:
         app = web.Application(middlewares=[self._middleware.handle])
         app.on_response_prepare.append(self._middleware.add_headers)
         if self._config.responses_ttl_s:
-            app.cleanup_ctx.append(self.handlers.background)
+            app.cleanup_ctx.append(self.handlers.background.serve)
         handlers, status = self.handlers, self._status
+        answer, responses = handlers.answers.answer, handlers.responses
         routes = [
             web.post("/v1/completions", handlers.completions),
             web.post("/v1/chat/completions", handlers.chat),
-            web.post(
-                "/v1/chat/completions/batch", partial(handlers.answer, parse=chat_batch.parse, prefix="chatcmpl-")
-            ),
-            web.post("/invocations", partial(handlers.answer, parse=chat_batch.parse_invocation, prefix="")),
+            web.post("/v1/chat/completions/batch", partial(answer, parse=chat_batch.parse, prefix="chatcmpl-")),
+            web.post("/invocations", partial(answer, parse=chat_batch.parse_invocation, prefix="")),
             web.post("/generative_scoring", handlers.scores),
             web.post("/v1/messages", handlers.messages),
             web.post("/v1/messages/count_tokens", handlers.tokens.count_tokens),
-            web.post("/v1/responses", handlers.responses),
-            web.post("/v1/responses/compact", handlers.compact),
-            web.post("/v1/responses/input_tokens", handlers.input_tokens),
-            web.get("/v1/responses/{id}", handlers.response),
-            web.delete("/v1/responses/{id}", handlers.delete_response),
-            web.post("/v1/responses/{id}/cancel", handlers.cancel_response),
-            web.get("/v1/responses/{id}/input_items", handlers.input_items),
+            web.post("/v1/responses", responses.create),
+            web.post("/v1/responses/compact", responses.compact),
+            web.post("/v1/responses/input_tokens", responses.input_tokens),
+            web.get("/v1/responses/{id}", responses.retrieve),
+            web.delete("/v1/responses/{id}", responses.delete),
+            web.post("/v1/responses/{id}/cancel", responses.cancel),
+            web.get("/v1/responses/{id}/input_items", responses.input_items),
             web.get("/v1/streams/{id}", handlers.stream),
             web.delete("/v1/streams/{id}", handlers.cancel),
             web.post("/tokenize", handlers.tokens.tokenize),

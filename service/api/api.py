@@ -12,13 +12,11 @@ import functools
 import json
 import math
 import re
-import secrets
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-from quire.engine.wire.messages import PRIORITIES, Beams, Generate, Sampling
-from quire.engine.wire.prefixes import prefix_digests
+from quire.engine.wire.messages import PRIORITIES, Beams, Sampling
 from quire.service.api import best_of
 from quire.service.api.beams import BeamFields, beams_of, fit_beams, refuse_calls, searched, unserved
 from quire.service.api.client_tools import Called, allowed_tools, chat_tools
@@ -753,73 +751,3 @@ def bound_logprobs(valid: ValidRequest, encoded: list[list[int]], rooms: list[in
         rooms = [max(least, min(room, most // (width * valid.n * len(rooms)))) for room in rooms]
     check(key, fixed + sum(rooms) * valid.n * width, config)
     return rooms
-
-
-def traceparent(header: str) -> str:
-    """Return a W3C trace context header unchanged, or "" if it is malformed: then it is ignored.
-
-    https://www.w3.org/TR/trace-context/: version, trace id, parent id, flags.
-    All-zero ids and version ff are invalid."""
-    form = r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
-    return header if re.fullmatch(form, header) else ""
-
-
-TRACESTATE_CHARS = 512  # that a W3C trace state must be passed on with; members beyond are left out
-TRACESTATE_MEMBERS = 32
-_STATE_KEY = r"(?:[a-z][a-z0-9_\-*/]{0,255}|[a-z0-9][a-z0-9_\-*/]{0,240}@[a-z][a-z0-9_\-*/]{0,13})"
-_STATE_MEMBER = re.compile(_STATE_KEY + r"=[ -+\--<>-~]{0,255}[!-+\--<>-~]")
-
-
-def tracestate(header: str) -> str:
-    """Return the members of a W3C trace state header, or "" if it is malformed: then it is ignored.
-
-    https://www.w3.org/TR/trace-context/: up to 32 members `key=value`, no key twice.  Several headers count as one."""
-    members = [member for one in header.split(",") if (member := one.strip(" \t"))]
-    keys = {member.partition("=")[0] for member in members}
-    if len(keys) < len(members) or len(members) > TRACESTATE_MEMBERS or not all(map(_STATE_MEMBER.fullmatch, members)):
-        return ""
-    while len(kept := ",".join(members)) > TRACESTATE_CHARS:
-        members.pop()
-    return kept
-
-
-def generates(
-    valid: ValidRequest,
-    request_id: str,
-    gateway: str,
-    encoded: list[list[int]],
-    rooms: list[int],
-    deadline_ms: int,
-    trace: tuple[str, str] = ("", ""),
-    tenant: str = "",
-    weight: float = 1.0,
-    queued_ms: int = 0,
-) -> list[Generate]:
-    """Return one order per prompt; choice number = prompt number * n + continuation.
-
-    `trace`: `traceparent` and `tracestate`.
-
-    Every seed is chosen here, so that a replay on another engine samples the same tokens."""
-    return [
-        Generate(
-            id=f"{request_id}.{at}",
-            gateway=gateway,
-            token_ids=ids,
-            max_new_tokens=room,
-            sampling=valid.sampling
-            if valid.seeded
-            else msgspec.structs.replace(valid.sampling, seed=secrets.randbits(63)),
-            deadline_ms=deadline_ms,
-            cache_salt=valid.cache_salt,
-            traceparent=trace[0],
-            tracestate=trace[1],
-            n=valid.n,
-            priority=valid.priority,
-            tenant=tenant,
-            weight=weight,
-            queued_ms=queued_ms,
-            beams=valid.beams,
-            prefixes=prefix_digests(ids, valid.cache_salt) if valid.sampling.prompt_logprobs < 0 else b"",
-        )
-        for at, (ids, room) in enumerate(zip(encoded, rooms, strict=True))
-    ]

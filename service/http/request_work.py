@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from aiohttp import web
 
+from quire.service.api.trace_context import TraceContext, traceparent, tracestate
 from quire.service.config import GatewayConfig
 from quire.service.delivery.streams import Streams
 from quire.service.http.middleware import Capacity
@@ -66,3 +67,10 @@ async def cut_after(timeout_s: float) -> AsyncIterator[None]:
             yield
     except TimeoutError:
         raise ConnectionResetError("client does not read") from None
+
+
+def trace_context(request: web.Request) -> TraceContext:
+    """Return the `traceparent` and `tracestate` of a request; both are empty if the first is not valid."""
+    parent = traceparent(request.headers.get("traceparent", ""))
+    state = tracestate(",".join(request.headers.getall("tracestate", ()))) if parent else ""
+    return TraceContext(parent, state)

@@ -18,7 +18,9 @@ from quire.engine.wire.prefixes import prefix_digests
 from quire.service.api import api
 from quire.service.api import fields as body_fields
 from quire.service.api.api import EngineLimits, Refusal, ValidRequest
+from quire.service.api.envelope import Envelope, generates
 from quire.service.api.format import Format, Prompted
+from quire.service.api.trace_context import tracestate
 from quire.service.common.limits import CONTENT_PARTS, TOOL_CALLS
 from quire.service.common.pacing import Pacer
 from quire.service.config import GatewayConfig
@@ -488,23 +490,23 @@ def test_every_order_carries_the_digests_of_its_prompts_prefixes() -> None:
     """Salted by tenant; none where prompt logprobs switch prefix reuse off."""
     prompts = [[1] * 130, [2] * 63]
     salted = msgspec.structs.replace(completion(prompt=["a", "b"]), cache_salt="tenant")
-    orders = api.generates(salted, "r", "g", prompts, [5, 5], 1)
+    orders = generates(salted, prompts, [5, 5], Envelope("r", "g", 1))
     assert [order.prefixes for order in orders] == [prefix_digests(prompts[0], "tenant"), b""]
     assert len(orders[0].prefixes) == 16
     scored = msgspec.structs.replace(salted, sampling=msgspec.structs.replace(salted.sampling, prompt_logprobs=0))
-    assert [order.prefixes for order in api.generates(scored, "r", "g", prompts, [5, 5], 1)] == [b"", b""]
+    assert [order.prefixes for order in generates(scored, prompts, [5, 5], Envelope("r", "g", 1))] == [b"", b""]
 
 
 def test_every_order_has_its_seed_settled() -> None:
-    orders = api.generates(completion(prompt=["a", "b"], n=2), "r", "g", [[1], [2]], [5, 6], 123)
+    orders = generates(completion(prompt=["a", "b"], n=2), [[1], [2]], [5, 6], Envelope("r", "g", 123))
     assert [(o.id, o.gateway, o.n, o.max_new_tokens, o.deadline_ms) for o in orders] == [
         ("r.0", "g", 2, 5, 123),
         ("r.1", "g", 2, 6, 123),
     ]
     assert orders[0].sampling.seed != orders[1].sampling.seed
-    seeded = api.generates(completion(prompt=["a", "b"], seed=-2), "r", "g", [[1], [2]], [5, 5], 1)
+    seeded = generates(completion(prompt=["a", "b"], seed=-2), [[1], [2]], [5, 5], Envelope("r", "g", 1))
     assert [o.sampling.seed for o in seeded] == [2**63 - 2] * 2
-    unseeded = api.generates(completion(prompt=["a", "b"], seed=-1), "r", "g", [[1], [2]], [5, 5], 1)
+    unseeded = generates(completion(prompt=["a", "b"], seed=-1), [[1], [2]], [5, 5], Envelope("r", "g", 1))
     assert unseeded[0].sampling.seed != unseeded[1].sampling.seed
 
 
@@ -790,5 +792,5 @@ def test_messages_their_parts_and_tool_calls_are_counted() -> None:
     ],
 )
 def test_a_trace_state_is_whole_members_or_nothing(header: str, kept: str) -> None:
-    assert api.tracestate(header) == kept
+    assert tracestate(header) == kept
     assert len(kept) <= 512

@@ -153,7 +153,7 @@ async def test_a_renewal_while_it_begins_does_not_stop_it(
     """Redis does not know it as running before it is stored."""
     monkeypatch.setattr(background, "RENEW_S", 3600)
     served = await serve(tools_tokenizer)
-    jobs = served.gateway.handlers._background
+    jobs = served.gateway.handlers.background
     begin_storing = StoredResponses.begin
 
     async def begin_late(*given: Any) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from quire.engine.wire.messages import Delta, Finish, Generate, TokenLogprob
 from quire.service.api import api
 from quire.service.api.api import EngineLimits, Refusal
+from quire.service.api.envelope import Envelope, generates
 from quire.service.api.format import Format, Prompted
 from quire.service.api.tenants import Tenant
 from quire.service.common import limits
@@ -39,7 +40,7 @@ def walk(body: bytes, *, chat: bool = False) -> list[Generate]:
         encoded = [ids[-valid.truncate_prompt_tokens :] for ids in encoded]
     rooms = api.bound_logprobs(valid, encoded, api.fit(valid, encoded, ENGINES), CONFIG)
     deadline_ms = 1_700_000_000_000 + int(valid.timeout_s * 1000)
-    orders = api.generates(valid, "r", "g", encoded, rooms, deadline_ms)
+    orders = generates(valid, encoded, rooms, Envelope("r", "g", deadline_ms))
     for order in orders:
         msgspec.msgpack.encode(order)
         assert 0 <= order.sampling.seed < 2**63

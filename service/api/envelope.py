@@ -1,0 +1,57 @@
+"""From a checked and encoded request to the orders of engines, one for each prompt."""
+
+from __future__ import annotations
+
+import secrets
+from typing import NamedTuple
+
+import msgspec
+
+from quire.engine.wire.messages import Generate
+from quire.engine.wire.prefixes import prefix_digests
+from quire.service.api.api import ValidRequest
+from quire.service.api.trace_context import TraceContext
+
+
+class Envelope(NamedTuple):
+    """Id, sender and times of a request: what its orders carry beside prompt and sampling."""
+
+    request_id: str
+    gateway: str  # id of the process that reads the tokens
+    deadline_ms: int  # unix time on Redis' clock, as `queued_ms`
+    queued_ms: int = 0
+    tenant: str = ""
+    weight: float = 1.0  # the tenant's share
+    trace: TraceContext = TraceContext()
+
+
+def generates(
+    valid: ValidRequest, encoded: list[list[int]], max_new_tokens: list[int], envelope: Envelope
+) -> list[Generate]:
+    """Return one order for each prompt; choice number = prompt number * n + sequence.
+
+    `encoded`, `max_new_tokens`: of each prompt.  Every seed is chosen here, so that a replay on another engine samples
+    the same tokens."""
+    return [
+        Generate(
+            id=f"{envelope.request_id}.{at}",
+            gateway=envelope.gateway,
+            token_ids=ids,
+            max_new_tokens=most,
+            sampling=valid.sampling
+            if valid.seeded
+            else msgspec.structs.replace(valid.sampling, seed=secrets.randbits(63)),
+            deadline_ms=envelope.deadline_ms,
+            cache_salt=valid.cache_salt,
+            traceparent=envelope.trace.parent,
+            tracestate=envelope.trace.state,
+            n=valid.n,
+            priority=valid.priority,
+            tenant=envelope.tenant,
+            weight=envelope.weight,
+            queued_ms=envelope.queued_ms,
+            beams=valid.beams,
+            prefixes=prefix_digests(ids, valid.cache_salt) if valid.sampling.prompt_logprobs < 0 else b"",
+        )
+        for at, (ids, most) in enumerate(zip(encoded, max_new_tokens, strict=True))
+    ]

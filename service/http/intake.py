@@ -1,0 +1,212 @@
+"""From the body of a new request to orders for engines, step by step.
+
+    body -> api.parse -> tokenizer.encode -> grammar -> api.fit -> cost, orders, record, answer format = Accepted
+
+Nothing is queued here.  `Answers.begin` takes the quotas, and `Streams.open` decides on admission.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import msgspec
+from aiohttp import web
+
+from quire.engine.wire.messages import Generate
+from quire.service.api import api
+from quire.service.api.anthropic import messages
+from quire.service.api.beams import queue_extra
+from quire.service.api.envelope import Envelope, generates
+from quire.service.api.format import AnswerFormat, Prompted
+from quire.service.api.inference_headers import InferenceHeaders
+from quire.service.api.openai_responses import responses
+from quire.service.api.openai_responses.response_items import earlier_items
+from quire.service.api.skipped import left_out
+from quire.service.api.tenants import Tenant
+from quire.service.api.trace_context import TraceContext
+from quire.service.config import GatewayConfig
+from quire.service.delivery import admission, resume
+from quire.service.delivery.streams import Streams
+from quire.service.grammar.grammar_checks import GrammarChecks
+from quire.service.grammar.grammar_errors import NotServed
+from quire.service.http.bodies import Body
+from quire.service.http.meter import Meter
+from quire.service.http.middleware import METER, OWNER, TENANT
+from quire.service.http.request_work import RequestWork, trace_context
+from quire.service.http.stored_responses import StoredResponses, holder_of
+from quire.service.text.stop_strings import with_stop_tokens
+from quire.service.text.tokenizer import Tokenizer
+
+Parse = Callable[[bytes, GatewayConfig, str, float, api.Served], api.ValidRequest]
+
+NAMES = {messages.PREFIX: messages.NAMES, responses.PREFIX: responses.NAMES}  # names of a chat's fields, by format
+MOMENT_S = 0.001  # least time that a request has left after it waited for an engine; admission refuses it
+
+
+class Accepted(NamedTuple):
+    """A request that was parsed, encoded and checked: ready for admission."""
+
+    valid: api.ValidRequest
+    orders: list[Generate]  # one for each prompt
+    cost: admission.Cost
+    form: AnswerFormat
+    record: bytes  # for a client that resumes: see resume.Record
+
+
+class Intake:
+    """Makes `Accepted` values of the requests of one gateway."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        tokenizer: Tokenizer,
+        streams: Streams,
+        work: RequestWork,
+        stored: StoredResponses,
+        *,
+        model: str,
+        gateway: str,
+        served: api.Served,
+    ) -> None:
+        """`model`: the name that clients use.  `gateway`: the id of this process."""
+        self._config, self._tokenizer, self._streams = config, tokenizer, streams
+        self._work, self._stored = work, stored
+        self._model, self._gateway, self._served = model, gateway, served
+        self._grammars = GrammarChecks()
+        self._inference_headers = InferenceHeaders(config)
+
+    async def accept(self, request: web.Request, body: Body, parse: Parse, prefix: str) -> Accepted:
+        """Return a new request, ready for admission.  `prefix`: of its id; "": its body decides.  Raises Refusal."""
+        tenant, priority = self._inference_headers.place(request.headers, request[TENANT])
+        timeout_s = api.header_timeout(request.headers.get("X-Request-Timeout"), self._config)
+        longest_wait_s = api.header_queue_wait(request.headers.get("X-Max-Queue-Wait"), self._config)
+        valid, size = await self.parse(request, body, parse, prefix, timeout_s)
+        priority = _right_to(tenant, valid.priority, request[METER]) if priority is None else priority
+        valid = msgspec.structs.replace(valid, cache_salt=tenant.salt(valid.cache_salt), priority=priority, unknown=())
+        limits, valid, longest_wait_s = await self._wait_for_limits(valid, longest_wait_s)
+        encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._work.max_tokens())
+        valid = await self._forbid(valid, size)
+        valid = await self._constrain(valid, encoded, size, tenant, request[METER])
+        rooms = await self._work.offload(size, api.fit, valid, encoded, limits)
+        rooms = api.bound_logprobs(valid, encoded, rooms, self._config)
+        prompt_tokens, extra = sum(map(len, encoded)), queue_extra(valid.beams, limits.block_size)
+        cost = admission.Cost(
+            prompt_tokens=prompt_tokens + extra * len(encoded),
+            timeout_s=valid.timeout_s,
+            least_tokens=min(map(valid.least_tokens, rooms)),
+            tenant=tenant.name,
+            weight=tenant.weight,
+            longest_wait_s=longest_wait_s,
+            continuations=valid.width * len(encoded),
+            extra_tokens=extra,
+        )
+        envelope = self._envelope(valid, tenant, prefix)
+        given = trace_context(request)
+        trace = request[METER].describe(
+            envelope.request_id, valid, tenant.name, prompt_tokens, max(rooms), given.parent, given.state
+        )
+        envelope = envelope._replace(trace=TraceContext(*trace))
+        prompts = await self._tokenizer.offload(size, self._tokenizer.prompted, valid, encoded)
+        record = self._record(request[OWNER], valid, prompts, envelope)
+        ids = valid.include_ids or resume.resumable(request.headers)
+        form = record.form(envelope.request_id, self._tokenizer.table, ids=ids)
+        orders = generates(valid, encoded, rooms, envelope)
+        return Accepted(valid, orders, cost, form, await self._work.offload(size, record.encode))
+
+    def _envelope(self, valid: api.ValidRequest, tenant: Tenant, prefix: str) -> Envelope:
+        """Return a new request's id, sender and times, without its trace."""
+        now_ms = self._streams.redis_ms()
+        return Envelope(
+            request_id=resume.new_id(prefix or ("chatcmpl-" if valid.chat else "cmpl-"), now_ms),
+            gateway=self._gateway,
+            tenant=tenant.name,
+            weight=tenant.weight,
+            queued_ms=now_ms,
+            deadline_ms=now_ms + int(valid.timeout_s * 1000),
+        )
+
+    def _record(
+        self, owner: str, valid: api.ValidRequest, prompts: list[Prompted], envelope: Envelope
+    ) -> resume.Record:
+        return resume.Record(
+            owner=owner,
+            tenant=envelope.tenant,
+            valid=valid,
+            prompts=prompts,
+            model=self._model,
+            created=envelope.queued_ms // 1000,
+            fingerprint=self._streams.fleet_watch.fingerprint,
+            deadline_ms=envelope.deadline_ms,
+            traceparent=envelope.trace.parent,
+            tracestate=envelope.trace.state,
+        )
+
+    async def parse(
+        self, request: web.Request, body: Body, parse: Parse, prefix: str, timeout_s: float
+    ) -> tuple[api.ValidRequest, int]:
+        """Return a body as a request, and the bytes of all that its prompt is made of.  Raises Refusal."""
+        config, size, holder = self._config, len(body.data), holder_of(request)
+        if prefix == responses.PREFIX:
+            wanted = await self._work.offload(size, responses.wanted_of, body.data, config)
+            history = await self._stored.history(holder, wanted.previous)
+            items = await self._stored.items(holder, wanted.items)
+            size += sum(len(given) + len(answered) for given, answered in history)
+            earlier = await self._work.offload(size, earlier_items, history)
+            parse = partial(cast(Any, parse), earlier=earlier, items=items)
+        valid = await self._work.offload(size, parse, body.data, config, self._model, timeout_s, self._served)
+        unread = left_out(self._tokenizer.unread(valid), NAMES.get(prefix, ()), config)
+        request[METER].record_unknown((*valid.unknown, *unread))
+        return valid, size
+
+    async def _wait_for_limits(
+        self, valid: api.ValidRequest, longest_wait_s: float
+    ) -> tuple[api.EngineLimits, api.ValidRequest, float]:
+        """Wait for an engine if none takes requests.  Return what every engine can serve, and what is left of the
+        request's time and of the longest wait.  Raises Refusal."""
+        waited_s = await self._streams.fleet_watch.engine_wait.wait(min(longest_wait_s, valid.timeout_s))
+        limits = admission.limits(self._streams.fleet, valid.beams)
+        left_s = max(MOMENT_S, valid.timeout_s - waited_s)
+        return limits, msgspec.structs.replace(valid, timeout_s=left_s), max(0.0, longest_wait_s - waited_s)
+
+    async def _forbid(self, valid: api.ValidRequest, size: int) -> api.ValidRequest:
+        """Return a request whose sampling forbids its bad words, and ends at special tokens that `stop` names.
+
+        Raises Refusal, also for fields that engines lack."""
+        valid = with_stop_tokens(valid, self._tokenizer.special)
+        valid = await self._tokenizer.offload(size, self._tokenizer.forbid, self._tokenizer.end_infill(valid))
+        admission.require_fields(self._streams.fleet, valid.sampling)
+        return valid
+
+    async def _constrain(
+        self, valid: api.ValidRequest, prompts: list[list[int]], size: int, tenant: Tenant, meter: Meter
+    ) -> api.ValidRequest:
+        """Return a request with the reading of its answer, and the grammar that it asks for.  Raises Refusal."""
+        tokenizer = self._tokenizer
+        reading = await tokenizer.offload(size, tokenizer.reading_of_all, valid, prompts)
+        valid = msgspec.structs.replace(valid, reading=reading)
+        constraint = await tokenizer.offload(size, tokenizer.constraint, valid, valid.reading)
+        if constraint is None:
+            return valid
+        if (
+            constraint.kind == "thinking"
+            and valid.options.thinking_target
+            and not admission.grammars(self._streams.fleet)
+        ):
+            return valid
+        admission.require_grammars(self._streams.fleet, constraint.param)
+        try:
+            compiled = await self._grammars.compile(constraint, tenant.name, tenant.weight)
+        except NotServed as error:
+            raise api.not_served(error) from None
+        sampling = msgspec.structs.replace(valid.sampling, grammar=compiled.grammar)
+        meter.record_unknown(compiled.passed_over)
+        return msgspec.structs.replace(valid, sampling=sampling, constraint=None, grammar_param=constraint.param)
+
+
+def _right_to(tenant: Tenant, asked: int, meter: Meter) -> int:
+    """Return the priority that a key has a right to.  If it is a lower one, a header of the answer names the field."""
+    if (priority := tenant.priority(asked)) != asked:
+        meter.record_unknown(("priority",))
+    return priority
