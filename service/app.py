@@ -52,7 +52,8 @@ from quire.service.http.playground import Playground
 from quire.service.http.status import Status
 from quire.service.http.web_guard import WebGuard
 from quire.service.text import generation_config
-from quire.service.text.tokenizer import ModelError, Tokenizer, served_name, served_names
+from quire.service.text.tokenizer import Tokenizer, served_name, served_names
+from quire.service.text.vocabulary import ModelError
 
 log = logging.getLogger("quire.gateway")
 
@@ -252,13 +253,13 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
             f"was raised from {before} to" if allowed > before else "is",
             allowed,
         )
-        responses = tokenizer.responses
+        responses = tokenizer.chat.responses
         log.info(
             "response template: %s%s",
             responses.name
             if responses is not None
             else "none is known, so reasoning and tool calls stay in the content",
-            "" if tokenizer.knows_tools else "; requests with tools are refused",
+            "" if tokenizer.chat.knows_tools else "; requests with tools are refused",
         )
         async with _listening(config, gateway, telemetry) as port:
             log.info("gateway %s listens on %s", gateway_id, config.uds or host_and_port(config.host, port))

@@ -1,4 +1,4 @@
-"""Answers as JSON in OpenAI's shape: whole, or as chunks whose constant parts are built once.
+"""Answers as JSON in OpenAI's shape: complete, or as chunks whose constant parts are built once.
 
 A chunk for a client that can resume has an event id: how much of the answer the reader has after it (`Position`).
 Any gateway can continue from there (`resume.py`).
@@ -22,7 +22,7 @@ from quire.service.api.whole_answers import WholeChoice
 from quire.service.common.pacing import Pacer, Turns
 from quire.service.output.pieces import Piece
 
-ONE_PART_BYTES = 64 * 1024  # a whole answer up to this size is one part
+ONE_PART_BYTES = 64 * 1024  # a complete answer up to this size is one part
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ def _malformed(event_id: str) -> Refusal:
 
 
 class AnswerFormat(Protocol):
-    """Writes one request's answer, whole or as the events of a stream."""
+    """Writes one request's answer, complete or as the events of a stream."""
 
     request_id: str
     ids: bool  # events have ids, and silence is filled with comments
@@ -378,7 +378,7 @@ class Format:
         self._stage = b":done"
         return self._event_id() + b"data: [DONE]\n\n"
 
-    # -- the whole answer
+    # -- the complete answer
 
     async def prepare_end(self, pacer: Pacer) -> None:
         """Do nothing: the end of a stream does not repeat the answer."""
@@ -423,7 +423,7 @@ class Format:
         return vllm_keys.nulls(vllm_keys.CHAT_ANSWER, present)
 
     def _returned(self, by_choice: list[WholeChoice]) -> Iterator[tuple[int, Piece]]:
-        """Yield (choice, all its pieces as one) of what is returned: every choice, or the likeliest of each prompt."""
+        """Yield (choice, all its pieces as one) of each returned choice: all, or the most probable of each prompt."""
         valid = self._valid
         for first in range(0, len(by_choice), valid.n):
             places = list(range(valid.n))

@@ -41,8 +41,8 @@ T = TypeVar("T")
 
 ATTEMPTS = 5  # to decide and submit before others did; each works on the reading that the last one returned
 
-# Submits in flight.  A crowd waits here, not for one of the bus' connections, where its wait would count as Redis' own
-# and end in a 503.  The bus has two connections more, for readings of the fleet.
+# Submits in flight.  Further ones wait here, not for a connection of the bus, where their wait would count as Redis'
+# own and end in a 503.  The bus has two connections more, for readings of the fleet.
 SUBMITS = 6
 DELIVER_COUNT = 1000  # deltas delivered in one turn of the event loop: up to 10 ms
 

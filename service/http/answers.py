@@ -179,7 +179,7 @@ class Answers:
         streams = self._streams
         record = await self.record(request, request_id)
         valid = record.valid
-        form = record.form(request_id, self._tokenizer.table, ids=True)
+        form = record.form(request_id, self._tokenizer.vocabulary.table, ids=True)
         if isinstance(form, ResponseFormat):
             if after is not None:
                 valid = form.events_after(after)
@@ -250,7 +250,7 @@ class Answers:
         *,
         resumed: bool = False,
     ) -> web.StreamResponse:
-        """Write the answer, streamed or whole, and record how much of it was sent."""
+        """Write the answer, streamed or not, and record how much of it was sent."""
         meter = request[METER]
         save = None
         if isinstance(form, ResponseFormat) and not resumed:

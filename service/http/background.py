@@ -222,7 +222,7 @@ class Background:
             self._forget(response_id)
 
     async def _continue(self, response_id: str, holder: str, record: resume.Record) -> None:
-        form = record.form(response_id, self._tokenizer.table, ids=False)
+        form = record.form(response_id, self._tokenizer.vocabulary.table, ids=False)
         assert isinstance(form, ResponseFormat)
         meter = Meter(self._telemetry, time.monotonic())
         left_s = max(0.0, (record.deadline_ms - self._streams.redis_ms()) / 1000)

@@ -108,10 +108,10 @@ class Intake:
             envelope.request_id, valid, tenant.name, prompt_tokens, max(rooms), given.parent, given.state
         )
         envelope = envelope._replace(trace=TraceContext(*trace))
-        prompts = await self._tokenizer.offload(size, self._tokenizer.prompted, valid, encoded)
+        prompts = await self._tokenizer.threads.run(size, self._tokenizer.prompted, valid, encoded)
         record = self._record(request[OWNER], valid, prompts, envelope)
         ids = valid.include_ids or resume.resumable(request.headers)
-        form = record.form(envelope.request_id, self._tokenizer.table, ids=ids)
+        form = record.form(envelope.request_id, self._tokenizer.vocabulary.table, ids=ids)
         orders = generates(valid, encoded, rooms, envelope)
         return Accepted(valid, orders, cost, form, await self._work.offload(size, record.encode))
 
@@ -156,7 +156,7 @@ class Intake:
             earlier = await self._work.offload(size, earlier_items, history)
             parse = partial(cast(Any, parse), earlier=earlier, items=items)
         valid = await self._work.offload(size, parse, body.data, config, self._model, timeout_s, self._served)
-        unread = left_out(self._tokenizer.unread(valid), NAMES.get(prefix, ()), config)
+        unread = left_out(self._tokenizer.chat.unread(valid), NAMES.get(prefix, ()), config)
         request[METER].record_unknown((*valid.unknown, *unread))
         return valid, size
 
@@ -174,8 +174,8 @@ class Intake:
         """Return a request whose sampling forbids its bad words, and ends at special tokens that `stop` names.
 
         Raises Refusal, also for fields that engines lack."""
-        valid = with_stop_tokens(valid, self._tokenizer.special)
-        valid = await self._tokenizer.offload(size, self._tokenizer.forbid, self._tokenizer.end_infill(valid))
+        valid = with_stop_tokens(valid, self._tokenizer.vocabulary.special)
+        valid = await self._tokenizer.threads.run(size, self._tokenizer.forbid, self._tokenizer.end_infill(valid))
         admission.require_fields(self._streams.fleet, valid.sampling)
         return valid
 
@@ -184,9 +184,9 @@ class Intake:
     ) -> api.ValidRequest:
         """Return a request with the reading of its answer, and the grammar that it asks for.  Raises Refusal."""
         tokenizer = self._tokenizer
-        reading = await tokenizer.offload(size, tokenizer.reading_of_all, valid, prompts)
+        reading = await tokenizer.threads.run(size, tokenizer.rules.reading_of_all, valid, prompts)
         valid = msgspec.structs.replace(valid, reading=reading)
-        constraint = await tokenizer.offload(size, tokenizer.constraint, valid, valid.reading)
+        constraint = await tokenizer.threads.run(size, tokenizer.rules.constraint, valid, valid.reading)
         if constraint is None:
             return valid
         if (

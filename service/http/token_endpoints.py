@@ -68,7 +68,9 @@ class TokenEndpoints:
                 "token_strs": None,
             }
             if asked.return_token_strs:
-                found["token_strs"] = await self._tokenizer.offload(size, self._tokenizer.token_strs, ids)
+                found["token_strs"] = await self._tokenizer.threads.run(
+                    size, self._tokenizer.vocabulary.token_strs, ids
+                )
             encoded = await self._work.offload(size, msgspec.json.encode, found)
             async with cut_after(config.default_timeout_s):
                 return await self._work.write(request, [encoded])
@@ -82,7 +84,7 @@ class TokenEndpoints:
         config, most = self._config, self._work.max_tokens()
         with self._capacity.occupy():
             asked, size = await self._read_tokens(request, api.DetokenizeBody, "detokenize", most)
-            text = await self._tokenizer.offload(size, self._text, asked.tokens, most)
+            text = await self._tokenizer.threads.run(size, self._text, asked.tokens, most)
             encoded = await self._work.offload(size, msgspec.json.encode, {"prompt": text})
             async with cut_after(config.default_timeout_s):
                 return await self._work.write(request, [encoded])
@@ -103,7 +105,7 @@ class TokenEndpoints:
         """Return the text of token ids.  Raises Refusal for more than `most`, and for ids outside the vocabulary."""
         if len(tokens) > most:
             raise api.too_many_tokens("tokens", most, len(tokens))
-        vocab = len(self._tokenizer.table)
+        vocab = len(self._tokenizer.vocabulary.table)
         if tokens and (min(tokens) < 0 or max(tokens) >= vocab):
             raise api.no_token("tokens", vocab, next(token for token in tokens if not 0 <= token < vocab))
         return self._tokenizer.text_of(tokens, skip_special=False)
@@ -119,7 +121,7 @@ class TokenEndpoints:
                 valid = await self._work.offload(
                     size, parse, body.data, config, self._model, config.default_timeout_s, self._served
                 )
-                unread = left_out(self._tokenizer.unread(valid), messages.NAMES, config)
+                unread = left_out(self._tokenizer.chat.unread(valid), messages.NAMES, config)
                 request[METER].record_unknown((*valid.unknown, *unread))
                 [ids] = await self._tokenizer.encode(valid, size, total=self._work.max_tokens())
             async with cut_after(config.default_timeout_s):

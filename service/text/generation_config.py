@@ -14,7 +14,7 @@ import msgspec
 from quire.engine.wire.messages import Sampling
 from quire.service.common.limits import broken
 from quire.service.config import GatewayConfig
-from quire.service.text.tokenizer import ModelError
+from quire.service.text.vocabulary import ModelError
 
 NAME = "generation_config.json"
 FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

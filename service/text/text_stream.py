@@ -70,9 +70,9 @@ async def decode(
         work.begin()
         for mailbox in changed:
             taken, stream = mailbox.take(), streams[mailbox.choice]
-            await _catch_up(mailbox, stream, work, tokenizer.table)
-            for one in _singly(taken, valid) if each_token else _slices(taken, tokenizer.table):
-                if await work.does(weight_of(one[0], tokenizer.table)) and pieces:
+            await _catch_up(mailbox, stream, work, tokenizer.vocabulary.table)
+            for one in _singly(taken, valid) if each_token else _slices(taken, tokenizer.vocabulary.table):
+                if await work.does(weight_of(one[0], tokenizer.vocabulary.table)) and pieces:
                     yield pieces
                     pieces = []
                 piece = _read(one, mailbox, stream, valid, opened.waiting)
@@ -153,7 +153,7 @@ def _singly(taken: Taken, valid: ValidRequest) -> Iterator[Taken]:
 def stream_of(valid: ValidRequest, tokenizer: Tokenizer, stops: StopStrings | None = None) -> TextStream | RegionStream:
     """Return the decoder of one choice, at its start.  `stops`: the stop strings of `valid`, shared by its choices."""
     stops = StopStrings(valid.stop) if stops is None else stops
-    regions = valid.reading is not None and tokenizer.responses is not None
+    regions = valid.reading is not None and tokenizer.chat.responses is not None
     scores = ContentScores() if valid.chat and valid.sampling.logprobs >= 0 else None
     text = TextStream(
         tokenizer,
@@ -164,12 +164,12 @@ def stream_of(valid: ValidRequest, tokenizer: Tokenizer, stops: StopStrings | No
         track_offsets=valid.sampling.logprobs >= 0,
         markers=valid.reading is not None,
     )
-    if valid.reading is None or tokenizer.responses is None:
+    if valid.reading is None or tokenizer.chat.responses is None:
         text.scores = scores
         return text
     return RegionStream(
         text,
-        tokenizer.responses,
+        tokenizer.chat.responses,
         valid.reading,
         stops,
         include_stop=valid.include_stop,
@@ -183,7 +183,7 @@ async def reasoning_tokens(valid: ValidRequest, tokenizer: Tokenizer, tokens: li
     if valid.reading is None:
         return 0
     stream, work = stream_of(valid, tokenizer), LongWork(pacer)
-    for first, end in itertools.pairwise(edges_of(tokens, tokenizer.table)):
+    for first, end in itertools.pairwise(edges_of(tokens, tokenizer.vocabulary.table)):
         await work.does(SLICE_WEIGHT)
         stream.push(tokens[first:end])
     return stream.reasoning_tokens if isinstance(stream, RegionStream) else 0

@@ -25,7 +25,7 @@ class TextStream:
         "_skip_special",
         "_starts",
         "_stops",
-        "_tokenizer",
+        "_vocabulary",
         "chars",
         "scores",
         "tokens",
@@ -43,8 +43,8 @@ class TextStream:
         markers: bool = False,
     ) -> None:
         """`markers`: special tokens that are markers of regions are text, even with `skip_special`."""
-        self._tokenizer, self._skip_special, self._markers = tokenizer, skip_special, markers
-        self._starts = tokenizer.spaced  # no token was text yet, and the first one is written in another way
+        self._vocabulary, self._skip_special, self._markers = tokenizer.vocabulary, skip_special, markers
+        self._starts = tokenizer.vocabulary.spaced  # no token was text yet, and the first one is written in another way
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._simple = not stop and not track_offsets
         stops = stop if isinstance(stop, StopStrings) else StopStrings(stop)
@@ -62,9 +62,9 @@ class TextStream:
     def push(self, tokens: list[int]) -> str:
         """Consume tokens, up to a match; return the text that may be sent now."""
         shown = {"skip_special": self._skip_special, "markers": self._markers}
-        pieces = self._tokenizer.bytes_of(tokens, **shown)
+        pieces = self._vocabulary.bytes_of(tokens, **shown)
         if self._starts:
-            self._starts = not self._tokenizer.write_first(pieces, tokens, **shown)
+            self._starts = not self._vocabulary.write_first(pieces, tokens, **shown)
         if self._simple:
             self.tokens += len(tokens)
             return self._decoder.decode(b"".join(pieces))
@@ -91,11 +91,11 @@ class TextStream:
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token in the text; of a special token that is skipped, none."""
         shown = {"skip_special": self._skip_special, "markers": self._markers}
-        return self._tokenizer.bytes_of([token], **shown)[0]
+        return self._vocabulary.bytes_of([token], **shown)[0]
 
     def named(self, token: int, stops: tuple[str, ...]) -> str | None:
         """Return the one of `stops` that is a special token; None if none is this one."""
-        return next((stop for stop in stops if self._tokenizer.special.get(stop) == token), None)
+        return next((stop for stop in stops if self._vocabulary.special.get(stop) == token), None)
 
     def take_offsets(self) -> list[int]:
         """Return the number of characters before each token consumed since the last call."""

@@ -37,7 +37,7 @@ from tests.system.stack import Stack
 def test_every_token_it_can_sample_greedily_has_text(tmp_path: Path, countdown: bool) -> None:
     make_llama_42m(tmp_path, countdown=countdown)
     words = Tokenizer(str(tmp_path))
-    assert len(words.table) == VOCAB
+    assert len(words.vocabulary.table) == VOCAB
     rows = load_file(tmp_path / "model.safetensors")["lm_head.weight"].abs().sum(dim=1)
     never = {token for token in range(VOCAB) if rows[token] == 0}  # a logit of 0 is not the largest of 16,000
     silent = {token for token in range(VOCAB) if not TextStream(words).push([token])}

@@ -226,7 +226,11 @@ class World:
         self._engine = FakeEngine(redis_url, namespace, lambda generate, index: ([], None))
         self._engine.burst, self._engine.room_tokens = BURST, 10_000_000
         blocks = {"total_blocks": 1_000_000, "free_blocks": 1_000_000}
-        self._engine.load_changes = {"max_model_len": 1_000_000, "vocab_size": len(tokenizer.table), **blocks}
+        self._engine.load_changes = {
+            "max_model_len": 1_000_000,
+            "vocab_size": len(tokenizer.vocabulary.table),
+            **blocks,
+        }
         self._tokenizer = tokenizer
 
     async def __aenter__(self) -> World:

@@ -75,13 +75,13 @@ def writes(thinker: Tokenizer, folder: Path, thoughts: int = 6) -> Callable[[Gen
         dice, found, plan = random.Random(f"{generate.id} {index}"), list[int](), list[int]()
         while len(found) < generate.max_new_tokens:
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-            bits = np.unpackbits(mask, bitorder="little")[: len(thinker.table)]
+            bits = np.unpackbits(mask, bitorder="little")[: len(thinker.vocabulary.table)]
             allowed = np.flatnonzero(bits).tolist()
             assert allowed, matcher.get_error()
             if not plan and len(found) == thoughts and bits[closing[0]] and EOS not in allowed:
                 plan = closing.copy()
             # Mostly text that is easy to read, and no marker before its time.
-            plain = [one for one in allowed if one != closing[0] and thinker.table[one].isascii()]
+            plain = [one for one in allowed if one != closing[0] and thinker.vocabulary.table[one].isascii()]
             token = plan.pop(0) if plan else EOS if EOS in allowed else dice.choice(plain or allowed)
             assert bits[token], thinker.text_of(found, skip_special=False)
             found.append(token)
@@ -184,7 +184,7 @@ async def test_without_reasoning_it_begins_with_the_first_token(
 ) -> None:
     """Where the prompt closes the reasoning, or does not open it."""
     reading = partial(Reading, calls=False)
-    model = Model(thinker.responses, lambda: None, thinker._grammar_tokens)
+    model = Model(thinker.chat.responses, lambda: None, thinker.vocabulary.grammar_tokens)
     asked = Constraint("response_format", "json", SCHEMA)
     for opening in ("", "<think>\n\n</think>\n\n"):
         assert model.thinks(reading(opening)) != "open"
@@ -213,7 +213,7 @@ async def test_a_budget_bounds_the_reasoning_before_it(
         for more in (FORMATS["json"][0], {"tools": [TOOL], "tool_choice": "required"}):
             async with served.session.post("/v1/chat/completions", json={**body, **more}) as response:
                 answer = await response.json()
-            if "</think>" not in thinker._grammar_tokens:
+            if "</think>" not in thinker.vocabulary.grammar_tokens:
                 assert (response.status, answer["error"]["param"]) == (400, "thinking_token_budget")
                 continue
             assert response.status == 200, answer
@@ -238,7 +238,7 @@ TYPED: dict[str, Any] = {
 def test_reasoning_that_the_prompt_has_closed_is_not_open(tmp_path: Path) -> None:
     """Also where more text could make its closing marker another one."""
     tokenizer = tokenizer_in(tmp_path, "gemma4")
-    model = Model(tokenizer.responses, lambda: None, tokenizer._grammar_tokens)
+    model = Model(tokenizer.chat.responses, lambda: None, tokenizer.vocabulary.grammar_tokens)
     assert model.thinks(Reading("<|channel>thought\n<channel|>")) == ""
     assert model.thinks(Reading("<|channel>thought\n")) == "open"
     assert model.thinks(Reading("")) == "may"

@@ -27,7 +27,7 @@ from quire.service.config import GatewayConfig
 from quire.service.output.content_scores import Score
 from quire.service.output.pieces import Piece
 from quire.service.text import generation_config
-from quire.service.text.tokenizer import ModelError
+from quire.service.text.vocabulary import ModelError
 
 CONFIG = GatewayConfig(max_n=4, max_stop_strings=16)
 LIMITS = EngineLimits(max_model_len=100, vocab_size=50, block_size=16, total_blocks=5, eos_ids=frozenset([2]))

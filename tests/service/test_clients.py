@@ -240,7 +240,7 @@ async def test_what_there_is_to_know_of_the_tokenizer(serve: Serve, byte_level_t
     async with served.session.get("/tokenizer_info", headers=key) as response:
         info = await response.json()
     assert (info["bos_token"], info["eos_token"]) == ("<s>", "</s>")
-    assert info["vocab_size"] == len(byte_level_tokenizer.table)
+    assert info["vocab_size"] == len(byte_level_tokenizer.vocabulary.table)
     assert "message" in info["chat_template"] or "m['role']" in info["chat_template"]
     assert info["tokenizer_class"]
     body = {"prompt": "One request", "return_token_strs": True}

@@ -156,7 +156,7 @@ def test_log_probabilities_join_to_the_content(
         return [entry for piece in pieces for entry in piece.content or ()]
 
     found = entries(pieces)
-    joined = b"".join(tools_tokenizer.table[one.token] if one.text is None else one.text for one in found)
+    joined = b"".join(tools_tokenizer.vocabulary.table[one.token] if one.text is None else one.text for one in found)
 
     def once(text: str) -> str:  # bytes that are no character count once, whichever token they are of
         return re.sub("\ufffd+", "\ufffd", text)
@@ -209,5 +209,5 @@ async def test_a_stop_string_that_is_a_special_token_stops(
 
 
 def test_other_stop_strings_stay_strings(tools_tokenizer: Tokenizer) -> None:
-    valid = with_stop_tokens(asking(None, stop=["<|im_end|>\n", "im_end", "a"]), tools_tokenizer.special)
+    valid = with_stop_tokens(asking(None, stop=["<|im_end|>\n", "im_end", "a"]), tools_tokenizer.vocabulary.special)
     assert valid.sampling.stop_token_ids == []

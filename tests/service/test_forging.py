@@ -40,7 +40,7 @@ def counted(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 def conversation(tokenizer: Tokenizer) -> dict[str, Any]:
     """A chat that has a text in every place that the template shows; each place has the word `text`."""
-    dialect = tokenizer._dialect
+    dialect = tokenizer.chat.dialect
     said: list[dict[str, Any]] = [
         {
             "role": "user",
@@ -56,14 +56,14 @@ def conversation(tokenizer: Tokenizer) -> dict[str, Any]:
         said += [{"role": "assistant", "content": "text", "reasoning_content": "text", "tool_calls": [call]}]
         said += [{"role": "tool", "tool_call_id": "text", "name": "text", "content": "text"}]
     body: dict[str, Any] = {"messages": said}
-    if dialect.tools and tokenizer.knows_tools:
+    if dialect.tools and tokenizer.chat.knows_tools:
         schema: dict[str, Any] = {
             "type": "object",
             "properties": {"text": {"type": "string", "description": "text", "enum": ["text"]}},
         }
         schema["properties"]["b"] = {"type": "string", "default": "text", "examples": [{"text": "text"}]}
         body["tools"] = [{"type": "function", "function": {"name": "f", "description": "text", "parameters": schema}}]
-    if "documents" in tokenizer._template:
+    if "documents" in tokenizer.chat.text:
         body["documents"] = [{"type": "document", "text": "text", "title": "text"}]
     return body
 
@@ -194,12 +194,12 @@ HARMLESS = st.text(alphabet=st.sampled_from("abz <>|/[]é🙂\n\"'\\{}_:."), max
 def test_ids_of_harmless_content_do_not_change(published: Tokenizer, data: st.DataObject) -> None:
     body = conversation(published)
     texts = [data.draw(HARMLESS) + str(at) for at in range(places(body))]
-    literal, ids = published._literal, encoded(published, filled(body, iter(texts)))
+    literal, ids = published.chat.literal, encoded(published, filled(body, iter(texts)))
     try:
-        published._literal = None
+        published.chat.literal = None
         assert encoded(published, filled(body, iter(texts))) == ids
     finally:
-        published._literal = literal
+        published.chat.literal = literal
 
 
 def test_tokens_that_frame_messages_are_controls_though_not_special(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_answers_of_every_format_hold_none(tools_tokenizer: Tokenizer, path: str
         tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
         fields = {"messages": hello, "logprobs": True, "stream": stream}
         valid = api.parse_chat(json.dumps({"tools": tools, **fields}).encode(), config, "tiny", 600.0)
-        more |= {"created": 1, "fingerprint": None, "prompts": [prompt], "vocabulary": tools_tokenizer.table}
+        more |= {"created": 1, "fingerprint": None, "prompts": [prompt], "vocabulary": tools_tokenizer.vocabulary.table}
         kind: Any = Format
     elif path == "messages":
         tools = [{"name": "f", "input_schema": schema}]
@@ -127,9 +127,9 @@ def test_answers_of_every_format_hold_none(tools_tokenizer: Tokenizer, path: str
     else:
         tools = [{"type": "function", "name": "f", "parameters": schema}, {"type": "custom", "name": "g"}]
         valid = responses.parse(json.dumps({"input": "Hi", "tools": tools}).encode(), config, "tiny", 600.0)
-        more |= {"created": 1, "prompt": prompt, "vocabulary": tools_tokenizer.table}
+        more |= {"created": 1, "prompt": prompt, "vocabulary": tools_tokenizer.vocabulary.table}
         kind = ResponseFormat
-    valid = msgspec.structs.replace(valid, reading=tools_tokenizer.reading(valid, []))
+    valid = msgspec.structs.replace(valid, reading=tools_tokenizer.rules.reading(valid, []))
     form = kind(valid, **more)
     tokens = tools_tokenizer._encode(ANSWER, special=False)
     pieces: list[Piece] = pieces_of(

@@ -135,7 +135,7 @@ def words_of(content: str, calls: list[tuple[str, str]], results: bool) -> list[
 
 @pytest.mark.parametrize("after", ["", "results", "final", "turn", "system"])
 def test_an_answer_is_history_of_a_chat(published: Tokenizer, after: str) -> None:
-    known = published._dialect.calls
+    known = published.chat.dialect.calls
     for (content, reasoning, count), first in itertools.product(ANSWERS, range(0, len(ARGUMENTS), 2)):
         if count and not known:
             continue
@@ -189,7 +189,7 @@ def as_items(content: str, reasoning: str, calls: list[tuple[str, str]]) -> list
 @pytest.mark.parametrize("endpoint", ["messages", "responses"])
 def test_an_answer_is_history_of_the_other_endpoints(published: Tokenizer, endpoint: str) -> None:
     for (content, reasoning, count), first in itertools.product(ANSWERS, range(0, len(ARGUMENTS), 2)):
-        if count and not published._dialect.calls:
+        if count and not published.chat.dialect.calls:
             continue
         calls = written(count, first)
         if endpoint == "messages":
@@ -207,7 +207,7 @@ def test_an_answer_is_history_of_the_other_endpoints(published: Tokenizer, endpo
 
 
 def test_function_calls_of_old_clients_are_tool_calls(published: Tokenizer) -> None:
-    if not published._dialect.calls:
+    if not published.chat.dialect.calls:
         return
     call = {"role": "assistant", "content": None, "function_call": {"name": "wordf", "arguments": '{"a": "wordx"}'}}
     old = [say("user", "Hi"), call, {"role": "function", "name": "wordf", "content": "wordresult"}]
@@ -220,7 +220,7 @@ def test_function_calls_of_old_clients_are_tool_calls(published: Tokenizer) -> N
 
 
 def test_calls_of_custom_tools_are_calls_of_functions_with_one_text(published: Tokenizer) -> None:
-    if not published._dialect.calls:
+    if not published.chat.dialect.calls:
         return
     custom = {"id": "call00001", "type": "custom", "custom": {"name": "wordpatch", "input": 'wordin "a"\n'}}
     function = {"name": "wordpatch", "arguments": json.dumps({"input": 'wordin "a"\n'})}

@@ -346,7 +346,7 @@ def test_any_cut_gives_the_same_message_streamed_and_whole(tools_tokenizer: Toke
 
 
 def with_reading(valid: ValidRequest, tokenizer: Tokenizer, ids: list[int]) -> ValidRequest:
-    return msgspec.structs.replace(valid, reading=tokenizer.reading(valid, ids))
+    return msgspec.structs.replace(valid, reading=tokenizer.rules.reading(valid, ids))
 
 
 def written(tokenizer: Tokenizer, valid: ValidRequest, pieces: list[Piece], *, stream: bool) -> dict[str, Any]:

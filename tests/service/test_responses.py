@@ -328,7 +328,7 @@ def test_any_cut_gives_the_same_events_and_the_same_response(tools_tokenizer: To
     body = json.dumps({**ASK, "stop": stop}).encode()
     valid = parse(body, GatewayConfig(), "tiny", 600.0)
     ids = tools_tokenizer._encode_chat(valid.messages, None, valid.options)
-    valid = msgspec.structs.replace(valid, reading=tools_tokenizer.reading(valid, ids))
+    valid = msgspec.structs.replace(valid, reading=tools_tokenizer.rules.reading(valid, ids))
     tokens = tools_tokenizer._encode(text, special=False) or [5]
     cuts = data.draw(st.lists(st.integers(1, max(1, len(tokens) - 1))))
     whole = written(valid, pieces_of(tools_tokenizer, valid, tokens, finish, [], each_token=True))

@@ -16,8 +16,10 @@ from tokenizers import Tokenizer as Backend
 from quire.service.api import api
 from quire.service.api.api import Refusal, ValidRequest
 from quire.service.config import GatewayConfig
+from quire.service.text.text_threads import INLINE_BYTES
 from quire.service.text.token_decoder import TextStream
-from quire.service.text.tokenizer import INLINE_BYTES, ModelError, Tokenizer, longest_token, vocabulary_bytes
+from quire.service.text.tokenizer import Tokenizer
+from quire.service.text.vocabulary import ModelError, longest_token, vocabulary_bytes
 from tests.service.fakes import save
 
 TEXTS = st.text(alphabet=st.characters(codec="utf-8"), max_size=40)
@@ -145,7 +147,7 @@ def test_echoed_offsets_point_into_the_echoed_text(
     assert len(offsets) == len(ids)
     assert offsets == sorted(offsets)
     assert 0 <= offsets[0] <= offsets[-1] <= len(prompted.text)
-    shown = tokenizer.bytes_of(ids, skip_special=skip_special and kind != "text")
+    shown = tokenizer.vocabulary.bytes_of(ids, skip_special=skip_special and kind != "text")
     for at, (piece, offset) in enumerate(zip(shown, offsets, strict=True)):
         name = piece.decode("utf-8", "ignore")
         # Not: parts of a character, what the tokenizer has added, a space put before the text that is no part of it.
@@ -197,7 +199,7 @@ def test_no_token_stands_for_more_characters_than_the_longest(
     backend = Backend.from_str(byte_level_tokenizer._backend.to_str())
     if normalizer is not None:
         backend.normalizer = normalizer
-    longest = longest_token(backend, byte_level_tokenizer.table)
+    longest = longest_token(backend, byte_level_tokenizer.vocabulary.table)
     assert longest is not None
     assert len(text) <= longest * len(backend.encode(text, add_special_tokens=False).ids)
 
@@ -205,8 +207,8 @@ def test_no_token_stands_for_more_characters_than_the_longest(
 def test_where_a_tokenizer_leaves_text_out_nothing_is_said_of_its_tokens(
     byte_level_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
 ) -> None:
-    assert longest_token(sentencepiece_tokenizer._backend, sentencepiece_tokenizer.table) is not None
-    table = byte_level_tokenizer.table
+    assert longest_token(sentencepiece_tokenizer._backend, sentencepiece_tokenizer.vocabulary.table) is not None
+    table = byte_level_tokenizer.vocabulary.table
 
     def changed(**parts: Any) -> int | None:
         backend = Backend.from_str(byte_level_tokenizer._backend.to_str())
@@ -237,7 +239,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
     byte_level_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = Tokenizer(str(byte_level_dir))
-    longest = max(map(len, tokenizer.table))
+    longest = max(map(len, tokenizer.vocabulary.table))
     text = "a" * (100 * longest)
     assert len((await tokenizer.encode(request(prompt=text, max_tokens=1), longest=1 + len(text)))[0]) <= len(text)
     monkeypatch.setattr(tokenizer, "_backend", Never())

@@ -63,11 +63,11 @@ def drawn(vocabulary: LLTokenizer, grammar: str, seed: int, shy: Sequence[int], 
 def test_no_answer_thinks_longer_than_its_budget(
     thinker: Tokenizer, vocabulary: LLTokenizer, budget: int, opened: bool, seed: int, eager: bool
 ) -> None:
-    special = thinker._grammar_tokens
+    special = thinker.vocabulary.grammar_tokens
     opening, closing = (special[marker] for marker in MARKERS)
     grammar = compile_grammar(thinking_rules(budget, MARKERS, special, opened=opened)).grammar
     shy = [EOS, closing] if eager else [EOS, opening, closing]
-    tokens = drawn(vocabulary, grammar, seed, shy, len(thinker.table))
+    tokens = drawn(vocabulary, grammar, seed, shy, len(thinker.vocabulary.table))
     assert tokens.count(opening) <= (not opened)  # it does not begin again
     if opened or opening in tokens:
         thoughts = tokens if opened else tokens[tokens.index(opening) + 1 :]
@@ -76,7 +76,7 @@ def test_no_answer_thinks_longer_than_its_budget(
 
 
 def test_the_rest_of_an_answer_may_hold_any_token(thinker: Tokenizer, vocabulary: LLTokenizer) -> None:
-    special, size = thinker._grammar_tokens, len(thinker.table)
+    special, size = thinker.vocabulary.grammar_tokens, len(thinker.vocabulary.table)
     opening, closing = (special[marker] for marker in MARKERS)
     grammar = compile_grammar(thinking_rules(5, MARKERS, special, opened=True)).grammar
     matcher = LLMatcher(vocabulary, grammar, log_level=0)
@@ -86,7 +86,10 @@ def test_the_rest_of_an_answer_may_hold_any_token(thinker: Tokenizer, vocabulary
 
 
 def test_a_model_without_such_markers_is_refused_by_name(thinker: Tokenizer) -> None:
-    for markers, special in ((None, thinker._grammar_tokens), (("<|x|>thought", "</x>"), thinker._grammar_tokens)):
+    for markers, special in (
+        (None, thinker.vocabulary.grammar_tokens),
+        (("<|x|>thought", "</x>"), thinker.vocabulary.grammar_tokens),
+    ):
         with pytest.raises(Refusal, match="thinking_token_budget") as refused:
             thinking_rules(5, markers, special, opened=False)
         assert (refused.value.status, refused.value.code) == (400, "unsupported")

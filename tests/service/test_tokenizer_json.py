@@ -16,7 +16,9 @@ from tokenizers import normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quire.engine.tokenizers.files import load_tokenizer
-from quire.service.text.tokenizer import UNLIMITED, ModelError, TokenBudget, Tokenizer
+from quire.service.text.token_budget import UNLIMITED, TokenBudget
+from quire.service.text.tokenizer import Tokenizer
+from quire.service.text.vocabulary import ModelError
 from tests.service.fakes import byte_level, sentencepiece_like
 
 TEXT = "Tokens 2026, 12345 and e\u0301: to be, or not to be. " * 8

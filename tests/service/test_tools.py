@@ -213,7 +213,7 @@ def called(tokenizer: Tokenizer, **fields: Any) -> Any:
     asked = {"model": "tiny", "messages": [USER], **fields}
     valid = parse_chat(json.dumps(asked).encode(), GatewayConfig(), "tiny", 600.0)
     ids = tokenizer._encode_chat(valid.messages, None, valid.options)
-    return tokenizer.constraint(valid, tokenizer.reading(valid, ids))
+    return tokenizer.rules.constraint(valid, tokenizer.rules.reading(valid, ids))
 
 
 def test_demanded_and_strict_calls_become_a_grammar(tools_tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -489,11 +489,11 @@ def test_what_is_stored_to_read_an_answer_is_small(tools_tokenizer: Tokenizer, t
     ids = tools_tokenizer._encode_chat(valid.messages, None, valid.options)
     properties = {"city": {"type": ["string"]}}
     tools = [{"function": {"name": "weather", "parameters": {"properties": properties}}}]
-    assert tools_tokenizer.reading(valid, ids) == Reading("", calls=True, tools=tools, parallel=False)
+    assert tools_tokenizer.rules.reading(valid, ids) == Reading("", calls=True, tools=tools, parallel=False)
 
     tags = TOOLS_TEMPLATE.replace("Call with", "<function=f><parameter=a>")
     tokenizer = Tokenizer(str(with_template(byte_level(tmp_path / "m"), tags)))
-    reading = tokenizer.reading(valid, tokenizer._encode_chat(valid.messages, None, valid.options))
+    reading = tokenizer.rules.reading(valid, tokenizer._encode_chat(valid.messages, None, valid.options))
     assert reading is not None
     assert reading.tools == tools
 
@@ -508,6 +508,8 @@ def test_the_opening_of_the_answer_is_found_in_the_prompt(tools_tokenizer: Token
         ({"add_generation_prompt": False}, ""),
     ):
         valid = parse_chat(json.dumps({**ASK, "model": "m", **fields}).encode(), GatewayConfig(), "m", 600.0)
-        reading = tools_tokenizer.reading(valid, tools_tokenizer._encode_chat(valid.messages, None, valid.options))
+        reading = tools_tokenizer.rules.reading(
+            valid, tools_tokenizer._encode_chat(valid.messages, None, valid.options)
+        )
         assert reading is not None
         assert reading.opening == (opening if opening is not None else "a " * 200 + "b")

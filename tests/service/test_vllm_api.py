@@ -56,7 +56,7 @@ def test_a_token_id_beyond_the_vocabulary_is_told_its_size(field: str) -> None:
 
 async def test_detokenize_tells_the_size_of_the_vocabulary(serve: Serve, byte_level_tokenizer: Tokenizer) -> None:
     served = await serve()
-    size = len(byte_level_tokenizer.table)
+    size = len(byte_level_tokenizer.vocabulary.table)
     status, error, _ = await raw(served.session, "/detokenize", tokens=[size])
     assert (status, error["error"]["param"]) == (400, "tokens")
     assert f"{size} tokens" in error["error"]["message"]

@@ -24,7 +24,8 @@ from quire.engine.tokenizers.alphabet import byte_level_alphabet
 from quire.engine.tokenizers.ends import end_token
 from quire.engine.tokenizers.files import load_tokenizer
 from quire.service.text.token_decoder import TextStream
-from quire.service.text.tokenizer import ModelError, Tokenizer
+from quire.service.text.tokenizer import Tokenizer
+from quire.service.text.vocabulary import ModelError
 from tests.service.fakes import CHAT_TEMPLATE, CORPUS, byte_level
 from tests.service.test_text import request
 
@@ -258,7 +259,7 @@ def test_tokens_and_text_are_those_of_tiktoken(tiktoken_tokenizer: Tokenizer, ti
 
 
 def test_special_tokens_of_a_tiktoken_file_are_those_of_the_configuration(tiktoken_tokenizer: Tokenizer) -> None:
-    size = len(tiktoken_tokenizer.table)
+    size = len(tiktoken_tokenizer.vocabulary.table)
     first, *_, last = tiktoken_tokenizer._encode(f"a{HEADER}", special=True)
     assert (first, last) == (size - 2, size - 1)
 

@@ -171,7 +171,7 @@ def outcome(tokenizer: Tokenizer, endpoint: str, body: bytes) -> str:
     try:
         valid = parsed(endpoint, body)
         ids = tokenizer._encode_chat(valid.messages, None, valid.options)
-        tokenizer.reading(valid, ids)
+        tokenizer.rules.reading(valid, ids)
     except Refusal as refusal:
         return refusal.code if refusal.status == 400 else f"failed: status {refusal.status}, code {refusal.code}"
     except Exception:  # what the gateway would answer with a 500

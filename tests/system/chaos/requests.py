@@ -173,7 +173,7 @@ class World:
         self._engine.load_changes = {
             **{
                 "max_model_len": 512,
-                "vocab_size": len(tokenizer.table),
+                "vocab_size": len(tokenizer.vocabulary.table),
                 "grammars": True,
                 "honours": list(LATER_FIELDS),
             },

@@ -56,7 +56,7 @@ def asking(endpoint: str, turns: list[dict[str, Any]], *, tools: bool) -> bytes:
 def answered(tokenizer: Tokenizer, endpoint: str, valid: ValidRequest, text: str, finish: Finish) -> dict[str, Any]:
     """Return the answer of an endpoint to what a model wrote, as a client gets it."""
     ids = tokenizer._encode_chat(valid.messages, None, valid.options)
-    valid = msgspec.structs.replace(valid, reading=tokenizer.reading(valid, ids))
+    valid = msgspec.structs.replace(valid, reading=tokenizer.rules.reading(valid, ids))
     prompt, name = Prompted(ids), f"{random.Random(text).getrandbits(128):032x}"
     forms: dict[str, Any] = {
         "chat": lambda: Format(
@@ -150,9 +150,9 @@ def returned(folder: Path, *, answers: int, seed: int, first: int = 0) -> tuple[
     for number in range(first, first + answers):
         name = sorted(TEMPLATES)[number % len(TEMPLATES)]
         tokenizer, endpoint = tokenizers[name], ENDPOINTS[number // len(TEMPLATES) % 3]
-        notation = tokenizer.responses.name if tokenizer.responses is not None else None
+        notation = tokenizer.chat.responses.name if tokenizer.chat.responses is not None else None
         text, tools, finish = made.answer(number, notation)
-        what = outcome(tokenizer, endpoint, text, finish, tools=tools and tokenizer.knows_tools)
+        what = outcome(tokenizer, endpoint, text, finish, tools=tools and tokenizer.chat.knows_tools)
         found[what.partition(":")[0]] += 1
         if what != "fits":
             failures.append(f"answer {number}, {name}, {endpoint}, {text!r}: {what}")
