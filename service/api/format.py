@@ -7,10 +7,8 @@ Any gateway can continue from there (`resume.py`).
 from __future__ import annotations
 
 import hashlib
-import re
-import statistics
 from collections.abc import Iterator
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import msgspec
 
@@ -18,62 +16,13 @@ from quire.engine.wire.messages import TokenLogprob
 from quire.service.api import beams, best_of, vllm_keys, whole_answers
 from quire.service.api.api import Refusal, ValidRequest
 from quire.service.api.logprobs import Columns, LogprobFormat
+from quire.service.api.position import Position
+from quire.service.api.usage import UsageCount
 from quire.service.api.whole_answers import WholeChoice
 from quire.service.common.pacing import Pacer, Turns
 from quire.service.output.pieces import Piece
 
 ONE_PART_BYTES = 64 * 1024  # a complete answer up to this size is one part
-
-
-class Position(msgspec.Struct, frozen=True):
-    """How much of an answer a client has.  An event id holds it, written `ID:TOKENS[:ENDED]`.
-
-        cmpl-5f0c:17,,20         17 tokens of choice 0, nothing of choice 1, 20 tokens of choice 2
-        cmpl-5f0c:17,0,20:2      ... all of choice 2, its end included
-        cmpl-5f0c:17,9,20:usage  every choice, and the usage chunk
-        cmpl-5f0c:17,9,20:done   the whole answer
-
-    A choice at 0 has begun: its role, or the prompt it echoes, was sent.  The text of the first N tokens is a function
-    of the tokens.  So nothing else is needed to continue at exactly the next character."""
-
-    request_id: str
-    tokens: tuple[int | None, ...]  # of each choice; None: not begun
-    ended: frozenset[int] = frozenset()  # choices whose last event was sent
-    usage: bool = False  # the usage chunk was sent
-    done: bool = False  # [DONE] was sent
-
-    @classmethod
-    def start(cls, request_id: str, choices: int) -> Self:
-        """Return the position before anything was sent."""
-        return cls(request_id, (None,) * choices)
-
-    @classmethod
-    def parse(cls, event_id: str) -> Self:
-        """Parse an event id.  Raises Refusal(400) for an id that no event of this server can have carried."""
-        found = _EVENT_ID.fullmatch(event_id)
-        if found is None:
-            raise _malformed(event_id)
-        request_id, counts, ended = found["id"], found["tokens"].split(","), found["ended"] or ""
-        tokens = tuple(int(count) if count else None for count in counts)
-        if ended in ("usage", "done"):
-            return cls(request_id, tokens, frozenset(range(len(tokens))), True, ended == "done")
-        choices = frozenset(map(int, filter(None, ended.split(","))))
-        if any(choice >= len(tokens) or tokens[choice] is None for choice in choices):
-            raise _malformed(event_id)
-        return cls(request_id, tokens, choices)
-
-
-REQUEST_ID = r"(?:cmpl|chatcmpl)-[0-9a-f]{32}"
-ANSWER_ID = rf"{REQUEST_ID}|(?:msg|resp)_[0-9a-f]{{32}}"  # also of formats whose events have no ids
-_EVENT_ID = re.compile(
-    rf"(?P<id>{REQUEST_ID}):(?P<tokens>(?:\d{{1,9}})?(?:,(?:\d{{1,9}})?)*)(?::(?P<ended>usage|done|\d{{1,5}}(?:,\d{{1,5}})*))?",
-    re.ASCII,
-)
-
-
-def _malformed(event_id: str) -> Refusal:
-    message = "Last-Event-ID: not the id of any event of this server"
-    return Refusal(400, "invalid_event_id", message, param="last-event-id", given=event_id[:64])
 
 
 class AnswerFormat(Protocol):
@@ -158,15 +107,11 @@ class Format:
         self._valid, self._prompts, self._scores = valid, prompts, LogprobFormat(valid, vocabulary)
         self._id, self.request_id, self.ids = request_id.encode(), request_id, ids
         choices = len(prompts) * valid.n
-        self._tokens = [0] * choices  # output tokens so far
+        self._usage = UsageCount(valid, [len(prompt.token_ids) for prompt in prompts])
         self._started = [False] * choices
         self._ended: list[int] = []  # choices, in the order they ended
         self._stage = b""  # the last part of an event id: see Position
         self._wants_usage = valid.include_usage
-        self._cached = [0] * len(prompts)
-        self._reasoning = [0] * choices  # tokens of it
-        self._searched = 0  # tokens of beams that are in no answer
-        self._shared = [0.0] * len(prompts)  # fractions of the KV cache that its beams shared
         kind = "chat.completion" if valid.chat else "text_completion"
         if valid.chat and valid.stream:
             kind += ".chunk"
@@ -206,50 +151,16 @@ class Format:
 
         `had` has as many choices as this answer.  `cached`: prompt tokens of each choice found in the prefix cache.
         `reasoning`: tokens of each choice that the client has and that are reasoning."""
-        self._reasoning = reasoning
-        for choice, tokens in enumerate(cached):
-            prompt = choice // self._valid.n
-            self._cached[prompt] = max(self._cached[prompt], tokens)
-        self._tokens = [count or 0 for count in had.tokens]
+        self._usage.skip([count or 0 for count in had.tokens], cached, reasoning)
         self._started = [count is not None for count in had.tokens]
         for choice in sorted(had.ended):
             self._end(choice)
         self._wants_usage = self._wants_usage and not had.usage
 
-    # -- numbers
-
-    def usage(self) -> dict[str, Any]:
-        """Return OpenAI's `usage`.  A prompt counts once, however many continuations it has."""
-        prompt, completion = sum(len(p.token_ids) for p in self._prompts), sum(self._tokens)
-        found = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
-        }
-        details: dict[str, float] = {}
-        if self._valid.reading is not None:
-            details["reasoning_tokens"] = sum(self._reasoning)
-        if self._valid.beams is not None:
-            details["searched_tokens"] = self._searched
-            details["shared_kv_fraction"] = round(statistics.fmean(self._shared), 4)
-        return {**found, "completion_tokens_details": details} if details else found
-
     @property
     def tokens(self) -> list[int]:
         """Output tokens of each choice that have been written."""
-        return self._tokens
-
-    def _count(self, piece: Piece) -> None:
-        self._tokens[piece.choice] += len(piece.token_ids)
-        self._searched += piece.searched
-        if piece.shared:
-            self._shared[piece.choice // self._valid.n] = piece.shared
-        if piece.reasoning_tokens:
-            self._reasoning[piece.choice] = piece.reasoning_tokens
-        if piece.cached_tokens:
-            prompt = piece.choice // self._valid.n
-            self._cached[prompt] = max(self._cached[prompt], piece.cached_tokens)
+        return self._usage.tokens
 
     def _end(self, choice: int) -> None:
         self._ended.append(choice)
@@ -261,7 +172,7 @@ class Format:
         """Return the line with the id of the next event, if events have ids.  It counts what that event adds."""
         if not self.ids:
             return b""
-        tokens = self._tokens
+        tokens = self._usage.tokens
         if len(tokens) == 1:
             return b"id: %s:%d%s\n" % (self._id, tokens[0], self._stage)
         counts = [str(count) if begun else "" for count, begun in zip(tokens, self._started, strict=True)]
@@ -276,7 +187,7 @@ class Format:
             if begins and valid.chat
             else b""
         )
-        self._count(piece)
+        self._usage.add(piece)
         plain = piece.finish is None and piece.logprobs is None and not valid.return_token_ids
         if not begins and plain and not valid.continuous_usage and not (piece.reasoning or piece.calls):
             if not piece.text:
@@ -360,9 +271,9 @@ class Format:
                 opened += b',"prompt_token_ids":' + msgspec.json.encode(prompt)
             else:
                 entry["prompt_token_ids"] = prompt
-        tail = (
-            b',"usage":%s}\n\n' % msgspec.json.encode(self.usage()) if self._valid.continuous_usage else self._no_usage
-        )
+        tail = self._no_usage
+        if valid.continuous_usage:
+            tail = b',"usage":%s}\n\n' % msgspec.json.encode(self._usage.fields())
         return b'%sdata: %s,"choices":[%s]%s' % (self._event_id(), opened, msgspec.json.encode(entry), tail)
 
     def usage_chunk(self) -> bytes:
@@ -370,7 +281,7 @@ class Format:
         if not self._wants_usage:
             return b""
         self._stage = b":usage"
-        usage = msgspec.json.encode(self.usage())
+        usage = msgspec.json.encode(self._usage.fields())
         return b'%sdata: %s,"choices":[],"usage":%s}\n\n' % (self._event_id(), self._open, usage)
 
     def done(self) -> bytes:
@@ -389,10 +300,10 @@ class Format:
         `pieces`: all pieces of all choices, in order of arrival."""
         turns = Turns(pacer)
         for piece in pieces:
-            self._count(piece)
+            self._usage.add(piece)
             await turns.pause()
         scored = self._valid.sampling.logprobs >= 0
-        by_choice = await whole_answers.gathered(pieces, len(self._tokens), turns, scored=scored)
+        by_choice = await whole_answers.gathered(pieces, len(self._usage.tokens), turns, scored=scored)
         parts, separator, scores = [self._open], b',"choices":[', b"null"
         for index, (at, joined) in enumerate(self._returned(by_choice)):
             await self.prepare(joined, with_prompt=True, turns=turns)
@@ -406,7 +317,7 @@ class Format:
             parts += [separator, msgspec.json.encode(entry)]
             separator = b","
             await turns.pause()
-        parts += [b'],"usage":', msgspec.json.encode(self.usage())]
+        parts += [b'],"usage":', msgspec.json.encode(self._usage.fields())]
         if self._valid.chat and self._valid.return_token_ids:
             parts += [b',"prompt_token_ids":', msgspec.json.encode(self._prompts[0].token_ids)]
         if self._valid.chat and self._valid.prompt_logprobs:

@@ -86,7 +86,7 @@ class ScoreFormat(Format):
         turns, scores = Turns(pacer), dict[int, float]()
         for piece in pieces:
             await turns.pause()
-            self._count(piece)
+            self._usage.add(piece)
             for found in piece.logprobs or ():
                 scores[piece.choice] = scoring.score(dict(found.top))
         answer: dict[str, Any] = {
@@ -95,6 +95,6 @@ class ScoreFormat(Format):
             "created": self._created,
             "model": self._model,
             "data": [{"index": at, "object": "score", "score": scores[at]} for at in sorted(scores)],
-            "usage": self.usage(),
+            "usage": self._usage.fields(),
         }
         return [msgspec.json.encode(answer)]

@@ -1,6 +1,6 @@
 """Quotas of a tenant: what a request takes, the 429 beyond it, and the `x-ratelimit-*` headers of every answer.
 
-    Handlers.begin --hold--> quota_take.lua ----> admission and submit ----> answer
+    Answers.begin --hold--> quota_take.lua ----> admission and submit ----> answer
                                   |                     |                      '--> settle.lua gives back tokens
                                   '-> OverQuota (429)   '-- refused: quota_return.lua gives everything back
 

@@ -27,8 +27,8 @@ from quire.service.api.format import AnswerFormat, Format, Prompted
 from quire.service.api.generative_scoring import ScoreFormat
 from quire.service.api.openai_responses.compaction import OBJECT as COMPACTION
 from quire.service.api.openai_responses.compaction import CompactionFormat
-from quire.service.api.openai_responses.responses import PREFIX as RESPONSE
-from quire.service.api.openai_responses.responses import ResponseFormat
+from quire.service.api.openai_responses.output_items import PREFIX as RESPONSE
+from quire.service.api.openai_responses.response_format import ResponseFormat
 from quire.service.api.tools import ChatOptions
 from quire.service.common.limits import KEY_CHARS
 

@@ -24,7 +24,7 @@ from aiohttp import web
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.response_store import TAKEN
 from quire.service.api.api import Refusal, ValidRequest
-from quire.service.api.openai_responses.responses import ResponseFormat
+from quire.service.api.openai_responses.response_format import ResponseFormat
 from quire.service.common.metrics import Telemetry
 from quire.service.config import GatewayConfig
 from quire.service.delivery import resume

@@ -14,7 +14,7 @@ from aiohttp import web
 from quire.service.api import api, generative_scoring
 from quire.service.api.anthropic import messages
 from quire.service.api.api import Refusal
-from quire.service.api.format import ANSWER_ID, Position
+from quire.service.api.position import ANSWER_ID, Position
 from quire.service.common.metrics import Telemetry
 from quire.service.common.refusal import renaming
 from quire.service.config import GatewayConfig

@@ -22,6 +22,7 @@ from quire.service.api.envelope import Envelope, generates
 from quire.service.api.format import AnswerFormat, Prompted
 from quire.service.api.inference_headers import InferenceHeaders
 from quire.service.api.openai_responses import responses
+from quire.service.api.openai_responses.output_items import PREFIX as RESPONSE
 from quire.service.api.openai_responses.response_items import earlier_items
 from quire.service.api.skipped import left_out
 from quire.service.api.tenants import Tenant
@@ -41,7 +42,7 @@ from quire.service.text.tokenizer import Tokenizer
 
 Parse = Callable[[bytes, GatewayConfig, str, float, api.Served], api.ValidRequest]
 
-NAMES = {messages.PREFIX: messages.NAMES, responses.PREFIX: responses.NAMES}  # names of a chat's fields, by format
+NAMES = {messages.PREFIX: messages.NAMES, RESPONSE: responses.NAMES}  # names of a chat's fields, by format
 MOMENT_S = 0.001  # least time that a request has left after it waited for an engine; admission refuses it
 
 
@@ -148,7 +149,7 @@ class Intake:
     ) -> tuple[api.ValidRequest, int]:
         """Return a body as a request, and the bytes of all that its prompt is made of.  Raises Refusal."""
         config, size, holder = self._config, len(body.data), holder_of(request)
-        if prefix == responses.PREFIX:
+        if prefix == RESPONSE:
             wanted = await self._work.offload(size, responses.wanted_of, body.data, config)
             history = await self._stored.history(holder, wanted.previous)
             items = await self._stored.items(holder, wanted.items)

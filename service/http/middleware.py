@@ -124,7 +124,7 @@ class Middleware:
         try:
             status, response = await self._respond(request, handler)
         finally:
-            request[METER].close(endpoint, status)  # it may be another one by now: see Handlers.begin
+            request[METER].close(endpoint, status)  # it may be another one by now: see Answers.begin
             if connection is not None:
                 connection.end_request()
         if self._capacity.draining or status in UNREAD_BODY or (connection is not None and connection.probes_only):

@@ -10,6 +10,7 @@ from aiohttp import web
 from quire.service.api.api import Refusal
 from quire.service.api.openai_responses import responses
 from quire.service.api.openai_responses.compaction import parse_compaction
+from quire.service.api.openai_responses.output_items import PREFIX as RESPONSE
 from quire.service.common.refusal import renaming
 from quire.service.config import GatewayConfig
 from quire.service.http.answers import Answers
@@ -44,19 +45,19 @@ class ResponseEndpoints:
     async def create(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
         with renaming(responses.NAMES):
-            return await self._answers.answer(request, responses.parse, responses.PREFIX)
+            return await self._answers.answer(request, responses.parse, RESPONSE)
 
     async def compact(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses/compact: a conversation, summarised by the model."""
         with renaming(responses.NAMES):
-            return await self._answers.answer(request, parse_compaction, responses.PREFIX)
+            return await self._answers.answer(request, parse_compaction, RESPONSE)
 
     async def input_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses/input_tokens: the prompt that POST /v1/responses would make, without an answer."""
         timeout_s = self._config.default_timeout_s
         with renaming(responses.NAMES), self._capacity.occupy():
             async with self._bodies.read(request) as body:
-                valid, size = await self._intake.parse(request, body, responses.parse, responses.PREFIX, timeout_s)
+                valid, size = await self._intake.parse(request, body, responses.parse, RESPONSE, timeout_s)
                 [ids] = await self._tokenizer.encode(valid, size, total=self._work.max_tokens())
             counted = {"object": "response.input_tokens", "input_tokens": len(ids)}
             async with cut_after(timeout_s):
@@ -72,7 +73,7 @@ class ResponseEndpoints:
         if not re.fullmatch("-1|[0-9]{1,9}", after, re.ASCII):
             message = "starting_after: must be the number of an event"
             raise Refusal(400, "invalid_value", message, param="starting_after", limit=">= 0", given=after[:64])
-        if not re.fullmatch(responses.PREFIX + "[0-9a-f]{32}", response_id):
+        if not re.fullmatch(RESPONSE + "[0-9a-f]{32}", response_id):
             raise Refusal(404, "stream_not_found", "no answer with this id", given=response_id[:64])
         with self._capacity.occupy():
             return await self._answers.resume(request, response_id, None, int(after))

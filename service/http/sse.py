@@ -9,7 +9,7 @@
 Many readers take every line that is not blank for an event, `vllm bench serve` and llmperf among them.  So ids and
 comments are only for clients that ask for ids:
 
-    id: cmpl-5f0c:17                 how much of the answer the reader has after this event: `format.Position`
+    id: cmpl-5f0c:17                 how much of the answer the reader has after this event: `position.Position`
     data: {"id":"cmpl-5f0c", ...}
                                      blank line
     : keep-alive                     after a silence

@@ -21,11 +21,11 @@ from enum import Enum, auto
 
 import msgspec
 
+from quire.service.output.json_escapes import ends_string, unescape
 from quire.service.output.markers import Markers
 
 DEPTH = 256  # nested objects and lists
 RUN = 256  # characters of a bare word that are looked at together
-LOOK_AHEAD = 16  # spaces after a quote, before the character that tells whether it ends its string
 _NO_KEY = re.compile(r"[{\[\"']")  # in text between values, not in a bare key
 _SPACES = re.compile(r"[ \t\r\n]+")
 _ODD_SPACES = re.compile(r"[^\S \t\r\n]+")
@@ -33,9 +33,6 @@ _RUN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f
 _VALUE_WORD = re.compile(r"[^\s,\]})<]+")
 _KEY_WORD = re.compile(r"[^\s,\]})<:=]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
-_AFTER_QUOTE = re.compile(rf"[ \t]{{0,{LOOK_AHEAD}}}")
-_ENDS_VALUE = ",}])\n\r\"'<;"  # what may follow a string that is a value
-_HEX = re.compile(r"[0-9a-fA-F]{4}")
 _LITERALS = {
     "true": "true", "True": "true", "false": "false", "False": "false", "null": "null", "None": "null",
     "NaN": "null", "Infinity": "null", "-Infinity": "null", "undefined": "null",
@@ -58,6 +55,15 @@ class Dialect(msgspec.Struct, frozen=True):
     """How a family's JSON differs."""
 
     quotes: tuple[tuple[str, str], ...] = ()  # further marks around strings, in which nothing is escaped
+
+    def mark(self, text: str, at: int, *, final: bool) -> str | None:
+        """Return the mark that begins a string here; "": more text decides; None: there is none."""
+        for mark, _ in self.quotes:
+            if text.startswith(mark, at):
+                return mark
+            if not final and mark.startswith(text[at : at + len(mark)]):
+                return ""
+        return None
 
 
 class _State(Enum):
@@ -144,7 +150,7 @@ class JsonReader:
                 at, event = self._read_word(text, at)
             elif self._state is _State.AFTER:
                 at, event = self._after(text, at)
-            elif (mark := self._mark(text, at, final)) is not None:
+            elif (mark := self._dialect.mark(text, at, final=final)) is not None:
                 if not mark:
                     return at, Event.MORE
                 self._begin_string(dict(self._dialect.quotes)[mark])
@@ -184,15 +190,6 @@ class JsonReader:
             return None
         match, pending = self._stop.at(text, at, final=final)
         return Event.STOP if match is not None else Event.MORE if pending else None
-
-    def _mark(self, text: str, at: int, final: bool) -> str | None:
-        """Return the dialect's mark that begins a string here; "": more text tells; None: there is none."""
-        for mark, _ in self._dialect.quotes:
-            if text.startswith(mark, at):
-                return mark
-            if not final and mark.startswith(text[at : at + len(mark)]):
-                return ""
-        return None
 
     def _flush(self) -> None:
         if self._gap:
@@ -338,25 +335,18 @@ class JsonReader:
             return run.end(), None
         char = text[at]
         if char == "\\":
-            return self._escape(text, at, final)
+            if (escape := unescape(text, at, final=final)) is None:
+                return at, Event.MORE
+            self._write(escape[0])
+            return escape[1], None
         if char == quote:
-            ends = self._ends_string(text, at + 1, final)
+            ends = ends_string(text, at + 1, final=final, key=self._is_key, strict=self.strict)
             if ends is None:
                 return at, Event.MORE
             if ends:
                 return at + 1, self._end_string()
         self._write(json.dumps(char)[1:-1])
         return at + 1, None
-
-    def _ends_string(self, text: str, at: int, final: bool) -> bool | None:
-        """Return whether the quote before a position ends its string; None: more text tells."""
-        after = _AFTER_QUOTE.match(text, at)
-        end = after.end() if after else at
-        if end == len(text) and end - at < LOOK_AHEAD:
-            return True if final else None
-        if self._is_key or end == len(text):
-            return True
-        return text[end] in _ENDS_VALUE or (text[end] == "\\" and not self.strict)
 
     def _raw_string(self, text: str, at: int, final: bool) -> tuple[int, Event | None]:
         """Read a string in which nothing is escaped."""
@@ -370,38 +360,6 @@ class JsonReader:
         if end >= 0:
             return end + len(quote), self._end_string()
         return upto, Event.MORE
-
-    def _escape(self, text: str, at: int, final: bool) -> tuple[int, Event | None]:
-        """Read the escape at a position."""
-        if len(text) < at + 12 and not final and (len(text) == at + 1 or text[at + 1] in "ux"):
-            short = text[at : at + 12]
-            if not re.fullmatch(r"\\u(?!d[89ab])[0-9a-f]{4}.*|\\x[0-9a-f]{2}.*", short, re.IGNORECASE | re.DOTALL):
-                wanted = r"\\(u([0-9a-f]{0,3}|d[89ab][0-9a-f]{2}(\\(u[0-9a-f]{0,3})?)?)|x[0-9a-f]?)?"
-                if re.fullmatch(wanted, short, re.IGNORECASE):
-                    return at, Event.MORE
-        char = text[at + 1 : at + 2]
-        if char and char in '"\\/bfnrt':
-            self._write(text[at : at + 2])
-            return at + 2, None
-        if char == "u" and (code := _HEX.match(text, at + 2)):
-            return self._unicode(text, at, int(code[0], 16))
-        if char == "x" and re.match(r"[0-9a-fA-F]{2}", text[at + 2 : at + 4]):
-            self._write("\\u00" + text[at + 2 : at + 4])
-            return at + 4, None
-        if char == "'":
-            self._write("'")
-            return at + 2, None
-        self._write("\\\\")
-        return at + 1, None
-
-    def _unicode(self, text: str, at: int, code: int) -> tuple[int, Event | None]:
-        """Write a \\u escape, which has been read.  Half a pair becomes U+FFFD."""
-        low = _HEX.match(text, at + 8) if text.startswith("\\u", at + 6) else None
-        if 0xD800 <= code < 0xDC00 and low is not None and 0xDC00 <= int(low[0], 16) < 0xE000:
-            self._write(text[at : at + 12])
-            return at + 12, None
-        self._write("\\ufffd" if 0xD800 <= code < 0xE000 else text[at : at + 6])
-        return at + 6, None
 
     def _read_word(self, text: str, at: int) -> tuple[int, Event | None]:
         """Read a bare key or value, up to what ends it."""

@@ -26,10 +26,11 @@ import msgspec
 
 from quire.service.output.argument_types import Tools
 from quire.service.output.call_readers import READERS
-from quire.service.output.calls import TEXT, CallPart, CallReader, Context, End, Status
+from quire.service.output.calls import CallPart, CallReader, Context, End, Status
 from quire.service.output.known_templates import digest, known, name_of
 from quire.service.output.markers import Marker, Markers, Match
-from quire.service.output.notations import Field, Notation, compiled, marker_texts, reasoning_texts, text_of_calls
+from quire.service.output.notations import Notation, compiled, marker_texts, reasoning_texts, text_of_calls
+from quire.service.output.part_writer import BETWEEN_CALLS, CallDelta, Part, PartWriter, TextDelta, split
 from quire.service.output.watches import Watches
 
 __all__ = [
@@ -38,26 +39,6 @@ __all__ = [
 ]  # fmt: skip
 
 log = logging.getLogger("quire.gateway")
-
-_BETWEEN_CALLS = re.compile(r"[\s,;\[\](){}]*")  # what is no content between two calls
-
-
-class CallDelta(msgspec.Struct):
-    """What is new of one tool call.  `index` counts the calls of a choice; the first delta of a call has its name."""
-
-    index: int
-    name: str | None
-    arguments: str  # a part of their JSON
-
-
-class TextDelta(msgspec.Struct):
-    """New text of the content or of the reasoning."""
-
-    text: str
-    reasoning: bool = False
-
-
-Part = TextDelta | CallDelta  # in the order in which the model wrote them
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -113,41 +94,38 @@ class RegionReader:
     """Cuts the text of one answer into regions, as it arrives."""
 
     __slots__ = (
-        "_after_call", "_after_marker", "_at", "_blank_line", "_broken", "_call", "_clear", "_draft", "_drafted",
-        "_dropped", "_empty", "_field", "_held", "_junk", "_new", "_notation", "_parallel", "_raw", "_tail", "_text",
-        "_tools", "_watches", "_zero", "calls", "ended",
+        "_at", "_broken", "_call", "_clear", "_draft", "_drafted", "_notation", "_parallel", "_raw", "_tail",
+        "_text", "_tools", "_watches", "_zero", "ended", "out",
     )  # fmt: skip
 
     def __init__(self, watches: Watches, reading: Reading) -> None:
         self._watches, self._parallel, self._tools = watches, reading.parallel, Tools(reading.tools)
+        template = watches.template
+        self.out = PartWriter(keeps_text=template.keeps_text, strips_content=template.strips)
         self.ended = False  # no more calls are wanted: the answer is complete
-        self.calls = 0
         self._text, self._at = "", 0  # text that was not dealt with yet, from a position on; one character before it
         self._zero = -1  # where a marker without characters was found
         self._clear = 0  # up to there the reasoning is known not to be closed
         self._tail = ""  # end of the text that may begin the marker which closes the reasoning
-        self._field: Field | None = None  # the open region; None: the content
-        self._after_marker = self._after_call = False  # only white space, or brackets, have followed the marker
-        self._held: list[str] = []  # white space that a marker may follow
-        self._junk: list[str] = []  # brackets and commas after a call
-        self._dropped = ""  # white space that a marker has followed
         self._call: CallReader | None = None
         self._notation: Notation | None = None
         self._raw: list[str] | None = None  # text of the call, while it may become content
         self._broken = False  # the closing marker that follows belongs to a call that became content
-        self._empty = self._blank_line = True  # nothing but spaces was written in the answer, and in its last line
         self._draft: list[str] | None = None  # text of calls within the reasoning
         self._drafted: list[CallPart] = []
-        self._new: list[Part] = []
         self.push(reading.opening)
-        self.take_parts()
-        # All of that was in the prompt, which may even hold an earlier message with calls.
-        self._held, self._junk, self.calls, self.ended = [], [], 0, False
+        self.out.start_answer()
+        self.ended = False
 
     @property
     def reasoning(self) -> bool:
         """Whether the reasoning is open."""
-        return self._field is not None and self._field.kind == "reasoning"
+        return self.out.reasoning
+
+    @property
+    def calls(self) -> int:
+        """How many calls were written."""
+        return self.out.calls
 
     def push(self, text: str) -> None:
         """Add text of the answer."""
@@ -156,7 +134,7 @@ class RegionReader:
         done = self._at == len(self._text) > 0 and self._call is None and self._draft is None
         if done and not self._markers().may_begin_in(text):  # most text: it costs no search
             self._text, self._at, self._zero, self._clear = text[-1], 1, -1, 0
-            self._add_text(text)
+            self.out.add_text(text)
             return
         self._text += text
         self._read_all("")
@@ -172,9 +150,7 @@ class RegionReader:
         self._read_all(end)
         if self._draft is not None:
             self._end_draft(end)
-        if not self.ended:
-            self._pass_on("".join(self._held))
-        self._held, self._junk, self._field = [], [], None
+        self.out.end(write_space=not self.ended)
 
     def take(self) -> tuple[str, str, list[CallDelta]]:
         """Return content, reasoning and calls that are new since the last call."""
@@ -182,20 +158,19 @@ class RegionReader:
 
     def take_parts(self) -> list[Part]:
         """Return the same in the order in which the model wrote it.  Text of one region is one part."""
-        found, self._new = self._new, []
-        return found
+        return self.out.take()
 
     @property
     def kind(self) -> str:
         """What the open region is: content, reasoning or calls."""
         if self._call is not None:
             return "calls"
-        return "content" if self._field is None else self._field.kind
+        return "content" if self.out.field is None else self.out.field.kind
 
     @property
     def waiting_space(self) -> str:
         """White space at the end of the content so far, which is dropped if a marker follows it."""
-        return "".join(self._held) if self._field is None else ""
+        return self.out.waiting_space
 
     # ------------------------------------------------------------------------------------------------------- steps
 
@@ -219,13 +194,14 @@ class RegionReader:
                 return
 
     def _markers(self) -> Markers:
-        return self._watches.outside if self._field is None else self._watches.within[self._field]
+        field = self.out.field
+        return self._watches.outside if field is None else self._watches.within[field]
 
     def _read_text(self, end: End) -> bool:
         """Read text up to a marker; return whether there was one."""
         match, upto = self._markers().next(self._text, self._at, final=bool(end))
         if upto > self._at:
-            self._add_text(self._text[self._at : upto])
+            self.out.add_text(self._text[self._at : upto])
             self._at = upto
         if match is None:
             return False
@@ -236,7 +212,7 @@ class RegionReader:
             if pending:
                 return False
         if match is None:
-            self._add_text(self._text[upto : upto + 1])
+            self.out.add_text(self._text[upto : upto + 1])
             self._at = upto + 1
             return upto < len(self._text)
         self._at = match.found.end()
@@ -251,44 +227,38 @@ class RegionReader:
         if found.end() == found.start() and found.start() == self._zero:
             return False
         if kind == "again":
-            return self._after_marker
+            return self.out.after_marker
         if kind == "stray":
-            return self.calls > 0
+            return self.out.calls > 0
         if kind != "call" or not notation.bare:
             return True
         name = found.groupdict().get(notation.captured) if notation.captured else None
         if self._tools:
             if name is not None and name.strip() not in self._tools:
                 return False
-        elif name is not None or not (self._empty or self._after_call):
+        elif name is not None or not (self.out.empty or self.out.after_call):
             return False
-        return notation.bare != "closed" or self._after_call or self._blank_line
+        return notation.bare != "closed" or self.out.after_call or self.out.blank_line
 
     def _enter(self, match: Match) -> None:
         """Go on after a marker."""
         kind, text = match.marker.kind, match.found[0]
         if kind == "stray" and self._broken:
             self._broken = False
-            self._add_raw("".join(self._held) + text)
-            self._held = []
+            self.out.add_marker(text)
             return
         if self.reasoning and kind in ("call", "drop"):
             self._draft, self._drafted, self._raw = [text], [], None
             if kind == "call":
                 self._begin_call(match)
             return
-        junk = "".join(self._junk)
-        self._dropped = "".join([junk.lstrip() if self._after_marker else junk, *self._held])
-        self._held = []
-        self._after_marker = self._blank_line = True
-        if kind in ("call", "region"):
-            self._junk, self._after_call = [], False
+        self.out.pass_marker(opens=kind in ("call", "region"))
         if kind == "call":
             self._begin_call(match)
         elif kind != "again":
-            self._field = match.marker.field if kind == "region" else None
+            self.out.field = match.marker.field if kind == "region" else None
             if shown := match.found.groupdict().get("shown"):
-                self._add_text(shown + "\n")
+                self.out.add_text(shown + "\n")
 
     # ------------------------------------------------------------------------------------------------------- calls
 
@@ -308,54 +278,40 @@ class RegionReader:
         if call.committed or call.parts:
             self._raw = None
         parts, call.parts = call.parts, []
-        self._pass_calls(parts)
+        self.out.add_calls(parts)
         if status is Status.NEXT:
-            self._raw, self._dropped = [""], ""  # the opening marker is the earlier call's
+            self._raw = [""]
+            self.out.begin_next_call()
         elif status is Status.BROKEN or (status is Status.MORE and end):
             self._break_call()
         elif status is Status.DONE:
             self._end_call()
         return status is not Status.MORE
 
-    def _pass_calls(self, parts: list[CallPart]) -> None:
-        for name, arguments in parts:
-            last = self._new[-1] if self._new else None
-            if name == TEXT:
-                self._pass_on(arguments)
-            elif name is not None:
-                self._new.append(CallDelta(self.calls, name, arguments))
-                self.calls += 1
-            elif isinstance(last, CallDelta):
-                last.arguments += arguments
-            elif arguments:
-                self._new.append(CallDelta(self.calls - 1, None, arguments))
-
     def _end_call(self) -> None:
-        self._call, self._raw, self._dropped, self._broken = None, None, "", False
-        self._after_call = self._after_marker = True
-        self._empty = False
-        self.ended = self.calls > 0 and not self._parallel
+        self._call, self._raw, self._broken = None, None, False
+        self.out.end_call()
+        self.ended = self.out.calls > 0 and not self._parallel
 
     def _break_call(self) -> None:
         """Make a call content, of which nothing was passed on."""
         raw, notation = self._raw, self._notation
         self._call, self._raw = None, None
         if raw is None or notation is None:  # the text after the call is broken, not the call
-            self._after_call = self._after_marker = True
-            return
-        if notation.hides_markers:
-            self._add_text("".join(raw[1:]))
+            self.out.after_call = self.out.after_marker = True
+        elif notation.hides_markers:
+            self.out.break_call("".join(raw[1:]), raw=False)
         else:
-            self._add_raw(self._dropped + "".join(raw))
             self._broken = bool(raw and raw[0])
-        self._dropped, self._after_call = "", False
+            self.out.break_call("".join(raw), raw=True)
 
     # ------------------------------------------------------------------------------------------------------ drafts
 
     def _is_closed(self, end: End) -> bool:
         """Return whether the reasoning is closed in the text at hand; set aside what may begin its closing marker."""
-        assert self._field is not None
-        match, upto = self._watches.closing[self._field].next(
+        field = self.out.field
+        assert field is not None
+        match, upto = self._watches.closing[field].next(
             self._text, max(self._at, self._clear), final=bool(end) and not self._tail
         )
         self._clear = upto
@@ -368,7 +324,7 @@ class RegionReader:
         assert self._draft is not None
         if self._is_closed(end):
             self._release_draft()
-            self._add_text(self._text[self._at : self._clear])
+            self.out.add_text(self._text[self._at : self._clear])
             self._at = self._clear
             return True
         if self._read_drafted(self._text, end if not self._tail else "") is Status.BROKEN:
@@ -387,7 +343,7 @@ class RegionReader:
                 self._call.parts = []
                 if status is Status.DONE:
                     self._call = None
-            elif between := _BETWEEN_CALLS.match(text, before)[0]:  # type: ignore[index]
+            elif between := BETWEEN_CALLS.match(text, before)[0]:  # type: ignore[index]
                 self._at = before + len(between)
             else:
                 match, pending = self._watches.drafts.at(text, before, final=bool(end))
@@ -407,7 +363,7 @@ class RegionReader:
         assert self._draft is not None
         text, self._draft, self._call = "".join(self._draft), None, None
         self._drafted = []
-        self._add_text(text)
+        self.out.add_text(text)
 
     def _end_draft(self, end: End) -> None:
         """End the answer within calls: if they are complete, and the model ended it, they are calls."""
@@ -418,66 +374,10 @@ class RegionReader:
         if not self._parallel:
             others = [at for at, (name, _) in enumerate(parts) if name][1:]
             parts = parts[: others[0]] if others else parts
-        self._draft, self._held, self._field = None, [], None
-        self._pass_calls(parts)
+        self._draft = None
+        self.out.end_in_call()
+        self.out.add_calls(parts)
         self._end_call()
-
-    # -------------------------------------------------------------------------------------------------------- text
-
-    def _add_text(self, text: str) -> None:
-        """Add text of the open region, or of the content."""
-        if self._field is None:
-            if not self._watches.template.keeps_text:
-                return
-            if self._after_call:
-                if _BETWEEN_CALLS.fullmatch(text):
-                    self._junk.append(text)
-                    return
-                text, self._junk, self._after_call = "".join([*self._junk, text]), [], False
-        line = text[text.rfind("\n") + 1 :]
-        self._blank_line = not line.strip() and (self._blank_line or len(line) < len(text))
-        if self._after_marker and self._strips():
-            text = text.lstrip()
-            if not text:
-                return
-        self._empty = self._empty and not text.strip()
-        self._after_marker = False
-        if self._strips():
-            bare = text.rstrip()
-            held, spaces = self._held, text[len(bare) :]
-            if not bare:
-                held.append(spaces)
-                return
-            text, self._held = "".join([*held, bare]), [spaces] if spaces else []
-        self._pass_on(text)
-
-    def _add_raw(self, text: str) -> None:
-        """Add text of the content as it is written, spaces included."""
-        self._blank_line = self._empty = self._after_marker = False
-        self._pass_on(text)
-
-    def _strips(self) -> bool:
-        return self._watches.template.strips if self._field is None else self._field.strips
-
-    def _pass_on(self, text: str) -> None:
-        last = self._new[-1] if self._new else None
-        if isinstance(last, TextDelta) and last.reasoning == self.reasoning:
-            last.text += text
-        elif text:
-            self._new.append(TextDelta(text, self.reasoning))
-
-
-def split(parts: list[Part]) -> tuple[str, str, list[CallDelta]]:
-    """Return content, reasoning and calls of parts."""
-    content, reasoning, calls = "", "", list[CallDelta]()
-    for part in parts:
-        if isinstance(part, CallDelta):
-            calls.append(part)
-        elif part.reasoning:
-            reasoning += part.text
-        else:
-            content += part.text
-    return content, reasoning, calls
 
 
 def find(chat_template: str, shipped: Any = None) -> ResponseTemplate | None:

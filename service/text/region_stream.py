@@ -81,11 +81,11 @@ class RegionStream:
 
     def push(self, tokens: list[int]) -> None:
         """Consume tokens, up to the end of the answer."""
-        reader, text = self._reader, self._text
+        out, text = self._reader.out, self._text
         for token in tokens:
-            open_before = reader.reasoning
+            open_before = out.reasoning
             self._read(text.push([token]))
-            self.reasoning_tokens += open_before or reader.reasoning
+            self.reasoning_tokens += open_before or out.reasoning
             if self.complete:
                 break
 
@@ -161,7 +161,7 @@ class RegionStream:
     def take(self) -> list[Part]:
         """Return what is new since the last call, content included, in the order in which the model wrote it."""
         if self._stops is None and self._places is None:
-            return self._reader.take_parts()
+            return self._reader.out.take()
         parts, self._parts = self._parts, []
         return parts
 

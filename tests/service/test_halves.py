@@ -20,7 +20,7 @@ from quire.service.api.api import NO_DEFAULTS
 from quire.service.api.client_tools import custom_input
 from quire.service.api.format import Format, Prompted
 from quire.service.api.openai_responses import responses
-from quire.service.api.openai_responses.responses import ResponseFormat
+from quire.service.api.openai_responses.response_format import ResponseFormat
 from quire.service.common.pacing import Pacer
 from quire.service.config import GatewayConfig
 from quire.service.output.pieces import Piece

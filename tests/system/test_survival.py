@@ -20,7 +20,7 @@ from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.records import Fleet
 from quire.loadtest.server import engine_processes
-from quire.service.api.format import Position
+from quire.service.api.position import Position
 from tests.checkpoints import VOCAB, tokenizer
 from tests.pace import paced, paced_ms, patience
 from tests.system import processes

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.engine.wire.messages import Delta, TokenBatch
 from quire.engine.wire.request_ids import KINDS, pack, unpack
 from quire.service.api.anthropic.messages import PREFIX as MESSAGE
-from quire.service.api.openai_responses.responses import PREFIX as RESPONSE
+from quire.service.api.openai_responses.output_items import PREFIX as RESPONSE
 from quire.service.delivery.resume import new_id
 from tests.wire.sides import Bus, generate, load, take
 

@@ -15,8 +15,10 @@ from typing import Any
 import msgspec
 
 from quire.service.api.api import NO_DEFAULTS, Served, ValidRequest
+from quire.service.api.openai_responses.output_items import PREFIX
+from quire.service.api.openai_responses.response_format import ResponseFormat
 from quire.service.api.openai_responses.response_items import Item, listed, sealed
-from quire.service.api.openai_responses.responses import PREFIX, ResponseFormat, missing, parse
+from quire.service.api.openai_responses.responses import missing, parse
 from quire.service.config import GatewayConfig
 
 OBJECT = "response.compaction"

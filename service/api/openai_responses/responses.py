@@ -1,12 +1,8 @@
-"""OpenAI's format of responses: POST /v1/responses as a request of the chat path, and its answers.
+"""OpenAI's format of responses: POST /v1/responses as a request of the chat path.  `response_format.py` writes answers.
 
     ResponsesBody, stored history --chat_of--> ChatBody --api.chat_request--> ValidRequest --a chat's path--> pieces
-    pieces --ResponseFormat--> response.created, response.output_item.added ... response.completed, or one response
 
 The chat path checks what both formats share.  A refusal names the field as this format does (`NAMES`).
-
-Events are numbered.  A piece of an answer holds one token here, so the events and their numbers depend on the tokens
-alone, and any gateway can send those after a given number.
 """
 
 from __future__ import annotations
@@ -17,31 +13,22 @@ from typing import Any, NamedTuple
 import msgspec
 
 from quire.service.api.api import NO_DEFAULTS, ChatBody, Refusal, Served, ValidRequest, chat_request, decode, decode_all
-from quire.service.api.blocks import Block, BlockFormat
-from quire.service.api.client_tools import Called, allowed_tools, custom_input, functions_of, names_of, tool_choice
-from quire.service.api.format import Prompted, call_id
+from quire.service.api.client_tools import allowed_tools, functions_of, names_of, tool_choice
 from quire.service.api.history import Message
-from quire.service.api.openai_responses.raw_messages import RawMessages
 from quire.service.api.openai_responses.response_items import (
-    CALL_PREFIX,
     Item,
     Referring,
     messages_of,
     resolved,
-    sealed,
     tools_in,
     with_ids,
 )
-from quire.service.api.openai_responses.response_logprobs import Entry, ResponseLogprobs
 from quire.service.api.skipped import Skipped
 from quire.service.api.tools import ToolRules
 from quire.service.common.limits import shown
-from quire.service.common.pacing import Pacer, Turns
 from quire.service.common.refusal import bad_request, check, placing
 from quire.service.config import GatewayConfig
-from quire.service.output.pieces import Piece
 
-PREFIX = "resp_"
 Turn = tuple[bytes, bytes]  # a stored response: its input items and the response, as JSON
 
 # Fields of a chat, as refusals of the chat path name them -> fields of this format.
@@ -75,8 +62,6 @@ INCLUDED = (
     "computer_call_output.output.image_url",
     "message.input_image.image_url",
 )
-PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_", "custom": "ctc_"}  # prefixes of the ids of output items
-ARGUMENTS, CUSTOM = "response.function_call_arguments", "response.custom_tool_call_input"
 SUMMARIES = ("auto", "concise", "detailed")
 
 
@@ -313,271 +298,6 @@ def _shown(asked: ResponsesBody, valid: ValidRequest) -> dict[str, Any]:
         "truncation": "disabled",
         "user": asked.user,
     }
-
-
-# -------------------------------------------------------------------------------------------------------------- answers
-
-
-class ResponseFormat(BlockFormat):
-    """Writes one answer in the shape of OpenAI's responses.  Its events have numbers; `after` is the client's last."""
-
-    each_token = True
-
-    def __init__(
-        self,
-        valid: ValidRequest,
-        *,
-        request_id: str,
-        model: str,
-        created: int,
-        prompt: Prompted,
-        vocabulary: list[bytes],
-    ) -> None:
-        super().__init__(valid, request_id=request_id, model=model, prompt=prompt)
-        self._created = created
-        self._number = 0  # of the next event
-        self._reasoning = 0  # output tokens of the reasoning
-        self._finish = ""
-        self._names = valid.called
-        self._summary = bool(valid.shown.get("reasoning", {}).get("summary"))  # reasoning is shown as its summary
-        self._seals = valid.seals
-        self._logprobs = ResponseLogprobs(valid, vocabulary) if valid.sampling.logprobs >= 0 else None
-        self._raw = RawMessages(prompt.token_ids, vocabulary) if valid.raw_messages else None
-        self._encoded: list[msgspec.Raw] = []  # items of the output at its end
-        self.after = -1  # events up to this number are not written
-        self.stored = bool(valid.shown.get("store"))  # false once the response could not be stored
-
-    def _count(self, piece: Piece) -> None:
-        super()._count(piece)
-        self._reasoning = piece.reasoning_tokens or self._reasoning
-        self._finish = piece.finish or self._finish
-        if self._logprobs is not None:
-            self._logprobs.add(piece)
-        if self._raw is not None:
-            self._raw.add(piece)
-
-    # -- the response
-
-    def response(self, status: str = "", error: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the response as far as it was written.  `status`: "" as the answer ended."""
-        if self._logprobs is not None:
-            self._logprobs.end()
-        cut = self._finish == "length"
-        ended = not status
-        return {
-            "id": self.request_id,
-            "object": "response",
-            "created_at": self._created,
-            "status": status or ("incomplete" if cut else "completed"),
-            "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"} if ended and cut else None,
-            "model": self._model,
-            "output": self._output() if ended or error else [],
-            **self._valid.shown,
-            "store": self.stored,
-            "usage": self._usage() if ended else None,
-            **(self._raw.fields() if self._raw is not None and ended else {}),
-        }
-
-    def _output(self) -> list[msgspec.Raw]:
-        """Return all items as JSON: those that `prepare_end` has encoded, and the others."""
-        found = self._encoded
-        return found + [self._encode_item(block) for block in self._blocks.found[len(found) :]]
-
-    def _encode_item(self, block: Block) -> msgspec.Raw:
-        return msgspec.Raw(msgspec.json.encode(self._item(block)))
-
-    async def prepare_end(self, pacer: Pacer) -> None:
-        """Encode the items of the output, of which there may be thousands, while other requests run."""
-        if self._logprobs is not None:
-            self._logprobs.end()
-        turns, found = Turns(pacer), self._encoded
-        while len(found) < len(self._blocks.found) and self._blocks.found[len(found)].complete:
-            found.append(self._encode_item(self._blocks.found[len(found)]))
-            await turns.pause()
-
-    def _usage(self) -> dict[str, Any]:
-        return {
-            "input_tokens": self._prompt,
-            "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
-            "output_tokens": self._tokens[0],
-            "output_tokens_details": {"reasoning_tokens": self._reasoning},
-            "total_tokens": self._prompt + self._tokens[0],
-        }
-
-    def _called(self, block: Block) -> Called:
-        """Return a call's tool as the client names it."""
-        return self._names.get(block.name) or Called(block.name)
-
-    def _is_custom(self, block: Block) -> bool:
-        return block.kind == "call" and self._called(block).kind == "custom"
-
-    def _item_id(self, block: Block) -> str:
-        prefix = PREFIXES["custom" if self._is_custom(block) else block.kind]
-        return f"{prefix}{self.request_id.removeprefix(PREFIX)}{block.index:04x}"
-
-    def _item(self, block: Block, *, begun: bool = False) -> Item:
-        """Return a block as an item of the output; `begun`: as it is announced, without content."""
-        whole = block.followed or self._finish in ("stop", "tool_calls")
-        status = "in_progress" if begun else "completed" if whole else "incomplete"
-        item: Item = {"id": self._item_id(block), "status": status}
-        if block.kind == "call":
-            return self._call_item(block, item, begun=begun)
-        parts = [] if begun else [self._part(block)]
-        if block.kind == "reasoning":
-            summary, content = (parts, []) if self._summary else ([], parts)
-            encrypted = sealed(block.text) if self._seals and not begun else None
-            return {"type": "reasoning", **item, "summary": summary, "content": content, "encrypted_content": encrypted}
-        return {"type": "message", **item, "role": "assistant", "content": parts}
-
-    def _call_item(self, block: Block, item: Item, *, begun: bool) -> Item:
-        name, namespace, kind = self._called(block)
-        call = {**item, "call_id": CALL_PREFIX + call_id(self.request_id, 0, block.call), "name": name}
-        if namespace is not None:
-            call["namespace"] = namespace
-        if kind == "custom":
-            return {"type": "custom_tool_call", **call, "input": "" if begun else custom_input(block.text)}
-        return {"type": "function_call", **call, "arguments": "" if begun else block.text}
-
-    def _part(self, block: Block, *, begun: bool = False) -> dict[str, Any]:
-        text = "" if begun else block.text
-        if block.kind == "reasoning":
-            return {"type": "summary_text" if self._summary else "reasoning_text", "text": text}
-        scores = [] if begun else self._scores(block)
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
-
-    # -- a stream
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        number = self._number
-        self._number += 1
-        if number <= self.after:
-            return b""
-        data = msgspec.json.encode({"type": kind, "sequence_number": number, **fields})
-        return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
-
-    def _start(self) -> bytes:
-        if self._number:
-            return b""
-        first = "queued" if self._valid.shown.get("background") else "in_progress"
-        created = self._event("response.created", response=self.response(first))
-        return created + self._event("response.in_progress", response=self.response("in_progress"))
-
-    def idle(self) -> bytes:
-        """Return the events for a silent stream: its first ones, if they were not sent."""
-        return self._start()
-
-    def chunk(self, piece: Piece) -> bytes:
-        """Return the events of a piece."""
-        events = [self._start()]
-        self._count(piece)
-        for step, block, text in self._blocks.add(piece):
-            if step == "grow":
-                events.append(self._grow(block, text, self._scored(block, text)))
-            else:
-                events += self._open(block) if step == "open" else self._close(block)
-        return b"".join(events)
-
-    def _scored(self, block: Block, text: str) -> list[Entry]:
-        """Return the log probabilities of what a block grows by."""
-        return [] if self._logprobs is None or block.kind != "text" else self._logprobs.grow(block.index, text)
-
-    def _scores(self, block: Block) -> list[Entry]:
-        """Return the log probabilities of a block so far."""
-        return [] if self._logprobs is None else self._logprobs.of(block.index)
-
-    def _place(self, block: Block) -> dict[str, Any]:
-        return {"item_id": self._item_id(block), "output_index": block.index}
-
-    def _grow(self, block: Block, text: str, scores: list[Entry]) -> bytes:
-        place = self._place(block)
-        if self._is_custom(block):  # its input is known when its JSON is whole
-            return b""
-        if block.kind == "call":
-            return self._event(f"{ARGUMENTS}.delta", **place, delta=text)
-        if block.kind == "reasoning" and self._summary:
-            return self._event("response.reasoning_summary_text.delta", **place, summary_index=0, delta=text)
-        if block.kind == "reasoning":
-            return self._event("response.reasoning_text.delta", **place, content_index=0, delta=text)
-        return self._event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=scores)
-
-    def _open(self, block: Block) -> list[bytes]:
-        item = self._item(block, begun=True)
-        events = [self._event("response.output_item.added", output_index=block.index, item=item)]
-        if block.kind != "call":
-            events.append(self._part_event("added", block, begun=True))
-        return events
-
-    def _part_event(self, step: str, block: Block, *, begun: bool = False) -> bytes:
-        part = self._part(block, begun=begun)
-        if block.kind == "reasoning" and self._summary:
-            kind = f"response.reasoning_summary_part.{step}"
-            return self._event(kind, **self._place(block), summary_index=0, part=part)
-        return self._event(f"response.content_part.{step}", **self._place(block), content_index=0, part=part)
-
-    def _close(self, block: Block) -> list[bytes]:
-        place, text = self._place(block), block.text
-        if self._is_custom(block):
-            given = custom_input(text)
-            events = [self._event(f"{CUSTOM}.delta", **place, delta=given)] if given else []
-            events.append(self._event(f"{CUSTOM}.done", **place, input=given))
-        elif block.kind == "call":
-            events = [self._event(f"{ARGUMENTS}.done", **place, name=self._called(block).name, arguments=text)]
-        elif block.kind == "reasoning" and self._summary:
-            events = [self._event("response.reasoning_summary_text.done", **place, summary_index=0, text=text)]
-        elif block.kind == "reasoning":
-            events = [self._event("response.reasoning_text.done", **place, content_index=0, text=text)]
-        else:
-            scores = self._scores(block)
-            events = [self._event("response.output_text.done", **place, content_index=0, text=text, logprobs=scores)]
-        if block.kind != "call":
-            events.append(self._part_event("done", block))
-        return [*events, self._event("response.output_item.done", output_index=block.index, item=self._item(block))]
-
-    def usage_chunk(self) -> bytes:
-        """Return nothing: the last event has the usage."""
-        return b""
-
-    def events_after(self, number: int) -> ValidRequest:
-        """Leave out events up to this number; return the request as a streamed one.  Raises Refusal without events."""
-        self.after = number
-        return msgspec.structs.replace(self._valid, stream=True)
-
-    def done(self) -> bytes:
-        """Return the event that ends the stream."""
-        response = self.response()
-        return self._event(f"response.{response['status']}", response=response)
-
-    def failure(self, refusal: Refusal) -> bytes:
-        """Return the last event of a stream that failed."""
-        return self._event("response.failed", response=self.failed(refusal))
-
-    def failed(self, refusal: Refusal) -> dict[str, Any]:
-        """Return the response of an answer that failed."""
-        return self.response("failed", {"code": "server_error", "message": f"{refusal.code}: {refusal.message}"})
-
-    # -- the whole answer
-
-    def read(self, pieces: list[Piece]) -> None:
-        """Add pieces without writing events."""
-        for piece in pieces:
-            self._count(piece)
-            for step, block, text in self._blocks.add(piece):
-                if step == "grow":
-                    self._scored(block, text)
-
-    def body(self) -> bytes:
-        """Return the response as it ended."""
-        return msgspec.json.encode(self.response())
-
-    async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
-        """Return the body of an answer that is not streamed.  Other requests run in between."""
-        turns = Turns(pacer)
-        for piece in pieces:
-            self.read([piece])
-            await turns.pause()
-        await self.prepare_end(pacer)
-        return [self.body()]
 
 
 def missing(response_id: str, param: str | None = None) -> Refusal:

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from quire.service.api.format import Position
+from quire.service.api.position import Position
 from tests.pace import patience
 
 PATIENCE_S = 90.0  # a client that is refused, or finds nobody, gives up after this

@@ -1,0 +1,61 @@
+"""How much of an answer a client has: the ids of events, which any gateway can continue from."""
+
+from __future__ import annotations
+
+import re
+from typing import Self
+
+import msgspec
+
+from quire.service.common.refusal import Refusal
+
+
+class Position(msgspec.Struct, frozen=True):
+    """How much of an answer a client has.  An event id holds it, written `ID:TOKENS[:ENDED]`.
+
+        cmpl-5f0c:17,,20         17 tokens of choice 0, nothing of choice 1, 20 tokens of choice 2
+        cmpl-5f0c:17,0,20:2      ... all of choice 2, its end included
+        cmpl-5f0c:17,9,20:usage  every choice, and the usage chunk
+        cmpl-5f0c:17,9,20:done   the complete answer
+
+    A choice at 0 has begun: its role, or the prompt it echoes, was sent.  The text of the first N tokens is a function
+    of the tokens.  So nothing else is needed to continue at exactly the next character."""
+
+    request_id: str
+    tokens: tuple[int | None, ...]  # of each choice; None: not begun
+    ended: frozenset[int] = frozenset()  # choices whose last event was sent
+    usage: bool = False  # the usage chunk was sent
+    done: bool = False  # [DONE] was sent
+
+    @classmethod
+    def start(cls, request_id: str, choices: int) -> Self:
+        """Return the position before anything was sent."""
+        return cls(request_id, (None,) * choices)
+
+    @classmethod
+    def parse(cls, event_id: str) -> Self:
+        """Parse an event id.  Raises Refusal(400) for an id that no event of this server can have carried."""
+        found = _EVENT_ID.fullmatch(event_id)
+        if found is None:
+            raise _malformed(event_id)
+        request_id, counts, ended = found["id"], found["tokens"].split(","), found["ended"] or ""
+        tokens = tuple(int(count) if count else None for count in counts)
+        if ended in ("usage", "done"):
+            return cls(request_id, tokens, frozenset(range(len(tokens))), True, ended == "done")
+        choices = frozenset(map(int, filter(None, ended.split(","))))
+        if any(choice >= len(tokens) or tokens[choice] is None for choice in choices):
+            raise _malformed(event_id)
+        return cls(request_id, tokens, choices)
+
+
+REQUEST_ID = r"(?:cmpl|chatcmpl)-[0-9a-f]{32}"
+ANSWER_ID = rf"{REQUEST_ID}|(?:msg|resp)_[0-9a-f]{{32}}"  # also of formats whose events have no ids
+_EVENT_ID = re.compile(
+    rf"(?P<id>{REQUEST_ID}):(?P<tokens>(?:\d{{1,9}})?(?:,(?:\d{{1,9}})?)*)(?::(?P<ended>usage|done|\d{{1,5}}(?:,\d{{1,5}})*))?",
+    re.ASCII,
+)
+
+
+def _malformed(event_id: str) -> Refusal:
+    message = "Last-Event-ID: not the id of any event of this server"
+    return Refusal(400, "invalid_event_id", message, param="last-event-id", given=event_id[:64])

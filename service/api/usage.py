@@ -1,0 +1,61 @@
+"""The tokens of one answer, counted for OpenAI's `usage`."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from quire.service.api.api import ValidRequest
+from quire.service.output.pieces import Piece
+
+
+class UsageCount:
+    """Counts tokens as they are written: of prompts, of choices, of reasoning, of beam search."""
+
+    def __init__(self, valid: ValidRequest, prompt_tokens: list[int]) -> None:
+        """`prompt_tokens`: of each prompt."""
+        choices = len(prompt_tokens) * valid.n
+        self._valid, self._prompt_tokens = valid, sum(prompt_tokens)
+        self.tokens = [0] * choices  # output tokens so far
+        self._cached = [0] * len(prompt_tokens)  # prompt tokens found in the prefix cache
+        self._reasoning = [0] * choices  # tokens of it
+        self._searched = 0  # tokens of beams that are in no answer
+        self._shared = [0.0] * len(prompt_tokens)  # fractions of the KV cache that its beams shared
+
+    def skip(self, tokens: list[int], cached: list[int], reasoning: list[int]) -> None:
+        """Continue after the tokens that a client already has.  Each list has an entry for each choice."""
+        self.tokens, self._reasoning = tokens, reasoning
+        for choice, found in enumerate(cached):
+            self._record_cached(choice, found)
+
+    def add(self, piece: Piece) -> None:
+        """Count the tokens of a piece."""
+        self.tokens[piece.choice] += len(piece.token_ids)
+        self._searched += piece.searched
+        if piece.shared:
+            self._shared[piece.choice // self._valid.n] = piece.shared
+        if piece.reasoning_tokens:
+            self._reasoning[piece.choice] = piece.reasoning_tokens
+        if piece.cached_tokens:
+            self._record_cached(piece.choice, piece.cached_tokens)
+
+    def _record_cached(self, choice: int, tokens: int) -> None:
+        prompt = choice // self._valid.n
+        self._cached[prompt] = max(self._cached[prompt], tokens)
+
+    def fields(self) -> dict[str, Any]:
+        """Return OpenAI's `usage`.  A prompt counts once, however many choices it has."""
+        prompt, completion = self._prompt_tokens, sum(self.tokens)
+        found = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }
+        details: dict[str, float] = {}
+        if self._valid.reading is not None:
+            details["reasoning_tokens"] = sum(self._reasoning)
+        if self._valid.beams is not None:
+            details["searched_tokens"] = self._searched
+            details["shared_kv_fraction"] = round(statistics.fmean(self._shared), 4)
+        return {**found, "completion_tokens_details": details} if details else found

@@ -1,0 +1,194 @@
+"""The parts of a chat answer, in the order in which the model wrote them, without the white space next to markers.
+
+    text, calls --PartWriter--> TextDelta (content or reasoning) | CallDelta
+
+White space at the end of a text waits: if a marker follows, it is dropped.  So do brackets and commas after a call.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from quire.service.output.calls import TEXT, CallPart
+from quire.service.output.notations import Field
+
+BETWEEN_CALLS = re.compile(r"[\s,;\[\](){}]*")  # what is no content between two calls
+
+
+class CallDelta(msgspec.Struct):
+    """What is new of one tool call.  `index` counts the calls of a choice; the first delta of a call has its name."""
+
+    index: int
+    name: str | None
+    arguments: str  # a part of their JSON
+
+
+class TextDelta(msgspec.Struct):
+    """New text of the content or of the reasoning."""
+
+    text: str
+    reasoning: bool = False
+
+
+Part = TextDelta | CallDelta  # in the order in which the model wrote them
+
+
+class PartWriter:
+    """Writes the parts of one answer.  `RegionReader` finds the markers and says which region is open."""
+
+    __slots__ = (
+        "_dropped", "_held", "_junk", "_keeps_text", "_new", "_strips_content",
+        "after_call", "after_marker", "blank_line", "calls", "empty", "field",
+    )  # fmt: skip
+
+    def __init__(self, *, keeps_text: bool, strips_content: bool) -> None:
+        """`keeps_text`: text outside of any marker is content.  `strips_content`: its white space is dropped there."""
+        self._keeps_text, self._strips_content = keeps_text, strips_content
+        self.field: Field | None = None  # the open region; None: the content
+        self.calls = 0
+        self.after_marker = self.after_call = False  # only white space, or brackets, have followed the marker
+        self._held: list[str] = []  # white space that a marker may follow
+        self._junk: list[str] = []  # brackets and commas after a call
+        self._dropped = ""  # white space that a marker has followed
+        self.empty = self.blank_line = True  # nothing but spaces was written in the answer, and in its last line
+        self._new: list[Part] = []
+
+    @property
+    def reasoning(self) -> bool:
+        """Whether the reasoning is open."""
+        return self.field is not None and self.field.kind == "reasoning"
+
+    @property
+    def waiting_space(self) -> str:
+        """White space at the end of the content so far, which is dropped if a marker follows it."""
+        return "".join(self._held) if self.field is None else ""
+
+    def take(self) -> list[Part]:
+        """Return the parts that are new since the last call.  Text of one region is one part."""
+        found, self._new = self._new, []
+        return found
+
+    def start_answer(self) -> None:
+        """Forget what the prompt held, which may even have an earlier message with calls."""
+        self._held, self._junk, self.calls = [], [], 0
+        self.take()
+
+    def end(self, *, write_space: bool) -> None:
+        """End the answer.  `write_space`: no marker follows the white space that waits."""
+        if write_space:
+            self.append("".join(self._held))
+        self._held, self._junk, self.field = [], [], None
+
+    # -- markers
+
+    def pass_marker(self, *, opens: bool) -> None:
+        """Drop the white space before a marker.  `opens`: it begins a region or a call."""
+        junk = "".join(self._junk)
+        self._dropped = "".join([junk.lstrip() if self.after_marker else junk, *self._held])
+        self._held = []
+        self.after_marker = self.blank_line = True
+        if opens:
+            self._junk, self.after_call = [], False
+
+    def add_marker(self, text: str) -> None:
+        """Add a marker that became content, with the white space before it."""
+        self.add_raw("".join(self._held) + text)
+        self._held = []
+
+    # -- calls
+
+    def add_calls(self, parts: list[CallPart]) -> None:
+        """Add what is new of calls, and the text between them."""
+        for name, arguments in parts:
+            last = self._new[-1] if self._new else None
+            if name == TEXT:
+                self.append(arguments)
+            elif name is not None:
+                self._new.append(CallDelta(self.calls, name, arguments))
+                self.calls += 1
+            elif isinstance(last, CallDelta):
+                last.arguments += arguments
+            elif arguments:
+                self._new.append(CallDelta(self.calls - 1, None, arguments))
+
+    def begin_next_call(self) -> None:
+        """Begin a call whose opening marker is an earlier call's: no white space goes with it."""
+        self._dropped = ""
+
+    def end_call(self) -> None:
+        """End a call."""
+        self._dropped = ""
+        self.after_call = self.after_marker = True
+        self.empty = False
+
+    def break_call(self, text: str, *, raw: bool) -> None:
+        """Make the text of a call content; `raw`: with the white space before its marker."""
+        if raw:
+            self.add_raw(self._dropped + text)
+        else:
+            self.add_text(text)
+        self._dropped, self.after_call = "", False
+
+    def end_in_call(self) -> None:
+        """Close the reasoning after calls that end the answer within it."""
+        self._held, self.field = [], None
+
+    # -- text
+
+    def add_text(self, text: str) -> None:
+        """Add text of the open region, or of the content."""
+        if self.field is None:
+            if not self._keeps_text:
+                return
+            if self.after_call:
+                if BETWEEN_CALLS.fullmatch(text):
+                    self._junk.append(text)
+                    return
+                text, self._junk, self.after_call = "".join([*self._junk, text]), [], False
+        line = text[text.rfind("\n") + 1 :]
+        self.blank_line = not line.strip() and (self.blank_line or len(line) < len(text))
+        if self.after_marker and self._strips():
+            text = text.lstrip()
+            if not text:
+                return
+        self.empty = self.empty and not text.strip()
+        self.after_marker = False
+        if self._strips():
+            bare = text.rstrip()
+            held, spaces = self._held, text[len(bare) :]
+            if not bare:
+                held.append(spaces)
+                return
+            text, self._held = "".join([*held, bare]), [spaces] if spaces else []
+        self.append(text)
+
+    def add_raw(self, text: str) -> None:
+        """Add text of the content as it is written, spaces included."""
+        self.blank_line = self.empty = self.after_marker = False
+        self.append(text)
+
+    def _strips(self) -> bool:
+        return self._strips_content if self.field is None else self.field.strips
+
+    def append(self, text: str) -> None:
+        """Add text of the open region as it is."""
+        last = self._new[-1] if self._new else None
+        if isinstance(last, TextDelta) and last.reasoning == self.reasoning:
+            last.text += text
+        elif text:
+            self._new.append(TextDelta(text, self.reasoning))
+
+
+def split(parts: list[Part]) -> tuple[str, str, list[CallDelta]]:
+    """Return content, reasoning and calls of parts."""
+    content, reasoning, calls = "", "", list[CallDelta]()
+    for part in parts:
+        if isinstance(part, CallDelta):
+            calls.append(part)
+        elif part.reasoning:
+            reasoning += part.text
+        else:
+            content += part.text
+    return content, reasoning, calls
