@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -27,6 +28,53 @@ def script(name: str) -> ModuleType:
     sys.modules[name] = module  # NamedTuple and dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+METHODS, ATTRIBUTES = 25, 22  # of a class, at most: more of them do several jobs
+# Classes above a bound, with what they have.  The list may only shrink: take a job out into a class of its own.
+LARGER = {
+    "engine/core/scheduler.py Scheduler": (32, 19),
+    "engine/executor/worker.py Worker": (32, 33),
+    "engine/wire/gateway_side.py GatewaySide": (26, 19),
+    "engine/bus_thread.py BusThread": (24, 27),
+    "engine/executor/batch.py Batch": (16, 23),
+    "engine/observers/metrics.py Telemetry": (10, 32),
+    "engine/tools/fleet.py Run": (16, 24),
+    "service/http/meter.py Meter": (17, 27),
+}
+
+
+def size_of(cls: ast.ClassDef) -> tuple[int, int]:
+    """Return how many methods and attributes of its objects a class defines."""
+    methods = [node for node in cls.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    written = [node for method in methods for node in ast.walk(method) if isinstance(node, ast.Attribute)]
+    ours = {
+        node.attr
+        for node in written
+        if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    return len(methods), len(ours)
+
+
+def test_the_size_of_a_class_counts_methods_and_what_they_assign() -> None:
+    [cls] = ast.parse("class A:\n def a(self):\n  self.x, self.y = 1, 2\n async def b(self):\n  self.x += 1").body
+    assert isinstance(cls, ast.ClassDef)
+    assert size_of(cls) == (2, 2)
+
+
+def test_a_class_has_one_job() -> None:
+    """Methods and attributes of a class are bounded: those above the bounds did three to five jobs each."""
+    larger = {}
+    for top in ("service", "engine"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    name = f"{path.relative_to(ROOT)} {node.name}"
+                    most = LARGER.get(name, (METHODS, ATTRIBUTES))
+                    found = size_of(node)
+                    if found[0] > most[0] or found[1] > most[1]:
+                        larger[name] = found
+    assert larger == {}, f"(methods, attributes): at most {METHODS} and {ATTRIBUTES}; take a job out"
 
 
 function_lines, prose = script("function_lines"), script("prose")
