@@ -159,8 +159,8 @@ class Engine:
             totals=self.core.report.totals,
             canary=self.canary.counts,
             grammar_counts=self._inbox.counts,
-            count_wasted_slots=self.core.wasted_positions,
-            measure_sharing=self.core.shared_fraction,
+            count_wasted_slots=self.core.occupancy.wasted_positions,
+            measure_sharing=self.core.occupancy.shared_fraction,
         )
 
     def _plan(self, record: TurnRecord) -> None:
@@ -202,9 +202,9 @@ class Engine:
         core, now = self.core, time.monotonic()
         record.draining = self.draining
         gate = self._inbox
-        room_tokens, room_requests = (0, 0) if record.draining else core.room()
+        room_tokens, room_requests = (0, 0) if record.draining else core.headroom.startable()
         room_requests = min(room_requests, core.limits.max_seqs - gate.waiting)  # others can take what would wait here
-        claim_tokens = core.claimable() if room_tokens else 0
+        claim_tokens = core.headroom.claimable() if room_tokens else 0
         gated = gate.waiting_sequences, gate.waiting_tokens
         record.gated = gate.waiting_sequences
         record.load = self._load.describe(core, now, draining=record.draining, queued=record.queued > 0, gated=gated)
@@ -215,7 +215,7 @@ class Engine:
         counts = self._accepted, self._dropped
         report = Report(record.load, room_tokens, room_requests, *counts, costs, claim_tokens)
         self._outbox.put(record.outputs, report)
-        if self._behind_since and not core.behind:
+        if self._behind_since and not core.requests.behind:
             record.resumed_s, self._behind_since = now - self._behind_since, 0.0
             log.info(
                 "recomputed all requests of an earlier engine %.2f s after the first was claimed", record.resumed_s

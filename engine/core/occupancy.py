@@ -4,7 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from quire.engine.core.batch import Batch
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.open_requests import OpenRequests
 from quire.engine.core.sequence import Sequence
+
+
+class Occupancy:
+    """How full the blocks of all tables are now, for metrics and tools.  O(sequences) or more: ask seldom."""
+
+    def __init__(self, pool: BlockPool, batch: Batch, requests: OpenRequests) -> None:
+        self._pool, self._batch, self._requests = pool, batch, requests
+
+    def used_positions(self) -> tuple[int, int]:
+        """(KV positions that hold tokens, KV positions allocated) over all tables, shared blocks counted once."""
+        return used_positions(self._requests.live(), self._batch.step + 1, self._pool.block_size)
+
+    def wasted_positions(self) -> int:
+        """KV positions allocated that hold no token."""
+        return wasted_positions(self._requests.live(), self._batch.step + 1, self._pool.block_size)
+
+    def shared_fraction(self) -> float:
+        """1 - blocks held / entries of all block tables; 0: nothing is shared."""
+        return shared_fraction(self._requests.live(), self._pool.total - self._pool.available)
 
 
 def used_positions(live: Iterable[Sequence], step: int, block_size: int) -> tuple[int, int]:
@@ -30,7 +52,7 @@ def wasted_positions(live: Iterable[Sequence], step: int, block_size: int) -> in
 def shared_fraction(live: Iterable[Sequence], held: int) -> float:
     """Return 1 - blocks held / entries of all block tables, from 0: nothing is shared.  O(sequences).
 
-    Forks, beams and cached prefixes share blocks; `held` counts each block once.  Source: section 6.3 of Kwon et al.,
+    Forks, groups and cached prefixes share blocks; `held` counts each block once.  Source: section 6.3 of Kwon et al.,
     "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023."""
     entries = sum(len(seq.table) for seq in live)
     return max(0.0, 1 - held / entries) if entries else 0.0

@@ -27,9 +27,10 @@ from quire.engine.core.batch import Batch, IssuedPlan
 from quire.engine.core.blocks import BlockPool, HostPool
 from quire.engine.core.forced import ForcedTokens
 from quire.engine.core.groups import Groups
+from quire.engine.core.headroom import Headroom
 from quire.engine.core.isolation import FAILED_TWICE, Isolation
 from quire.engine.core.limits import Limits, Outputs
-from quire.engine.core.occupancy import shared_fraction, used_positions, wasted_positions
+from quire.engine.core.occupancy import Occupancy
 from quire.engine.core.open_requests import OpenRequests, refusal
 from quire.engine.core.plan import StepPlan, StepResult
 from quire.engine.core.plan_builder import PlanBuilder
@@ -39,7 +40,6 @@ from quire.engine.core.policy.allocation import allocation_policy
 from quire.engine.core.policy.claims import Claims
 from quire.engine.core.policy.fairness import Fairness
 from quire.engine.core.policy.jumps import JumpCosts
-from quire.engine.core.policy.prompt_budget import prompt_budget
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.preemption import Preemption
 from quire.engine.core.report import SchedulerReport, full_delta
@@ -94,6 +94,20 @@ class Scheduler:
             forced=self.forced,
             jump_costs=self.jump_costs,
         )
+        self.headroom = Headroom(
+            pool,
+            limits,
+            self.step_cost,
+            batch=self.batch,
+            waiting=self.waiting,
+            requests=self.requests,
+            admission=self.admission,
+            claims=self.claims,
+            isolation=self.isolation,
+            fairness=self.fairness,
+            swapping=self.swapping,
+        )
+        self.occupancy = Occupancy(pool, self.batch, self.requests)
         self.auditor = Auditor(
             pool, self.requests, self.batch, self.waiting, self.swapping, self.allocation, self.report
         )
@@ -182,7 +196,7 @@ class Scheduler:
         builder.attend_decoding()
         group_tokens = builder.advance_groups()
         started = list(batch.prefilling)
-        budget = self._prompt_budget()
+        budget = self.headroom.prompt_budget()
         if budget > 0:  # else this step only measures
             self.admission.forecast.step_tokens = budget
         free = self.limits.step_tokens - batch.decoding - group_tokens
@@ -254,11 +268,6 @@ class Scheduler:
         return len(self.batch.paused)
 
     @property
-    def behind(self) -> int:
-        """Sequences that an earlier engine began and that have not been computed again yet."""
-        return self.requests.behind
-
-    @property
     def step(self) -> int:
         """The number of the last plan issued."""
         return self.batch.step
@@ -276,60 +285,6 @@ class Scheduler:
     def live(self) -> Iterator[Sequence]:
         """Every sequence between accept() and its Finish."""
         return self.requests.live()
-
-    def room(self) -> tuple[int, int]:
-        """(prompt tokens, requests) that the engine could start soon: what to claim from the shared queue."""
-        slots = self.batch.slots.free - len(self.waiting)
-        if not self.requests:
-            return self.pool.total * self.pool.block_size, slots
-        if self.swapping.sequences or self.isolation.active:  # until these are back, or cleared, nothing new starts
-            return 0, 0
-        return max(0, self.admission.free_blocks(self.waiting)) * self.pool.block_size, max(0, slots)
-
-    def claimable(self) -> int:
-        """Prompt tokens to claim at once from the shared queue, of those that `room` has: what the next steps compute.
-
-        The prompt that exceeds them is still claimed.  0: claim none now."""
-        return self.claims.at_once(self._prompt_budget())
-
-    def yielding(self) -> tuple[list[str], int]:
-        """(tenants that hold their share or more, prompt tokens of others that could start because sequences of these
-        tenants would be preempted for fairness).  A few steps old when many sequences run."""
-        if not self.requests or not self.admission.preempts or self.isolation.active:
-            return [], 0
-        self.fairness.sum_holdings()
-        room = self.fairness.room(self.pool.block_size)  # shared blocks count as often as they are held
-        return self.fairness.crowd, min(room, self.pool.total * self.pool.block_size)
-
-    def predicted_peak(self) -> int:
-        """Blocks that the running sequences stay within, except for unusual luck (mode "reserve": at worst), if none
-        joins.  A few steps old when many run."""
-        return self.admission.predicted_peak() if self.requests else 0
-
-    @property
-    def static_blocks(self) -> int:
-        """Blocks that static allocation would hold for the sequences that run or are paused."""
-        return self.batch.reserved_blocks
-
-    def used_positions(self) -> tuple[int, int]:
-        """(KV positions that hold tokens, KV positions allocated) over all tables, shared blocks counted once."""
-        return used_positions(self.live(), self.batch.step + 1, self.pool.block_size)
-
-    def wasted_positions(self) -> int:
-        """KV positions allocated that hold no token.  O(sequences)."""
-        return wasted_positions(self.live(), self.batch.step + 1, self.pool.block_size)
-
-    def shared_fraction(self) -> float:
-        """1 - blocks held / entries of all block tables; 0: nothing is shared.  O(sequences)."""
-        return shared_fraction(self.live(), self.pool.total - self.pool.available)
-
-    def _prompt_budget(self) -> int:
-        """Prompt tokens that the next step may have.  Requests count as waiting here if they were left in the shared
-        queue because others are computed first."""
-        waiting = len(self.waiting)
-        if self.claims.queued:
-            waiting += self.claims.fitting(self.room()[0])
-        return prompt_budget(self.limits, self.step_cost, self.batch, waiting, self.requests.behind)
 
     # -------------------------------------------------------------------------------------------------------- endings
 

@@ -67,7 +67,7 @@ FILLED_S = 1.0  # shortest time between two counts of filled slots, which look a
 def slots_filled(core: Scheduler) -> float:
     """Return the fraction of the slots in held blocks that hold a token; 0 where no block is held.  O(sequences)."""
     slots = (core.pool.total - core.pool.available) * core.pool.block_size
-    return 1 - core.wasted_positions() / slots if slots else 0.0
+    return 1 - core.occupancy.wasted_positions() / slots if slots else 0.0
 
 
 class LoadReport:
@@ -88,7 +88,7 @@ class LoadReport:
         info, pool, totals, calibration = self._info, core.pool, core.report.totals, core.admission.forecast.calibration
         if now - self._filled_at >= FILLED_S:
             self._slots_filled, self._filled_at = slots_filled(core), now
-        crowd, yield_tokens = ([], 0) if draining else core.yielding()
+        crowd, yield_tokens = ([], 0) if draining else core.headroom.yielding()
         return EngineLoad(
             engine=self._engine_id,
             model=info.name,
@@ -111,7 +111,7 @@ class LoadReport:
             generated_tokens=totals.generated_tokens,
             recomputed_tokens=totals.recomputed_tokens,
             draining=draining,
-            predicted_peak_blocks=core.predicted_peak(),
+            predicted_peak_blocks=core.headroom.predicted_peak(),
             step_s=self.pace.value,
             swapped=core.swapping.sequences,
             swap_preemptions=totals.swap_preemptions,
@@ -131,7 +131,7 @@ class LoadReport:
             yield_tokens=yield_tokens,
             eos_ids=info.eos_ids,
             grammars=info.grammars,
-            static_blocks=core.static_blocks,
+            static_blocks=core.batch.reserved_blocks,
             slots_filled=self._slots_filled,
             honours=list(LATER_FIELDS),
             beams=core.limits.max_seqs if core.limits.beams and core.limits.allocation == "paged" else 0,

@@ -135,7 +135,7 @@ def run(llm: LLM, jobs: list[Job], *, slots: bool) -> dict[str, float]:
             firsts += [now - job.at_s for job, completion in silent if completion.outputs[0].token_ids]
             silent = [pair for pair in silent if not pair[1].outputs[0].token_ids]
         if slots and core.step % 8 == 0:
-            used = core.used_positions()
+            used = core.occupancy.used_positions()
             filled, allocated = filled + used[0], allocated + used[1]
             static += core.running * llm.executor.info.max_model_len
     seconds = time.perf_counter() - begin

@@ -220,7 +220,7 @@ class _Engine:
     @property
     def due(self) -> bool:
         """Whether an exchange at the end of this step says or claims anything of note."""
-        return bool(self.finished) or self.steps % 16 == 0 or self.core.room()[1] > 0
+        return bool(self.finished) or self.steps % 16 == 0 or self.core.headroom.startable()[1] > 0
 
     async def exchange(self) -> float:
         """Exchange with Redis; return the seconds after which to ask again, 0: at the next occasion."""
@@ -233,7 +233,7 @@ class _Engine:
         batches = [("g", TokenBatch(self.name, merged(self.deltas)))] if self.deltas else []
         finished, self.finished, self.deltas = self.finished, [], []
         self.exchanges += 1
-        room, claimable = self.core.room(), self.core.claimable()
+        room, claimable = self.core.headroom.startable(), self.core.headroom.claimable()
         reply = await self.side.exchange(batches, finished, self.load, *room, report, claimable)
         self.core.claims.queued = math.ceil(self.side.queue_share)
         for request in reply.generates:

@@ -179,7 +179,7 @@ class _Run:
         done, seconds = self.in_flight.popleft()
         took = done - self.now
         held = pool.total - pool.available
-        used, slots = core.used_positions()
+        used, slots = core.occupancy.used_positions()
         if slots:
             self.filled += used / slots * took
             self.eta += efficiency(held, core.batch.reserved_blocks) * took

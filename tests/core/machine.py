@@ -177,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         In mode "reserve" it leaves what all running sequences need at their greatest length."""
         core, size = self.rig.core, self.rig.pool.block_size
-        tokens, requests = core.room()
+        tokens, requests = core.headroom.startable()
         if not core.requests:
             assert (tokens, requests) == (core.pool.total * size, self.rig.limits.max_seqs - core.batch.slots.cooling)
             return
@@ -196,7 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """No room is offered while a sequence is swapped out.  Rig.submit checks the starts."""
         core = self.rig.core
         if core.swapping.sequences:
-            assert core.room() == (0, 0)
+            assert core.headroom.startable() == (0, 0)
         places = [(not seq.started_before, seq.rank) for seq in core.waiting]
         assert places == sorted(places)
 
@@ -204,7 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def what_tenants_would_give_up_is_theirs(self) -> None:
         """Rig.start checks each sequence that is preempted for fairness."""
         core = self.rig.core
-        crowd, tokens = core.yielding()
+        crowd, tokens = core.headroom.yielding()
         assert set(crowd) <= {request.tenant for request in self.rig.requests.values()}
         assert 0 <= tokens <= core.pool.total * core.pool.block_size
         assert not tokens or crowd
@@ -216,14 +216,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.rig.limits.allocation == "static":
             core, tables = self.rig.core, [seq.table for seq in self.rig.core.live() if seq.table]
             assert all(table == list(range(table[0], table[0] + len(table))) for table in tables)
-            assert core.predicted_peak() == sum(map(len, tables)) == core.pool.total - core.pool.available
+            assert core.headroom.predicted_peak() == sum(map(len, tables)) == core.pool.total - core.pool.available
             assert core.report.totals.preemptions == core.report.totals.cached_prompt_tokens == 0
 
     @invariant()
     def waste_is_below_one_block_a_sequence(self) -> None:
         if self.rig.limits.allocation == "static":
             return
-        filled, allocated = self.rig.core.used_positions()
+        filled, allocated = self.rig.core.occupancy.used_positions()
         tails = {seq.table[-1] for seq in self.rig.core.live() if seq.table}
         assert 0 <= allocated - filled <= 3 * len(tails)
         assert allocated == 4 * (self.rig.pool.total - self.rig.pool.available)

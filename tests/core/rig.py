@@ -238,10 +238,12 @@ class Rig:
             self.over.add(request_id)
         for event in out.events:
             self.note(event)
-        filled, allocated = self.core.used_positions()
-        assert self.core.wasted_positions() == allocated - filled
+        filled, allocated = self.core.occupancy.used_positions()
+        assert self.core.occupancy.wasted_positions() == allocated - filled
         tables = [block for seq in self.core.live() for block in seq.table]
-        assert self.core.shared_fraction() == pytest.approx(1 - len({*tables}) / len(tables) if tables else 0.0)
+        assert self.core.occupancy.shared_fraction() == pytest.approx(
+            1 - len({*tables}) / len(tables) if tables else 0.0
+        )
         self.core.auditor.whole()
 
     def note(self, event: Event) -> None:

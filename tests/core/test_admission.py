@@ -18,7 +18,7 @@ def test_threshold_holds_new_work_back() -> None:
     rig.submit()
     assert rig.core.running == 1
     assert len(rig.core.waiting) == 1
-    assert rig.core.room()[0] == 0
+    assert rig.core.headroom.startable()[0] == 0
     rig.run()
 
 
@@ -47,10 +47,10 @@ def test_forecast_counts_a_shared_prefix_once(ends_known: bool) -> None:
     assert rig.core.running + 3 >= 13  # its siblings join after its prompt
     assert not rig.core.waiting
     held = rig.pool.total - rig.pool.available
-    assert held <= rig.core.predicted_peak() <= (40 + 16 * 3 if ends_known else 120)
+    assert held <= rig.core.headroom.predicted_peak() <= (40 + 16 * 3 if ends_known else 120)
     rig.run()
     assert rig.core.report.totals.preemptions == 0
-    assert rig.core.predicted_peak() == 0
+    assert rig.core.headroom.predicted_peak() == 0
 
 
 def test_forecast_knows_when_the_others_end() -> None:
@@ -61,10 +61,10 @@ def test_forecast_knows_when_the_others_end() -> None:
         rig.add([2] * 8, 44, ignore_eos=True)
         rig.submit()
         assert rig.core.running == running
-        assert (rig.core.room()[0] > 0) == (running == 2)
+        assert (rig.core.headroom.startable()[0] > 0) == (running == 2)
         rig.run()
         assert rig.core.report.totals.preemptions == 0
-        assert rig.core.room() == (80, 8)
+        assert rig.core.headroom.startable() == (80, 8)
 
 
 def test_only_ends_of_their_own_are_learnt() -> None:

@@ -177,7 +177,7 @@ def test_a_group_that_waits_counts_the_blocks_of_its_beams() -> None:
         rig.add(PROMPT, 40, ignore_eos=True)
         step(rig, 2)
         rig.add(PROMPT, 20, n=1, beams=beams, ignore_eos=True)
-        room.append(rig.core.room()[0])
+        room.append(rig.core.headroom.startable()[0])
         rig.run()
         rig.core.waiting.check()
     assert room[0] - room[1] == 3 * rig.pool.block_size

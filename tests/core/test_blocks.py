@@ -131,7 +131,7 @@ def test_blocks_on_demand() -> None:
             rig.submit()
             assert len(seq.table) == -(-(prompt + decoded) // 16)
             assert decoded or len(seq.table) == blocks
-            filled, allocated = rig.core.used_positions()
+            filled, allocated = rig.core.occupancy.used_positions()
             assert filled == prompt + decoded
             assert allocated - filled <= 15
             rig.commit()

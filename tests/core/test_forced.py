@@ -143,12 +143,12 @@ def test_forced_tokens_that_arrive_while_a_sequence_waits_count_as_waiting() -> 
     rig.commit()
     [seq] = rig.core.live()
     rig.core.preemption.preempt(seq)
-    before = rig.core.room()[0]
+    before = rig.core.headroom.startable()[0]
     rig.commit()
     known = 2 + foreseen(PROMPT + answer(seed, 2))
     assert len(seq.tokens) == len(PROMPT) + known
     assert rig.core.waiting.tokens == seq.known
-    assert rig.core.room()[0] < before
+    assert rig.core.headroom.startable()[0] < before
     rig.run()
 
 

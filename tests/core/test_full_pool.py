@@ -49,8 +49,8 @@ def test_in_a_full_pool_the_small_wait_with_their_blocks_and_the_large_go_on() -
     assert sizes[paused.request.id] == 1
     assert paused.table
     assert rig.core.running == 1
-    assert rig.core.room()[0] == 0
-    assert rig.core.predicted_peak() >= len(paused.table)  # a sequence that waits will resume, and counts
+    assert rig.core.headroom.startable()[0] == 0
+    assert rig.core.headroom.predicted_peak() >= len(paused.table)  # a sequence that waits will resume, and counts
     rig.run()
     assert rig.core.report.totals.pauses > 0
     assert rig.core.report.totals.preemptions == rig.core.report.totals.recomputed_tokens == 0

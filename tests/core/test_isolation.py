@@ -116,14 +116,14 @@ def test_nothing_else_starts_or_is_claimed_while_suspects_run() -> None:
         rig.submit()
         rig.fail()
     late = rig.add([8] * 9, 30, ignore_eos=True)
-    assert rig.core.room() == (0, 0)
+    assert rig.core.headroom.startable() == (0, 0)
     rig.submit()
     assert {seq.request.id for seq in rig.core.live() if seq.slot >= 0} == set(names[:2])
     rig.commit()
     rig.submit()
     assert {seq.request.id for seq in rig.core.live() if seq.slot >= 0} == set(names)
     rig.commit()
-    assert rig.core.room()[0] > 0
+    assert rig.core.headroom.startable()[0] > 0
     rig.submit()
     assert late in {seq.request.id for seq in rig.core.live() if seq.slot >= 0}
     rig.run()

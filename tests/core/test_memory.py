@@ -33,7 +33,7 @@ def test_at_least_96_percent_of_the_allocated_cache_holds_tokens() -> None:
     while (plan := core.plan(0)) is not None:
         executor.submit(plan)
         core.commit(executor.collect())
-        used = core.used_positions()
+        used = core.occupancy.used_positions()
         filled, allocated, static = filled + used[0], allocated + used[1], static + core.running * 2048
         tables = sum(bool(seq.table) for seq in core.live())
         assert used[1] - used[0] <= 15 * tables  # at most the tail of one block for each sequence

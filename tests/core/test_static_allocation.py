@@ -18,8 +18,8 @@ def test_static_allocation_holds_the_greatest_length_from_start_to_end() -> None
     ids = [rig.add([5] * 8, 24, stop_token_ids=[stop], ignore_eos=True) for _ in range(4)]
     rig.submit()
     assert [seq.table for seq in rig.core.live()] == [list(range(8)), list(range(8, 16)), [], []]
-    assert rig.core.used_positions() == (16, 64)
-    assert rig.core.room() == (0, 4)
+    assert rig.core.occupancy.used_positions() == (16, 64)
+    assert rig.core.headroom.startable() == (0, 4)
     assert rig.core.batch.reserved_blocks == 16
     rig.run()
     assert all(len(rig.answers[request, 0]) == 3 for request in ids)

@@ -79,7 +79,7 @@ def test_the_load_of_an_engine_tells_filled_slots_and_eta(workload: str, filled:
         llm.step()
         now += 1.0
         load = report.describe(core, now, draining=False, queued=False)
-        used, slots = core.used_positions()
+        used, slots = core.occupancy.used_positions()
         running = [seq for seq in core.live() if seq.slot >= 0]
         assert load.static_blocks == sum(-(-seq.limit // 16) for seq in running)
         if slots:

@@ -85,7 +85,7 @@ class Burst:
     def report(self) -> None:
         totals, queued = self.core.report.totals, any(self.lanes.values())
         self.core.claims.queued = sum(map(len, self.lanes.values()))
-        (self.room_tokens, self.seats), self.at_once = self.core.room(), self.core.claimable()
+        (self.room_tokens, self.seats), self.at_once = self.core.headroom.startable(), self.core.headroom.claimable()
         self.load = a_load(
             total_blocks=BLOCKS,
             running=self.core.running,

@@ -57,10 +57,10 @@ def test_a_slow_engine_claims_the_prompt_tokens_of_its_next_two_steps() -> None:
     engine = Engine(SLOW)
     engine.decode(50)
     core = engine.core
-    claimable, room = core.claimable(), core.room()[0]
+    claimable, room = core.headroom.claimable(), core.headroom.startable()[0]
     for _ in range(10):
         engine.ask(1000)
-    assert core.claimable() == 0  # there is enough to compute
+    assert core.headroom.claimable() == 0  # there is enough to compute
     computed = engine.run() + engine.run()
     assert 0.5 * computed <= claimable <= 2 * computed
     assert claimable < room / 100, "its KV cache alone would have let it claim so much"
@@ -69,8 +69,8 @@ def test_a_slow_engine_claims_the_prompt_tokens_of_its_next_two_steps() -> None:
 def test_a_fast_engine_claims_a_fifth_of_a_second() -> None:
     engine = Engine(FAST)
     engine.decode(50)
-    steps = engine.core.claimable() / engine.core._prompt_budget()
-    step_s = FAST(50, engine.core._prompt_budget())
+    steps = engine.core.headroom.claimable() / engine.core.headroom.prompt_budget()
+    step_s = FAST(50, engine.core.headroom.prompt_budget())
     assert 0.8 < steps * step_s / 0.2 < 1.25
     assert steps > 10
 
@@ -78,22 +78,22 @@ def test_a_fast_engine_claims_a_fifth_of_a_second() -> None:
 def test_what_is_claimed_and_not_computed_counts() -> None:
     engine = Engine(SLOW)
     engine.decode(50)
-    before = engine.core.claimable()
+    before = engine.core.headroom.claimable()
     engine.ask(30)
-    assert engine.core.claimable() == before - 30
+    assert engine.core.headroom.claimable() == before - 30
     engine.run()
-    assert engine.core.claimable() >= before - 30
+    assert engine.core.headroom.claimable() >= before - 30
 
 
 def test_nothing_is_known_at_first() -> None:
     """An idle engine claims for two steps of the size that its first ones have."""
     engine = Engine(SLOW)
-    assert engine.core.claimable() == 2 * FIRST
+    assert engine.core.headroom.claimable() == 2 * FIRST
     engine.ask(FIRST)
     engine.run()
-    assert engine.core.claimable() == 0  # the next step shows how long one without prompts takes
+    assert engine.core.headroom.claimable() == 0  # the next step shows how long one without prompts takes
     engine.run()
-    assert engine.core.claimable() > 0
+    assert engine.core.headroom.claimable() > 0
 
 
 def test_a_flood_that_waits_in_the_queue_gets_as_many_prompt_tokens_as_one_that_was_claimed() -> None:
@@ -110,7 +110,7 @@ def test_a_flood_that_waits_in_the_queue_gets_as_many_prompt_tokens_as_one_that_
     alone.decode(20)
     for _ in range(40):
         alone.ask(100)
-    whole, rest, few = (engine.core._prompt_budget() for engine in (claimed, queued, alone))
+    whole, rest, few = (engine.core.headroom.prompt_budget() for engine in (claimed, queued, alone))
     assert whole == rest > few
     # Those that would not fit into the pool do not count: they wait for blocks, not for their computing.
     full = Engine(FAST, blocks=20 * 32 + 40 * 7)
@@ -118,4 +118,4 @@ def test_a_flood_that_waits_in_the_queue_gets_as_many_prompt_tokens_as_one_that_
     for _ in range(40):
         full.ask(100)
     full.core.claims.queued = 360
-    assert full.core._prompt_budget() < 1.5 * few
+    assert full.core.headroom.prompt_budget() < 1.5 * few

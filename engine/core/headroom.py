@@ -1,0 +1,82 @@
+"""What the engine could take on beside what it runs: how much to claim from the shared queue, what gateways are told.
+
+KV cache    | running: predicted peak | waiting here |  startable: prompt tokens, requests  |
+                                                      `-- claimable: what the next steps compute
+fairness    yielding: prompt tokens for which sequences of tenants at their share would be preempted
+"""
+
+from __future__ import annotations
+
+from quire.engine.core.batch import Batch
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.isolation import Isolation
+from quire.engine.core.limits import Limits
+from quire.engine.core.open_requests import OpenRequests
+from quire.engine.core.policy.admission import AdmissionPolicy
+from quire.engine.core.policy.claims import Claims
+from quire.engine.core.policy.fairness import Fairness
+from quire.engine.core.policy.prompt_budget import prompt_budget
+from quire.engine.core.policy.step_cost import StepCostModel
+from quire.engine.core.swapping import Swapping
+from quire.engine.core.waiting_queue import WaitingQueue
+
+
+class Headroom:
+    """Reads the scheduler's parts and changes none."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        step_cost: StepCostModel,
+        *,
+        batch: Batch,
+        waiting: WaitingQueue,
+        requests: OpenRequests,
+        admission: AdmissionPolicy,
+        claims: Claims,
+        isolation: Isolation,
+        fairness: Fairness,
+        swapping: Swapping,
+    ) -> None:
+        self._pool, self._limits, self._step_cost = pool, limits, step_cost
+        self._batch, self._waiting, self._requests = batch, waiting, requests
+        self._admission, self._claims, self._isolation = admission, claims, isolation
+        self._fairness, self._swapping = fairness, swapping
+
+    def startable(self) -> tuple[int, int]:
+        """(prompt tokens, requests) that the engine could start soon: what to claim from the shared queue."""
+        slots = self._batch.slots.free - len(self._waiting)
+        if not self._requests:
+            return self._pool.total * self._pool.block_size, slots
+        if self._swapping.sequences or self._isolation.active:  # until these are back, or cleared, nothing new starts
+            return 0, 0
+        return max(0, self._admission.free_blocks(self._waiting)) * self._pool.block_size, max(0, slots)
+
+    def claimable(self) -> int:
+        """Prompt tokens to claim at once from the shared queue, of those startable: what the next steps compute.
+
+        The prompt that exceeds them is still claimed.  0: claim none now."""
+        return self._claims.at_once(self.prompt_budget())
+
+    def yielding(self) -> tuple[list[str], int]:
+        """(tenants that hold their share or more, prompt tokens of others that could start because sequences of these
+        tenants would be preempted for fairness).  A few steps old when many sequences run."""
+        if not self._requests or not self._admission.preempts or self._isolation.active:
+            return [], 0
+        self._fairness.sum_holdings()
+        tokens = self._fairness.room(self._pool.block_size)  # shared blocks count as often as they are held
+        return self._fairness.crowd, min(tokens, self._pool.total * self._pool.block_size)
+
+    def predicted_peak(self) -> int:
+        """Predicted peak KV usage of the running sequences, in blocks, if no other starts (mode "reserve": the
+        maximum).  A few steps old when many run."""
+        return self._admission.predicted_peak() if self._requests else 0
+
+    def prompt_budget(self) -> int:
+        """Maximum prompt tokens of the next step.  Requests count as waiting here if they were left in the shared queue
+        because others are computed first."""
+        waiting = len(self._waiting)
+        if self._claims.queued:
+            waiting += self._claims.fitting(self.startable()[0])
+        return prompt_budget(self._limits, self._step_cost, self._batch, waiting, self._requests.behind)
