@@ -1,12 +1,12 @@
-"""StepPlan -> StepTensors, through a mirror of every slot's block table and position.
+"""StepPlan -> StepTensors, through a device copy of every slot's block table and position.
 
-The mirror is what lets a plan list only changes.  For each slot it keeps, on the device:
+The device copy is what lets a plan list only changes.  For each slot it keeps, on the device:
 
     tables   [max_seqs, max_blocks] i32   block ids; entries past a sequence's length are stale, never read (host too)
     position [max_seqs]             i64   position of the token that a decoding slot computes next
     token    [max_seqs]             i64   that token: the one sampled last, fed back without passing through Python
-    slots    [max_seqs]             i32   those that decode, in the order of the step, and in a step that computes one
-                                          token of each beam the slots of the beams; -1 behind them
+    slots    [max_seqs]             i32   those that decode, in the order of the step, and behind them, in a step whose
+                                          slices are all one token with candidates, the slots of these; -1 after that
 
 A steady decode step is two operators over the slots, whatever their number: `decode_inputs` gathers tokens, positions
 and `kv_indices`, `decode_outputs` takes the sampled tokens back.  Python touches only slots that the plan names.
@@ -15,8 +15,8 @@ Tokens of a step lie one sequence after another:   | one for each decoding slot 
 The tensors of a step without slices are views into buffers allocated once: a CUDA graph reads the same addresses again.
 Those of a step with slices are made on the host, save what belongs to decoding slots, in one page of memory.
 
-One plan at a time: `stage` (host only), then the owner of the Staging sends it, then `apply_staged` (device only), then
-`decode_step` and `gather`, or `mixed_step`; compute; `finish`.
+One plan at a time: `stage` (host, and one copy to the device), `apply` (device only), then `decode_step` and `gather`,
+or `mixed_step`; compute; `finish`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StepTensors:
     input_ids: Tensor  # [1, T] i64
     position_ids: Tensor  # [1, T] i64
     kv_indices: Tensor  # [T] i64: where each token's key and value go; -1: nowhere
-    tables: Tensor  # [max_seqs, max_blocks] i32: the whole mirror, indexed by `rows`
+    tables: Tensor  # [max_seqs, max_blocks] i32: of every slot, indexed by `rows`
     rows: Tensor  # [S] i32: the slot of each sequence, as an index into `tables`
     q_start: Tensor  # [S + 1] i32: its first token; the last entry is T
     lens: Tensor  # [S] i32: its length with this step's tokens; 0: padding
@@ -164,34 +164,67 @@ class Mixed:
     page: Page
     joined: tuple[Tensor, Tensor] | None  # slots i64 that begin to decode, and the position i64 of their last token
     targets: list[Targets]
-    beams: tuple[tuple[int, int], ...] = ()  # slots that want candidates, and how many; in the rows behind all others
+    candidates: tuple[tuple[int, int], ...] = ()  # (slot, how many it wants), in the rows behind all others
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A plan on its way to the device: what `Batch.apply_staged` needs once it has arrived."""
+    """A plan whose values are on their way to the device."""
 
     slots: Tensor | None  # [max_seqs] i32, where the set changed
     edits: Tensor | None  # [n, 3] i32: slot, index, block
-    mixed: Mixed | None  # None: no slices, or only `beams`
-    beams: BeamRows | None = None  # not with `mixed`
+    mixed: Mixed | None  # None: no slices, or only `single`
+    single: SingleRows | None  # not with `mixed`
+    poison: Tensor | None  # [n] i64: blocks to fill with NaN
+    copies: Tensor | None  # [n, 2] i64: from block, to block
 
 
 @dataclass(frozen=True, slots=True)
-class BeamRows:
-    """Beams that compute one token each, in a step without other slices: rows of a decode step, behind its slots."""
+class SingleRows:
+    """Slices of one token each, all with candidates, in a step without others: rows of a decode step, behind its
+    slots."""
 
     at: int  # first row
     inputs: Tensor  # [3, n] i64: slots, tokens, positions
-    asked: tuple[tuple[int, int], ...]  # slots, and how many candidates each wants
+    candidates: tuple[tuple[int, int], ...]  # (slot, how many it wants)
+
+
+class DecodeBuffers(NamedTuple):
+    """Tensors of a decode step at fixed addresses, for every slot; a step uses the first of them."""
+
+    ids: Tensor  # [max_seqs] i64
+    positions: Tensor  # [max_seqs] i64
+    kv_indices: Tensor  # [max_seqs] i64
+    known: Tensor  # [max_seqs] i64
+    rows: Tensor  # [max_seqs] i32
+    lens: Tensor  # [max_seqs] i32
+    q_start: Tensor  # [max_seqs + 1] i32
+    sample_slots: Tensor  # [max_seqs] i64: as `Batch.slots`
+
+    @classmethod
+    def allocate(cls, max_seqs: int, device: torch.device) -> DecodeBuffers:
+        ids, positions, kv_indices, known = torch.zeros(4, max_seqs, dtype=torch.int64, device=device)
+        rows, lens = torch.zeros(2, max_seqs, dtype=torch.int32, device=device)
+        q_start = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
+        sample_slots = torch.full((max_seqs,), -1, dtype=torch.int64, device=device)
+        return cls(ids, positions, kv_indices, known, rows, lens, q_start, sample_slots)
 
 
 class Batch:
-    """The mirror."""
+    """The device copy of the block tables, and the way of a plan there."""
 
-    def __init__(self, *, max_seqs: int, max_model_len: int, step_tokens: int, block_size: int, caches: Caches) -> None:
+    def __init__(
+        self,
+        *,
+        max_seqs: int,
+        max_model_len: int,
+        step_tokens: int,
+        block_size: int,
+        caches: Caches,
+        staging: Staging,
+    ) -> None:
         device = caches[0][0].device
-        self._caches = caches
+        self._caches, self._staging = caches, staging
         self._block_size = block_size
         self._most_tokens = max(step_tokens, max_seqs)
         self._plans = Plans(max_seqs=max_seqs, max_tokens=self._most_tokens, device=device)
@@ -199,12 +232,7 @@ class Batch:
         self.position = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self.token = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self.slots = torch.full((max_seqs,), -1, dtype=torch.int32, device=device)
-        self._sample_slots = torch.full((max_seqs,), -1, dtype=torch.int64, device=device)  # the same, i64 for sampling
-        self._ids, self._positions, self._kv_indices, self._known = torch.zeros(
-            4, max_seqs, dtype=torch.int64, device=device
-        )
-        self._rows, self._lens = torch.zeros(2, max_seqs, dtype=torch.int32, device=device)
-        self._q_start = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
+        self._buffers = DecodeBuffers.allocate(max_seqs, device)
         self._host_slots = np.full(max_seqs, -1, dtype=np.int32)
         self._host_tables = np.zeros(
             self.tables.shape, dtype=np.int32
@@ -226,16 +254,16 @@ class Batch:
         A step that runs meanwhile then reads and writes nothing of any slot.
         """
         self.slots.fill_(-1)
-        self._sample_slots.fill_(-1)
+        self._buffers.sample_slots.fill_(-1)
         self._changed = True
 
     # ---------------------------------------------------------------------------------------------------- on the host
 
-    def stage(self, plan: StepPlan, staging: Staging) -> Staged | None:
-        """Take the plan in and stage what the device must learn of it.  None: nothing to compute.
+    def stage(self, plan: StepPlan) -> Staged:
+        """Take the plan in, and start the copy of its values to the device.
 
         The page of a step with slices is staged first: pages of one shape always lie at the same addresses.
-        Raises ValueError, with the mirror in an undefined state, when the plan does not fit the buffers.
+        Raises ValueError, with the device copy in an undefined state, when the plan does not fit the buffers.
         """
         for slot in plan.freed_slots:
             self._leave(slot)
@@ -250,27 +278,36 @@ class Batch:
                 self._join(piece.slot)
         for fork in plan.forks:
             self._join(fork.slot)
-        beams = self._beam_rows(plan, decoding, staging)
-        mixed = self._mix(plan, decoding, staging) if plan.slices and beams is None else None
+        staging = self._staging
+        staging.begin_step()
+        single = self._single_rows(plan, decoding)
+        mixed = self._mix(plan, decoding) if plan.slices and single is None else None
         slots = None
         if self._changed:
             self.decoding_slots = tuple(self._order)
             slots = staging.stage_array(self._host_slots)
-        self._changed = beams is not None  # the device's `slots` then names beams, for this step only
-        if mixed is None and beams is None and not decoding and slots is None and edits is None:
-            return None
-        return Staged(slots, staging.stage_array(edits) if edits is not None else None, mixed, beams)
+        self._changed = single is not None  # the device's `slots` then names these, for this step only
+        staged = Staged(
+            slots,
+            staging.stage_array(edits) if edits is not None else None,
+            mixed,
+            single,
+            staging.stage_array(np.array(plan.poison, dtype=np.int64)) if plan.poison else None,
+            staging.stage_array(np.array(plan.copies, dtype=np.int64)) if plan.copies else None,
+        )
+        staging.send()
+        return staged
 
-    def _beam_rows(self, plan: StepPlan, decoding: int, staging: Staging) -> BeamRows | None:
-        """Return the beams of a step whose slices are all one token of a beam; None for any other step."""
+    def _single_rows(self, plan: StepPlan, decoding: int) -> SingleRows | None:
+        """Return the rows of a step whose slices are all one token with candidates; None for any other step."""
         slices = plan.slices
         if not slices or not all(piece.candidates and len(piece.token_ids) == 1 for piece in slices):
             return None
         if decoding + len(slices) > len(self.slots):
-            raise ValueError(f"{decoding} decoding slots and {len(slices)} beams, the buffers hold {len(self.slots)}")
+            raise ValueError(f"{decoding} decoding slots and {len(slices)} slices, the buffers hold {len(self.slots)}")
         columns = [(piece.slot, piece.token_ids[0], piece.start) for piece in slices]
-        inputs = staging.stage_array(np.ascontiguousarray(np.array(columns, dtype=np.int64).T))
-        return BeamRows(decoding, inputs, tuple((piece.slot, piece.candidates) for piece in slices))
+        inputs = self._staging.stage_array(np.ascontiguousarray(np.array(columns, dtype=np.int64).T))
+        return SingleRows(decoding, inputs, tuple((piece.slot, piece.candidates) for piece in slices))
 
     def _join(self, slot: int) -> None:
         self._host_slots[len(self._order)] = slot
@@ -299,7 +336,7 @@ class Batch:
         sizes = [len(table) for _, table in tables]
         for (slot, _), size in zip(tables, sizes, strict=True):
             if size > self.tables.shape[1]:
-                raise ValueError(f"slot {slot}: a table of {size} blocks, the mirror holds {self.tables.shape[1]}")
+                raise ValueError(f"slot {slot}: a table of {size} blocks, the device copy holds {self.tables.shape[1]}")
         total = sum(sizes)
         edits = np.empty((total + len(plan.edits), 3), dtype=np.int32)
         if tables:
@@ -310,11 +347,11 @@ class Batch:
             edits[total:] = plan.edits
         return edits
 
-    def _mix(self, plan: StepPlan, decoding: int, staging: Staging) -> Mixed:
-        slices = plan.slices
+    def _mix(self, plan: StepPlan, decoding: int) -> Mixed:
+        slices, staging = plan.slices, self._staging
         sizes = [len(piece.token_ids) for piece in slices]
-        beams = tuple((piece.slot, piece.candidates) for piece in slices if piece.candidates)
-        samples = len(self._order) + len(beams)
+        candidates = tuple((piece.slot, piece.candidates) for piece in slices if piece.candidates)
+        samples = len(self._order) + len(candidates)
         exact = Shape(decoding, sum(sizes), len(slices), samples, samples + sum(len(piece.targets) for piece in slices))
         if decoding + exact.tokens > self._most_tokens or decoding + len(slices) > len(self.slots):
             raise ValueError(
@@ -340,8 +377,8 @@ class Batch:
         page.q_start[shape.decodes + 1 :][: len(slices)] = ends
 
         # Logits are computed for every slot that samples, in the order of `slots`.  First are those that decode, then
-        # slices that reach their last known token, then forks, which read their parent's logits again.  Beams follow,
-        # whose slots do not sample.  Logits of tokens with a target are last.
+        # slices that reach their last known token, then forks, which read their parent's logits again.  Slices
+        # with candidates follow, whose slots do not sample.  Logits of tokens with a target are last.
         number = {piece.slot: i for i, piece in enumerate(slices) if piece.sampler}
         asking = [*number.values(), *(number[fork.parent] for fork in plan.forks)]
         read = [*asking, *(i for i, piece in enumerate(slices) if piece.candidates)]
@@ -369,20 +406,20 @@ class Batch:
         if asking:
             last = (starts + sizes - 1)[asking]
             joined = staging.stage_array(np.array(self._order[decoding:], dtype=np.int64)), staging.stage_array(last)
-        return Mixed(shape, there, joined, targets, beams)
+        return Mixed(shape, there, joined, targets, candidates)
 
     # -------------------------------------------------------------------------------------------------- on the device
 
-    def apply_staged(self, staged: Staged) -> None:
-        """Bring the mirror up to date.  What was staged must have been sent."""
+    def apply(self, staged: Staged) -> None:
+        """Bring the device copy of the block tables up to date."""
         if staged.slots is not None:
             self.slots.copy_(staged.slots)
-            self._sample_slots.copy_(staged.slots)
+            self._buffers.sample_slots.copy_(staged.slots)
         if staged.edits is not None:
             ops.apply_edits(staged.edits, self.tables)
-        if (beams := staged.beams) is not None:
-            slots, tokens, positions = beams.inputs
-            self.slots[beams.at : beams.at + len(slots)].copy_(slots)
+        if (single := staged.single) is not None:
+            slots, tokens, positions = single.inputs
+            self.slots[single.at : single.at + len(slots)].copy_(slots)
             self.token.index_copy_(0, slots, tokens)
             self.position.index_copy_(0, slots, positions)
         if staged.mixed is not None and staged.mixed.joined is not None:
@@ -393,20 +430,21 @@ class Batch:
 
         Its tensors are valid after `gather`.
         """
+        buffers = self._buffers
         return StepTensors(
-            input_ids=self._ids[None, :size],
-            position_ids=self._positions[None, :size],
-            kv_indices=self._kv_indices[:size],
+            input_ids=buffers.ids[None, :size],
+            position_ids=buffers.positions[None, :size],
+            kv_indices=buffers.kv_indices[:size],
             tables=self.tables,
-            rows=self._rows[:size],
-            q_start=self._q_start[: size + 1],
-            lens=self._lens[:size],
+            rows=buffers.rows[:size],
+            q_start=buffers.q_start[: size + 1],
+            lens=buffers.lens[:size],
             decodes=size,
             caches=self._caches,
             plans=self._plans,
             logits_at=None,
-            sample_slots=self._sample_slots[:size],
-            known=self._known[:size],
+            sample_slots=buffers.sample_slots[:size],
+            known=buffers.known[:size],
         )
 
     def gather(self, step: StepTensors) -> None:
@@ -420,7 +458,7 @@ class Batch:
         shape, page = mixed.shape, mixed.page
         if shape.decodes:
             self._decode_inputs(page.slots, page.ids, page.positions, page.kv_indices, page.rows, page.lens)
-        known = self._known[: shape.samples]
+        known = self._buffers.known[: shape.samples]
         known.copy_(page.lens.index_select(0, page.sample_seqs))
         return StepTensors(
             input_ids=page.ids[None],
@@ -434,16 +472,16 @@ class Batch:
             caches=self._caches,
             plans=self._plans,
             logits_at=page.logits_at[: shape.samples],
-            sample_slots=self._sample_slots[: shape.samples],
+            sample_slots=self._buffers.sample_slots[: shape.samples],
             known=known,
             targets=mixed.targets,
         )
 
-    def idle_step(self, shape: Shape, staging: Staging) -> Mixed:
+    def idle_step(self, shape: Shape) -> Mixed:
         """A step of that shape and of no effect: it writes no key and attends to nothing."""
-        staging.begin_step()
-        page = Page.over(staging.stage_array(blank(shape)[0]), shape, torch.int32)
-        staging.send()
+        self._staging.begin_step()
+        page = Page.over(self._staging.stage_array(blank(shape)[0]), shape, torch.int32)
+        self._staging.send()
         return Mixed(shape, page, None, [])
 
     def finish(self, tokens: Tensor) -> None:

@@ -13,9 +13,11 @@ from transformers import PreTrainedModel
 
 from quire.engine.config import EngineConfig
 from quire.engine.core.plan import Fork, Sampler, Slice, Start, StepPlan, StepResult
+from quire.engine.executor.batch import Batch
 from quire.engine.executor.local import LocalExecutor
 from quire.engine.executor.models.fused import Forward
 from quire.engine.executor.models.hf import LoadedModel, load_model
+from quire.engine.executor.step_launches import StepLaunches
 from quire.engine.executor.worker import Launched, Worker
 from quire.engine.llm import LLM
 from quire.engine.wire.messages import Sampling
@@ -35,11 +37,18 @@ class RecordingWorker(Worker):
         self.pieces = []
         return super().launch_model(plan, all_collected=all_collected)
 
-    def _logits(
-        self, forward: Forward, at: torch.Tensor | None, out: torch.Tensor | None = None, *, whole: bool = False
-    ) -> torch.Tensor:
-        self.pieces.append(super()._logits(forward, at, out, whole=whole).clone())
-        return self.pieces[-1]
+    def _new_launches(self, batch: Batch) -> StepLaunches:
+        launches = super()._new_launches(batch)
+        compute = launches.logits
+
+        def logits(
+            forward: Forward, at: torch.Tensor | None, out: torch.Tensor | None = None, *, whole: bool = False
+        ) -> torch.Tensor:
+            self.pieces.append(compute(forward, at, out, whole=whole).clone())
+            return self.pieces[-1]
+
+        launches.logits = logits  # type: ignore[method-assign]
+        return launches
 
     @property
     def logits(self) -> torch.Tensor:

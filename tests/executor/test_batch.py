@@ -25,16 +25,13 @@ def kernels() -> None:
 
 def batch() -> Batch:
     caches = allocate([KVShape(1, 64)], 32, 8, torch.float32, CPU)
-    return Batch(max_seqs=6, max_model_len=40, step_tokens=20, block_size=8, caches=caches)
+    staging = Staging(capacity=1 << 16, steps=2, device=CPU)
+    return Batch(max_seqs=6, max_model_len=40, step_tokens=20, block_size=8, caches=caches, staging=staging)
 
 
 def begun(b: Batch, plan: StepPlan) -> StepTensors:
-    staging = Staging(capacity=1 << 16, steps=2, device=CPU)
-    staging.begin_step()
-    staged = b.stage(plan, staging)
-    assert staged is not None
-    staging.send()
-    b.apply_staged(staged)
+    staged = b.stage(plan)
+    b.apply(staged)
     if staged.mixed:
         return b.mixed_step(staged.mixed)
     step = b.decode_step(len(b.decoding_slots))
@@ -140,7 +137,7 @@ def test_a_freed_slot_starts_afresh() -> None:
 def test_plans_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="a step of 21 tokens in 1 sequences, the buffers hold 20 in 6"):
         begun(batch(), StepPlan(1, starts=[Start(0, [1, 2, 3])], slices=[Slice(0, 0, [1] * 21)]))
-    with pytest.raises(ValueError, match="slot 3: a table of 6 blocks, the mirror holds 5"):
+    with pytest.raises(ValueError, match="slot 3: a table of 6 blocks, the device copy holds 5"):
         begun(batch(), StepPlan(1, starts=[Start(3, [1] * 6)]))
 
 

@@ -186,7 +186,7 @@ def test_a_beam_whose_logits_are_not_finite_fails(checkpoint: Checkpoint) -> Non
 
 
 def test_many_slots_ask_for_different_counts(checkpoint: Checkpoint) -> None:
-    from quire.engine.executor.beam_candidates import find_candidates
+    from quire.engine.executor.candidates import find_candidates
 
     logits = torch.randn(150, 20)
     found = find_candidates(logits, 3, [(slot, 1 + slot % 4) for slot in range(140)])

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from quire.engine.config import EngineConfig
-from quire.engine.executor import loading, local, ops, worker
-from quire.engine.executor.graphs import Graphs, SecondUse, ladder, mixed_ladder
+from quire.engine.executor import loading, local, ops, step_graphs
+from quire.engine.executor.graphs import Graphs, ladder, mixed_ladder
 from quire.engine.llm import LLM
 from quire.engine.wire.messages import Sampling
 from tests.checkpoints import VOCAB
@@ -61,8 +61,8 @@ def llm(checkpoint: Path) -> LLM:
 @pytest.fixture
 def taken_over(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """An engine that has put its graphs off."""
-    monkeypatch.setattr(worker, "Graphs", Replayed)
-    monkeypatch.setattr(worker, "Where", object)
+    monkeypatch.setattr(step_graphs, "Graphs", Replayed)
+    monkeypatch.setattr(step_graphs, "Where", object)
     monkeypatch.setattr(Replayed, "recorded", [], raising=False)
     attention: Callable[..., None] = ops.paged_attention
 
@@ -78,12 +78,15 @@ def taken_over(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> LLM:
     assert isinstance(engine.executor, local.LocalExecutor)
     made = engine.executor._worker
     assert made is not None
-    made._graph_logits = torch.zeros(MAX_SEQS, VOCAB)
-    made._sizes, made._batch.shapes = ladder(MAX_SEQS), mixed_ladder(MAX_SEQS, STEP_TOKENS)
-    made._make_graphs()
-    made._second_use = SecondUse()
-    for jobs in made._captures():
-        made._postponed.extend(jobs)
+    made._graphs = step_graphs.StepGraphs(
+        made._launches,
+        made._batch,
+        torch.zeros(MAX_SEQS, VOCAB),
+        sizes=ladder(MAX_SEQS),
+        shapes=mixed_ladder(MAX_SEQS, STEP_TOKENS),
+        seconds=made._config.graph_seconds,
+    )
+    made._graphs.postpone()
     return engine
 
 

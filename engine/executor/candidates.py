@@ -1,4 +1,4 @@
-"""Candidates of beams: the likeliest tokens after the last one of a slice, for the search in engine/core/beams.py.
+"""Candidates: the top-k tokens after the last one of a slice, from which the scheduler chooses.
 
     logits of a step   [slots that sample | slices with candidates | padding], V each
                                             └ log-softmax in float32, top k ─> pinned copies ─> StepResult.candidates
@@ -18,7 +18,7 @@ ROWS = 128  # rows whose log-softmax exists at one time, in float32
 
 
 @dataclass(frozen=True, slots=True)
-class BeamCandidates:
+class Candidates:
     """Candidates on the host, or on their way there: read them once the step that they belong to is done."""
 
     asked: Sequence[tuple[int, int]]  # slot, and how many candidates to report
@@ -36,7 +36,7 @@ class BeamCandidates:
         }
 
 
-def find_candidates(logits: Tensor, first: int, asked: Sequence[tuple[int, int]]) -> BeamCandidates | None:
+def find_candidates(logits: Tensor, first: int, asked: Sequence[tuple[int, int]]) -> Candidates | None:
     """Launch the search for the candidates of rows first, first + 1, ... of logits [N, V]; None where none are asked.
 
     `asked`: the slot of each row, and how many candidates it wants, at most V."""
@@ -48,4 +48,4 @@ def find_candidates(logits: Tensor, first: int, asked: Sequence[tuple[int, int]]
         rows = logits[at : min(at + ROWS, first + len(asked))]
         logprobs, ids = rows.float().log_softmax(-1).topk(most, dim=-1)
         pieces.append((ids.to("cpu", non_blocking=True), logprobs.to("cpu", non_blocking=True)))
-    return BeamCandidates(asked, pieces)
+    return Candidates(asked, pieces)

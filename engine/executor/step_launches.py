@@ -1,0 +1,82 @@
+"""The launches of one step: hidden states, logits, samples, scores of prompts.
+
+    StepTensors ── Forward ──> logits [N, V] ── sample ──> tokens, outcomes of StepOutput, and the next step's input
+                      └─ score: prompt logprobs, TARGET_ROWS positions at a time
+
+The worker runs them as they are, or has `step_graphs.py` replay a CUDA graph of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from quire.engine.executor.batch import Batch, Shape, StepTensors, Targets
+from quire.engine.executor.models.fused import Forward
+from quire.engine.executor.ranks.divided_logits import DividedLogits
+from quire.engine.executor.sampling import TARGET_ROWS, Logprobs, Report, SamplerBank, logprobs_from
+from quire.engine.executor.step_output import StepOutput
+
+
+class StepLaunches:
+    """Everything that a step launches on the device between its inputs and its output."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: Batch,
+        samplers: SamplerBank,
+        output: StepOutput,
+        divided: DividedLogits | None,
+    ) -> None:
+        """`divided`: None: this rank computes all columns of the logits."""
+        self._model, self._batch, self._samplers = model, batch, samplers
+        self._output, self._divided = output, divided
+
+    def forward(self, step: StepTensors) -> Forward:
+        """Return a step through the model.  Its layers run when logits are asked for first."""
+        return Forward(self._model, step)
+
+    def logits(self, forward: Forward, at: Tensor | None, out: Tensor | None = None, *, whole: bool = False) -> Tensor:
+        """Logits [., V] of tokens `at` of a step (None: of all), in `out` where given.
+
+        Of several ranks only this one's columns, where the model has those, unless `whole`."""
+        return forward.logits(at, out, own=self._divided is not None and not whole)
+
+    def score(self, forward: Forward, asked: Targets) -> Logprobs:
+        """Prompt logprobs of one slice, TARGET_ROWS positions at a time, so that long prompts fit."""
+        entries = [Report(asked.slot, asked.top)] * len(asked.ids)
+        return logprobs_from(lambda part: self.logits(forward, asked.at[part], whole=True), asked.ids, entries)
+
+    def sample(self, step: StepTensors, logits: Tensor, general: bool) -> None:
+        """Choose a token for each slot from the step's logits, and make it the next step's input."""
+        count = len(step.sample_slots)
+        tokens, outcomes = self._output.tokens[:count], self._output.outcomes[:count]
+        if self._divided is not None and not general:
+            self._divided.choose_likeliest(logits, step.sample_slots, tokens, outcomes)
+        else:
+            whole = logits if self._divided is None else self._divided.whole(logits)
+            self._samplers.run(whole, step.sample_slots, step.known, tokens, outcomes, general)
+        self._batch.finish(tokens)
+
+    @torch.inference_mode()
+    def peak_bytes(self, max_seqs: int, step_tokens: int, top: int) -> int:
+        """Bytes on a GPU that the largest step takes besides weights and KV cache, measured on an empty step.
+
+        All slots sample, and a prompt is scored with `top` logprobs per position."""
+        device = self._model.device
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        shape = Shape(max_seqs - 1, step_tokens - max_seqs + 1, 1, max_seqs, max_seqs)
+        step = self._batch.mixed_step(self._batch.idle_step(shape))
+        forward = self.forward(step)
+        logits = self.logits(forward, step.logits_at)
+        self.sample(step, logits, general=True)
+        piece = torch.zeros(TARGET_ROWS, dtype=torch.int64, device=device)
+        scored = self.score(forward, Targets(0, piece, piece, top))
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        del step, forward, logits, scored
+        torch.cuda.empty_cache()
+        return peak
