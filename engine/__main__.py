@@ -30,7 +30,6 @@ from quire.engine.observers.metrics import Telemetry
 from quire.engine.observers.metrics_page import Page
 from quire.engine.observers.pool_state import PoolObserver
 from quire.engine.observers.prefix_reports import HeldPrefixes
-from quire.engine.observers.recorder import Recorder
 from quire.engine.observers.request_log import RequestLog
 from quire.engine.observers.turn_record import Observer
 from quire.engine.process.hot_prefixes import warm
@@ -109,7 +108,6 @@ class Server:
         self._tracing = Tracing.start("quire-engine", config.engine_id, tracing, sample, os.environ)
         self._telemetry = Telemetry(config.engine_id, vllm=config.vllm_metrics, tracing=self._tracing)
         self._bus = BusThread(config, self._telemetry)
-        self._flight: Recorder | None = None
         self._requests: RequestLog | None = None
         self._held_prefixes: list[Observer] = []  # one, or none where no prefixes are published
         self._page: Page | None = None
@@ -133,7 +131,7 @@ class Server:
         if not config.standby:  # after all that ends a process with one line
             log.info("%s", host_resources.read())
         self._telemetry.describe_model(self._executor.info, config)
-        observers = [each for each in (self._telemetry, self._flight, self._requests) if each is not None]
+        observers = [each for each in (self._telemetry, self._requests) if each is not None]
         self._engine = Engine(config, self._executor, self._bus, self._bus, observers=observers)
         self._engine.observers.append(PoolObserver(self._engine.core, self._bus.pool))
         if config.prefix_locality and self._engine.core.pool.caching:
@@ -156,8 +154,7 @@ class Server:
         watchdog = Watchdog(config.step_timeout_s, lambda: engine.busy_since, self._hung)
         died = True  # unless run() returns
         try:
-            flight = [self._flight] if self._flight else []
-            warm(engine, self._bus, self._telemetry, [*flight, *self._held_prefixes])
+            warm(engine, self._bus, self._telemetry, self._held_prefixes)
             self._watch.lap("hot prefixes")
             self._report_ready()
             if config.step_timeout_s:
@@ -174,13 +171,9 @@ class Server:
     def _open_logs(self) -> None:
         config = self._config
         try:
-            if config.flight_log:
-                self._flight = Recorder(Path(config.flight_log), config, self._executor, config.flight_log_mib << 20)
             if config.request_log:
                 self._requests = RequestLog(Path(config.request_log), config.request_log_mib << 20)
-            for name, part in (("flight", self._flight), ("requests", self._requests)):
-                if part is not None:
-                    self._telemetry.dropped_lines[name] = part.dropped_lines
+                self._telemetry.dropped_lines["requests"] = self._requests.dropped_lines
         except OSError as error:
             raise ConfigError(f"cannot write a log: {error}") from None
 
@@ -213,7 +206,7 @@ class Server:
                 self._executor.close()
         else:
             self._executor.close()
-        for part in (self._page, self._flight, self._requests, self._tracing):
+        for part in (self._page, self._requests, self._tracing):
             if part is not None:
                 part.close()
 

@@ -313,17 +313,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "time to answer. Raise it for large models on slow CPUs. 0: never.",
         ),
     ] = 300.0
-    flight_log: Annotated[
-        str,
-        Meta(
-            description="File for every input of the scheduler (lengths and digests, no text), for `python -m "
-            "quire.engine.tools simulate --replay`, which makes every decision again. Begins anew at each start. "
-            "Empty, the default: none. Turn it on to report a scheduling problem."
-        ),
-    ] = ""
-    flight_log_mib: Annotated[
-        int, Meta(ge=1, description="Most MiB of the flight log. At this size it ends: a replay needs its beginning.")
-    ] = 64
     request_log: Annotated[
         str,
         Meta(

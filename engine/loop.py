@@ -2,7 +2,7 @@
 
     Redis => BusThread =inbox=> Engine.turn: accept -> plan -> run -> commit -> publish =outbox=> BusThread => Redis
                                      |
-                                     +--TurnRecord--> observers: metrics, request log, flight recorder, ...
+                                     +--TurnRecord--> observers: metrics, request log, ...
 
 The loop never waits for Redis: a thread of its own does the bus I/O, behind an inbox and an outbox.  The loop waits for
 the executor only where there is nothing to plan: it submits plan N+1 before it collects result N (`Executor.depth`).

@@ -25,7 +25,6 @@ SECONDS = {
     "tests/executor/test_demo.py": 60,
     "tests/executor/test_unequal_layers.py": 60,
     "tests/service/test_linear_answers.py": 60,
-    "tests/tools/test_replay.py": 60,
     "tests/system/test_text.py": 60,
     "tests/core/policy/test_forecast.py": 50,
     "tests/core/policy/test_jumps.py": 50,
@@ -63,7 +62,6 @@ SPLIT = {  # a function each for a worker: no fixture that more than one of them
     "tests/system/test_supervisor.py",
     "tests/system/test_survival.py",
     "tests/tools/test_models.py",
-    "tests/tools/test_replay.py",
 }
 
 

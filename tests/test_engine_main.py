@@ -27,7 +27,7 @@ def test_without_a_compiler_it_says_so_in_one_line(tmp_path: Path) -> None:
     assert line.startswith("quire engine: cannot build the kernels: no C++ compiler, 'g++' is not on PATH")
 
 
-@pytest.mark.parametrize("option", ["--flight-log", "--request-log"])
+@pytest.mark.parametrize("option", ["--request-log"])
 def test_a_log_that_cannot_be_written_is_named(option: str, tmp_path: Path) -> None:
     path = tmp_path / "no such folder" / "log"
     ended = start("--executor=scripted", f"{option}={path}")

@@ -9,7 +9,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final, cast
 
 import msgspec
@@ -21,12 +20,10 @@ from quire.engine.core.limits import Event, Outputs
 from quire.engine.core.plan import StepPlan, StepResult
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor, StepError
 from quire.engine.loop import Engine
-from quire.engine.observers import recorder
 from quire.engine.observers.metrics import Telemetry
 from quire.engine.observers.metrics_page import Page
 from quire.engine.orders import LocalBox, Report
 from quire.engine.process.hot_prefixes import LONGEST, WRITE_S, PrefixCounts, warm
-from quire.engine.tools import replay
 from quire.engine.wire.hot_prefix_store import MOST, MOST_BYTES
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import Generate, HotPrefix, Sampling
@@ -354,25 +351,6 @@ def test_another_salt_finds_nothing() -> None:
     bench = Bench(Store(prefix(text(1, 4), "acme")))
     asked = [bench.ask([*text(1, 4), 5], salt=salt) for salt in ("", "other", "acme")]
     assert [bench.box.cached[name] for name in asked] == [0, 0, 4 * SIZE]
-
-
-def test_a_flight_that_began_warm_is_replayed_as_it_was(tmp_path: Path) -> None:
-    path = tmp_path / "flight"
-    config = msgspec.structs.replace(CONFIG, kv_blocks=64)
-    executor, box = Counted(), Ends()
-    flight = recorder.Recorder(path, config, executor, 1 << 20)
-    engine = Engine(config, executor, box, box, observers=[flight])
-    store: Any = Store(*(prefix(text(i, 4)) for i in range(6)))
-    warm(engine, store, observers=[flight])
-    box.orders += [Generate(f"r{i}", "g", [*text(i % 8, 4), i], 9, Sampling(seed=i), 2**60) for i in range(20)]
-    while box.orders or not engine.core.idle:
-        engine.turn()
-    flight.close()
-    assert sum(box.cached.values()) > 0
-    log = recorder.read(path)
-    same, difference = replay.replay(log)
-    assert difference is None
-    assert same > 40
 
 
 def test_an_engine_is_not_healthy_before_it_is_warm() -> None:

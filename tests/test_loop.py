@@ -340,7 +340,7 @@ def test_an_engine_whose_books_are_wrong_says_so_and_stops() -> None:
 
 
 def test_the_last_record_of_such_an_engine_stays_as_observers_saw_it() -> None:
-    """The flight recorder reads it on another thread, and this turn is the one to replay."""
+    """Observers may read it later, on another thread."""
 
     class Keeps:
         def __init__(self) -> None:

@@ -135,6 +135,20 @@ def test_records_that_wait_for_the_disk_are_bounded_in_bytes(tmp_path: Path, mon
     assert (tmp_path / "log").read_bytes() == b"ssab"
 
 
+def test_a_full_disk_ends_the_log_and_not_the_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "quire.engine.observers.log_file.open_private",
+        lambda _: open("/dev/full", "wb"),  # noqa: SIM115
+    )
+    file = LogFile(tmp_path / "log", 1 << 20)
+    for _ in range(3):
+        file.write(b"x".strip, 1)
+    file.close()
+    assert "log ends here: [Errno 28] No space left on device" in caplog.text
+
+
 def test_its_options_are_checked() -> None:
     with pytest.raises(msgspec.ValidationError, match="request_log_mib"):
         msgspec.convert({"request_log_mib": 0}, EngineConfig)

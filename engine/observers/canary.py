@@ -67,8 +67,6 @@ class Canary:
         TAIL + 1 tokens does not fit the context, a step or the pool."""
         self.counts = CanaryCounts()
         self._core, self._executor, self._clock = core, executor, clock
-        # A replay of a flight log makes every decision again, and evictions for the canary are not in the log.
-        self._may_evict = not config.flight_log
         size, limits = core.pool.block_size, core.limits
         self._tokens = [(7919 * at + 13) % limits.vocab_size for at in range(size + TAIL + 1)]
         fits = len(self._tokens) <= min(limits.max_model_len, limits.step_tokens) and core.pool.total >= 2
@@ -111,7 +109,7 @@ class Canary:
 
     def _has_blocks(self) -> bool:
         pool = self._core.pool
-        return pool.available - (0 if self._may_evict else pool.idle) >= len(self._pieces)
+        return pool.available >= len(self._pieces)
 
     def _compute(self) -> Answer:
         """Return the likeliest tokens after each step; an empty dict where the logits are not finite."""

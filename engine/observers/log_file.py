@@ -1,4 +1,4 @@
-"""Log files of bounded size, written by a thread of their own: the flight log and the request log.
+"""A log file of bounded size, written by a thread of its own: the request log.
 
 the loop --write()--> queue --> writer thread --> FILE, and FILE.1 before it
 """
@@ -27,23 +27,22 @@ QUEUE, QUEUE_BYTES = 10_000, 64 << 20
 class LogFile:
     """Appends records to FILE, within an allowance.
 
-    With rotation FILE becomes FILE.1, in the place of the one before, at half the allowance.  Without it the log is
-    always whole: it ends at the allowance, and where the disk is too slow.
+    FILE becomes FILE.1, in the place of the one before, at half the allowance.
 
     write() never waits and never raises.  A full disk ends the log, with one line in the program's log, and not the
     engine."""
 
-    def __init__(self, path: Path, max_bytes: int, *, rotates: bool = True) -> None:
-        """Start a new FILE; with rotation an existing one becomes FILE.1.  All files together stay below `max_bytes`.
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Start a new FILE; an existing one becomes FILE.1.  All files together stay below `max_bytes`.
 
         Raises OSError."""
-        self._path, self._max_bytes, self._rotates = path, max_bytes, rotates
+        self._path, self._max_bytes = path, max_bytes
         self._queue: queue.Queue[tuple[Callable[[], bytes], int] | None] = queue.Queue(QUEUE)
         self.dropped = 0  # records since start, because the queue was full
         self._queued_bytes = self._taken_bytes = 0  # since start; only write() and only the thread change them
         if path.exists() and not path.is_file():
             raise FileExistsError(errno.EEXIST, "not a regular file", str(path))  # a pipe could stop the start
-        if rotates and path.exists():
+        if path.exists():
             os.replace(path, self.previous)
             restrict_file(self.previous)
         self._open()
@@ -62,13 +61,10 @@ class LogFile:
         try:
             if waiting and waiting + size > QUEUE_BYTES:
                 raise queue.Full
-            if self._rotates or not self.dropped:
-                self._queue.put_nowait((encode, size))
-                self._queued_bytes += size
+            self._queue.put_nowait((encode, size))
+            self._queued_bytes += size
         except queue.Full:
             self.dropped += 1
-            if not self._rotates:
-                log.warning("%s ends here: the disk is too slow", self._path)
 
     def close(self) -> None:
         """Write what has gathered, for CLOSE_S at most: the disk may have stopped."""
@@ -88,7 +84,8 @@ class LogFile:
         while (record := self._queue.get()) is not None:
             encode, size = record
             try:
-                ended = ended or not self._append(encode())
+                if not ended:
+                    self._append(encode())
             except OSError as error:
                 ended = True
                 log.error("%s ends here: %s", self._path, error)
@@ -100,18 +97,13 @@ class LogFile:
             if not ended:
                 log.error("%s ends here: %s", self._path, error)
 
-    def _append(self, data: bytes) -> bool:
-        """Return whether the log goes on.  Raises OSError."""
-        if not self._rotates and self._size + len(data) > self._max_bytes:
-            self._file.flush()
-            log.warning("%s ends here: it has %d bytes; a longer one needs a larger limit", self._path, self._size)
-            return False
+    def _append(self, data: bytes) -> None:
+        """Write one record, then start a new file if this one is full.  Raises OSError."""
         self._file.write(data)
         self._size += len(data)
-        if self._rotates and self._size > self._max_bytes // 2:
+        if self._size > self._max_bytes // 2:
             self._file.close()
             os.replace(self._path, self.previous)
             self._open()
         elif self._queue.empty():
             self._file.flush()
-        return True

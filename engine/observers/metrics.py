@@ -364,7 +364,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "quire_log_lines_dropped",
         "counter",
-        "Lines dropped from stderr, from the request log and from the flight log: their reader or disk was too slow, "
+        "Lines dropped from stderr and from the request log: their reader or disk was too slow, "
         "had stopped or was full.",
         lambda t: {log: count() for log, count in t.dropped_lines.items()},
         "log",

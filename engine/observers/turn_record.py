@@ -1,6 +1,6 @@
 """What one turn of the step loop did, as plain values: the only thing that observers of an engine see.
 
-Engine.turn --TurnRecord--> metrics, flight recorder, request log, hot prefixes, accounting checks
+Engine.turn --TurnRecord--> metrics, request log, hot prefixes, accounting checks
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tools for developers and operators: `python -m quire.engine.tools NAME [options]`.
 
-simulate   the scheduler on a virtual clock, or an exact replay of a flight log
+simulate   the scheduler on a virtual clock: what a pool size and an admission mode do to a load
 fleet      several engines on one queue, on a virtual clock: what prefix locality does
 claim-cost what choosing by prefix costs Redis
 redis-load what requests, exchanges and tokens cost Redis

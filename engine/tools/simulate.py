@@ -25,8 +25,6 @@ from quire.engine.core.plan import Sampler, StepPlan
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
-from quire.engine.observers.recorder import FlightLogError
-from quire.engine.tools import replay
 from quire.engine.tools.trace import EOS, VOCAB, Job, TraceError, burst, read_trace
 from quire.engine.wire.messages import Generate, Sampling
 
@@ -282,7 +280,6 @@ def options() -> argparse.ArgumentParser:
     source.add_argument(
         "--trace", type=Path, help="JSON lines: at_s, prompt_len, output_len, max_tokens, ...; or a request log"
     )
-    source.add_argument("--replay", type=Path, metavar="LOG", help="make every decision of a flight log again")
     source.add_argument("--burst", action="store_true", help="5 requests a second, 15 for 30 s, 5 again")
     parser.add_argument("--seeds", type=int, default=3, help="of --burst: run with seeds 0, 1, ... below this")
     parser.add_argument("--peak", type=float, default=15.0, help="of --burst: requests a second at its peak")
@@ -296,12 +293,9 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Print a table; 2 and one line on stderr when the trace or the log is wrong."""
+    """Print a table; 2 and one line on stderr when the trace is wrong."""
     args = options().parse_args(argv)
     try:
-        if args.replay:
-            print(replay.report(args.replay))
-            return 0
         runs = (
             [(0, read_trace(args.trace, max_tokens=args.max_tokens, rate=args.rate))]
             if args.trace
@@ -315,7 +309,7 @@ def main(argv: list[str]) -> int:
             for seed, jobs in runs:
                 report = simulate(jobs, engine_limits(mode, max_seqs=args.max_seqs), args.kv_blocks)
                 print(line(mode, seed, report), flush=True)
-    except (TraceError, FlightLogError, OSError, ValueError) as error:
+    except (TraceError, OSError, ValueError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
     return 0
