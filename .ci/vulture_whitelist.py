@@ -34,10 +34,10 @@ _.alarms  # engine/wire/messages.py: a field of EngineLoad
     _.running_mean,
     _.kv_mean,
     _.hit_rate,
-)  # loadtest/capacity.py
+)  # loadtest/studies/capacity.py
 _.copy_gbps, _.sum_gbps, _.matmul_4096_tflops  # loadtest/kernels/timing.py
 _.between_steps_ms, _.between_steps  # engine/tools/gpu_idle.py
-_.offered_per_s, _.served_per_s, _.ttft_by_tenant, _.busiest, _.exchange_us  # engine/tools/fleet.py
+_.offered_per_s, _.served_per_s, _.ttft_by_tenant, _.busiest, _.exchange_us  # loadtest/studies/fleet.py
 
 # Read by a library.
 _._timeout, _._devices, _.asyncOp, _.rootRank, _.rootTensor, _.reduceOp  # options of torch's process groups

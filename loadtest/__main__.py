@@ -14,22 +14,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "replay": ("replay", "send requests at given times to a running server and record latencies, goodput, refusals"),
     "report": ("report", "draw one result of replay, or compare two (exit status 1: the second is worse)"),
     "burst": ("burst", "replay a threefold burst against two lanes, one queue, other modes and vLLM"),
-    "capacity": ("capacity", "find how many users the same memory serves: static, paged, admission, prefix cache"),
-    "memory-limit": ("memory_limit", "compare static and paged allocation, admission, prefix cache in 12 GB on a GPU"),
-    "memory-use": ("memory_use", "sample filled slots, paged over static blocks, pool use and hit rate, by workload"),
-    "contiguous": ("contiguous", "compare paged with contiguous allocation where paging cannot help, in pairs"),
-    "block-size": ("block_size", "compare block sizes: throughput, filled slots, swap against recompute"),
-    "beams": ("beams", "compare beam search with resubmission by a client, and with transformers"),
-    "fairness": ("fairness", "compare a quiet tenant's latency under a loud tenant's load with that alone"),
     "recovery": ("recovery", "kill the engine under load and time how long streams pause"),
-    "long-prompt": ("long_prompt", "time decode steps while a prompt of 32,768 tokens is computed"),
-    "overhead": ("overhead", "compare a served model with the same engine offline: latency and tokens a second"),
-    "gateway": ("gateway", "stream scripted tokens: tokens a second and CPU time a token of one gateway process"),
-    "slow-readers": ("slow_readers", "measure what clients at a byte a second cost a gateway and its other clients"),
     "throughput": ("throughput", "compare offline throughput and latency with transformers and vLLM"),
-    "roofline": ("roofline", "compute the least time a step of a model shape needs on given hardware"),
     "kernels": ("kernels", "time single operators against the memory's and the matrix units' ceilings"),
-    "shapes": ("shapes", "write the config.json of a model shape for engines with random weights"),
 }
 
 

@@ -12,8 +12,8 @@ cold    max_tokens is 2,048 and answers end by themselves; the server has just s
 warm    the same after --warm-requests others, from which the server has learned the lengths
 
 The base rate is calibrated unless --rate gives it.  Each run writes a result that `report` reads, and rewrites the
-summary burst.json: medians over seeds, and the best on-time share that perfect knowledge allows (`python -m
-engine.tools oracle`).  A second start continues with the missing runs: a result of the same work, server and commit is
+summary burst.json: medians over seeds, and the best on-time share that perfect knowledge allows (the
+study `oracle`).  A second start continues with the missing runs: a result of the same work, server and commit is
 kept.  The exit status is 1 if a run failed or is left to do.
 """
 
@@ -249,7 +249,7 @@ def base_rate(args: argparse.Namespace, vocab: int, eos: int) -> tuple[float, di
 
 
 def write_arrivals(path: Path, args: argparse.Namespace, result: dict[str, Any], words: tuple[str, ...]) -> None:
-    """Write the input of `python -m quire.engine.tools oracle`: one run's arrivals, and its engine's capacity."""
+    """Write the input of `python -m quire.loadtest.studies oracle`: one run's arrivals, and its engine's capacity."""
     _, arrivals = replay.arrivals_of(replay.parse(["http://127.0.0.1", *words]))
     page = {
         "blocks": args.kv_tokens // BLOCK,
@@ -272,7 +272,7 @@ def write_arrivals(path: Path, args: argparse.Namespace, result: dict[str, Any],
 
 
 def oracle_of(seed: int, results: list[dict[str, Any]], runs: list[Run], args: argparse.Namespace) -> Any:
-    """Return what `engine.tools oracle` says of a seed's arrivals; None if no run measured the step times.
+    """Return what `loadtest.studies oracle` says of a seed's arrivals; None if no run measured the step times.
 
     The step times are those of the first of SYSTEMS and LOADS that has them: all runs of a seed have equal arrivals."""
     order = [(load, system) for load in LOADS for system in SYSTEMS]
@@ -287,7 +287,7 @@ def oracle_of(seed: int, results: list[dict[str, Any]], runs: list[Run], args: a
     path = args.into / f"arrivals_{seed}.json"
     words = next(run.words for run in runs if run.seed == seed)
     write_arrivals(path, args, first, words)
-    command = [sys.executable, "-m", "quire.engine.tools", "oracle", str(path), "--json"]
+    command = [sys.executable, "-m", "quire.loadtest.studies", "oracle", str(path), "--json"]
     done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         print(done.stderr, file=sys.stderr, flush=True)

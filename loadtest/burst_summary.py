@@ -14,7 +14,7 @@ from typing import Any
 from quire.loadtest.report import look_up, show
 
 GAP_S = 0.1  # the longest gap that a stream may have
-ORACLE = ("simulated", "bound", "without_lengths")  # shares of `engine.tools oracle`
+ORACLE = ("simulated", "bound", "without_lengths")  # shares of `loadtest.studies oracle`
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,24 @@ Main = Callable[[argparse.Namespace, str], int]
 
 
 def run(
-    name: str, text: str | None, add_arguments: AddArguments, main: Main, words: Sequence[str] | None = None
+    name: str,
+    text: str | None,
+    add_arguments: AddArguments,
+    main: Main,
+    words: Sequence[str] | None = None,
+    *,
+    package: str = "quire.loadtest",
 ) -> int:
-    """Parse `words` (default: those of this process) and run the command `name`.  Returns its exit status."""
+    """Parse `words` (default: those of this process) and run the command `name` of `package`.
+
+    Returns its exit status."""
     words = sys.argv[1:] if words is None else words
     raw = argparse.RawDescriptionHelpFormatter  # the descriptions are docstrings with examples and tables
-    parser = argparse.ArgumentParser(prog=f"python -m quire.loadtest {name}", description=text, formatter_class=raw)
+    parser = argparse.ArgumentParser(prog=f"python -m {package} {name}", description=text, formatter_class=raw)
     add_arguments(parser)
     args = parser.parse_args(words)
     signal.signal(signal.SIGTERM, _exit)
-    return main(args, shlex.join(["python", "-m", "quire.loadtest", name, *words]))
+    return main(args, shlex.join(["python", "-m", package, name, *words]))
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
 """The least time a step needs: bytes over the memory's speed, or operations over the matrix units' speed.
 
-    python -m quire.loadtest roofline llama-8b --read-gbps 4601 --tflops 790
+    python -m quire.loadtest.studies roofline llama-8b --read-gbps 4601 --tflops 790
 
 The floor assumes that nothing else takes time: no launch, no gap, no host.  Activations never leave the chip, and every
 product has the speed of a large square one.  No system reaches it; the distance to it is the figure of interest.
@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import dataclass
 from typing import Any
 
-from quire.loadtest import command_line, shapes, trace
+from quire.loadtest import shapes, trace
 from quire.loadtest.trace import Job
 
 
@@ -131,7 +130,3 @@ def main(args: argparse.Namespace, command: str) -> int:
     figures["tokens_per_s"] = round(sum(job.output_len for job in jobs) / device.trace(shape, jobs), 1)
     print(json.dumps(figures, indent=1))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(command_line.run("roofline", __doc__, add_arguments, main))

@@ -1,6 +1,6 @@
 """Shapes of the models for measurements on a GPU; the engine makes random weights on the device.
 
-    python -m quire.loadtest shapes llama-8b DIR
+    python -m quire.loadtest.studies shapes llama-8b DIR
 
 writes a DIR that an engine serves with `--load random`.
 """
@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
-
-from quire.loadtest import command_line
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-8b": {
@@ -168,7 +165,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace, command: str) -> int:
     write(args.name, args.directory)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(command_line.run("shapes", __doc__, add_arguments, main))

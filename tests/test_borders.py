@@ -30,6 +30,8 @@ SERVICE = {
     "service.http": {"engine.common", "engine.wire"},
     "service.app": {"engine.common", "engine.wire"},
 }
+# Modules of the load test itself, without its studies.
+LOADTEST = {f"loadtest.{path.stem}" for path in (ROOT / "loadtest").glob("*.py")} | {"loadtest.kernels"}
 MAY_SEE: dict[str, set[str]] = {
     **{room: {*list(SERVICE)[: at + 1], *engine} for at, (room, engine) in enumerate(SERVICE.items())},
     # The command line checks the options of every program it starts, before it starts any.
@@ -57,7 +59,10 @@ MAY_SEE: dict[str, set[str]] = {
     },
     "engine": {"engine"},  # loop, __main__, offline: the rooms that put the others together
     "grafana": {"grafana"},  # it knows metrics by name; that they exist is checked below
-    "loadtest": {"loadtest"},  # a client: it knows our programs and their output, nothing inside
+    # A client: it knows our programs and their output, nothing inside.
+    "loadtest": LOADTEST,
+    # Each made one table.  They measure the engine inside too, and nothing imports them.
+    "loadtest.studies": {"loadtest", "engine"},
     # Times single operators, which no client can: it calls them through the wrappers that the engine itself uses.
     # Sums of ranks need the ranks.
     "loadtest.kernels": {"loadtest", "engine.executor.ops", "engine.executor.ranks.ranks"},

@@ -78,6 +78,12 @@ def test_every_module_and_make_target_exists(name: str) -> None:
     tools = importlib.import_module("quire.engine.tools.__main__").NAMES
     for tool in set(re.findall(r"python -m quire\.engine\.tools ([a-z][a-z-]*)", text)):
         assert tool in tools, tool
+    studies = importlib.import_module("quire.loadtest.studies.__main__").STUDIES
+    for study in set(re.findall(r"python -m quire\.loadtest\.studies ([a-z][a-z-]*)", text)):
+        assert study in studies, study
+    commands = importlib.import_module("quire.loadtest.__main__").COMMANDS
+    for command in set(re.findall(r"python -m quire\.loadtest ([a-z][a-z-]*)", text)):
+        assert command in commands, command
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"\bmake ([a-z]+)\b", text)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.loadtest import beams
-from quire.loadtest.beams import TOKEN, Beam, survivors
+from quire.loadtest.studies import beams
+from quire.loadtest.studies.beams import TOKEN, Beam, survivors
 
 
 def test_survivors_are_the_best_of_all_continuations() -> None:

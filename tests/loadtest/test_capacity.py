@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.loadtest.capacity import FINE, SYSTEMS, Sla, Trial, Work, highest
 from quire.loadtest.stats import Attempt, Record
+from quire.loadtest.studies.capacity import FINE, SYSTEMS, Sla, Trial, Work, highest
 from tests.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +92,7 @@ def test_the_command(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
         "--out",
         str(out),
     ]
-    command = [sys.executable, "-m", "quire.loadtest", "capacity", str(checkpoint("llama")), *words]
+    command = [sys.executable, "-m", "quire.loadtest.studies", "capacity", str(checkpoint("llama")), *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(240), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())

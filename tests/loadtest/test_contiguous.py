@@ -9,7 +9,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.llm import LLM
 from quire.engine.wire.messages import Sampling
-from quire.loadtest.contiguous import ALONE, UNIFORM, pairs
+from quire.loadtest.studies.contiguous import ALONE, UNIFORM, pairs
 
 
 def test_pairs_take_turns_and_their_ratios_forgive_a_machine_that_slows_down() -> None:

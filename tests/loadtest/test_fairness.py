@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from quire.loadtest.clients import ClientProfile
-from quire.loadtest.fairness import of_tenant
 from quire.loadtest.stats import Attempt, Record
+from quire.loadtest.studies.fairness import of_tenant
 
 
 def asked(

@@ -13,7 +13,7 @@ from quire.engine.llm import LLM
 from quire.engine.observers.load_report import LoadReport
 from quire.engine.wire.messages import Sampling
 from quire.loadtest.clients import parse_shares
-from quire.loadtest.memory_use import RATES, figures_of, workload_name
+from quire.loadtest.studies.memory_use import RATES, figures_of, workload_name
 from quire.loadtest.workloads import WORKLOADS, jobs
 
 

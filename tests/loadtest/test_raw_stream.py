@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.loadtest.overhead import peak_concurrency
 from quire.loadtest.raw_stream import encode_request, read_stream
 from quire.loadtest.stats import Record
+from quire.loadtest.studies.overhead import peak_concurrency
 from tests.pace import patience
 
 REQUEST = encode_request({"stream": True})

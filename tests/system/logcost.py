@@ -27,7 +27,7 @@ import redis
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.loadtest import machine
 from quire.loadtest.checkpoint import make_llama_42m
-from quire.loadtest.gateway import measure
+from quire.loadtest.studies.gateway import measure
 from tests.system.processes import QUIRE, Process, ending, wait_until_ready
 from tests.system.stack import free_port
 

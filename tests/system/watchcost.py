@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from quire.loadtest.checkpoint import make_llama_42m
-from quire.loadtest.gateway import measure
+from quire.loadtest.studies.gateway import measure
 from tests.pace import patience
 from tests.system.logcost import WARM_UP, Deployment, deployment
 from tests.system.processes import QUIRE

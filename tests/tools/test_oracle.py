@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.tools import __main__ as tools
-from quire.engine.tools.lane_policies import OneQueue, TwoLanes
-from quire.engine.tools.oracle import Clairvoyant, bound, clairvoyant, main, shares
-from quire.engine.tools.pool_model import Capacity, Goal, Pool, Request, Work, run
 from quire.engine.tools.simulate import StepTime, engine_limits, simulate
 from quire.engine.tools.trace import Job, burst
+from quire.loadtest.studies import __main__ as studies
+from quire.loadtest.studies.lane_policies import OneQueue, TwoLanes
+from quire.loadtest.studies.oracle import Clairvoyant, bound, clairvoyant, main, shares
+from quire.loadtest.studies.pool_model import Capacity, Goal, Pool, Request, Work, run
 
 STEP = StepTime(fixed=1.0, row=0.25, prompt_token=0.125)
 
@@ -117,7 +117,7 @@ def test_no_step_holds_more_than_the_pool_and_every_request_of_a_queue_runs(
                 super().advance()
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("quire.engine.tools.pool_model.Pool", Watched)
+            patch.setattr("quire.loadtest.studies.pool_model.Pool", Watched)
             outcome = run(work, policy, goal)
         assert max(pool_held) <= blocks
         assert all(first < float("inf") for first in outcome.first_s)
@@ -168,7 +168,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "requests": [{"at_s": 0.0, "prompt_len": 4, "output_len": 2, "phase": "burst"}],
     }
     path.write_text(json.dumps(page))
-    assert tools.main(["oracle", str(path), "--json"]) == 0
+    assert studies.main(["oracle", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (
         found["burst"]

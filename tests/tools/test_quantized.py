@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.tools import quantized
+from quire.loadtest.studies import quantized
 
 OPTIONS = ["--rounds=2", "--kv-blocks=256", "--threads=1", "--text-tokens=600", "--cpu-time"]
 

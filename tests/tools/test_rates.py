@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.tools import rates
+from quire.loadtest.studies import rates
 
 SHARED = [7] * 64
 WORK = [(random.Random(i).choices(range(10, 90), k=8), 4 + i % 5) for i in range(24)]

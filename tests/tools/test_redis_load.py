@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.engine.tools import redis_load
-from quire.engine.tools.redis_load import Size, Spent
 from quire.engine.wire.layout import TOKEN_CHANNELS
+from quire.loadtest.studies import redis_load
+from quire.loadtest.studies.redis_load import Size, Spent
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,7 +83,7 @@ def test_what_one_part_costs_is_the_rest_after_the_known_parts() -> None:
 def simulated(*options: str) -> dict[str, Any]:
     """Run it in a process of its own: it changes the scripts' clock."""
     sizes = ["--engines=3", "--rate=300", "--prefixes=10", "--own=20", "--output=8", "--warm=20", "--requests=60"]
-    command = [sys.executable, "-m", "quire.engine.tools", "fleet", "prefixes", *sizes, *options]
+    command = [sys.executable, "-m", "quire.loadtest.studies", "fleet", "prefixes", *sizes, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.tools import sharing
+from quire.loadtest.studies import sharing
 
 OPTIONS = ["--kv-blocks=400", "--threads=1", "--requests=6", "--ways=2,4", "--max-model-len=400"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from quire.engine.tools import structured
+from quire.loadtest.studies import structured
 
 
 def test_schemas_are_valid_and_no_two_are_equal() -> None:

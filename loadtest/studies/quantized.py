@@ -1,7 +1,7 @@
 """What quantised weights, or an 8-bit KV cache, cost and give: one model, plain and with these options, in pairs.
 
-    python -m quire.engine.tools quantized MODEL --text FILE --quantize int8 [--text-tokens 1024] [--cpu-time]
-    python -m quire.engine.tools quantized MODEL --text FILE --kv-dtype e4m3
+    python -m quire.loadtest.studies quantized MODEL --text FILE --quantize int8 [--text-tokens 1024] [--cpu-time]
+    python -m quire.loadtest.studies quantized MODEL --text FILE --kv-dtype e4m3
 
 and any option of an engine.  MODEL needs a tokenizer.  --cpu-time measures CPU time of the process, which changes less
 with what else the machine does; for --threads 1 on a CPU.  Prints one line of JSON:
@@ -107,7 +107,7 @@ def compare(plain: LLM, quantised: LLM, tokens: list[int], rounds: int, clock: C
 
 def main(argv: list[str]) -> int:
     """2 with one line on stderr when the model can't be loaded or scored."""
-    name = "python -m quire.engine.tools quantized"
+    name = "python -m quire.loadtest.studies quantized"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--text-tokens", type=int, default=1024)

@@ -1,6 +1,6 @@
 """The block size: throughput, filled slots, and what a preemption costs, with blocks of 8, 16, 32 and 64 tokens.
 
-    python -m quire.loadtest block-size DIR [--sizes 8,16,32,64] [--requests 1000] [--lengths 128,512,2048,8192]
+    python -m quire.loadtest.studies block-size DIR [--sizes 8,16,32,64] [--requests 1000] [--lengths 128,512,2048,8192]
 
 The 42M model is made in DIR if the directory holds no model.  For each size, requests of ShareGPT-like lengths run all
 at once (`engine.tools bench --requests --slots`).  Then, for each length of a sequence, moving its blocks to the host's
@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from quire.loadtest import command_line, machine, trace
+from quire.loadtest import machine, trace
 from quire.loadtest.checkpoint import make_llama_42m
 
 
@@ -77,7 +77,3 @@ def main(args: argparse.Namespace, command: str) -> int:
     path = machine.write(f"block_size_{machine.device()}", command.replace(str(args.directory), "DIRECTORY"), figures)
     print(f"written to {path.relative_to(machine.ROOT)}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(command_line.run("block-size", __doc__, add_arguments, main))

@@ -1,6 +1,6 @@
 """What paging and the prefix cache make of memory: filled slots, eta, pool use over time and hit rate, by workload.
 
-    python -m quire.loadtest memory-use DIR [--seconds 30] [--rates sharegpt=1.5,alpaca=6,...]
+    python -m quire.loadtest.studies memory-use DIR [--seconds 30] [--rates sharegpt=1.5,alpaca=6,...]
 
 The 42M model is made in DIR if the directory holds no model.  One server gets each workload in turn, open-loop, at its
 own rate; between two of them it becomes idle.  The server's own metrics are read four times a second:
@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from quire.loadtest import command_line, machine, replay
+from quire.loadtest import machine, replay
 from quire.loadtest.checkpoint import make_llama_42m
 from quire.loadtest.clients import ProfileError, parse_shares
 from quire.loadtest.server import MODEL_NAME, serve
@@ -101,7 +100,3 @@ def show(workload: str, found: dict[str, Any]) -> None:
         f"{found['completed']} of {found['requests']} completed",
         flush=True,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(command_line.run("memory-use", __doc__, add_arguments, main))

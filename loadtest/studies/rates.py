@@ -1,6 +1,6 @@
 """Normalised latency by request rate, and sequences side by side, for four ways to allocate the same KV memory.
 
-    python -m quire.engine.tools rates MODEL --requests FILE --kv-memory-gib 11.2 [--rates 2,4,8] [--seconds 20]
+    python -m quire.loadtest.studies rates MODEL --requests FILE --kv-memory-gib 11.2 [--rates 2,4,8] [--seconds 20]
                                        [--at-once 120] [--ways static,paged,admission,prefix-cache]
 
 and any option of an engine.  The ways:
@@ -151,7 +151,7 @@ def sweep(config: EngineConfig, jobs: list[Job], own: argparse.Namespace) -> dic
 
 def main(argv: list[str]) -> int:
     """2 with one line on stderr when the model can't be loaded or the requests do not suffice."""
-    name = "python -m quire.engine.tools rates"
+    name = "python -m quire.loadtest.studies rates"
     numbers = lambda text: [float(part) for part in text.split(",") if part]  # noqa: E731
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--requests", type=Path, required=True)

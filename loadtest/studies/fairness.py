@@ -1,6 +1,6 @@
 """A quiet tenant's time to first token while a loud tenant fills the pool, compared with the quiet tenant alone.
 
-    python -m quire.loadtest fairness DIR [--seeds 1,2,3]
+    python -m quire.loadtest.studies fairness DIR [--seeds 1,2,3]
 
 Each seed gives one set of arrivals, which is replayed twice on a new server: all of them, and the quiet tenant's alone.
 The loud tenant sends more than the server can serve in time, so both of the gateway's lanes are in use.

@@ -1,6 +1,7 @@
 """How many KV blocks parallel sampling and beam search share, as the PagedAttention paper counts it.
 
-    python -m quire.engine.tools sharing MODEL --text FILE [--lengths alpaca|sharegpt] [--requests 20] [--ways 2,4,6]
+    python -m quire.loadtest.studies sharing MODEL --text FILE [--lengths alpaca|sharegpt]
+                                             [--requests 20] [--ways 2,4,6]
 
 and any option of an engine.  MODEL needs a tokenizer: prompts are pieces of FILE, because beams of made-up prompts
 would part at once.  The prefix cache is off, so that requests share nothing with each other.  Lengths of prompts and
@@ -73,7 +74,7 @@ def shared(llm: LLM, jobs: list[Job], ways: int, *, beams: bool) -> float:
 
 def main(argv: list[str]) -> int:
     """2 with one line on stderr when the model can't be loaded or the text is too short."""
-    name = "python -m quire.engine.tools sharing"
+    name = "python -m quire.loadtest.studies sharing"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--lengths", choices=sorted(MEANS), default="alpaca")

@@ -1,6 +1,7 @@
 """Beam search in the engine, compared with a client that asks for a token at a time, and with transformers.
 
-    python -m quire.loadtest beams [DIR] [--shape llama-8b] [--widths 4:64,8:64,50:10] [--requests 16] [--rounds 3]
+    python -m quire.loadtest.studies beams [DIR] [--shape llama-8b] [--widths 4:64,8:64,50:10] [--requests 16]
+                                           [--rounds 3]
 
 All three search for the same answers: --requests prompts at once, as many tokens in each answer as a width names.
 
@@ -42,7 +43,7 @@ from quire.loadtest import machine, shapes, trace
 from quire.loadtest.checkpoint import VOCAB, make_llama_42m, make_shape
 from quire.loadtest.server import MODEL_NAME, Server, serve
 
-PEER = Path(__file__).resolve().parent / "peers" / "transformers_beams.py"
+PEER = machine.ROOT / "loadtest" / "peers" / "transformers_beams.py"
 PROMPT = 78  # tokens
 SERVER = ("--max-logprobs=100", "--max-prompts=1024", "--late-wait-s=3600", "--no-spare")
 TOKEN = "token_id:"  # how return_tokens_as_token_ids writes a token

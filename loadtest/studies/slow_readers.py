@@ -1,6 +1,7 @@
 """What clients that read a byte a second cost a gateway and its fast clients.
 
-    python -m quire.loadtest slow-readers DIRECTORY [--slow 1000] [--slow-tokens 1200] [--fast 64] [--tokens 300]
+    python -m quire.loadtest.studies slow-readers DIRECTORY [--slow 1000] [--slow-tokens 1200]
+                                                  [--fast 64] [--tokens 300]
 
 DIRECTORY holds a model, of which only the tokenizer is read; the 42M model is made there if it holds none.  `quire
 serve` runs with the scripted executor, which computes nothing.  Everything else is real: step loop, Redis, one
@@ -25,14 +26,13 @@ import json
 import re
 import resource
 import socket
-import sys
 import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quire.loadtest import command_line, machine
+from quire.loadtest import machine
 from quire.loadtest.checkpoint import prepare
 from quire.loadtest.raw_stream import encode_request, read_stream
 from quire.loadtest.scrape import sample
@@ -204,7 +204,3 @@ def main(options: argparse.Namespace, command: str) -> int:
         path = machine.write("slow_readers", command.replace(str(options.directory), "DIRECTORY"), figures)
         print(f"written to {path.relative_to(machine.ROOT)}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(command_line.run("slow-readers", __doc__, add_arguments, main))

@@ -1,6 +1,6 @@
 """What grammars cost: tokens a second with and without them, in pairs on one loaded model, and the time of the masks.
 
-    python -m quire.engine.tools structured MODEL [--batch 1,64,256] [--tokens 256] [--rounds 5] [--max-length 40]
+    python -m quire.loadtest.studies structured MODEL [--batch 1,64,256] [--tokens 256] [--rounds 5] [--max-length 40]
 
 and any option of an engine.  MODEL needs a tokenizer.json.  Each sequence has a schema of its own, of five kinds, whose
 answers are longer than --tokens: all sequences of a pair compute the same number of tokens.  --max-length bounds the
@@ -155,7 +155,7 @@ def measure(llm: LLM, batch: int, tokens: int, rounds: int, max_length: int) -> 
 
 def main(argv: list[str]) -> int:
     """2 with one line on stderr when the model can't be loaded or cannot follow grammars."""
-    name = "python -m quire.engine.tools structured"
+    name = "python -m quire.loadtest.studies structured"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--batch", type=lambda text: [int(part) for part in text.split(",")], default=[1, 64, 256])
     parser.add_argument("--tokens", type=int, default=256)

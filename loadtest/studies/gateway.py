@@ -1,7 +1,7 @@
 """How many tokens one gateway process streams, and how much CPU time a token takes.
 
-    python -m quire.loadtest gateway MODEL_DIRECTORY [--streams 256] [--tokens 400] [--step-ms 5] [--compare CHECKOUT]
-                               [--chat] [--tools]
+    python -m quire.loadtest.studies gateway MODEL_DIRECTORY [--streams 256] [--tokens 400] [--step-ms 5]
+                                             [--compare CHECKOUT] [--chat] [--tools]
 
 Starts `quire serve` with the scripted executor, which computes nothing.  Everything else is real: the engine's step
 loop, Redis, one gateway, and this client, which reads every stream.  At `--step-ms 5` the engine offers 200 tokens a
@@ -18,14 +18,13 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from quire.loadtest import command_line, machine
+from quire.loadtest import machine
 from quire.loadtest.raw_stream import encode_request, read_stream
 from quire.loadtest.server import MODEL_NAME, serve
 
@@ -100,7 +99,3 @@ def main(args: argparse.Namespace, command: str) -> int:
     print(json.dumps(result, indent=1))
     print(f"written to {path.relative_to(machine.ROOT)}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(command_line.run("gateway", __doc__, add_arguments, main))

@@ -1,4 +1,4 @@
-"""`python -m quire.engine.tools fleet WORKLOAD`: several engines on one queue, on a virtual clock.
+"""`python -m quire.loadtest.studies fleet WORKLOAD`: several engines on one queue, on a virtual clock.
 
 It shows what prefix locality does to hit rate, requests per second and waiting, and what the fleet asks of Redis.
 
@@ -443,7 +443,7 @@ def use_virtual_clock() -> None:
 def options() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m quire.engine.tools fleet", description=__doc__, formatter_class=raw
+        prog="python -m quire.loadtest.studies fleet", description=__doc__, formatter_class=raw
     )
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("--engines", type=int, default=4, help="engines (default: 4)")

@@ -1,4 +1,4 @@
-"""`python -m quire.engine.tools claim-cost`: how long Redis takes for an exchange that claims one request of a long
+"""`python -m quire.loadtest.studies claim-cost`: how long Redis takes for an exchange that claims one request of a long
 queue.
 
 1,000 requests wait.  One engine ends a request and claims one, again and again, in pairs: in the queue's order, and by
@@ -23,12 +23,12 @@ import msgspec
 import redis
 
 from quire.engine.common.embedded_redis import EmbeddedRedis
-from quire.engine.tools.fleet import prefixes, unique
 from quire.engine.wire.engine_side import EngineSide
 from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.messages import EngineLoad, Generate, Sampling
 from quire.engine.wire.prefixes import PrefixReport, prefix_digests, split
 from quire.engine.wire.scripts import EXCHANGE
+from quire.loadtest.studies.fleet import prefixes, unique
 
 COSTS = PrefixReport(token_us=23.0, step_us=5000.0, backlog=1000)
 ENGINES = 4
@@ -153,7 +153,7 @@ async def measure(url: str, workload: str, queued: int, claims: int) -> dict[str
 
 def main(argv: list[str]) -> int:
     """Print a JSON object for each workload."""
-    parser = argparse.ArgumentParser(prog="python -m quire.engine.tools claim-cost", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m quire.loadtest.studies claim-cost", description=__doc__)
     parser.add_argument("--queued", type=int, default=1000, help="requests that wait (default: 1000)")
     parser.add_argument("--claims", type=int, default=300, help="claims in each mode (default: 300)")
     args = parser.parse_args(argv)

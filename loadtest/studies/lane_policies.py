@@ -1,4 +1,4 @@
-"""Policies for a burst that `python -m quire.engine.tools oracle --policies` compares: one queue, and two lanes.
+"""Policies for a burst that `python -m quire.loadtest.studies oracle --policies` compares: one queue, and two lanes.
 
 arrival ──> estimated wait <= ttft_s? ──yes──> on-time lane ──> start, in the order of the lane
                       │                            │ too late to be on time: moves
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal
 
-from quire.engine.tools.pool_model import Goal, Policy, Pool, Work
+from quire.loadtest.studies.pool_model import Goal, Policy, Pool, Work
 
 PACE_S = 5.0  # the pace is that of the last seconds
 

@@ -1,6 +1,6 @@
 """Where paging does not help: one request at a time, and short jobs of equal length, against contiguous allocation.
 
-    python -m quire.loadtest contiguous DIR [--pairs 7] [--alone 4] [--jobs 32]
+    python -m quire.loadtest.studies contiguous DIR [--pairs 7] [--alone 4] [--jobs 32]
 
 The 42M model is made in DIR if the directory holds no model.  Two servers are up, one with `--allocation static` (each
 sequence has one run of blocks for its greatest length from its start, as an engine without block tables has), one with
@@ -22,13 +22,12 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from quire.loadtest import command_line, machine
+from quire.loadtest import machine
 from quire.loadtest.checkpoint import make_llama_42m
 from quire.loadtest.replay import Options, replay
 from quire.loadtest.server import MODEL_NAME, engine_processes, serve
@@ -132,7 +131,3 @@ def main(args: argparse.Namespace, command: str) -> int:
     path = machine.write(f"contiguous_{machine.device()}", command, figures)
     print(f"written to {path.relative_to(machine.ROOT)}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(command_line.run("contiguous", __doc__, add_arguments, main))

@@ -1,4 +1,4 @@
-"""`python -m quire.engine.tools oracle ARRIVALS.json`: how many requests of a burst any scheduler could serve in time.
+"""How many requests of a burst any scheduler could serve in time: `python -m quire.loadtest.studies oracle FILE`.
 
 `python -m quire.loadtest burst` writes ARRIVALS.json: the arrivals of a run, the pool, and the step times that were
 measured. Three shares, each of the requests due in the burst and of all:
@@ -37,9 +37,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.engine.tools.lane_policies import POLICIES, WITHOUT_LENGTHS
-from quire.engine.tools.pool_model import Capacity, Goal, Outcome, Pool, Request, Work, run
 from quire.engine.tools.simulate import StepTime
+from quire.loadtest.studies.lane_policies import POLICIES, WITHOUT_LENGTHS
+from quire.loadtest.studies.pool_model import Capacity, Goal, Outcome, Pool, Request, Work, run
 
 GRID_S = 1.0  # ends of the intervals of the bound
 SHARES = (0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0)  # of the requests, cheapest first, that may start
@@ -230,7 +230,7 @@ def read(path: Path) -> Arrivals:
 def options() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m quire.engine.tools oracle", description=__doc__, formatter_class=raw
+        prog="python -m quire.loadtest.studies oracle", description=__doc__, formatter_class=raw
     )
     parser.add_argument("arrivals", type=Path, help="file that `python -m quire.loadtest burst` writes")
     parser.add_argument(

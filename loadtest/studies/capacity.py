@@ -1,6 +1,6 @@
 """The number of users that a server serves within an SLA, with the same memory and four ways to allocate it.
 
-    python -m quire.loadtest capacity DIR [--kv-blocks 512] [--sla-ttft 1] [--sla-itl 0.05] [--sla-stall 1]
+    python -m quire.loadtest.studies capacity DIR [--kv-blocks 512] [--sla-ttft 1] [--sla-itl 0.05] [--sla-stall 1]
 
     static             a sequence reserves one contiguous run for its prompt and max_tokens when it starts
     paged              a sequence takes blocks as it grows, and starts as soon as its prompt fits

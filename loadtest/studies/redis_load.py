@@ -1,4 +1,4 @@
-"""`python -m quire.engine.tools redis-load`: what requests, exchanges and tokens cost Redis.
+"""`python -m quire.loadtest.studies redis-load`: what requests, exchanges and tokens cost Redis.
 
 Both sides of the bus and the scripts are the real ones, and so are Redis with its append-only file and the request ids.
 No model runs.  For each number of gateways, of engines, of sequences per engine and of tenants that wait:
@@ -32,13 +32,13 @@ import msgspec
 import redis
 
 from quire.engine.common.embedded_redis import EmbeddedRedis
-from quire.engine.tools.fleet import redis_cpu_s, unique
 from quire.engine.wire import scripts
 from quire.engine.wire.engine_side import EngineSide
 from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.layout import READING_ENGINES, TENANTS_SHOWN, TOKEN_CHANNELS
 from quire.engine.wire.messages import LATER_FIELDS, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 from quire.engine.wire.prefixes import PrefixReport, prefix_digests
+from quire.loadtest.studies.fleet import redis_cpu_s, unique
 
 STEPS, READINGS = 32, 8  # steps per engine, readings in all
 TOKEN = 20_000  # ids of tokens are from here on: 3 bytes, as most of a vocabulary
@@ -329,7 +329,7 @@ def main(argv: list[str]) -> int:
     """Print one JSON object."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m quire.engine.tools redis-load", description=__doc__, formatter_class=raw
+        prog="python -m quire.loadtest.studies redis-load", description=__doc__, formatter_class=raw
     )
     parser.add_argument("--prompt-tokens", type=int, default=1000, help="of each request (default: 1000)")
     parser.add_argument("--engines", type=int, default=0, help="measure this number only (default: 1 to 1,000)")

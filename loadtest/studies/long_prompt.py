@@ -1,6 +1,6 @@
 """The time between tokens of 32 sequences while an engine computes a prompt of 32k tokens.
 
-    python -m quire.loadtest long-prompt DIR [--tokens 32768] [--steps 60]
+    python -m quire.loadtest.studies long-prompt DIR [--tokens 32768] [--steps 60]
 
 The 42M model with a context of CONTEXT tokens is made in DIR if the directory holds no model.  The whole prompt takes
 minutes on a CPU.  So `--steps` steps are measured without it, then as many at each quarter of the prompt.  The prompt
@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quire.loadtest import command_line, machine
+from quire.loadtest import machine
 from quire.loadtest.checkpoint import make_llama_42m
 
 CONTEXT = 40_000  # tokens
@@ -40,7 +40,3 @@ def main(args: argparse.Namespace, command: str) -> int:
     path = machine.write("long_prompt_cpu", command.replace(str(args.directory), "DIRECTORY"), figures)
     print(f"written to {path.relative_to(machine.ROOT)}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(command_line.run("long-prompt", __doc__, add_arguments, main))

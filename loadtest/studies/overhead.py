@@ -1,6 +1,6 @@
 """What Redis, gateway and HTTP cost, compared with the same engine offline: time to first token, tokens a second.
 
-    python -m quire.loadtest overhead [--rate 10] [--requests 200] [--rounds 3] [--threads 1]
+    python -m quire.loadtest.studies overhead [--rate 10] [--requests 200] [--rounds 3] [--threads 1]
 
 The model is the 42M one of loadtest/checkpoint.py, prompts have 78 tokens, outputs about 172, sampling is greedy.
 Requests arrive at `--rate` a second, at the same seeded random times offline and served.  A request that arrives during
@@ -23,7 +23,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from quire.loadtest import command_line, machine, trace
+from quire.loadtest import machine, trace
 from quire.loadtest.checkpoint import VOCAB, make_llama_42m
 from quire.loadtest.replay import Options, replay
 from quire.loadtest.server import MODEL_NAME, Server, serve
@@ -102,7 +102,3 @@ def main(args: argparse.Namespace, command: str) -> int:
     print(json.dumps(figures, indent=1))
     print(f"written to {path.relative_to(machine.ROOT)}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(command_line.run("overhead", __doc__, add_arguments, main))

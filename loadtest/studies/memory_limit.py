@@ -1,14 +1,14 @@
 """Where KV memory is the limit: what paging, admission and the prefix cache make of the same 12 GB.
 
-    python -m quire.loadtest memory-limit [--shape llama-13b] [--kv-memory-gib 11.2] [--workload chat|prefix]
+    python -m quire.loadtest.studies memory-limit [--shape llama-13b] [--kv-memory-gib 11.2] [--workload chat|prefix]
 
 The shape of LLaMA-13B with random weights and the KV memory that a card of 40 GB has left beside them.  Two workloads:
 
     chat     ShareGPT-like lengths (loadtest/traces/sharegpt_like.jsonl); rates, then all at once
     prefix   the same, after a system prompt of --prefix tokens that all requests share; all at once
 
-Each request asks for the rest of the model's context and ends by itself.  `python -m quire.engine.tools rates --help`
-says what is measured.  Writes loadtest/results/memory_limit_<workload>_<device>.json.
+Each request asks for the rest of the model's context and ends by itself.  The study
+`rates` says what is measured.  Writes loadtest/results/memory_limit_<workload>_<device>.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire.loadtest import command_line, machine, shapes, trace
+from quire.loadtest import machine, shapes, trace
 
 PREFIX_SEED = 7
 
@@ -58,7 +58,7 @@ def main(args: argparse.Namespace, command: str) -> int:
         rates = args.rates if args.workload == "chat" else ""
         words = ["rates", str(directory), "--load", "random", "--requests", str(requests), "--rates", rates]
         words += ["--seconds", args.seconds, "--at-once", args.at_once, "--kv-memory-gib", args.kv_memory_gib]
-        tool = [sys.executable, "-m", "quire.engine.tools", *words, *args.options.split()]
+        tool = [sys.executable, "-m", "quire.loadtest.studies", *words, *args.options.split()]
         output = subprocess.run(tool, cwd=machine.ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     figures = json.loads(output)
     show(figures)
@@ -76,7 +76,3 @@ def show(figures: dict[str, list[dict[str, Any]]]) -> None:
                 f"{way:<13}{rate:>6}{run['normalised_ms']:>16.1f}{run['batch']:>8.1f}{run['most']:>7}"
                 f"{run['requests_per_s']:>13.2f}{run['preemptions']:>14}"
             )
-
-
-if __name__ == "__main__":
-    sys.exit(command_line.run("memory-limit", __doc__, add_arguments, main))

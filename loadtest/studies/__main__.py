@@ -1,0 +1,56 @@
+"""Measure what one question needs: `python -m quire.loadtest.studies NAME --help` describes one study."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from quire.loadtest import command_line
+
+PACKAGE = "quire.loadtest.studies"
+# name -> (module, what it measures)
+STUDIES: dict[str, tuple[str, str]] = {
+    "capacity": (f"{PACKAGE}.capacity", "find how many users fit: static, paged, admission, prefix cache"),
+    "memory-limit": (f"{PACKAGE}.memory_limit", "compare allocation, admission and prefix cache in 12 GB of a GPU"),
+    "memory-use": (f"{PACKAGE}.memory_use", "sample filled slots, paged over static blocks, hit rate, by workload"),
+    "contiguous": (f"{PACKAGE}.contiguous", "compare paged with contiguous allocation where paging cannot help"),
+    "block-size": (f"{PACKAGE}.block_size", "compare block sizes: throughput, filled slots, swap and recompute"),
+    "beams": (f"{PACKAGE}.beams", "compare beam search with resubmission by a client, and with transformers"),
+    "fairness": (f"{PACKAGE}.fairness", "compare a quiet tenant's latency under a loud tenant with that alone"),
+    "long-prompt": (f"{PACKAGE}.long_prompt", "time decode steps while a prompt of 32,768 tokens is computed"),
+    "overhead": (f"{PACKAGE}.overhead", "compare a served model with the same engine offline"),
+    "gateway": (f"{PACKAGE}.gateway", "stream scripted tokens: tokens/s and CPU time per token of one gateway"),
+    "slow-readers": (f"{PACKAGE}.slow_readers", "measure what clients that read one byte per second cost a gateway"),
+    "roofline": ("quire.loadtest.roofline", "compute the minimum time of a step of a model shape on given hardware"),
+    "shapes": ("quire.loadtest.shapes", "write the config.json of a model shape for engines with random weights"),
+    "oracle": (f"{PACKAGE}.oracle", "bound the on-time share of a burst, with perfect knowledge and without"),
+    "fleet": (f"{PACKAGE}.fleet", "simulate several engines on one queue: what prefix locality does"),
+    "claim-cost": (f"{PACKAGE}.claim_cost", "time in Redis what choosing requests by prefix costs"),
+    "redis-load": (f"{PACKAGE}.redis_load", "time what requests, exchanges and tokens cost Redis"),
+    "rates": (f"{PACKAGE}.rates", "measure normalised latency by request rate, by allocation and admission"),
+    "sharing": (f"{PACKAGE}.sharing", "count the KV blocks that parallel sampling and beam search share"),
+    "structured": (f"{PACKAGE}.structured", "compare tokens/s with grammars and without, in pairs"),
+    "quantized": (f"{PACKAGE}.quantized", "compare perplexity and speed of --quantize and --kv-dtype, in pairs"),
+}
+
+
+def main(words: list[str]) -> int:
+    listing = "\n".join(f"  {name:14}{text}" for name, (_, text) in STUDIES.items())
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PACKAGE}",
+        usage=f"python -m {PACKAGE} NAME [options]",
+        description=__doc__,
+        epilog=f"studies:\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", choices=STUDIES, help="a study of the list below")
+    name = parser.parse_args(words[:1]).name
+    module = importlib.import_module(STUDIES[name][0])  # only now: some studies need torch
+    if not hasattr(module, "add_arguments"):  # it reads the options of an engine too
+        return int(module.main(words[1:]))
+    return command_line.run(name, module.__doc__, module.add_arguments, module.main, words[1:], package=PACKAGE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
