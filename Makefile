@@ -4,7 +4,7 @@
 #   make test  [ARGS='tests/wire -x']                           all tests that need no GPU
 #   make test NIGHTLY=1                                         the rest of the matrices of which that runs a sample
 #   make clients [ARGS='-k stream']                             other clients against a server: LangChain, Claude Code and more
-#   make lint                                                   format, lint, types, length of functions, dead code
+#   make lint                                                   format, lint, types, length of functions, dead code, words
 #   make bench [ARGS='--rounds 1']                              tests of speed; tokens per second against other systems
 #   make chaos [ARGS='--minutes 5 --seed 1']                    load and faults: is a token lost or repeated?
 #   make chaos ARGS='soak --operations 1000000'                 the scheduler alone: is the block accounting balanced?
@@ -67,6 +67,7 @@ lint: $(INSTALLED)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy
 	@$(RUN) .ci/function_lines.py
+	@$(RUN) .ci/prose.py --check
 	@$(RUN) -m vulture
 
 bench: $(INSTALLED) $(KERNELS)
