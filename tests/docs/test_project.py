@@ -310,3 +310,11 @@ def test_no_folder_of_pages_has_more_words_than_its_limit() -> None:
     done = [sys.executable, ROOT / ".ci" / "prose.py", "--check", "docs", "helm", "examples", "grafana"]
     result = subprocess.run(done, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
+
+
+def test_issue_templates_ask_for_what_a_report_needs() -> None:
+    needed = {"bug": {"version", "model", "flags", "log"}, "performance": {"machine", "command"}}
+    for name, fields in needed.items():
+        form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text(encoding="utf-8"))
+        required = {part["id"] for part in form["body"] if part.get("validations", {}).get("required")}
+        assert fields <= required, name
