@@ -15,7 +15,7 @@ from functools import cache
 from quire.engine.common.log_queue import descriptor_for_crashes
 
 _lock = threading.Lock()
-_ends: list[float] = []  # of the blocks that run now; faulthandler has one timer for all
+_ends: list[float] = []  # running blocks with a deadline; faulthandler has one timer for all
 
 
 @contextlib.contextmanager

@@ -112,7 +112,7 @@ def _unescaped(text: str) -> str:
 
 
 def _cpu_quota(group: Path) -> float:
-    """Return the CPUs that a group may use; infinity where it has no quota, or none that can be read."""
+    """Return the CPUs that a group may use; infinity if it has no quota, or none that can be read."""
     quota, _, period = _text(group / "cpu.max").partition(" ")
     if not quota:
         quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
@@ -123,7 +123,7 @@ def _cpu_quota(group: Path) -> float:
 
 
 def _memory_limit(group: Path) -> float:
-    """Return the bytes that a group may take; infinity where it has no limit, or none that can be read."""
+    """Return the bytes that a group may take; infinity if it has no limit, or none that can be read."""
     text = _text(group / "memory.max") or _text(group / "memory.limit_in_bytes")
     try:
         return int(text) if 0 < int(text) < UNLIMITED else math.inf

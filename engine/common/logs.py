@@ -74,7 +74,7 @@ class Handler(logging.StreamHandler[TextIO]):
 
 
 def start(form: Format) -> None:
-    """Write records from INFO on to stderr.  Printing and logging never block from now on.  Call it once a process."""
+    """Write records from INFO on to stderr.  Printing and logging no longer block.  Call it once per process."""
     formatter = JsonLines() if form == "json" else KeyValues()
 
     def notice(dropped: int) -> str:

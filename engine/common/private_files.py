@@ -51,7 +51,7 @@ class LockedDirectory:
         """Make and lock the directory.  Modes that are too wide become 0700 and 0600.
 
         `flag`: the option that names it, for errors.  `ours`: names of files that may be in it; "*" ends a prefix.
-        Raises DirectoryRefused, or OSError where it cannot be made."""
+        Raises DirectoryRefused, or OSError if it cannot be made."""
         self._flag, self.path = f"{flag} {path}", path
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=DIRECTORY, parents=True)

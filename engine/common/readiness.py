@@ -19,7 +19,7 @@ READY, ALIVE = b"READY=1", b"WATCHDOG=1"
 
 
 def notify_ready() -> None:
-    """Tell the supervisor, if there is one, that this process serves.  Never fails: the process serves without it."""
+    """Notify the supervisor, if there is one, that this process serves.  Never fails: the process serves without it."""
     _notify(READY)
 
 
@@ -49,7 +49,7 @@ class ReadinessListener:
         self.beats = 0  # heartbeats read so far
 
     def is_ready(self) -> bool:
-        """Return whether the child has said that it is ready since the last call, and count its beats.  Never waits."""
+        """Return whether the child has reported readiness since the last call, and count its beats.  Never waits."""
         found = False
         try:
             while True:

@@ -30,7 +30,7 @@ from quire.engine.common.removed_options import advice
 C = TypeVar("C", bound=msgspec.Struct)
 
 
-TABLES = ("serve", "gateway", "engine")  # of a file, one for each program
+TABLES = ("serve", "gateway", "engine")  # sections of a file, one per program
 PREFIX = "QUIRE_"
 
 

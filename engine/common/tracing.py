@@ -51,7 +51,7 @@ class Trace:
         _propagator.inject(carrier, set_span_in_context(span))
         self._span = span
         self.traceparent = carrier["traceparent"]  # the parent of further spans
-        self.tracestate = carrier.get("tracestate", "")  # what the systems before have put beside it
+        self.tracestate = carrier.get("tracestate", "")  # trace state of the upstream systems
 
     def end(self, attributes: Mapping[str, Value], error: str = "") -> None:
         """End the span; `error`: the code of the request's failure, or ''."""

@@ -38,7 +38,7 @@ class EngineSide:
     ) -> None:
         """Connect to nothing yet.  Raises BusDown for a malformed URL.
 
-        `url`: redis://, rediss:// or unix://.  `late_share`: least share, 0 to 1, of the claimed prompt tokens that the
+        `url`: redis://, rediss:// or unix://.  `late_share`: minimum share, 0 to 1, of claimed prompt tokens that the
         late lane gets."""
         self._engine = engine
         self._lease_ms, self._late_share = lease_ms, late_share
@@ -46,14 +46,14 @@ class EngineSide:
         self.clock = RedisClock()  # every exchange() adds a sample
         self._bell = self._link.redis.pubsub()
         self._bell_stale = False  # it may listen at a server that was demoted
-        self._ringing: asyncio.Timeout | None = None  # of the wait for the bell, while there is one
+        self._ringing: asyncio.Timeout | None = None  # timeout of the pending wait on the wake-up channel
         self.hot_prefixes = HotPrefixStore(self._link)
         self.pool_states = PoolStateStore(self._link)
-        self._session = uuid.uuid4().hex  # tells this process from an earlier one of the same name
-        self._seq = 0  # of the last exchange
+        self._session = uuid.uuid4().hex  # id of this process; an earlier engine of the same name has another
+        self._seq = 0  # sequence number of the last sync with Redis
         self.queue_share = 0.0  # requests that waited after the last exchange, divided by the engines
         self.watched = False  # as of the last exchange, a gateway watches the engines' blocks
-        self._epoch = "0"  # of the lease; another one in Redis means that the lease lapsed
+        self._epoch = "0"  # lease epoch; another epoch in Redis means that the lease lapsed
         self._registered = False
         self._tenants: dict[str, str] = {}  # request id -> tenant, of what this engine believes to hold
         self._journal = token_log.Journal()

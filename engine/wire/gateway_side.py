@@ -81,7 +81,7 @@ class GatewaySide:
         self.responses = ResponseStore(self._link.run_script)
         self.pool_states = PoolStateStore(self._link)
         self.operations = Operations(self._link)
-        self._history = ""  # of the data at the server, as of the last look
+        self._history = ""  # replication id of the server's data at the last check
         self._doubtful = False  # another server may have answered since
         # The data has another history, or tokens may have been missed, which fleet() has not reported yet.
         self._forgotten = False

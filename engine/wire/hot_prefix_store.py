@@ -20,7 +20,7 @@ from quire.engine.wire.scripts import REQUESTS_WAIT
 
 TTL_MS = 600_000
 MOST = 128  # prefixes
-MOST_BYTES = 1 << 20  # of their tokens and salts: a quarter of a million tokens
+MOST_BYTES = 1 << 20  # bytes of stored tokens and salts: 262,144 tokens
 
 
 def bounded(prefixes: Sequence[HotPrefix]) -> list[HotPrefix]:
@@ -51,5 +51,5 @@ class HotPrefixStore:
             raise ValueError(f"unreadable hot prefixes in Redis: {error}") from None
 
     async def requests_wait(self) -> bool:
-        """Return whether a request waits that the serving engines have no room for.  Raises BusDown."""
+        """Return whether a request waits that exceeds the free capacity of the serving engines.  Raises BusDown."""
         return bool(await self._link.run_script(REQUESTS_WAIT))

@@ -26,24 +26,24 @@ MOVES = 256  # most requests that one script moves from the on-time lane to the 
 AWAY_MS = 1_000  # after this long without a gateway that reads the fleet, Redis counts as having been away
 # After Redis was away, a lease that lapses within this time is no death: engines take up to 5 s to connect again.
 AMNESTY_MS = 10_000
-STALE_MS = 3_000  # an engine silent for this long has no room, even while its lease still runs
+STALE_MS = 3_000  # an engine silent for this long counts as full, even while its lease still runs
 MAX_ATTEMPTS = 2  # deaths of an engine at the same token of a request, after which the request is suspected
 QUARANTINE = 100  # most requests in the quarantine: the oldest leaves
 QUARANTINED_MS = 7 * 86_400_000  # how long one stays there
 QUOTA_MS = 60_000  # a quota's bucket fills in this time: quotas are per minute
-DIGEST_BYTES = 8  # of the digest of a prefix
+DIGEST_BYTES = 8  # size of a prefix digest in bytes
 PREFIX_BLOCK = 64  # tokens: every engine's block size divides it
 PREFIX_DENSE = 16  # so many lengths are one PREFIX_BLOCK apart, beginning with one
 PREFIX_STEPS = 8  # lengths in each doubling after them
 PREFIX_COUNT = 64  # most lengths, up to 65,536 tokens
 WINDOW = 32  # requests at the head of a tenant's queue among which an engine chooses by prefix
 # Requests that one exchange tries and does not claim, after which it claims in the queue's order.  Each takes Redis
-# about 20 us, and where each of many tenants has one, all of them would be tried.
+# about 20 us, and if each of many tenants has one, all of them would be tried.
 TRIES = 128
-PATIENCE_PERCENT = 75  # of the time until its target, after which an on-time request that was passed over goes first
+PATIENCE_PERCENT = 75  # % of the TTFT target after which an on-time request that was passed over goes first
 RECOMPUTE = 2  # what a token costs that another engine holds: its time, and the cached token that it evicts
 PACE_TOKENS = 32  # output tokens for which the step time of an engine counts in its cost
-RESPONSE_BYTES = 1024  # that a stored response counts besides its input and output
+RESPONSE_BYTES = 1024  # overhead per stored response, besides its input and output
 # Engines whose leases one reading of the fleet looks at; a larger fleet takes several readings.
 READING_ENGINES = 256
 # Positions of fields of an EngineLoad, as scripts read it: from 1.

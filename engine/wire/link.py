@@ -253,7 +253,7 @@ class Link:
 
 
 class Deadline:
-    """The end of a command's tries.  If this process stood still meanwhile, Redis gets the whole time once more."""
+    """The end of a command's tries.  If this process stood still meanwhile, Redis gets the full time again."""
 
     def __init__(self, clock: Callable[[], float], patience_s: float) -> None:
         self._clock, self._patience_s = clock, patience_s
@@ -278,7 +278,7 @@ class _Doubt:
 
     def __init__(self, name: str, limit_s: float) -> None:
         self._name, self._limit_s = name, limit_s
-        self._code: str | None = None  # of the error that repeats
+        self._code: str | None = None  # code of the repeated error
         self._since = 0.0
 
     def over(self, error: Exception, mend: Remedy, now: float) -> bool:

@@ -28,8 +28,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     temperature: float = 1.0  # 0 means greedy
     top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches this
-    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
-    min_p: float = 0.0  # keep tokens at least this fraction as likely as the likeliest
+    top_k: int = 0  # keep the k most probable tokens; 0 keeps all
+    min_p: float = 0.0  # keep tokens with at least this fraction of the maximum probability
     seed: int = 0  # 0..2**63-1; the gateway always sets it, so that a replay samples the same tokens
     min_tokens: int = 0  # outputs before end-of-sequence and stop tokens may be sampled
     presence_penalty: float = 0.0  # -2..2, once per token already in the output
@@ -39,15 +39,15 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     allowed_token_ids: list[int] = []  # empty: all
     stop_token_ids: list[int] = []  # end the request, reason "stop"
     ignore_eos: bool = False
-    logprobs: int = -1  # -1: none; k >= 0: of the chosen token and the k likeliest
+    logprobs: int = -1  # -1: none; k >= 0: the sampled token and the top k
     prompt_logprobs: int = -1  # the same for every prompt token except the first; switches prefix reuse off
     # What the output must match, as llguidance reads it: its JSON form or a Lark grammar.  "": anything.  The gateway
     # has checked it.  Only engines with EngineLoad.grammars may get it: an older engine would ignore the field.
     grammar: str = ""
-    # Of LATER_FIELDS.  Token sequences, each of one token at least, that no answer completes: where all tokens of one
+    # Of LATER_FIELDS.  Token sequences, each of one token at least, that no answer completes: if all tokens of one
     # but the last were just generated, the last is not drawn.
     bad_words: list[list[int]] = []
-    # Of LATER_FIELDS.  Where `logprobs` >= 0, positions report these tokens, in this order, instead of the likeliest.
+    # Of LATER_FIELDS.  If `logprobs` >= 0, positions report these tokens, in this order, instead of the top k.
     logprob_token_ids: list[int] = []
 
     @property
@@ -78,7 +78,7 @@ class Beams(msgspec.Struct, frozen=True, omit_defaults=True):
         return shared + self.width * (-(-longest // block_size) - shared)
 
     def longest(self, prompt: int, blocks: int, block_size: int) -> int:
-        """Return the most tokens of a beam, the prompt included, with which a search stays within `blocks`."""
+        """Return the maximum tokens of a beam, prompt included, for which a search stays within `blocks`."""
         shared = prompt // block_size
         return block_size * (shared + max(0, blocks - shared) // self.width)
 
@@ -105,33 +105,33 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     tenant: str = ""  # its tokens are charged to this tenant: fairness is between tenants
     weight: float = 1.0  # > 0: the tenant's share relative to other tenants
     queued_ms: int = 0  # unix time on Redis' clock when it was queued; 0: not known
-    tracestate: str = ""  # what other systems have put beside `traceparent`
-    # Beam search: the n best answers, each sent whole, in one delta.  None: answers are sampled.
+    tracestate: str = ""  # W3C trace state of other systems, next to `traceparent`
+    # Beam search: the n best answers, each sent complete, in one delta.  None: answers are sampled.
     beams: Beams | None = None
     prefixes: bytes = b""  # digests of the prompt's prefixes (engine/wire/prefixes.py); empty: none is looked for
 
     @property
     def width(self) -> int:
-        """Continuations that are computed: beams, of which `n` are returned, or `n`."""
+        """Sequences that are computed: beams, of which `n` are returned, or `n`."""
         return self.beams.width if self.beams is not None else self.n
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True):
-    """Stop every continuation of a request, or one.  An unknown or finished one is ignored."""
+    """Stop every choice of a request, or one.  An unknown or finished one is ignored."""
 
     id: str
     # Another engine has the request now: drop it without a Delta.
     reassigned: bool = msgspec.field(default=False, name="lost")
-    index: int = -1  # which of the n continuations; -1: all of them
+    index: int = -1  # index among the n choices; -1: all of them
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):
-    """The end of one continuation; no Delta follows it."""
+    """The end of one choice; no Delta follows it."""
 
     reason: FinishReason
     stop_token: int = -1  # the token that ended it, when reason is "stop"; it is the last of the delta's token_ids
     message: str = ""  # for "error": one line a client may see
-    score: float = 0.0  # of an answer that beam search found, as Beams has it
+    score: float = 0.0  # score of a beam-search answer, as defined by Beams
     # Tokens that a beam search computed besides those of its answers; on one Finish of each of its requests.
     searched: int = 0
     # 1 - blocks / entries of the block tables of all beams of the request, over the search: what their sharing saved.
@@ -147,18 +147,18 @@ CONSTRAINT = "constraint"
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probabilities of one position, from the raw logits (before temperature, penalties and bias)."""
 
-    logprob: float  # of the sampled token, or of the prompt's token
-    top: list[tuple[int, float]] = []  # (token id, logprob), likeliest first
+    logprob: float  # log-probability of the sampled or prompt token
+    top: list[tuple[int, float]] = []  # (token id, logprob), most probable first
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one continuation.  `first`, the output position of token_ids[0], shows replays and gaps."""
+    """Tokens of one choice.  `first`, the output position of token_ids[0], shows replays and gaps."""
 
     id: str
     first: int
     token_ids: list[int]
     finish: Finish | None = None
-    index: int = 0  # which of the n continuations
+    index: int = 0  # index among the n choices
     logprobs: list[TokenLogprob] | None = None  # one for each token id
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; set on the delta with first == 0
     prompt_logprobs: list[TokenLogprob] | None = None  # for prompt tokens 1.., on the delta with first == 0
@@ -205,16 +205,17 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     peaks_blocks: int = 0  # sum of the blocks held
     audits: int = 0  # checks of the block accounting since start
     alarms: int = 0  # the checks that found an accounting error
-    yields: int = 0  # preemptions for fairness since start: they made room for a tenant below its share
+    yields: int = 0  # preemptions for fairness since start: they freed blocks for a tenant below its share
     crowd: list[str] = []  # tenants that hold their share of its KV cache or more
-    # Prompt tokens of other tenants that could start at once, if the crowd's newest sequences were preempted.
+    # Prompt tokens of other tenants that could start at once, if the newest sequences of tenants over their share
+    # were preempted.
     yield_tokens: int = 0
     eos_ids: list[int] = []  # tokens that end an answer unless the request ignores them
     grammars: bool = False  # it honours Sampling.grammar
-    beams: int = 0  # greatest Beams.width that it honours; 0: it has no beam search
-    # Blocks that static allocation would hold for the sequences in the batch: each one's for its greatest length.
+    beams: int = 0  # maximum Beams.width that it honours; 0: it has no beam search
+    # Blocks that static allocation would hold for the sequences in the batch, each at its maximum length.
     static_blocks: int = 0
-    slots_filled: float = 0.0  # token slots with a token, of those in held blocks, 0 to 1; counted once a second
+    slots_filled: float = 0.0  # share of token slots in held blocks that hold a token, 0 to 1; updated once per second
     honours: list[str] = []  # those of LATER_FIELDS that it knows
 
 
@@ -239,10 +240,10 @@ class HotPrefix(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SequenceBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """The block table of one continuation, as runs of neighbouring blocks."""
+    """The block table of one sequence, as runs of neighbouring blocks."""
 
-    id: str  # of its request
-    index: int  # which of the request's n continuations
+    id: str  # request id
+    index: int  # index among the request's n choices
     runs: bytes  # first block and count of each run, 4 bytes each, little endian
 
 
@@ -251,9 +252,9 @@ class PoolState(msgspec.Struct, frozen=True):
 
     engine: str
     blocks: int
-    per_cell: int  # blocks that share a cell, which shows the greatest of their values
+    per_cell: int  # blocks per cell; the cell has the maximum of their values
     cells: bytes  # a byte each: 0 free, 1 cached without an owner, else 1 + tables that contain the block, 255 at most
     sequences: list[SequenceBlocks] = []
     left_out: int = 0  # sequences with blocks that are not among `sequences`
-    host_blocks: int = 0  # of the host's memory, for sequences that are swapped out
+    host_blocks: int = 0  # blocks in host memory for swapped-out sequences
     host_used: int = 0

@@ -20,7 +20,7 @@ UNKNOWN_HOSTS = ("", "?")  # a node that does not know its own address: the one 
 
 
 class Address(NamedTuple):
-    """Where one server listens."""
+    """Address of one server."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""Digests of a prompt's prefixes: by them an engine with room finds the requests whose beginning it has cached.
+"""Digests of a prompt's prefixes: an engine with free capacity uses them to claim requests that it has cached.
 
     token ids  |----|----|----| ... |----|----|--------|--------|----------------|
                     ^    ^    ^          ^    ^        ^        ^                ^    a digest each

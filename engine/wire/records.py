@@ -45,8 +45,8 @@ class QueueBounds(msgspec.Struct, frozen=True):
     on_time_excess: int = ANY_TOKENS  # prompt tokens
     late_excess: int = ANY_TOKENS  # prompt tokens
     target_ms: int = 3_600_000  # after so long in the on-time lane a request moves to the late lane
-    most_requests: int = 2**53  # that wait, one a prompt
-    most_bytes: int = 2**53  # of their payloads
+    most_requests: int = 2**53  # limit of waiting requests, one per prompt
+    most_bytes: int = 2**53  # limit of their payload bytes
     size_class: int = 0  # 0 to SIZE_CLASSES - 1: smaller ones are first in a tenant's on-time lane
     # What each prompt counts for in the queue besides its own tokens: the blocks that its beams take as they begin.
     extra_tokens: int = 0
@@ -55,7 +55,7 @@ class QueueBounds(msgspec.Struct, frozen=True):
 class DuplicateRequest(msgspec.Struct, frozen=True):
     """The request that came first under an idempotency key."""
 
-    request_id: str  # of the first of its prompts
+    request_id: str  # request id of its first prompt
     same_body: bool
 
 
@@ -102,7 +102,7 @@ class Queue(msgspec.Struct, frozen=True):
     tenants: dict[str, TenantQueue]  # only the request's own, if it has requests queued
     on_time: LaneQueue = LaneQueue()
     late: LaneQueue = LaneQueue()
-    lane: Lane | None = None  # that the request joined; None: nothing was queued, it would have been too much
+    lane: Lane | None = None  # lane the request joined; None: nothing was queued, because it exceeded the limits
     ahead: int = 0  # requests that waited ahead of it
     full: bool = False  # nothing was queued: as many requests or bytes wait as may wait
     duplicate: DuplicateRequest | None = None  # nothing was queued: this request came first under the idempotency key
@@ -114,21 +114,21 @@ class Queue(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a waiting request stands."""
+    """The queue position of a waiting request."""
 
     lane: Lane
     ahead: int  # requests that were submitted before it and are claimed before it, if it is the only tenant
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What one prompt's request has used, all continuations together."""
+    """Token usage of one prompt's request, summed over its choices."""
 
     request_id: str
     tenant: str
     # Output tokens that engines produced for it, those of all its beams included, as far as its log is kept.
     generated: int
-    delivered: int  # of those, the tokens that were sent to a client
-    new: int  # of those, the tokens that no earlier call had counted
+    delivered: int  # tokens of `generated` that were sent to a client
+    new: int  # tokens of `delivered` that no earlier call had counted
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -143,7 +143,7 @@ class Quarantined(msgspec.Struct, frozen=True):
 
     request: Generate
     attempts: int  # engines that died while they held it, at the same token
-    logged_tokens: int  # its tokens in the log at the verdict, all continuations together
+    logged_tokens: int  # its tokens in the log at the verdict, summed over its choices
     engine: str  # the last engine that died
     time_ms: int  # unix time of the verdict
 
@@ -151,9 +151,9 @@ class Quarantined(msgspec.Struct, frozen=True):
 class Claim(msgspec.Struct, frozen=True):
     """Why an engine got a request."""
 
-    held_tokens: int = 0  # of the prompt, which its prefix cache should find
+    held_tokens: int = 0  # prompt tokens that its prefix cache should hold
     passed_over: bool = (
-        False  # an engine with room has taken another request first, or has left this one to another engine
+        False  # an engine with free capacity has claimed another request first, or has left this one to another engine
     )
 
     @property
@@ -173,7 +173,7 @@ class ExchangeReply(msgspec.Struct, frozen=True):
     # Every continuation so far of those `generates` that an earlier engine has begun, by id.  The next Delta of one
     # without a Finish has first == len(token_ids); one with a Finish sends nothing more.
     resumed: dict[str, list[LoggedOutput]] = {}
-    claims: dict[str, Claim] = {}  # of those `generates` about which there is something to say, by id: see claim()
+    claims: dict[str, Claim] = {}  # reasons by request id, for `generates` that have one: see claim()
     # Milliseconds after which the engine should ask again, because it has left a request to another one; 0: none.
     retry_ms: int = 0
     reset_prefix_cache: bool = False  # no request accepted from now on may find a block that is cached already

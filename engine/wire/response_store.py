@@ -31,7 +31,7 @@ class Chain(NamedTuple):
     """A response and those that it continues, newest first."""
 
     found: list[StoredResponse]
-    missing: str  # the one at which it ended early; "": it is whole
+    missing: str  # the one at which it ended early; "": it is complete
 
 
 class Leases(NamedTuple):
@@ -62,7 +62,7 @@ class ResponseStore:
     ) -> int:
         """Store a response (`given`: its input), or without `given` the next state of one that has not ended.
 
-        `most_bytes`: of all responses of the holder.  Returns how many older ones made room; -1: it is too large; -2:
+        `most_bytes`: of all responses of the holder.  Returns how many older ones were evicted; -1: too large; -2:
         there is none that has not ended."""
         new = int(given is not None)
         state = (holder, response_id, new, previous, given or b"", body, int(ended), ttl_ms, most_bytes, lease_ms)

@@ -93,8 +93,8 @@ class _Output:
         self.id, self.index = request_id, index
         self.base = self.logged = self.end = base  # output positions
         self.tokens = array("I")  # from `base` on
-        self.logprobs: list[bytes] = []  # of the same tokens, if asked for
-        self.fields: list[tuple[str, bytes]] = []  # of its log
+        self.logprobs: list[bytes] = []  # log-probabilities of the same tokens, if requested
+        self.fields: list[tuple[str, bytes]] = []  # (field, value) pairs for its log in Redis
         self.fields_logged = 0
 
     def add(self, delta: Delta) -> bool:
@@ -124,7 +124,7 @@ class _Output:
 class Journal:
     """Records the output of the requests that an engine holds, and how much of it stands in their logs.
 
-    It keeps all of it, 4 bytes a token, so that the engine can send again what Redis loses."""
+    It keeps all of it, 4 bytes per token, so that the engine can send again what Redis loses."""
 
     def __init__(self) -> None:
         self._outputs: dict[tuple[str, int], _Output] = {}
