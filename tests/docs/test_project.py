@@ -307,8 +307,8 @@ def test_the_limits_of_prose_may_only_shrink(tmp_path: Path, monkeypatch: pytest
 
 def test_no_folder_of_pages_has_more_words_than_its_limit() -> None:
     """`make lint` checks all folders; these are read in a second."""
-    done = [sys.executable, ROOT / ".ci" / "prose.py", "--check", "docs", "helm", "examples", "grafana"]
-    result = subprocess.run(done, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(ROOT / ".ci" / "prose.py"), "--check", "docs", "helm", "examples", "grafana"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
 
 
