@@ -7,14 +7,13 @@ The answer has one choice for each chat, in their order.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from quire.service.api import api
 from quire.service.api.api import ValidRequest, decode
 from quire.service.api.echo import last_answer
 from quire.service.api.history import Message, plain_messages
+from quire.service.common.limits import shown
 from quire.service.common.refusal import Refusal, bad_request, check, renamed, renaming
 from quire.service.config import GatewayConfig
 
@@ -34,7 +33,7 @@ def parse(
     asked, unknown = api.decode_all(body, BatchBody, "chat", config)
     for name, allowed in UNSERVED.items():
         if (value := getattr(asked, name)) not in (None, allowed):
-            given: Any = len(value) if isinstance(value, list) else value
+            given = len(value) if isinstance(value, list) else shown(value)
             raise bad_request(
                 "unsupported", f"{name}: a batch of chats is served without it", name, str(allowed), given
             )

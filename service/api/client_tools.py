@@ -126,18 +126,18 @@ def tool_choice(given: Any) -> Any:
         return given
     kind = given.get("type")
     if kind in ("function", "custom"):
-        name = given.get("name")
-        chat_name = joined(name, given.get("namespace")) if isinstance(name, str) else name
-        return {"type": "function", "function": {"name": chat_name}}
+        name = _chat_name("tool_choice", given) if "name" in given else None
+        return {"type": "function", "function": {"name": name}}
     value = str(shown(str(kind)))
     message = f"tool_choice: a call of '{value}' cannot be demanded, only functions are served"
     raise bad_request("unsupported", message, "tool_choice.type", "function, custom", value)
 
 
-def allowed_tools(given: Any, functions: list[Tool], rules: ToolRules) -> tuple[Any, list[Tool], ToolRules]:
+def allowed_tools(given: Any, functions: Any, rules: ToolRules) -> tuple[Any, Any, ToolRules]:
     """Resolve a `tool_choice` of type `allowed_tools`: return its mode, and the functions that it leaves.
 
-    Any other choice comes back unchanged, with all functions.  A chat has the list one object further down."""
+    Any other choice comes back unchanged, with all functions; functions that are no list or have no name are left to
+    the chat, which refuses them.  A chat has the list one object further down."""
     if not isinstance(given, dict) or given.get("type") != "allowed_tools":
         return given, functions, rules
     if isinstance(given.get("allowed_tools"), dict):
@@ -150,9 +150,29 @@ def allowed_tools(given: Any, functions: list[Tool], rules: ToolRules) -> tuple[
         message = f"tool_choice.mode: must be one of auto, required, got '{value}'"
         raise bad_request("invalid_value", message, "tool_choice.mode", "auto, required", value)
     named = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
-    names = {joined(str(tool.get("name")), tool.get("namespace")) for tool in named}
-    kept = [at for at, tool in enumerate(functions) if tool["function"].get("name") in names]
+    # A tool that its provider runs may have no name.
+    names = [_chat_name(f"tool_choice.tools[{at}]", tool) for at, tool in enumerate(named) if "name" in tool]
+    if not isinstance(functions, list):
+        return mode, functions, rules
+    kept = [at for at, tool in enumerate(functions) if not (name := _function_name(tool)) or name in names]
     return mode, [functions[at] for at in kept], rules._replace(paths=tuple(rules.paths[at] for at in kept))
+
+
+def _chat_name(field: str, tool: Tool) -> str:
+    """Return the chat's name of a tool that a choice names.  Raises Refusal."""
+    name, namespace = tool.get("name"), tool.get("namespace")
+    if not isinstance(name, str):
+        raise _wrong(f"{field}.name", "a string")
+    if not isinstance(namespace, str | None):
+        raise _wrong(f"{field}.namespace", "a string")
+    return joined(name, namespace)
+
+
+def _function_name(tool: Any) -> str:
+    """Return the name of a function of a chat; "" for what is none, which `chat_options` refuses."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def custom_input(arguments: str) -> str:

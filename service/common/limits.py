@@ -303,10 +303,12 @@ def number(value: float) -> str:
     return str(int(value)) if math.isfinite(value) and value == int(value) else f"{value:g}"
 
 
-def shown(value: float | str) -> float | str:
-    """Return a refused value as the answer may repeat it: short, finite, and in the range of every JSON reader."""
+def shown(value: object) -> float | str:
+    """Return a refused JSON value as the answer may repeat it: short, finite, and in the range of every JSON reader."""
     if isinstance(value, str):
         return value[:LONGEST_GIVEN]
+    if not isinstance(value, int | float):
+        return "null" if value is None else "a list" if isinstance(value, list) else "an object"
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         return f"a whole number of about {round(value.bit_length() * math.log10(2))} digits"
     return value if isinstance(value, int) or math.isfinite(value) else str(value)

@@ -16,6 +16,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -49,6 +50,7 @@ class Record(msgspec.Struct, frozen=True):
     deadline_ms: int  # unix time on Redis' clock
     traceparent: str = ""  # of the request: a client that resumes continues the same trace
     tracestate: str = ""  # beside it
+    shown: bytes = b""  # `valid.shown` as JSON, if it holds numbers that msgpack cannot; that one lacks them then
 
     @property
     def context(self) -> tuple[str, str]:
@@ -60,7 +62,13 @@ class Record(msgspec.Struct, frozen=True):
         bare = msgspec.structs.replace(
             self.valid, prompts=[], messages=[], conversations=[], sources=[], items=[], options=ChatOptions()
         )
-        return msgspec.msgpack.encode(msgspec.structs.replace(self, valid=bare))
+        try:
+            return msgspec.msgpack.encode(msgspec.structs.replace(self, valid=bare))
+        except OverflowError:  # a whole number beyond 64 bits, such as in the schema of a tool that the answer repeats
+            fields = {name: value for name, value in bare.shown.items() if not isinstance(value, dict | list)}
+            bare = msgspec.structs.replace(bare, shown=fields)
+            shown = msgspec.json.encode(self.valid.shown)
+            return msgspec.msgpack.encode(msgspec.structs.replace(self, valid=bare, shown=shown))
 
     def form(self, request_id: str, vocabulary: list[bytes], *, ids: bool) -> AnswerFormat:
         """Return a writer of the answer, at its start.  `ids`: its reader uses event ids, if the format has any."""
@@ -89,7 +97,16 @@ class Record(msgspec.Struct, frozen=True):
         )
 
 
-decode = msgspec.msgpack.Decoder(Record).decode
+_decode = msgspec.msgpack.Decoder(Record).decode
+
+
+def decode(record: bytes) -> Record:
+    """Return a record from Redis."""
+    found = _decode(record)
+    if not found.shown:
+        return found
+    shown = msgspec.json.decode(found.shown, type=dict[str, Any])
+    return msgspec.structs.replace(found, valid=msgspec.structs.replace(found.valid, shown=shown), shown=b"")
 
 
 def read(record: bytes | None, request_id: str, owner: str, retain_s: float, now_ms: int) -> Record:

@@ -177,11 +177,11 @@ def _tool_choice(given: dict[str, Any] | None) -> tuple[Any, bool | None]:
     if kind == "tool":
         return {"type": "function", "function": {"name": given.get("name")}}, parallel
     choices = {"auto": "auto", "any": "required", "none": "none"}
-    if kind not in choices:
+    if not isinstance(kind, str) or kind not in choices:
         allowed, value = "auto, any, tool, none", str(shown(str(kind)))
         message = f"tool_choice.type: must be one of {allowed}, got '{value}'"
         raise bad_request("invalid_value", message, "tool_choice.type", allowed, value)
-    return choices[str(kind)], parallel
+    return choices[kind], parallel
 
 
 def _thinking(given: dict[str, Any] | None) -> tuple[bool | None, int | None]:
