@@ -20,7 +20,10 @@ from quire.service.common.metrics import Telemetry
 from quire.service.config import GatewayConfig
 from quire.service.delivery.streams import Streams
 from quire.service.text.tokenizer import Tokenizer
+from tests.pace import wait_until
 from tests.service.fakes import Served
+
+START_S = 30.0
 
 
 @contextlib.asynccontextmanager
@@ -70,8 +73,15 @@ class MeasuredGateway:
         self._config, self._tokenizer = config, tokenizer
         self._loop = MeasuredLoop()
         self._up, self._stop = threading.Event(), asyncio.Event()
-        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()), daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._failure: BaseException | None = None
         self.served: Served
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:  # for the thread that waits for it
+            self._failure = error
 
     async def _serve(self) -> None:
         async with served(self._config, self._tokenizer) as self.served:
@@ -80,7 +90,9 @@ class MeasuredGateway:
 
     def __enter__(self) -> MeasuredGateway:
         self._thread.start()
-        self._up.wait()
+        wait_until(lambda: self._up.is_set() or self._failure is not None, START_S)
+        if self._failure is not None:
+            raise RuntimeError("the gateway did not start") from self._failure
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import signal
@@ -38,7 +39,24 @@ def gateways(process: Process) -> list[psutil.Process]:
 
 
 def ended(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # between the two questions
+        return True
+
+
+class Vanishing:
+    """A process that ends after it was found to run."""
+
+    def is_running(self) -> bool:
+        return True
+
+    def status(self) -> str:
+        raise psutil.NoSuchProcess(1)
+
+
+def test_a_process_that_vanishes_while_it_is_looked_at_has_ended() -> None:
+    assert ended(cast(Any, Vanishing()))
 
 
 def serve(folder: Path, *words: str) -> Process:
@@ -163,5 +181,5 @@ def test_a_killed_supervisor_leaves_no_process(tmp_path: Path, hanging: bool) ->
             until(lambda: all(ended(one) for one in left), str([one for one in left if not ended(one)]))
         finally:
             for one in left:
-                if not ended(one):
+                with contextlib.suppress(psutil.NoSuchProcess):
                     one.kill()

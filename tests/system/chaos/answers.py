@@ -15,6 +15,8 @@ import itertools
 import shlex
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ from tests.pace import python_s
 from tests.service.hostile_answers import Case, World, cases
 
 
-async def answers(folder: Path, url: str, *, count: int, seed: int, chars: int) -> dict[str, Any]:
-    """Ask for `count` answers; return the longest turns and what was wrong."""
+async def answers(
+    folder: Path, url: str, *, count: int, seed: int, chars: int, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Ask for `count` answers; return the longest turns and what was wrong.  `say` hears of each notation and fault."""
     by_notation: dict[str, list[Case]] = {}
     for case in itertools.islice(cases(seed, chars), count):
         by_notation.setdefault(case.notation, []).append(case)
@@ -37,9 +41,13 @@ async def answers(folder: Path, url: str, *, count: int, seed: int, chars: int) 
                 found = await world.ask(case)
                 limit_s = 100 * python_s()
                 turns.append((round(found.turn_s * 1000, 1), str(case)))
-                failures += [f"{case}: {one}" for one in found.wrong]
+                wrong = [f"{case}: {one}" for one in found.wrong]
                 if found.turn_s > limit_s:
-                    failures.append(f"{case}: a turn computed for {1000 * found.turn_s:.0f} of {1000 * limit_s:.0f} ms")
+                    wrong.append(f"{case}: a turn computed for {1000 * found.turn_s:.0f} of {1000 * limit_s:.0f} ms")
+                failures += wrong
+                for one in wrong:
+                    say(one)
+        say(f"{len(turns)} of {count} answers, {len(failures)} failures: {notation} is done")
     turns.sort(reverse=True)
     return {"answers": len(turns), "failures": failures, "longest turns, ms": turns[:20]}
 
@@ -53,7 +61,8 @@ def main(words: list[str]) -> int:
     asked = parser.parse_args(words)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, EmbeddedRedis() as server:
-        found = asyncio.run(answers(Path(folder), server.url, count=asked.cases, seed=asked.seed, chars=asked.chars))
+        figures = {"count": asked.cases, "seed": asked.seed, "chars": asked.chars}
+        found = asyncio.run(answers(Path(folder), server.url, say=partial(print, flush=True), **figures))
     for turn_ms, case in found["longest turns, ms"]:
         print(f"{turn_ms:7.1f} ms  {case}")
     failures = found["failures"]
