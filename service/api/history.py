@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from quire.service.api.client_tools import custom_arguments
+from quire.service.chat_templates import written_numbers
 from quire.service.chat_templates.fit_history import Entry, fit
 from quire.service.chat_templates.template_probe import TEMPLATES_KEPT, Dialect
 from quire.service.common.limits import ROLE_CHARS
@@ -185,7 +186,7 @@ def _object(given: Any, dialect: Dialect) -> Any:
     Text that is no object stays text where the template takes it."""
     if isinstance(given, str):
         try:
-            parsed = without_surrogates(json.loads(given or "{}"))
+            parsed = without_surrogates(written_numbers.read(given or "{}"))
         except (ValueError, RecursionError):
             parsed = given
         if isinstance(parsed, dict):

@@ -14,6 +14,7 @@ from typing import Any
 from quire.service.api.api import Refusal, ValidRequest
 from quire.service.api.history import for_template, refused
 from quire.service.api.tools import ChatOptions
+from quire.service.chat_templates import written_numbers
 from quire.service.chat_templates.literal import LiteralContent, Span
 from quire.service.chat_templates.template_probe import Dialect, names_in, probe
 from quire.service.output.regions import ResponseTemplate, find
@@ -83,13 +84,17 @@ class ChatTemplate:
         fitted = self._fitted(messages)
         given = {"tools": options.tools or None, "documents": options.documents or None, **variables}
         hidden = self.literal.hidden(self.dialect.constants, fitted, given) if self.literal else None
-        try:
-            text = self._render(
-                hidden.messages(fitted) if hidden else fitted,
+
+        def render(shown: list[dict[str, Any]]) -> str:
+            return self._render(
+                hidden.messages(shown) if hidden else shown,
                 add_generation_prompt=options.generation_prompt,
                 continue_final_message=options.continue_final,
                 **(hidden.value(given) if hidden else given),
             )
+
+        try:
+            text = written_numbers.rendered(fitted, render)
         except Exception as error:  # whatever a template raises is caused by these messages
             raise refused(
                 error, len(messages), lambda first: self._render(self._fitted(messages[:first]), **given)
