@@ -21,6 +21,7 @@ from quire.engine.executor.models.linear import PackedLinear, Product, RMSNorm, 
 from tests.checkpoints import FAMILIES
 from tests.executor.driver import Driver
 from tests.executor.test_worker import words
+from tests.matrix import each_pair, each_value
 
 CPU = torch.device("cpu")
 PRODUCTS = {PackedLinear, Product, nn.Linear, Conv1D}
@@ -69,8 +70,7 @@ def test_decoders_that_are_swapped(checkpoint: Callable[[str], Path], family: st
     assert any(isinstance(module, Decoder) for module in model.modules()) == (family in FUSED)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 512])
-@pytest.mark.parametrize("family", sorted(FUSED))
+@pytest.mark.parametrize(("family", "chunk"), each_value(sorted(FUSED), [1, 7, 512]))
 def test_swapped_decoders_compute_what_the_plain_ones_do(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, chunk: int
 ) -> None:
@@ -148,9 +148,9 @@ def test_norms_that_the_sum_of_ranks_computes(checkpoint: Callable[[str], Path],
     torch.testing.assert_close(logits(AddsAndNorms(hidden)), logits(None), rtol=1e-5, atol=4e-5)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "e4m3"])
-@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
-@pytest.mark.parametrize("family", sorted(FUSED))
+@pytest.mark.parametrize(
+    ("family", "quantize", "kv_dtype"), each_pair(sorted(FUSED), ["none", "int8", "int4"], ["auto", "e4m3"])
+)
 def test_all_layers_as_one_operator_give_the_bits_of_the_operators_one_by_one(
     checkpoint: Callable[[str], Path], family: str, quantize: Literal["none", "int8", "int4"], kv_dtype: str
 ) -> None:

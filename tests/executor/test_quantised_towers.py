@@ -27,6 +27,7 @@ from tests.executor.test_quantised_ranks import texts_of
 from tests.executor.test_quantize import at_all_tokens, mean_square
 from tests.executor.test_text_tower import load
 from tests.executor.test_worker import words
+from tests.matrix import each_value
 from tests.quantised import WIDE, quantise_checkpoint
 from tests.towers import ORDERS, describe, in_order, in_text, is_of_text, make, make_quantised, reorder
 
@@ -71,10 +72,10 @@ def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> N
     save_file(tensors, file, {"format": "pt"})
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("family", "kind", "layers"), PUBLISHED)
-def test_weights_equal_those_in_float64(family: str, kind: str, layers: int, order: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("published", "order"), each_value(PUBLISHED, list(ORDERS)))
+def test_weights_equal_those_in_float64(published: tuple[str, str, int], order: str, tmp_path: Path) -> None:
     """Dequantised, and as a CPU keeps them, whatever order the names in the files have."""
+    family, kind, layers = published
     directory, exact = make_quantised(tmp_path, family, kind)
     wanted = {in_text(name): tensor.double() for name, tensor in exact.items() if is_of_text(name)}
     reorder(directory, order)

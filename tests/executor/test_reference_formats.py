@@ -35,6 +35,7 @@ from quire.engine.executor.models.quantised.quantisation import quantisation_con
 from tests.checkpoints import make_checkpoint
 from tests.executor.test_hf import refusal
 from tests.executor.test_quantised import CPU, GPU, check_greedy, loaded, served_weights
+from tests.matrix import each_value
 from tests.quantised import WIDE
 
 Exact = dict[str, torch.Tensor]
@@ -212,8 +213,7 @@ def compressed(reference: Callable[..., Path], tmp_path_factory: pytest.TempPath
     return make
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), each_value(list(KINDS), [torch.bfloat16, torch.float16, torch.float32]))
 def test_weights_equal_those_of_the_reference_package(compressed: Write, kind: str, dtype: torch.dtype) -> None:
     """Bit for bit, in the dtype of the checkpoint: both round only the product of a number and its scale.
 

@@ -1,0 +1,44 @@
+"""Samples of matrices: `make test` runs combinations that meet every value, the nightly lane runs the rest."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def each_value(*axes: Sequence[Any]) -> list[Any]:
+    """Return all combinations as parameters: `make test` runs some in which each value of each axis occurs.
+
+    They step through all axes at once; shorter axes repeat until the longest ends."""
+    longest = max(len(axis) for axis in axes)
+    sample = {tuple(turn % len(axis) for axis in axes) for turn in range(longest)}
+    return _marked(axes, sample)
+
+
+def each_pair(*axes: Sequence[Any]) -> list[Any]:
+    """Return all combinations as parameters: `make test` runs some in which each two values of two axes meet."""
+    combinations = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    left = {pair for one in combinations for pair in _pairs(one)}
+    sample = set()
+    while left:
+        best = max(combinations, key=lambda one: len(left & _pairs(one)))
+        left -= _pairs(best)
+        sample.add(best)
+    return _marked(axes, sample)
+
+
+def _pairs(combination: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    return set(itertools.combinations(enumerate(combination), 2))
+
+
+def _marked(axes: Sequence[Sequence[Any]], sample: set[tuple[int, ...]]) -> list[Any]:
+    return [
+        pytest.param(
+            *(axis[place] for axis, place in zip(axes, places, strict=True)),
+            marks=[] if places in sample else pytest.mark.nightly,
+        )
+        for places in itertools.product(*(range(len(axis)) for axis in axes))
+    ]
