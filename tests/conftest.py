@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
 import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.engine.common.embedded_redis import EmbeddedRedis, server_binaries, server_binary
 from quire.engine.executor.models.sources import demo
 from quire.engine.executor.models.sources.demo import DemoModelUnavailable
 from quire.engine.wire import link
 from tests import pace
-from tests.checkpoints import make_checkpoint
 from tests.order import longest_first, pytest_xdist_make_scheduler  # noqa: F401  a hook
 from tests.verdicts import (  # noqa: F401  hooks
     pytest_runtest_protocol,
@@ -29,6 +29,9 @@ from tests.verdicts import (  # noqa: F401  hooks
     pytest_timeout_set_timer,
     pytest_xdist_auto_num_workers,
 )
+
+if TYPE_CHECKING:  # they take four seconds to import, which most tests do without
+    from transformers import PreTrainedModel
 
 collect_ignore = ["clients"]  # `make clients` runs them, in environments of their own
 
@@ -43,12 +46,19 @@ if not os.environ.get("CI"):
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # of pytest-xdist
         items[:] = longest_first(items)
-    gpus = torch.cuda.device_count()
     for item in items:
-        if not gpus and item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not gpus():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        if gpus < 2 and item.get_closest_marker("multi_gpu"):
+        if item.get_closest_marker("multi_gpu") and gpus() < 2:
             item.add_marker(pytest.mark.skip(reason="needs two NVIDIA GPUs"))
+
+
+@functools.cache
+def gpus() -> int:
+    """Return the number of GPUs."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def servers() -> dict[str, Path]:
@@ -97,7 +107,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Tiny models: a second thread loses more time in barriers than it gains."""
-    torch.set_num_threads(1)
+    if torch := sys.modules.get("torch"):  # some file of tests imports it
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -110,6 +121,8 @@ def _imports_stay() -> None:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """The same for one test, after others whose executors have set a number of their own."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -118,6 +131,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    from tests.checkpoints import make_checkpoint
+
     root = tmp_path_factory.mktemp("checkpoints")
     return lambda family: make_checkpoint(root / family, family)
 
@@ -134,6 +149,9 @@ def demo_model() -> Path:
 @pytest.fixture(scope="session")
 def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], PreTrainedModel]:
     """transformers' own model, with its own eager attention: what our logits and tokens must equal."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     loaded: dict[str, PreTrainedModel] = {}
 
     def load(family: str) -> PreTrainedModel:

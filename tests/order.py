@@ -1,7 +1,7 @@
 """Hooks of pytest-xdist: the longest files start first, and long files without dear fixtures are split by function.
 
 A file is a unit for one worker, because its fixtures are shared.  A long unit that starts last runs while the other
-workers are idle.  The summary of a run names its slowest files (verdicts.py): enter those from 10 s on here.
+workers are idle.  The summary of a run names its dearest files (verdicts.py): enter those from 10 s on here.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from _pytest.runner import runtestprotocol
 
 from tests import pace
+from tests.cpu import Meter
 
 PAUSE_S = 1.0  # a shorter pause is for the waits of a test to survive
 TRIES = 3
@@ -33,8 +34,8 @@ TEST_S = 600.0  # longest limit of one test, on the slowest machine
 TEARDOWN_S = 60.0  # for the fixtures of a test that has used up its limit
 STUCK_S = 60.0  # more, for a call that no signal interrupts
 UNTIL = "TESTS_UNTIL"
-SLOW_FILES = 15  # that the summary names
-SLOW_S = 60.0  # sum of the tests' times from which on the summary names slow files
+SLOW_FILES = 40  # that the summary names
+SLOW_S = 60.0  # sum of the tests' times from which on the summary names files
 
 
 class Limit:
@@ -72,6 +73,7 @@ class Limit:
 
 
 _limit = Limit()
+_meter = Meter()
 
 
 def remaining_s() -> float:
@@ -112,6 +114,7 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
     """Run one test, and again if its failure may be the machine's."""
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    _meter.spent_s()
     for attempt in range(1, TRIES + 1):
         began = time.monotonic()
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
@@ -124,6 +127,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         item.user_properties.append(("repeated", f"failed while the machine stood still for {paused:.1f} s"))
         _finish_fixtures(item)
     _limit.stop()
+    reports[-1].user_properties.append(("cpu_s", _meter.spent_s()))
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -144,21 +148,25 @@ def _finish_fixtures(item: pytest.Item) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Name the tests that ran again, the slow files of a long run, and how many tests did not run."""
-    files: Counter[str] = Counter()
+    files, cpu = Counter[str](), Counter[str]()
     ran: set[str] = set()
     for reports in terminalreporter.stats.values():
         for report in reports:
             if not isinstance(report, pytest.TestReport):
                 continue
-            files[report.nodeid.split("::")[0]] += math.ceil(1000 * report.duration)
+            file = report.nodeid.split("::")[0]
+            files[file] += math.ceil(1000 * report.duration)
             ran.add(report.nodeid)
             for name, value in report.user_properties if report.when == "teardown" else ():
-                if name == "repeated":
+                if name == "cpu_s":
+                    cpu[file] += math.ceil(1000 * value)
+                elif name == "repeated":
                     terminalreporter.write_line(f"repeated: {report.nodeid} {value}")
     if files.total() >= 1000 * SLOW_S:
-        terminalreporter.write_line(f"seconds of the slowest files, of {files.total() / 1000:.0f}:")
-        for file, milliseconds in files.most_common(SLOW_FILES):
-            terminalreporter.write_line(f"{milliseconds / 1000:8.1f} {file}")
+        total = f"of {cpu.total() / 1000:.0f} and {files.total() / 1000:.0f}"
+        terminalreporter.write_line(f"CPU seconds and seconds of the dearest files, {total}:")
+        for file, milliseconds in cpu.most_common(SLOW_FILES):
+            terminalreporter.write_line(f"{milliseconds / 1000:8.1f} {files[file] / 1000:8.1f} {file}")
     if remaining_s() < 0:
         collected = terminalreporter._session.testscollected
         terminalreporter.write_line(f"out of time: {collected - len(ran)} of {collected} tests did not run")

@@ -59,8 +59,9 @@ READ_LATE = (
     "COLUMNS",
     "TERM",
 )
+TEMPLATE = [sys.executable, "-m", "tests.warm"]  # command line of a template that a forked process starts
 PADDING = 4096  # bytes for the command line of a fork
-PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG = 36, 1
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER, PR_SET_PDEATHSIG = 36, 37, 1
 MESSAGE = 1 << 18  # bytes, the largest request
 COLD = subprocess.Popen  # whatever subprocess.Popen is replaced by
 
@@ -97,13 +98,9 @@ class Template:
 
     def fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
         """Return the PID of a new child of this process, which does as `request` says."""
-        with self._lock:
-            libc().prctl(PR_SET_CHILD_SUBREAPER, 1)
-            try:
-                socket.send_fds(self._line, [json.dumps(request).encode()], descriptors)
-                return int(self._line.recv(64))
-            finally:
-                libc().prctl(PR_SET_CHILD_SUBREAPER, 0)
+        with self._lock, adopting():
+            socket.send_fds(self._line, [json.dumps(request).encode()], descriptors)
+            return int(self._line.recv(64))
 
 
 _templates: list[Template] = []  # of this process: none or one
@@ -118,6 +115,20 @@ def template() -> Template:
 
 def libc() -> Any:
     return ctypes.CDLL(None)
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """A context in which descendants become children of this process when their parent ends.
+
+    A supervisor may be in such a context of its own (service/common/spares.py), and stays in it."""
+    before = ctypes.c_int()
+    libc().prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    libc().prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        libc().prctl(PR_SET_CHILD_SUBREAPER, before.value)
 
 
 class Popen(COLD[Text]):
@@ -289,7 +300,7 @@ def start_template_of_its_own() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not os.fork():
         null = os.open(os.devnull, os.O_RDWR)
-        set_command_line([sys.executable, "-m", "tests.warm"])
+        set_command_line(TEMPLATE)
         place([null, null, null, theirs.fileno()], [0, 1, 2, 3])
         serve(socket.socket(fileno=3))
         os._exit(0)

@@ -32,7 +32,7 @@ from tests.service.browser import Browser, chromium, missing
 if missing():
     pytest.skip(f"the playground's tests need {missing()}", allow_module_level=True)
 # The limit is of a hang: every wait has a limit of its own.
-pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
+pytestmark = pytest.mark.timeout(300)
 
 KEY = "sesame"
 MARKDOWN = """# A title

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.records import Fleet
+from tests import warm
 from tests.pace import Patience, patience
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +73,19 @@ class Process:
     def kill(self) -> None:
         self.popen.kill()
         self.popen.wait()
+
+
+def children(pid: int, *, recursive: bool = False) -> list[psutil.Process]:
+    """Return the processes that this one has started, without the template that forks them (tests/warm.py)."""
+    return [one for one in psutil.Process(pid).children(recursive) if not is_template(one)]
+
+
+def is_template(process: psutil.Process) -> bool:
+    """Whether a process of tests/warm.py forks for its parent."""
+    try:
+        return process.cmdline()[: len(warm.TEMPLATE)] == warm.TEMPLATE
+    except psutil.Error:  # it has ended
+        return False
 
 
 @contextmanager

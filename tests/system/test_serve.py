@@ -19,10 +19,11 @@ import pytest
 
 from quire.loadtest.server import engine_processes
 from quire.service import cli
-from tests.pace import patience
+from tests.pace import patience, wait_until
 from tests.service.fakes import byte_level
+from tests.system import processes
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 ROOT = Path(__file__).resolve().parents[2]
 QUIRE = [sys.executable, "-m", "quire.service.cli"]
 
@@ -163,8 +164,9 @@ def test_it_serves_restarts_what_dies_and_drains(tmp_path: Path) -> None:
         with urllib.request.urlopen(base.removesuffix("/v1") + "/metrics", timeout=patience(60)) as page:
             shown = page.read().decode()
         assert 'vllm:generation_tokens_total{engine="' in shown  # the engine's, on the one page of the API port
-        children = psutil.Process(serve.pid).children()
-        assert len(children) == 5  # Redis, the engine and its spare, two gateways
+        # Redis, the engine, a fork server and the spare that it has forked, two gateways
+        wait_until(lambda: len(processes.children(serve.pid)) == 6)
+        children = processes.children(serve.pid)
         for child in children:  # whatever dies, Redis and its queue included
             child.kill()
         give_up = time.monotonic() + patience(40)
@@ -295,7 +297,7 @@ def test_a_signal_during_the_start_leaves_no_traceback(number: signal.Signals, t
             )
         try:
             give_up = time.monotonic() + patience(40)
-            while len(psutil.Process(serve.pid).children()) < children:
+            while len(processes.children(serve.pid)) < children:
                 assert time.monotonic() < give_up
                 time.sleep(0.002)
             serve.send_signal(number)

@@ -20,9 +20,9 @@ from quire.loadtest.server import engine_processes
 from quire.service import cli
 from tests.pace import paced, patience, wait_until
 from tests.service.fakes import byte_level
-from tests.system.processes import Process, ending, wait_until_ready
+from tests.system.processes import Process, children, ending, wait_until_ready
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900), pytest.mark.usefixtures("warm_processes")]
 HANG_S = 600.0  # a bound of a hang
 
 
@@ -31,11 +31,11 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 
 def family(process: Process) -> list[psutil.Process]:
-    return psutil.Process(process.popen.pid).children(recursive=True)
+    return children(process.popen.pid, recursive=True)
 
 
 def gateways(process: Process) -> list[psutil.Process]:
-    return [child for child in psutil.Process(process.popen.pid).children() if "quire.service.app" in child.cmdline()]
+    return [child for child in children(process.popen.pid) if "quire.service.app" in child.cmdline()]
 
 
 def ended(process: psutil.Process) -> bool:
