@@ -3,6 +3,7 @@
 #   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; the small demo model without MODEL
 #   make test  [ARGS='tests/wire -x']                           all tests that need no GPU
 #   make test NIGHTLY=1                                         the rest of the matrices of which that runs a sample
+#   make test COVERAGE=1                                        all tests, and the share of lines that they run
 #   make clients [ARGS='-k stream']                             other clients against a server: LangChain, Claude Code and more
 #   make lint                                                   format, lint, types, length of functions, dead code, words
 #   make bench [ARGS='--rounds 1']                              tests of speed; tokens per second against other systems
@@ -43,17 +44,22 @@ serve: $(KERNELS)
 
 # Most tests wait for processes, so three files run at a time on two cores: `auto` follows the cores of this container
 # (tests/pace.py).  Those marked `alone` compare times of one load with those of another, and run before.  What ARGS names
-# runs one by one.
+# runs one by one.  COVERAGE=1 measures every process that a test starts as well.
 HERE := not gpu and not multi_gpu and not perf
+ALONE = $(sort $(shell grep -rlw --include='test_*.py' 'mark\.alone' tests --exclude-dir=clients))
 NIGHTLY ?=
+COVERAGE ?=
+ERASE_COVERAGE := $(if $(COVERAGE),$(RUN) -m coverage erase;)
+SHOW_COVERAGE := $(if $(COVERAGE),$(RUN) -m coverage combine -q && $(RUN) -m coverage report;)
+PYTEST := $(RUN) -m $(if $(COVERAGE),coverage run -m )pytest
 test: $(INSTALLED) $(KERNELS)
 ifneq ($(NIGHTLY),)
-	@$(RUN) -m pytest -m "nightly and $(HERE)" -n auto --dist loadfile $(ARGS)
+	@$(PYTEST) -m "nightly and $(HERE)" -n auto --dist loadfile $(ARGS)
 else ifeq ($(ARGS),)
-	@failed=0; $(RUN) -m pytest -q -m "alone and not nightly and $(HERE)" || failed=1; \
-	  $(RUN) -m pytest -m "not alone and not nightly and $(HERE)" -n auto --dist loadfile || failed=1; exit $$failed
+	@failed=0; $(ERASE_COVERAGE) $(PYTEST) -q -m "alone and not nightly and $(HERE)" $(ALONE) || failed=1; \
+	  $(PYTEST) -m "not alone and not nightly and $(HERE)" -n auto --dist loadfile || failed=1; $(SHOW_COVERAGE) exit $$failed
 else
-	@$(RUN) -m pytest -m "$(HERE)" $(ARGS)
+	@$(PYTEST) -m "$(HERE)" $(ARGS)
 endif
 
 clients: $(INSTALLED) $(KERNELS) $(CLIENTS)
