@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.service.output.json_repair import WHOLE_CHARS, Repair, repaired, valid
 
+OUTLINES = 128  # schemas within one argument whose types are known to a reader of nested tags
 SCHEMAS = 64  # looked at for one argument, through references and unions
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 NO_STRING = ["integer", "number", "boolean", "null", "object", "array"]  # types of what is known to be no string
@@ -21,17 +22,37 @@ _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
-def reduced(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return names and types of arguments: what is needed to read calls."""
+def reduced(tools: list[dict[str, Any]], *, nested: bool = False) -> list[dict[str, Any]]:
+    """Return names and types of arguments: what is needed to read calls.  `nested`: also of what is within them."""
     found = []
     for tool in tools:
         parameters = tool["function"].get("parameters") or {}
         properties = parameters.get("properties")
         types = {
-            name: {"type": types_of(schema, parameters)}
+            name: _outline(schema, parameters, [OUTLINES]) if nested else {"type": types_of(schema, parameters)}
             for name, schema in (properties.items() if isinstance(properties, dict) else ())
         }
         found.append({"function": {"name": tool["function"]["name"], "parameters": {"properties": types}}})
+    return found
+
+
+def _outline(schema: Any, root: dict[str, Any], left: list[int]) -> dict[str, Any]:
+    """Return types of a schema and of those within it, of at most `left[0]` schemas."""
+    left[0] -= 1
+    found: dict[str, Any] = {"type": types_of(schema, root)}
+    for _ in range(SCHEMAS):
+        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+            break
+        schema = _referenced(schema["$ref"], root)
+    if not isinstance(schema, dict):
+        return found
+    if isinstance(properties := schema.get("properties"), dict):
+        found["properties"] = {}
+        for name, one in properties.items():
+            if left[0] > 0:
+                found["properties"][name] = _outline(one, root, left)
+    if isinstance(schema.get("items"), dict) and left[0] > 0:
+        found["items"] = _outline(schema["items"], root, left)
     return found
 
 
@@ -82,13 +103,15 @@ def _referenced(path: str, root: dict[str, Any]) -> Any:
 class Tools:
     """The functions of one request, and the types of their arguments."""
 
-    __slots__ = ("_types",)
+    __slots__ = ("_outlines", "_types")
 
     def __init__(self, tools: Iterable[dict[str, Any]]) -> None:
         self._types: dict[str, dict[str, list[str]]] = {}
+        self._outlines: dict[str, dict[str, Any]] = {}
         for tool in tools:
             function = tool["function"]
             properties = (function.get("parameters") or {}).get("properties") or {}
+            self._outlines[function["name"]] = properties
             self._types[function["name"]] = {name: types_of(schema, {}) for name, schema in properties.items()}
 
     def __bool__(self) -> bool:
@@ -100,6 +123,10 @@ class Tools:
     def takes(self, name: str, argument: str) -> bool:
         """Return whether a function has an argument."""
         return argument in self._types.get(name, {})
+
+    def outlines(self, name: str) -> dict[str, Any]:
+        """Return what is known of a function's arguments, by their names."""
+        return self._outlines.get(name, {})
 
     def is_text(self, name: str, argument: str) -> bool:
         """Return whether an argument is a string, whatever its text is."""

@@ -5,6 +5,7 @@
     json    {"name": ..., "arguments": {...}}, a list of these, or the arguments alone where the marker holds the name
     tags    <parameter=city>Paris</parameter> ...
     python  [weather(city="Paris"), ...]
+    nested  <near><item>3</item></near> ..., once a call is complete
     whole   any other notation that transformers can read, once it is complete
 
 A reader looks at each character a bounded number of times.  It never passes on arguments that are no JSON object, and
@@ -15,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.service.common.surrogates import json_of
-from quire.service.output.calls import CallPart, CallReader, Context, End, Status, calls_of
+from quire.service.output.calls import CallReader, Context, End, Status
+from quire.service.output.complete_calls import WholeCalls
 from quire.service.output.json_calls import JsonCalls
 from quire.service.output.lenient_json import Event, JsonReader
+from quire.service.output.nested_calls import NestedCalls
 from quire.service.output.stepped_calls import SteppedCalls
 from quire.service.output.tag_calls import TagCalls
 
@@ -89,44 +91,10 @@ class PythonCalls(SteppedCalls):
             self.committed = True
 
 
-class WholeCalls:
-    """Reads calls in a notation that only transformers knows, once they are complete."""
-
-    def __init__(self, context: Context) -> None:
-        self.parts: list[CallPart] = []
-        self.committed = False
-        self._context = context
-        self._body: list[str] = []
-
-    def read(self, text: str, at: int, end: End) -> tuple[int, Status]:
-        """Read on; see `CallReader`."""
-        match, upto = self._context.ends.next(text, at, final=bool(end))
-        while match is not None and match.marker.kind != "close":
-            match, upto = self._context.ends.next(text, upto + 1, final=bool(end))
-        self._body.append(text[at:upto])
-        if match is None and not end:
-            return upto, Status.MORE
-        calls = None if match is None and end == "cut" else self._calls()
-        if calls is None:
-            return match.found.end() if match is not None else upto, Status.BROKEN
-        self.parts += calls if self._context.parallel else calls[:1]
-        return match.found.end() if match is not None else upto, Status.DONE
-
-    def _calls(self) -> list[CallPart] | None:
-        from transformers.utils.chat_parsing.content_parsers import process_field
-
-        notation = self._context.notation
-        try:
-            value = process_field("".join(self._body), notation.described, {notation.captured: self._context.name})
-            text = json_of(value)
-        except Exception:  # whatever a content parser raises is caused by what the model wrote
-            return None
-        return calls_of(text, notation)
-
-
 READERS: dict[str, Callable[[Context], CallReader]] = {
     "json": JsonCalls,
     "tags": TagCalls,
     "python": PythonCalls,
+    "nested": NestedCalls,
     "whole": WholeCalls,
 }

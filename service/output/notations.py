@@ -10,6 +10,8 @@ The data file extends transformers' schema.  Further keys of a field of calls:
     keyed          {"weather": {"city": ...}}: the key is the name
     inner          the marker holds the name, and the arguments are under a key
     argument       {"open_pattern", "close_pattern"}: the tags around an argument, instead of `content_args`
+    tag            the pattern of any tag of calls with "content": "nested", which name arguments and nest: its group
+                   `closes` holds "/" of a closing tag, `key` the name, `bare` that of a closing tag without a marker
     hides_markers  a call that cannot be read becomes content without its opening marker
     content        also "python"
     example        calls as the family writes them, for chat templates that show none (`call_form.py`)
@@ -32,7 +34,7 @@ from quire.service.output.lenient_json import Dialect
 # Names of a response template's fields.  A field that is not listed is content, so that no text is dropped.
 KINDS = {"reasoning_content": "reasoning", "reasoning": "reasoning", "thinking": "reasoning", "tool_calls": "calls"}
 EXTENDED = (
-    "also", "bare", "drop", "names", "arguments", "keyed", "argument", "hides_markers", "example", "call_id",
+    "also", "bare", "drop", "names", "arguments", "keyed", "argument", "hides_markers", "example", "call_id", "tag",
 )  # fmt: skip
 _PLACE = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
 _VALUE = "(?P<value>.*?)"
@@ -70,6 +72,7 @@ class Notation(msgspec.Struct, frozen=True, eq=False):
     bare: str = ""
     dialect: Dialect = Dialect()
     argument: tuple[str, str] = ("", "")  # patterns of the tags around an argument
+    tag: Any = None  # pattern of a tag that names an argument
     hides_markers: bool = False
     described: Any = None  # transformers' field, for calls that only transformers can read
 
@@ -128,7 +131,7 @@ def _pattern(text: str) -> Any:
 def _plain(field: dict[str, Any]) -> dict[str, Any]:
     """Return a field as transformers knows it."""
     found = {key: value for key, value in field.items() if key not in EXTENDED}
-    if found.get("content") == "python":
+    if found.get("content") in ("python", "nested"):
         found["content"] = "text"
     if "argument" in field:
         found["content"] = "text"
@@ -189,6 +192,8 @@ def _notation(field: dict[str, Any], spec: Any) -> Notation:
         return Notation(**common, body="tags", argument=tags)
     if body == "python":
         return Notation(**common, body="python")
+    if body == "nested" and shape is not None and shape[0]:
+        return Notation(**common, body="nested", tag=_pattern(field["tag"]))
     names = list(spec.open_re.groupindex)
     return Notation(**common | {"captured": names[0] if len(names) == 1 else ""}, body="whole")
 

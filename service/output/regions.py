@@ -61,6 +61,7 @@ class ResponseTemplate:
         self._watches = {calls: Watches(template, calls=calls) for calls in (True, False)}
         self.has_calls = bool(template.notations)
         self.has_reasoning = any(field.kind == "reasoning" for field in template.fields)
+        self.nests = any(one.body == "nested" for one in template.notations)
         self.casts = self.has_calls  # names of functions and types of arguments tell what is a call
         self.notations = template.notations
         self.opening_patterns = [notation.open.pattern.pattern for notation in template.notations]

@@ -35,7 +35,7 @@ class AnswerRules:
             tail = b"".join(self._vocabulary.bytes_of(ids[-tokens:], skip_special=False)).decode("utf-8", "replace")
             if (opening := responses.opening(tail)) is not None:
                 break
-        tools = reduced(options.tools) if responses.casts else []
+        tools = reduced(options.tools, nested=responses.nests) if responses.casts else []
         return Reading(opening or "", calls=bool(options.tools), tools=tools, parallel=options.parallel)
 
     def reading_of_all(self, valid: ValidRequest, prompts: list[list[int]]) -> Reading | None:

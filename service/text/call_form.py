@@ -29,6 +29,7 @@ KEYS = ("quireprobekeya", "quireprobekeyb", "quireprobekeyc", "quireprobekeyd")
 CALL_ID = "quire0Aa9"  # nine letters and digits: some templates take no other length
 INDEX = "70415"  # stands for the place of a call in an answer, where ids of calls hold it
 NO_FORM = "the model's chat template does not show how calls are written"
+NESTED = "the model writes calls with tags within tags, which no grammar here follows"
 
 Arguments = dict[str, Any]
 ONE: Arguments = {KEYS[0]: "quireprobevaluea"}
@@ -99,6 +100,8 @@ def form_of(
 
     render  renders messages and tools; may raise anything
     ends    special tokens that are no part of a call: all that are no markers of the response template"""
+    if responses.nests:
+        return None
     shown = _Shown(render, dialect, template, responses, ends)
     for example in ("", responses.example):
         shown.example = example
@@ -108,6 +111,11 @@ def form_of(
         if not responses.example:
             break
     return None
+
+
+def why_no_form(responses: ResponseTemplate | None) -> str:
+    """Return why no call can be demanded of a model."""
+    return NESTED if responses is not None and responses.nests else NO_FORM
 
 
 def _holds_marks(form: CallForm) -> bool:

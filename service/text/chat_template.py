@@ -18,7 +18,7 @@ from quire.service.chat_templates import written_numbers
 from quire.service.chat_templates.literal import LiteralContent, Span
 from quire.service.chat_templates.template_probe import Dialect, names_in, probe
 from quire.service.output.regions import ResponseTemplate, find
-from quire.service.text.call_form import NO_FORM, CallForm, form_of
+from quire.service.text.call_form import CallForm, form_of, why_no_form
 from quire.service.text.family_ids import with_family_ids
 from quire.service.text.template_variables import variables_of
 
@@ -86,12 +86,13 @@ class ChatTemplate:
         hidden = self.literal.hidden(self.dialect.constants, fitted, given) if self.literal else None
 
         def render(shown: list[dict[str, Any]]) -> str:
-            return self._render(
+            text: str = self._render(
                 hidden.messages(shown) if hidden else shown,
                 add_generation_prompt=options.generation_prompt,
                 continue_final_message=options.continue_final,
                 **(hidden.value(given) if hidden else given),
             )
+            return text
 
         try:
             text = written_numbers.rendered(fitted, render)
@@ -117,9 +118,10 @@ class ChatTemplate:
         if options.tools and (self.responses is None or not self.responses.has_calls):
             raise _unsupported("tools", "no response template is known for this model, so its calls cannot be read")
         if options.demanded and self.call_form is None:
-            raise _unsupported("tool_choice", f"{NO_FORM}, so only 'none' and 'auto' are served")
+            raise _unsupported("tool_choice", f"{why_no_form(self.responses)}, so only 'none' and 'auto' are served")
         if options.strict and not options.demanded and (self.call_form is None or not self.call_form.marker):
-            raise _unsupported(options.strict, f"{NO_FORM}, so arguments are not held to their schema")
+            reason = f"{why_no_form(self.responses)}, so arguments are not held to their schema"
+            raise _unsupported(options.strict, reason)
         if options.documents and "documents" not in names_in(self.text):
             raise _unsupported("documents", "the model's chat template does not read them")
 

@@ -124,7 +124,8 @@ def fits(called: str, arguments: Any) -> None:
 
 def test_every_family_of_the_table_is_here() -> None:
     described = known().response_templates
-    assert {name for name, one in described.items() if "tool_calls" in one["fields"]} == set(NOTATIONS)
+    calling = {name for name, one in described.items() if "tool_calls" in one["fields"]}
+    assert calling == {*NOTATIONS, "minimax-m3"}  # its tags nest, so its calls are not demanded: test_nested_calls.py
 
 
 def test_arguments_that_a_notation_cannot_say_are_refused_by_their_path() -> None:

@@ -303,7 +303,19 @@ ANSWERS: dict[str, list[tuple[str, str, str, Calls]]] = {
             [("f", {"a": 1}), ("g", {})],
         )
     ],
-    "minimax-m3": [("<mm:think>hm</mm:think>ok", "ok", "hm", []), ("</mm:think>ok", "ok", "", [])],
+    "minimax-m3": [
+        ("<mm:think>hm</mm:think>ok", "ok", "hm", []),
+        ("</mm:think>ok", "ok", "", []),
+        (
+            "<mm:think>hm</mm:think>ok]<]minimax[>[<tool_call>\n"
+            ']<]minimax[>[<invoke name="f">]<]minimax[>[<a>1]<]minimax[>[</a>]<]minimax[>[<b>x </c> y]<]minimax[>[</b>'
+            "]<]minimax[>[</invoke>\n"
+            ']<]minimax[>[<invoke name="g">]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>',
+            "ok",
+            "hm",
+            [("f", {"a": 1, "b": "x </c> y"}), ("g", {})],
+        ),
+    ],
     "gigachat": [
         (
             'ok<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {"a": 1}}<|message_sep|>\n\n',

@@ -58,7 +58,7 @@ def test_a_number_keeps_its_text(tmp_path: Path, literal: bool) -> None:
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_every_published_template_shows_numbers_as_it_shows_others(tmp_path: Path, name: str) -> None:
     tokenizer = tokenizer_in(tmp_path, name)
-    if not tokenizer._dialect.calls:
+    if not tokenizer.chat.dialect.calls:
         return
     shown, other = (prompt(tokenizer, f'{{"n": {number}}}') for number in ("1e400", "731"))
     assert shown.replace("1e400", "731") == other

@@ -21,7 +21,7 @@ from quire.service.api.format import Prompted
 from quire.service.api.openai_responses import responses
 from quire.service.api.openai_responses.compaction import parse_compaction
 from quire.service.api.openai_responses.response_items import listed
-from quire.service.api.openai_responses.responses import ResponseFormat
+from quire.service.api.openai_responses.response_format import ResponseFormat
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery.resume import Record, decode
@@ -173,10 +173,10 @@ async def prepare(tokenizer: Tokenizer, kind: str, body: bytes, config: GatewayC
     valid = BODIES[kind][0](body, config, "tiny", 30.0, api.NO_DEFAULTS)
     prompts = await tokenizer.encode(valid, len(body), total=config.max_prompt_tokens)
     valid = tokenizer.forbid(tokenizer.end_infill(valid))
-    valid = msgspec.structs.replace(valid, reading=tokenizer.reading_of_all(valid, prompts))
-    rooms = api.fit(valid, prompts, api.EngineLimits(4096, len(tokenizer.table), 16, 10_000))
+    valid = msgspec.structs.replace(valid, reading=tokenizer.rules.reading_of_all(valid, prompts))
+    rooms = api.fit(valid, prompts, api.EngineLimits(4096, len(tokenizer.vocabulary.table), 16, 10_000))
     api.bound_logprobs(valid, prompts, rooms, config)
-    if (constraint := tokenizer.constraint(valid, valid.reading)) is not None:
+    if (constraint := tokenizer.rules.constraint(valid, valid.reading)) is not None:
         key = msgspec.json.encode(constraint)
         if key not in GRAMMARS:
             GRAMMARS.add(key)
@@ -189,7 +189,7 @@ async def prepare(tokenizer: Tokenizer, kind: str, body: bytes, config: GatewayC
     stored = decode(record.encode())
     assert stored.valid.shown == valid.shown
     if kind in ("responses", "compact"):
-        form = stored.form("resp_1", tokenizer.table, ids=True)
+        form = stored.form("resp_1", tokenizer.vocabulary.table, ids=True)
         assert isinstance(form, ResponseFormat)
         msgspec.json.encode([form.response("queued"), *map(listed, valid.items)])
 
@@ -224,6 +224,6 @@ def test_numbers_of_any_size_are_repeated_as_they_were_sent(tokenizer: Tokenizer
     body = f'{{"input":"x","tools":[{{"type":"function","name":"f","parameters":{schema}}}]}}'
     valid = responses.parse(body.encode(), GatewayConfig(), "tiny", 30.0)
     record = Record("", "", valid, [Prompted([1])], "tiny", 1, None, 1)
-    form = decode(record.encode()).form("resp_1", tokenizer.table, ids=True)
+    form = decode(record.encode()).form("resp_1", tokenizer.vocabulary.table, ids=True)
     assert isinstance(form, ResponseFormat)
     assert schema.encode() in msgspec.json.encode(form.response("queued"))
