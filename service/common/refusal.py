@@ -77,7 +77,13 @@ def bad_request(code: str, message: str, param: str | None, limit: Any = None, g
 
 def field_name(name: str, names: tuple[tuple[str, str], ...]) -> str:
     """Return a field of a chat as another format names it: see `renamed`."""
-    return next((re.sub(f"^(?:{old})", new, name, count=1) for old, new in names if re.match(old, name)), name)
+    patterns = ((_bounded(old), new) for old, new in names)
+    return next((re.sub(old, new, name, count=1) for old, new in patterns if re.match(old, name)), name)
+
+
+def _bounded(pattern: str) -> str:
+    """Return a pattern of the beginning of a field that ends where a name ends."""
+    return rf"^(?:{pattern})(?!\w)"
 
 
 def renamed(refusal: Refusal, names: tuple[tuple[str, str], ...]) -> Refusal:
@@ -86,8 +92,8 @@ def renamed(refusal: Refusal, names: tuple[tuple[str, str], ...]) -> Refusal:
     `names`: (pattern of the beginning of `param`, its replacement) pairs, of which the first that matches counts."""
     given = refusal.param
     for pattern, name in names if given is not None else ():
-        if given is not None and re.match(pattern, given):
-            refusal.param = re.sub(f"^(?:{pattern})", name, given, count=1)
+        if given is not None and re.match(_bounded(pattern), given):
+            refusal.param = re.sub(_bounded(pattern), name, given, count=1)
             if refusal.message.startswith(given):
                 refusal.message = refusal.param + refusal.message[len(given) :]
             break

@@ -12,6 +12,7 @@ import pytest
 from quire.engine.wire.messages import Finish, Generate
 from quire.service.api import generative_scoring
 from quire.service.api.scoring import Scoring
+from quire.service.common.refusal import Refusal, field_name, renamed
 from quire.service.config import GatewayConfig
 from quire.service.text.tokenizer import Tokenizer
 from tests.docs.test_api import rows, section
@@ -158,3 +159,10 @@ async def test_it_needs_a_key_and_repeats_its_answer_under_an_idempotency_key(
 def test_fields_of_the_format_are_listed() -> None:
     listed = {name.strip("` ") for row in rows(section("POST /generative_scoring")) for name in row[0].split(",")}
     assert listed == set(generative_scoring.ScoringBody.__struct_fields__)
+
+
+def test_a_field_that_is_not_renamed_keeps_its_name() -> None:
+    for given, name in (("prompt", "items"), ("prompt[0]", "items[0]"), ("prompt_embeds", "prompt_embeds")):
+        assert field_name(given, generative_scoring.NAMES) == name
+        refusal = renamed(Refusal(400, "invalid_value", f"{given}: no", param=given), generative_scoring.NAMES)
+        assert (refusal.param, refusal.message) == (name, f"{name}: no")
