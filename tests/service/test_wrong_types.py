@@ -20,8 +20,8 @@ from quire.service.api.anthropic import messages
 from quire.service.api.format import Prompted
 from quire.service.api.openai_responses import responses
 from quire.service.api.openai_responses.compaction import parse_compaction
-from quire.service.api.openai_responses.response_items import listed
 from quire.service.api.openai_responses.response_format import ResponseFormat
+from quire.service.api.openai_responses.response_items import listed
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery.resume import Record, decode
