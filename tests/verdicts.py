@@ -17,7 +17,7 @@ import os
 import signal
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytest_timeout
@@ -159,7 +159,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             ran.add(report.nodeid)
             for name, value in report.user_properties if report.when == "teardown" else ():
                 if name == "cpu_s":
-                    cpu[file] += math.ceil(1000 * float(str(value)))
+                    cpu[file] += math.ceil(1000 * cast(float, value))
                 elif name == "repeated":
                     terminalreporter.write_line(f"repeated: {report.nodeid} {value}")
     if files.total() >= 1000 * SLOW_S:
