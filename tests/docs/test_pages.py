@@ -89,6 +89,18 @@ def test_every_module_and_make_target_exists(name: str) -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
+def test_every_result_is_named_by_a_page() -> None:
+    """A result that no page names answers no question; of the runs of a burst only the summaries stay."""
+    folder = ROOT / "loadtest" / "results"
+    pages = [*PAGES, *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md"), *ROOT.glob("docs/notes/**/*.md")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in pages if path.name != "CHANGELOG.md")
+    results = sorted(folder.rglob("*.json"))
+    assert len(results) > 20
+    for path in results:
+        known = path.parent.relative_to(ROOT) if path.parent != folder else path.name
+        assert str(known) in text, path
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "CHANGELOG.md"])
 def test_every_path_exists(name: str) -> None:
     for path in set(re.findall(r"(?<![\w./-])((?:\.ci|[a-z]+)/[\w./*-]*\w)", code(name))):
