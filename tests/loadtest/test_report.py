@@ -1,23 +1,20 @@
-"""The page, and the verdict."""
+"""The plots, and the verdict."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import json
+import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from quire.loadtest.report import ResultError, judge, load, page, same_work
+from quire.loadtest.__main__ import main
+from quire.loadtest.report import OUTCOMES, ResultError, draw, judge, load, same_work, verdict
 from quire.loadtest.stats import Attempt, Record, Sample, Slo, series, summarise
-from quire.loadtest.svg import Bars, Line, chart, decades, ticks
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOWS = {"base": (0.0, 10.0), "burst": (10.0, 20.0), "after": (20.0, 30.0)}
@@ -54,34 +51,37 @@ def worse(a: dict[str, Any], b: dict[str, Any], tolerance: float = 0.1) -> set[s
     return {row.figure.name for row in judge([a, b], tolerance) if row.worse}
 
 
-def test_page_of_one_and_of_two() -> None:
-    one, two = page([result()], 0.1), page([result(), result(2.0, 1.0)], 0.1)
-    for html, plots in ((one, 7), (two, 8)):
-        svgs = [part.split("</svg>")[0] for part in html.split("<svg")[1:]]
-        assert len(svgs) == plots
-        for svg in svgs:
-            ET.fromstring(f"<svg{svg}</svg>")
-        assert "<script" not in html
-        assert "&lt;script&gt;" in html
-        assert "a &amp; b" in html
-        assert "NaN" not in html
-        assert "inf" not in html
-    assert "B is worse than A by more than 10%" in two
-    assert "nowhere worse" in page([result(), result()], 0.1)
+def drawn(results: list[dict[str, Any]], folder: Path) -> str:
+    """Draw results as SVG; texts stand in it as comments."""
+    draw(results, folder / "r.svg")
+    return (folder / "r.svg").read_text()
 
 
-def test_the_page_shows_filled_slots_and_eta_over_time() -> None:
+def test_plots_of_one_and_of_two(tmp_path: Path) -> None:
+    one, two = drawn([result()], tmp_path), drawn([result(), result(2.0, 1.0)], tmp_path)
+    for text, count in ((one, 7), (two, 8)):
+        assert len(set(re.findall(r'<g id="axes_\d+">', text))) == count
+        for title in ("Time to first token, ms", "KV cache in use, %", "eta: blocks held", *OUTCOMES.values()):
+            assert title in text
+    assert "sharegpt, base 5/s for 10 s: a &amp; b" in one
+    assert "A p99" in two
+    assert "B p99" in two
+    rows = judge([result(), result(2.0, 1.0)], 0.1)
+    assert verdict(rows, 0.1).startswith("B is worse than A by more than 10%: TTFT p50, ")
+    assert "nowhere worse" in verdict(judge([result(), result()], 0.1), 0.1)
+
+
+def test_a_result_without_measurements_or_of_an_earlier_version_is_drawn(tmp_path: Path) -> None:
     made = result()
     assert (made["figures"]["server"]["slots_filled_mean"], made["figures"]["server"]["eta_mean"]) == (0.96, 0.5)
     assert made["series"]["samples"]["filled"][:2] == [None, 0.96]
-    html = page([made], 0.1)
-    assert "eta: blocks held of those that static allocation would hold" in html
-    assert "<td>slots that hold a token, mean</td><td>96.0%</td>" in html
-    for name in ("filled", "eta"):  # a result of an earlier version
+    for name in ("filled", "eta"):
         del made["series"]["samples"][name]
-    for name in ("slots_filled_mean", "eta_mean"):
-        del made["figures"]["server"][name]
-    assert "slots that hold a token, mean" not in page([made], 0.1)
+    for name, values in made["series"]["samples"].items():
+        made["series"]["samples"][name] = [None for _ in values] if name != "t" else values
+    for name in ("ttft_p50", "ttft_p99"):
+        made["series"][name] = [None for _ in made["series"]["t"]]
+    assert "Requests in the server" in drawn([made], tmp_path)
 
 
 def test_what_is_worse() -> None:
@@ -95,12 +95,12 @@ def test_what_is_worse() -> None:
     assert worse(result(), result(preemptions=1.0)) == {"preemptions"}
 
 
-def test_a_figure_that_one_lacks_is_shown_and_not_judged() -> None:
+def test_a_figure_that_one_lacks_is_shown_and_not_judged(tmp_path: Path) -> None:
     a, b = result(), result()
     b["figures"]["server"] = {}
     assert worse(a, b) == worse(b, a) == set()
     assert any(row.figure.name == "preemptions" and row.values == [0.0, None] for row in judge([a, b], 0.1))
-    page([a, b], 0.1)
+    draw([a, b], tmp_path / "r.png")
 
 
 def test_what_cannot_be_compared() -> None:
@@ -132,7 +132,7 @@ def test_exit_status(tmp_path: Path) -> None:
 
     def report(*words: str) -> tuple[int, str]:
         done = subprocess.run(
-            [sys.executable, "-m", "quire.loadtest", "report", *words, "--out", str(tmp_path / "r.html")],
+            [sys.executable, "-m", "quire.loadtest", "report", *words, "--out", str(tmp_path / "r.png")],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -149,32 +149,21 @@ def test_exit_status(tmp_path: Path) -> None:
     status, said = report(a, c)
     assert (status, said) == (2, "not the same work: workload is sharegpt in A, alpaca in B\n")
     assert report(str(tmp_path / "none.json"))[0] == 2
-    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
-@given(st.floats(0, 1e9), st.floats(1e-9, 1e9), st.integers(3, 9))
-def test_ticks_are_few_and_reach_both_ends(low: float, span: float, most: int) -> None:
-    if low + span == low:
-        return
-    made = ticks(low, low + span, most)
-    assert 2 <= len(made) <= most + 3
-    assert made[0] <= low * (1 + 1e-9) + 1e-9 * span
-    assert made[-1] >= (low + span) * (1 - 1e-9)
-    assert all(a < b for a, b in itertools.pairwise(made))
+def test_a_file_that_cannot_be_drawn_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(result()))
+    assert main(["report", str(tmp_path / "a.json"), "--out", str(tmp_path / "r.html")]) == 2
+    assert f"cannot draw {tmp_path / 'r.html'}: " in capsys.readouterr().err
 
 
-@given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6))
-def test_decades_hold_their_values(a: float, b: float) -> None:
-    made = decades(min(a, b), max(a, b))
-    assert made[0] <= min(a, b) * 1.001
-    assert made[-1] >= max(a, b) * 0.999
-
-
-@given(st.lists(st.none() | st.floats(0, 1e7), max_size=30), st.booleans())
-def test_a_chart_of_anything_is_well_formed(ys: list[float | None], log: bool) -> None:
-    xs = [float(i) for i in range(len(ys))]
-    drawn = chart("<a>", [Line("x < y", "a", xs, ys)], {"burst": (0.0, 3.0)}, log=log)
-    ET.fromstring(drawn)
-    assert "nan" not in drawn
-    heights = [abs(y or 0.0) for y in ys]
-    ET.fromstring(chart("b", [Bars(1.0, xs, [("one", "good", heights), ("two", "late", heights)])], {}))
+def test_without_matplotlib_the_figures_are_printed_and_the_extra_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(result()))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["report", str(tmp_path / "a.json"), "--out", str(tmp_path / "r.png")]) == 2
+    said = capsys.readouterr()
+    assert "TTFT p50" in said.out
+    assert "quire[report]" in said.err
