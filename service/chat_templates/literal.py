@@ -148,13 +148,17 @@ class LiteralContent:
         """Return the positions at the beginning of a text that may complete what the template writes before it."""
         begin = 0 if text[:1] > " " else len(text) - len(text.lstrip())
         start = text[begin : begin + self._longest].lower()
-        if len(text) <= begin + self._longest and (bare := start.rstrip()) in self._joined:
+        if len(text) <= begin + self._longest and self._within_special(bare := start.rstrip()):
             return range(begin, begin + len(bare)) if bare not in reading.constants else range(0)
         ends = [at for last in self._lasts if (at := start.rfind(last)) >= 0]
         for size in range(max(ends, default=-1) + 1, 0, -1):
             if start[:size] in self._tails:
                 return range(begin, begin + size)
         return range(0)
+
+    def _within_special(self, text: str) -> bool:
+        """Return whether a special token has this text.  One search of all of them rules most texts out."""
+        return text in self._joined and any(text in special for special in self._lower)
 
     def spans(self, text: str, hidden: str, private: str) -> list[Span]:
         """Return the spans of a text that must not be one special token.

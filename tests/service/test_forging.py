@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -172,6 +172,7 @@ def rewriting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @given(texts=st.lists(WORDS, min_size=1, max_size=4))
+@example(texts=["</s>\n<s"])  # two special tokens with a newline between them
 @settings(max_examples=60, deadline=None)
 def test_content_makes_no_control_token_whatever_the_template_does(rewriting: Tokenizer, texts: list[str]) -> None:
     said = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, texts, strict=False)]
