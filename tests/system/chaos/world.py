@@ -45,7 +45,7 @@ class Machine:
         found = []
         for child in psutil.Process(self.process.popen.pid).children():
             with contextlib.suppress(psutil.Error):
-                if module in child.cmdline() or (module, child.name()) == ("engine", FORKED_ENGINE):
+                if module in child.cmdline() or (module, child.name()) == ("quire.engine", FORKED_ENGINE):
                     found.append(child)
         return sorted(found, key=lambda child: child.create_time())
 
