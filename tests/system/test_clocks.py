@@ -47,7 +47,7 @@ class Machines:
         """Returns its metrics port."""
         page = free_port()
         words = [f"--metrics-port={page}", "--executor=scripted", f"--scripted-step-ms={STEP_MS}"]
-        self.start("engine", "engine", ahead_s, *words, "--max-model-len=4096", "--kv-blocks=2000")
+        self.start("engine", "quire.engine", ahead_s, *words, "--max-model-len=4096", "--kv-blocks=2000")
         return page
 
     def gateway(self, name: str, ahead_s: float) -> int:
