@@ -22,7 +22,7 @@ from quire.engine.executor.models.quantised.quantised import Quantised, Quantise
 from quire.engine.executor.models.quantised.quantising import Quantising
 from quire.engine.executor.models.quantised.stored_areas import read_area
 from quire.engine.executor.models.quantised.stored_weights import StoredWeights
-from quire.engine.executor.models.sharding import sharding
+from quire.engine.executor.models.sharding import shard_proof
 from quire.engine.executor.ranks.ranks import Ranks
 from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from quire.engine.wire.messages import Sampling
@@ -157,7 +157,7 @@ def check_parts(directory: Path, make: Callable[[], Quantising], dtype: str = "b
 @pytest.fixture
 def unproved(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank proves its parts: that takes all of them."""
-    monkeypatch.setattr(sharding, "prove_parts", lambda *_: None)
+    monkeypatch.setattr(shard_proof, "prove_parts", lambda *_: None)
 
 
 @pytest.mark.usefixtures("unproved")

@@ -16,7 +16,7 @@ from quire.engine.executor.errors import ModelLoadError
 from quire.engine.executor.models import hf
 from quire.engine.executor.models.quantised.quantised import DTYPE, Quantised, QuantisedLinear
 from quire.engine.executor.models.quantised.quantising import Quantising
-from quire.engine.executor.models.sharding import sharding
+from quire.engine.executor.models.sharding import shard_proof
 from quire.engine.executor.ranks.ranks import ALONE, Ranks
 from quire.engine.tools.models import model_class
 from quire.engine.wire.messages import Sampling
@@ -253,7 +253,7 @@ def test_a_tensor_of_no_known_part_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["w4-32", "plain"])
 def test_two_tensors_of_one_name_are_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which of them is meant is not known; ranks read plain files in the same way."""
-    monkeypatch.setattr(sharding, "prove_parts", lambda *_: None)
+    monkeypatch.setattr(shard_proof, "prove_parts", lambda *_: None)
     directory, _ = make_quantised(tmp_path, "llava", "w4-32")
     directory = directory if kind == "w4-32" else tmp_path / "plain" / "llava"
     rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": torch.ones(640, 128)}))
@@ -347,7 +347,7 @@ def test_the_text_of_one_rank(family: str, kind: str, quantize: str, sampling: S
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_ranks_keep_the_parts_of_one(order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "prove_parts", lambda *_: None)
+    monkeypatch.setattr(shard_proof, "prove_parts", lambda *_: None)
     directory, _ = make_quantised(tmp_path, "qwen2_5_vl", "awq-32", text_config={"intermediate_size": 256})
     whole = kept(reorder(directory, order), "bfloat16", Quantising("none", CPU))
     parts = [kept(directory, "bfloat16", Quantising("none", CPU), Ranks(rank, 2)) for rank in range(2)]

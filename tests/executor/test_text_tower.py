@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from quire.engine.executor.errors import ModelLoadError, UnsupportedModel
 from quire.engine.executor.models import hf, overrides
 from quire.engine.executor.models.fused import is_fused
-from quire.engine.executor.models.sharding import sharding
+from quire.engine.executor.models.sharding import shard_proof
 from quire.engine.executor.ranks.ranks import Ranks
 from quire.engine.tools.models import EQUAL, Verdict, judge
 from tests.towers import make, reorder
@@ -67,7 +67,7 @@ def test_the_parts_of_two_ranks_are_the_text_part(family: str, tmp_path: Path, m
     directory = make(tmp_path, family, **({"text_config": {"global_head_dim": 32}} if family == "gemma4" else {}))
     config = hf.served_part(hf.read_config(directory), directory)
     whole = hf.read_weights(directory, config, "auto", part=True).state_dict()
-    monkeypatch.setattr(sharding, "prove_parts", lambda *_: None)  # which needs the other rank
+    monkeypatch.setattr(shard_proof, "prove_parts", lambda *_: None)  # which needs the other rank
     parts = [hf.read_weights(directory, config, "auto", part=True, ranks=Ranks(rank, 2)) for rank in range(2)]
     divided = 0
     for name, tensor in whole.items():
@@ -84,7 +84,7 @@ def test_the_parts_of_two_ranks_are_the_text_part(family: str, tmp_path: Path, m
 
 
 def test_tensors_of_no_known_part_are_refused_by_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "prove_parts", lambda *_: None)
+    monkeypatch.setattr(shard_proof, "prove_parts", lambda *_: None)
     directory = make(tmp_path, "mistral3")
     file = directory / "model.safetensors"
     save_file(load_file(file) | {"another_tower.norm.weight": torch.ones(128)}, file, {"format": "pt"})
