@@ -223,8 +223,7 @@ def test_jumps_leave_steps_in_which_decoding_is_measured(mates: int, monkeypatch
 
     Here every sequence with a grammar could jump in every step, `mates` have none."""
     monkeypatch.setattr(oracle, "foreseen", lambda context: 4)
-    rig = Rig(blocks=1000, depth=1, step_tokens=256, chunk_tokens=256)
-    rig.core.limits = msgspec.structs.replace(rig.limits, itl_stretch=2.0)
+    rig = Rig(blocks=1000, depth=1, step_tokens=256, chunk_tokens=256, itl_stretch=2.0)
     for seed in range(4):
         rig.add(PROMPT, 900, seed=seed, ignore_eos=True, grammar=FORCED if seed >= mates else "")
 

@@ -263,9 +263,9 @@ def test_the_command_writes_a_result_and_the_report_takes_it(stack: Stack, tmp_p
     raw = [json.loads(line) for line in lines.read_text().splitlines()]
     assert len(raw) == result["figures"]["requests"]
     assert sum(line["tokens"] for line in raw) == result["config"]["work"]["output_tokens"]
-    report = run("loadtest", "report", str(out), "--out", str(tmp_path / "r.html"))
+    report = run("loadtest", "report", str(out), "--out", str(tmp_path / "r.svg"))
     assert report.returncode == 0, report.stderr
-    assert "<svg" in (tmp_path / "r.html").read_text()
+    assert "<svg" in (tmp_path / "r.svg").read_text()
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:

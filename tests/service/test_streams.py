@@ -187,6 +187,10 @@ class Wire:
             yield await self.incoming.get()
             self.rounds += 1
 
+    @property
+    def operations(self) -> Wire:
+        return self
+
     async def probe(self) -> None:
         if self.full:
             raise BusDown("full")

@@ -93,8 +93,7 @@ class Clock:
 
     def __init__(self, slice_s: float, token_s: float = 1e-5, row_s: float = 1e-5) -> None:
         """`slice_s`: what any slice adds to a step."""
-        self.rig = Rig(blocks=2000, depth=1, max_seqs=64, step_tokens=512, chunk_tokens=512)
-        self.rig.core.limits = msgspec.structs.replace(self.rig.limits, itl_stretch=2.0)
+        self.rig = Rig(blocks=2000, depth=1, max_seqs=64, step_tokens=512, chunk_tokens=512, itl_stretch=2.0)
         self._slice_s, self._token_s, self._row_s = slice_s, token_s, row_s
         self.seconds = 0.0
 
