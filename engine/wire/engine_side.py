@@ -179,13 +179,9 @@ class EngineSide:
         messages = token_messages.encode(self._routed(batches))
         publishes, added, removed = self._prefixes.update(prefixes)
         costs = prefixes or PrefixReport()
-        arguments = self._arguments(load, room, costs, finished=finished, produced=produced, publishes=publishes)
-        arguments |= {
-            "segments": logged.segments,
-            "flushes_tail": logged.flushes_tail,
-            "keeps_tail": not logged.whole,
-            "extras": len(logged.extras),
-        }
+        arguments = self._arguments(
+            load, room, costs, logged, finished=finished, produced=produced, publishes=publishes
+        )
         sent = self.clock.ticks()
         try:
             reply = await self._link.run_script(
@@ -208,11 +204,12 @@ class EngineSide:
         return reply
 
     def _arguments(
-        self, load: EngineLoad, room: tuple[int, int, int], costs: PrefixReport, **more: Any
+        self, load: EngineLoad, room: tuple[int, int, int], costs: PrefixReport, logged: token_log.Entries, **more: Any
     ) -> dict[str, Any]:
-        """Return the arguments of EXCHANGE by name, but those for the logs; exchange.lua says what they mean."""
+        """Return the arguments of EXCHANGE by name; exchange.lua says what they mean."""
         room_tokens, room_requests, claim_tokens = room
-        return more | {
+        return {
+            **more,
             "engine": self._engine,
             "session": self._session,
             "seq": self._seq,
@@ -226,6 +223,10 @@ class EngineSide:
             "token_us": costs.token_us,
             "step_us": costs.step_us,
             "backlog": costs.backlog,
+            "segments": logged.segments,
+            "flushes_tail": logged.flushes_tail,
+            "keeps_tail": not logged.whole,
+            "extras": len(logged.extras),
         }
 
     async def _rejoin(self, load: EngineLoad) -> list[str]:
