@@ -229,7 +229,7 @@ class BeamGroup:
     def _shared(self) -> float:
         """1 - blocks / entries of the beams' tables, over the search so far; 0.0 before its second token.
 
-        Source: as `occupancy.shared_fraction`.  A block counts once, whatever other requests share it."""
+        Source: as `Occupancy.shared_fraction`.  A block counts once, whatever other requests share it."""
         return 1 - self._blocks / self._entries if self._entries else 0.0
 
 
