@@ -30,16 +30,13 @@ ROUNDS = [
 async def test_streams_and_processes_outlive_failovers(
     redis_binary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    processes: list[list[psutil.Process]] = []
+    processes: list[set[psutil.Process]] = []
     one_round = chaos.one_round
 
     async def watched(stage: World, load: chaos.Load, faults: list[Fault]) -> chaos.Round:
-        def children() -> list[psutil.Process]:
-            return [
-                child
-                for module in ("quire.engine", "quire.service.app")
-                for child in stage.machines[0].children(module)
-            ]
+        def children() -> set[psutil.Process]:
+            machine = stage.machines[0]
+            return {*machine.children("quire.engine"), *machine.children("quire.service.app")}
 
         # Clients that were refused during the last fault come back when they were told to.
         assert await until(lambda: sum(reader.live for reader in load.readers) == STREAMS)
@@ -55,7 +52,8 @@ async def test_streams_and_processes_outlive_failovers(
     report = await run(setting, rounds, tmp_path, say=print, binary=redis_binary)
     print(table(figures(report)))
     assert report.clean, report.tally
-    assert all(each == processes[0] for each in processes), "a process did not survive"
+    # A spare engine joins them once it has been forked.
+    assert all(processes[0] <= each for each in processes), "a process did not survive"
     assert report.tally.streams > STREAMS, "no new request was answered"
     for found in report.rounds:
         assert len(found.after_s) > STREAMS / 2
