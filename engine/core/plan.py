@@ -44,6 +44,8 @@ from quire.engine.wire.messages import Sampling, TokenLogprob
 class Start(msgspec.Struct, frozen=True, array_like=True):
     slot: int
     table: list[int]  # block ids, logical order
+    state: int = -1  # checkpoint of recurrent state that the slot begins with; -1: none, its state is the empty one
+    adapter: int = -1  # adapter slot whose LoRA weights its tokens use; -1: the base model.  Forks inherit it
 
 
 class Sampler(msgspec.Struct, frozen=True, array_like=True):
@@ -67,6 +69,11 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     targets: list[int] = []  # report the logprob of targets[i] after token_ids[i] (prompt logprobs)
     top: int = 0  # and of this many likeliest tokens
     candidates: int = 0  # report this many likeliest tokens after the last one; then there is no sampler
+    # The last so many of `token_ids` are drafts: guesses that no step has sampled.  The slot samples after each of them
+    # and after the token before them.  It accepts drafts while they equal these samples.
+    drafts: int = 0
+    # (position, checkpoint): copy the slot's recurrent state there once every token before the position is computed.
+    keep: list[tuple[int, int]] = []
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True):
@@ -88,6 +95,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     swap_out: list[tuple[int, int]] = []  # (block, host block), all layers; no host block twice
     swap_in: list[tuple[int, int]] = []  # (host block, block); the host block is free from the next plan on
     look_ahead: bool = True  # the result names forced tokens; they are not worth the search where jumps do not pay
+    adapters: list[tuple[int, str]] = []  # (adapter slot, adapter): load these LoRA weights there before `starts`
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -109,3 +117,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     forced: dict[int, list[int]] = {}
     # By slot, for slices with `candidates`: (token ids, log-probabilities of the raw logits), likeliest first; float32.
     candidates: dict[int, tuple[list[int], list[float]]] = {}
+    # By slot, for slices with drafts: how many of them equal the samples before them.  `tokens` has the sample that
+    # follows the last accepted one.
+    accepted: dict[int, int] = {}
+    draft_logprobs: dict[int, list[TokenLogprob]] = {}  # by slot, where asked for: of the accepted drafts

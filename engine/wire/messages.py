@@ -109,6 +109,10 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     # Beam search: the n best answers, each sent complete, in one delta.  None: answers are sampled.
     beams: Beams | None = None
     prefixes: bytes = b""  # digests of the prompt's prefixes (engine/wire/prefixes.py); empty: none is looked for
+    anchors: list[int] = []  # positions at which later prompts may leave this one, ascending: ends of turns
+    retain_s: float = 0.0  # seconds for which its cached blocks are evicted last, once it has ended
+    adapter: str = ""  # LoRA adapter, as `name@digest`; "": the base model.  Only engines that name it may get it
+    predicted: list[int] = []  # tokens that the client expects in the answer: drafts are taken from them
 
     @property
     def width(self) -> int:
@@ -217,6 +221,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     static_blocks: int = 0
     slots_filled: float = 0.0  # share of token slots in held blocks that hold a token, 0 to 1; updated once per second
     honours: list[str] = []  # those of LATER_FIELDS that it knows
+    adapters: list[str] = []  # LoRA adapters in its device slots, as in Generate.adapter
 
 
 class TokenBatch(msgspec.Struct, frozen=True):
