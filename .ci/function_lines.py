@@ -24,7 +24,7 @@ MOST_EXCEPTIONS = 10
 EXCEPTIONS = frozenset(
     [
         "csrc/cuda/attention/prefill_plan.cu:plan_kernel",
-        "tests/service/test_ledger.py:test_after_500_random_departures_the_books_balance",
+        "tests/service/delivery/test_ledger.py:test_after_500_random_departures_the_books_balance",
         "tests/wire/test_bus_model.py:BusModel.talk",
     ]
 )

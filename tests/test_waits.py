@@ -41,7 +41,7 @@ ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
 }
 OPTION = re.compile(r"--((?:[a-z]+-)+m?s)[= ]([\d.]+)")
 SHORT_S, LONG_S = 0.25, 60.0  # shorter waits are polls, or end at once; no pause of a machine is longer
-VIRTUAL = {"service/test_state_feed.py"}  # its event loop's clock jumps to the next timer: seconds there take no time
+VIRTUAL = {"service/http/test_state_feed.py"}  # its event loop's clock jumps from timer to timer
 UNIT_TESTS = {"test_pace.py", "test_waits.py"}
 
 

@@ -4,7 +4,7 @@
     fields.py, limits.py ────────┼─ document ──> schemas, with bounds and what is accepted without effect
     OPERATIONS, a row a route ───┘
 
-Source: OpenAPI Specification 3.1.1.  `tests/service/test_openapi.py` compares it with the routes and with docs/api.md.
+Source: OpenAPI Specification 3.1.1.  `tests/service/http/test_openapi.py` compares it with the routes and docs/api.md.
 """
 
 from __future__ import annotations

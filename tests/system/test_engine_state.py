@@ -15,8 +15,8 @@ import redis
 
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.service.fakes import settled
-from tests.service.state_reader import StateReader
-from tests.service.test_engine_state import LIMIT_S, watch
+from tests.service.http.state_reader import StateReader
+from tests.service.http.test_engine_state import LIMIT_S, watch
 from tests.system.stack import Stack
 
 pytestmark = pytest.mark.system

@@ -19,7 +19,7 @@ from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.tools import tiny_checkpoints
 from tests.checkpoints import FAMILIES, VOCAB
 from tests.pace import patience
-from tests.service.test_vocabulary_files import AS_LLAMA, LLAMA, trained
+from tests.service.text.test_vocabulary_files import AS_LLAMA, LLAMA, trained
 from tests.system.processes import open_requests
 from tests.system.stack import CLAIMS_BY_TOKENS, Stack, a_long_step
 

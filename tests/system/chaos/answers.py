@@ -2,8 +2,9 @@
 
     python -m tests.system.chaos answers [--cases 500] [--seed 1] [--chars 20000] [--result NAME]
 
-What must hold (see tests/service/hostile_answers.py): no turn of the gateway's event loop computes for more than 50 ms,
-scaled by the machine's speed; no status of 500 and up; streamed, whole, repeated and resumed answers have one text.
+What must hold (see tests/service/output/hostile_answers.py): no turn of the gateway's event loop computes for more than
+50 ms, scaled by the machine's speed; no status of 500 and up; streamed, complete, repeated and resumed answers have one
+text.
 Exit status 1 otherwise.
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.loadtest import machine
 from tests.pace import python_s
-from tests.service.hostile_answers import Case, World, cases
+from tests.service.output.hostile_answers import Case, World, cases
 
 
 async def answers(

@@ -26,7 +26,7 @@ from quire.service.api.openai_responses import responses
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.text.tokenizer import Tokenizer
-from tests.service.published import TEMPLATES, tokenizer_in
+from tests.service.chat_templates.published import TEMPLATES, tokenizer_in
 
 CONFIG = GatewayConfig()
 TEXTS = (

@@ -38,9 +38,9 @@ from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.wire.messages import LATER_FIELDS, Finish, Generate
 from quire.service.text.tokenizer import Tokenizer
 from tests.pace import Patience, patience, python_s
+from tests.service.chat_templates.published import TEMPLATES, tokenizer_in
 from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, byte_level, with_template
 from tests.service.gateways import MeasuredGateway, settings
-from tests.service.published import TEMPLATES, tokenizer_in
 from tests.system.chaos.judging import judge
 from tests.system.chaos.mutations import Mutator, Request
 

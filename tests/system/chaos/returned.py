@@ -29,9 +29,9 @@ from quire.service.api.openai_responses.response_format import ResponseFormat
 from quire.service.common.pacing import Pacer
 from quire.service.common.refusal import Refusal
 from quire.service.text.tokenizer import Tokenizer
-from tests.service.cuts import pieces_of
-from tests.service.published import TEMPLATES, tokenizer_in
-from tests.service.test_regions import ANSWERS
+from tests.service.chat_templates.published import TEMPLATES, tokenizer_in
+from tests.service.output.cuts import pieces_of
+from tests.service.output.test_regions import ANSWERS
 from tests.system.chaos.histories import command, parsed
 
 ENDPOINTS = ("chat", "messages", "responses")

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from quire.service.api.api import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from tests.service.hostile import corpus
+from tests.service.http.hostile import corpus
 
 VOCAB = 100
 CORPUS_BYTES = 64 * 1024  # of each body of the corpus: larger ones are the stall test's
