@@ -75,6 +75,8 @@ _.LOAD_TOTAL_BLOCKS
 _.LOAD_CROWD
 _.RINGS
 _.RING_TRIES
+_.QUOTA_CHECK_MS
+_.QUOTA_CHECKS
 _.COMMAND_WORDS
 
 _.exit_status  # engine/common/errors.py

@@ -31,6 +31,10 @@ MAX_ATTEMPTS = 2  # deaths of an engine at the same token of a request, after wh
 QUARANTINE = 100  # most requests in the quarantine: the oldest leaves
 QUARANTINED_MS = 7 * 86_400_000  # how long one stays there
 QUOTA_MS = 60_000  # a quota's bucket fills in this time: quotas are per minute
+# How often a request that takes quotas is checked: whether it is over and no gateway has settled it.  Longer than a
+# submit may take, which is TOMBSTONE_MS at most.
+QUOTA_CHECK_MS = 15_000
+QUOTA_CHECKS = 128  # most requests that one reading of the fleet checks so, 3 us each
 DIGEST_BYTES = 8  # size of a prefix digest in bytes
 PREFIX_BLOCK = 64  # tokens: every engine's block size divides it
 PREFIX_DENSE = 16  # so many lengths are one PREFIX_BLOCK apart, beginning with one

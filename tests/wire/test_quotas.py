@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.wire.gateway_side import GatewaySide
-from quire.engine.wire.layout import EXPIRY_MS, QUOTA_MS, TOMBSTONE_MS
+from quire.engine.wire.layout import EXPIRY_MS, QUOTA_CHECK_MS, QUOTA_MS, TOMBSTONE_MS
 from quire.engine.wire.messages import Generate, Sampling
 from quire.engine.wire.quotas import Buckets, Quota, QuotaStore, Taken
-from quire.engine.wire.scripts import SETTLE, Script
+from quire.engine.wire.scripts import FLEET, SETTLE, Script
 from tests.pace import patience
 
 T0 = 1_790_000_000_000  # unix ms at which the clock of a test begins
@@ -48,6 +48,7 @@ class Request:
         self.prompts, self.taken_ms, self.deadline_ms = prompts, taken_ms, deadline_ms
         self.state = ["taken"] * len(prompts)  # then "open", "ended", "settled"
         self.generated = [0] * len(prompts)
+        self.vanished = [False] * len(prompts)  # Redis has lost its log
 
     def expires(self) -> int:
         return max(self.deadline_ms, self.taken_ms + QUOTA_MS) + EXPIRY_MS
@@ -94,12 +95,13 @@ class Model:
         request = self.requests[name]
         if request.state[at] == "ended":
             request.state[at] = "settled"
-            self._shift("tokens", request.generated[at] - request.prompts[at][1])
+            if not request.vanished[at]:
+                self._shift("tokens", request.generated[at] - request.prompts[at][1])
             if set(request.state) == {"settled"}:
                 del self.requests[name]
 
     def settle_what_ended(self) -> None:
-        """What a take does when all places seem taken."""
+        """What a take does when all places seem taken, and a reading of the fleet."""
         for name, request in list(self.requests.items()):
             if not request.open(self.now):
                 for at in range(len(request.prompts)):
@@ -206,6 +208,33 @@ class QuotaMachine(RuleBasedStateMachine):
                 self.sides[where].run(SETTLE, f"{one[0]}.{one[1]}", "acme", 1, 0)
             self.model.settle(*one)
 
+    @rule(data=st.data(), log_too=st.booleans())
+    def vanish(self, data: st.DataObject, log_too: bool) -> None:
+        """Its keys expire, are evicted, or are lost in a failover; its entries stay."""
+        if one := self.some(data, "open", "ended"):
+            name, at = one
+            request = self.model.requests[name]
+            lost = [f"req:{name}.{at}", *([f"log:{name}.{at}", f"log:{name}.{at}:0"] if log_too else [])]
+            self.clients[0].delete(*(self.sides[0].prefix + key for key in lost))
+            request.state[at] = "ended"
+            request.vanished[at] |= log_too
+
+    @rule(where=st.integers(0, 1))
+    def check(self, where: int) -> None:
+        """Readings of the fleet settle what is over, once no gateway will."""
+        self.model.advance(QUOTA_CHECK_MS)
+        self.sides[where].set(self.model.now)
+        for name, request in self.model.requests.items():
+            ended = [f"req:{name}.{at}" for at, state in enumerate(request.state) if state != "open"]
+            self.clients[0].delete(*(self.sides[0].prefix + key for key in ended), "none")  # TOMBSTONE_MS are over
+        self.sides[where].run(FLEET, f"g{where}", 0, 1, "", 0)
+        self.model.settle_what_ended()
+        prefix = self.sides[0].prefix
+        found = self.clients[0].zrange(f"{prefix}quota_open:acme", 0, -1)
+        assert set(found) == {name.encode() for name in self.model.requests}
+        entries = sum(1 + (state != "settled") for one in self.model.requests.values() for state in one.state)
+        assert self.clients[0].hlen(f"{prefix}quota_held:acme") <= entries
+
     @rule(data=st.data(), where=st.integers(0, 1), times=st.integers(1, 2))
     def restore(self, data: st.DataObject, where: int, times: int) -> None:
         if (one := self.some(data, "taken")) and set(self.model.requests[one[0]].state) == {"taken"}:
@@ -292,6 +321,38 @@ async def test_a_killed_gateway_holds_a_place_only_as_long_as_its_request_lives(
     finally:
         for side in (killed, other, again):
             await side.close()
+
+
+@pytest.mark.parametrize("lost", ["expired", "evicted with its log", "its end", "a failed submit"])
+async def test_what_no_gateway_settles_is_released_by_a_reading_of_the_fleet(
+    redis_server: EmbeddedRedis, namespace: str, lost: str
+) -> None:
+    """Its gateway settled it while it ran, and later its keys are gone; or it never had keys.  Released once."""
+    quota = Quota(60, 1000, 5)
+    with redis.Redis.from_url(redis_server.url) as client:
+        side, name = Clocked(client, namespace), "msg_a"
+        side.set(T0)
+        store = QuotaStore(side)
+        assert (await store.take("acme", quota, name, T0 + 600_000, [(10, 900)])).used_up is None
+        if lost != "a failed submit":
+            client.hset(f"{side.prefix}req:{name}.0", "payload", "x")
+            client.hset(f"{side.prefix}log:{name}.0", "n", 1)
+            side.run(SETTLE, f"{name}.0", "acme", 1, 0)
+            side.set(T0 + QUOTA_CHECK_MS)
+            side.run(FLEET, "g0", 0, 1, "", 0)  # it runs: nothing is released
+            assert client.hlen(f"{side.prefix}quota_held:acme") == 2
+            client.delete(f"{side.prefix}req:{name}.0")
+            if lost == "evicted with its log":
+                client.delete(f"{side.prefix}log:{name}.0")
+            if lost == "its end":
+                client.append(f"{side.prefix}log:{name}.0:0", b"toke" * 900)  # all of it was generated
+        side.set(T0 + 2 * QUOTA_CHECK_MS)
+        before = (await store.look("acme", quota)).tokens
+        for _ in range(3):
+            side.run(FLEET, "g0", 0, 1, "", 0)
+            side.run(SETTLE, f"{name}.0", "acme", 1, 0)
+        assert not client.keys(f"{side.prefix}quota_*")
+        assert (await store.look("acme", quota)).tokens == (1000 if lost == "expired" else before)
 
 
 async def test_the_keys_of_a_tenant_go_away_by_themselves(redis_server: EmbeddedRedis, namespace: str) -> None:

@@ -7,8 +7,8 @@ max_line_length = 120
 local constants = {
   "LAYOUT_VERSION", "EXPIRY_MS", "TOMBSTONE_MS", "TOKEN_CHANNELS", "TAIL", "TAIL_BYTES", "MEMORY_MS", "GATEWAY_MS",
   "OUTPUT_COST", "PLACES", "SIZES", "FRONT", "MOVES", "AWAY_MS", "AMNESTY_MS", "STALE_MS", "MAX_ATTEMPTS", "QUARANTINE",
-  "QUARANTINED_MS", "QUOTA_MS", "DIGEST_BYTES", "PREFIX_BLOCK", "PREFIX_DENSE", "PREFIX_STEPS", "PREFIX_COUNT", "WINDOW",
-  "TRIES", "PATIENCE_PERCENT", "RECOMPUTE", "PACE_TOKENS", "RESPONSE_BYTES", "READING_ENGINES",
+  "QUARANTINED_MS", "QUOTA_MS", "QUOTA_CHECK_MS", "QUOTA_CHECKS", "DIGEST_BYTES", "PREFIX_BLOCK", "PREFIX_DENSE", "PREFIX_STEPS", "PREFIX_COUNT",
+  "WINDOW", "TRIES", "PATIENCE_PERCENT", "RECOMPUTE", "PACE_TOKENS", "RESPONSE_BYTES", "READING_ENGINES",
   "LOAD_BLOCK_SIZE", "LOAD_TOTAL_BLOCKS", "LOAD_CROWD", "RINGS", "RING_TRIES", "TENANTS_SHOWN", "COMMAND_WORDS",
 }
 local shared = {
@@ -24,6 +24,7 @@ local shared = {
   "offer", "free_room", "renew_lease", "ring", "hold", "let_go", "condemn", "accuse", "give_back",
   "prefix_tokens", "prefix_digest", "each_part", "add_prefixes", "chooser", "sweep_prefixes",
   "bucket_debt", "precise", "shift_bucket", "refund_bucket", "bucket_debts", "prompts_of", "forget_request", "settle_quota",
+  "settle_request", "check_quotas",
   "forget_response", "keep_response",
   "leaves_hole", "append_segments", "append_extras", "publish_messages", "charge_output",
   "work_of", "claim_request", "runs_suspect", "waits_for_capacity", "isolates", "claim_share", "claim_by_preemption",

@@ -82,6 +82,7 @@ for _, id in ipairs(call('ZRANGEBYSCORE', P .. 'orphans', '-inf', now_ms())) do 
 local changed, following, live = read_page(lapses_count())
 move_overdue()
 sweep_prefixes()
+check_quotas()
 for _, lane in ipairs(LANES) do head(lane) end  -- ends requests past their deadline
 first_suspect()
 return {changed, now_ms(), free_room(), queue_state(), known, call('ZCARD', P .. 'quarantine'), following, live,

@@ -24,13 +24,7 @@ end
 
 local function end_finished()  -- do now for requests that are over what settle.lua would do a moment later
   for _, id in ipairs(call('ZRANGE', open, 0, -1)) do
-    if not is_open(id) then
-      for prompt in prompts_of(tenant, id) do
-        fold_for(prompt)
-        settle_quota(tenant, prompt)
-      end
-      forget_request(tenant, id)
-    end
+    if not is_open(id) then settle_request(tenant, id) end
   end
 end
 
@@ -66,11 +60,13 @@ local function take()
   end
   local expires = math.max(deadline, now + QUOTA_MS) + EXPIRY_MS
   call('ZADD', open, expires, request)
-  for _, name in ipairs({key, held, open}) do outlive(name, expires - now) end
+  call('ZADD', P .. 'quota_checks', now + QUOTA_CHECK_MS, request .. ' ' .. tenant)
+  for _, name in ipairs({key, held, open, P .. 'quota_checks'}) do outlive(name, expires - now) end
 end
 
 local used_up, wait = '', 0
 if request ~= '' and call('HEXISTS', held, request) == 0 then  -- else a retry: only the reply did not arrive
+  if call('EXISTS', open) == 0 then call('DEL', held) end  -- Redis has evicted the ids of these entries
   for _, old in ipairs(call('ZRANGEBYSCORE', open, '-inf', now)) do forget_request(tenant, old) end
   if requests ~= '' then cost.requests = QUOTA_MS / requests end
   for i = FIRST, #ARGV do cost.tokens = cost.tokens + ARGV[i] * token_ms end

@@ -37,6 +37,7 @@ local function forget_request(tenant, request)  -- it takes nothing of the quota
   for id in prompts_of(tenant, request) do call('HDEL', held, id) end
   call('HDEL', held, request)
   call('ZREM', P .. 'quota_open:' .. tenant, request)
+  call('ZREM', P .. 'quota_checks', request .. ' ' .. tenant)
 end
 
 -- A prompt of the tenant is over: give back the output tokens that it took and did not generate.  Does nothing a second
@@ -50,4 +51,25 @@ local function settle_quota(tenant, id)
   if continuations(id) > 0 then refund_bucket(tenant, 'tokens', (output - generated_tokens(id)) * token_ms) end
   local request = string.match(id, '^(.*)%.%d+$')
   if not prompts_of(tenant, request)() then forget_request(tenant, request) end
+end
+
+-- Settle what a request of the tenant still takes.  It is over.
+local function settle_request(tenant, request)
+  for id in prompts_of(tenant, request) do
+    fold_for(id)
+    settle_quota(tenant, id)
+  end
+  forget_request(tenant, request)
+end
+
+-- Release what requests take of quotas although no gateway settles them: their gateway died, settled them before they
+-- ended, or could not give back what a failed submit took; or their keys expired, were evicted or lost in a failover.
+local function check_quotas()
+  local key, now = P .. 'quota_checks', now_ms()
+  for _, member in ipairs(call('ZRANGEBYSCORE', key, '-inf', now, 'LIMIT', 0, QUOTA_CHECKS)) do
+    local request, tenant = string.match(member, '^(%S+) (.*)$')
+    local known = false  -- it runs, or its end is remembered: a gateway may settle it yet
+    for id in prompts_of(tenant, request) do known = known or call('EXISTS', P .. 'req:' .. id) == 1 end
+    if not known then settle_request(tenant, request) else call('ZADD', key, now + QUOTA_CHECK_MS, member) end
+  end
 end
