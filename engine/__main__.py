@@ -211,8 +211,8 @@ class Server:
                 part.close()
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one engine; return its exit status.
+def main(argv: list[str] | None = None, options: type[EngineConfig] = EngineConfig) -> int:
+    """Run one engine; return its exit status.  `options`: a subclass with more choices, for a study.
 
     0: drained, with unfinished requests back in the queue, or a spare that is not needed.  2, and one line on stderr:
     configuration, model, kernels or Redis make a start impossible.  1: another engine took this one's name, the GPU
@@ -221,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     watch = Stopwatch()
     watch.laps["interpreter"] = time.process_time()  # of CPU: there is no portable way to ask when the process began
     words = sys.argv[1:] if argv is None else argv
-    config = settings.load(EngineConfig, words, os.environ, prog="quire engine", positional="model", table="engine")
+    config = settings.load(options, words, os.environ, prog="quire engine", positional="model", table="engine")
     logs.start(config.log_format)
     orphans.end_with_supervisor(config.grace_s + ORPHAN_S)
     open_files.raise_limit()  # weights, the metrics page and Redis: 1,024 are few

@@ -203,21 +203,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     warm_share: Annotated[
         float, Meta(ge=0, le=1, description="Most of the KV cache that prefixes computed at start may fill, 0 to 1.")
     ] = 0.5
-    allocation: Annotated[
-        Literal["paged", "static"],
-        Meta(
-            description="How a sequence gets its KV blocks. paged: as it grows. static: at its start, one contiguous "
-            "run for prompt and max_tokens; nothing is shared or preempted, and admission and prefix_cache have no "
-            "effect. static is the baseline that paging is measured against."
-        ),
-    ] = "paged"
     admission: Annotated[
-        Literal["forecast", "threshold", "watermark", "reserve", "none"],
+        Literal["forecast", "threshold"],
         Meta(
             description="When a waiting sequence may join the batch. forecast: the predicted peak of the KV cache "
             "fits; the prediction uses the output lengths seen so far. threshold: KV utilisation stays within "
-            "admit_threshold. watermark: 5 % of the KV cache stays free. reserve: every sequence fits at its greatest "
-            "length. none: the prompt fits."
+            "admit_threshold, whatever the sequences may still need."
         ),
     ] = "forecast"
     admit_threshold: Annotated[

@@ -25,6 +25,7 @@ from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
 from quire.engine.core.blocks import BlockPool, HostPool
 from quire.engine.core.limits import Limits
+from quire.engine.core.policy.allocation import shares_blocks
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import Executor, StepError
@@ -71,14 +72,13 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         block_bytes=info.kv_bytes_per_token * config.block_size,
         itl_stretch=config.itl_stretch,
         step_target_s=config.step_target_s,
-        allocation=config.allocation,
         grammars=info.grammars,
-        beams=info.beams,
+        beams=info.beams and shares_blocks(config.admission),
     )
     pool = BlockPool(
         executor.blocks,
         config.block_size,
-        caching=config.prefix_cache and config.allocation == "paged",
+        caching=config.prefix_cache,
         note_discarded=config.poison_free_blocks,
     )
     return Scheduler(pool, limits, HostPool(executor.host_blocks), StepCostModel(executor.swap_bytes_per_s))

@@ -1,4 +1,4 @@
-"""A threefold burst on a busy server, once for each way to handle it: two lanes, one queue, other modes, vLLM.
+"""A threefold burst on a busy server, once per way to handle it: two lanes, one queue, another mode, vLLM.
 
     python -m quire.loadtest burst DIR                                                    42M model on a CPU
     python -m quire.loadtest burst DIR --shape llama-8b --kv-tokens 40960 --scale 1       8B shape on a GPU
@@ -25,9 +25,10 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ from quire.loadtest.calibrate import MEASURE_S, RAMP_S, Calibration, calibrate
 from quire.loadtest.checkpoint import COUNTDOWN, make_shape, prepare, read_countdown
 from quire.loadtest.server import MODEL_NAME, Server, ServerError, serve, serve_vllm
 
-MODES = ("threshold", "watermark", "reserve", "none")  # admission modes of the engine other than its default
-SYSTEMS = ("lanes", "fifo", *MODES)
+Serve = Callable[..., AbstractContextManager[Server]]  # called with a model and flags, as `serve`
+MODES: dict[str, Serve] = {"threshold": serve}  # admission modes other than the default, and what starts a server
 LOADS = ("known", "cold", "warm")
 BLOCK = 16
 START_S, VLLM_START_S, DRAIN_S, STOP_S = 8, 60, 70, 2  # of a run, for the estimate of the time it takes
@@ -61,13 +62,16 @@ class Run:
         return f"burst_{self.load}_{self.system}_{self.seed}.json"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, modes: dict[str, Serve] = MODES) -> None:
+    parser.set_defaults(modes=modes)
     parser.add_argument("model", type=Path, metavar="DIR", help="directory of the model; made there if empty")
     parser.add_argument(
         "--shape", choices=shapes.CONFIGS, help="make this shape in DIR; the engine makes up its weights; default: 42M"
     )
     parser.add_argument(
-        "--systems", default="lanes,fifo", help=f"of {', '.join(SYSTEMS)}; default lanes,fifo. lanes: the defaults"
+        "--systems",
+        default="lanes,fifo",
+        help=f"of {', '.join(systems_of(modes))}; default lanes,fifo. lanes: the defaults",
     )
     parser.add_argument("--loads", default=",".join(LOADS), help="of known, cold and warm; default: all")
     parser.add_argument("--seeds", default="1,2,3", help="one run of everything for each; default 1,2,3")
@@ -108,10 +112,14 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slo-itl", type=float, default=0.2, help="limit of a mean time a token, s; default 0.2")
 
 
+def systems_of(modes: Iterable[str]) -> tuple[str, ...]:
+    return ("lanes", "fifo", *modes)
+
+
 def chosen(args: argparse.Namespace) -> tuple[list[str], list[str], list[int]]:
     """Return systems, loads and seeds.  Raises SystemExit with one line for an unknown or invalid one."""
     systems, loads, seeds = args.systems.split(","), args.loads.split(","), args.seeds.split(",")
-    for name, given, known in (("systems", systems, SYSTEMS), ("loads", loads, LOADS)):
+    for name, given, known in (("systems", systems, systems_of(args.modes)), ("loads", loads, LOADS)):
         if unknown := set(given) - set(known):
             raise SystemExit(f"--{name}: {min(unknown)!r} is none; there are {', '.join(known)}")
     if not all(seed.isdecimal() for seed in seeds):
@@ -122,7 +130,7 @@ def chosen(args: argparse.Namespace) -> tuple[list[str], list[str], list[int]]:
 
 
 def flags_of(args: argparse.Namespace, system: str) -> tuple[str, ...]:
-    """Return the options of `quire serve` for one of SYSTEMS."""
+    """Return the options of `quire serve` for a system."""
     own = {"lanes": args.lanes_server.split(), "fifo": args.fifo_server.split()}
     # A request may ask for ask_tokens after the longest prompt.
     length = args.context + args.ask_tokens
@@ -164,7 +172,7 @@ def runs_of(args: argparse.Namespace, vocab: int, eos: int, rate: float) -> list
                 warm = flat(steady | {"seconds": round(args.warm_requests / rate, 1), "seed": seed + WARM_SEED})
             for system in systems:
                 flags = flags_of(args, system)
-                start = lambda flags=flags: serve(model, *flags)  # noqa: E731
+                start = partial(args.modes.get(system, serve), model, *flags)
                 shown = " ".join(["quire serve DIR", *flags])
                 runs.append(Run(system, load, seed, shown, start, flat(words | {"seed": seed}), warm))
     if args.vllm_python:
@@ -274,8 +282,8 @@ def write_arrivals(path: Path, args: argparse.Namespace, result: dict[str, Any],
 def oracle_of(seed: int, results: list[dict[str, Any]], runs: list[Run], args: argparse.Namespace) -> Any:
     """Return what `loadtest.studies oracle` says of a seed's arrivals; None if no run measured the step times.
 
-    The step times are those of the first of SYSTEMS and LOADS that has them: all runs of a seed have equal arrivals."""
-    order = [(load, system) for load in LOADS for system in SYSTEMS]
+    The step times are those of the first system and load that have them: all runs of a seed have equal arrivals."""
+    order = [(load, system) for load in LOADS for system in systems_of(args.modes)]
     usable = [
         result
         for result in results

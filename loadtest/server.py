@@ -58,12 +58,18 @@ def engine_processes(supervisor: psutil.Process) -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def serve(model: str, *flags: str, checkout: Path | None = None, log: Path | None = None) -> Iterator[Server]:
+def serve(
+    model: str,
+    *flags: str,
+    checkout: Path | None = None,
+    log: Path | None = None,
+    program: Sequence[str] = ("quire.service.cli",),
+) -> Iterator[Server]:
     """Start `quire serve`, wait for /ready, and drain it at the end.  Requests name the model MODEL_NAME.
 
     `checkout`: directory of another version of the code.  `log`: file that keeps the server's output.
-    Raises ServerError."""
-    command = [sys.executable, "-m", "quire.service.cli", "serve", model, "--served-name", MODEL_NAME, *flags]
+    `program`: module and words in front of `serve`.  Raises ServerError."""
+    command = [sys.executable, "-m", *program, "serve", model, "--served-name", MODEL_NAME, *flags]
     shown = " ".join(["quire serve", model, *flags])
     with _serving(command, shown, "/ready", QUIRE_READY_S, checkout=checkout, kept=log) as server:
         yield server

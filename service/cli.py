@@ -116,6 +116,17 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ] = ""
 
 
+class EngineProgram(msgspec.Struct, frozen=True):
+    """The engine that `quire serve` starts.  A study starts one with more options."""
+
+    words: tuple[str, ...] = ("-m", PROCESSES["engine"])  # arguments of Python
+    spare: tuple[str, ...] = ("-m", "quire.engine.process.fork_server")  # what forks spares; (): there are none
+    options: type[EngineConfig] = EngineConfig
+
+
+ENGINE = EngineProgram()
+
+
 class QuarantineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `quire quarantine`."""
 
@@ -159,20 +170,22 @@ class GivenUp(OperatorError):
     """Serving cannot go on; one line an operator can act on."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the console script.
+def main(argv: Sequence[str] | None = None, engine: EngineProgram = ENGINE) -> int:
+    """Run the console script.  `engine`: the one that `serve` starts.
 
     Returns the exit status: 0 after a drain, 1 if it gave up or a request failed, 2 for a bad command line."""
     command, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
     rest = rest[:-1]  # the "" only stands in for a missing command
     if (command == "serve" or command in PROCESSES) and (
-        unknown := settings.unknown_variable(os.environ, (ServeConfig, GatewayConfig, EngineConfig, ClientEnvironment))
+        unknown := settings.unknown_variable(
+            os.environ, (ServeConfig, GatewayConfig, engine.options, ClientEnvironment)
+        )
     ):
         settings.stop(f"quire {command}", unknown, CONFIG_ERROR)
     if command == "serve" or command in PROCESSES:
         leave_pid_1()
     if command == "serve":
-        return serve(rest)
+        return serve(rest, engine)
     if command == "quarantine":
         return quarantine(rest)
     if command in CLIENTS:
@@ -228,18 +241,18 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     return own, gateway, engine
 
 
-def serve(argv: Sequence[str]) -> int:
-    """Run `quire serve`.  Returns the exit status."""
+def serve(argv: Sequence[str], program: EngineProgram = ENGINE) -> int:
+    """Run `quire serve` with this engine.  Returns the exit status."""
     prog = "quire serve"
     if "-h" in argv or "--help" in argv:
         print(f"usage: {prog} [MODEL] [options]   MODEL comes first; without one the demo model is served\n")
         print(f"{settings.describe(ServeConfig)}\n\nof the gateways:\n{settings.describe(GatewayConfig)}\n")
-        print(f"of the engine:\n{settings.describe(EngineConfig)}")
+        print(f"of the engine:\n{settings.describe(program.options)}")
         return 0
     own_words, gateway_words, engine_words = split(argv)
     own = settings.load(ServeConfig, own_words, os.environ, prog=prog, table="serve", shared=BOTH)
     gateway = settings.load(GatewayConfig, gateway_words, os.environ, prog=prog, table="gateway")
-    engine_config = settings.load(EngineConfig, engine_words, os.environ, prog=prog, table="engine")
+    engine_config = settings.load(program.options, engine_words, os.environ, prog=prog, table="engine")
     check_options(prog, own, gateway)
     check_both(prog, gateway, engine_config)
     embedded: EmbeddedRedis | None = None
@@ -260,8 +273,8 @@ def serve(argv: Sequence[str]) -> int:
         pages, engine_page = metrics_pages(gateway, own.gateways, engine_config.metrics_host)
         first = [f"--engine-id={name}", f"--grace-s={ENGINE_GRACE_S}"]  # the engine's own options may change them
         words = [*first, *engine_words, f"--model={model}", f"--metrics-port={pages[0]}"]
-        spare = ["-m", "quire.engine.process.fork_server", *words] if own.spare else []
-        engine = Child("engine", ["-m", "quire.engine", *words], ENGINE_STOP_S, spare=spare)
+        spare = [*program.spare, *words] if own.spare and program.spare else []
+        engine = Child("engine", [*program.words, *words], ENGINE_STOP_S, spare=spare)
         gateways = [
             Child(
                 f"gateway {i}",

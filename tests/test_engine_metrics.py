@@ -28,7 +28,15 @@ from quire.engine.orders import LocalBox, Order, Resume
 from quire.engine.wire.messages import EngineLoad, Generate, Sampling
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
-CONFIG = EngineConfig(max_seqs=8, step_tokens=64, chunk_tokens=16, check_books=True, engine_id="e0", admission="none")
+CONFIG = EngineConfig(
+    max_seqs=8,
+    step_tokens=64,
+    chunk_tokens=16,
+    check_books=True,
+    engine_id="e0",
+    admission="threshold",
+    admit_threshold=1.0,
+)
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 

@@ -350,7 +350,12 @@ def test_a_preempted_sequence_finds_its_grammar_again(
     monkeypatch.setattr(Grammars, "_compile", counting)
     monkeypatch.setattr(Grammars, "_matcher", fail_unless_held := HeldOnly(Grammars._matcher))
     config = EngineConfig(
-        model=str(checkpoint("llama")), executor="scripted", kv_blocks=12, admission="none", grammar_memory_mib=0
+        model=str(checkpoint("llama")),
+        executor="scripted",
+        kv_blocks=12,
+        admission="threshold",
+        admit_threshold=1.0,
+        grammar_memory_mib=0,
     )
     llm = LLM.over(config, ScriptedExecutor.load(config))
     asked = [Sampling(seed=at, grammar=f"start: /[a-z{at} ]{{200,400}}/") for at in range(8)]

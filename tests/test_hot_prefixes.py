@@ -31,7 +31,9 @@ from tests.system.stack import free_port
 
 INFO = ModelInfo("scripted", "f00d", 1000, 512, [0], 64)
 SIZE: Final = 16
-CONFIG = EngineConfig(max_seqs=8, step_tokens=64, check_books=True, block_size=SIZE, admission="none")
+CONFIG = EngineConfig(
+    max_seqs=8, step_tokens=64, check_books=True, block_size=SIZE, admission="threshold", admit_threshold=1.0
+)
 
 
 def prefix(token_ids: Sequence[int], salt: str = "") -> HotPrefix:

@@ -1,4 +1,4 @@
-"""Options that earlier versions had: a setting that names one is refused with what replaced it."""
+"""Options and values that earlier versions had: a setting that names one is refused with what replaced it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,25 @@ REMOVED = {
     "flight_log": "--request-log records each request, `python -m quire.engine.tools simulate --trace` runs it again",
     "flight_log_mib": "--request-log-mib bounds the request log",
     "client_template_s": "requests cannot bring a chat template; put it into the checkpoint as chat_template.jinja",
+    "allocation": "KV blocks are always paged; `python -m quire.loadtest.studies baselines` has static allocation",
+}
+# (field of a config, value) -> what to use instead
+REMOVED_VALUES = {
+    ("admission", "watermark"): "--admission threshold --admit-threshold 0.95 does the same",
+    ("admission", "none"): "--admission threshold --admit-threshold 1 does the same",
+    ("admission", "reserve"): "--admission forecast, the default, takes its place",
 }
 
 
 def advice(name: str) -> str | None:
     """Return what replaced an option, given as flag, variable or key of a file; None if there was no such option."""
-    field = name.lower().removeprefix("--").removeprefix("no-").replace("-", "_").removeprefix("quire_")
-    return REMOVED.get(field)
+    return REMOVED.get(_field(name))
+
+
+def value_advice(name: str, value: object) -> str | None:
+    """Return what replaced a value of an option; None if the option never had it."""
+    return REMOVED_VALUES.get((_field(name), value)) if isinstance(value, str) else None
+
+
+def _field(name: str) -> str:
+    return name.lower().removeprefix("--").removeprefix("no-").replace("-", "_").removeprefix("quire_")

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from quire.engine.common.errors import OperatorError
-from quire.engine.common.removed_options import advice
+from quire.engine.common.removed_options import advice, value_advice
 
 C = TypeVar("C", bound=msgspec.Struct)
 
@@ -229,7 +229,10 @@ def _convert(value: object, kind: Any, source: str, *, strict: bool = False) -> 
         converted = msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
         limits = ", ".join(_limits(kind))
-        raise SettingsError(f"{source} is {_show(value)}; must be {limits or str(error).lower()}") from None
+        instead = value_advice(source.rsplit(" ", 1)[-1], value)
+        raise SettingsError(
+            f"{source} is {_show(value)}; must be {limits or str(error).lower()}{f': {instead}' if instead else ''}"
+        ) from None
     if isinstance(converted, float) and not math.isfinite(converted):  # NaN passes every >= and <=
         raise SettingsError(f"{source} is {value}; must be a finite number")
     return converted

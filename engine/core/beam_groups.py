@@ -250,7 +250,7 @@ class BeamGroups:
     def refusal(self, request: Generate, limit: int) -> str:
         beams, limits, size = request.beams, self._limits, self._pool.block_size
         assert beams is not None
-        if not limits.beams or limits.allocation != "paged":
+        if not limits.beams:
             return "the answers are to be found by beam search, and this engine has none"
         if not request.n <= beams.width <= limits.max_seqs:
             return f"the beam width is {beams.width}; it must be {request.n} (n) to {limits.max_seqs} (slots) here"

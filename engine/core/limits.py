@@ -9,9 +9,6 @@ import msgspec
 from quire.engine.core.swapping import Preempt
 from quire.engine.wire.messages import Delta, FinishReason, Generate
 
-Admission = Literal["forecast", "threshold", "watermark", "reserve", "none"]
-Allocation = Literal["paged", "static"]
-
 
 class Limits(msgspec.Struct, frozen=True):
     """Bounds of the scheduler, derived from EngineConfig and the loaded model."""
@@ -24,8 +21,7 @@ class Limits(msgspec.Struct, frozen=True):
     admit_threshold: float  # fraction of the pool
     eos_ids: frozenset[int]
     fingerprint: str
-    admission: Admission = "forecast"  # when a sequence that is not alone may start: policy/admission.py
-    allocation: Allocation = "paged"  # how a sequence gets its blocks: policy/allocation.py
+    admission: str = "forecast"  # name of the mode: policy/admission.py, and policy/allocation.py
     preempt: Preempt = "auto"  # what a preempted sequence has computed is dropped, or copied to the host: swapping.py
     block_bytes: int = 0  # keys and values of a block, all layers; prices a swap in mode "auto"
     itl_stretch: float = 0.0  # longest step with prompts, relative to a decode-only step; 0: no bound

@@ -57,7 +57,7 @@ class Scheduler:
     ) -> None:
         """`host`: the memory that preempted sequences are swapped to; None: they are computed again.
 
-        Raises ValueError when allocation is static and the pool caches."""
+        Raises KeyError for an admission mode that is not registered."""
         self.pool = pool
         self.limits = limits
         self.step_cost = step_cost or StepCostModel()

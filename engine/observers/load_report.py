@@ -134,5 +134,5 @@ class LoadReport:
             static_blocks=core.batch.reserved_blocks,
             slots_filled=self._slots_filled,
             honours=list(LATER_FIELDS),
-            beams=core.limits.max_seqs if core.limits.beams and core.limits.allocation == "paged" else 0,
+            beams=core.limits.max_seqs if core.limits.beams else 0,
         )

@@ -213,7 +213,7 @@ def swap(config: EngineConfig, tokens: int) -> dict[str, float]:
 def stall(config: EngineConfig, length: int, rows: int = 32, steps: int = 300) -> dict[str, float]:
     """The time between tokens, p50 and p99, of `rows` sequences: alone, and while a prompt of `length` tokens is
     computed beside them; as configured, with step_tokens alone to bound a step, and with nothing to bound it."""
-    config = msgspec.structs.replace(config, prefix_cache=False, admission="none")
+    config = msgspec.structs.replace(config, prefix_cache=False, admission="threshold", admit_threshold=1.0)
     normal = config.step_tokens or local.SIZES[local.device_kind(config)][1]
     executor = loading.load(all_cores(msgspec.structs.replace(config, step_tokens=max(normal, length + rows + 1))))
     figures: dict[str, float] = {}
@@ -249,7 +249,7 @@ def stall_sampled(config: EngineConfig, length: int, window: int, rows: int = 32
     """The time between tokens, p50 and p99, of `rows` sequences beside a prompt of `length` tokens, as configured: in
     `window` steps at the beginning of each quarter of it and at its end.  Before each of them as many steps without:
     their own contexts grow, too.  All together and, by position, each by itself."""
-    config = msgspec.structs.replace(config, prefix_cache=False, admission="none")
+    config = msgspec.structs.replace(config, prefix_cache=False, admission="threshold", admit_threshold=1.0)
     llm = LLM.over(config, loading.load(all_cores(config)))
     core, vocab = llm.engine.core, llm.executor.info.vocab_size
     configured = core.limits

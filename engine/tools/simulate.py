@@ -15,13 +15,13 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args
 
 import msgspec
 
 from quire.engine.core.blocks import BlockPool, HostPool
-from quire.engine.core.limits import Admission, Limits
+from quire.engine.core.limits import Limits
 from quire.engine.core.plan import Sampler, StepPlan
+from quire.engine.core.policy.admission import ADMISSION
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
@@ -75,18 +75,14 @@ class _Script(ScriptedExecutor):
         return EOS if position + 1 == job.output_len else 1
 
 
-Mode = Admission | Literal["static"]
-MODES: tuple[Mode, ...] = (*get_args(Admission), "static")
-
-
 def efficiency(held_blocks: int, reserved_blocks: int) -> float:
     """eta: what paging holds of what contiguous allocation at the greatest length would hold for the same sequences,
     at one moment.  1 where nothing runs."""
     return held_blocks / reserved_blocks if reserved_blocks else 1.0
 
 
-def engine_limits(mode: Mode, *, max_seqs: int = 256, step_tokens: int = 1024, threshold: float = 0.9) -> Limits:
-    """An engine without a model; `mode` "static" is allocation, all others are admission to a paged pool."""
+def engine_limits(mode: str, *, max_seqs: int = 256, step_tokens: int = 1024, threshold: float = 0.9) -> Limits:
+    """The limits of an engine without a model, in an admission mode."""
     return Limits(
         max_seqs,
         step_tokens,
@@ -96,8 +92,7 @@ def engine_limits(mode: Mode, *, max_seqs: int = 256, step_tokens: int = 1024, t
         threshold,
         frozenset([EOS]),
         "sim",
-        "none" if mode == "static" else mode,
-        "static" if mode == "static" else "paged",
+        mode,
     )
 
 
@@ -117,7 +112,7 @@ def simulate(
     What goes to `host_blocks` of the host's memory, and back, takes no time.
 
     Raises ValueError for a job that no scheduler could run."""
-    pool = BlockPool(blocks, block_size, caching=caching and limits.allocation == "paged")
+    pool = BlockPool(blocks, block_size, caching=caching)
     core = Scheduler(pool, limits, HostPool(host_blocks), StepCostModel(swap_bytes_per_s))
     run = _Run(sorted(jobs, key=lambda job: job.at_s), core, blocks)
     while run.coming or not core.idle:
@@ -286,7 +281,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=1024, help="limit of outputs; --trace: of lines without one")
     parser.add_argument("--rate", type=float, default=0.0, help="of --trace: Poisson arrivals a second, not at_s")
     parser.add_argument("--known", action="store_true", help="of --burst: outputs end at max_tokens (ignore_eos)")
-    parser.add_argument("--mode", choices=[*MODES, "all"], default="all", help="admission mode (default: all)")
+    parser.add_argument("--mode", choices=[*ADMISSION, "all"], default="all", help="admission mode (default: all)")
     parser.add_argument("--kv-blocks", type=int, default=512, help="blocks in the pool (default: 512)")
     parser.add_argument("--max-seqs", type=int, default=256, help="sequences that may run at once (default: 256)")
     return parser
@@ -305,7 +300,7 @@ def main(argv: list[str]) -> int:
             ]
         )
         print(HEADER)
-        for mode in MODES if args.mode == "all" else (args.mode,):
+        for mode in ADMISSION if args.mode == "all" else (args.mode,):
             for seed, jobs in runs:
                 report = simulate(jobs, engine_limits(mode, max_seqs=args.max_seqs), args.kv_blocks)
                 print(line(mode, seed, report), flush=True)

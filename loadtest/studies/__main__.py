@@ -12,6 +12,8 @@ PACKAGE = "quire.loadtest.studies"
 # name -> (module, what it measures)
 STUDIES: dict[str, tuple[str, str]] = {
     "capacity": (f"{PACKAGE}.capacity", "find how many users fit: static, paged, admission, prefix cache"),
+    "baselines": (f"{PACKAGE}.baseline_server", "serve with other admission modes and static allocation, to compare"),
+    "burst-modes": (f"{PACKAGE}.burst_modes", "send the burst to those modes too"),
     "memory-limit": (f"{PACKAGE}.memory_limit", "compare allocation, admission and prefix cache in 12 GB of a GPU"),
     "memory-use": (f"{PACKAGE}.memory_use", "sample filled slots, paged over static blocks, hit rate, by workload"),
     "contiguous": (f"{PACKAGE}.contiguous", "compare paged with contiguous allocation where paging cannot help"),

@@ -33,13 +33,14 @@ from typing import Any
 from quire.loadtest import machine
 from quire.loadtest.checkpoint import prepare
 from quire.loadtest.replay import Options, Session, body, record_of
-from quire.loadtest.server import MODEL_NAME, ServerError, serve
+from quire.loadtest.server import MODEL_NAME, ServerError
 from quire.loadtest.stats import Record, Sample, percentile, prefix_hits
+from quire.loadtest.studies.burst_modes import serve_baseline
 from quire.loadtest.trace import Job, lognormal
 from quire.loadtest.workloads import Arrival
 
 SYSTEMS: dict[str, tuple[str, ...]] = {
-    "static": ("--allocation", "static"),
+    "static": ("--admission", "static", "--no-prefix-cache"),
     "paged": ("--admission", "none", "--no-prefix-cache"),
     "paged, admission": ("--admission", "forecast", "--no-prefix-cache"),
     "paged, admission, prefix cache": ("--admission", "forecast"),
@@ -216,7 +217,7 @@ def measure(name: str, args: argparse.Namespace, work: Work, sla: Sla, first: in
     """Measure one allocator: its capacity, the results of a single user, and every trial.  Raises ServerError."""
     flags = ["--kv-blocks", str(args.kv_blocks), *args.server.split(), *SYSTEMS[name]]
     trials: dict[int, Trial] = {}
-    with serve(str(args.model), *flags) as server:
+    with serve_baseline(str(args.model), *flags) as server:
         options = Options(
             url=server.url,
             model=MODEL_NAME,

@@ -2,10 +2,10 @@
 
     python -m quire.loadtest.studies contiguous DIR [--pairs 7] [--alone 4] [--jobs 32]
 
-The 42M model is made in DIR if the directory holds no model.  Two servers are up, one with `--allocation static` (each
-sequence has one run of blocks for its greatest length from its start, as an engine without block tables has), one with
-`--allocation paged`.  The pool holds every sequence of either, so memory limits neither, and both are without a prefix
-cache.  They take turns, and the first of a pair alternates:
+The 42M model is made in DIR if the directory holds no model.  Two servers are up, one with `--admission static` of the
+study `baselines` (each sequence has one run of blocks for its maximum length from its start, as an engine without block
+tables has), one with `--admission forecast`.  The pool holds every sequence of either, so memory limits neither, and
+both are without a prefix cache.  They take turns, and the first of a pair alternates:
 
     alone     `--alone` requests, one after the other, 128 tokens in, 128 out
     uniform   `--jobs` requests at once, 50 tokens in, 50 out
@@ -30,13 +30,14 @@ from typing import Any
 from quire.loadtest import machine
 from quire.loadtest.checkpoint import make_llama_42m
 from quire.loadtest.replay import Options, replay
-from quire.loadtest.server import MODEL_NAME, engine_processes, serve
+from quire.loadtest.server import MODEL_NAME, engine_processes
 from quire.loadtest.stats import Record
+from quire.loadtest.studies.burst_modes import serve_baseline
 from quire.loadtest.trace import Job
 from quire.loadtest.workloads import Arrival
 
 ALONE, UNIFORM = (128, 128), (50, 50)  # tokens in and out
-MODES = ("static", "paged")
+MODES = {"static": "static", "paged": "forecast"}  # allocation -> admission mode
 FLAGS = ("--no-prefix-cache", "--no-spare", "--kv-blocks", "2048", "--max-seqs", "64", "--threads", "1")
 
 
@@ -98,7 +99,8 @@ def main(args: argparse.Namespace, command: str) -> int:
     with ExitStack() as stack:
         flags = [*FLAGS, *args.server.split()]
         servers = {
-            mode: stack.enter_context(serve(str(args.directory), "--allocation", mode, *flags)) for mode in MODES
+            mode: stack.enter_context(serve_baseline(str(args.directory), "--admission", admission, *flags))
+            for mode, admission in MODES.items()
         }
 
         def measured(load: Callable[[Options, int, int], float], count: int, tokens: int) -> dict[str, Any]:

@@ -46,9 +46,10 @@ from quire.engine.llm import LLM, Completion, all_cores
 from quire.engine.loop import ConfigError
 from quire.engine.tools.bench import Job, say
 from quire.engine.wire.messages import Sampling
+from quire.loadtest.studies.baselines import BaselineConfig
 
 WAYS: dict[str, dict[str, Any]] = {
-    "static": {"allocation": "static", "prefix_cache": False},
+    "static": {"admission": "static", "prefix_cache": False},
     "paged": {"admission": "none", "prefix_cache": False},
     "admission": {"admission": "forecast", "prefix_cache": False},
     "prefix-cache": {"admission": "forecast", "prefix_cache": True},
@@ -162,7 +163,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--limit-ms", type=float, default=200.0)
     parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS))
     own, rest = parser.parse_known_args(argv)
-    config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
+    config = settings.load(BaselineConfig, rest, os.environ, prog=name, positional="model")
     try:
         if unknown := [way for way in own.ways if way not in WAYS]:
             raise ConfigError(f"--ways: no {unknown[0]!r}; there are {', '.join(WAYS)}")

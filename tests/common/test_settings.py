@@ -10,7 +10,7 @@ import pytest
 from msgspec import Meta
 
 from quire.engine.common import settings
-from quire.engine.common.removed_options import REMOVED
+from quire.engine.common.removed_options import REMOVED, REMOVED_VALUES
 from quire.engine.config import EngineConfig
 from quire.service.cli import BOTH, ServeConfig, split
 from quire.service.config import GatewayConfig
@@ -148,6 +148,21 @@ def test_a_removed_option_is_refused_with_what_replaced_it(field: str, tmp_path:
     assert says == f"{variable} is not an option any more: {REMOVED[field]}"
     with pytest.raises(settings.SettingsError, match=f"{flag} is not an option any more: "):
         settings.parse(EngineConfig, split([flag, "1"])[2], {})
+
+
+@pytest.mark.parametrize(("field", "value"), REMOVED_VALUES)
+def test_a_removed_value_is_refused_with_what_replaced_it(field: str, value: str, tmp_path: Path) -> None:
+    instead, flag, variable = REMOVED_VALUES[field, value], settings.flag_of(field), f"QUIRE_{field.upper()}"
+    (file := tmp_path / "quire.toml").write_text(f'[engine]\n{field} = "{value}"\n')
+    for words, environ, source in (
+        ([f"{flag}={value}"], {}, flag),
+        ([], {variable: value}, variable),
+        (["--config", str(file)], {}, f"{file}: [engine] {field}"),
+    ):
+        with pytest.raises(settings.SettingsError) as refused:
+            settings.parse(EngineConfig, words, environ, table="engine")
+        assert str(refused.value).startswith(f"{source} is {value!r}; must be one of ")
+        assert str(refused.value).endswith(f": {instead}")
 
 
 def test_serve_sorts_its_words() -> None:

@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.engine.core.limits import Admission, Allocation
 from quire.engine.core.sequence import State
 from quire.engine.core.swapping import Preempt
 from quire.engine.wire.messages import Beams
+from quire.loadtest.studies.baselines import MODES
 from tests.core.oracle import FORCED, VOCAB
 from tests.core.rig import BAD_SEED, FAR, Rig
 
@@ -27,15 +27,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.faults = False  # steps failed that no request made fail
 
     @initialize(
-        admission=st.sampled_from(get_args(Admission)),
-        allocation=st.sampled_from(["paged", "paged", "paged", "static"]),
+        admission=st.sampled_from(MODES),
         preempt=st.sampled_from(get_args(Preempt)),
         host_blocks=st.sampled_from([0, 6, 40]),
         caching=st.booleans(),
     )
-    def choose(
-        self, admission: Admission, allocation: Allocation, preempt: Preempt, host_blocks: int, caching: bool
-    ) -> None:
+    def choose(self, admission: str, preempt: Preempt, host_blocks: int, caching: bool) -> None:
         self.rig = Rig(
             blocks=18,
             size=4,
@@ -43,7 +40,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             step_tokens=16,
             chunk_tokens=7,
             admission=admission,
-            allocation=allocation,
             preempt=preempt,
             host_blocks=host_blocks,
             caching=caching,
@@ -91,7 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         what["grammar"] = grammar
         self.rig.add(prefix + tail, new, n=n, **what, **who)
 
-    @precondition(lambda self: self.rig.limits.allocation == "paged")
+    @precondition(lambda self: self.rig.limits.admission != "static")
     @rule(
         prefix=st.sampled_from(PREFIXES),
         tail=st.lists(st.integers(1, VOCAB - 1), max_size=4),
@@ -175,7 +171,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def room_agrees_with_the_mode(self) -> None:
         """`room` offers no block that is held, kept free by the mode, or needed by a waiting sequence.
 
-        In mode "reserve" it leaves what all running sequences need at their greatest length."""
+        In mode "reserve" it leaves what all running sequences need at their maximum length."""
         core, size = self.rig.core, self.rig.pool.block_size
         tokens, requests = core.headroom.startable()
         if not core.requests:
@@ -183,10 +179,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert 0 <= requests <= core.batch.slots.free
         assert tokens % size == 0
-        kept = 1 if self.rig.limits.admission == "watermark" and self.rig.limits.allocation == "paged" else 0
+        kept = 1 if self.rig.limits.admission == "watermark" else 0
         queued = sum(seq.known // size for seq in core.waiting)
         assert tokens == 0 or tokens // size + queued <= core.pool.available - kept
-        if self.rig.limits.admission == "reserve" and self.rig.limits.allocation == "paged":
+        if self.rig.limits.admission == "reserve":
             started = [seq for seq in core.live() if seq.state in (State.PREFILLING, State.DECODING)]
             growth = sum(-(-seq.limit // size) - len(seq.table) for seq in started)
             assert tokens == 0 or tokens // size <= core.pool.available - growth
@@ -213,7 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def static_tables_are_runs_nobody_shares(self) -> None:
-        if self.rig.limits.allocation == "static":
+        if self.rig.limits.admission == "static":
             core, tables = self.rig.core, [seq.table for seq in self.rig.core.live() if seq.table]
             assert all(table == list(range(table[0], table[0] + len(table))) for table in tables)
             assert core.headroom.predicted_peak() == sum(map(len, tables)) == core.pool.total - core.pool.available
@@ -221,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def waste_is_below_one_block_a_sequence(self) -> None:
-        if self.rig.limits.allocation == "static":
+        if self.rig.limits.admission == "static":
             return
         filled, allocated = self.rig.core.occupancy.used_positions()
         tails = {seq.table[-1] for seq in self.rig.core.live() if seq.table}

@@ -10,7 +10,7 @@ import pytest
 
 from quire.engine.core.blocks import BlockPool, HostPool
 from quire.engine.core.isolation import FAILED_TWICE
-from quire.engine.core.limits import Admission, Allocation, Event, Limits
+from quire.engine.core.limits import Event, Limits
 from quire.engine.core.plan import StepPlan, StepResult
 from quire.engine.core.policy.fairness import Shares
 from quire.engine.core.policy.step_cost import StepCostModel
@@ -18,6 +18,7 @@ from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.sequence import Sequence
 from quire.engine.core.swapping import Preempt
 from quire.engine.wire.messages import Beams, Delta, Finish, Generate, Sampling
+from quire.loadtest.studies import baselines  # noqa: F401  # rigs run its modes, too
 from tests.core.oracle import EOS, VOCAB, OracleExecutor, StepFails, reference, reference_beams
 
 FAR = 2**60
@@ -40,16 +41,15 @@ class Rig:
         depth: int = 2,
         caching: bool = True,
         max_model_len: int = 10_000,
-        admission: Admission = "threshold",
+        admission: str = "threshold",
         preempt: Preempt = "recompute",
         host_blocks: int = 0,
-        allocation: Allocation = "paged",
         bad: int | None = None,
     ) -> None:
         """`bad`: each step fails that samples for a request of BAD_SEED at this output position or later."""
         self._bad = {} if bad is None else {BAD_SEED: bad}
         self._caching, self._shape = (
-            caching and allocation == "paged",
+            caching,
             (blocks, size, max_seqs, depth, host_blocks),
         )
         self.limits = Limits(
@@ -65,7 +65,6 @@ class Rig:
             admission=admission,
             preempt=preempt,
             block_bytes=64,
-            allocation=allocation,
             beams=True,
             grammars=True,
         )

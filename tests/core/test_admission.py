@@ -24,7 +24,7 @@ def test_threshold_holds_new_work_back() -> None:
 
 def test_watermark_keeps_a_twentieth_free_and_none_keeps_nothing() -> None:
     for admission, running in (("watermark", 1), ("none", 2)):
-        rig = Rig(blocks=20, size=4, admission=admission)  # type: ignore[arg-type]
+        rig = Rig(blocks=20, size=4, admission=admission)
         rig.add([1] * 39, 1, ignore_eos=True)
         rig.add([2] * 39, 1, ignore_eos=True)
         rig.submit()
@@ -56,7 +56,7 @@ def test_forecast_counts_a_shared_prefix_once(ends_known: bool) -> None:
 def test_forecast_knows_when_the_others_end() -> None:
     """Both at their greatest length need 22 blocks of 20; but when the second has grown, the first will be gone."""
     for admission, running in (("forecast", 2), ("reserve", 1)):
-        rig = Rig(blocks=20, size=4, admission=admission)  # type: ignore[arg-type]
+        rig = Rig(blocks=20, size=4, admission=admission)
         rig.add([1] * 30, 4, ignore_eos=True)
         rig.add([2] * 8, 44, ignore_eos=True)
         rig.submit()
@@ -96,7 +96,7 @@ def test_lengths_are_learnt_by_tenant_whatever_its_salts_are() -> None:
 def test_reserve_counts_blocks_that_two_sequences_computed_at_the_same_time() -> None:
     """Tables [0, 1, 5 ...] and [0, 2, 5 ...]: what they share is not their beginning alone."""
     machine = SchedulerMachine()
-    machine.choose(preempt="recompute", caching=True, host_blocks=40, allocation="paged", admission="reserve")
+    machine.choose(preempt="recompute", caching=True, host_blocks=40, admission="reserve")
     plain: dict[str, Any] = {"priority": 0, "prompt_logprobs": -1, "grammar": ""}
     last = {"life": FAR, "salt": "", "tenant": ("", 1.0)}
     tail = [45, 10, 12, 29, 32, 1, 31, 34, 30, 22, 46, 1]

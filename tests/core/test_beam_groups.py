@@ -65,7 +65,7 @@ def test_a_group_is_preempted_as_a_whole_and_finds_the_same_answers(steps: int, 
 
 def test_groups_larger_than_the_pool_take_turns() -> None:
     """Neither fits beside the other.  Both end with the answers of a search alone; the younger one makes room."""
-    rig = Rig(blocks=26, admission="none", depth=1, max_seqs=16)
+    rig = Rig(blocks=26, depth=1, max_seqs=16)
     for seed in range(3):
         rig.add([5 + seed] * 6, 22, n=2, beams=Beams(4), ignore_eos=True)
     rig.run()
@@ -173,7 +173,7 @@ def test_a_group_that_waits_counts_the_blocks_of_its_beams() -> None:
     """What the engine would claim is less by them, so a gateway does not fill the pool twice."""
     room = []
     for beams in (None, Beams(4)):
-        rig = Rig(blocks=64, admission="none")
+        rig = Rig(blocks=64)
         rig.add(PROMPT, 40, ignore_eos=True)
         step(rig, 2)
         rig.add(PROMPT, 20, n=1, beams=beams, ignore_eos=True)

@@ -123,7 +123,7 @@ def test_each_sibling_jumps_by_itself() -> None:
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_preempted_sequences_keep_their_forced_tokens(preempt: str, depth: int) -> None:
-    rig = Rig(blocks=24, admission="none", preempt=preempt, host_blocks=40, depth=depth)  # type: ignore[arg-type]
+    rig = Rig(blocks=24, preempt=preempt, host_blocks=40, depth=depth)  # type: ignore[arg-type]
     for seed in range(8):
         rig.add(PROMPT, 40, seed=seed, ignore_eos=True, grammar=FORCED)
     rig.run()
@@ -136,7 +136,7 @@ def test_preempted_sequences_keep_their_forced_tokens(preempt: str, depth: int) 
 def test_forced_tokens_that_arrive_while_a_sequence_waits_count_as_waiting() -> None:
     """It is preempted while the step is in flight that names them.  No request is claimed for the blocks they need."""
     seed = foreseen_seed(1, 6)
-    rig = Rig(blocks=12, size=4, depth=2, admission="none")
+    rig = Rig(blocks=12, size=4, depth=2)
     rig.add(PROMPT, 20, seed=seed, ignore_eos=True, grammar=FORCED)
     rig.submit()
     rig.submit()

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.core.limits import Admission
 from quire.engine.core.swapping import Preempt
+from quire.loadtest.studies.baselines import MODES
 from tests.core.rig import BAD_SEED, Rig
 
 
@@ -19,14 +19,14 @@ from tests.core.rig import BAD_SEED, Rig
     st.integers(0, 10**6),
     st.integers(1, 3),
     st.sampled_from([-1, 0, 2, 5]),
-    st.sampled_from(get_args(Admission)),
+    st.sampled_from(MODES),
     st.sampled_from(get_args(Preempt)),
     st.sampled_from([18, 40, 200]),
     st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
 def test_only_bad_requests_end_whatever_runs_with_them(
-    seed: int, bad: int, position: int, admission: Admission, preempt: Preempt, blocks: int, caching: bool
+    seed: int, bad: int, position: int, admission: str, preempt: Preempt, blocks: int, caching: bool
 ) -> None:
     """Steps fail that compute a bad request's token at `position` or later; -1: from its prompt's end on."""
     rng = random.Random(seed)

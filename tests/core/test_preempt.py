@@ -175,7 +175,7 @@ def test_a_victim_that_was_to_get_a_private_copy_takes_the_original_along() -> N
     for seed in range(250):
         rng = random.Random(seed)
         sizes = {"blocks": rng.randrange(12, 22), "chunk_tokens": rng.choice([3, 4, 6])}
-        rig = Rig(size=4, step_tokens=40, **sizes, **SWAP, admission="none", caching=rng.random() < 0.5)  # type: ignore[arg-type]
+        rig = Rig(size=4, step_tokens=40, **sizes, **SWAP, caching=rng.random() < 0.5)  # type: ignore[arg-type]
         original = rig.core.swapping.swap_out
 
         def spy(seq: Sequence, planned: Any, original: Callable[[Sequence, Any], int] = original) -> int:
@@ -233,7 +233,7 @@ def test_a_lost_step_means_that_swapped_sequences_compute_again() -> None:
 
 def test_only_what_was_computed_before_counts_as_recomputed() -> None:
     """A prompt of 30 tokens is preempted after 16: 16 are computed twice, not 30."""
-    rig = Rig(blocks=10, size=4, chunk_tokens=8, caching=False, admission="none")
+    rig = Rig(blocks=10, size=4, chunk_tokens=8, caching=False)
     rig.add([1] * 8, 30, ignore_eos=True)
     late = rig.add([2] * 30, 2, ignore_eos=True)
     lost: list[int] = []
@@ -267,7 +267,7 @@ def test_auto_prefers_recompute_where_others_hold_most_of_it() -> None:
     """A token takes 1 ms to compute.  A block of 4 takes as long as 3 tokens to move there and back: a swap pays.  With
     a shared prefix of 8 blocks, which would have to be copied and would not have to be computed again, it does not."""
     for prefix, swaps in ((0, True), (32, False)):
-        rig = Rig(blocks=18, size=4, preempt="auto", host_blocks=40, admission="none")
+        rig = Rig(blocks=18, size=4, preempt="auto", host_blocks=40)
         rig.step_cost.token_s = 1e-3
         rig.step_cost.swap_bytes_per_s = 64 * 2 / 3e-3
         for i in range(3):

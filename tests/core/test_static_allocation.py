@@ -1,19 +1,14 @@
-"""Static allocation, the baseline that paging is measured against."""
+"""Static allocation (`loadtest/studies/baselines.py`), against which paging is measured."""
 
 from __future__ import annotations
 
-import pytest
-
-from quire.engine.core.blocks import BlockPool
-from quire.engine.core.limits import Limits
-from quire.engine.core.scheduler import Scheduler
 from tests.core.oracle import reference
 from tests.core.rig import Rig
 
 
 def test_static_allocation_holds_the_greatest_length_from_start_to_end() -> None:
     """Two of four fit at once, though each generates 3 of its 24 tokens: the waste that paging ends."""
-    rig = Rig(blocks=16, size=4, allocation="static")
+    rig = Rig(blocks=16, size=4, admission="static")
     stop = reference([5] * 8, 0, 0, 11, frozenset())[2]
     ids = [rig.add([5] * 8, 24, stop_token_ids=[stop], ignore_eos=True) for _ in range(4)]
     rig.submit()
@@ -27,14 +22,9 @@ def test_static_allocation_holds_the_greatest_length_from_start_to_end() -> None
 
 
 def test_static_continuations_share_nothing() -> None:
-    rig = Rig(blocks=16, size=4, allocation="static")
+    rig = Rig(blocks=16, size=4, admission="static")
     rig.add([5] * 8, 8, n=3, ignore_eos=True)
     rig.submit()
     assert [len(seq.table) for seq in rig.core.live()] == [4, 4, 4]
     rig.run()
     assert rig.core.report.totals.prompt_tokens == 24
-
-
-def test_static_allocation_refuses_a_pool_that_caches() -> None:
-    with pytest.raises(ValueError, match="static allocation needs a pool without a prefix cache"):
-        Scheduler(BlockPool(8, 4), Limits(8, 64, 64, 100, 50, 0.9, frozenset(), "x", allocation="static"))

@@ -254,7 +254,8 @@ def test_no_answer_completes_one_on_a_gpu(checkpoint: Callable[[str], Path], pre
         max_model_len=512,
         kv_blocks=40,
         max_seqs=24,
-        admission="none",
+        admission="threshold",
+        admit_threshold=1.0,
         preempt=preempt,
         swap_memory_gib=0.01,
     )
@@ -282,7 +283,13 @@ def test_a_preemption_changes_no_token(checkpoint: Callable[[str], Path], preemp
     expected = [one.outputs[0].token_ids for one in roomy.generate([PROMPT] * 10, asked(), max_new_tokens=120)]
     roomy.close()
     tight = LLM(
-        str(checkpoint("llama")), **options, kv_blocks=24, admission="none", preempt=preempt, swap_memory_gib=0.01
+        str(checkpoint("llama")),
+        **options,
+        kv_blocks=24,
+        admission="threshold",
+        admit_threshold=1.0,
+        preempt=preempt,
+        swap_memory_gib=0.01,
     )
     found = [one.outputs[0].token_ids for one in tight.generate([PROMPT] * 10, asked(), max_new_tokens=120)]
     totals = tight.engine.core.report.totals

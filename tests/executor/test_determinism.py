@@ -96,7 +96,8 @@ def computed(
         block_size=8,
         max_model_len=160,
         max_seqs=32,
-        admission="none",
+        admission="threshold",
+        admit_threshold=1.0,
         check_books=True,
         **settings,  # type: ignore[arg-type]
     )

@@ -231,7 +231,13 @@ def test_preempted_answers_are_the_same(llm: LLM, checkpoint: Callable[[str], Pa
     expected = llm.generate([PROMPT] * 10, [step_by_step(one) for one in wanted], max_new_tokens=120)
     options: dict[str, Any] = {"dtype": "float32", "threads": 1, "block_size": 8, "max_model_len": 192}
     tight = LLM(
-        str(checkpoint("llama")), **options, kv_blocks=24, admission="none", preempt=preempt, swap_memory_gib=0.01
+        str(checkpoint("llama")),
+        **options,
+        kv_blocks=24,
+        admission="threshold",
+        admit_threshold=1.0,
+        preempt=preempt,
+        swap_memory_gib=0.01,
     )
     found = tight.generate([PROMPT] * 10, wanted, max_new_tokens=120)
     totals = tight.engine.core.report.totals

@@ -96,7 +96,7 @@ def test_swapped_out_and_back(directory: Path) -> None:
     prompts = models.prompts() * 2
 
     def texts(**options: Any) -> tuple[LLM, Witness, list[list[int]]]:
-        settings = config(directory, admission="none", prefix_cache=False, **options)
+        settings = config(directory, admission="threshold", admit_threshold=1.0, prefix_cache=False, **options)
         executor = local.LocalExecutor(settings)
         witness = Witness(executor)
         llm = LLM.over(settings, executor)
@@ -116,7 +116,7 @@ def test_recomputed_after_preemption(directory: Path) -> None:
     prompts = models.prompts() * 2
     found = []
     for options in ({"kv_blocks": 200}, {"kv_blocks": 34, "max_model_len": 120, "preempt": "recompute"}):
-        settings = config(directory, admission="none", **options)
+        settings = config(directory, admission="threshold", admit_threshold=1.0, **options)
         llm = LLM.over(settings, loading.load(settings))
         done = llm.generate(prompts, models.GREEDY, max_new_tokens=40)
         found.append([output.token_ids for completion in done for output in completion.outputs])

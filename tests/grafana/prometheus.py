@@ -62,7 +62,7 @@ class Deployment:
         lanes = ["--ttft-target-s=0.1", "--late-wait-s=0.3"]  # so short that both lanes fill
         gateway = [f"--port={port}", "--gateway-id=g0", *lanes, f"--tenants={tenants}"]
         for name, options, metrics in (
-            ("engine", [*engine, "--admission=none"], self.metrics_ports[0]),
+            ("engine", [*engine, "--admission=threshold", "--admit-threshold=1"], self.metrics_ports[0]),
             ("gateway", gateway, self.metrics_ports[1]),
         ):
             words = [*shared, *options, f"--metrics-port={metrics}", "--vllm-metrics"]

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 
 from quire.loadtest import burst, burst_summary
 from quire.loadtest.checkpoint import COUNTDOWN
+from quire.loadtest.server import serve
+from quire.loadtest.studies import burst_modes
 from tests.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,11 +29,13 @@ def parsed(*words: str, model: str = "DIR") -> argparse.Namespace:
 
 
 def test_loads_and_systems_take_turns_and_vllm_comes_last() -> None:
-    args = parsed("--systems", "lanes,fifo,none", "--seeds", "4,2", "--loads", "known,warm", "--vllm-python", "python")
+    args = parsed(
+        "--systems", "lanes,fifo,threshold", "--seeds", "4,2", "--loads", "known,warm", "--vllm-python", "python"
+    )
     runs = burst.runs_of(args, 16_000, 0, 5.0)
     assert [(run.load, run.system, run.seed) for run in runs] == [
-        *((load, system, 4) for load in ("known", "warm") for system in ("lanes", "fifo", "none")),
-        *((load, system, 2) for load in ("known", "warm") for system in ("lanes", "fifo", "none")),
+        *((load, system, 4) for load in ("known", "warm") for system in ("lanes", "fifo", "threshold")),
+        *((load, system, 2) for load in ("known", "warm") for system in ("lanes", "fifo", "threshold")),
         ("known", "vllm", 4),
         ("cold", "vllm", 4),  # it learns no lengths
     ]
@@ -39,8 +44,21 @@ def test_loads_and_systems_take_turns_and_vllm_comes_last() -> None:
     assert [run.server for run in runs[:3]] == [
         sizes,
         f"{sizes} --ttft-target-s 0.001 --late-wait-s 3600",
-        f"{sizes} --admission none",
+        f"{sizes} --admission threshold",
     ]
+
+
+def test_the_study_of_the_burst_adds_modes_that_quire_has_not() -> None:
+    parser = argparse.ArgumentParser()
+    burst_modes.add_arguments(parser)
+    args = parser.parse_args(["DIR", "--systems", "lanes,none,reserve", "--seeds", "1", "--loads", "cold"])
+    lanes, none, reserve = burst.runs_of(args, 16_000, 0, 5.0)
+    assert isinstance(lanes.start, partial)
+    assert isinstance(none.start, partial)
+    assert (lanes.start.func, none.start.func) == (serve, serve)
+    assert none.start.keywords == burst_modes.serve_baseline.keywords
+    assert none.server.endswith("--admission none")
+    assert reserve.server.endswith("--admission reserve")
 
 
 def test_every_system_gets_the_same_work_and_loads_differ_in_what_the_server_knows() -> None:

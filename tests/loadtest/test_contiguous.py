@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from quire.engine.config import EngineConfig
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.llm import LLM
 from quire.engine.wire.messages import Sampling
-from quire.loadtest.studies.contiguous import ALONE, UNIFORM, pairs
+from quire.loadtest.studies.baselines import BaselineConfig
+from quire.loadtest.studies.contiguous import ALONE, MODES, UNIFORM, pairs
 
 
 def test_pairs_take_turns_and_their_ratios_forgive_a_machine_that_slows_down() -> None:
@@ -32,10 +32,10 @@ def test_pairs_take_turns_and_their_ratios_forgive_a_machine_that_slows_down() -
 def test_paging_takes_no_step_more_than_contiguous_allocation(load: tuple[int, int], count: int) -> None:
     """Batch 1, and uniform short jobs in a pool that holds all of them: the same steps give the same tokens."""
     steps, texts, copied = {}, {}, {}
-    for mode in ("static", "paged"):
+    for mode in MODES:
         config = msgspec.convert(
-            {"allocation": mode, "prefix_cache": False, "max_seqs": 64, "step_tokens": 1024, "itl_stretch": 0.0},
-            EngineConfig,
+            {"admission": MODES[mode], "prefix_cache": False, "max_seqs": 64, "step_tokens": 1024, "itl_stretch": 0.0},
+            BaselineConfig,
         )
         llm = LLM.over(config, ScriptedExecutor(ModelInfo("scripted", "f00d", 1000, 4096, [0], 64), 2048))
         prompts = [[5 + number] * load[0] for number in range(count)]

@@ -22,13 +22,13 @@ from typing import Any, Self
 import msgspec
 
 from quire.engine.bus_thread import BusThread
-from quire.engine.config import EngineConfig
 from quire.engine.core.plan import StepResult
 from quire.engine.executor.base import Executor, ScriptedExecutor
 from quire.engine.executor.loading import load
 from quire.engine.loop import Engine
 from quire.engine.observers.pool_state import PoolObserver
 from quire.engine.process.hot_prefixes import warm
+from quire.loadtest.studies.baselines import BaselineConfig
 from quire.service.app import serve
 from quire.service.config import GatewayConfig
 from tests.pace import Patience, patience
@@ -68,7 +68,7 @@ class EngineThread:
                 "poison_free_blocks": True,
                 **options,
             },
-            EngineConfig,
+            BaselineConfig,
         )
         self.executor: Executor = (
             ScriptedExecutor.load(self.config) if self.config.executor == "scripted" else load(self.config)

@@ -6,18 +6,17 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import aiohttp
 import pytest
 
 from quire.engine.common.embedded_redis import EmbeddedRedis
-from quire.engine.core.limits import Admission
 from quire.engine.core.plan import StepPlan
-from quire.engine.core.policy.admission import WATERMARK
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.wire.messages import Generate
 from quire.engine.wire.records import Fleet
+from quire.loadtest.studies.baselines import MODES, WATERMARK, Mode
 from tests.pace import paced, paced_ms, patience
 from tests.system.processes import at_rest, fleet_until
 from tests.system.stack import CLAIMS_BY_TOKENS, Stack, a_long_step
@@ -79,9 +78,9 @@ async def hammer(stack: Stack, count: int, **options: Any) -> int:
         return sum(await asyncio.gather(*(ask(client, urls[i % len(urls)], i, **options) for i in range(count))))
 
 
-@pytest.mark.parametrize("mode", get_args(Admission))
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "static"])
 async def test_each_mode_keeps_its_rule_and_every_accepted_request_ends_well(
-    redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path], mode: Admission
+    redis_server: EmbeddedRedis, namespace: str, checkpoint: Callable[[str], Path], mode: Mode
 ) -> None:
     """Each mode fills the pool up to its own bound: a mode that admits less than it may fails as well."""
     engine: dict[str, Any] = {

@@ -4,12 +4,9 @@ A sequence starts alone whenever its prompt fits.  With others it starts when it
 
     forecast    the peak predicted for all running sequences, and it, fits the pool
     threshold   the pool's utilisation stays at or below `admit_threshold`
-    watermark   WATERMARK of the pool stays free
-    reserve     all running sequences, and it, fit at their greatest length
-    none        nothing else
-    static      its greatest length fits one contiguous run (chosen by static allocation)
 
-One class a mode.  `register` adds a mode from outside.
+One class per mode.  `register` adds a mode from outside: `loadtest/studies/baselines.py` has those that Quire is
+compared with.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ from quire.engine.core.policy.growth import GrowthPolicy
 from quire.engine.core.sequence import Sequence, State
 from quire.engine.core.waiting_queue import WaitingQueue
 
-WATERMARK = 0.05  # of the pool stays free after a start in mode "watermark"
 UNPRESSED = 4  # with 1/UNPRESSED of the pool available every sequence may grow
 CROWDED = 4  # with this many paused sequences for each that runs,
 PATIENCE = 128  # and for this many steps, the largest gives up its blocks
@@ -72,7 +68,7 @@ class AdmissionPolicy(Protocol):
 
 
 class Unlimited:
-    """Mode "none", and what the modes of paged allocation have in common."""
+    """Starts a sequence whenever its prompt fits.  Base of all modes in which sequences grow block by block."""
 
     preempts = True
 
@@ -154,13 +150,6 @@ class Threshold(Unlimited):
         return self._pool.total - int(self._limits.admit_threshold * self._pool.total)
 
 
-class Watermark(Unlimited):
-    """Keeps WATERMARK of the pool free."""
-
-    def _blocks_kept_free(self) -> int:
-        return -int(-WATERMARK * self._pool.total // 1)
-
-
 class PeakBound(Unlimited):
     """What the modes have in common that bound the peak of all running sequences."""
 
@@ -179,16 +168,6 @@ class PeakBound(Unlimited):
 
     def _would_fit(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence]) -> bool:
         return self.forecast.would_fit(seq, hits, holders, self._batch.step + 1, self._batch.late)
-
-
-class Reserve(PeakBound):
-    """Starts a sequence only if all running ones fit at their greatest length."""
-
-    def judge_predictions(self, step: int) -> None:
-        """Nothing to judge: the greatest length is no prediction."""
-
-    def _forecast(self, pool: BlockPool) -> AdmissionForecast:
-        return AdmissionForecast(pool, worst_case=True)
 
 
 class Forecast(PeakBound):
@@ -231,32 +210,10 @@ class Forecast(PeakBound):
         self._sizes_step = 0
 
 
-class WholeTables(Unlimited):
-    """Goes with static allocation: every block is taken at the start, so nothing grows and nothing is preempted."""
-
-    preempts = False
-
-    def may_start(self, seq: Sequence) -> bool:
-        return self._pool.has_run(seq.greatest_blocks(self._pool.block_size))
-
-    def free_blocks(self, waiting: WaitingQueue) -> int:
-        return 0 if waiting else self._pool.available
-
-    def predicted_peak(self) -> int:
-        return self._pool.total - self._pool.available
-
-    def judge_predictions(self, step: int) -> None:
-        """Nothing to judge: what a sequence holds never changes."""
-
-
 Factory = Callable[[BlockPool, Limits, Batch, AllocationPolicy], AdmissionPolicy]
 ADMISSION: dict[str, Factory] = {
     "forecast": Forecast,
     "threshold": Threshold,
-    "watermark": Watermark,
-    "reserve": Reserve,
-    "none": Unlimited,
-    "static": WholeTables,
 }
 
 
@@ -266,5 +223,5 @@ def register(mode: str, factory: Factory) -> None:
 
 
 def admission_policy(pool: BlockPool, limits: Limits, batch: Batch, allocation: AllocationPolicy) -> AdmissionPolicy:
-    """Build the policy that `limits` names."""
-    return ADMISSION[allocation.admission_mode(limits)](pool, limits, batch, allocation)
+    """Build the policy that `limits` names.  Raises KeyError for a mode that is not registered."""
+    return ADMISSION[limits.admission](pool, limits, batch, allocation)

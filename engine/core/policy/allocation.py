@@ -1,9 +1,7 @@
 """Allocation: how a sequence gets its blocks.
 
-    paged    as it grows; full blocks are shared with every sequence that has the same prefix
-    static   all at its start, one contiguous run for its greatest length, shared with no other sequence
-
-Static allocation is the baseline without block tables: it needs no admission mode and never preempts.
+`Paged`: as it grows; full blocks are shared with every sequence that has the same prefix.  `register` adds another
+policy for an admission mode from outside: `loadtest/studies/baselines.py` has static allocation.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ from quire.engine.core.sequence import Sequence
 class AllocationPolicy(Protocol):
     """Decides which blocks a sequence starts with, and which of them the prefix cache can find."""
 
-    shares_prompt: bool  # the continuations of a request share one prefill
+    shares_prompt: bool  # choices of a request share one prefill
 
-    def admission_mode(self, limits: Limits) -> str:
-        """The name of the admission mode that it needs."""
+    def __init__(self, pool: BlockPool, limits: Limits) -> None: ...
 
     def cached_prefix(self, seq: Sequence) -> list[int]:
         """Cached blocks of the longest prefix, without the last token: computing that one gives the first logits."""
@@ -35,7 +32,7 @@ class AllocationPolicy(Protocol):
         The tokens up to there are known and computed.  Returns the block; None: nothing is cached."""
 
     def table_blocks(self, seq: Sequence, computed: int) -> int:
-        """Blocks that a sequence has to hold when so many of its tokens are computed."""
+        """Return the number of blocks that a sequence must hold once `computed` of its tokens are computed."""
 
 
 class Paged:
@@ -45,9 +42,6 @@ class Paged:
 
     def __init__(self, pool: BlockPool, limits: Limits) -> None:
         self._pool, self._fingerprint = pool, limits.fingerprint
-
-    def admission_mode(self, limits: Limits) -> str:
-        return limits.admission
 
     def cached_prefix(self, seq: Sequence) -> list[int]:
         if not self._pool.caching or seq.request.sampling.prompt_logprobs >= 0:
@@ -71,36 +65,19 @@ class Paged:
         return -(-computed // self._pool.block_size)
 
 
-class Static:
-    """One run of blocks from start to end."""
-
-    shares_prompt = False
-
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
-        """Raises ValueError when the pool caches: nothing is shared, so nothing could be found."""
-        if pool.caching:
-            raise ValueError("static allocation needs a pool without a prefix cache")
-        self._pool = pool
-
-    def admission_mode(self, limits: Limits) -> str:
-        return "static"
-
-    def cached_prefix(self, seq: Sequence) -> list[int]:
-        return []
-
-    def start_table(self, seq: Sequence, hits: list[int]) -> list[int]:
-        return self._pool.allocate_run(seq.greatest_blocks(self._pool.block_size))
-
-    def seal(self, seq: Sequence, end: int) -> int | None:
-        return None
-
-    def table_blocks(self, seq: Sequence, computed: int) -> int:
-        return seq.greatest_blocks(self._pool.block_size)
+OTHERS: dict[str, type[AllocationPolicy]] = {}  # admission mode -> its allocation, if that is not Paged
 
 
-ALLOCATION: dict[str, type[Paged] | type[Static]] = {"paged": Paged, "static": Static}
+def register(mode: str, policy: type[AllocationPolicy]) -> None:
+    """Give sequences of an admission mode their blocks in another way, for schedulers built from now on."""
+    OTHERS[mode] = policy
+
+
+def shares_blocks(mode: str) -> bool:
+    """Return whether sequences of an admission mode can share blocks, which beam search needs."""
+    return OTHERS.get(mode, Paged).shares_prompt
 
 
 def allocation_policy(pool: BlockPool, limits: Limits) -> AllocationPolicy:
-    """Build the policy that `limits` names."""
-    return ALLOCATION[limits.allocation](pool, limits)
+    """Build the policy of the admission mode that `limits` names."""
+    return OTHERS.get(limits.admission, Paged)(pool, limits)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.core.limits import Admission
 from quire.engine.core.policy.fairness import Shares
 from quire.engine.core.sequence import Sequence, State
 from quire.engine.wire.messages import Generate, Sampling
+from quire.loadtest.studies.baselines import MODES
 from tests.core.rig import FAR, Rig
 
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.5, "d": 0.3}
@@ -118,9 +118,9 @@ def step(rig: Rig, steps: int) -> None:
             rig.commit()
 
 
-@pytest.mark.parametrize("mode", ["forecast", "threshold", "watermark", "reserve", "none"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "static"])
 @pytest.mark.parametrize("knows", [True, False])
-def test_a_quiet_tenant_does_not_wait_for_a_loud_ones_outputs(mode: Admission, knows: bool) -> None:
+def test_a_quiet_tenant_does_not_wait_for_a_loud_ones_outputs(mode: str, knows: bool) -> None:
     """Its prompt is in the next plan though the pool is full, whatever is before it; and every text is right."""
     rig = Rig(blocks=64, size=4, max_seqs=32, admission=mode, caching=False)
     flood(rig, 40)
@@ -193,7 +193,7 @@ def test_a_tenant_at_its_share_waits_like_everybody() -> None:
 @pytest.mark.parametrize("admission", ["none", "threshold"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_only_a_tenant_below_its_share_starts_a_sequence_while_others_are_swapped_out(
-    admission: Admission, depth: int
+    admission: str, depth: int
 ) -> None:
     """`Rig.check_order` and `Rig.submit` check every start of these random runs."""
     passed = returned = 0
@@ -219,7 +219,7 @@ def test_only_a_tenant_below_its_share_starts_a_sequence_while_others_are_swappe
 
 def test_a_loud_tenants_swapped_sequences_do_not_hold_up_a_quiet_tenant() -> None:
     """The reason why a start may pass swapped sequences: they stay away for as long as the others' outputs last."""
-    rig = Rig(blocks=40, size=4, max_seqs=12, depth=1, preempt="swap", host_blocks=80, admission="none", caching=False)
+    rig = Rig(blocks=40, size=4, max_seqs=12, depth=1, preempt="swap", host_blocks=80, caching=False)
     for i in range(12):
         rig.add([5 + i] * 8, 60, ignore_eos=True, seed=i, tenant="loud")
     while rig.core.swapping.sequences < 3:
@@ -241,7 +241,7 @@ def test_a_loud_tenants_swapped_sequences_do_not_hold_up_a_quiet_tenant() -> Non
 
 def test_a_quiet_tenants_swapped_sequence_returns_before_a_loud_tenants() -> None:
     """It stands last in the queue by its class, and does not wait for those before it."""
-    rig = Rig(blocks=40, size=4, max_seqs=12, depth=1, preempt="swap", host_blocks=80, admission="none", caching=False)
+    rig = Rig(blocks=40, size=4, max_seqs=12, depth=1, preempt="swap", host_blocks=80, caching=False)
     quiet = rig.add([40] * 8, 60, ignore_eos=True, tenant="quiet", priority=5)
     for i in range(12):
         rig.add([5 + i] * 8, 60, ignore_eos=True, seed=i, tenant="loud")
@@ -275,7 +275,7 @@ def _weighing(weight: float) -> Sequence:
 def restarts_a_grown_sequence(seed: int) -> bool:
     """Drive a random load until a plan preempts a sequence after it got a block, and starts it again."""
     rng = random.Random(seed)
-    rig = Rig(blocks=18, size=4, max_seqs=8, depth=1, admission="none", caching=False)
+    rig = Rig(blocks=18, size=4, max_seqs=8, depth=1, caching=False)
     preemption, grown = rig.core.preemption, set[int]()
     preempt = preemption.preempt
 

@@ -14,10 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.engine.core.policy.admission import ADMISSION
 from quire.engine.core.policy.admission_forecast import CAUTION
 from quire.engine.core.policy.forecast import LONGEST, Demand, Held, LengthModel, Lengths, bucket_of, edge
 from quire.engine.tools import simulate
 from quire.engine.tools.trace import Job, burst, read_trace
+from quire.loadtest.studies import baselines
 from tests.pace import python_s
 
 
@@ -214,11 +216,11 @@ def test_few_sequences_are_taken_at_their_worst() -> None:
 # ------------------------------------------------------------------------------------------------------------- overload
 
 
-BLIND: tuple[simulate.Mode, ...] = ("threshold", "watermark", "none")  # modes that look at no length
+BLIND: tuple[baselines.Mode, ...] = ("threshold", "watermark", "none")  # modes that look at no length
 Reports = dict[str, list[simulate.Report]]
 
 
-def table(modes: Iterable[simulate.Mode], seeds: Sequence[int], known: bool) -> Reports:
+def table(modes: Iterable[str], seeds: Sequence[int], known: bool) -> Reports:
     """The burst of 15 requests a second for 30 s on a pool of 8,192 tokens, once for each seed."""
     print(f"\n{simulate.HEADER}")
     reports: Reports = {}
@@ -319,7 +321,7 @@ def test_a_long_answer_does_not_stop_all_others() -> None:
     report = simulate.simulate(jobs, simulate.engine_limits("forecast"), 512)
     print(simulate.line("forecast", 1, report))
     assert report.itl_max < 15
-    assert report.preemptions <= 20  # 29 in mode "watermark"
+    assert report.preemptions <= 20  # 29 in the baseline "watermark"
     assert report.pauses
 
 
@@ -328,7 +330,7 @@ def test_eta_is_paged_over_static_blocks() -> None:
     assert simulate.efficiency(0, 0) == 1.0
     # 16 to 31 tokens are computed, a step for each: 1 block in the first of 16 steps, then 2, of at most 8.
     one = [Job(prompt_len=16, output_len=16, max_tokens=112)]
-    cases: list[tuple[simulate.Mode, float, float]] = [
+    cases: list[tuple[str, float, float]] = [
         ("none", 31 / 16 / 8, (16 / 16 + sum(range(17, 32)) / 32) / 16),
         ("static", 1.0, sum(range(16, 32)) / 128 / 16),
     ]
@@ -356,7 +358,7 @@ def test_sim_reads_a_trace_and_names_a_bad_line(tmp_path: Path, capsys: pytest.C
     good = tmp_path / "good.jsonl"
     good.write_text("\n".join(json.dumps({**job, "at_s": i / 10}) for i in range(8)))
     assert simulate.main(["--trace", str(good), "--kv-blocks", "8"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1 + len(simulate.MODES)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(ADMISSION)
     bad = tmp_path / "bad.jsonl"
     cases: list[tuple[dict[str, object], str]] = [
         ({"max_tokens": 4}, "line 2: max_tokens is 4; it must be at least 5"),

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from quire.engine.core.limits import Admission
 from quire.engine.core.swapping import Preempt
 from quire.loadtest import machine
+from quire.loadtest.studies.baselines import MODES
 from tests.core.machine import PREFIXES, SchedulerMachine
 from tests.core.oracle import FORCED, VOCAB
 from tests.core.rig import BAD_SEED, FAR
@@ -83,8 +83,7 @@ class Episode:
         """Raises whatever a check finds."""
         dice, machine = self.dice, self.machine
         machine.choose(
-            admission=dice.choice(get_args(Admission)),
-            allocation=dice.choice(["paged", "paged", "paged", "static"]),
+            admission=dice.choice(MODES),
             preempt=dice.choice(get_args(Preempt)),
             host_blocks=dice.choice([0, 6, 40]),
             caching=dice.random() < 0.7,
