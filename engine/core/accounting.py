@@ -51,7 +51,7 @@ class Auditor:
         """Raise AccountingError unless the sequence has the blocks that its tokens need."""
         name, computed = seq.request.id, seq.computed_before(self._batch.step + 1)
         if seq.state is not State.WAITING:
-            want = self._allocation.table_blocks(seq, computed)
+            want = self._allocation.table_blocks(seq, computed + seq.drafts)
             if len(seq.table) != want:
                 raise AccountingError(f"{name}: {computed} tokens computed in {len(seq.table)} blocks, not {want}")
         elif seq.table:

@@ -29,6 +29,8 @@ class IssuedPlan(NamedTuple):
     jump_tokens: int  # of these slices
     swaps: bool  # it copies blocks to or from the host
     sealed: list[int]  # blocks that entered the prefix index before they were written
+    drafting: int = 0  # sequences that compute drafts
+    drafts: int = 0  # tokens that these compute behind their last known ones
 
 
 class Batch:
@@ -56,6 +58,11 @@ class Batch:
     def late(self) -> int:
         """Steps in flight: how many plans are ahead of the last result."""
         return self.step - self.committed
+
+    @property
+    def verifying(self) -> bool:
+        """Whether a step with drafts is in flight.  Lengths are not known before its result, so it is the last one."""
+        return bool(self._issued) and self._issued[-1].drafting > 0
 
     def issue(self, plan: IssuedPlan) -> int:
         """Record that the next plan is issued.  Returns its step number."""
@@ -118,6 +125,13 @@ class Batch:
         seq.since = step + 1
         self.schedule(seq, step + 1)
 
+    def verify(self, seq: Sequence, step: int, drafts: int) -> None:
+        """Let a decoding sequence compute its last token and drafts in `step`.  Its result calls `schedule`."""
+        seq.drafts = drafts
+        seq.computed = seq.computed_before(step) + 1
+        seq.since = step + 1
+        seq.due = 0
+
     def schedule(self, seq: Sequence, step: int, *, now: bool = False) -> None:
         """Enter the next step that needs the scheduler: its table is full, or its last token has been sampled."""
         full = step + len(seq.table) * self._block_size - seq.computed
@@ -155,7 +169,7 @@ class Batch:
         elif seq.state is State.DECODING:
             seq.computed = seq.computed_before(self.step + 1)
             seq.sampled_in = self.step
-            seq.due = 0
+            seq.due = seq.drafts = 0
             self.decoding -= 1
 
     def depart(self, seq: Sequence) -> None:

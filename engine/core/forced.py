@@ -37,14 +37,16 @@ class ForcedTokens:
         self._report = report
         self._ahead: dict[int, Sequence] = {}  # by id: sequences with forced tokens that a plan may compute
 
-    def append(self, seq: Sequence, sampled: int, forced: Tokens[int]) -> list[int]:
+    def append(self, seq: Sequence, sampled: Tokens[int], forced: Tokens[int]) -> list[int]:
         """Take a result of a sequence: append what it adds to the known tokens.  Returns these tokens.
+
+        `sampled`: the token that a step sampled, behind the drafts that it accepted.
 
         They end at the first stop token and at the sequence's limit.  Raises AccountingError if a token is not the one
         that was forced at its position."""
         tokens, fresh = seq.tokens, list[int]()
         first = len(tokens) - seq.unconfirmed
-        for at, token in enumerate((sampled, *forced), first):
+        for at, token in enumerate((*sampled, *forced), first):
             if at < len(tokens):
                 if tokens[at] != token:
                     raise AccountingError(f"{seq.request.id}: token {token} at {at}, where {tokens[at]} was forced")
@@ -53,8 +55,8 @@ class ForcedTokens:
             fresh.append(token)
             if token in seq.stops or len(tokens) == seq.limit:
                 break
-        self._report.totals.forced_tokens += len(fresh) - (seq.unconfirmed == 0)
-        seq.unconfirmed = len(tokens) - first - 1
+        self._report.totals.forced_tokens += max(0, len(fresh) - max(0, len(sampled) - seq.unconfirmed))
+        seq.unconfirmed = max(0, len(tokens) - first - len(sampled))
         if seq.unconfirmed:
             self._ahead[id(seq)] = seq
         return fresh

@@ -61,6 +61,9 @@ class Totals(msgspec.Struct):
     generated_tokens: int = 0
     forced_tokens: int = 0  # of these, known before a step sampled them, because a grammar allowed no other token
     jumped_tokens: int = 0  # of these, computed together with the token before them instead of in a step of their own
+    drafted_tokens: dict[str, int] = {}  # drafts computed, by source (drafts.SOURCES)
+    accepted_drafts: dict[str, int] = {}  # of these, those that equal what was sampled
+    refused_drafts: int = 0  # drafts found that steps did not compute, because they would not have paid
     recomputed_tokens: int = 0  # computed again after a preemption
     preemptions: int = 0
     yields: int = 0  # of these, for fairness between tenants

@@ -15,6 +15,9 @@ that move:
   * A slice with a `sampler` may name a slot that decodes: a *jump*.  The slot computes these tokens instead of the one
     it sampled last, samples after the last of them, and decodes on.  The first one is what the slot would compute now.
     The others were forced by a grammar (`StepResult.forced`).
+  * A slice with `drafts` names a slot that decodes, and has no `sampler`: the slot keeps the one that it has.  It
+    samples after its last known token and after each draft, accepts drafts while they equal these samples, and decodes
+    on behind the last accepted one.  The next plan is issued when its result has arrived.
   * A slice with `candidates` reports the likeliest tokens after its last one.  The slot neither samples nor decodes: it
     waits for its next slice.  So beams are computed (beam_groups.py): the scheduler chooses their tokens.
   * A `Fork` adds a sibling that samples its own next token from the logits its parent produces in this very step.

@@ -4,6 +4,7 @@ begin             empty edits
 attend_decoding   sequences due in the calendar: a block, a private copy of a shared one, a pause, or the end
 advance_groups    stepped groups compute the tokens that have been chosen for their members
 jump              sequences with tokens that a grammar forced compute them at once
+draft             sequences with drafts compute them behind their last token
 start_favoured    a tenant below its share starts first; others give up blocks for it
 continue_prompts  started prompts advance by a chunk
 resume_paused     paused sequences get a slot again
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from quire.engine.core.batch import Batch, IssuedPlan
 from quire.engine.core.blocks import BlockPool
+from quire.engine.core.drafts import Drafts
 from quire.engine.core.forced import FEWEST, ForcedTokens
 from quire.engine.core.groups import Groups
 from quire.engine.core.isolation import Isolation
@@ -52,17 +54,20 @@ class PlanBuilder:
         groups: Groups,
         forced: ForcedTokens,
         jump_costs: JumpCosts,
+        drafts: Drafts,
     ) -> None:
         self._pool, self._batch, self._waiting, self._report = pool, batch, waiting, report
         self._edits, self._allocation, self._admission = edits, allocation, admission
         self._isolation, self._fairness = isolation, fairness
         self._preemption, self._swapping, self._groups = preemption, swapping, groups
-        self._forced, self._jump_costs = forced, jump_costs
+        self._forced, self._jump_costs, self._drafts = forced, jump_costs, drafts
         self._step = 0  # of the plan in the making
         self._chunk_tokens = 0
         self._decoding = 0  # sequences that decode in it
         self._jumps = 0  # sequences that jump in it
         self._jump_tokens = 0  # that these compute
+        self._drafting = 0  # sequences that compute drafts in it
+        self._draft_tokens = 0  # that these compute behind their last known ones
         self._budget = 0  # prompt tokens that the plan can still take
         self._awaits_slot = False  # a favoured sequence waits for a slot that cools: no other sequence starts
 
@@ -70,7 +75,7 @@ class PlanBuilder:
         """Begin the next plan."""
         self._step = self._batch.step + 1
         self._chunk_tokens = limits.chunk_tokens
-        self._jumps = self._jump_tokens = 0
+        self._jumps = self._jump_tokens = self._drafting = self._draft_tokens = 0
         self._awaits_slot = False
 
     def attend_decoding(self) -> None:
@@ -117,7 +122,7 @@ class PlanBuilder:
         left = most
         for seq in ready:
             start = seq.computed_before(self._step)
-            end = self._jump_end(seq, start, left)
+            end = self._writable_end(seq, start, min(seq.known - start, left + 1))
             if end - start < FEWEST:
                 continue
             self._edits.grow(seq, max(0, -(-end // self._pool.block_size) - len(seq.table)))
@@ -132,9 +137,35 @@ class PlanBuilder:
         self._report.totals.jumped_tokens += most - left
         return most - left
 
-    def _jump_end(self, seq: Sequence, start: int, left: int) -> int:
-        """Return where a jump from `start` ends that computes at most `left` tokens more than a decode step."""
-        end = min(seq.known, start + min(self._chunk_tokens, left + 1))
+    def draft(self, budget: int, free: int) -> int:
+        """Let decoding sequences compute drafts behind their last token (drafts.py).
+
+        `budget`, `free`: as for `jump`, with the same share for prompts.  Returns the drafts."""
+        if budget <= 0 or free <= 0:
+            return 0
+        most = min(budget, free)
+        if self._waiting or self._batch.prefilling:
+            most //= 2
+        elif self._drafts.found == self._batch.decoding:  # none waits for the drafts of another one
+            most = free
+        for seq, draft, count in self._drafts.choose(self._step, most):
+            start, blocks = seq.computed_before(self._step), len(seq.table)
+            count = self._writable_end(seq, start, count + 1) - start - 1
+            if count <= 0 or id(seq) in self._edits.named:
+                continue
+            tokens = self._drafts.begin(seq, draft, count, blocks)
+            self._edits.grow(seq, max(0, -(-(start + 1 + count) // self._pool.block_size) - blocks))
+            self._edits.slices.append(Slice(seq.slot, start, [seq.tokens[start], *tokens], drafts=count))
+            self._edits.named.add(id(seq))
+            self._batch.verify(seq, self._step, count)
+            self._decoding -= 1
+            self._drafting += 1
+            self._draft_tokens += count
+        return self._draft_tokens
+
+    def _writable_end(self, seq: Sequence, start: int, count: int) -> int:
+        """Return where a slice of at most `count` tokens from `start` ends: it takes no block from another sequence."""
+        end = start + min(self._chunk_tokens, count)
         more = -(-end // self._pool.block_size) - len(seq.table)
         if more <= 0:
             return end
@@ -206,10 +237,20 @@ class PlanBuilder:
         prompt_tokens = sum(len(piece.token_ids) for piece in slices)
         jumps = self._jumps, self._jump_tokens
         step = self._batch.issue(
-            IssuedPlan(self._decoding, prompt_tokens, *jumps, swapping.planned, edits.take_sealed())
+            IssuedPlan(
+                self._decoding,
+                prompt_tokens,
+                *jumps,
+                swapping.planned,
+                edits.take_sealed(),
+                self._drafting,
+                self._draft_tokens,
+            )
         )
         vacated, swaps = self._batch.slots.take_vacated(), swapping.take_copies()
-        look_ahead = self._jump_costs.look_ahead(self._decoding + self._jumps, bool(self._batch.prefilling))
+        look_ahead = self._jump_costs.look_ahead(
+            self._decoding + self._jumps + self._drafting, bool(self._batch.prefilling)
+        )
         return StepPlan(step, vacated, copies, starts, table_edits, slices, forks, poison, *swaps, look_ahead)
 
     # ----------------------------------------------------------------------------------------------- one sequence
@@ -331,6 +372,8 @@ class PlanBuilder:
             self._edits.forks.append(Fork(sibling.slot, seq.slot, list(seq.table), sampler_of(sibling)))
             self._batch.begin_decoding(sibling, self._step + 1, forked=True)
         self._batch.begin_decoding(seq, self._step + 1, forked=bool(siblings))
+        for member in (seq, *siblings):
+            self._drafts.join(member)
 
     def _seal_computed(self, seq: Sequence, start: int, end: int) -> None:
         """Let other sequences find the blocks that became full from token `start` to `end`.

@@ -55,7 +55,7 @@ class SchedulerReport:
         return out
 
 
-def full_delta(seq: Sequence, first: int, finish: Finish | None, logprob: TokenLogprob | None) -> Delta:
+def full_delta(seq: Sequence, first: int, finish: Finish | None, logprobs: list[TokenLogprob] | None) -> Delta:
     """Build a delta of the tokens from output position `first` on, with everything that a client may have asked for."""
     return Delta(
         seq.request.id,
@@ -63,7 +63,7 @@ def full_delta(seq: Sequence, first: int, finish: Finish | None, logprob: TokenL
         seq.tokens[seq.prompt_len + first :],
         finish,
         seq.index,
-        None if logprob is None else [logprob],
+        logprobs,
         seq.cached_tokens if first == 0 else 0,
         seq.prompt_logprobs or None if first == 0 else None,
     )

@@ -25,6 +25,7 @@ import msgspec
 from quire.engine.core.accounting import Auditor
 from quire.engine.core.batch import Batch, IssuedPlan
 from quire.engine.core.blocks import BlockPool, HostPool
+from quire.engine.core.drafts import Drafts, logprobs_of
 from quire.engine.core.forced import ForcedTokens
 from quire.engine.core.groups import Groups
 from quire.engine.core.headroom import Headroom
@@ -38,6 +39,7 @@ from quire.engine.core.plan_edits import PlanEdits
 from quire.engine.core.policy.admission import admission_policy
 from quire.engine.core.policy.allocation import allocation_policy
 from quire.engine.core.policy.claims import Claims
+from quire.engine.core.policy.drafts import DraftController
 from quire.engine.core.policy.fairness import Fairness
 from quire.engine.core.policy.jumps import JumpCosts
 from quire.engine.core.policy.step_cost import StepCostModel
@@ -58,8 +60,7 @@ class Scheduler:
         """`host`: the memory that preempted sequences are swapped to; None: they are computed again.
 
         Raises KeyError for an admission mode that is not registered."""
-        self.pool = pool
-        self.limits = limits
+        self.pool, self.limits = pool, limits
         self.step_cost = step_cost or StepCostModel()
         self.requests = OpenRequests()
         self.waiting = WaitingQueue()
@@ -72,6 +73,7 @@ class Scheduler:
         self.groups = Groups(pool, self.batch, limits)
         self.forced = ForcedTokens(self.report)
         self.jump_costs = JumpCosts(self.step_cost)
+        self.drafts = Drafts(pool, self.batch, self.allocation, self.report, DraftController(self.step_cost))
         self.isolation = Isolation()
         self.fairness = Fairness(self.requests, self.batch, self.waiting, self.admission, self.isolation, self.swapping)
         edits = PlanEdits(pool)
@@ -93,6 +95,7 @@ class Scheduler:
             groups=self.groups,
             forced=self.forced,
             jump_costs=self.jump_costs,
+            drafts=self.drafts,
         )
         self.headroom = Headroom(
             pool,
@@ -181,6 +184,7 @@ class Scheduler:
                 seq.recompute_tokens = seq.computed
                 self.swapping.free_all_blocks(seq)
         self.pool.forget(self.batch.abandon_steps())
+        self.drafts.reset()
         if (guilty := self.isolation.failed(lost, departed)) is not None:
             self._end_request(guilty, "error", FAILED_TWICE)
         return len(back), guilty
@@ -188,10 +192,14 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------- the step
 
     def plan(self, now_ms: int) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute.  May be called before earlier results are in."""
+        """The next step, or None when there is nothing to compute.  May be called before earlier results are in.
+
+        None as well while a step with drafts is in flight: commit its result first."""
         for request_id in self.requests.expired(now_ms):
             self._end_request(request_id, "deadline")
         builder, batch = self.builder, self.batch
+        if batch.verifying:
+            return None
         builder.begin_plan(self.limits)
         builder.attend_decoding()
         group_tokens = builder.advance_groups()
@@ -200,7 +208,9 @@ class Scheduler:
         if budget > 0:  # else this step only measures
             self.admission.forecast.step_tokens = budget
         free = self.limits.step_tokens - batch.decoding - group_tokens
-        builder.start_favoured(min(budget, free) - builder.jump(budget, free))
+        jumped = builder.jump(budget, free)
+        drafted = builder.draft(budget - jumped, free - jumped)
+        builder.start_favoured(min(budget, free) - jumped - drafted)
         builder.continue_prompts(started)
         builder.resume_paused()
         builder.start_waiting()
@@ -214,17 +224,20 @@ class Scheduler:
         self._record_times(result, self.batch.commit(result.step))
         self._end_failed(result)
         occupants, deltas, block_size = self.batch.slots.occupants, self.report.deltas, self.pool.block_size
-        step, forced, generated = result.step, result.forced, 0
+        step, several, generated = result.step, result.forced.keys() | result.accepted.keys(), 0
+        irregular = list[Sequence]()  # they know other tokens than the one that the result names
         for slot, token in zip(result.slots, result.tokens, strict=True):
             seq = occupants[slot]
             # It ended while this step ran, or has jumped: then the token is known, and the jump has sealed its blocks.
             if seq is None or seq.state is State.FINISHED or step < seq.jumped_in:
+                irregular += [] if seq is None else [seq]
                 continue
             tokens = seq.tokens
             if (computed := len(tokens) - seq.unconfirmed) % block_size == 0 and seq.table:
                 self.allocation.seal(seq, computed)
-            if seq.unconfirmed or slot in forced:
-                if not (fresh := self.forced.append(seq, token, forced.get(slot, ()))):
+            if seq.unconfirmed or slot in several:
+                irregular.append(seq)
+                if not (fresh := self._append_several(seq, slot, token, result)):
                     continue
                 self.waiting.grown(seq)
             else:
@@ -240,7 +253,7 @@ class Scheduler:
             if first == 0:
                 self.report.record("first", seq)
             if first == 0 or slot in result.logprobs:
-                delta = full_delta(seq, first, finish, result.logprobs.get(slot))
+                delta = full_delta(seq, first, finish, logprobs_of(result, slot, len(fresh)))
             else:
                 delta = Delta(request.id, first, fresh, finish, seq.index)
             deltas[request.gateway].append(delta)
@@ -249,6 +262,7 @@ class Scheduler:
                 self.admission.forecast.learn(seq, ended=finish.reason == "stop")
                 self._end(seq, finish.reason)
         self.report.totals.generated_tokens += generated + self._advance_groups(result)
+        self.drafts.take(result, irregular)
         self.batch.slots.reclaim(self.batch.committed)
 
     def outputs(self) -> Outputs:
@@ -286,6 +300,16 @@ class Scheduler:
         """Every sequence between accept() and its Finish."""
         return self.requests.live()
 
+    def _append_several(self, seq: Sequence, slot: int, token: int, result: StepResult) -> list[int]:
+        """Append accepted drafts, the token that follows them, and what a grammar forces behind it.  Returns the tokens
+        that were not known before."""
+        count = result.accepted.get(slot, 0)
+        drafts = self.drafts.accepted(slot, count) if slot in result.accepted else []
+        fresh = self.forced.append(seq, [*drafts, token], result.forced.get(slot, ()))
+        if slot in result.accepted:
+            self.drafts.settle(seq, count)
+        return fresh
+
     # -------------------------------------------------------------------------------------------------------- endings
 
     def _enqueue(self, sequences: list[Sequence]) -> None:
@@ -304,7 +328,9 @@ class Scheduler:
     def _record_times(self, result: StepResult, issued: IssuedPlan) -> None:
         """Tell the cost models what a step took."""
         if result.step_s and not issued.swaps:
-            if issued.jumps and issued.prompt_tokens == issued.jump_tokens:
+            if issued.drafting and issued.prompt_tokens == issued.drafting + issued.drafts:
+                self.drafts.policy.record(result.step_s, issued.decoding + issued.drafting, issued.drafts)
+            elif issued.jumps and issued.prompt_tokens == issued.jump_tokens:
                 self.jump_costs.record(result.step_s, issued.decoding + issued.jumps)
             else:
                 self.step_cost.record_step(result.step_s, issued.decoding, issued.prompt_tokens)
@@ -363,6 +389,7 @@ class Scheduler:
             self.report.record("ended", seq, seq.sent, reason)
         if seq.queued_tokens:
             self.waiting.remove(seq)
+        self.drafts.leave(seq, complete=reason in ("stop", "length"))
         self.batch.depart(seq)
         self.report.totals.released_blocks += len(seq.table)
         self.swapping.free_all_blocks(seq)

@@ -54,6 +54,7 @@ class Sequence(msgspec.Struct, eq=False):
     due: int = 0  # the next step in which a decoding sequence needs the scheduler
     sampled_in: int = 0  # the last step planned that samples for it: its token may still be on the way
     unconfirmed: int = 0  # the last so many tokens are forced ones that results may still report as sampled
+    drafts: int = 0  # of the step in flight: tokens behind the known ones that it computes, unproved
     jumped_in: int = 0  # the step of its last jump: results of earlier steps report tokens that it computes
     digests: list[bytes] = []  # of the full blocks of `tokens`, as far as they were needed
     host: list[int] = []  # while swapped: host blocks with the computed tokens, in the order of its table

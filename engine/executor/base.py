@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.plan import Sampler, StepPlan, StepResult
+from quire.engine.core.plan import Sampler, Slice, StepPlan, StepResult
 from quire.engine.executor.constraints import IMPOSSIBLE, Constraints
 from quire.engine.executor.followers import Follower, advance, forced_tokens
 from quire.engine.executor.grammar_store import GrammarStore, HeldGrammars
@@ -146,6 +146,7 @@ class ScriptedExecutor:
             self._decoding.pop(slot, None)
             if self._constraints is not None:
                 self._constraints.free(slot)
+        accepted = {piece.slot: self._accept(piece) for piece in plan.slices if piece.drafts}
         for piece in plan.slices:
             if piece.sampler is not None:
                 end = piece.start + len(piece.token_ids)
@@ -163,7 +164,28 @@ class ScriptedExecutor:
         if constraints and constraints.active:
             impossible, followers = self._constrain(constraints, slots, tokens)
             forced = forced_tokens(followers) if plan.look_ahead else {}
-        return StepResult(plan.step, slots, tokens, device_s=self.step_seconds, impossible=impossible, forced=forced)
+        return StepResult(
+            plan.step,
+            slots,
+            tokens,
+            device_s=self.step_seconds,
+            impossible=impossible,
+            forced=forced,
+            accepted=accepted,
+        )
+
+    def _accept(self, piece: Slice) -> int:
+        """Move a slot behind the drafts that its text has.  Returns how many these are.
+
+        A slot with a mask accepts none: what it says then depends on what the mask forbids."""
+        sampler, position = self._decoding[piece.slot]
+        count = 0
+        if not Constraints.wanted(sampler.sampling):
+            said = (self.token(sampler, position + at) for at in range(piece.drafts))
+            right = [draft == token for draft, token in zip(piece.token_ids[-piece.drafts :], said, strict=True)]
+            count = (*right, False).index(False)
+        self._decoding[piece.slot] = sampler, position + count
+        return count
 
     def _begin(self, slot: int, sampler: Sampler, position: int) -> None:
         self._decoding[slot] = sampler, position

@@ -30,8 +30,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.core.plan import StepPlan
+from quire.engine.core.plan import Slice, StepPlan
 from quire.engine.executor import ops
+from quire.engine.executor.drafts import DraftRows
 from quire.engine.executor.kv_cache import Caches
 from quire.engine.executor.staging import Array, Staging
 
@@ -80,7 +81,8 @@ class StepTensors:
     decodes: int  # the first so many sequences have one token each
     caches: Caches
     plans: Plans
-    logits_at: Tensor | None  # [N] i64: tokens that the N slots sample after; None: all T
+    # [N + R] i64: tokens that the N slots sample after, and then the R drafts of the step; None: all T
+    logits_at: Tensor | None
     sample_slots: Tensor  # [N] i64; -1: padding
     known: Tensor  # [N] i64: tokens before the one sampled now
     targets: list[Targets] = field(default_factory=list)
@@ -165,6 +167,7 @@ class Mixed:
     joined: tuple[Tensor, Tensor] | None  # slots i64 that begin to decode, and the position i64 of their last token
     targets: list[Targets]
     candidates: tuple[tuple[int, int], ...] = ()  # (slot, how many it wants), in the rows behind all others
+    drafts: DraftRows | None = None  # whose rows of logits lie behind those of all slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +277,7 @@ class Batch:
             self._leave(piece.slot)
         decoding = len(self._order)
         for piece in plan.slices:
-            if piece.sampler:
+            if piece.sampler or piece.drafts:
                 self._join(piece.slot)
         for fork in plan.forks:
             self._join(fork.slot)
@@ -352,7 +355,8 @@ class Batch:
         sizes = [len(piece.token_ids) for piece in slices]
         candidates = tuple((piece.slot, piece.candidates) for piece in slices if piece.candidates)
         samples = len(self._order) + len(candidates)
-        exact = Shape(decoding, sum(sizes), len(slices), samples, samples + sum(len(piece.targets) for piece in slices))
+        rows = samples + sum(piece.drafts for piece in slices)
+        exact = Shape(decoding, sum(sizes), len(slices), samples, rows + sum(len(piece.targets) for piece in slices))
         if decoding + exact.tokens > self._most_tokens or decoding + len(slices) > len(self.slots):
             raise ValueError(
                 f"a step of {decoding + exact.tokens} tokens in {decoding + len(slices)} sequences, "
@@ -378,35 +382,40 @@ class Batch:
 
         # Logits are computed for every slot that samples, in the order of `slots`.  First are those that decode, then
         # slices that reach their last known token, then forks, which read their parent's logits again.  Slices
-        # with candidates follow, whose slots do not sample.  Logits of tokens with a target are last.
-        number = {piece.slot: i for i, piece in enumerate(slices) if piece.sampler}
+        # with candidates follow, whose slots do not sample.  Then logits after drafts, and last those of tokens with a
+        # target.
+        number = {piece.slot: i for i, piece in enumerate(slices) if piece.sampler or piece.drafts}
         asking = [*number.values(), *(number[fork.parent] for fork in plan.forks)]
         read = [*asking, *(i for i, piece in enumerate(slices) if piece.candidates)]
         page.logits_at[:decoding] = page.sample_seqs[:decoding] = np.arange(decoding)
-        page.logits_at[decoding:samples] = ends[read] - 1
+        drafts = np.array([piece.drafts for piece in slices], dtype=np.int64)
+        page.logits_at[decoding:samples] = (ends - 1 - drafts)[read]
+        page.logits_at[samples:rows] = ramps(ends - drafts, drafts.tolist())
         page.sample_seqs[decoding:samples] = np.array(read, dtype=np.int64) + shape.decodes
-        at, wanted = samples, []
+        at = rows
         for piece, end, size in zip(slices, ends.tolist(), sizes, strict=True):
-            if piece.targets:
-                wanted.append((piece, at))
-                page.logits_at[at : at + len(piece.targets)] = np.arange(end - size, end - size + len(piece.targets))
-                at += len(piece.targets)
+            page.logits_at[at : at + len(piece.targets)] = np.arange(end - size, end - size + len(piece.targets))
+            at += len(piece.targets)
 
         there = Page.over(staging.stage_array(memory), shape, torch.int32)
-        targets = [
-            Targets(
-                piece.slot,
-                there.logits_at[at : at + len(piece.targets)],
-                staging.stage_array(np.array(piece.targets, dtype=np.int64)),
-                piece.top,
-            )
-            for piece, at in wanted
-        ]
+        targets = self._targets(slices, there.logits_at[rows:])
         joined = None
         if asking:
-            last = (starts + sizes - 1)[asking]
+            last = (starts + sizes - 1 - drafts)[asking]
             joined = staging.stage_array(np.array(self._order[decoding:], dtype=np.int64)), staging.stage_array(last)
-        return Mixed(shape, there, joined, targets, candidates)
+        draft_rows = DraftRows.stage(slices, self._order, samples, staging) if rows > samples else None
+        return Mixed(shape, there, joined, targets, candidates, draft_rows)
+
+    def _targets(self, slices: list[Slice], logits_at: Tensor) -> list[Targets]:
+        """Return the prompt logprobs that the slices want.  `logits_at`: tokens before their targets, one slice after
+        another."""
+        found, at = [], 0
+        for piece in slices:
+            if piece.targets:
+                ids = self._staging.stage_array(np.array(piece.targets, dtype=np.int64))
+                found.append(Targets(piece.slot, logits_at[at : at + len(ids)], ids, piece.top))
+                at += len(ids)
+        return found
 
     # -------------------------------------------------------------------------------------------------- on the device
 
@@ -460,6 +469,10 @@ class Batch:
             self._decode_inputs(page.slots, page.ids, page.positions, page.kv_indices, page.rows, page.lens)
         known = self._buffers.known[: shape.samples]
         known.copy_(page.lens.index_select(0, page.sample_seqs))
+        rows = shape.samples
+        if mixed.drafts is not None:
+            known -= mixed.drafts.behind
+            rows += len(mixed.drafts.rows)
         return StepTensors(
             input_ids=page.ids[None],
             position_ids=page.positions[None],
@@ -471,7 +484,7 @@ class Batch:
             decodes=shape.decodes,
             caches=self._caches,
             plans=self._plans,
-            logits_at=page.logits_at[: shape.samples],
+            logits_at=page.logits_at[:rows],
             sample_slots=self._buffers.sample_slots[: shape.samples],
             known=known,
             targets=mixed.targets,

@@ -9,7 +9,7 @@ mask, and nothing here looks at them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -88,6 +88,18 @@ class Constraints:
         if self._banned.active:
             written.update(self._banned.fill(written))
         return written
+
+    def draft_masks(self, drafts: Mapping[int, Sequence[int]]) -> npt.NDArray[np.int32] | None:
+        """Return the masks behind each draft, [R, words], in the order of `drafts`; None: none of their slots has a
+        grammar.  `fill` comes before.  Sequences with bad_words draft nothing (core/drafts.py)."""
+        if self.grammars is None or not any(slot in self.grammars.slots for slot in drafts):
+            return None
+        masks = np.zeros((sum(map(len, drafts.values())), self._mask.shape[1]), np.int32)
+        first = 0
+        for slot, tokens in drafts.items():
+            self.grammars.fill_behind(slot, tokens, masks[first : first + len(tokens)])
+            first += len(tokens)
+        return masks
 
     def followers(self, slots: Sequence[int]) -> list[Follower]:
         """Return who of a step's slots must learn of the token that it samples.  A slot may be there twice."""

@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -324,6 +324,33 @@ class Grammars:
         if sound:
             count, words = self.mask.shape
             self._executor.unsafe_compute_mask_ptr(sound, self.mask.ctypes.data, words * 4, count)
+
+    def fill_behind(self, slot: int, drafts: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
+        """Write the masks behind each draft of a slot, as `fill` would once they were sampled.  `fill` comes before.
+
+        The masks from a draft on that is forbidden, or an end token, stay 0: no step gets there."""
+        row = self._rows.get(slot)
+        if row is None or row.matcher is None or row.error:
+            return
+        matcher, ahead, taken, mask = row.matcher, list(row.taken[len(row.taken) - row.ahead :]), 0, self.mask[slot]
+        for draft, behind in zip(drafts, masks, strict=True):
+            if draft in self._eos_ids or not mask.view(np.uint32)[draft // 32] >> draft % 32 & 1:
+                break
+            if ahead:  # the matcher has taken it in already
+                ahead.pop(0)
+            else:
+                matcher.consume_token(draft)
+                taken += 1
+            if ahead:
+                behind.view(np.uint32)[ahead[0] // 32] = 1 << ahead[0] % 32
+            else:
+                matcher.unsafe_compute_mask_ptr(behind.ctypes.data, behind.nbytes)
+            if matcher.is_error():
+                behind[:] = 0
+                break
+            mask = behind
+        if taken:
+            matcher.rollback(taken)
 
     def _finish_filling(self) -> bool:
         filling, self._filling = self._filling, None

@@ -28,7 +28,7 @@ the same table.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -277,6 +277,39 @@ class SamplerBank:
         if logits.shape[1] != self._vocab:
             raise ValueError(f"logits of {logits.shape[1]} tokens, the vocabulary has {self._vocab}")
         ops.sample(logits, slots, known, self._table, general, tokens, outcome)
+
+    def draft_table(
+        self, rows: npt.NDArray[np.int64], drafts: Mapping[int, Sequence[int]]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the settings of rows that sample after drafts, and the masks to which these point; on the device.
+
+        `fill_masks` comes before.
+
+        rows    [R] the slot of each, in the order of `drafts`
+        drafts  tokens by slot: each row of a slot with a grammar gets the mask behind one more of them"""
+        records = self._records[rows]
+        held = None
+        if self.following and self._following is not None:
+            constraints, _ = self._following
+            masks = constraints.draft_masks(drafts)
+            if masks is not None:
+                held = torch.from_numpy(masks).to(self._device)
+                masked = records["mask"] != 0
+                records["mask"][masked] = held.data_ptr() + np.flatnonzero(masked) * (4 * masks.shape[1])
+        return torch.from_numpy(records.view(np.int64).reshape(len(rows), -1)).to(self._device), held
+
+    def draft_logprobs(
+        self, logits: Tensor, slots: Sequence[int], drafts: Sequence[Sequence[int]], at: Tensor, tokens: Tensor
+    ) -> Logprobs | None:
+        """Log-probabilities of every sample of the slots that report them; None if none does.
+
+        logits [N + R, V] and tokens [N + R]: of all rows; at [D, K + 1]: the rows of each slot, one more than drafts"""
+        asked = [(i, slot) for i, slot in enumerate(slots) if slot in self._reports]
+        if not asked:
+            return None
+        rows = torch.cat([at[i, : len(drafts[i]) + 1] for i, _ in asked])
+        reports = [self._reports[slot] for i, slot in asked for _ in range(len(drafts[i]) + 1)]
+        return logprobs_of(logits, tokens[rows], reports, rows)
 
     def logprobs(self, logits: Tensor, slots: tuple[int, ...], tokens: Tensor) -> Logprobs | None:
         """Logprobs of the sampled tokens [N], for the slots that report them; None if none does."""

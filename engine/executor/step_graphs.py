@@ -172,7 +172,10 @@ class StepGraphs:
             launches.logits(launches.forward(step), None, self.logits[:size])
 
         def sample(general: bool) -> Callable[[int], None]:
-            return lambda size: launches.sample(batch.decode_step(size), self.logits[:size], general)
+            def launch(size: int) -> None:
+                launches.sample(batch.decode_step(size), self.logits[:size], general)
+
+            return launch
 
         def mixed(shape: Shape) -> None:
             step = batch.mixed_step(self._idle[shape])

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quire.engine.executor.batch import Batch, Shape, StepTensors, Targets
+from quire.engine.executor.drafts import DraftRows, Verified, verify
 from quire.engine.executor.models.fused import Forward
 from quire.engine.executor.ranks.divided_logits import DividedLogits
 from quire.engine.executor.sampling import TARGET_ROWS, Logprobs, Report, SamplerBank, logprobs_from
@@ -49,16 +50,26 @@ class StepLaunches:
         entries = [Report(asked.slot, asked.top)] * len(asked.ids)
         return logprobs_from(lambda part: self.logits(forward, asked.at[part], whole=True), asked.ids, entries)
 
-    def sample(self, step: StepTensors, logits: Tensor, general: bool) -> None:
-        """Choose a token for each slot from the step's logits, and make it the next step's input."""
+    def sample(
+        self, step: StepTensors, logits: Tensor, general: bool, drafts: DraftRows | None = None
+    ) -> Verified | None:
+        """Choose a token for each slot from the step's logits, and make it the next step's input.
+
+        `drafts`: the rows behind those of the slots, if the step has any.  Returns which drafts are accepted."""
         count = len(step.sample_slots)
         tokens, outcomes = self._output.tokens[:count], self._output.outcomes[:count]
+        if drafts is not None:  # ranks that share the logits get none
+            self._samplers.run(logits[:count], step.sample_slots, step.known, tokens, outcomes, general)
+            verified = verify(drafts, self._samplers, logits, tokens, outcomes, self._batch.position)
+            self._batch.finish(tokens)
+            return verified
         if self._divided is not None and not general:
             self._divided.choose_likeliest(logits, step.sample_slots, tokens, outcomes)
         else:
             whole = logits if self._divided is None else self._divided.whole(logits)
             self._samplers.run(whole, step.sample_slots, step.known, tokens, outcomes, general)
         self._batch.finish(tokens)
+        return None
 
     @torch.inference_mode()
     def peak_bytes(self, max_seqs: int, step_tokens: int, top: int) -> int:

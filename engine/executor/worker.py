@@ -27,6 +27,7 @@ from quire.engine.executor import host_memory, ops
 from quire.engine.executor.batch import Batch, Mixed, Staged
 from quire.engine.executor.candidates import Candidates, find_candidates
 from quire.engine.executor.constraints import IMPOSSIBLE, Constraints
+from quire.engine.executor.drafts import Verified
 from quire.engine.executor.followers import Follower, advance, forced_tokens
 from quire.engine.executor.grammars import Grammars
 from quire.engine.executor.graphs import ladder, mixed_ladder
@@ -65,6 +66,7 @@ class Pending:
     followers: Sequence[Follower] = ()  # of `slots`, those with a grammar or bad_words
     candidates: Candidates | None = None
     look_ahead: bool = True  # as in its plan
+    verified: Verified | None = None  # of its drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Launched:
 
     step: int
     logits: Tensor | None = None  # [N, V] of the slots that sample, or a rank's own columns; None: nothing is computed
-    sample: Callable[[], None] | None = None  # launches their sampling; None: no slot samples
+    sample: Callable[[], Verified | None] | None = None  # launches their sampling; None: no slot samples
     prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one slot
     candidates: tuple[tuple[int, int], ...] = ()  # (slot, how many it wants), of the rows behind those
 
@@ -284,10 +286,11 @@ class Worker:
         """Sample from the logits of a launched model; `waits_for_tokens` says what comes before."""
         if launched.logits is None:
             return Pending(launched.step)
+        verified = None
         if launched.sample is not None:
             self._samplers.fill_masks()
-            launched.sample()
-        return self._pending(launched, launched.logits)
+            verified = launched.sample()
+        return self._pending(launched, launched.logits, verified)
 
     def collect(self, pending: Pending) -> StepResult:
         """Wait for a launched step.  Steps are collected in the order of their launch."""
@@ -301,22 +304,28 @@ class Worker:
         if outcomes.any():
             failed = {slots[i]: FAILED for i in (outcomes == NOT_FINITE).nonzero()[0].tolist()}
             impossible = {slots[i]: IMPOSSIBLE for i in (outcomes == NOTHING_ALLOWED).nonzero()[0].tolist()}
-        sampled = tokens.tolist()
+        sampled, verified = tokens.tolist(), pending.verified
+        if verified is not None:
+            verified.take(pending.followers)
         impossible |= advance(pending.followers, sampled)
         candidates = pending.candidates.by_slot() if pending.candidates else {}
         if pending.candidates:
             failed |= {slot: FAILED for slot, _ in pending.candidates.asked if slot not in candidates}
+        logprobs = pending.logprobs.by_slot() if pending.logprobs else {}
+        entries = verified.entries() if verified is not None else {}
         return StepResult(
             pending.step,
             list(slots),
             sampled,
-            logprobs=pending.logprobs.by_slot() if pending.logprobs else {},
+            logprobs=logprobs | {slot: last for slot, (_, last) in entries.items()},
             prompt_logprobs=prompt_logprobs,
             failed=failed,
             impossible=impossible,
             device_s=seconds,
             candidates=candidates,
             forced=forced_tokens(pending.followers) if pending.look_ahead else {},
+            accepted=verified.counts() if verified is not None else {},
+            draft_logprobs={slot: before for slot, (before, _) in entries.items()},
         )
 
     def _decode(self, number: int, candidates: tuple[tuple[int, int], ...]) -> Launched:
@@ -336,21 +345,21 @@ class Worker:
     def _mixed(self, number: int, mixed: Mixed) -> Launched:
         """Compute prompt slices together with the slots that decode."""
         launches, count = self._launches, len(self._batch.decoding_slots)
-        if self._graphs.mixed(number, mixed):
+        if mixed.drafts is None and self._graphs.mixed(number, mixed):
             return Launched(number, self._graphs.logits, self._padded_sampling(count), candidates=mixed.candidates)
         step = self._batch.mixed_step(mixed)
         forward = launches.forward(step)
         logits = launches.logits(forward, step.logits_at)
-        sample = partial(launches.sample, step, logits, self._samplers.general) if count else None
+        sample = partial(launches.sample, step, logits, self._samplers.general, mixed.drafts) if count else None
         scored = tuple(launches.score(forward, targets) for targets in step.targets)
         return Launched(number, logits, sample, scored, mixed.candidates)
 
-    def _padded_sampling(self, count: int) -> Callable[[], None] | None:
+    def _padded_sampling(self, count: int) -> Callable[[], Verified | None] | None:
         """Return the launch that samples for `count` slots from the logits of a graph; None: no slot samples."""
         graphs = self._graphs
         return partial(graphs.sample, graphs.padded(count), self._samplers.general) if count else None
 
-    def _pending(self, launched: Launched, logits: Tensor) -> Pending:
+    def _pending(self, launched: Launched, logits: Tensor, verified: Verified | None) -> Pending:
         """Copy the step's output to the host, in the background."""
         slots = self._batch.decoding_slots
         if self._divided is not None and (self._samplers.reporting or launched.candidates):
@@ -360,4 +369,5 @@ class Worker:
         output, clock = self._outputs.copy()
         followers = self._samplers.followers(slots)
         scored = launched.prompt_logprobs
-        return Pending(launched.step, slots, output, clock, logprobs, scored, followers, candidates, self._look_ahead)
+        found = logprobs, scored, followers, candidates
+        return Pending(launched.step, slots, output, clock, *found, self._look_ahead, verified)

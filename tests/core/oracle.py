@@ -76,7 +76,9 @@ class OracleExecutor:
         self.max_seqs = max_seqs
         self.forward_tokens = 0
         self.copied = 0
+        self.kept: dict[int, Sampler] = {}  # of slots that compute drafts in this step
         self.jumps = 0
+        self.drafted = 0
         self.bad: dict[int, int] = {}  # sampling seed -> output position; each step that samples there or later fails
 
     def reset(self) -> None:
@@ -99,7 +101,7 @@ class OracleExecutor:
                 if plan.step % 2:  # it failed before it computed anything
                     self.kv = before
                 raise StepFails
-        slots, sampled = [], []
+        slots, sampled, accepted = [], [], self._accept(plan, samplers, ends)
         for slot, sampler in samplers.items():
             token = next_token(self.context(slot, ends[slot]), sampler.sampling.seed, sampler.sibling)
             slots.append(slot)
@@ -116,7 +118,24 @@ class OracleExecutor:
             for piece in plan.slices
             if piece.targets
         }
-        return StepResult(plan.step, slots, sampled, prompt_logprobs=scored, candidates=found, forced=forced)
+        return StepResult(
+            plan.step, slots, sampled, prompt_logprobs=scored, candidates=found, forced=forced, accepted=accepted
+        )
+
+    def _accept(self, plan: StepPlan, samplers: dict[int, Sampler], ends: dict[int, int]) -> dict[int, int]:
+        """How many drafts of each slot equal what follows their contexts; sets `ends` behind the last of these."""
+        accepted = {}
+        for piece in plan.slices:
+            if not piece.drafts:
+                continue
+            sampler, end = samplers[piece.slot], ends[piece.slot] - piece.drafts
+            for draft in piece.token_ids[-piece.drafts :]:
+                if next_token(self.context(piece.slot, end), sampler.sampling.seed, sampler.sibling) != draft:
+                    break
+                end += 1
+            accepted[piece.slot], ends[piece.slot] = end - ends[piece.slot] + piece.drafts, end
+            self.drafted += piece.drafts
+        return accepted
 
     def _forced(self, slot: int, end: int, sampler: Sampler) -> list[int]:
         """The tokens that follow the one just sampled, as far as they are foreseen; known ones may be among them."""
@@ -163,9 +182,16 @@ class OracleExecutor:
 
     def _write_tokens(self, plan: StepPlan) -> dict[int, int]:
         """Write the step's tokens to the cache.  Returns where each slot's sequence ends now."""
-        for piece in plan.slices:  # a jump: the slot computes its slice instead of the one token
+        self.kept = {}
+        for piece in plan.slices:  # a jump or drafts: the slot computes its slice instead of the one token
             if piece.slot in self.decoding:
-                _, position, token = self.decoding.pop(piece.slot)
+                sampler, position, token = self.decoding.pop(piece.slot)
+                if piece.drafts:
+                    assert piece.sampler is None
+                    assert len(piece.token_ids) == piece.drafts + 1
+                    assert (piece.start, piece.token_ids[0]) == (position, token)
+                    self.kept[piece.slot] = sampler
+                    continue
                 assert piece.sampler is not None
                 assert (piece.start, piece.token_ids[0]) == (position, token)
                 history = [*self.context(piece.slot, piece.start), *piece.token_ids]
@@ -182,6 +208,7 @@ class OracleExecutor:
     def _samplers(self, plan: StepPlan, ends: dict[int, int]) -> dict[int, Sampler]:
         """Return the sampler of each slot that samples.  Forks join, with the end of their parent in `ends`."""
         samplers = {slot: sampler for slot, (sampler, _, _) in self.decoding.items()}
+        samplers |= self.kept
         samplers |= {piece.slot: piece.sampler for piece in plan.slices if piece.sampler is not None}
         for fork in plan.forks:
             assert samplers[fork.parent] is not None

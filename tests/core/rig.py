@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire.engine.core.blocks import BlockPool, HostPool
+from quire.engine.core.drafts import Drafter
 from quire.engine.core.isolation import FAILED_TWICE
 from quire.engine.core.limits import Event, Limits
 from quire.engine.core.plan import StepPlan, StepResult
@@ -19,6 +20,7 @@ from quire.engine.core.sequence import Sequence
 from quire.engine.core.swapping import Preempt
 from quire.engine.wire.messages import Beams, Delta, Finish, Generate, Sampling
 from quire.loadtest.studies import baselines  # noqa: F401  # rigs run its modes, too
+from tests.core.drafters import AllDrafts
 from tests.core.oracle import EOS, VOCAB, OracleExecutor, StepFails, reference, reference_beams
 
 FAR = 2**60
@@ -45,8 +47,12 @@ class Rig:
         preempt: Preempt = "recompute",
         host_blocks: int = 0,
         bad: int | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """`bad`: each step fails that samples for a request of BAD_SEED at this output position or later."""
+        """`bad`: each step fails that samples for a request of BAD_SEED at this output position or later.
+
+        `drafter`: its drafts are all computed."""
+        self._drafter = drafter
         self._bad = {} if bad is None else {BAD_SEED: bad}
         self._caching, self._shape = (
             caching,
@@ -84,6 +90,7 @@ class Rig:
         self.pool = BlockPool(blocks, size, caching=self._caching, note_discarded=True)
         self.host, self.step_cost = HostPool(host_blocks), StepCostModel(swap_bytes_per_s=64e3)
         self.core = Scheduler(self.pool, self.limits, self.host, self.step_cost)
+        self.core.drafts.drafter, self.core.drafts.policy = self._drafter, AllDrafts()
         self.executor = OracleExecutor(blocks, size, max_seqs, depth, host_blocks)
         self.executor.bad = self._bad
         self.decoding: set[int] = set()  # slots that decode after the last plan, by the plans alone
@@ -181,13 +188,17 @@ class Rig:
         self.decoding -= set(plan.freed_slots)
         given = sum(len(piece.token_ids) for piece in plan.slices)
         jumps = {piece.slot for piece in plan.slices if piece.sampler} & self.decoding
-        self.decoding -= jumps
+        drafting = {piece.slot for piece in plan.slices if piece.drafts}
+        assert drafting <= self.decoding
+        assert not drafting or not self.executor.plans, "drafts were planned before the last token was known"
+        self.decoding -= jumps | drafting
         assert given + len(self.decoding) <= self.limits.step_tokens
         assert all(len(piece.token_ids) <= self.limits.chunk_tokens for piece in plan.slices)
         named = {piece.slot for piece in plan.slices} | {fork.slot for fork in plan.forks}
         assert not named & self.decoding
         assert len(self.decoding | named) <= self.limits.max_seqs
         self.decoding |= {piece.slot for piece in plan.slices if piece.sampler} | {fork.slot for fork in plan.forks}
+        self.decoding |= drafting
         self.plans.append(plan)
         self.executor.submit(plan)
         return True

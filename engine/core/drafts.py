@@ -1,0 +1,241 @@
+"""Drafts: guesses of the next tokens, computed together with the last known token and kept as far as they are right.
+
+A drafting sequence computes its last token and k drafts in one slice.  The executor samples after each of these k + 1
+tokens, each time by (seed, sibling, position), as a step of its own would.  It accepts drafts while they equal these
+samples.  So the text is the one of decoding one by one, at any temperature, whatever the drafts are.
+
+    tokens     0 ......... computed | t                    drafts d1 d2 d3
+    plan 8                          [t   d1  d2  d3]       samples s1 s2 s3 s4 after these four
+    result 8   accepted 2: s1 = d1, s2 = d2, s3 is not d3
+    tokens     0 ............ computed: t d1 d2 | s3       the KV of d3 is overwritten by the next step
+
+Only the first token of such a slice is certain, so:
+  * `computed` counts t alone until the result arrives, and then the accepted drafts.
+  * Blocks with drafts are sealed when the result has proved their tokens.  Those that hold none are given back.
+  * No plan is made while a step with drafts is in flight (`Batch.verifying`): lengths are not known before its result.
+  * A draft takes no block from another sequence.  Without a free one the draft is shorter, or none.
+
+The method: "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications" (arXiv 2411.04975) for drafts
+without a model.  Acceptance by equality with the seed's own draw is Quire's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from quire.engine.core.batch import Batch
+from quire.engine.core.blocks import AccountingError, BlockPool
+from quire.engine.core.plan import StepResult
+from quire.engine.core.policy.allocation import AllocationPolicy
+from quire.engine.core.report import SchedulerReport
+from quire.engine.core.sequence import Sequence, State
+from quire.engine.wire.messages import Generate, TokenLogprob
+
+SOURCES = ("own", "tenant", "prediction")  # where drafts come from: `Draft.source` is an index
+
+
+class Draft(NamedTuple):
+    """Tokens that a slot may sample next."""
+
+    slot: int
+    tokens: list[int]  # never empty
+    match: int  # known tokens that end like the text from which the draft is taken
+    source: int  # index into SOURCES
+
+
+class Drafter(Protocol):
+    """Finds drafts.  It keeps the tokens of each slot, and has no influence on the text."""
+
+    def begin(self, slot: int, owner: str, tokens: list[int], prompt_len: int, predicted: list[int]) -> None:
+        """Follow a sequence in a slot from now on.  `owner`: requests with an equal one share their answers."""
+
+    def extend(self, slot: int, tokens: list[int]) -> None:
+        """Append to a slot what its sequence has in `tokens` and the drafter has not."""
+
+    def find(self, slots: list[int], tokens: list[int]) -> list[Draft]:
+        """Append a token to each of these slots.  Returns drafts for slots that have changed since the last call."""
+
+    def end(self, slot: int, *, keep: bool) -> None:
+        """Forget a slot.  `keep`: its answer is complete, for later drafts of the same owner."""
+
+
+class Policy(Protocol):
+    """Decides how many drafts a step computes."""
+
+    def choose(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> list[int]:
+        """Return how many tokens of each draft to compute, in a step of `seqs` sequences and at most `most` drafts."""
+
+    def learn(self, seq: Sequence, draft: Draft, computed: int, accepted: int) -> None:
+        """`accepted` of the first `computed` tokens of a draft were right."""
+
+    def record(self, seconds: float, seqs: int, tokens: int) -> None:
+        """A step of `seqs` sequences, without prompts, took so long with so many drafts."""
+
+    def forget(self, request: Generate) -> None:
+        """A request has ended."""
+
+
+class _InFlight(NamedTuple):
+    seq: Sequence
+    draft: Draft
+    computed: int  # its first tokens, which the step computes
+    blocks: int  # of the table before it grew for them
+
+
+def may_draft(request: Generate) -> bool:
+    """Return whether a request may draft: what it samples depends on its known tokens, its seed and a grammar alone.
+
+    Penalties, bad_words, allowed_token_ids and min_tokens keep counts or marks for the next position only, and beams
+    are chosen by the scheduler."""
+    sampling = request.sampling
+    return not (
+        request.beams is not None
+        or sampling.presence_penalty != 0
+        or sampling.frequency_penalty != 0
+        or sampling.repetition_penalty != 1
+        or sampling.bad_words
+        or sampling.allowed_token_ids
+        or sampling.min_tokens
+    )
+
+
+class Drafts:
+    """Owner of the drafts: those found, and those of the step in flight."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        batch: Batch,
+        allocation: AllocationPolicy,
+        report: SchedulerReport,
+        policy: Policy,
+    ) -> None:
+        self._pool, self._batch, self._allocation, self._report = pool, batch, allocation, report
+        self.policy = policy
+        self.drafter: Drafter | None = None  # None: nothing drafts
+        self._followed: dict[int, Sequence] = {}  # by slot: sequences whose tokens the drafter has
+        self._joining: dict[int, Sequence] = {}  # by slot: those whose first token is on its way
+        self._found: list[Draft] = []
+        self._in_flight: dict[int, _InFlight] = {}  # by slot
+
+    # ------------------------------------------------------------------------------------------------------------ plan
+
+    def join(self, seq: Sequence) -> None:
+        """A sequence begins to decode in its slot."""
+        if self.drafter is None:
+            return
+        self._leave(seq.slot, keep=False)
+        if may_draft(seq.request):
+            self._joining[seq.slot] = seq
+
+    @property
+    def found(self) -> int:
+        """Sequences that have drafts now."""
+        return len(self._found)
+
+    def choose(self, step: int, most: int) -> list[tuple[Sequence, Draft, int]]:
+        """Return the drafts that `step` should compute and their lengths, at most `most` tokens together."""
+        found, self._found = self._found, []
+        if not found or self._batch.late:  # the last tokens are still on their way
+            return []
+        able = []
+        for draft in found:
+            if (seq := self._able(draft, step)) is not None:
+                able.append((seq, draft._replace(tokens=draft.tokens[: seq.limit - seq.known - 1])))
+        counts = self.policy.choose(able, self._batch.decoding, most) if able else []
+        self._report.totals.refused_drafts += sum(len(draft.tokens) for _, draft in able) - sum(counts)
+        return [(seq, draft, count) for (seq, draft), count in zip(able, counts, strict=True) if count]
+
+    def _able(self, draft: Draft, step: int) -> Sequence | None:
+        """Return the sequence of a draft if it decodes in `step` and has no further known token to compute."""
+        seq = self._followed.get(draft.slot)
+        if seq is None or seq.slot != draft.slot or seq.state is not State.DECODING or seq.failed_at == seq.known:
+            return None
+        return seq if seq.known == seq.computed_before(step) + 1 < seq.limit - 1 else None
+
+    def begin(self, seq: Sequence, draft: Draft, count: int, blocks: int) -> list[int]:
+        """The plan computes `count` tokens of a draft.  Returns them.  `blocks`: of the table before it grew."""
+        self._in_flight[seq.slot] = _InFlight(seq, draft, count, blocks)
+        return draft.tokens[:count]
+
+    # ---------------------------------------------------------------------------------------------------------- commit
+
+    def accepted(self, slot: int, count: int) -> list[int]:
+        """Return the drafts of a slot that a result has accepted.  Raises AccountingError if it computed fewer."""
+        entry = self._in_flight.get(slot)
+        if entry is None or not 0 <= count <= entry.computed:
+            raise AccountingError(f"slot {slot}: {count} drafts accepted, {entry.computed if entry else 0} computed")
+        return entry.draft.tokens[:count]
+
+    def settle(self, seq: Sequence, count: int) -> None:
+        """`count` drafts were accepted and are among the known tokens: count them as computed, seal blocks, give back
+        blocks that hold no token, and let the sequence decode on."""
+        entry, size = self._in_flight.pop(seq.slot), self._pool.block_size
+        first, seq.computed, seq.drafts = seq.computed, seq.computed + count, 0
+        # A stop token among them ends the sequence: what follows it is not known.
+        for full in range(first // size + 1, min(seq.computed, seq.known - 1) // size + 1):
+            self._allocation.seal(seq, full * size)
+        kept = max(entry.blocks, -(-seq.computed // size))
+        spare = seq.table[kept:]
+        del seq.table[kept:]
+        self._pool.release(spare)
+        self._batch.schedule(seq, seq.since)
+        totals, source = self._report.totals, SOURCES[entry.draft.source]
+        totals.drafted_tokens[source] = totals.drafted_tokens.get(source, 0) + entry.computed
+        totals.accepted_drafts[source] = totals.accepted_drafts.get(source, 0) + count
+        self.policy.learn(seq, entry.draft, entry.computed, count)
+
+    def take(self, result: StepResult, irregular: Iterable[Sequence]) -> None:
+        """Show the drafter a step's tokens, which are known by now, and keep what it finds.
+
+        `irregular`: sequences to which the result added other tokens than the one that it names."""
+        if (drafter := self.drafter) is None:
+            return
+        slots, tokens, apart = result.slots, result.tokens, {seq.slot for seq in irregular}
+        if self._joining:
+            apart |= self._joining.keys() & set(slots)
+        if apart:
+            kept = [(slot, token) for slot, token in zip(slots, tokens, strict=True) if slot not in apart]
+            slots, tokens = [slot for slot, _ in kept], [token for _, token in kept]
+            for slot in apart:
+                self._catch_up(drafter, slot)
+        self._found = drafter.find(slots, tokens)
+
+    def _catch_up(self, drafter: Drafter, slot: int) -> None:
+        if (seq := self._joining.pop(slot, None)) is not None:
+            if seq.slot == slot:
+                request = seq.request
+                owner = f"{request.tenant}\0{request.cache_salt}\0{request.adapter}"
+                drafter.begin(slot, owner, seq.tokens, seq.prompt_len, request.predicted)
+                self._followed[slot] = seq
+        elif (seq := self._followed.get(slot)) is not None:
+            drafter.extend(slot, seq.tokens)
+
+    # --------------------------------------------------------------------------------------------------------- endings
+
+    def leave(self, seq: Sequence, *, complete: bool) -> None:
+        """A sequence ends; `complete`: by itself, so that later answers may resemble it."""
+        if self._followed.get(seq.slot) is seq:
+            self._leave(seq.slot, keep=complete)
+        self.policy.forget(seq.request)
+
+    def _leave(self, slot: int, *, keep: bool) -> None:
+        self._joining.pop(slot, None)
+        if self.drafter is not None and self._followed.pop(slot, None) is not None:
+            self.drafter.end(slot, keep=keep)
+
+    def reset(self) -> None:
+        """Every step in flight is void, and every slot is free."""
+        self._found.clear()
+        self._in_flight.clear()
+        for slot in list(self._followed):
+            self._leave(slot, keep=False)
+        self._joining.clear()
+
+
+def logprobs_of(result: StepResult, slot: int, count: int) -> list[TokenLogprob] | None:
+    """Return what a result reports of the first `count` tokens that a slot got from it; None: nothing."""
+    if (last := result.logprobs.get(slot)) is None:
+        return None
+    return [*result.draft_logprobs.get(slot, ()), last][:count]

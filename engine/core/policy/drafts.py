@@ -1,0 +1,180 @@
+"""Draft control: how many drafts a step computes, so that it gives the most tokens per second.
+
+    D(n)          seconds of a step of n sequences without drafts (StepCostModel)
+    D(n) + X(d)   with d drafts in all: X is measured for each power of two of n
+    survival      probability that a draft and all before it are accepted: rate ** its place
+
+A step without drafts gives n tokens.  Each draft adds its survival.  All drafts of a batch are ranked by survival, and
+the first d are computed for which (n + sum of survivals) / (D(n) + X(d)) is greatest.  None is where that is no better
+than n / D(n) by MARGIN.
+
+Rates are learnt per request and per tenant, source and length of match.  A request begins with its tenant's rates.
+Where drafts were refused, nothing would be learnt any more.  So refused steps save a small part of their time, and
+when that pays for a step with few drafts, one is computed (a probe).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
+from typing import TYPE_CHECKING
+
+from quire.engine.core.policy.step_cost import FRESH, OUTLIER, StepCostModel
+from quire.engine.core.sequence import Sequence
+from quire.engine.wire.messages import Generate
+
+if TYPE_CHECKING:
+    from quire.engine.core.drafts import Draft
+
+MARGIN = 1.03  # least gain for which drafts are computed: predictions err
+PROBES = 1 / 200  # part of the time of steps without drafts that probes may take
+PROBE_TOKENS = 4  # drafts of a probe
+FIRST_RATE, FIRST_WEIGHT = 0.7, 2.0  # of a tenant's first drafts, and the drafts that this assumption counts for
+TENANT_WEIGHT = 4.0  # drafts that the tenant's rate counts for in a request's
+KEPT = 0.97  # weight that earlier drafts keep when one more is judged
+TENANTS = 1024  # whose rates are kept: those that drafted last
+MATCHES = (2, 4, 8, 16)  # least matches of the classes of drafts, besides shorter ones
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Share of drafts accepted, among those whose predecessors were; recent ones count more."""
+
+    right: float = 0.0
+    tried: float = 0.0
+
+    def add(self, right: int, tried: int) -> None:
+        keep = KEPT**tried
+        self.right = self.right * keep + right
+        self.tried = self.tried * keep + tried
+
+    def value(self, prior: float, weight: float) -> float:
+        return (self.right + prior * weight) / (self.tried + weight)
+
+
+@dataclass(slots=True)
+class _Extra:
+    """What drafts add to steps of about as many sequences: seconds by bit length of their number."""
+
+    seconds: dict[int, float] = field(default_factory=dict)
+    tokens: dict[int, float] = field(default_factory=dict)  # moving average of the drafts of the same steps
+
+    def record(self, tokens: int, extra: float, alone: float) -> None:
+        size = tokens.bit_length()
+        known = self.seconds.setdefault(size, extra)
+        self.seconds[size] = known + FRESH * (min(extra, OUTLIER * max(known, alone)) - known)
+        count = self.tokens.setdefault(size, float(tokens))
+        self.tokens[size] = count + FRESH * (tokens - count)
+
+    def of(self, tokens: int, token_s: float) -> float:
+        """Seconds that so many drafts add: by the nearest measured number, in proportion above it."""
+        if not self.seconds:
+            return tokens * token_s
+        below = max((size for size in self.seconds if size <= tokens.bit_length()), default=0)
+        if not below:  # fewer than were ever measured: as long as those, at most
+            return self.seconds[min(self.seconds)]
+        above = min((size for size in self.seconds if size > below), default=0)
+        extra, count = self.seconds[below], self.tokens[below]
+        if tokens <= count:
+            return extra
+        if above and self.tokens[above] > count:
+            slope = max(0.0, self.seconds[above] - extra) / (self.tokens[above] - count)
+        else:
+            slope = max(extra / count, token_s) if count else token_s
+        return extra + (tokens - count) * slope
+
+
+class DraftController:
+    """Admits drafts where they pay.  O(drafts found) a step."""
+
+    def __init__(self, step_cost: StepCostModel) -> None:
+        self._step_cost = step_cost
+        self._extra: dict[int, _Extra] = {}  # by bit length of the sequences in a step
+        self._tenants: OrderedDict[str, dict[tuple[int, int], _Rate]] = OrderedDict()
+        self._requests: dict[str, dict[int, _Rate]] = {}  # by source
+        self._saved_s = 0.0  # that steps without drafts have put by for probes
+
+    # ------------------------------------------------------------------------------------------------------- learning
+
+    def learn(self, seq: Sequence, draft: Draft, computed: int, accepted: int) -> None:
+        """`accepted` of the first `computed` tokens of a draft were right: the next one was judged, too."""
+        tried = accepted + (accepted < computed)
+        self._request_rate(seq.request.id, draft).add(accepted, tried)
+        self._tenant_rate(seq.request.tenant, draft).add(accepted, tried)
+
+    def record(self, seconds: float, seqs: int, tokens: int) -> None:
+        """Learn from a step of `seqs` sequences, without prompts, that computed `tokens` drafts."""
+        self._step_cost.mixed_steps += 1
+        if alone := self._step_cost.decode_s(seqs):
+            extra = self._extra.setdefault(seqs.bit_length(), _Extra())
+            extra.record(tokens, max(0.0, seconds - alone), alone)
+
+    def forget(self, request: Generate) -> None:
+        """A request has ended."""
+        self._requests.pop(request.id, None)
+
+    # ------------------------------------------------------------------------------------------------------- choosing
+
+    def choose(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> list[int]:
+        """Return how many tokens of each draft to compute, in a step of `seqs` sequences and at most `most` drafts."""
+        rates = [self._rate(seq, draft) for seq, draft in drafts]
+        lengths = [len(draft.tokens) for _, draft in drafts]
+        counts, gain = self._best(rates, lengths, seqs, most)
+        return counts if gain else self._probe(lengths, seqs, most)
+
+    def extra_s(self, seqs: int, tokens: int) -> float:
+        """Seconds that `tokens` drafts add to a step of `seqs` sequences, as far as is known."""
+        token_s = self._step_cost.token_s
+        extra = self._extra.get(seqs.bit_length())
+        return extra.of(tokens, token_s) if extra is not None else tokens * token_s
+
+    def _best(self, rates: list[float], lengths: list[int], seqs: int, most: int) -> tuple[list[int], bool]:
+        """Return the counts that give the most tokens per second, and whether they pay."""
+        counts = [0] * len(rates)
+        alone = self._step_cost.decode_s(seqs)
+        if not alone or most <= 0:  # nothing is measured yet: compute a few
+            return counts, False
+        ranked = [(-rate, at) for at, rate in enumerate(rates)]
+        heapify(ranked)
+        expected, tokens, best, best_tokens = float(seqs), 0, MARGIN * seqs / alone, 0
+        order = []
+        while tokens < most and ranked[0][0] < 0:
+            survival, at = -ranked[0][0], ranked[0][1]
+            order.append(at)
+            counts[at] += 1
+            tokens += 1
+            expected += survival
+            heapreplace(ranked, (-survival * rates[at] if counts[at] < lengths[at] else 0.0, at))
+            if (speed := expected / (alone + self.extra_s(seqs, tokens))) > best:
+                best, best_tokens = speed, tokens
+        for at in order[best_tokens:]:
+            counts[at] -= 1
+        return counts, best_tokens > 0
+
+    def _probe(self, lengths: list[int], seqs: int, most: int) -> list[int]:
+        """Return the counts of a probe if steps without drafts have saved the time for it, else none."""
+        counts = [0] * len(lengths)
+        self._saved_s += PROBES * self._step_cost.decode_s(seqs)
+        count = min(PROBE_TOKENS, most, max(lengths))
+        measured = seqs.bit_length() in self._extra
+        if count <= 0 or (measured and self.extra_s(seqs, count) > self._saved_s):
+            return counts
+        self._saved_s = 0.0
+        counts[lengths.index(max(lengths))] = count
+        return counts
+
+    def _rate(self, seq: Sequence, draft: Draft) -> float:
+        """Probability that a token of a draft is accepted if those before it are."""
+        tenant = self._tenant_rate(seq.request.tenant, draft).value(FIRST_RATE, FIRST_WEIGHT)
+        return min(0.99, self._request_rate(seq.request.id, draft).value(tenant, TENANT_WEIGHT))
+
+    def _request_rate(self, request: str, draft: Draft) -> _Rate:
+        return self._requests.setdefault(request, {}).setdefault(draft.source, _Rate())
+
+    def _tenant_rate(self, tenant: str, draft: Draft) -> _Rate:
+        rates = self._tenants.setdefault(tenant, {})
+        self._tenants.move_to_end(tenant)
+        if len(self._tenants) > TENANTS:
+            self._tenants.popitem(last=False)
+        return rates.setdefault((draft.source, sum(draft.match >= least for least in MATCHES)), _Rate())

@@ -1,0 +1,136 @@
+"""Drafts on the device: samples after each of them, how many are accepted, and what the slot computes next.
+
+A slice [t, d1 .. dk] with k drafts has k + 1 rows of logits.  The slot's own row is the one after t.  The others lie
+behind the rows of all slots:
+
+    logits   | a row for each slot that samples | k rows of a slice, after d1 .. dk | of the next slice ...
+    samples    s1 of each slot                    s2 .. s(k+1)
+    accepted   number of leading i with s(i) = d(i);  next token: s(accepted + 1);  position: of the last accepted one
+
+A row samples with its slot's settings at its own position, so it draws what a step of its own would.  A row with a
+grammar has the mask of its position: the matcher takes in the drafts before it and goes back.  A draft that its mask
+forbids differs from every sample, so it needs no check here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.core.plan import Slice
+from quire.engine.executor import ops
+from quire.engine.executor.followers import Follower
+from quire.engine.executor.sampling import CHOSEN, Logprobs, SamplerBank
+from quire.engine.executor.staging import Array, Staging
+from quire.engine.wire.messages import TokenLogprob
+
+NO_TOKEN = -1  # a draft that no sample equals: padding
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """The slices with drafts of one step: D of them, at most K drafts each, R in all."""
+
+    slots: list[int]  # [D]
+    tokens: list[list[int]]  # [D] their drafts
+    rows: Array  # [R] i64: the slot of each row behind those of all slots
+    known: Tensor  # [R] i64: tokens before the one that the row samples
+    behind: Tensor  # [N] i64: drafts of each slot that samples, by which its length exceeds what it knows
+    own: Tensor  # [D] i64: the row of each slot among the N
+    drafts: Tensor  # [D, K] i64; NO_TOKEN: padding
+    at: Tensor  # [D, K + 1] i64: rows of each slot in order, of N + R; padding repeats the first
+    device_slots: Tensor  # [D] i64
+
+    @classmethod
+    def stage(cls, slices: Sequence[Slice], order: Sequence[int], samples: int, staging: Staging) -> DraftRows:
+        """`order`: the slots that sample, as the step's rows have them.  `samples`: rows before the drafts' own."""
+        slices = [piece for piece in slices if piece.drafts]
+        place = {slot: at for at, slot in enumerate(order)}
+        sizes = [piece.drafts for piece in slices]
+        total, most = sum(sizes), max(sizes)
+        rows, known = np.empty(total, np.int64), np.empty(total, np.int64)
+        behind = np.zeros(samples, np.int64)
+        own = np.array([place[piece.slot] for piece in slices], np.int64)
+        behind[own] = sizes
+        drafts = np.full((len(slices), most), NO_TOKEN, np.int64)
+        at = np.repeat(own[:, None], most + 1, axis=1)
+        first = 0
+        for number, piece in enumerate(slices):
+            end, count = first + piece.drafts, piece.drafts
+            rows[first:end] = piece.slot
+            known[first:end] = np.arange(piece.start + 2, piece.start + 2 + count)
+            drafts[number, :count] = piece.token_ids[1:]
+            at[number, 1 : count + 1] = np.arange(samples + first, samples + end)
+            first = end
+        slots = [piece.slot for piece in slices]
+        put = staging.stage_array
+        tensors = put(known), put(behind), put(own), put(drafts), put(at), put(np.array(slots, np.int64))
+        return cls(slots, [piece.token_ids[1:] for piece in slices], rows, *tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What a step found out about its drafts; on the host, or being copied there until the step is done."""
+
+    slots: list[int]
+    tokens: list[list[int]]  # the drafts
+    accepted: Tensor  # [D] i64
+    logprobs: Logprobs | None  # of all samples of the slots that report some
+
+    def counts(self) -> dict[int, int]:
+        """Return how many drafts of each slot were accepted."""
+        return dict(zip(self.slots, self.accepted.tolist(), strict=True))
+
+    def take(self, followers: Sequence[Follower]) -> None:
+        """Give the accepted drafts to those that follow their slots, before these take the token behind them."""
+        rows = {follower.slot: follower.row for follower in followers}
+        for slot, drafts, count in zip(self.slots, self.tokens, self.accepted.tolist(), strict=True):
+            if (row := rows.get(slot)) is not None:
+                for token in drafts[:count]:
+                    row.take(token)
+
+    def entries(self) -> dict[int, tuple[list[TokenLogprob], TokenLogprob]]:
+        """(log-probabilities of the accepted drafts, that of the token behind them) of slots that report some."""
+        if self.logprobs is None:
+            return {}
+        by_slot: dict[int, list[TokenLogprob]] = {}
+        for report, entry in zip(self.logprobs.asked, self.logprobs.entries(), strict=True):
+            by_slot.setdefault(report.slot, []).append(entry)
+        counts = self.counts()
+        return {slot: (found[: counts[slot]], found[counts[slot]]) for slot, found in by_slot.items()}
+
+
+def verify(
+    rows: DraftRows, samplers: SamplerBank, logits: Tensor, tokens: Tensor, outcomes: Tensor, position: Tensor
+) -> Verified:
+    """Sample after the drafts and accept those that are right; launches only.
+
+    logits    [N + R, V]; the first N rows have been sampled
+    tokens, outcomes  [N] of these; those of drafting slots become the ones behind their accepted drafts
+    position  [max_seqs] i64, by slot: that of the last certain token; becomes that of the last accepted draft
+    """
+    count, extra = len(tokens), len(rows.rows)
+    sampled = torch.empty(extra, dtype=torch.int64, device=tokens.device)
+    results = torch.empty(extra, dtype=torch.uint8, device=tokens.device)
+    table, masks = samplers.draft_table(rows.rows, dict(zip(rows.slots, rows.tokens, strict=True)))
+    numbers = torch.arange(extra, dtype=torch.int64, device=tokens.device)
+    ops.sample(logits[count:], numbers, rows.known, table, samplers.general, sampled, results)
+    del masks  # the table has their addresses
+    all_tokens, all_outcomes = torch.cat([tokens, sampled]), torch.cat([outcomes, results])
+    samples, sound = all_tokens[rows.at], all_outcomes[rows.at] == CHOSEN
+    right = (samples[:, :-1] == rows.drafts) & sound[:, :-1]
+    accepted = right.cumprod(1).sum(1)
+    # Where the next sample failed, the last accepted draft is sampled again as that step's own token: the step behind
+    # it then fails as it would have, and the client has every token before.
+    failed = ~sound.gather(1, accepted[:, None])[:, 0] & (accepted > 0)
+    accepted -= failed.long()
+    at = rows.at.gather(1, accepted[:, None])[:, 0]
+    logprobs = samplers.draft_logprobs(logits, rows.slots, rows.tokens, rows.at, all_tokens)
+    tokens.index_copy_(0, rows.own, all_tokens[at])
+    outcomes.index_copy_(0, rows.own, all_outcomes[at])
+    position.index_add_(0, rows.device_slots, accepted)
+    return Verified(rows.slots, rows.tokens, accepted.to("cpu", non_blocking=True), logprobs)

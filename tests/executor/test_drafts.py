@@ -1,0 +1,215 @@
+"""Drafts on a real model: every token, log-probability and reason is that of decoding one by one, in fewer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config import EngineConfig
+from quire.engine.core.policy.jumps import JumpCosts
+from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.executor.loading import load
+from quire.engine.llm import LLM, Completion
+from quire.engine.loop import build_scheduler
+from quire.engine.wire.messages import Sampling
+from tests.checkpoints import VOCAB
+from tests.core.drafters import AllDrafts, GuessingDrafter
+from tests.executor.driver import fail_next_step
+from tests.executor.matchers import PERSON, PROMPT, choice, schema
+
+Checkpoint = Callable[[str], Path]
+NEW = 40  # tokens of an answer
+
+
+def open_llm(directory: Path, dtype: str = "float32", **options: Any) -> LLM:
+    settings: dict[str, Any] = {"kv_blocks": 256, "block_size": 8, "threads": 1, "max_model_len": 400} | options
+    config = EngineConfig(
+        model=str(directory),
+        dtype=dtype,  # type: ignore[arg-type]
+        deterministic=True,
+        poison_free_blocks=True,
+        check_books=True,
+        **settings,
+    )
+    return LLM.over(config, load(config))
+
+
+def replaying(said: list[list[int]], right: int | None) -> GuessingDrafter:
+    """Guesses what was said before: `right` tokens of 6; None: 0 to 8 of 0 to 8, by the tokens known."""
+
+    def guess(slot: int, known: list[int]) -> list[int]:
+        after = next((one[len(known) :] for one in said if one[: len(known)] == known), [])
+        luck = blake2b(repr(known).encode(), digest_size=2).digest()
+        count, good = (luck[0] % 9, luck[1] % 9) if right is None else (6, right)
+        after = [*after, *[0] * 9][:count]
+        return [token if at < good else (token + 1) % VOCAB for at, token in enumerate(after)]
+
+    return GuessingDrafter(guess)
+
+
+def answers(done: list[Completion]) -> list[Any]:
+    return [(one.token_ids, one.finish_reason, one.message) for each in done for one in each.outputs]
+
+
+def run(
+    llm: LLM, prompts: list[list[int]], samplings: list[Sampling], *, n: int = 1, new: int = NEW
+) -> list[Completion]:
+    done = [llm.submit(ids, each, max_new_tokens=new, n=n) for ids, each in zip(prompts, samplings, strict=True)]
+    while llm.unfinished:
+        llm.step()
+    return done
+
+
+def compare(
+    llm: LLM, prompts: list[list[int]], samplings: list[Sampling], right: int | None, *, n: int = 1, new: int = NEW
+) -> tuple[list[Completion], list[Completion], int]:
+    """(answers without drafts, answers with drafts, drafts accepted)."""
+    drafts, totals = llm.engine.core.drafts, llm.engine.core.report.totals
+    plain = run(llm, prompts, samplings, n=n, new=new)
+    before, steps = totals.accepted_drafts.get("own", 0), llm.engine.core.step
+    said = [ids + one.token_ids for ids, each in zip(prompts, plain, strict=True) for one in each.outputs]
+    drafts.drafter, drafts.policy = replaying(said, right), AllDrafts()
+    try:
+        drafted = run(llm, prompts, samplings, n=n, new=new)
+    finally:
+        drafts.reset()
+        drafts.drafter = None
+    assert answers(drafted) == answers(plain)
+    assert llm.engine.core.step > steps
+    return plain, drafted, totals.accepted_drafts.get("own", 0) - before
+
+
+PROMPTS = [PROMPT, PROMPT[::-1], [*PROMPT, 5, 6], [9] * 17]
+SAMPLINGS = [
+    Sampling(temperature=0, ignore_eos=True),
+    Sampling(temperature=0.7, seed=1),
+    Sampling(temperature=1.2, seed=2, top_p=0.9),
+    Sampling(temperature=1, seed=3, top_k=20, logit_bias=[(7, 3.0)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantize"),
+    [
+        ("llama", "float32", "none"),
+        ("llama", "bfloat16", "none"),
+        ("qwen3", "float16", "none"),
+        ("gemma2", "bfloat16", "none"),
+        ("gpt2", "float32", "none"),
+        ("llama", "bfloat16", "int8"),
+        ("llama", "float32", "int4"),
+    ],
+)
+def test_drafts_change_no_token(checkpoint: Checkpoint, family: str, dtype: str, quantize: str) -> None:
+    """Any dtype and family: rows of a slice with drafts have the bits of rows computed one by one."""
+    llm = open_llm(checkpoint(family), dtype, quantize=quantize)
+    for right in (None, 6):
+        *_, accepted = compare(llm, PROMPTS, SAMPLINGS, right, n=2)
+        assert accepted > 0
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Checkpoint) -> Any:
+    made = open_llm(checkpoint("llama"))
+    yield made
+    made.close()
+
+
+def test_right_drafts_save_steps(llm: LLM) -> None:
+    before = llm.engine.core.step
+    run(llm, [PROMPT], [SAMPLINGS[0]])
+    plain = llm.engine.core.step - before
+    compare(llm, [PROMPT], [SAMPLINGS[0]], 6)
+    assert llm.engine.core.step - before - 2 * plain <= -(-NEW // 7) + 3
+
+
+def test_a_preempted_answer_drafts_on(checkpoint: Checkpoint) -> None:
+    """In a pool too small for all, some are preempted, others find no block for their drafts."""
+    small = open_llm(
+        checkpoint("llama"),
+        kv_blocks=26,
+        max_model_len=120,
+        admission="threshold",
+        admit_threshold=1.0,
+        prefix_cache=False,
+    )
+    *_, accepted = compare(small, PROMPTS, SAMPLINGS, None)
+    assert accepted > 0
+    assert small.engine.core.report.totals.preemptions > 0
+    small.close()
+
+
+def test_a_failed_step_drops_its_drafts(llm: LLM) -> None:
+    drafts = llm.engine.core.drafts
+    (plain,) = run(llm, [PROMPT], [SAMPLINGS[1]])
+    drafts.drafter, drafts.policy = replaying([PROMPT + plain.outputs[0].token_ids], 4), AllDrafts()
+    done = llm.submit(PROMPT, SAMPLINGS[1], max_new_tokens=NEW)
+    for _ in range(3):
+        llm.step()
+    fail_next_step(llm)
+    while llm.unfinished:
+        llm.step()
+    drafts.drafter = None
+    assert answers([done]) == answers([plain])
+
+
+@pytest.mark.parametrize(
+    "how", [{"temperature": 0.0}, {"seed": 3, "temperature": 0.7}, {"seed": 4, "temperature": 1.2}]
+)
+def test_each_position_of_a_draft_has_the_mask_of_its_grammar(llm: LLM, how: dict[str, Any]) -> None:
+    """With jumps over forced tokens in between, and drafts that the grammar forbids."""
+    samplings = [
+        Sampling(grammar=schema(PERSON), **how),
+        Sampling(grammar=choice("one two three", "one two four"), **how),
+        Sampling(**how),
+    ]
+    for right in (None, 6):
+        *_, accepted = compare(llm, PROMPTS[:3], samplings, right, n=2, new=120)
+        assert accepted > 0
+
+
+def test_a_grammar_without_a_search_for_forced_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matchers may have taken in tokens that the scheduler does not know of: drafts go over them as well."""
+    monkeypatch.setattr(JumpCosts, "look_ahead", lambda *_: False)
+    samplings = [Sampling(grammar=schema(PERSON), seed=seed, temperature=0.9) for seed in range(3)]
+    *_, accepted = compare(llm, PROMPTS[:3], samplings, 6, new=120)
+    assert accepted > 20
+
+
+def test_each_accepted_draft_has_its_log_probabilities(llm: LLM) -> None:
+    samplings = [
+        Sampling(temperature=0.8, seed=1, logprobs=3),
+        Sampling(temperature=0, logprobs=0, grammar=schema(PERSON)),
+        Sampling(temperature=0, logprobs=2, logprob_token_ids=[4, 9]),
+        Sampling(temperature=1, seed=2),
+    ]
+    plain, drafted, accepted = compare(llm, PROMPTS, samplings, None, new=60)
+    assert accepted > 0
+    for before, after in zip(plain, drafted, strict=True):
+        want, got = before.outputs[0].logprobs or [], after.outputs[0].logprobs or []
+        assert len(got) == len(want) == (0 if before is plain[3] else len(before.outputs[0].token_ids))
+        for one, other in zip(want, got, strict=True):
+            assert [token for token, _ in one.top] == [token for token, _ in other.top]
+            assert other.logprob == pytest.approx(one.logprob, abs=1e-5)
+            assert [value for _, value in other.top] == pytest.approx([value for _, value in one.top], abs=1e-5)
+
+
+def test_the_scripted_executor_accepts_what_its_text_has() -> None:
+    info = ModelInfo("scripted", "scripted", VOCAB, 400, [0], 0)
+    config = EngineConfig(step_tokens=512, max_seqs=8, admission="threshold", admit_threshold=1.0)
+    plain = LLM.over(config, ScriptedExecutor(info, 256))
+    want = run(plain, [[5] * 9], [Sampling(seed=3)])
+    executor = ScriptedExecutor(info, 256)
+    executor.depth = 1
+    drafting = LLM.over(config, executor)
+    core = drafting.engine.core
+    core.drafts.drafter, core.drafts.policy = replaying([[5] * 9 + want[0].outputs[0].token_ids], 3), AllDrafts()
+    assert answers(run(drafting, [[5] * 9], [Sampling(seed=3)])) == answers(want)
+    assert core.report.totals.accepted_drafts["own"] > 0
+    assert core.step < plain.engine.core.step
+    assert build_scheduler(config, executor).drafts.drafter is None
