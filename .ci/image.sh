@@ -27,7 +27,7 @@ install() {  # [extras]: installs the packages, and Quire from a copy, because t
 
 case $part in
   gateway) install '[cli]' ;;
-  engine) install '[engine,cli]' ;;
+  engine) install '[engine,cli,convert]' ;;
   kernels)
     if [ -n "${GPUS-all}" ]; then
       release=$(nvcc --version)

@@ -4,6 +4,7 @@ quire serve [MODEL]   Redis, one engine and some gateways under one supervisor, 
 quire gateway | engine   one process of a larger deployment, around a Redis of your own
 quire quarantine         requests that are held back because they killed their engine
 quire top | chat | bench   clients of a running server, for a terminal (service/terminal)
+quire convert-tokenizer    a tokenizer.json for a checkpoint with only a SentencePiece model (engine/tokenizers)
 """
 
 from __future__ import annotations
@@ -47,11 +48,13 @@ USAGE = """usage: quire serve [MODEL] [options]   Redis, an engine and gateways 
        quire top URL [options]          engines, queue, latencies and tenants of a running server
        quire chat URL [options]         talk to a model
        quire bench URL [options]        a small load, and a table of latencies
+       quire convert-tokenizer DIR      makes the tokenizer.json of a SentencePiece or tiktoken file
 Each says more with --help."""
 
 PROCESSES = {"gateway": "quire.service.app", "engine": "quire.engine"}  # command -> module
 # command -> module.  They are clients: the packages that only they need are imported when one is started.
 CLIENTS = {name: f"quire.service.terminal.{name}" for name in ("top", "chat", "bench")}
+CONVERTER = "convert-tokenizer"  # command of the module quire.engine.tokenizers.convert
 # Settings that a gateway and its engine must agree on: given once, passed to both.
 BOTH = {"model", "served_name", "namespace", "vllm_metrics", "log_format", "otlp_endpoint", "trace_sample"}
 # Models that Quire makes by itself: value of MODEL -> arguments of Python that print the directory.
@@ -190,6 +193,8 @@ def main(argv: Sequence[str] | None = None, engine: EngineProgram = ENGINE) -> i
         return quarantine(rest)
     if command in CLIENTS:
         return client(command, rest)
+    if command == CONVERTER:
+        return int(importlib.import_module("quire.engine.tokenizers.convert").main(rest))
     if command in PROCESSES:
         os.execve(sys.executable, child_python.command("-m", PROCESSES[command], *rest), child_python.environment())
     asked = command in ("-h", "--help")

@@ -1,11 +1,11 @@
-"""Tokenizers of checkpoints without a tokenizer.json: a SentencePiece model, or Llama 3's tiktoken file.
+"""Conversion of tokenizers for `quire convert-tokenizer`: SentencePiece models, and Llama 3's tiktoken file.
 
     tokenizer.model ─ pieces, scores ──> tokenizers.Tokenizer ─ tokenizer_config.json ─> special tokens, chat template
           └───────── the format's own library encodes and decodes samples ─────────> the same tokens, or refused
 
 transformers 5 orders the merges of a SentencePiece model by id instead of by score, and for some families it drops the
-blank before the first word.  So the conversion is Quire's own.  At each start the library of the format, sentencepiece
-(Kudo and Richardson 2018) or tiktoken, proves it on texts of several scripts and on pieces of the vocabulary.
+space before the first word.  So the conversion is Quire's own.  The library of the format, sentencepiece (Kudo and
+Richardson 2018) or tiktoken, proves it on texts of several scripts and on tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -114,6 +114,15 @@ def convert_sentencepiece(content: bytes, described: dict[str, Any]) -> Backend:
         samples.append(LEADING)
     prove(backend, samples, library.encode, library.decode)
     return backend
+
+
+def end_piece(content: bytes) -> str | None:
+    """Return the EOS token of a SentencePiece model; None if it has none, or the file is a tiktoken file."""
+    if is_tiktoken(content):
+        return None
+    model = read_model(content)
+    at = int(model.trainer_spec.eos_id)
+    return str(model.pieces[at].piece) if 0 <= at < len(model.pieces) else None
 
 
 def check_class(described: dict[str, Any]) -> None:

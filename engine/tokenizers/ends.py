@@ -2,8 +2,7 @@
 
     its name    eos_token of tokenizer_config.json, else of special_tokens_map.json
     its number  where that name is: added_tokens_decoder of tokenizer_config.json, tokenizer.json, added_tokens.json,
-                vocab.json, vocab.txt, a SentencePiece model
-    no name     eos_id of the SentencePiece model, if it is the tokenizer's only file
+                vocab.json, vocab.txt
 
 Files that are absent or broken say nothing here.  The gateway, which needs them, refuses broken ones.
 """
@@ -15,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.tokenizers.alphabet import token_number
-from quire.engine.tokenizers.conversion import is_tiktoken
-from quire.engine.tokenizers.files import CONVERTED_FILES, READ_FILES, read_json
+from quire.engine.tokenizers.files import read_json
 
 
 def end_token(directory: Path) -> int | None:
@@ -25,13 +23,10 @@ def end_token(directory: Path) -> int | None:
     name = text_of(described.get("eos_token"))
     if name is None:
         name = text_of(read_json(str(directory / "special_tokens_map.json")).get("eos_token"))
-    if name is not None:
-        found = (ids.get(name) for ids in vocabularies(directory, described))
-        return next((number for number in found if type(number) is int), None)
-    if any((directory / file).is_file() for file in READ_FILES):
+    if name is None:
         return None
-    pieces, end = read_pieces(directory)
-    return end if 0 <= end < len(pieces) else None
+    found = (ids.get(name) for ids in vocabularies(directory, described))
+    return next((number for number in found if type(number) is int), None)
 
 
 def text_of(token: Any) -> str | None:
@@ -61,21 +56,3 @@ def vocabularies(directory: Path, described: dict[str, Any]) -> Iterator[dict[An
     except (OSError, ValueError):
         lines = []
     yield {line: at for at, line in enumerate(lines)}
-    yield {text: at for at, text in enumerate(read_pieces(directory)[0])}
-
-
-def read_pieces(directory: Path) -> tuple[list[str], int]:
-    """Return the pieces of a directory's SentencePiece model, by number, and its eos_id.  Without one: none, and -1."""
-    from google.protobuf.message import DecodeError
-    from sentencepiece import sentencepiece_model_pb2
-
-    file = next((directory / name for name in CONVERTED_FILES if (directory / name).is_file()), None)
-    model = sentencepiece_model_pb2.ModelProto()
-    try:
-        content = file.read_bytes() if file else b""
-        if not content or is_tiktoken(content):
-            return [], -1
-        model.ParseFromString(content)
-    except (OSError, DecodeError):
-        return [], -1
-    return [piece.piece for piece in model.pieces], int(model.trainer_spec.eos_id)

@@ -16,7 +16,7 @@ from quire.engine.tokenizers.pipeline import difference
 log = logging.getLogger(__name__)
 
 READ_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # which transformers reads
-# SentencePiece models and tiktoken files, by the names that transformers has for them.
+# SentencePiece models and tiktoken files, by the names that transformers has for them: convert.py reads them.
 CONVERTED_FILES = ("tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model")
 TEKKEN = "tekken.json"
 CONFIG = "tokenizer_config.json"
@@ -36,7 +36,7 @@ def load_tokenizer(source: str) -> Any:
     here = Path(source).is_dir()
     name = vocabulary_file(source) if here else ""  # of a hub name that is wrong, each file would be asked for in vain
     if name in CONVERTED_FILES:
-        return converted(source, name)
+        raise unconverted(source, name)
     try:
         made = made_by_transformers(source)
     except Exception as error:  # transformers raises a dozen types for a directory that holds no model
@@ -49,7 +49,7 @@ def load_tokenizer(source: str) -> Any:
         raise TokenizerError(f"model {source}: {unread or (f'{CONFIG}: {odd}' if odd else reason)}") from None
     name = name or vocabulary_file(source)
     if name in CONVERTED_FILES:
-        return converted(source, name)
+        raise unconverted(source, name)
     if unread := unread_file(name):
         raise TokenizerError(f"model {source}: {unread}")
     if name == "tokenizer.json":
@@ -130,18 +130,13 @@ def unread_file(name: str) -> str:
     return f"its tokenizer is the tiktoken file {name}, which does not say how texts are cut; {ADVICE}"
 
 
-def converted(source: str, name: str) -> Any:
-    """Return the tokenizer of a vocabulary file that Quire converts.  Raises TokenizerError."""
-    from quire.engine.tokenizers import conversion
-
-    described = read_json(file_of(source, CONFIG))
-    family = str(read_json(file_of(source, "config.json")).get("model_type"))
-    path = file_of(source, name)
-    assert path is not None  # `vocabulary_file` has found it
-    try:
-        return conversion.with_config(source, conversion.convert(Path(path), described, family), described)
-    except conversion.Unconverted as error:
-        raise TokenizerError(f"model {source}: its tokenizer is {name}: {error}; {ADVICE}") from None
+def unconverted(source: str, name: str) -> TokenizerError:
+    """Return the refusal of a vocabulary file of which `quire convert-tokenizer` makes a tokenizer.json."""
+    where, first = (source, "") if Path(source).is_dir() else ("DIR", "download it into a directory DIR, then ")
+    return TokenizerError(
+        f"model {source}: its tokenizer is {name}, which servers do not read: {first}run "
+        f"`quire convert-tokenizer {where}`, which makes a tokenizer.json of it"
+    )
 
 
 def read_json(path: str | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.engine.common.embedded_redis import EmbeddedRedis
+from quire.engine.tokenizers.convert import convert_directory
 from quire.engine.tools import tiny_checkpoints
 from tests.checkpoints import FAMILIES, VOCAB
 from tests.pace import patience
@@ -156,11 +157,12 @@ def test_a_shared_system_prompt_is_computed_once(
         assert totals.prompt_tokens - totals.cached_prompt_tokens <= 515 + 0.05 * 516
 
 
-def test_a_checkpoint_with_only_a_sentencepiece_file(
+def test_a_checkpoint_with_a_converted_sentencepiece_file(
     redis_server: EmbeddedRedis, namespace: str, tmp_path: Path
 ) -> None:
     """Its text goes in and comes out, streamed and whole, as sentencepiece and transformers.generate have it."""
     directory = trained(tmp_path / "model", AS_LLAMA, **LLAMA)
+    convert_directory(directory)
     model = tiny_checkpoints.make_checkpoint(directory, "llama", vocab_size=700, eos_token_id=2)
     library = SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
     prompt = "The quick brown fox  jumps"

@@ -1,10 +1,11 @@
-"""Checkpoints without a tokenizer.json: SentencePiece models made by its own trainer, and a tiktoken file."""
+"""`quire convert-tokenizer`: SentencePiece models made by its own trainer, and a tiktoken file; EOS tokens of files."""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,10 +20,12 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer, sentence
 from tokenizers import Tokenizer as Backend
 from transformers import GemmaTokenizer, LlamaTokenizer
 
-from quire.engine.tokenizers import conversion
+from quire.engine.tokenizers import conversion, convert
 from quire.engine.tokenizers.alphabet import byte_level_alphabet
+from quire.engine.tokenizers.convert import CannotConvert, convert_directory
 from quire.engine.tokenizers.ends import end_token
 from quire.engine.tokenizers.files import load_tokenizer
+from quire.service import cli
 from quire.service.text.token_decoder import TextStream
 from quire.service.text.tokenizer import Tokenizer
 from quire.service.text.vocabulary import ModelError
@@ -74,7 +77,13 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     family, described, options = request.param
     folder = trained(tmp_path_factory.mktemp("spm") / family, described, family, **options)
     library = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    return Made(folder, Tokenizer(str(folder)), library)
+    return Made(folder, converted(folder), library)
+
+
+def converted(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder as a server has it after the conversion."""
+    convert_directory(folder)
+    return Tokenizer(str(folder))
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -113,7 +122,7 @@ def test_the_offline_api_has_the_same_tokens(made: Made) -> None:
 
 
 async def test_chats_have_the_special_tokens_of_the_file(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(str(trained(tmp_path / "model", AS_LLAMA, **LLAMA)))
+    tokenizer = converted(trained(tmp_path / "model", AS_LLAMA, **LLAMA))
     [ids] = await tokenizer.encode(request(messages=[{"role": "user", "content": "fox</s>"}]))
     assert ids.count(2) == 1  # that of the template; the client's stays text
     assert "fox</s></s>" in tokenizer.text_of(ids, skip_special=False)
@@ -132,9 +141,9 @@ def test_pieces_are_joined_by_score_and_not_by_id(tmp_path: Path) -> None:
         piece.score = score
     (folder / "tokenizer.model").write_bytes(model.SerializeToString())
     library = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    tokenizer = Tokenizer(str(folder))
     others = LlamaTokenizer.from_pretrained(folder)
     text = "The quick brown fox jumps over the lazy dog."
+    tokenizer = converted(folder)
     assert tokenizer._encode(text, special=False) == library.encode(text)
     assert others.encode(text, add_special_tokens=False) != library.encode(text)
 
@@ -145,27 +154,29 @@ def test_a_conversion_with_other_tokens_than_the_library_is_refused(
     folder = trained(tmp_path / "model", AS_LLAMA, **LLAMA)
     ordered = conversion.merges_of
     monkeypatch.setattr(conversion, "merges_of", lambda found: ordered(found)[::-1])
-    with pytest.raises(ModelError, match=r"would give .The quick brown fox.* other tokens than the library of the"):
-        Tokenizer(str(folder))
+    with pytest.raises(CannotConvert, match=r"would give .The quick brown fox.* other tokens than the library of the"):
+        convert_directory(folder)
+    assert not (folder / "tokenizer.json").exists()
 
 
 def test_tokens_that_the_configuration_adds_have_its_ids(tmp_path: Path) -> None:
     added = {"700": {"content": "<|im_end|>", "special": True}, "702": {"content": "<tool>", "special": False}}
     folder = trained(tmp_path / "model", AS_LLAMA | {"added_tokens_decoder": added}, **LLAMA)
-    tokenizer = Tokenizer(str(folder))
+    tokenizer = converted(folder)
     assert tokenizer._encode("fox<|im_end|><tool>", special=False)[-2:] == [700, 702]
     assert tokenizer.text_of([700, 702]) == "<tool>"
+    (folder / "tokenizer.json").unlink()
     added["5"] = {"content": "<|im_start|>", "special": True}
     described_as(folder, AS_LLAMA | {"added_tokens_decoder": added})
-    with pytest.raises(ModelError, match=r"calls token 5 '<\|im_start\|>', the file '<0x02>'"):
-        Tokenizer(str(folder))
+    with pytest.raises(CannotConvert, match=r"calls token 5 '<\|im_start\|>', the file '<0x02>'"):
+        convert_directory(folder)
 
 
 def test_numbers_that_no_token_has_below_one_that_the_configuration_adds(tmp_path: Path) -> None:
     """They are added at once: one by one, these would take minutes."""
     added = {"20000": {"content": "<|im_end|>", "special": True}, "20001": {"content": "<tool>", "special": False}}
     folder = trained(tmp_path / "model", AS_LLAMA | {"added_tokens_decoder": added}, **LLAMA)
-    tokenizer = Tokenizer(str(folder))
+    tokenizer = converted(folder)
     assert tokenizer._encode("fox<|im_end|><tool>", special=False)[-2:] == [20000, 20001]
     assert tokenizer.text_of([700, 19_999, 20_000, 20_001]) == "<tool>"
 
@@ -185,8 +196,10 @@ def test_numbers_that_no_token_has_below_one_that_the_configuration_adds(tmp_pat
 )
 def test_declared_tokens_that_are_none(tmp_path: Path, declared: object, reason: str) -> None:
     folder = trained(tmp_path / "model", AS_LLAMA | {"added_tokens_decoder": declared}, **LLAMA)
-    with pytest.raises(ModelError, match=rf"its tokenizer_config\.json: added_tokens_decoder {reason}; serve a copy"):
-        Tokenizer(str(folder))
+    with pytest.raises(
+        CannotConvert, match=rf"its tokenizer_config\.json: added_tokens_decoder {reason}; serve a copy"
+    ):
+        convert_directory(folder)
 
 
 UNIGRAM = LLAMA | {"model_type": "unigram", "vocab_size": 600, "hard_vocab_limit": False}
@@ -209,8 +222,10 @@ def test_models_of_other_kinds_are_refused_by_name(
     tmp_path: Path, described: dict[str, Any], options: dict[str, Any], reason: str
 ) -> None:
     folder = trained(tmp_path / "model", described, **options)
-    with pytest.raises(ModelError, match=rf"its tokenizer is tokenizer\.model: .*{reason}.*; serve a copy that has a"):
-        Tokenizer(str(folder))
+    before = sorted(folder.iterdir())
+    with pytest.raises(CannotConvert, match=rf"its tokenizer is tokenizer\.model: .*{reason}.*; serve a copy that has"):
+        convert_directory(folder)
+    assert sorted(folder.iterdir()) == before
 
 
 # ------------------------------------------------------------------------------------------------------------ tiktoken
@@ -245,7 +260,7 @@ def tiktoken_model(ranked: Callable[..., Path], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="session")
 def tiktoken_tokenizer(tiktoken_model: Path) -> Tokenizer:
-    return Tokenizer(str(tiktoken_model))
+    return converted(tiktoken_model)
 
 
 @given(text=TEXTS)
@@ -279,41 +294,107 @@ def test_tiktoken_files_of_other_kinds_are_refused_by_name(
 ) -> None:
     if changes.get("content") == b"neither":
         changes = changes | {"tokenizer_class": "LlamaTokenizer"}
-    with pytest.raises(ModelError, match=reason):
-        Tokenizer(str(ranked(tmp_path / "model", **changes)))
+    with pytest.raises(CannotConvert, match=reason):
+        convert_directory(ranked(tmp_path / "model", **changes))
 
 
-def test_a_repository_of_the_hub_is_converted_as_a_directory_is(tmp_path: Path) -> None:
+# ------------------------------------------------------------------------------------------------- command and refusal
+
+
+def test_a_server_refuses_an_unconverted_directory_with_the_command(tmp_path: Path) -> None:
+    folder = trained(tmp_path / "model", AS_LLAMA, **LLAMA)
+    command = f"`quire convert-tokenizer {folder}`"
+    with pytest.raises(
+        ModelError, match=re.escape(f"its tokenizer is tokenizer.model, which servers do not read: run {command}")
+    ):
+        Tokenizer(str(folder))
+
+
+def test_a_server_refuses_a_repository_of_the_hub_with_the_command(tmp_path: Path) -> None:
     """From the hub client's cache, in a process of its own: the client reads its environment once."""
     repository = tmp_path / "hub" / "models--org--name"
-    folder = trained(repository / "snapshots" / ("c" * 40), AS_LLAMA, "mistral", **LLAMA)
+    trained(repository / "snapshots" / ("c" * 40), AS_LLAMA, "mistral", **LLAMA)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c" * 40)
-    code = "from quire.service.text.tokenizer import Tokenizer\n"
-    code += "print(Tokenizer('org/name')._encode('double  fox', special=True))"
+    code = "from quire.service.text.tokenizer import Tokenizer; Tokenizer('org/name')"
     environment = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == Tokenizer(str(folder))._encode("double  fox", special=True)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    says = "download it into a directory DIR, then run `quire convert-tokenizer DIR`"
+    assert says in done.stderr.splitlines()[-1]
+
+
+def test_the_command_writes_what_a_server_and_structured_output_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = trained(tmp_path / "model", AS_LLAMA, **LLAMA)
+    assert cli.main(["convert-tokenizer", str(folder)]) == 0
+    assert f"written to {folder / 'tokenizer.json'}" in capsys.readouterr().out
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    assert backend.get_vocab_size() == 700
+    assert backend.encode("fox").ids == Tokenizer(str(folder))._encode("fox", special=True)
+    assert cli.main(["convert-tokenizer", str(folder)]) == 2
+    assert "has a tokenizer.json already, which servers read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "usage: quire convert-tokenizer DIR"),
+        (["one", "two"], "usage: quire convert-tokenizer DIR"),
+        (["--force"], "usage: quire convert-tokenizer DIR"),
+        (["no/such"], "quire convert-tokenizer: no/such is no directory: download the checkpoint first"),
+        (["."], "has none of tokenizer.model, tiktoken.model"),
+    ],
+)
+def test_a_command_line_that_names_nothing_to_convert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["convert-tokenizer", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_missing_library_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = trained(tmp_path / "model", AS_LLAMA, **LLAMA)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    assert cli.main(["convert-tokenizer", str(folder)]) == 2
+    says = "quire convert-tokenizer: needs the package sentencepiece: pip install 'quire[convert]'\n"
+    assert capsys.readouterr().err == says
+
+
+def test_what_a_server_would_read_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers might, whose classes rebuild some tokenizers."""
+    folder = trained(tmp_path / "model", AS_LLAMA, **LLAMA)
+    other = trained(tmp_path / "other", AS_LLAMA, **LLAMA | {"vocab_size": 600})
+    convert_directory(other)
+    monkeypatch.setattr(convert, "load_tokenizer", lambda _: load_tokenizer(str(other)))
+    with pytest.raises(CannotConvert, match=r"its tokenizer\.json would give .* other tokens, or another text"):
+        convert_directory(folder)
+    assert not (folder / "tokenizer.json").exists()
 
 
 # --------------------------------------------------------------------------------------------------------- end tokens
 
 
-def test_the_end_token_of_a_sentencepiece_model(made: Made, tmp_path: Path) -> None:
+def test_the_end_token_of_a_converted_sentencepiece_model(made: Made, tmp_path: Path) -> None:
     """By the name in the configuration, or as the model itself says it."""
     assert end_token(made.folder) == made.library.eos_id()
-    (tmp_path / "tokenizer.model").write_bytes((made.folder / "tokenizer.model").read_bytes())
-    assert end_token(tmp_path) == made.library.eos_id()
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": made.library.id_to_piece(9)}))
-    assert end_token(tmp_path) == 9
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<no such token>"}))
-    assert end_token(tmp_path) is None
+    unnamed = trained(tmp_path / "model", AS_LLAMA | {"eos_token": None}, **LLAMA)
+    (unnamed / "special_tokens_map.json").write_text(json.dumps({"pad_token": "</s>"}))
+    assert end_token(unnamed) is None
+    convert_directory(unnamed)
+    assert end_token(unnamed) == 2
+    assert json.loads((unnamed / "special_tokens_map.json").read_text()) == {"pad_token": "</s>", "eos_token": "</s>"}
 
 
-def test_the_end_token_of_a_tiktoken_file(tiktoken_model: Path, ranked: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_end_token_of_a_converted_tiktoken_file(
+    tiktoken_model: Path, ranked: Callable[..., Path], tmp_path: Path
+) -> None:
     assert end_token(tiktoken_model) is None
     named = ranked(tmp_path / "model", eos_token=HEADER)
-    assert end_token(named) == Tokenizer(str(named))._encode(HEADER, special=True)[-1]
+    assert end_token(named) == converted(named)._encode(HEADER, special=True)[-1]
 
 
 END = {"eos_token": "</s>"}
