@@ -11,7 +11,8 @@ import json
 from typing import Any
 
 from quire.service.common.surrogates import without_escaped_halves
-from quire.service.output.lenient_json import Dialect, Event, JsonReader
+from quire.service.output.deep_values import nests_deeper
+from quire.service.output.lenient_json import DEPTH, Dialect, Event, JsonReader
 
 MOST_ESCAPES = 50_000  # backslashes of a text whose half surrogates are replaced at once
 WHOLE_CHARS = 4096  # longest text that is repaired at once: 10 to 20 ms
@@ -70,14 +71,18 @@ def repaired(text: str) -> str | None:
 
 
 def valid(text: str) -> str | None:
-    """Return valid JSON of an object or a list, with U+FFFD for half surrogates; None for any other text."""
+    """Return valid JSON of an object or a list, with U+FFFD for half surrogates; None for any other text.
+
+    None as well if it nests deeper than DEPTH."""
     if text.count("\\") > MOST_ESCAPES:
         return None
     try:
         found = json.loads(text, parse_constant=_refuse, parse_int=float)  # an int has at most 4,300 digits
     except (ValueError, RecursionError):
         return None
-    return without_escaped_halves(text) if isinstance(found, dict | list) else None
+    if not isinstance(found, dict | list) or nests_deeper(text, DEPTH):
+        return None
+    return without_escaped_halves(text)
 
 
 def _refuse(constant: str) -> Any:

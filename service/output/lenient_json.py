@@ -7,10 +7,11 @@ Valid JSON passes as it is, spaces included.  Everything else is repaired by rul
 - single quotes, bare keys and values, True, False, None, parentheses: as in Python, written as JSON
 - line ends and other control characters in strings, unknown escapes, quotes inside a string: escaped
 - half a surrogate pair: U+FFFD
+- an object or a list within DEPTH others: its text, as a string
 - commas too many or missing, a missing value (null), missing or wrong closing brackets: as if they were right
 
-Some text is `BAD`: what does not begin like a value, a nesting deeper than DEPTH, and, while `strict`, a key without a
-colon or a value, and anything but a comma, a quote or a bracket after a value.
+Some text is `BAD`: what does not begin like a value, and, while `strict`, a key without a colon or a value, and
+anything but a comma, a quote or a bracket after a value.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from enum import Enum, auto
 
 import msgspec
 
+from quire.service.output.deep_values import DeepValue
 from quire.service.output.json_escapes import ends_string, unescape
 from quire.service.output.markers import Markers
 
-DEPTH = 256  # nested objects and lists
+DEPTH = 256  # nested objects and lists: parsers of clients read 500 and more
 RUN = 256  # characters of a bare word that are looked at together
 _NO_KEY = re.compile(r"[{\[\"']")  # in text between values, not in a bare key
 _SPACES = re.compile(r"[ \t\r\n]+")
@@ -73,14 +75,15 @@ class _State(Enum):
     AFTER = auto()  # a value: a comma or a closing bracket follows
     STRING = auto()
     WORD = auto()
+    DEEP = auto()
 
 
 class JsonReader:
     """Reads one object or list."""
 
     __slots__ = (
-        "_dialect", "_gap", "_is_key", "_key", "_out", "_quote", "_spaced", "_stack", "_state", "_stop", "_word",
-        "key", "loosens", "pairs", "strict", "watch", "words",
+        "_deep", "_dialect", "_gap", "_is_key", "_key", "_out", "_quote", "_spaced", "_stack", "_state", "_stop",
+        "_word", "key", "loosens", "pairs", "strict", "watch", "words",
     )  # fmt: skip
 
     def __init__(self, dialect: Dialect | None = None, stop: Markers | None = None, *, watch: int = 0) -> None:
@@ -94,6 +97,7 @@ class JsonReader:
         self._state = _State.VALUE
         self._gap = ""  # a comma and the spaces after it, until a value follows
         self._quote = ""  # what ends the open string
+        self._deep = DeepValue()  # the open one
         self._is_key = False  # the open string or word is a key
         self._word: list[str] = []
         self._spaced = False  # there is a space in it
@@ -139,6 +143,8 @@ class JsonReader:
         while at < len(text):
             if self._state is _State.STRING:
                 at, event = self._string(text, at, final)
+            elif self._state is _State.DEEP:
+                at, event = self._read_deep(text, at, final)
             elif self._state is not _State.WORD and (spaces := _SPACES.match(text, at)):
                 self._space(spaces[0])
                 at, event = spaces.end(), None
@@ -168,7 +174,7 @@ class JsonReader:
 
     def complete(self, depth: int = 0) -> None:
         """Close what is open, down to a depth: no more text comes."""
-        if self._state is _State.STRING:
+        if self._state in (_State.STRING, _State.DEEP):
             self._end_string()
         elif self._state is _State.WORD:
             self._end_word()
@@ -201,9 +207,11 @@ class JsonReader:
         if not self._stack and char not in "{[":
             return at, Event.BAD
         if char in "{[(":
-            if len(self._stack) >= DEPTH:
-                return at, Event.BAD
             self._flush()
+            if len(self._stack) >= DEPTH:
+                self._state, self._is_key, self._deep = _State.DEEP, False, DeepValue()
+                self._out.append('"')
+                return at, None
             self._stack.append(char)
             self._out.append("[" if char == "(" else char)
             self._state = _State.KEY if char == "{" else _State.VALUE
@@ -360,6 +368,17 @@ class JsonReader:
         if end >= 0:
             return end + len(quote), self._end_string()
         return upto, Event.MORE
+
+    def _read_deep(self, text: str, at: int, final: bool) -> tuple[int, Event | None]:
+        upto = len(text)
+        if self._stop is not None and not self._deep.quoted:
+            if (event := self._stopped(text, at, final)) is not None:
+                return at, event
+            upto = self._stop.candidate(text, at + 1, upto)
+        before = at
+        written, at, ends = self._deep.read(text, at, upto, final=final)
+        self._out.append(written)
+        return at, self._end_string() if ends else Event.MORE if at == before else None
 
     def _read_word(self, text: str, at: int) -> tuple[int, Event | None]:
         """Read a bare key or value, up to what ends it."""

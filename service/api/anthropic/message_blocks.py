@@ -12,7 +12,6 @@ Any other block is a 400, as an image of the user is: the model would answer wit
 from __future__ import annotations
 
 import base64
-import json
 from typing import Any
 
 import msgspec
@@ -51,7 +50,7 @@ class ContentBlock(msgspec.Struct):
     text: str | None = None
     id: str | None = None
     name: str | None = None
-    input: Any = None
+    input: msgspec.Raw = msgspec.Raw()  # of a tool_use; as written, since Python's numbers lose digits
     tool_use_id: str | None = None
     content: Any = None  # a result's, a compaction's or a search result's: a string or blocks
     is_error: bool | None = None
@@ -172,10 +171,15 @@ def _answer(param: str, blocks: list[ContentBlock], names: dict[str, str], skipp
 
 
 def _call(here: str, block: ContentBlock, names: dict[str, str]) -> dict[str, Any]:
-    if block.id is None or block.name is None or not isinstance(block.input or {}, dict):
+    given = bytes(block.input) or b"{}"
+    if block.id is None or block.name is None or not given.startswith((b"{", b"null")):
         raise _wrong(here, "a tool_use with id, name and an object as input")
     names[block.id] = block.name
-    function = {"name": block.name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
+    try:
+        arguments = given.decode() if given.startswith(b"{") else "{}"
+    except UnicodeDecodeError:
+        raise _wrong(f"{here}.input", "valid UTF-8") from None
+    function = {"name": block.name, "arguments": arguments}
     return {"id": _bare(block.id), "type": "function", "function": function}
 
 
@@ -192,6 +196,8 @@ def _inner(param: str, given: Any, skipped: Skipped, *, notes: bool = False) -> 
     """Return the text of content within a block.  `notes`: what is no text becomes a note.  Raises Refusal."""
     if given is None or isinstance(given, str):
         return given or ""
+    if isinstance(given, list):  # no block within a block has an input that counts
+        given = [{**one, "input": msgspec.Raw()} if isinstance(one, dict) else one for one in given]
     try:
         blocks = msgspec.convert(given, list[ContentBlock])
     except msgspec.ValidationError:

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from quire.service.api.anthropic import messages
+from quire.service.api.api import NO_DEFAULTS
 from quire.service.api.history import Message, plain_messages
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.text.tokenizer import Tokenizer
 from tests.service.chat_templates.published import TEMPLATES, tokenizer_in
@@ -53,6 +56,29 @@ def test_a_number_keeps_its_text(tmp_path: Path, literal: bool) -> None:
     members = ", ".join(f'"n{at}": {text}' for at, text in enumerate(NUMBERS))
     arguments = f'{{{members}, "all": [{", ".join(NUMBERS)}], "in": {{"x": [{NUMBERS[0]}]}}, "s": "1.50 <|im_end|>"}}'
     assert f'"arguments": {arguments}}}' in prompt(tokenizer, arguments)
+
+
+def test_a_number_keeps_its_text_in_an_input_of_messages(tmp_path: Path) -> None:
+    """`/v1/messages` has arguments as an object, not as its text."""
+    members = ", ".join(f'"n{at}": {text}' for at, text in enumerate(NUMBERS))
+    block = f'{{"type": "tool_use", "id": "toolu_1", "name": "f", "input": {{{members}}}}}'
+    body = f'{{"max_tokens": 9, "messages": [{{"role": "assistant", "content": [{block}]}}]}}'
+    tokenizer = tokenizer_of(tmp_path, TOOLS_TEMPLATE)
+    valid = messages.parse(body.encode(), GatewayConfig(), "m", 600.0, NO_DEFAULTS)
+    ids = tokenizer._encode_chat(valid.messages, None, valid.options)
+    assert f'"arguments": {{{members}}}}}' in tokenizer.text_of(ids, skip_special=False)
+
+
+@pytest.mark.parametrize(("given", "status"), [(b"null", 0), (b"[]", 400), (b'"{}"', 400), (b'{"a": "\xff"}', 400)])
+def test_an_input_of_messages_is_an_object_in_utf_8(given: bytes, status: int) -> None:
+    block = b'{"type": "tool_use", "id": "toolu_1", "name": "f", "input": %s}' % given
+    body = b'{"max_tokens": 9, "messages": [{"role": "assistant", "content": [%s]}]}' % block
+    if not status:
+        messages.parse(body, GatewayConfig(), "m", 600.0, NO_DEFAULTS)
+        return
+    with pytest.raises(Refusal, match=r"messages\[0\]\.content\[0\]") as refused:
+        messages.parse(body, GatewayConfig(), "m", 600.0, NO_DEFAULTS)
+    assert refused.value.status == status
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))

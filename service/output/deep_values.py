@@ -1,0 +1,53 @@
+"""Values nested too deep for a client's JSON parser: their text becomes one JSON string.
+
+[[[ ... [1, "a]"] ... ]]]  --DeepValue.read-->  "[1, \\"a]\\"]", up to the bracket that closes it
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+_RUN = {True: re.compile(r'[^"\\]+'), False: re.compile(r'[^"\[\](){}]+')}  # within a string, and outside
+_LENGTH = 256  # characters that are read together
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
+
+
+def nests_deeper(text: str, most: int) -> bool:
+    """Return whether more than `most` objects and lists of valid JSON stand within one another."""
+    if text.count("{") + text.count("[") <= most:
+        return False
+    depth = 0
+    for found in _BRACKETS.finditer(text):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)
+        if depth > most:
+            return True
+    return False
+
+
+class DeepValue:
+    """Reads one object or list."""
+
+    __slots__ = ("_open", "quoted")
+
+    def __init__(self) -> None:
+        self._open = 0  # brackets
+        self.quoted = False  # within a string of its text
+
+    def read(self, text: str, at: int, upto: int, *, final: bool) -> tuple[str, int, bool]:
+        """Read on, at least a character, and not beyond `upto`.
+
+        Return what was read as it stands in a JSON string, where the text goes on, and whether the value is complete.
+        Nothing is read where more text decides."""
+        end = at + 1
+        if run := _RUN[self.quoted].match(text, at, min(upto, at + _LENGTH)):
+            end = run.end()
+        elif text[at] == "\\":
+            if at + 1 == len(text) and not final:
+                return "", at, False
+            end = min(at + 2, len(text))
+        elif text[at] == '"':
+            self.quoted = not self.quoted
+        else:
+            self._open += 1 if text[at] in "[{(" else -1
+        return json.dumps(text[at:end], ensure_ascii=False)[1:-1], end, self._open == 0
