@@ -176,8 +176,6 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   //   plus, out  [rows, features]: out = x weight^T + bias + plus; out may be plus.  Both have x's dtype, or both f32
   // Sums in float32, rounded once.  A row's result is bit-identical in any batch.
   m.def("product(Tensor x, Tensor packed, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
-  // `product` for bfloat16 on matrix tiles (AMX).  A row's bits may depend on the batch.
-  m.def("product_on_tiles(Tensor x, Tensor packed, Tensor? bias, Tensor? plus, Tensor(a!) out) -> ()");
   // `product` with int8 weights and x of any dtype, whose rows are quantised to 16 bits.  Sums are exact integers.
   //   packed     bytes w + 128, padded
   //   scale      [strips * columns] f32: the weight is w * scale, per feature
@@ -193,9 +191,11 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
       "()");
   // One linear layer with its surroundings: rms_norm of x (if there is a norm), then `product` without scale,
   // `product_int8` with a scale [strips * columns], else `product_int4`. silu_mul: then silu(gate) * up of the result's
-  // halves, without plus.  widen: with many rows of bfloat16, quantised weights are dequantised to bfloat16 and
-  // multiplied as in `product_on_tiles`. int8 weights stay exact, and x is not rounded.  A row's bits then depend on
-  // the number of rows.  Requires AVX-512
+  // halves, without plus.
+  // widen: bfloat16 x and weights are multiplied on matrix tiles (AMX) if the inner size is even, with sums in another
+  // order than in `product`.  With many rows of bfloat16, quantised weights are dequantised to bfloat16 first: int8
+  // weights stay exact, and x is not rounded.  The bits of such a row then depend on the number of rows.  Requires
+  // AVX-512
   m.def(
       "packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, Tensor? norm, float eps, "
       "bool silu_mul, bool widen, Tensor? plus, Tensor(a!) out) -> ()");

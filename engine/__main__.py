@@ -67,6 +67,8 @@ def code(config: EngineConfig) -> tuple[Callable[[EngineConfig], Executor], Call
     Both raise ModelLoadError; so does this, where a package is missing."""
     if config.executor == "scripted":
         return ScriptedExecutor.load, lambda _: ()
+    # Torch's own threads wait actively for 40 us, not for milliseconds: our pool and other processes need the cores.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         with without_optional_packages():
             # torch takes seconds to import: only for a valid configuration

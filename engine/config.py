@@ -121,9 +121,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         int,
         Meta(
             ge=0,
-            description="CPU threads for arithmetic. 0: all usable CPUs but one, which gateway and Redis need; "
-            "affinity and a container's quota limit them. The threads wait for each other actively: a thread that "
-            "shares its core slows a step down tenfold.",
+            description="CPU threads for arithmetic. 0: all usable CPUs; affinity and a container's quota limit them. "
+            "Gateway, Redis and other processes may share these CPUs: a step does not wait for a thread that has none.",
         ),
     ] = 0
     block_size: Annotated[

@@ -16,7 +16,6 @@ from typing import Any, Self
 import msgspec
 from tqdm import tqdm
 
-from quire.engine.common import host_resources
 from quire.engine.config import EngineConfig
 from quire.engine.executor import loading
 from quire.engine.executor.base import Executor
@@ -54,9 +53,7 @@ class LLM:
 
     def __init__(self, model: str = "", **options: Any) -> None:
         """Raises engine.executor.errors.ModelLoadError with a one-line reason."""
-        config = all_cores(
-            msgspec.convert({"model": model, "itl_stretch": 0.0, "step_target_s": 0.0, **options}, EngineConfig)
-        )
+        config = msgspec.convert({"model": model, "itl_stretch": 0.0, "step_target_s": 0.0, **options}, EngineConfig)
         self._open(config, loading.load(config), load_tokenizer(str(hf.find(model))))
 
     @classmethod
@@ -152,11 +149,3 @@ class LLM:
             self._open_outputs[delta.id] -= 1
             if not self._open_outputs[delta.id]:
                 del self._open_outputs[delta.id], self.unfinished[delta.id]
-
-
-def all_cores(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with all cores for the engine, divided among ranks, unless it sets `threads`.
-
-    No gateway needs one here."""
-    cores = max(1, host_resources.usable_cpus() // config.tensor_parallel)
-    return msgspec.structs.replace(config, threads=config.threads or cores)

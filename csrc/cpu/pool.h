@@ -1,17 +1,24 @@
-// Work sharing on torch's own threads.
+// Work sharing on threads of our own.
 //
-// Torch brings its own OpenMP runtime.  Code compiled with -fopenmp would also link the system's (clang: a different
-// one), and two pools of spinning threads would compete for the same cores.  So nothing here is compiled with OpenMP.
-// The one entry point needed is called by its ABI name, which libgomp, libomp and libiomp5 all export.  The loader
-// finds it in the runtime that libtorch itself depends on.
+// A call of an operator is a region: integers 0, 1, ... (tickets), which the calling thread and the pool's threads take
+// one by one.  It is work-conserving: a region ends once all tickets are done, whether or not each thread has come.
+//
+//   caller   publish ── take, compute, take, compute, none left ── close ── wait for threads inside ── return
+//   thread A    spin ── enter ── take, compute ── none left ── leave ── spin ── ... ── sleep
+//   thread B    (its core runs another process)                             never enters: nobody waits for it
+//
+// OpenMP waits for every thread at the end of each region instead.  With one busy process on the machine, each region
+// then takes as long as the operating system's time slice.
+//
+// Threads wait for the next region actively for kSpin, because the next operator follows within microseconds, and
+// then sleep.  Torch's own operators keep their OpenMP team, which the engine sets to one thread where ours compute
+// all layers.
 
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-
-extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 
 namespace quire::cpu {
 
@@ -30,8 +37,12 @@ class Tickets {
   const int64_t items_;
 };
 
-// Calls work(tickets) on `threads` threads of the pool, or on this thread alone if `threads` is 1.  Returns when all
-// calls have returned.  `work` must not throw.
+// Calls body(data) on this thread and on at most `threads` - 1 of the pool's, at the same time.  Returns when every call
+// that began has returned; the pool's threads may have made none.  If another thread's region is under way, this thread
+// makes the only call.  `body` must not throw, and must not call this.
+void run_region(void (*body)(void*), void* data, int threads);
+
+// Calls work(tickets) on up to `threads` threads.  Returns when all tickets are done.  `work` must not throw.
 template <class Work>
 void share(int64_t items, int threads, const Work& work) {
   struct Shared {
@@ -39,8 +50,8 @@ void share(int64_t items, int threads, const Work& work) {
     const Work& work;
   } shared{Tickets(items), work};
   if (threads <= 1 || items <= 1) return work(shared.tickets);
-  GOMP_parallel([](void* data) { static_cast<Shared*>(data)->work(static_cast<Shared*>(data)->tickets); }, &shared,
-                static_cast<unsigned>(threads), 0);
+  run_region([](void* data) { static_cast<Shared*>(data)->work(static_cast<Shared*>(data)->tickets); }, &shared,
+             static_cast<int>(std::min<int64_t>(threads, items)));
 }
 
 // Elements below which waking a second thread does not pay.

@@ -77,10 +77,9 @@ def fingerprint_of(config: EngineConfig, model: LoadedModel) -> str:
 class LocalExecutor:
     """An `quire.engine.executor.base.Executor` over one worker.  Not thread-safe: one loop owns it.
 
-    Load it on the thread that will use it.  OpenMP keeps a team of threads for each thread that ever computed.  With a
-    second team the runtime takes the machine for oversubscribed and sends waiting threads to sleep at every barrier.
-    Measured on 2 cores, the products of a 42M-parameter model took 2.4 ms a step at batch 1 and 3.3 ms at batch 64.
-    With two teams they took 7.7 ms and 9.1 ms.
+    Load it on the thread that will use it.  Torch's OpenMP keeps a team of threads for each thread that ever computed.
+    With a second team the runtime takes the machine for oversubscribed and sends waiting threads to sleep at every
+    barrier.
     """
 
     def __init__(self, config: EngineConfig, ranks: Ranks = ALONE) -> None:
@@ -91,19 +90,20 @@ class LocalExecutor:
         Raises ModelLoadError, and KernelBuildError without a compiler.
         """
         began = time.monotonic()
-        threads = config.threads or max(1, (host_resources.usable_cpus() - 1) // ranks.size)
+        threads = config.threads or max(1, host_resources.usable_cpus() // ranks.size)
         torch.set_num_threads(threads)  # of this thread's team
         ops.load(library=Path(config.kernels) if config.kernels else None)
         kind = device_kind(config)
         self.max_seqs, self.step_tokens = config.max_seqs or SIZES[kind][0], config.step_tokens or SIZES[kind][1]
         started = time.monotonic()
         model = read_model(config, kind, ranks)
-        # Torch's activations give a number other bits where a thread's share of them ends.
-        alone = config.deterministic and not fused.is_fused(model.module)
-        ops.set_threads(threads if alone else 0)
+        # Threads of torch's team wait for the slowest one, so the team has one where our kernels compute all layers.
+        # Torch's activations give an element other bits where a thread's share of them ends.
+        alone = kind == "cpu" and (config.deterministic or fused.is_fused(model.module))
+        ops.set_threads(threads)
         torch.set_num_threads(1 if alone else threads)
         dependence = model.batch_dependence
-        if not (dependence or alone or fused.is_fused(model.module) or threads == 1):
+        if not (dependence or alone or threads == 1):
             dependence = "in the last bits of activations that several threads share; --deterministic prevents it"
         log.info("batch dependence of the logits' last bits: %s", dependence or "none")
         loaded = time.monotonic()

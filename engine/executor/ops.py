@@ -581,7 +581,7 @@ class Packed:
     size: int  # out
     ordered: bool  # a row's bits do not depend on the batch
     float32_out: bool = False  # the result is not rounded to the weight's dtype
-    widen: bool = False  # with many rows, int8 or int4 weights are dequantised to bfloat16
+    widen: bool = False  # bfloat16 on matrix tiles; int8 and int4 weights are dequantised to it, if rows are many
     scale: torch.Tensor | None = None  # int8 weights: [padded] float32; int4 weights: [strips, groups, columns]
     zero: torch.Tensor | None = None  # [strips, groups, columns] u8: int4 weights with zero points
 
@@ -599,15 +599,33 @@ def pack_weight(weight: torch.Tensor, *, ordered: bool, float32_out: bool = Fals
     """
     size, inner = weight.shape
     float32_out = float32_out and weight.dtype != torch.float32
-    ordered = ordered or _ordered_is_fast(weight.dtype)
-    if not ordered and float32_out:  # matrix tiles are faster than ours, and use the same layout
-        together = torch.ops.quire.product_layout.default(weight)[1]
-        ordered = weight.dtype != torch.bfloat16 or together != 2 or inner % 2 == 1
-    if ordered or float32_out:
-        return Packed(_in_strips(weight.detach()), size, ordered, float32_out)
+    if weight.dtype == torch.bfloat16 and inner % 2 == 0 and tiles_multiply() and (tiles_keep_order() or not ordered):
+        return Packed(_in_strips(weight.detach()), size, tiles_keep_order(), float32_out, widen=True)
+    if ordered or float32_out or _ordered_is_fast(weight.dtype):
+        return Packed(_in_strips(weight.detach()), size, True, float32_out)
     if weight.dtype == torch.bfloat16 and _onednn_bfloat16():
         return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None), size, False)
     return None
+
+
+def tiles_multiply() -> bool:
+    """Whether `packed_linear` can multiply bfloat16 on matrix tiles (AMX): the CPU and this build have them."""
+    together = torch.ops.quire.product_layout.default(torch.empty(0, dtype=torch.bfloat16))[1]
+    return together == 2 and _onednn_bfloat16() and torch.cpu._is_amx_tile_supported()
+
+
+@functools.cache
+def tiles_keep_order() -> bool:
+    """Whether a row's bits on matrix tiles are the same in any batch: oneDNN promises nothing, so it is tried out."""
+    rows, inner = 130, 1100  # more than a call of the GEMM takes of both
+    x = torch.randn(rows, inner, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed = Packed(_in_strips(x), rows, ordered=False, float32_out=True, widen=True)
+    together = packed_linear(x, packed, None)
+    return all(
+        torch.equal(packed_linear(x[first : first + count], packed, None), together[first : first + count])
+        for count in (1, 2, 15, 16, 17, 33, 64, 65, 129)
+        for first in (0, rows - count)
+    )
 
 
 def widened_rows() -> tuple[int, int] | None:
@@ -766,11 +784,7 @@ def _library_linear(
     x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, plus: torch.Tensor | None
 ) -> torch.Tensor:
     y: torch.Tensor
-    if packed.float32_out:
-        y = x.new_empty(*x.shape[:-1], packed.size, dtype=torch.float32)
-        flat, added = x.reshape(-1, x.shape[-1]), None if plus is None else plus.view(-1, packed.size)
-        torch.ops.quire.product_on_tiles.default(flat, packed.numbers, bias, added, y.view(-1, packed.size))
-    elif plus is None:
+    if plus is None:
         y = torch.ops.mkldnn._linear_pointwise(x, packed.numbers, bias, "none", [], "")
     else:
         y = torch.ops.mkldnn._linear_pointwise.binary(x, plus, packed.numbers, bias, "add")
@@ -784,12 +798,11 @@ def _onednn_bfloat16() -> bool:
 def _ordered_is_fast(dtype: torch.dtype) -> bool:
     """Whether our GEMMs are at least as fast as oneDNN's, as measured in docs/notes/kernels/product.md.
 
-    They are slower if oneDNN uses an instruction that this build lacks, or matrix tiles (AMX), which ours never use.
+    They are slower if oneDNN uses an instruction or matrix tiles (AMX) that this build lacks.
     """
     columns, together = torch.ops.quire.product_layout.default(torch.empty(0, dtype=dtype))
     if dtype == torch.bfloat16:
-        tiles = torch.cpu._is_amx_tile_supported()
-        return not _onednn_bfloat16() or (together == 2 and not tiles)
+        return not _onednn_bfloat16() or together == 2
     return columns == 32 or "AVX512" not in torch.backends.cpu.get_cpu_capability()
 
 

@@ -27,7 +27,7 @@ from quire.engine.common import settings
 from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
 from quire.engine.executor import loading, local
-from quire.engine.llm import LLM, Completion, all_cores
+from quire.engine.llm import LLM, Completion
 from quire.engine.loop import ConfigError
 from quire.engine.process.interpreter import keep_what_is_loaded
 from quire.engine.wire.messages import Beams, Sampling
@@ -75,7 +75,7 @@ def bench(config: EngineConfig, options: Options) -> dict[str, float]:
     """Load once, measure everything asked for; for --swap and --long-prompt load anew."""
     jobs = read_jobs(options.requests) if options.requests else []
     begin = time.perf_counter()
-    llm = LLM.over(config, loading.load(all_cores(config)))
+    llm = LLM.over(config, loading.load(config))
     keep_what_is_loaded()
     figures = {"start_s": time.perf_counter() - begin, "kv_tokens": llm.executor.blocks * config.block_size}
     vocab = llm.executor.info.vocab_size
@@ -187,7 +187,7 @@ def swap(config: EngineConfig, tokens: int) -> dict[str, float]:
     say("block size   GB/s   swap ms   recompute ms   auto")
     for size in (8, 16, 32, 64):
         config = msgspec.structs.replace(config, block_size=size, prefix_cache=False, preempt="auto")
-        executor = loading.load(all_cores(config))
+        executor = loading.load(config)
         llm, info = LLM.over(config, executor), executor.info
         times = []
         for turn in range(6):  # the first is to warm up
@@ -215,7 +215,7 @@ def stall(config: EngineConfig, length: int, rows: int = 32, steps: int = 300) -
     computed beside them; as configured, with step_tokens alone to bound a step, and with nothing to bound it."""
     config = msgspec.structs.replace(config, prefix_cache=False, admission="threshold", admit_threshold=1.0)
     normal = config.step_tokens or local.SIZES[local.device_kind(config)][1]
-    executor = loading.load(all_cores(msgspec.structs.replace(config, step_tokens=max(normal, length + rows + 1))))
+    executor = loading.load(msgspec.structs.replace(config, step_tokens=max(normal, length + rows + 1)))
     figures: dict[str, float] = {}
     llm = LLM.over(config, executor)
     core = llm.engine.core
@@ -250,7 +250,7 @@ def stall_sampled(config: EngineConfig, length: int, window: int, rows: int = 32
     `window` steps at the beginning of each quarter of it and at its end.  Before each of them as many steps without:
     their own contexts grow, too.  All together and, by position, each by itself."""
     config = msgspec.structs.replace(config, prefix_cache=False, admission="threshold", admit_threshold=1.0)
-    llm = LLM.over(config, loading.load(all_cores(config)))
+    llm = LLM.over(config, loading.load(config))
     core, vocab = llm.engine.core, llm.executor.info.vocab_size
     configured = core.limits
     decode(llm, rows, seed=0)

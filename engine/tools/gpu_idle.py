@@ -26,7 +26,7 @@ from quire.engine.common import settings
 from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
 from quire.engine.executor import loading
-from quire.engine.llm import LLM, Completion, all_cores
+from quire.engine.llm import LLM, Completion
 from quire.engine.wire.messages import Sampling
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
@@ -124,7 +124,7 @@ def main(argv: list[str]) -> int:
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     config = msgspec.structs.replace(config, itl_stretch=0.0, step_target_s=0.0)  # all join at once
     try:
-        llm = LLM.over(config, loading.load(all_cores(config)))
+        llm = LLM.over(config, loading.load(config))
     except OperatorError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2

@@ -31,7 +31,7 @@ from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
 from quire.engine.executor import loading
 from quire.engine.executor.models import hf
-from quire.engine.llm import LLM, all_cores
+from quire.engine.llm import LLM
 from quire.engine.loop import ConfigError
 from quire.engine.tokenizers.files import load_tokenizer
 from quire.engine.tools.bench import GREEDY, PROMPT, prompt, say
@@ -122,7 +122,7 @@ def main(argv: list[str]) -> int:
         if config == base:
             raise ConfigError("--quantize none, --kv-dtype auto: nothing to compare with the plain model")
         tokens = load_tokenizer(str(hf.find(config.model))).encode(own.text.read_text(encoding="utf-8"))
-        plain, quantised = (LLM.over(chosen, loading.load(chosen)) for chosen in (all_cores(base), all_cores(config)))
+        plain, quantised = (LLM.over(chosen, loading.load(chosen)) for chosen in (base, config))
         clock = time.process_time if own.cpu_time else time.perf_counter
         figures = compare(plain, quantised, tokens[: own.text_tokens], own.rounds, clock)
         plain.close()

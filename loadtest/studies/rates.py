@@ -42,7 +42,7 @@ from quire.engine.common import settings
 from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
 from quire.engine.executor import loading
-from quire.engine.llm import LLM, Completion, all_cores
+from quire.engine.llm import LLM, Completion
 from quire.engine.loop import ConfigError
 from quire.engine.tools.bench import Job, say
 from quire.engine.wire.messages import Sampling
@@ -133,7 +133,7 @@ def sweep(config: EngineConfig, jobs: list[Job], own: argparse.Namespace) -> dic
     for way in own.ways:
         found[way] = []
         chosen = msgspec.structs.replace(config, **WAYS[way])
-        llm = LLM.over(chosen, loading.load(all_cores(chosen)))  # its slots belong to one scheduler
+        llm = LLM.over(chosen, loading.load(chosen))  # its slots belong to one scheduler
         if not llm.executor.info.eos_ids:
             raise ConfigError(f"{config.model} has no end token, with which answers could end")
         measure(llm, jobs[:8], None, own.ask)  # to warm up

@@ -29,7 +29,7 @@ from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
 from quire.engine.executor import loading
 from quire.engine.executor.models import hf
-from quire.engine.llm import LLM, all_cores
+from quire.engine.llm import LLM
 from quire.engine.loop import ConfigError
 from quire.engine.tokenizers.files import load_tokenizer
 from quire.engine.tools.bench import say
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
         tokens = load_tokenizer(str(hf.find(config.model))).encode(own.text.read_text(encoding="utf-8"))
         if len(tokens) < 4 * MEANS[own.lengths][0]:
             raise ConfigError(f"{own.text}: {len(tokens)} tokens; prompts of {MEANS[own.lengths][0]:.0f} need more")
-        llm = LLM.over(config, loading.load(all_cores(config)))
+        llm = LLM.over(config, loading.load(config))
         jobs = draw_jobs(tokens, MEANS[own.lengths], own.requests, llm.executor.info.max_model_len)
         figures = {}
         for ways in own.ways:

@@ -39,7 +39,7 @@ from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
 from quire.engine.executor import loading
 from quire.engine.executor.grammars import Grammars
-from quire.engine.llm import LLM, all_cores
+from quire.engine.llm import LLM
 from quire.engine.loop import ConfigError
 from quire.engine.tools.bench import PROMPT, percentiles, prompt, say
 from quire.engine.wire.messages import Sampling
@@ -164,7 +164,7 @@ def main(argv: list[str]) -> int:
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     try:
-        llm = LLM.over(config, loading.load(all_cores(config)))
+        llm = LLM.over(config, loading.load(config))
         if not llm.executor.info.grammars:
             raise ConfigError("this model cannot follow grammars: it has no tokenizer.json or no end token")
         figures: dict[str, float] = {}

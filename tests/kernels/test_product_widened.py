@@ -147,14 +147,15 @@ def test_other_dtypes_meet_integers(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [1, 70, 700])
 def test_a_plain_weight_on_matrix_tiles(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """The path of a CPU with AMX for logits, run with this CPU's instructions."""
+    """The path of a CPU with AMX, run with this CPU's instructions."""
     if ops.widened_rows() is None or torch.ops.quire.product_layout.default(torch.empty(0).bfloat16())[1] != 2:
         pytest.skip("this build or this CPU has no bfloat16 instructions")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     x, weight, bias = torch.randn(rows, 1100).bfloat16(), torch.randn(70, 1100).bfloat16(), torch.randn(70).bfloat16()
     packed, plus = ops.pack_weight(weight, ordered=False, float32_out=True), torch.randn(rows, 70)
     assert packed is not None
-    assert not packed.ours
+    assert packed.widen
+    assert packed.ordered == ops.tiles_keep_order()
     exact = x.double() @ weight.double().T + bias.double()
     assert (ops.packed_linear(x, packed, bias) - exact).abs().max() < 1e-3
     assert (ops.packed_linear(x, packed, bias, plus.clone()) - exact - plus).abs().max() < 1e-3

@@ -80,6 +80,7 @@ constexpr int64_t kInt8WidenedRows = kLanes == 16 ? 48 : 12, kInt4WidenedRows = 
 
 std::tuple<int64_t, int64_t> widened_rows() { return {kInt8WidenedRows, kInt4WidenedRows}; }
 
+// tiles: bfloat16 weights are multiplied on matrix tiles, if the inner size is even.
 void plain_product(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                    const std::optional<at::Tensor>& plus, const at::Tensor& out, bool tiles) {
   ProductSizes sizes;
@@ -102,8 +103,8 @@ void plain_product(const at::Tensor& x, const at::Tensor& packed, const std::opt
         .features = sizes.features,
         .threads = threads(),
     };
-    if constexpr (std::is_same_v<T, bf16>) {
-      if (tiles) {
+    if constexpr (std::is_same_v<T, bf16> && kTogether<bf16> == 2) {
+      if (tiles && sizes.inner > 0 && sizes.inner % 2 == 0) {
         return on_tiles(args, nullptr, [&](int64_t strip, int64_t first, int64_t, bf16*) {
           return args.weight + (strip * args.inner + first) * kColumns;
         });
@@ -116,15 +117,6 @@ void plain_product(const at::Tensor& x, const at::Tensor& packed, const std::opt
 void product(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
              const std::optional<at::Tensor>& plus, const at::Tensor& out) {
   plain_product(x, packed, bias, plus, out, false);
-}
-
-void product_on_tiles(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                      const std::optional<at::Tensor>& plus, const at::Tensor& out) {
-  expect_dtype("x", x, at::kBFloat16);
-  TORCH_CHECK_VALUE(kTogether<bf16> == 2, "packed: this build does not lay out pairs of bfloat16");
-  TORCH_CHECK_VALUE(x.dim() != 2 || (x.size(1) > 0 && x.size(1) % 2 == 0), "x: inner size ", x.size(-1),
-                    " is not even or 0");
-  plain_product(x, packed, bias, plus, out, true);
 }
 
 // widen: with many rows of bfloat16, dequantises the weights to bfloat16.
@@ -246,7 +238,7 @@ void packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::opt
   const at::Tensor from = norm ? normed(x, *norm, eps) : x;
   const at::Tensor y = silu_mul ? at::empty({out.size(0), 2 * out.size(1)}, out.options()) : out;
   if (!scale) {
-    product(from, packed, bias, plus, y);
+    plain_product(from, packed, bias, plus, y, widen);
   } else if (scale->dim() == 1) {
     int8_product(from, packed, *scale, bias, plus, y, widen);
   } else {
@@ -259,7 +251,6 @@ namespace {
 
 TORCH_LIBRARY_IMPL(quire, CPU, m) {
   m.impl("linear", linear);
-  m.impl("product_on_tiles", product_on_tiles);
   m.impl("product", product);
   m.impl("product_int8", product_int8);
   m.impl("product_int4", product_int4);

@@ -241,10 +241,10 @@ def one_operator(layers: Sequence[Layer]) -> ops.DecoderLayers | None:
     """Return the layers as one operator, which a CPU computes without coming back to Python.
 
     None on a GPU, where a library's products are faster than ours, where ranks exchange parts of layers, and where
-    layers have sinks or experts, or differ in more than weights and windows."""
+    layers have sinks or experts, or differ in more than weights and windows, as to how they are multiplied, too."""
     weights: list[Tensor | None] = []
     kinds: set[tuple[int, int, float, float, float, float]] = set()
-    widen = False
+    widens: set[bool] = set()
     for layer in layers:
         attention, mlp = layer.attention, layer.mlp
         if not isinstance(mlp, MLP) or attention.sinks is not None:
@@ -261,16 +261,16 @@ def one_operator(layers: Sequence[Layer]) -> ops.DecoderLayers | None:
         weights += [None if norm is None else norm.weight for norm in norms]
         for product, packed in zip(products, packs, strict=True):
             weights += [packed.numbers, packed.scale, packed.zero, product.bias]
-            widen |= packed.widen
+            widens.add(packed.widen)
         head_eps = 0.0 if attention.q_norm is None else attention.q_norm.eps
         kinds.add((attention.heads, packs[2].size // 2, first.eps, second.eps, head_eps, attention.scale))
-    if len(kinds) != 1:
+    if len(kinds) != 1 or len(widens) != 1:
         return None
     heads, inner, eps, second_eps, head_eps, scale = kinds.pop()
     windows = [layer.attention.window for layer in layers]
     if eps != second_eps:
         return None
-    return ops.DecoderLayers(weights, heads, inner, eps, head_eps, scale, windows, widen)
+    return ops.DecoderLayers(weights, heads, inner, eps, head_eps, scale, windows, widens.pop())
 
 
 class Decoder(nn.Module):
