@@ -45,7 +45,7 @@ class Markers:
 
     def __init__(self, markers: list[Marker]) -> None:
         self._markers = markers
-        self._known, self._begin = set[str](), set[str]()
+        self._known, self._begin = set[str](), dict[str, list[Marker]]()  # the markers that begin with a character
         self._last = ""  # text whose characters are known
         # None: any character may begin a marker, since a pattern looks at the text before it.
         behind = any(_LOOKS_BEHIND.search(one.pattern.pattern) for one in markers)
@@ -56,7 +56,7 @@ class Markers:
         if self._candidates is None:
             return bool(self._markers)
         self._learn(text)
-        return not self._begin.isdisjoint(text) or len(self._known) > KNOWN_CHARS
+        return any(char in self._begin for char in text) or len(self._known) > KNOWN_CHARS
 
     def candidate(self, text: str, at: int, end: int) -> int:
         """Return the first position of a stretch where a marker may begin, or its end."""
@@ -82,7 +82,11 @@ class Markers:
         if self._known.issuperset(text) or len(self._known) > KNOWN_CHARS:
             return
         new = set(text) - self._known
-        begin = {char for char in new if any(one.pattern.match("x" + char, 1, partial=True) for one in self._markers)}
+        begin = {
+            char: fitting
+            for char in new
+            if (fitting := [one for one in self._markers if one.pattern.match("x" + char, 1, partial=True)])
+        }
         self._known |= new
         if begin:
             self._begin |= begin
@@ -109,7 +113,10 @@ class Markers:
         end = min(len(text), at + WINDOW)
         open_ended = not final and end == len(text) and end < at + WINDOW
         best: Match | None = None
-        for marker in self._markers:
+        fitting = self._markers
+        if at and self._candidates is not None and text[at : at + 1] in self._known:
+            fitting = self._begin.get(text[at], [])
+        for marker in fitting:
             found = marker.pattern.match(text, at, end, partial=open_ended)
             if found is None or marker in without:
                 continue

@@ -175,13 +175,13 @@ class Asker:
         return await asyncio.to_thread(read_answer, response.status, data, stream)
 
     async def ask_in_every_way(self, case: Case) -> list[str]:
-        """Ask streamed and whole, each three times again at once, and resume; return what differs or fails."""
+        """Ask streamed and whole, each again, streamed ones thrice at once; resume.  Return what differs or fails."""
         number, wrong = next(self._keys), list[str]()
         first: Answer | None = None
         for stream in (True, False):
             key = f"{number}-{stream}"
             once = await self.ask(case, stream=stream, key=key)
-            again = await asyncio.gather(*(self.ask(case, stream=stream, key=key) for _ in range(3)))
+            again = await asyncio.gather(*(self.ask(case, stream=stream, key=key) for _ in range(3 if stream else 1)))
             rest = [await self.ask(case, stream=True, last=once.ids[len(once.ids) // 2])] if once.ids else []
             first = first or once
             for one in (once, *again, *rest):
