@@ -143,6 +143,15 @@ async def failover(world: World, fault: Fault) -> None:
         pair.move()
 
 
+async def hand_over(world: World, fault: Fault) -> None:
+    """The command FAILOVER: the master holds writes back, waits for its replica and changes places with it.  The name
+    moves later; until then the old master refuses all writes."""
+    with world.doors.failing_over():
+        await world.pair.hand_over()
+        await asyncio.sleep(fault.dice * MOVED_S)
+        world.pair.move()
+
+
 async def cut(proxies: Sequence[Proxy], seconds: float) -> None:
     """Every connection breaks, and no new one can be made for a while."""
     for proxy in proxies:
@@ -187,6 +196,7 @@ KINDS: dict[str, Callable[[World, Fault], Awaitable[None]]] = {
     "fill redis": fill_redis,
     "demote redis": demote_redis,
     "failover": failover,
+    "hand over redis": hand_over,
     "cut redis": cut_redis,
     "delay redis": delay_redis,
     "cut clients": cut_clients,
@@ -195,7 +205,7 @@ KINDS: dict[str, Callable[[World, Fault], Awaitable[None]]] = {
 
 
 # One at a time: the next would not find it there.
-ON_THE_SERVER = {"restart redis", "freeze redis", "fill redis", "demote redis", "failover"}
+ON_THE_SERVER = {"restart redis", "freeze redis", "fill redis", "demote redis", "failover", "hand over redis"}
 
 
 def schedule(kinds: Sequence[str], seed: int, machines: int) -> Iterator[list[Fault]]:

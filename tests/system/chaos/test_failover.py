@@ -24,6 +24,7 @@ ROUNDS = [
     ("demote redis", 0.0),
     ("failover", 0.2),  # the old master is killed
     ("failover", 0.6),  # it is demoted, and its connections stay open
+    ("hand over redis", 0.5),  # by the command FAILOVER
 ]
 
 

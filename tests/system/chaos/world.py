@@ -139,6 +139,9 @@ class Pair:
         if not replica.running:
             await replica.start()
         await master.command("CONFIG", "SET", "repl-diskless-sync-delay", 0)
+        for node, link in zip(self._nodes, self._links, strict=True):  # where FAILOVER finds the replica
+            await node.command("CONFIG", "SET", "replica-announce-ip", "127.0.0.1")
+            await node.command("CONFIG", "SET", "replica-announce-port", link.port)
         if (await replica.info("replication"))["role"] == "master":
             await replica.replicate(self._links[self._nodes.index(master)].port)
         give_up = time.monotonic() + patience(LIMIT_S)
@@ -146,6 +149,15 @@ class Pair:
             assert time.monotonic() < give_up, "the replica does not come into sync"
             await asyncio.sleep(POLL_S)
         return replica
+
+    async def hand_over(self) -> None:
+        """The master and its replica change places, without a loss; the name still leads to the old master."""
+        master, replica = self._sides()[0], await self.replica()
+        await master.command("FAILOVER")
+        give_up = time.monotonic() + patience(LIMIT_S)
+        while (await replica.info("replication"))["role"] != "master":
+            assert time.monotonic() < give_up, "the replica does not take over"
+            await asyncio.sleep(POLL_S)
 
     async def demote(self) -> None:
         """The master becomes a replica of the other node, which is a master already; the name still leads to it."""
