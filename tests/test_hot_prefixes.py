@@ -27,7 +27,7 @@ from quire.engine.process.hot_prefixes import LONGEST, WRITE_S, PrefixCounts, wa
 from quire.engine.wire.hot_prefix_store import MOST, MOST_BYTES
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import Generate, HotPrefix, Sampling
-from tests.system.stack import free_port
+from tests.ports import free_port
 
 INFO = ModelInfo("scripted", "f00d", 1000, 512, [0], 64)
 SIZE: Final = 16

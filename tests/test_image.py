@@ -16,9 +16,9 @@ import pytest
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.executor import ops
 from tests.pace import patience
+from tests.ports import free_port
 from tests.service.fakes import byte_level
 from tests.system.processes import Process, ending, wait_until_ready
-from tests.system.stack import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SHIPPED = {".md", ".pyc"}

@@ -22,8 +22,8 @@ import pytest
 
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.pace import Patience, patience
+from tests.ports import free_port
 from tests.system.processes import ROOT, Process, ending, wait_until_ready
-from tests.system.stack import free_port
 
 ALERTS = ROOT / "grafana" / "alerts.yaml"
 SCHEMA = {

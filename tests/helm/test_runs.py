@@ -29,8 +29,8 @@ from quire.engine.common.embedded_redis import server_binary
 from quire.engine.executor import ops
 from tests.helm.chart import Manifest, config_text, only, pods, rendered, values
 from tests.pace import patience
+from tests.ports import free_port
 from tests.system.processes import ROOT, Process, ending
-from tests.system.stack import free_port
 from tests.system.tls import behind_tls, self_signed, url_of
 
 pytestmark = pytest.mark.system

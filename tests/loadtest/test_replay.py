@@ -337,7 +337,7 @@ def aiohttp_full() -> Iterator[str]:
     """A server on a thread of its own that refuses everything."""
     import threading
 
-    from tests.system.stack import free_port
+    from tests.ports import free_port
 
     port, loop, ready = free_port(), asyncio.new_event_loop(), threading.Event()
     app = web.Application()

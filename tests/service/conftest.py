@@ -14,6 +14,7 @@ import pytest
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.wire.messages import Sampling
 from quire.service.text.tokenizer import Tokenizer
+from tests.ports import free_port
 from tests.service.chat_templates.published import TEMPLATES, tokenizer_in
 from tests.service.fakes import (
     TOOLS_TEMPLATE,
@@ -25,7 +26,6 @@ from tests.service.fakes import (
     with_template,
 )
 from tests.service.gateways import served, settings
-from tests.system.stack import free_port
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,9 @@ from aiohttp import ClientError, ClientSession
 from quire.engine.wire.messages import Finish, Generate
 from quire.service.text.tokenizer import Tokenizer
 from tests.pace import paced, patience
+from tests.ports import free_port
 from tests.service.fakes import FakeEngine, settled
 from tests.service.test_process import answers
-from tests.system.stack import free_port
 
 EngineMaker = Callable[..., FakeEngine]
 Launch = Callable[..., subprocess.Popen[str]]

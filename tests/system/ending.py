@@ -29,9 +29,9 @@ from quire.engine.wire.engine_side import EngineSide
 from quire.engine.wire.messages import Delta, Finish, Generate, TokenBatch
 from tests.checkpoints import make_checkpoint
 from tests.pace import paced, patience
+from tests.ports import free_port
 from tests.service.fakes import a_load
 from tests.system.processes import Process, ending, wait_until_ready
-from tests.system.stack import free_port
 
 OPENED_AT_ONCE = 100
 SLOTS = 1024  # a real engine has no more sequences than this at once, so no more deltas in one batch

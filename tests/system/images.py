@@ -40,8 +40,8 @@ from quire.engine.common.embedded_redis import server_binary
 from quire.engine.common.errors import OperatorError
 from quire.engine.executor.models.sources import demo
 from tests.pace import patience
+from tests.ports import free_port
 from tests.system.processes import ROOT, Process, ending, wait_until_ready
-from tests.system.stack import free_port
 
 TARGETS = ("gateway", "engine-cpu")  # stages of the Dockerfile
 TOOLS = ("buildah", "debootstrap", "apt-get", "redis-server")

@@ -28,8 +28,8 @@ from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.loadtest import machine
 from quire.loadtest.checkpoint import make_llama_42m
 from quire.loadtest.studies.gateway import measure
+from tests.ports import free_port
 from tests.system.processes import QUIRE, Process, ending, wait_until_ready
-from tests.system.stack import free_port
 
 ENGINES = {"on": [*QUIRE, "engine"], "off": [sys.executable, "-m", "tests.system.unlogged"]}
 WARM_UP = 16  # tokens

@@ -30,8 +30,8 @@ from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.loadtest import machine
 from quire.loadtest.checkpoint import make_llama_42m
 from tests.pace import patience
+from tests.ports import free_port
 from tests.system.processes import Process, at_rest, ending, fleet_until, wait_until_ready
-from tests.system.stack import free_port
 
 OWN = 24  # tokens behind the prefix, different in each request
 ANSWER = 3  # tokens

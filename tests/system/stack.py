@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
-import socket
 import threading
 import time
 import urllib.error
@@ -32,22 +30,11 @@ from quire.loadtest.studies.baselines import BaselineConfig
 from quire.service.app import serve
 from quire.service.config import GatewayConfig
 from tests.pace import Patience, patience
+from tests.ports import free_port
 
 # Options of an engine whose claims only `step_tokens` bounds.  By default measured step times bound them as well: on a
 # slow machine the engine then claims too little to fill its pool, and a test of a full pool tests nothing.
 CLAIMS_BY_TOKENS = {"itl_stretch": 0.0, "step_target_s": 0.0}
-
-
-RANDOM = random.SystemRandom()  # not one that tests seed alike
-
-
-def free_port() -> int:
-    """Return a port that is free, and that no client of another test is given: those of clients are from 32,768 on."""
-    while True:
-        port = RANDOM.randint(20_000, 32_000)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            return port
 
 
 class EngineThread:

@@ -15,7 +15,8 @@ from quire.engine.observers import accounting_checks
 from quire.engine.observers.accounting_checks import AccountingChecks
 from quire.engine.observers.metrics import Telemetry
 from quire.engine.observers.metrics_page import Page
-from tests.system.stack import Stack, free_port
+from tests.ports import free_port
+from tests.system.stack import Stack
 
 
 @contextmanager

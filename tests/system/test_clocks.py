@@ -18,8 +18,8 @@ import pytest
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.checkpoints import make_checkpoint
 from tests.pace import patience
+from tests.ports import free_port
 from tests.system.processes import Process, ending, wait_until_ready
-from tests.system.stack import free_port
 
 pytestmark = pytest.mark.system
 

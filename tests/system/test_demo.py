@@ -22,8 +22,9 @@ from quire.engine.executor.models.sources import demo
 from quire.engine.llm import LLM
 from quire.loadtest.server import engine_processes
 from tests.pace import patience
+from tests.ports import free_port
 from tests.system.processes import Process, ending, until, wait_until_ready
-from tests.system.stack import Stack, free_port
+from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]  # the first one may download the model
 

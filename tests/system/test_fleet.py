@@ -19,8 +19,8 @@ from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.wire.records import Fleet
 from tests.checkpoints import VOCAB
 from tests.pace import paced_ms, patience
+from tests.ports import free_port
 from tests.system.processes import Process, at_rest, ending, fleet_until, metric, sse_events, wait_until_ready
-from tests.system.stack import free_port
 
 pytestmark = pytest.mark.system
 

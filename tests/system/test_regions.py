@@ -22,9 +22,9 @@ from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.service.api.format import call_id
 from tests.checkpoints import VOCAB
 from tests.pace import paced_ms, patience
+from tests.ports import free_port
 from tests.service.fakes import TOOLS_TEMPLATE
 from tests.system.processes import QUIRE, Process, ending, wait_until_ready
-from tests.system.stack import free_port
 from tests.system.test_survival import LIMIT_S, Engines
 
 pytestmark = pytest.mark.system

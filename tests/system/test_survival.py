@@ -23,9 +23,9 @@ from quire.loadtest.server import engine_processes
 from quire.service.api.position import Position
 from tests.checkpoints import VOCAB, tokenizer
 from tests.pace import paced, paced_ms, patience
+from tests.ports import free_port
 from tests.system import processes
 from tests.system.processes import QUIRE, Process, at_rest, ending, fleet_until, wait_until_ready
-from tests.system.stack import free_port
 
 pytestmark = pytest.mark.system
 LIMIT_S = 250.0  # generous: the machine may be busy

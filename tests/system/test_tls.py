@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from tests.ports import free_port
 from tests.system.processes import Process, at_rest, ending, fleet_until, wait_until_ready
-from tests.system.stack import free_port
 from tests.system.tls import PASSWORD, TlsProxy, behind_tls, self_signed, url_of
 
 pytestmark = pytest.mark.system

@@ -13,8 +13,8 @@ import pytest
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.otlp import Collector, Seen
 from tests.pace import paced_ms, patience
+from tests.ports import free_port
 from tests.system.processes import ENVIRONMENT, QUIRE, Process, ending, fleet_until, wait_until_ready
-from tests.system.stack import free_port
 
 pytestmark = pytest.mark.system
 LIMIT_S = 250.0  # generous: the machine may be busy

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -19,6 +17,7 @@ from redis.crc import key_slot
 
 from quire.engine.common.embedded_redis import die_with_parent
 from tests.pace import Patience
+from tests.ports import free_port
 
 SLOTS = 16_384
 MASTERS = 3
@@ -31,7 +30,7 @@ class Node:
     """One redis-server with cluster-enabled, at a port of 127.0.0.1."""
 
     def __init__(self, binary: Path, folder: Path) -> None:
-        self.port = free_ports()
+        self.port = free_port(BUS)
         self._folder = folder / str(self.port)
         self._folder.mkdir()
         self.socket = self._folder / "s"
@@ -155,13 +154,3 @@ def wait(holds: Callable[[], bool]) -> None:
     while not holds():
         assert bound.lasts(), f"not true after {bound}"
         time.sleep(0.02)
-
-
-def free_ports() -> int:
-    """Return a port that is free, and whose port of the cluster bus is free."""
-    while True:
-        port = random.randint(20_000, 65_535 - BUS)
-        with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", port))
-            other.bind(("127.0.0.1", port + BUS))
-            return port

@@ -19,9 +19,10 @@ from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.wire.messages import Finish, Generate
 from quire.loadtest.server import engine_processes
 from quire.service.text.tokenizer import Tokenizer
+from tests.ports import free_port
 from tests.service.fakes import TOOLS_TEMPLATE, FakeEngine, byte_level, with_template
 from tests.system.processes import Process, ending, wait_until_ready
-from tests.system.stack import GatewayThread, free_port
+from tests.system.stack import GatewayThread
 
 pytest.importorskip("selenium")
 from selenium.webdriver.common.keys import Keys

@@ -15,10 +15,10 @@ from quire.engine.common.web_pages import allows_host, is_foreign, is_loopback, 
 from quire.engine.observers.metrics import Telemetry
 from quire.engine.observers.metrics_page import Page
 from quire.service.text.tokenizer import Tokenizer
+from tests.ports import free_port
 from tests.service.conftest import Serve
 from tests.service.fakes import FakeEngine, settled
 from tests.service.test_app import says
-from tests.system.stack import free_port
 
 EngineMaker = Callable[..., FakeEngine]
 

@@ -36,10 +36,10 @@ import redis
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.checkpoints import make_checkpoint
 from tests.pace import patience
+from tests.ports import free_port
 from tests.system.chaos.shots import Shooter, Shot
 from tests.system.ending import stalls
 from tests.system.processes import Process, at_rest, ending, fleet_until, wait_until_ready
-from tests.system.stack import free_port
 
 ANSWER_S = 60.0  # an answer takes no longer; the timeouts asked for are shorter
 # Codes of answers with a status of 500 and up, and of the error that ends a stream.

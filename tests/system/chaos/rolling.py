@@ -41,10 +41,10 @@ from quire.engine.wire.records import Fleet
 from quire.loadtest import machine
 from tests.checkpoints import make_checkpoint
 from tests.pace import paced_ms, patience
+from tests.ports import free_port
 from tests.system.chaos.readers import Doors, Reader, Tally
 from tests.system.chaos.run import Load, percentile, scripted
 from tests.system.processes import Process, at_rest, ending, fleet_until, until, wait_until_ready
-from tests.system.stack import free_port
 
 NAMESPACE = "rolling"
 GRACE_S = 3.0  # --drain-s of the gateway whose clients come back

@@ -20,10 +20,10 @@ import redis
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.loadtest.server import FORKED_ENGINE
 from tests.pace import Patience, patience
+from tests.ports import free_port
 from tests.system.chaos.proxy import Dial, Proxy
 from tests.system.chaos.readers import Doors
 from tests.system.processes import Process, ending, wait_until_ready
-from tests.system.stack import free_port
 
 T = TypeVar("T")
 GATEWAYS = 2  # in all
