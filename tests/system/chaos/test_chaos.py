@@ -29,6 +29,7 @@ ROUNDS = [
     [("demote redis", 0.0)],
     [("failover", 0.2)],
     [("failover", 0.8)],
+    [("hand over redis", 0.2)],
     [("kill gateway", 0.6)],
 ]
 
