@@ -108,6 +108,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "mellum": _layers(_FULL, _SLIDING, **_MIXTURE),
     "minimax_m3_vl_text": _layers(_FULL, "minimax_m3_sparse", **_MIXTURE),
     "ministral": _layers(_FULL, _SLIDING),
+    "mistral4": {"head_dim": 2 * HIDDEN // HEADS},  # with and without rotary embedding, together
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "muse_spark_audio": {"num_hidden_layers": 4},
     "muse_spark_text": _MIXTURE,

@@ -19,7 +19,7 @@ from quire.engine.executor.models.sharding import shard_proof
 from quire.engine.executor.ranks.ranks import Ranks
 from quire.engine.llm import LLM
 from quire.engine.tools.models import GREEDY, model_class, prompts
-from quire.engine.tools.tiny_checkpoints import tiny_config
+from quire.engine.tools.tiny_checkpoints import MORE_LAYERS, tiny_config
 from tests.towers import make
 
 pytestmark = pytest.mark.usefixtures("kernels", "one_thread")
@@ -169,6 +169,11 @@ def test_the_parts_of_two_ranks_are_the_text(tmp_path: Path, monkeypatch: pytest
         ("lfm2_vl", "lfm2_vl: its text part, lfm2: layers of type conv; only full and sliding-window attention"),
         ("mistral_large4", "mistral_large4: its text part, mistral_large4_text: layers of type indexed_attention"),
         ("blip-2", "blip-2: its class computes no text without 'pixel_values'"),
+        ("idefics", "idefics: its class computes no text without 'pixel_values' and 'image_encoder_embeddings'"),
+        (
+            "gemma4_unified_assistant",
+            "gemma4_unified_assistant: its class computes no text without 'inputs_embeds' and 'shared_kv_states'",
+        ),
         ("pi0", "pi0: its config has no vocab_size, so it is no language model"),
         ("qwen3_omni_moe_thinker", "qwen3_omni_moe_thinker: its class computes logits of all tokens"),
         ("mllama", "mllama: layers of type cross_attention"),
@@ -177,7 +182,7 @@ def test_the_parts_of_two_ranks_are_the_text(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_a_refusal_names_what_is_missing(family: str, reason: str, tmp_path: Path) -> None:
-    tiny_config(family).save_pretrained(tmp_path)
+    tiny_config(family, **MORE_LAYERS.get(family, {})).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel) as refused:
         hf.load_model(str(tmp_path), dtype="float32", device=CPU, random=True)
     assert str(refused.value).startswith(reason)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = """
     llama mistral qwen2 qwen3 qwen2_moe qwen3_moe gemma gemma2 gemma3_text gemma3 phi phi3 gpt2 gpt_neox opt mixtral
     gpt_oss olmo2 olmo3 olmoe granite granitemoe cohere cohere2 glm4 glm4_moe starcoder2 smollm3 exaone4 hunyuan_v1_moe
-    gemma4_text gemma3n_text llama4_text dots1 dbrx deepseek_v3
+    gemma4_text gemma3n_text llama4_text dots1 dbrx deepseek_v3 mistral4 molmo2
 """
 
 

@@ -151,6 +151,7 @@ def past(length: int) -> SimpleNamespace:
         get_mask_sizes=lambda query_length, layer_idx=0: (length + query_length, 0),
         update=lambda key, value, *_args, **_kwargs: (key, value),
         is_compileable=False,
+        is_initialized=True,
     )
 
 
@@ -205,8 +206,8 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{kind}: {error}") from error
     except Exception as error:  # of the model's own code
-        if lacking := re.search(r"missing \d+ required positional arguments?: (.*)", str(error)):
-            raise UnsupportedModel(f"{kind}: its class computes no text without {lacking[1]}") from error
+        if lacking := lacks(error, module):
+            raise UnsupportedModel(f"{kind}: its class computes no text without {lacking}") from error
         raise UnsupportedModel(f"{kind}: a packed forward fails: {one_line(error)}") from error
     finally:
         module.set_attn_implementation(NAME)
@@ -229,6 +230,15 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
             raise UnsupportedModel(f"{kind}: numbers a prompt's positions from another number than 0 ({drift:.0e})")
     layers = [seen.layers[i] for i in range(text.num_hidden_layers)]
     return Proof(layers, logits[0].shape[2], ids, positions, logits[0])
+
+
+def lacks(error: Exception, module: nn.Module) -> str:
+    """Return the arguments without which a forward pass has raised an error; "": it does not name any."""
+    if missing := re.search(r"missing \d+ required positional arguments?: (.*)", str(error)):
+        return missing[1]
+    known = inspect.signature(module.forward).parameters
+    named = [word for word in dict.fromkeys(re.findall(r"\w+", str(error))) if word in known and word != "input_ids"]
+    return " and ".join(map(repr, named)) if isinstance(error, ValueError) else ""
 
 
 def check_windows(config: PretrainedConfig, windows: dict[int, int], max_model_len: int) -> None:
