@@ -45,8 +45,9 @@ BELL_PAUSE_S = 1.0  # pause after an error on the bell's connection
 class BusThread:
     """Exchanges outputs and orders with Redis.
 
-    An exchange sends the outputs that have gathered and claims what the engine has room for.  It happens after each
-    turn that published, when the bell rings, and after a third of STALE_MS (1 s) or of a shorter lease in any case."""
+    An exchange sends the outputs that have gathered and claims what the engine has free capacity for.  It happens after
+    each turn that published, when the bell rings, and after a third of STALE_MS (1 s) or of a shorter lease in any
+    case."""
 
     def __init__(self, config: EngineConfig, telemetry: Telemetry | None = None) -> None:
         """`telemetry`: None where no metrics are served."""
@@ -122,7 +123,7 @@ class BusThread:
         self._ring()
 
     def requests_wait(self) -> bool:
-        """Return whether requests wait in the queue that the serving engines have no room for.
+        """Return whether requests wait in the queue that the serving engines have no free capacity for.
 
         False while Redis is away: this engine could not claim them."""
         try:

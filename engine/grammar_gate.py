@@ -45,13 +45,13 @@ class GrammarGate:
         `clock`: unix time in ms that deadlines are compared with.  `most_held_mib`: bound of the grammars that requests
         hold; the last one may exceed it."""
         self._inbox, self._store, self._clock = inbox, store, clock
-        self._waiting: dict[str, list[Order]] = {}  # by id: a request, then the aborts of single continuations
+        self._waiting: dict[str, list[Order]] = {}  # by id: a request, then the aborts of single choices
         self._by_grammar: dict[str, dict[str, None]] = {}  # the ids that wait for each, in the order of their arrival
         self._deadlines: list[tuple[int, str]] = []  # heap of (deadline_ms, id); those that left drop out lazily
         self._queue: FairList[str] = FairList()  # ids of those that hold no grammar yet
         self._tenants: dict[str, str] = {}  # id -> tenant, of these
         self._most_held_mib, self._warn_ms = most_held_mib, 0
-        self.waiting_sequences = self.waiting_tokens = 0  # continuations that wait here, and tokens of their prompts
+        self.waiting_sequences = self.waiting_tokens = 0  # choices that wait here, and tokens of their prompts
 
     @property
     def waiting(self) -> int:
@@ -152,7 +152,7 @@ class GrammarGate:
             if order.reassigned:  # the scheduler forgets it without a word
                 self._store.release(order.id)
             return [order]
-        if order.index >= 0 and not order.reassigned:  # its other continuations wait on
+        if order.index >= 0 and not order.reassigned:  # its other choices wait on
             self._waiting[order.id].append(order)
             return []
         self._store.release(order.id)
@@ -173,7 +173,7 @@ class GrammarGate:
         return self._deadlines[0][0] <= self._clock()
 
     def _leave(self, request_id: str) -> list[Order]:
-        """Take a request out, with the aborts of its continuations."""
+        """Take a request out, with the aborts of its choices."""
         orders = self._waiting.pop(request_id)
         request = request_of(orders[0])
         assert request is not None

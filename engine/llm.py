@@ -27,7 +27,7 @@ from quire.engine.wire.messages import FOREVER_MS, Abort, Beams, Delta, FinishRe
 
 
 class Output(msgspec.Struct):
-    """One continuation."""
+    """One choice."""
 
     text: str = ""
     token_ids: list[int] = []
@@ -49,7 +49,7 @@ class Completion(msgspec.Struct):
 class LLM:
     """A loaded model.  Options are the fields of EngineConfig; a wrong one raises msgspec.ValidationError naming it.
 
-    `itl_stretch` and `step_target_s` are 0 unless given: answers are returned whole, so no step has to be short."""
+    `itl_stretch` and `step_target_s` are 0 unless given: answers are returned in full, so no step has to be short."""
 
     def __init__(self, model: str = "", **options: Any) -> None:
         """Raises engine.executor.errors.ModelLoadError with a one-line reason."""

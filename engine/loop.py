@@ -5,7 +5,7 @@
                                      +--TurnRecord--> observers: metrics, request log, ...
 
 The loop never waits for Redis: a thread of its own does the bus I/O, behind an inbox and an outbox.  The loop waits for
-the executor only where there is nothing to plan: it submits plan N+1 before it collects result N (`Executor.depth`).
+the executor only if there is nothing to plan: it submits plan N+1 before it collects result N (`Executor.depth`).
 
 While Redis is away, generation continues until the outbox is full (`bus_thread.BUFFER_TOKENS`).
 
@@ -173,7 +173,7 @@ class Engine:
         record.marks.append(time.monotonic())
 
     def _run(self, record: TurnRecord) -> None:
-        """Submit the plan; collect the oldest step where there is no plan or enough steps are in flight."""
+        """Submit the plan; collect the oldest step if there is no plan or enough steps are in flight."""
         try:
             if record.plan is not None:
                 self.executor.submit(record.plan)

@@ -24,7 +24,7 @@ class Resume(msgspec.Struct, frozen=True):
     """A request that an earlier engine began."""
 
     request: Generate
-    outputs: list[list[int] | None]  # tokens of each continuation so far; None: that continuation has ended
+    outputs: list[list[int] | None]  # tokens of each choice so far; None: that choice has ended
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -143,7 +143,7 @@ def without(outputs: Outputs, ids: Container[str]) -> Outputs:
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:
-    """Merge the deltas of several steps into one for each continuation."""
+    """Merge the deltas of several steps into one for each choice."""
     found: dict[tuple[str, int], Delta] = {}
     for delta in deltas:
         key = delta.id, delta.index

@@ -140,8 +140,8 @@ class QuarantineConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Interrupt:
     """SIGINT until the supervisor takes over the signals: remembered, and raised only where that is safe.
 
-    Python drops a KeyboardInterrupt that is raised in a finalizer, for example, and the start would go on.  One raised
-    while an event loop opens or closes leaves a traceback."""
+    Python drops a KeyboardInterrupt that is raised in a finalizer, for example, and the start would continue.  One
+    raised while an event loop opens or closes leaves a traceback."""
 
     def __init__(self) -> None:
         self._seen = self._raises = False
@@ -170,7 +170,7 @@ class Interrupt:
 
 
 class GivenUp(OperatorError):
-    """Serving cannot go on; one line an operator can act on."""
+    """Serving cannot continue: one line an operator can act on."""
 
 
 def main(argv: Sequence[str] | None = None, engine: EngineProgram = ENGINE) -> int:

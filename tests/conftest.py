@@ -87,7 +87,7 @@ def redis_binary(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def redis_server(redis_binary: Path) -> Iterator[EmbeddedRedis]:
-    """Shared by the whole session: isolate by `namespace`; a test that stops or fills a server starts its own."""
+    """Shared by all tests of a session: isolate by `namespace`; a test that stops or fills a server starts its own."""
     with EmbeddedRedis(binary=redis_binary) as server:
         yield server
 

@@ -287,7 +287,7 @@ VALUES = {
     "vllm:num_requests_swapped": 1,
     "vllm:kv_cache_usage_perc": (64 - 48) / 64,
     "vllm:gpu_cache_usage_perc": (64 - 48) / 64,
-    "vllm:prompt_tokens_total": 40 + 7 + 40 + 5,  # one prefill for all continuations of a prompt
+    "vllm:prompt_tokens_total": 40 + 7 + 40 + 5,  # one prefill for all choices of a prompt
     "vllm:prompt_tokens_cached_total": 32,
     "vllm:prompt_tokens_by_source_total local_compute": 40 + 7 + 8 + 5,
     "vllm:prompt_tokens_by_source_total local_cache_hit": 32,

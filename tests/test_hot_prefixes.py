@@ -149,7 +149,7 @@ def counts(store: Any) -> PrefixCounts:
 def test_only_what_a_request_found_at_its_start_is_counted() -> None:
     bench = Bench()
     system, document = text(1, 3), text(1, 3) + text(2, 4)
-    bench.ask(document + [7] * 5, n=3)  # computed: its continuations share the prefill, which is no hit
+    bench.ask(document + [7] * 5, n=3)  # computed: its choices share the prefill, which is no hit
     bench.ask([*document, 10], n=2)
     for i in range(4):
         bench.ask([*system, 8, i])

@@ -26,7 +26,7 @@ from quire.service.config import GatewayConfig
 def twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-host")
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    # An engine's main() changes these for its whole process, which here is the tests'.
+    # An engine's main() changes these for all of its process, which here is the tests'.
     monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
     monkeypatch.setattr(gc, "set_threshold", lambda *_: None)
     monkeypatch.setattr(logs, "start", lambda _: None)

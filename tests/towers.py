@@ -25,7 +25,7 @@ LANGUAGE = r"(model\.language_model|language_model\.model|language_model|model)\
 
 
 def make(directory: Path, family: str, **fields: Any) -> Path:
-    """Write the tiny checkpoint of a family, the whole model, into a folder of `directory`."""
+    """Write the tiny checkpoint of a family, the complete model, into a folder of `directory`."""
     return make_checkpoint(directory / family, family, model_class=model_class(family), **fields)
 
 

@@ -223,7 +223,7 @@ def import_all() -> None:
 
 def serve(asker: socket.socket) -> None:
     """Fork for each request of the process at the other end, until it ends.  Returns in forks as well, at their end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all of its group
     while True:
         message, descriptors, _, _ = socket.recv_fds(asker, MESSAGE, 64)
         if not message:

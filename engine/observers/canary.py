@@ -1,6 +1,6 @@
 """The canary: a fixed prompt that an idle engine computes from time to time and compares with its first result.
 
-    free blocks of the pool ──> two steps of the executor ──> likeliest tokens after each
+    free blocks of the pool ──> two steps of the executor ──> most probable tokens after each
             ^                                                        │
             └── given back, never in the prefix cache      equal to those of the first run?
 
@@ -11,7 +11,7 @@ The first run is in the engine's first quiet moment, so it cannot notice what wa
 reads the keys and values that the first one wrote, over a block table of two blocks.
 
 A difference is counted, logged and alerted; it does not end the engine.  An accounting error is certain, a difference
-is evidence: a driver or a clock that shifts roundings on a whole fleet would otherwise end every engine at once.
+is evidence: a driver or a clock that shifts roundings on all engines would otherwise end every engine at once.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ TAIL = 3  # tokens of the first step in its second block
 SLOT = 0  # of the batch; an idle engine uses none
 # In nats.  Two runs differ in their blocks only, and on a GPU perhaps in whether a graph launches the kernels.  Logits
 # in bfloat16 lie 0.125 apart from 16 to 32, so sums in another order move a log-probability by at most two such steps.
-# On a CPU the runs are equal bit for bit.  A likeliest token that leads by twice the tolerance cannot change within it.
+# On a CPU the runs are equal bit for bit.  A most probable token that leads by twice the tolerance cannot change within
+# it.
 TOLERANCE = 0.25
 
 Answer = list[dict[int, float]]  # after each step: token id -> log-probability of the LIKELIEST
 
 
 class CanaryCounts(msgspec.Struct):
-    """Runs since start, for the metrics.  The canary's own object, which goes on changing."""
+    """Runs since start, for the metrics.  The canary's own object, which keeps changing."""
 
     equal: int = 0  # the first run included
     different: int = 0
     failed: int = 0  # the step failed
     seconds: float = 0.0  # that all runs took
-    difference: float = 0.0  # greatest of the last run, nats; inf: no finite logits
+    difference: float = 0.0  # largest of the last run, nats; inf: no finite logits
 
 
 class Canary:
@@ -112,7 +113,7 @@ class Canary:
         return pool.available >= len(self._pieces)
 
     def _compute(self) -> Answer:
-        """Return the likeliest tokens after each step; an empty dict where the logits are not finite."""
+        """Return the most probable tokens after each step; an empty dict where the logits are not finite."""
         pool, answer = self._core.pool, Answer()
         table = pool.allocate(2)
         try:
@@ -135,7 +136,7 @@ class Canary:
 
 
 def difference(first: Answer, now: Answer) -> float:
-    """Return the greatest difference of a log-probability, nats; inf where either has no finite logits.
+    """Return the largest difference of a log-probability, nats; inf where either has no finite logits.
 
     A token that only one of the two names is at most as likely in the other as the last one named there."""
     greatest = 0.0

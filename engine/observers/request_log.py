@@ -28,14 +28,14 @@ class RequestLine(msgspec.Struct):
     at_s: float  # when it was queued, since the engine started; below 0: before
     unix_s: float  # the same as unix time on the engine's clock
     prompt_len: int  # tokens
-    output_len: int = 0  # tokens of its longest continuation
-    max_tokens: int = 0  # of each continuation
-    n: int = 1  # continuations
+    output_len: int = 0  # tokens of its longest choice
+    max_tokens: int = 0  # of each choice
+    n: int = 1  # choices
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    outcome: FinishReason | None = None  # of the continuation that ended last
+    outcome: FinishReason | None = None  # of the choice that ended last
     queue_s: float | None = None  # until it started in the batch; null: it never did here
     ttft_s: float | None = None  # until its first token; null: none here
-    e2e_s: float = 0.0  # until its last continuation ended
+    e2e_s: float = 0.0  # until its last choice ended
     priority: int = 0
     tenant: str = ""  # digest; "": none
 

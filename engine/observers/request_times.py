@@ -29,11 +29,11 @@ class Clock:
         self.queued = queued  # entered the queue in Redis
         self.claimed = claimed  # left it for this engine
         self.started = 0.0  # entered the batch
-        self.first: dict[int, float] = {}  # continuation -> its first token
-        self.preempted: dict[int, float] = {}  # continuations that wait to enter the batch again
+        self.first: dict[int, float] = {}  # choice -> its first token
+        self.preempted: dict[int, float] = {}  # choices that wait to enter the batch again
         self.preemptions = 0  # all sequences of the request
-        self.resumed: dict[int, float] = {}  # continuations that another engine began, since they run here
-        self.longest = 0  # output tokens of its longest continuation that has ended
+        self.resumed: dict[int, float] = {}  # choices that another engine began, since they run here
+        self.longest = 0  # output tokens of its longest choice that has ended
         self.step = 0  # the first step of its present phase
         self.traced = traced
 
@@ -53,7 +53,7 @@ class RequestTimes:
         self.preempted_s = Tally(histograms.FINE_REQUEST_S)
         self.prompt_tokens = Tally(histograms.TOKENS)
         self.output_tokens = Tally(histograms.TOKENS)
-        self.longest_tokens = Tally(histograms.TOKENS)  # of each request: output tokens of its longest continuation
+        self.longest_tokens = Tally(histograms.TOKENS)  # of each request: output tokens of its longest choice
         self.preemptions = Tally(histograms.PREEMPTIONS)  # per request
         self.prefilled_tokens = 0  # prompts whose first token was sampled, cached tokens included
         self.computed_tokens = Tally(histograms.TOKENS)  # of each request: prompt tokens that no prefix cache had
@@ -98,7 +98,7 @@ class RequestTimes:
             self.computed_tokens.add(len(event.request.token_ids) - event.tokens)
             self._span("queue", clock, event, clock.queued, now)
         elif event.kind == "first":
-            if not clock.first:  # the other continuations forked from its prefill
+            if not clock.first:  # the other choices forked from its prefill
                 self._span("prefill", clock, event, clock.started, now, record.last_committed)
                 clock.step = record.last_committed + 1
                 self.prefilled_tokens += len(event.request.token_ids)

@@ -36,7 +36,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     failed: bool = False  # the executor lost every step in flight
     gated: int = 0  # waiting sequences that wait for a grammar
     load: EngineLoad | None = None  # None: the turn has not published yet
-    totals: Totals  # counts since start; the scheduler's own object, which goes on changing
+    totals: Totals  # counts since start; the scheduler's own object, which keeps changing
     outputs: Outputs = msgspec.field(default_factory=lambda: Outputs({}, []))
     last_step: int = 0  # the last step planned
     last_committed: int = 0

@@ -3,7 +3,8 @@
     serving:   "started" events --PrefixCounts--> every WRITE_S seconds --> one key in Redis (wire/hot_prefix_store.py)
     starting:  the key --warm()--> prefill, within a share of the pool --> idle cached blocks, then /ready
 
-Warming delays only requests that no other engine has room for.  It is skipped, or ended, while such a request waits.
+Warming delays only requests that no other engine has free capacity for.  It is skipped, or ended, while such a request
+waits.
 """
 
 from __future__ import annotations

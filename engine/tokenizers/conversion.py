@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as Backend
 
 from quire.engine.tokenizers.alphabet import MOST_TOKENS, byte_level_alphabet, token_number
 
-BLANK = "\u2581"  # stands for a blank in the pieces of SentencePiece
+BLANK = "\u2581"  # stands for a space in the pieces of SentencePiece
 # Classes whose token ids are the places of the pieces in the file; others move them.
 PLAIN_CLASSES = ("LlamaTokenizer", "LLaMATokenizer", "GemmaTokenizer")
 # How Llama 3 cuts a text before it looks for tokens, from the published tokenizer.json of its checkpoints.  A tiktoken
@@ -54,7 +54,7 @@ class Pieces(NamedTuple):
     texts: list[str]
     scores: list[float]
     kinds: list[int]  # ModelProto.SentencePiece.Type
-    prefix: bool  # a blank is put before the first word
+    prefix: bool  # a space is put before the first word
 
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)
@@ -104,7 +104,7 @@ def convert_sentencepiece(content: bytes, described: dict[str, Any]) -> Backend:
         [piece.type for piece in model.pieces],
         model.normalizer_spec.add_dummy_prefix,
     )
-    # Symbols that a text may hold end a segment, and SentencePiece puts no blank after them.
+    # Symbols that a text may hold end a segment, and SentencePiece puts no space after them.
     every_segment = described.get("legacy") is not False and USER_DEFINED not in found.kinds
     backend = from_pieces(found, every_segment=every_segment)
     library = SentencePieceProcessor()
@@ -162,7 +162,7 @@ def read_model(content: bytes) -> Any:
 def from_pieces(found: Pieces, *, every_segment: bool) -> Backend:
     """Return the tokenizer of the pieces of a BPE model.
 
-    every_segment: where a text is cut at special tokens, each segment begins with a blank, not only the first."""
+    every_segment: where a text is cut at special tokens, each segment begins with a space, not only the first."""
     unknown = found.kinds.index(UNKNOWN) if UNKNOWN in found.kinds else None
     backend = Backend(
         models.BPE(
@@ -185,7 +185,7 @@ def from_pieces(found: Pieces, *, every_segment: bool) -> Backend:
     for text, kind in zip(found.texts, found.kinds, strict=True):
         if kind in (UNKNOWN, CONTROL):
             backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
-        elif kind == USER_DEFINED:  # a run of blanks is found where blanks are written as in pieces
+        elif kind == USER_DEFINED:  # a run of spaces is found where spaces are written as in pieces
             backend.add_tokens([AddedToken(text, special=False, normalized=BLANK in text)])
     return backend
 

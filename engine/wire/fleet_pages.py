@@ -4,7 +4,7 @@
     a reading:                            ^ leases whose number is beyond the last change that the gateway has read
 
 A page's reply counts its engines.  So a gateway notices that one has left, and reads that page again as a whole.  A
-fleet of one page is read as a whole each time, a larger one within PASS_MS.
+fleet of one page is read completely each time, a larger one within PASS_MS.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from quire.engine.wire.messages import EngineLoad
 
-PASS_MS = 1_000  # a reading goes on until all pages are read, if the first one was read so long ago
+PASS_MS = 1_000  # a reading continues until all pages are read, if the first one was read so long ago
 LEASE_HEAD = struct.Struct(">dd")  # number of the change, unix ms of the exchange; the load follows
 
 _decode = msgspec.msgpack.Decoder(EngineLoad).decode
@@ -54,7 +54,7 @@ class FleetPages:
         """Return what the next reading asks for: the name before its page, and the last change known of the page."""
         if self._reread:
             return self._after, 0
-        # Where the pages have shifted: the first page was read before all others.
+        # After a shift a page may have no entry: the first page was read before all others.
         return self._after, self._read.get(self._after, self._read.get(b"", 0))
 
     def record(self, page: FleetPage) -> None:

@@ -140,7 +140,7 @@ class GatewaySide:
         """Queue the prompts of one client's request durably, all or none, and wake engines.
 
         They share gateway, tenant, weight, priority, deadline and lane.  In three cases none is queued (no `lane`):
-          * neither lane has room within `bounds`;
+          * neither lane has free capacity within `bounds`;
           * one has, but as many requests or bytes wait as may wait: `full`;
           * another request came first with `idempotency_key`: `duplicate` names it, for attach().
         `record` stays with the log of the first prompt, as long as the log: see attach().
@@ -216,7 +216,7 @@ class GatewaySide:
 
         Every Delta that is not in the reply arrives through batches(), with two exceptions.  Some arrive a second time
         (see `first`).  Some are missing after the attachment; then an empty Delta follows whose `first` lies beyond the
-        known tokens, and log() has the rest.  A finished request is read the same way: each continuation has a Finish.
+        known tokens, and log() has the rest.  A finished request is read the same way: each choice has a Finish.
         Without `listen` it is only read.  Raises BusDown after PATIENCE_S."""
         reply = await self._link.run_script(ATTACH, request_id, self._gateway if listen else "")
         if reply is None:
@@ -225,7 +225,7 @@ class GatewaySide:
         return Attached(record, [token_log.read(*one) for one in found])
 
     async def log(self, request_id: str, index: int, first: int, count: int) -> LoggedOutput | None:
-        """Return at most `count` tokens of one continuation, from output position `first` on; None as for attach().
+        """Return at most `count` tokens of one choice, from output position `first` on; None as for attach().
 
         The Finish comes with the last token.  Raises BusDown after PATIENCE_S."""
         reply = await self._link.run_script(READ_LOG, request_id, index, first, count)
@@ -238,7 +238,7 @@ class GatewaySide:
         await self._link.run_script(KEEP, *request_ids)
 
     async def settle(self, delivered: list[tuple[str, str, list[int]]]) -> list[Usage]:
-        """Enter in the ledger how many output tokens of each continuation were sent to a client.
+        """Enter in the ledger how many output tokens of each choice were sent to a client.
 
         `delivered`: (request id, tenant, counts).  Counts never fall, and settling the same twice counts it once.
         Raises BusDown after PATIENCE_S."""
@@ -253,7 +253,7 @@ class GatewaySide:
         """Stop listening to a request; end it if no other gateway listens.
 
         A waiting request leaves the queue; a claimed one gets an Abort at its engine.  With an `index`, that
-        continuation ends at the engine that computes the request now or later.  Idempotent.
+        choice ends at the engine that computes the request now or later.  Idempotent.
 
         Never waits.  One task sends all withdrawals.  Those that do not reach Redis stay owed, and the next fleet()
         starts that task again.
@@ -319,7 +319,7 @@ class GatewaySide:
         """Read the fleet, and return requests of engines whose lease has lapsed to the queue's head.
 
         One round trip, which returns the loads that have changed since the last reading, of READING_ENGINES engines at
-        most.  Where there are more engines, each load is PASS_MS old at most; the first reading reads them all.
+        most.  If there are more engines, each load is PASS_MS old at most; the first reading reads them all.
         Call it at least every second: it notices dead engines and gateways, and it is this gateway's heartbeat.
         Raises BusDown after PATIENCE_S.
         """
@@ -349,7 +349,7 @@ class GatewaySide:
         )
 
     async def _read_page(self) -> tuple[int, int, list[Any], int]:
-        """Read one page of the engines, and the queue; return unix ms, room in tokens, queue state, quarantined."""
+        """Read one page of the engines, and the queue; return unix ms, capacity in tokens, queue state, quarantined."""
         self._beats += 1
         sent = self.clock.ticks()
         reply = await self._link.run_script(

@@ -64,7 +64,7 @@ LATER_FIELDS = ("bad_words", "logprob_token_ids")
 class Beams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How a request searches its answers instead of sampling them (engine/core/beams.py)."""
 
-    width: int  # >= 1: continuations that run side by side
+    width: int  # >= 1: choices that run side by side
     length_penalty: float = 1.0  # an answer's score is the sum of its log-probabilities / length ** length_penalty
     # True: end with `width` answers.  False: end when no beam of this length beats them.  "never": of any length.
     early_stopping: bool | Literal["never"] = False
@@ -87,15 +87,15 @@ FOREVER_MS = 2**60  # a deadline that never comes
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
-    """One prompt to continue.  `n` continuations share one prefill and fork after it.
+    """One prompt to continue.  `n` choices share one prefill and fork after it.
 
-    Continuation i samples by (sampling.seed, i).  So the first equals that of n = 1, and a larger n changes no earlier
-    continuation."""
+    Choice i samples by (sampling.seed, i).  So the first equals that of n = 1, and a larger n changes no earlier
+    choice."""
 
     id: str  # unique; every Delta of this request carries it
     gateway: str  # it gets the answer
     token_ids: list[int]  # never empty
-    max_new_tokens: int  # >= 1, for each continuation
+    max_new_tokens: int  # >= 1, for each choice
     sampling: Sampling
     deadline_ms: int  # unix time on Redis' clock; past it the engine finishes the request with "deadline"
     cache_salt: str = ""  # requests share a prefix only under an equal salt

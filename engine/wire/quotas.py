@@ -72,7 +72,7 @@ class QuotaStore:
         """Take what a request may use, all or nothing; once, however often it is called for the same id.
 
         `request_id`: of the client's request; that of its prompt i ends with ".i".  `prompts`: (tokens, most output
-        tokens of all its continuations) of each."""
+        tokens of all its choices) of each."""
         return await self._take(tenant, quota, request_id, deadline_ms, *(count for pair in prompts for count in pair))
 
     async def take_repeat(self, tenant: str, quota: Quota, repeat_id: str, tokens: int) -> Taken:

@@ -30,7 +30,7 @@ class LaneQueue(msgspec.Struct, frozen=True):
     """What waits in one lane of the queue."""
 
     requests: int = 0
-    tokens: int = 0  # their prompt tokens, counted once for all continuations of a prompt
+    tokens: int = 0  # their prompt tokens, counted once for all choices of a prompt
     oldest_ms: int = 0  # since the oldest was submitted
     tenants: int = 0  # number of tenants with requests queued in it
 
@@ -39,8 +39,8 @@ class QueueBounds(msgspec.Struct, frozen=True):
     """How full the queue may be for a request to join it.  The request itself counts in each bound.
 
     It joins the on-time lane if the tokens there, without larger requests of its tenant that it precedes, exceed the
-    engines' room by at most `on_time_excess`; else the late lane, if the tokens of both lanes exceed it by at most
-    `late_excess`; else none."""
+    engines' free capacity by at most `on_time_excess`; else the late lane, if the tokens of both lanes exceed it by at
+    most `late_excess`; else none."""
 
     on_time_excess: int = ANY_TOKENS  # prompt tokens
     late_excess: int = ANY_TOKENS  # prompt tokens
@@ -71,7 +71,7 @@ class Fleet(msgspec.Struct, frozen=True):
 
     engines: list[EngineLoad]
     queued: int  # requests that no engine has claimed yet, of both lanes
-    queued_tokens: int  # their prompt tokens, counted once for all continuations of a prompt
+    queued_tokens: int  # their prompt tokens, counted once for all choices of a prompt
     time_ms: int  # unix time of this reading, on Redis' clock
     room_tokens: int = 0  # prompt tokens the engines would still claim; one silent for STALE_MS has none
     tenants: dict[str, TenantQueue] = {}  # the next TENANTS_SHOWN of each lane
@@ -170,7 +170,7 @@ class ExchangeReply(msgspec.Struct, frozen=True):
     # Another engine took them over, or a client withdrew them, after this engine's lease had lapsed.  Drop them without
     # a Delta and without `finished`.  Redis ignored what this exchange reported of them.
     reassigned: list[str] = []
-    # Every continuation so far of those `generates` that an earlier engine has begun, by id.  The next Delta of one
+    # Every choice so far of those `generates` that an earlier engine has begun, by id.  The next Delta of one
     # without a Finish has first == len(token_ids); one with a Finish sends nothing more.
     resumed: dict[str, list[LoggedOutput]] = {}
     claims: dict[str, Claim] = {}  # reasons by request id, for `generates` that have one: see claim()

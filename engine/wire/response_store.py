@@ -1,6 +1,6 @@
 """Responses that clients may retrieve and continue, in Redis: the client of the scripts response_*.lua.
 
-    put()    ---> a new response, or its next state; the oldest of its holder make room
+    put()    ---> a new response, or its next state; the oldest of its holder are removed
     get()    <--- one response; chain(): with those that it continues
     drop()   ---> deleted
     renew()  <--> leases of those that run in the background, and those whose gateway has died

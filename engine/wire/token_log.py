@@ -4,7 +4,7 @@ log:ID:I            | 4 bytes | 4 bytes | ...       token ids, little endian, fr
 log:ID:I:logprobs   [msgpack TokenLogprob, ...]     one for each token, if asked for
 
 An exchange's tokens first stand in the engine's tail, as they were sent, which costs next to nothing.  After TAIL
-exchanges all tokens of a continuation are entered in its log in one piece ("The token log" in `redis/KEYS.md`).
+exchanges all tokens of a choice are entered in its log as one segment ("The token log" in `redis/KEYS.md`).
 
     0 ............ base ............ logged .................. end
     | earlier engines'  | in the log       | in the tail, or to be sent now |
@@ -64,7 +64,7 @@ class LoggedLogprobs(Sequence[TokenLogprob]):
 
 
 class LoggedOutput(msgspec.Struct, frozen=True):
-    """One continuation as the log has it: everything that its clients can have seen, and no token more."""
+    """One choice as the log has it: everything that its clients can have seen, and no token more."""
 
     token_ids: list[int]  # from output position 0
     finish: Finish | None = None  # None: it is being computed, or waits for an engine
@@ -85,7 +85,7 @@ class Entries(msgspec.Struct, frozen=True):
 
 
 class _Output:
-    """The output of one continuation since this engine holds it."""
+    """The output of one choice since this engine holds it."""
 
     __slots__ = ("base", "end", "fields", "fields_logged", "id", "index", "logged", "logprobs", "tokens")
 
@@ -128,12 +128,12 @@ class Journal:
 
     def __init__(self) -> None:
         self._outputs: dict[tuple[str, int], _Output] = {}
-        self._counts: dict[str, int] = {}  # continuations of each request
+        self._counts: dict[str, int] = {}  # choices of each request
         self._due: dict[_Output, None] = {}  # outputs that belong in the log at once
         self._tail = self._tail_bytes = 0  # exchanges in the tail, and the bytes of their batches
 
     def hold(self, request_id: str, lengths: list[int]) -> None:
-        """Add a claimed request; `lengths`: tokens of each continuation that are in its log."""
+        """Add a claimed request; `lengths`: tokens of each choice that are in its log."""
         self._counts[request_id] = len(lengths)
         for index, length in enumerate(lengths):
             self._outputs[request_id, index] = _Output(request_id, index, length)
@@ -145,7 +145,7 @@ class Journal:
                 self._due.pop(self._outputs.pop((request_id, index)), None)
 
     def rewind(self, request_id: str, lengths: list[int]) -> bool:
-        """Make everything due again beyond what the log has: `lengths` tokens of each continuation.
+        """Make everything due again beyond what the log has: `lengths` tokens of each choice.
 
         Returns False if this engine does not have the missing tokens."""
         outputs = [self._outputs[request_id, index] for index in range(self._counts[request_id])]
@@ -203,7 +203,7 @@ class Journal:
 def read(
     tokens: bytes | None, finish: bytes | None, head: bytes | None = None, logprobs: list[bytes] | None = None
 ) -> LoggedOutput:
-    """Decode what Redis has of one continuation; None stands for what it does not have."""
+    """Decode what Redis has of one choice; None stands for what it does not have."""
     cached_tokens, prompt_logprobs = _decode_head(head) if head is not None else (0, None)
     return LoggedOutput(
         list(struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)) if tokens else [],

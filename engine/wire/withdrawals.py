@@ -15,9 +15,9 @@ log = logging.getLogger("quire.bus")
 
 SCRIPT_COUNT = 64  # withdrawals in one script, which keep Redis busy for 2 to 4 ms
 
-Withdrawal = tuple[str, int]  # request id, and the index of a continuation, UNREAD or FOR_ALL
-UNREAD = -1  # all continuations, unless another gateway listens
-FOR_ALL = -2  # all continuations, whichever gateways listen
+Withdrawal = tuple[str, int]  # request id, and the index of a choice, UNREAD or FOR_ALL
+UNREAD = -1  # all choices, unless another gateway listens
+FOR_ALL = -2  # all choices, whichever gateways listen
 
 
 class Withdrawals:

@@ -145,7 +145,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]  # chat: what the template renders; completions: empty
     sampling: Sampling
     n: int
-    max_tokens: int | None  # of each continuation; None: the rest of the context; 0: none, the prompt is echoed
+    max_tokens: int | None  # of each choice; None: the rest of the context; 0: none, the prompt is echoed
     seeded: bool  # the client chose the seed
     stop: tuple[str, ...]
     include_stop: bool
@@ -180,8 +180,8 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     raw_messages: bool = False  # /v1/responses: the response has the text and ids of all tokens
     called: dict[str, Called] = {}  # /v1/responses: tools that the chat names otherwise than the client
     beams: Beams | None = None  # the answers are searched, not sampled
-    best: int = 0  # of the `n` continuations of a prompt, the likeliest that are returned; 0: all
-    hide_logprobs: bool = False  # log probabilities only rank the continuations
+    best: int = 0  # of the `n` choices of a prompt, the most probable that are returned; 0: all
+    hide_logprobs: bool = False  # log probabilities only rank the choices
     hide_reasoning: bool = False  # reasoning is left out of the answer
     repeated: list[str] = []  # chats with `echo`: of each the text that its answers begin with
     conversations: list[list[dict[str, Any]]] = []  # further chats, each a prompt of its own; `messages` is the first
@@ -190,11 +190,11 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def width(self) -> int:
-        """Continuations that are computed for each prompt: beams, of which `n` are returned, or `n`."""
+        """Choices that are computed for each prompt: beams, of which `n` are returned, or `n`."""
         return self.beams.width if self.beams is not None else self.n
 
     def least_tokens(self, room: int) -> int:
-        """Return the output tokens of a continuation before it may end by itself; `room` is its max_new_tokens."""
+        """Return the output tokens of a choice before it may end by itself; `room` is its max_new_tokens."""
         endless = self.sampling.ignore_eos and not self.stop and not self.sampling.stop_token_ids
         return room if endless else max(1, self.sampling.min_tokens)
 
@@ -499,7 +499,7 @@ def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
 
 
 def _answer_tokens(name: str, value: int | None, config: GatewayConfig, *, scores: bool = False) -> int | None:
-    """Return how many tokens a continuation may have; None: what fits, which null and -1 stand for.  Raises Refusal.
+    """Return how many tokens a choice may have; None: what fits, which null and -1 stand for.  Raises Refusal.
 
     `scores`: the answer repeats the prompt, so 0 is allowed."""
     if value is None or value == -1:
@@ -722,7 +722,7 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
 def _leave_a_token(sampling: Sampling, limits: EngineLimits) -> None:
     """Raise Refusal if no token is left for the first position: before `min_tokens` no token may end the answer.
 
-    Every other filter keeps a token: a client's bias is finite, and top_k, top_p and min_p keep the likeliest."""
+    Every other filter keeps a token: a client's bias is finite, and top_k, top_p and min_p keep the most probable."""
     never = {token for token, bias in sampling.logit_bias if bias == -math.inf}
     if never and all(token in never for token in sampling.allowed_token_ids or range(limits.vocab_size)):
         message = "bad_words: a token must be left that they do not forbid"

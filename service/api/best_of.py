@@ -1,4 +1,4 @@
-"""A choice among sampled answers: `best_of` continuations are computed, the `n` likeliest are returned.
+"""A choice among sampled answers: `best_of` choices are computed, the `n` most probable are returned.
 
 The likelihood of an answer is the mean log probability of its tokens, as at OpenAI.  Engines report log probabilities
 for it, so an answer without `logprobs` holds them until it has been ranked.
@@ -19,7 +19,7 @@ NAME = "best_of"
 
 
 def computed(best_of: int | None, n: int, *, stream: bool, config: GatewayConfig) -> int:
-    """Return how many continuations to compute; `n` of them are returned.  Raises Refusal."""
+    """Return how many choices to compute; `n` of them are returned.  Raises Refusal."""
     if best_of is None or best_of == n:
         return n
     most = int(LIMITS["n"].bounds(config)[1])

@@ -1,8 +1,8 @@
 """Tools of /v1/responses and /v1/messages -> functions of a chat, and the names of calls on the way back.
 
     function             a function of the chat
-    namespace            its functions, each named `namespace__function`; a call comes back with both names apart
-    custom               a function of one string, `input`; a call comes back as `custom_tool_call`
+    namespace            its functions, each named `namespace__function`; a call returns with both names apart
+    custom               a function of one string, `input`; a call returns as `custom_tool_call`
     any other type       skipped: its provider runs it, or only its own models know it.  Demanded by `tool_choice`: 400
 
 The names are derived from the tools that the answer repeats, so a resumed answer maps its calls alike.
@@ -136,7 +136,7 @@ def tool_choice(given: Any) -> Any:
 def allowed_tools(given: Any, functions: Any, rules: ToolRules) -> tuple[Any, Any, ToolRules]:
     """Resolve a `tool_choice` of type `allowed_tools`: return its mode, and the functions that it leaves.
 
-    Any other choice comes back unchanged, with all functions; functions that are no list or have no name are left to
+    Any other choice returns unchanged, with all functions; functions that are no list or have no name are left to
     the chat, which refuses them.  A chat has the list one object further down."""
     if not isinstance(given, dict) or given.get("type") != "allowed_tools":
         return given, functions, rules

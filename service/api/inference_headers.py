@@ -36,7 +36,7 @@ class ObjectivesError(OperatorError):
 
 
 class Placed(NamedTuple):
-    """Where a request belongs."""
+    """The tenant and the priority of a request."""
 
     tenant: Tenant
     priority: int | None  # None: the body's

@@ -112,7 +112,7 @@ class LiteralContent:
         )
 
     def hide(self, text: str, reading: _Reading, private: Callable[[str], str], *, key: bool = False) -> str:
-        """Return a text with private characters for those with which a special token may begin, or go on."""
+        """Return a text with private characters for those with which a special token may begin, or continue."""
         if key and not self._dangerous(text):
             return text
         head = range(0) if key else self._head(text, reading)

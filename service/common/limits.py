@@ -66,7 +66,7 @@ class Limit(msgspec.Struct, frozen=True):
     status: int = 400
 
     def bounds(self, config: GatewayConfig) -> tuple[float, float]:
-        """Return the least and the greatest value; infinite if a side is open."""
+        """Return the minimum and the maximum value; infinite if a side is open."""
         high = getattr(config, self.option) if self.option else self.high
         return -math.inf if self.low is None else self.low, math.inf if high is None else high
 

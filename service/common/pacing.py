@@ -70,7 +70,7 @@ class Pacer:
         self._slicing = False
 
     async def slice(self) -> float:
-        """Wait until long work may go on; return the loop's time at which its slice is over.
+        """Wait until long work may continue; return the loop's time at which its slice is over.
 
         One slice runs in a turn of the loop, whatever the number of requests with such work."""
         loop = asyncio.get_running_loop()

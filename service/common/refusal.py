@@ -1,4 +1,4 @@
-"""What a client is told when its request is not served: status, code, message, field, limit and value."""
+"""The refusal of a request: status, code, message, field, limit and value."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ MOST_ESCAPES = 100_000  # backslashes of a body that is repaired; with more, hal
 STRETCH = 2**16  # bytes that one search reads: other threads run between two
 REPLACEMENT = "\ufffd"
 HALVES = re.compile("[\ud800-\udfff]")
-# An escape of JSON: a whole pair, half of one, or any other, which is only there to be passed over.
+# An escape of JSON: a complete pair, half of one, or any other, which is only there to be passed over.
 ESCAPES = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.S
 )

@@ -1,7 +1,7 @@
 """Admission: which lane may one more request join?  Pure: no clock, no randomness, no I/O, no memory.
 
     can start in time ---------------> on-time lane    engines claim from it first
-    cannot, and may wait so long ----> late lane       engines fill the room that is left
+    cannot, and may wait so long ----> late lane       engines fill the free capacity that is left
     would wait longer than it may ---> 429             with the time until the late lane is short enough
 
 Engines report how many prompt tokens they would still claim; their own admission mode decides that.  What they cannot
@@ -43,9 +43,9 @@ NEVER = -ANY_TOKENS  # a bound that no queue keeps
 class Cost(msgspec.Struct, frozen=True):
     """What a request needs, and by when."""
 
-    prompt_tokens: int  # over all its prompts, as the queue counts them; continuations share them
+    prompt_tokens: int  # over all its prompts, as the queue counts them; choices share them
     timeout_s: float  # > 0: seconds from now to its deadline
-    least_tokens: int = 1  # output tokens of a continuation before it may end by itself
+    least_tokens: int = 1  # output tokens of a choice before it may end by itself
     tenant: str = ""
     weight: float = 1.0
     longest_wait_s: float = math.inf  # >= 0: how long its client lets it wait; 0: not longer than the on-time lane
@@ -54,7 +54,8 @@ class Cost(msgspec.Struct, frozen=True):
 
     @property
     def size_class(self) -> int:
-        """The power of two of its tokens that are certain, in quarters: prompts, and outputs up to their least length.
+        """The power of two of its tokens that are certain, in quarters: prompts, and outputs up to their minimum
+        length.
 
         Smaller classes start first within the on-time lane, so more requests start in time with the same blocks."""
         tokens = max(1, self.prompt_tokens + self.continuations * self.least_tokens)
@@ -112,7 +113,7 @@ def _honours(name: str, load: EngineLoad) -> bool:
 def _require(fleet: Fleet, able: Callable[[EngineLoad], bool], param: str, feature: str) -> None:
     """Raise Refusal unless every engine that may claim a request is able to serve a feature.
 
-    400 where none is: to ask again would not help.  503 where some are, as during an upgrade."""
+    400 if none is: to ask again would not help.  503 if some are, as during an upgrade."""
     claiming = [load for load in fleet.engines if not load.draining] or fleet.engines
     unable = sum(not able(load) for load in claiming)
     if unable == len(claiming):
@@ -140,7 +141,7 @@ def _starts(load: EngineLoad) -> float:
 def _trust(load: EngineLoad, now_ms: int) -> float:
     """Return how much of an engine's rates still counts, 0 to 1.
 
-    An engine reports once a step.  A report older than STALE_MS and LATE_STEPS steps means that the current step is
+    An engine reports once per step.  A report older than STALE_MS and LATE_STEPS steps means that the current step is
     longer than those that the rates come from.  Nothing may have finished since, so the rates are spread over the
     elapsed time; those of a step that hangs approach 0."""
     usual_ms = max(STALE_MS, LATE_STEPS * 1000 * load.step_s)
@@ -218,7 +219,8 @@ class _Supply(NamedTuple):
     token_s: float  # seconds between two output tokens of a sequence; 0: not known
 
     def wait_s(self, missing: float) -> float | None:
-        """Return the seconds until prompt tokens beyond the room are started; None while the pace is not known."""
+        """Return the seconds until prompt tokens beyond the free capacity are started; None while the pace is not
+        known."""
         return max(0.0, missing + self.inside) / self.tokens_per_s if self.tokens_per_s > 0 else None
 
     def budget(self, wait_s: float, unknown: float) -> float:
@@ -274,8 +276,9 @@ def decide(cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter:
     Never waits.  Costs O(engines + tenants that the reading names).
 
     An engine whose last exchange is older than STALE_MS counts as full and standing still; so do all engines when this
-    reading is as old.  A stale view errs on the safe side.  An engine in a long step still exchanges, so its room
-    counts, while its rates count less and less (`_trust`).  While the pace is unknown (idle or just started engines),
+    reading is as old.  A stale view errs on the safe side.  An engine in a long step still exchanges, so its free
+    capacity counts, while its rates count less and less (`_trust`).  While the pace is unknown (idle or just started
+    engines),
     the on-time lane may hold as much as the pools do, and the late lane any number."""
     if all(load.draining for load in fleet.engines):
         why = "every engine is shutting down" if fleet.engines else "no engine is running"
@@ -291,7 +294,7 @@ def decide(cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter:
         raise _overloaded(cost, config, supply, late_missing if longest_s > 0 else missing, jitter)
     beyond_room = cost.prompt_tokens - supply.room
     bounds = QueueBounds(
-        # Smaller requests precede larger ones, so the lane may have room for this one where it seems full.
+        # Smaller requests precede larger ones, so the lane may have free capacity for this one where it seems full.
         NEVER if math.isinf(slack) else int(fleet.on_time.tokens + beyond_room + slack),
         int(fleet.queued_tokens + beyond_room + late_slack) if late_slack >= 0 else NEVER,
         math.ceil(1000 * config.ttft_target_s * ON_TIME_WAIT),
@@ -307,9 +310,9 @@ def _slack(cost: Cost, supply: _Supply, missing: int, longest_s: float, unknown:
     """Return by how many prompt tokens a lane may grow before a request would wait too long in it; < 0: it would now.
 
     -infinity: in any lane it would miss its deadline.
-    `missing`: prompt tokens claimed before the request, its own included, beyond the engines' room.  `longest_s`: the
-    longest wait, in seconds.  `unknown`: what may be ahead of it while the pace is not known."""
-    # The pace of an engine that was idle until now is unknown, but such an engine has room.
+    `missing`: prompt tokens claimed before the request, its own included, beyond the engines' free capacity.
+    `longest_s`: the longest wait, in seconds.  `unknown`: what may be ahead of it while the pace is not known."""
+    # The pace of an engine that was idle until now is unknown, but such an engine has free capacity.
     service = cost.least_tokens * supply.token_s if missing > 0 else 0.0
     deadline = supply.budget(cost.timeout_s - service, unknown)
     if deadline < 0:

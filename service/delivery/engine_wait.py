@@ -28,7 +28,7 @@ class EngineWait:
         self._since: dict[object, float] = {}  # one entry for each request that waits, in order of arrival
 
     def record(self, *, serving: bool) -> None:
-        """Store whether an engine takes new requests; if so, all requests go on, in order of arrival."""
+        """Store whether an engine takes new requests; if so, all requests continue, in order of arrival."""
         if serving:
             self._serving.set()
         else:

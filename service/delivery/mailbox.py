@@ -1,4 +1,4 @@
-"""Mailboxes: the tokens that wait for one reader, one mailbox for each continuation, and the bound on all of them.
+"""Mailboxes: the tokens that wait for one reader, one mailbox for each choice, and the bound on all of them.
 
 At most MAILBOX_BYTES of a slow reader's tokens wait here.  The rest stays in the token log, and is read from there in
 parts of that size when the reader gets to it.  So a chunk is bounded too, however far its reader has fallen behind.
@@ -31,7 +31,7 @@ class Backlog:
 
 
 class Mailbox:
-    """What one continuation received and its handler has not taken yet: one merged delta, not a queue of them.
+    """What one choice received and its handler has not taken yet: one merged delta, not a queue of them.
 
         0 ............ at ............... at + waiting ............... next
         | taken        | waiting here     | only in the log: `behind`  |
@@ -164,7 +164,7 @@ class Mailbox:
             self.next = max(self.next, len(logged.token_ids))
 
     def fail(self, finish: Finish) -> None:
-        """End this continuation with `finish`.  Tokens that wait here stay."""
+        """End this choice with `finish`.  Tokens that wait here stay."""
         self._finish, self.ended = finish, True
         self.next = self.at + len(self._tokens)
 

@@ -1,6 +1,6 @@
 """One client's request while it is answered, and the orders that engines work on for it.
 
-    OpenRequest (one client) --1..n--> Order (one prompt) --1..n--> continuations, one mailbox each per reader
+    OpenRequest (one client) --1..n--> Order (one prompt) --1..n--> choices, one mailbox each per reader
 
 Several open requests may read one order: the first client, its retry, and a client that resumed the answer.
 `streams.py` routes deltas to the orders; the request's own handler iterates over the `OpenRequest`.
@@ -37,7 +37,7 @@ class Upstream(Protocol):
         """Read from the token log what a mailbox missed."""
 
     def stop_one(self, order: Order, index: int) -> None:
-        """Stop one continuation that no client reads any more."""
+        """Stop one choice that no client reads any more."""
 
 
 class Order:
@@ -48,13 +48,13 @@ class Order:
     def __init__(self, order_id: str, n: int, tenant: str) -> None:
         self.id, self.n, self.tenant = order_id, n, tenant
         self.readers: list[tuple[OpenRequest, int]] = []  # with the number of the prompt within that reader's request
-        self.unfinished = set(range(n))  # continuations whose Finish has not arrived
+        self.unfinished = set(range(n))  # choices whose Finish has not arrived
         self.running = set(range(n))  # those of them that no withdrawal was sent for
         self.delivered = [0] * n  # output tokens of each that were sent to a client; the furthest reader counts
         self.timer: Timer | None = None  # runs while the order has no reader
 
     def mark_ended(self, index: int) -> None:
-        """Record that an engine has finished a continuation."""
+        """Record that an engine has finished a choice."""
         self.unfinished.discard(index)
         self.running.discard(index)
 
@@ -213,7 +213,7 @@ class OpenRequest:
         self._streams.stop_one(self.orders[prompt], index)
 
     def end_all(self, finish: Finish) -> None:
-        """End every continuation that still runs: its deadline has passed, or this gateway shuts down."""
+        """End every choice that still runs: its deadline has passed, or this gateway shuts down."""
         for mailbox in self.mailboxes:
             if not (mailbox.ended or mailbox.closed):
                 mailbox.fail(finish)

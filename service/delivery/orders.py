@@ -136,19 +136,19 @@ class Orders:
         self._ledger.add(order)
 
     def stop_one(self, order: Order, index: int) -> None:
-        """Stop one continuation that no client reads any more."""
+        """Stop one choice that no client reads any more."""
         if index in order.running:
             order.running.discard(index)
             self.withdraw(order.id, index if order.running else -1)
 
     def withdraw(self, order_id: str, index: int = -1) -> None:
-        """Stop an order, or one of its continuations, unless another gateway reads it.
+        """Stop an order, or one of its choices, unless another gateway reads it.
 
         Never waits: the caller's task may be cancelled."""
         self._bus.withdraw(order_id, index)
 
     async def refill(self, order_id: str, mailbox: Mailbox, index: int) -> None:
-        """Read from the log what a mailbox missed or had no room for.  Waits for Redis as long as it takes."""
+        """Read from the log what a mailbox missed or had no space for.  Waits for Redis as long as it takes."""
         clock = asyncio.get_running_loop().time
         until = math.inf
         while mailbox.behind:

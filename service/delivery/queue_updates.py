@@ -22,7 +22,7 @@ UPDATE_S = 3.0  # between two readings of the places of waiting requests
 
 
 class Waiting:
-    """Where one client's request stands in the queue, as last read.  Its first prompt stands for all of them."""
+    """Position of one client's request in the queue, as last read.  Its first prompt stands for all of them."""
 
     __slots__ = ("ahead", "lane", "since", "wait_s", "waited_s")
 

@@ -55,7 +55,7 @@ class Quotas:
     ) -> AsyncIterator[Hold]:
         """A context around submit and answer, in which the request counts.
 
-        `bounded`: the client gave `max_tokens`.  Else at most the whole quota of tokens is taken, and what was
+        `bounded`: the client gave `max_tokens`.  Else at most the complete quota of tokens is taken, and what was
         generated beyond it is taken at the end.  Raises OverQuota, or Refusal(503) when Redis is away."""
         hold = Hold()
         if tenant.quota is None:
@@ -83,7 +83,8 @@ class Quotas:
     async def take_repeat(self, request: web.Request, tenant: Tenant, request_id: str, tokens: int) -> None:
         """Take what it costs to send a stored answer once more: one request, and the `tokens` that are sent again.
 
-        More tokens than the whole quota cost the whole quota.  Raises OverQuota, or Refusal(503) when Redis is away."""
+        More tokens than the complete quota cost the complete quota.  Raises OverQuota, or Refusal(503) when Redis is
+        away."""
         if tenant.quota is None:
             return
         limit = tenant.quota.tokens_per_minute
@@ -135,7 +136,7 @@ class Quotas:
 def describe(buckets: Buckets) -> dict[str, str]:
     """Return OpenAI's headers for the quotas a minute that the tenant has.
 
-    `reset` is the time until the whole quota is there again."""
+    `reset` is the time until the complete quota is there again."""
     found = {}
     for name, limit, left, full_ms in (
         ("requests", buckets.quota.requests_per_minute, buckets.requests, buckets.requests_ms),

@@ -36,7 +36,7 @@ BOUNDS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-# Between the parts of a JSON text: one blank, or a new line and its indentation.  So no answer runs on in blanks.
+# Between the parts of a JSON text: one space, or a new line and its indentation.  So no answer runs on in spaces.
 WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
 ANY_TEXT = "/(?s:.*)/"  # in Lark
 SPACES = "/[ \\n]{0,4}/"  # after reasoning, before a call
@@ -308,7 +308,7 @@ MAKERS = {"regex": _regex_grammar, "choice": _choice_grammar, "grammar": _lark_g
 
 
 class _Bytes:
-    """A vocabulary of the 256 bytes and an end token, for checks that need no model."""
+    """A vocabulary of the 256 bytes and an EOS token, for checks that need no model."""
 
     eos_token_id, bos_token_id = 256, None
     special_token_ids: tuple[int, ...] = (256,)

@@ -66,7 +66,8 @@ class Body:
         self.data = b""
 
     def hold(self, total: int) -> None:
-        """Count `total` bytes of this body as in flight.  Raises Refusal(503) when there is no room for them."""
+        """Count `total` bytes of this body as in flight.  Raises Refusal(503) when there is no free capacity for
+        them."""
         more = max(0, total - FREE_BYTES) - self._held
         self._bodies.reserve(more)
         self._held += more
@@ -86,7 +87,7 @@ class Bodies:
         self.held = 0  # bytes
 
     def reserve(self, more: int) -> None:
-        """Count `more` bytes as in flight.  Raises Refusal(503) when there is no room for them."""
+        """Count `more` bytes as in flight.  Raises Refusal(503) when there is no free capacity for them."""
         if self.held + more > self._room:
             message = f"the request bodies in flight are limited to {self._config.max_bodies_mib} MiB together"
             raise limit_refusal("bodies", message, self._room, retry_after_s=1.0)
@@ -94,7 +95,7 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, request: web.Request, max_values: int = VALUES) -> AsyncIterator[Body]:
-        """A context with the whole body, which is released at its end.
+        """A context with the complete body, which is released at its end.
 
         `max_values`: how many numbers and other values without structure the body may hold.  Raises Refusal: 400 for a
         broken transfer or too many values, 408 when the body is too slow, 413 when it is too long (before reading it

@@ -163,7 +163,7 @@ class Connections:
             raise limit_refusal("connections", message, self.limit, retry_after_s=1.0)
 
     def enter(self, one: Connection) -> bool:
-        """Count a new connection.  Returns False when there is no room for it."""
+        """Count a new connection.  Returns False when there is no free capacity for it."""
         assert one.transport is not None
         if len(self) >= self.limit:
             longest = next(iter(self.idle), None)

@@ -1,6 +1,6 @@
 """GET /engine/state: the block pools and the load of all engines, live, for the clients that watch them.
 
-    Redis, FleetView --EngineStateFeed, 5 times a second--> newest FleetState --> each watcher: what changed
+    Redis, FleetView --EngineStateFeed, 5 times per second--> newest FleetState --> each watcher: what changed
 
 One reader serves all watchers, and there is none without a watcher: then engines publish nothing.  A watcher gets the
 newest state whenever its socket takes it, so a slow one skips states and nothing waits for it.
@@ -30,7 +30,7 @@ KEEP_S = 1.0  # longest time between two events, or comments; also between two r
 BYTES_PER_S = 16_000  # of one watcher's events: larger ones are further apart
 BURST_BYTES = 64_000  # that it may have at once
 SLOWEST_S = 30.0  # that a watcher may take to read what is in its socket; then its connection is cut
-RETRY_S = 5.0  # what a watcher too many is told to wait
+RETRY_S = 5.0  # Retry-After of a watcher beyond the limit
 KEEP_ALIVE = b": keep-alive\n\n"
 
 

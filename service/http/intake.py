@@ -43,7 +43,7 @@ from quire.service.text.tokenizer import Tokenizer
 Parse = Callable[[bytes, GatewayConfig, str, float, api.Served], api.ValidRequest]
 
 NAMES = {messages.PREFIX: messages.NAMES, RESPONSE: responses.NAMES}  # names of a chat's fields, by format
-MOMENT_S = 0.001  # least time that a request has left after it waited for an engine; admission refuses it
+MOMENT_S = 0.001  # minimum time that a request has left after it waited for an engine; admission refuses it
 
 
 class Accepted(NamedTuple):

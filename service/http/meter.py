@@ -116,7 +116,7 @@ class Meter:
     ) -> None:
         """Record that a client resumes an answer that was admitted before.
 
-        `begun`: the trace context of the answer, in which this goes on.  `given`: what the client sent now."""
+        `begun`: the trace context of the answer, in which this continues.  `given`: what the client sent now."""
         self._answer_id, self._choices, self._tenant = answer_id, choices, tenant
         self._prompt_tokens = 0  # counted when it was admitted
         self._admitted = self._resumed = True

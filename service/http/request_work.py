@@ -34,7 +34,8 @@ class RequestWork:
     async def write(
         self, request: web.Request, parts: list[bytes], headers: Mapping[str, str] | None = None
     ) -> web.StreamResponse:
-        """Send a whole JSON answer part by part, so that a long one neither stalls the loop nor is copied at once."""
+        """Send a complete JSON answer part by part, so that a long one neither stalls the loop nor is copied at
+        once."""
         response = web.StreamResponse(headers=headers)
         response.content_type, response.content_length = "application/json", sum(map(len, parts))
         if self._capacity.draining:
@@ -54,7 +55,8 @@ class RequestWork:
         return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args, **kwargs))
 
     def max_tokens(self) -> int:
-        """Return how many tokens one request may bring: `max_prompt_tokens`, or a whole context if that is longer."""
+        """Return how many tokens one request may bring: `max_prompt_tokens`, or a complete context if that is
+        longer."""
         return max(self._config.max_prompt_tokens, self._streams.fleet_watch.max_model_len or 0)
 
 

@@ -18,10 +18,10 @@ import msgspec
 from quire.engine.wire.messages import EngineLoad, PoolState
 from quire.engine.wire.records import Fleet
 
-# Digits of an answer's id that name its sequences: the first of its 20 random ones.  Where there are no keys, a client
-# could read the answer with the whole id.
+# Digits of an answer's id that name its sequences: the first of its 20 random ones.  If there are no keys, a client
+# could read the answer with the complete id.
 RANDOM_DIGITS, SHOWN_DIGITS = 20, 8
-FEW = 256  # patches up to which the whole map is not considered instead
+FEW = 256  # patches up to which the complete map is not considered instead
 # (kind, references) of each value of a cell: free, cached, owned by one table, shared by several.
 KINDS = [(0, 0), (1, 0), (2, 1), *((3, refs) for refs in range(2, 255))]
 RUN_BYTES = 8  # of a run of blocks in SequenceBlocks.runs
@@ -139,7 +139,7 @@ def _engine_changes(before: EngineState, engine: EngineState) -> Json:
 
 
 def _cell_changes(before: bytes, cells: bytes) -> Json:
-    """Return patches of a map of the same size, or the whole map where that is shorter."""
+    """Return patches of a map of the same size, or the complete map where that is shorter."""
     patches: list[list[int]] = []
     end = last = -1
     for at in compress(range(len(cells)), _xor(int.from_bytes(before), cells)):

@@ -1,6 +1,6 @@
 """Readers of tool calls, one for each kind of notation: text of a call -> its name, and arguments as valid JSON.
 
-    opening marker --RegionReader--> a reader of the notation --> parts of calls, and how the text goes on
+    opening marker --RegionReader--> a reader of the notation --> parts of calls, and how the text continues
 
     json    {"name": ..., "arguments": {...}}, a list of these, or the arguments alone where the marker holds the name
     tags    <parameter=city>Paris</parameter> ...

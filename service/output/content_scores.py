@@ -4,7 +4,7 @@
     placed                             ----------         by ContentPlaces, where reasoning and calls are parsed out
     released                           ------             text that is sent; a possible stop string waits
 
-Tokens of reasoning, of markers, of calls, of a stop string that is cut off, and the end token have no entry.  A token
+Tokens of reasoning, of markers, of calls, of a stop string that is cut off, and the EOS token have no entry.  A token
 that is partly content has an entry with that part of its text.  So the entries' bytes, joined, are the content.
 """
 

@@ -37,7 +37,7 @@ class DeepValue:
     def read(self, text: str, at: int, upto: int, *, final: bool) -> tuple[str, int, bool]:
         """Read on, at least a character, and not beyond `upto`.
 
-        Return what was read as it stands in a JSON string, where the text goes on, and whether the value is complete.
+        Return what was read as it stands in a JSON string, where the text continues, and whether the value is complete.
         Nothing is read where more text decides."""
         end = at + 1
         if run := _RUN[self.quoted].match(text, at, min(upto, at + _LENGTH)):

@@ -24,7 +24,8 @@ def ends_string(text: str, at: int, *, final: bool, key: bool, strict: bool) -> 
 
 
 def unescape(text: str, at: int, *, final: bool) -> tuple[str, int] | None:
-    """Read the escape at a position.  Return it as valid JSON, and where the text goes on; None: more text decides."""
+    """Read the escape at a position.  Return it as valid JSON, and where the text continues; None: more text
+    decides."""
     if len(text) < at + 12 and not final and (len(text) == at + 1 or text[at + 1] in "ux"):
         short = text[at : at + 12]
         if not re.fullmatch(r"\\u(?!d[89ab])[0-9a-f]{4}.*|\\x[0-9a-f]{2}.*", short, re.IGNORECASE | re.DOTALL):
@@ -44,7 +45,7 @@ def unescape(text: str, at: int, *, final: bool) -> tuple[str, int] | None:
 
 
 def _unicode(text: str, at: int, code: int) -> tuple[str, int]:
-    """Return a \\u escape, which has been read, and where the text goes on.  Half a pair becomes U+FFFD."""
+    """Return a \\u escape, which has been read, and where the text continues.  Half a pair becomes U+FFFD."""
     low = _HEX.match(text, at + 8) if text.startswith("\\u", at + 6) else None
     if 0xD800 <= code < 0xDC00 and low is not None and 0xDC00 <= int(low[0], 16) < 0xE000:
         return text[at : at + 12], at + 12

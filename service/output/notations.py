@@ -254,7 +254,7 @@ def text_of_calls(described: dict[str, Any], key: str) -> str:
 
 
 def reasoning_texts(described: dict[str, Any]) -> tuple[str, str] | None:
-    """Return the markers that open and close reasoning; None where there is no one pair of plain text.
+    """Return the markers that open and close reasoning; None if there is no one pair of plain text.
 
     Of several closing markers the first is the model's own; the others begin what follows the reasoning."""
     found = [field for name, field in described["fields"].items() if KINDS.get(name) == "reasoning"]

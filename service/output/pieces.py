@@ -15,7 +15,7 @@ class Piece(msgspec.Struct):
     `token_ids` are all its new tokens.  `text` lags behind them while a character, a marker or a possible stop string
     is incomplete; it is complete when `finish` is set."""
 
-    choice: int  # prompt number * n + continuation
+    choice: int  # prompt number * n + choice
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None  # one for each token

@@ -321,7 +321,7 @@ class RegionReader:
         return match is not None
 
     def _read_draft(self, end: End) -> bool:
-        """Read on in calls within the reasoning; return whether the reasoning goes on."""
+        """Read on in calls within the reasoning; return whether the reasoning continues."""
         assert self._draft is not None
         if self._is_closed(end):
             self._release_draft()

@@ -120,7 +120,7 @@ async def _replay(due: list[Arrival], chosen: Options) -> list[Record]:
 
 
 def table(records: Sequence[Record]) -> Table:
-    """Return the figures of a run: latencies in ms from when a request was due, rates over the whole run."""
+    """Return the figures of a run: latencies in ms from when a request was due, rates over the complete run."""
     done = [record for record in records if record.outcome == "ok"]
     span = max((record.end_s for record in records), default=0.0) or 1e-9
     found = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)

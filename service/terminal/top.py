@@ -135,7 +135,7 @@ class Screen:
             self.sort = key
 
     def render(self) -> RenderableType:
-        """Return the whole screen."""
+        """Return the complete screen."""
         before = self._readings[0] if len(self._readings) > 1 else None
         found = sort_rows(figures(self._readings[-1], before), self.sort, reverse=self.reverse)
         parts: list[RenderableType] = [render(found, self._urls)]
@@ -204,7 +204,7 @@ def render(found: Figures, urls: Sequence[str]) -> RenderableType:
 
 
 def summary(found: Figures, urls: Sequence[str]) -> Table:
-    """Return what holds for the whole deployment, one line each."""
+    """Return what holds for the complete deployment, one line each."""
     table = Table.grid(padding=(0, 2))
 
     def line(name: str, text: str, style: str = "") -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rich.cells import cell_len
 
-# A line end; blanks; a wide character, after which a line may break; a run of other characters.
+# A line end; spaces; a wide character, after which a line may break; a run of other characters.
 PARTS = re.compile(
     r"\n|[^\S\n]+|[\u1100-\u11ff\u2e80-\uffef\U0001f000-\U0003ffff]|[^\s\u1100-\u11ff\u2e80-\uffef\U0001f000-\U0003ffff]+"
 )

@@ -21,7 +21,7 @@ from quire.service.text.tag_grammar import Argument, Named, Parts, ToolRules, ar
 from quire.service.text.thinking_budget import quoted as quoted_marker
 from quire.service.text.thinking_budget import thought_rules
 
-# Text after a call that does not go on with an object or a list, in Lark.
+# Text after a call that does not continue with an object or a list, in Lark.
 NO_CALL = r"/[\s,;}\])]*([^\s,;}\])\[{](?s:.*))?/"
 NO_PARAMETERS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
 

@@ -96,7 +96,7 @@ def asserted(schema: Schema) -> frozenset[str]:
 
 
 def split(schema: Any, schemas: Schemas, depth: int = 0) -> Split | None:
-    """Return which strings and which other values a schema takes; None if they cannot be told apart."""
+    """Return which strings and which other values a schema takes; None if they cannot be distinguished."""
     if schema is False:
         return Split([], [])
     if schema is True:

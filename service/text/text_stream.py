@@ -6,7 +6,7 @@
 Only chat answers whose model has a response template are cut into regions (`regions.py`).
 
 Decoding through bytes makes streaming exact.  The bytes of a token never depend on its neighbours, so the text is the
-same however the tokens are cut into deltas.  In vocabularies of words the first token of a text has no blank before it.
+same however the tokens are cut into deltas.  In vocabularies of words the first token of a text has no space before it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SLICE_WEIGHT = SLICE_TOKENS * TOKEN_WEIGHT
 
 
 def _failure(finish: Finish, waiting: Waiting | None, valid: ValidRequest) -> Refusal:
-    """Return the error for a continuation that ended neither by stop nor by length."""
+    """Return the error for a choice that ended neither by stop nor by length."""
     if finish.reason == "deadline":
         message = "the request's timeout passed before the answer was complete"
         return Refusal(504, "deadline_exceeded", message + (waiting.describe() if waiting is not None else ""))
@@ -59,8 +59,8 @@ async def decode(
     `each_token`: a piece holds one token, and the end is a piece of its own.  So the pieces depend on the tokens alone,
     not on how they arrive.
 
-    Ends when every choice has finished.  A stop string closes its choice, and the whole request once all are closed.
-    Raises Refusal when a continuation fails: the request has one answer, so one failure ends it."""
+    Ends when every choice has finished.  A stop string closes its choice, and the complete request once all are closed.
+    Raises Refusal when a choice fails: the request has one answer, so one failure ends it."""
     stops = StopStrings(valid.stop)
     await stops.prepare()
     streams = [stream_of(valid, tokenizer, stops) for _ in opened.mailboxes]
@@ -197,7 +197,7 @@ def _hides_last(finish: Finish | None, valid: ValidRequest) -> bool:
 def _read(
     taken: Taken, mailbox: Mailbox, stream: TextStream | RegionStream, valid: ValidRequest, waiting: Waiting | None
 ) -> Piece:
-    """Decode what was taken from a mailbox.  Raises Refusal when the continuation failed."""
+    """Decode what was taken from a mailbox.  Raises Refusal when the choice failed."""
     if isinstance(stream, RegionStream):
         return _read_regions(taken, mailbox, stream, valid, waiting)
     tokens, logprobs, finish = taken

@@ -10,7 +10,7 @@ from quire.service.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """The text of one continuation, decoded as its tokens arrive.
+    """The text of one choice, decoded as its tokens arrive.
 
     All that `push` and `finish` return, concatenated, depends only on the tokens and never on how they were cut: stop
     strings are searched after each single token.  If several match, the one that begins first wins.

@@ -87,7 +87,7 @@ def vocabulary_bytes(backend: Any) -> list[bytes]:
 
 
 def longest_token(backend: Any, table: list[bytes]) -> int | None:
-    """Return the most characters of a text that one token can stand for; None where there is no such bound.
+    """Return the most characters of a text that one token can stand for; None if there is no such bound.
 
     Byte-level and SentencePiece-style vocabularies with a token for every byte have a bound, unless the tokenizer drops
     characters or shortens the text first.  The bytes of a token are counted: it never has more characters."""

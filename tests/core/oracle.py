@@ -1,7 +1,7 @@
 """An executor that runs a step plan on a KV cache of plain tokens, and reads every token back through the block table.
 
-What it samples is a hash of the whole context as the tables show it.  So a wrong table, a block freed too early, a late
-copy-on-write or a stale prefix hit changes the text.  The text has an obvious reference.
+What it samples is a hash of the complete context as the tables show it.  So a wrong table, a block freed too early, a
+late copy-on-write or a stale prefix hit changes the text.  The text has an obvious reference.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def likeliest(context: list[int], count: int) -> tuple[list[int], list[float]]:
 def reference_beams(
     prompt: list[int], beams: Beams, limit: int, stops: frozenset[int], min_tokens: int = 0
 ) -> list[tuple[list[int], bool]]:
-    """(tokens, whether they end with an end token) of each answer of a search on contexts, best first."""
+    """(tokens, whether they end with an EOS token) of each answer of a search on contexts, best first."""
     search = BeamSearch(beams, stops, limit - len(prompt), min_tokens=min_tokens, vocab_size=VOCAB)
     contexts = [prompt]
     while not search.done:
@@ -51,7 +51,7 @@ def reference_beams(
 
 
 def reference(prompt: list[int], seed: int, sibling: int, limit: int, stops: frozenset[int]) -> list[int]:
-    """The tokens of one continuation, however it was batched, chunked, forked or preempted."""
+    """The tokens of one choice, however it was batched, chunked, forked or preempted."""
     tokens = list(prompt)
     while len(tokens) < limit:
         tokens.append(next_token(tokens, seed, sibling))

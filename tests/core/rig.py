@@ -291,7 +291,7 @@ class Rig:
         self.verify()
 
     def verify(self) -> None:
-        """Every continuation that was not ended from outside has the text of the reference."""
+        """Every choice that was not ended from outside has the text of the reference."""
         for request in self.requests.values():
             if request.beams is not None:
                 self.verify_beams(request, request.beams)

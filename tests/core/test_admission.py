@@ -54,7 +54,7 @@ def test_forecast_counts_a_shared_prefix_once(ends_known: bool) -> None:
 
 
 def test_forecast_knows_when_the_others_end() -> None:
-    """Both at their greatest length need 22 blocks of 20; but when the second has grown, the first will be gone."""
+    """Both at their maximum length need 22 blocks of 20; but when the second has grown, the first will be gone."""
     for admission, running in (("forecast", 2), ("reserve", 1)):
         rig = Rig(blocks=20, size=4, admission=admission)
         rig.add([1] * 30, 4, ignore_eos=True)

@@ -18,7 +18,7 @@ MODES: list[bool | Literal["never"]] = [False, True, "never"]
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    """A model whose end token is neither rare nor sure, so that beams end at many lengths."""
+    """A model whose EOS token is neither rare nor sure, so that beams end at many lengths."""
     torch.manual_seed(5)
     shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -70,7 +70,7 @@ def same(ours: list[tuple[list[int], float]], theirs: list[tuple[list[int], floa
 def test_a_search_equals_transformers(
     model: PreTrainedModel, length_penalty: float, early_stopping: bool | Literal["never"]
 ) -> None:
-    """All widths from 1 to 8; no end token, one and three; lengths at which beams end and at which all are cut."""
+    """All widths from 1 to 8; no EOS token, one and three; lengths at which beams end and at which all are cut."""
     ended = 0
     for width, (ends, new) in itertools.product(range(1, 9), [([END], 12), ([END, 2, 3], 7), ([], 4)]):
         prompt = [5 + width, 9, 30]

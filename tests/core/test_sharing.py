@@ -63,7 +63,7 @@ def test_generated_text_is_reused_as_a_prefix() -> None:
 
 @pytest.mark.parametrize(("n", "prompt", "copies"), [(2, 6, 1), (2, 8, 0), (8, 8, 0), (4, 7, 3), (1, 6, 0)])
 def test_copy_on_write_copies_only_the_shared_partly_filled_block(n: int, prompt: int, copies: int) -> None:
-    """N continuations of a prompt copy n-1 blocks, or none when the prompt ends with a block."""
+    """N choices of a prompt copy n-1 blocks, or none when the prompt ends with a block."""
     rig = Rig(size=4, max_seqs=8)
     rig.add([1 + i for i in range(prompt)], 6, n=n, ignore_eos=True)
     rig.run()

@@ -105,9 +105,9 @@ class Driver:
         stop_ids: list[int] | None = None,
         output: list[int] | None = None,
     ) -> list[int]:
-        """Start a prompt (and `output` tokens of it already known) with n continuations; returns their slots.
+        """Start a prompt (and `output` tokens of it already known) with n choices; returns their slots.
 
-        The continuations are numbered from `sibling`.
+        The choices are numbered from `sibling`.
         """
         if sampling and sampling.grammar and self.worker.grammars is not None:
             hold(self.worker.grammars.store, sampling.grammar)  # as the grammar gate does
@@ -141,7 +141,7 @@ class Driver:
         slices, forks = [], []
         for number, seq in self.running.items():
             if seq.computed < 0 or seq.computed == len(seq.tokens):
-                continue  # a sibling before its fork or in its very step, or a prompt without continuation
+                continue  # a sibling before its fork or in its very step, or a prompt without a choice
             want = len(seq.tokens) - seq.computed
             decodes = seq.sampler and len(seq.tokens) > seq.prompt_len and want == 1 and number not in self._starting
             if decodes:

@@ -99,7 +99,7 @@ def decoder_of(driver: Driver) -> Decoder:
 
 
 class AddsAndNorms:
-    """The Shard of a rank whose part is the whole layer.
+    """The Shard of a rank whose part is the complete layer.
 
     It computes the norm along with the sum, as ranks on GPUs do for parts of some sizes."""
 

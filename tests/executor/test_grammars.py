@@ -76,7 +76,7 @@ def test_every_finished_answer_is_valid(llm: LLM, wanted: list[tuple[dict[str, A
             assert output.token_ids[-1] == EOS
             jsonschema.validate(json.loads(output.text), what)
             finished += 1
-        else:  # blanks between the parts are bounded, but a model may want all of them
+        else:  # spaces between the parts are bounded, but a model may want all of them
             assert len(output.token_ids) == 300
     event(f"{finished} of {len(wanted)} finished")
 
@@ -98,7 +98,7 @@ def test_each_form_of_grammar(llm: LLM, sampling: dict[str, Any]) -> None:
 
 
 def test_blanks_are_bounded(llm: LLM) -> None:
-    """A model that wants nothing but blanks still gets on: at most one blank, or a line end and its indentation."""
+    """A model that wants nothing but spaces still gets on: at most one space, or a line end and its indentation."""
     blanks = [token for token in range(VOCAB) if (piece := tokenizer().decode([token])) and not piece.strip()]
     [output] = answers(llm, schema(PERSON), logit_bias=[(token, 100.0) for token in blanks], temperature=0.0).outputs
     assert output.finish_reason == "stop"
@@ -126,7 +126,7 @@ def test_the_end_is_held_back_where_the_grammar_allows_more(llm: LLM) -> None:
 
 
 def test_logprobs_are_of_the_unmasked_logits(llm: LLM) -> None:
-    """The token that would have been sampled first without the grammar stays the likeliest one reported."""
+    """The token that would have been sampled first without the grammar stays the most probable one reported."""
     free = llm.generate([PROMPT], Sampling(temperature=0.0, logprobs=3), max_new_tokens=1)[0].outputs[0]
     held = answers(llm, choice("yes"), temperature=0.0, logprobs=3).outputs[0]
     assert free.logprobs[0].top == held.logprobs[0].top

@@ -224,7 +224,8 @@ def test_a_mask_of_its_own_is_refused(checkpoint: Checkpoint) -> None:
 
 
 def test_kv_bytes_of_opt_13b_from_its_config() -> None:
-    """The figure of the PagedAttention paper, section 3: 800 KiB a token.  By the probe, on a model without memory."""
+    """The figure of the PagedAttention paper, section 3: 800 KiB per token.  By the probe, on a model without
+    memory."""
     config = OPTConfig(
         hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, ffn_dim=20480, word_embed_proj_dim=5120
     )
@@ -521,7 +522,7 @@ def test_a_token_embedding_of_another_size_than_the_config_says(copy: Path) -> N
 
 
 def test_the_end_token_of_the_tokenizer_ends_an_answer_too(copy: Path) -> None:
-    """A model may name one end token in its config and write another: the one of its chat template."""
+    """A model may name one EOS token in its config and write another: the one of its chat template."""
     own = tokenizer().eos_token_id
     described = json.loads((copy / "generation_config.json").read_bytes())
     (copy / "generation_config.json").write_text(json.dumps(described | {"eos_token_id": [7, 5]}))

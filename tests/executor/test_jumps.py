@@ -408,7 +408,7 @@ def test_the_scripted_executor_jumps_with_two_steps_in_flight(checkpoint: Callab
 def test_jumps_on_a_gpu(checkpoint: Callable[[str], Path]) -> None:
     """Step N+1 is in flight when result N names forced tokens.  Logits depend on the rows of a step there.
 
-    So answers are compared with their schemas, and those that are forced as a whole are compared exactly.  These end
+    So answers are compared with their schemas, and those that are forced completely are compared exactly.  These end
     with their first token: nothing is left to compute."""
     llm = LLM(str(checkpoint("llama")), device="cuda", dtype="bfloat16", kv_blocks=256)
     jumping, plain = both(llm, asked(regex("(a|b)nd this is what follows it to the end")))
@@ -421,7 +421,7 @@ def test_jumps_on_a_gpu(checkpoint: Callable[[str], Path]) -> None:
     finished = 0
     for at, one in enumerate(found):
         [output] = one.outputs
-        assert output.finish_reason in ("stop", "length"), output.message  # blanks may take all of max_new_tokens
+        assert output.finish_reason in ("stop", "length"), output.message  # spaces may take all of max_new_tokens
         if output.finish_reason == "stop":
             jsonschema.validate(json.loads(output.text), list(SCHEMAS.values())[at % len(SCHEMAS)])
             finished += 1

@@ -62,7 +62,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def calm_gpt_oss(model: PreTrainedModel) -> None:
     """Make queries and experts small.  Sharp attention and large experts would amplify rounding: transformers' bfloat16
-    forward then has another likeliest token than its float32 one at every fourth position.  Now at every fiftieth."""
+    forward then has another most probable token than its float32 one at every fourth position.  Now at every
+    fiftieth."""
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             parameter.data.copy_(torch.linspace(-2, 4, len(parameter)))
@@ -314,7 +315,7 @@ def test_most_tokens_of_a_model_with_sinks(
 
 
 def check_tokens(directory: Path, **options: object) -> None:
-    """Fail unless most decoded tokens are the likeliest of the float32 model."""
+    """Fail unless most decoded tokens are the most probable of the float32 model."""
     prompts = [words(n, n) for n in (1, 5, 16, 33, 48, 70, 130)]
     exact, same, count = exact_model(directory), 0, 0
     for prompt, text in zip(prompts, texts(llm(directory, **options), prompts), strict=True):

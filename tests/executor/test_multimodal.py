@@ -76,7 +76,7 @@ BY_A_CAUSAL_CLASS = [
 
 @torch.inference_mode()
 def own_text(family: str, directory: Path, prompt: list[int]) -> list[int]:
-    """The continuation by transformers' class with all its towers."""
+    """The choice by transformers' class with all its towers."""
     model = model_class(family).from_pretrained(directory, dtype=torch.float32).eval()
     known = torch.tensor([prompt])
     for _ in range(NEW):

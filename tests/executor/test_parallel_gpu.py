@@ -3,7 +3,7 @@ winner.
 
 Run these tests one after another, with nothing else on the GPUs: ranks that take turns with other processes wait for
 each other at every sum.  Only the first engine of a process has our kernel of sums, so `pytest FILE::TEST` runs a test
-with it, and the whole file mostly without."""
+with it, and the complete file mostly without."""
 
 from __future__ import annotations
 

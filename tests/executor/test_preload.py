@@ -38,7 +38,7 @@ def prepared(model: Path) -> list[str]:
 
 
 def tokens(executor: local.LocalExecutor, count: int = 8) -> list[int]:
-    """Greedy continuation of a fixed prompt."""
+    """Greedy choice of a fixed prompt."""
     sampler = Sampler(Sampling(temperature=0.0, ignore_eos=True), 5, [])
     plans = [StepPlan(1, starts=[Start(0, [0, 1, 2])], slices=[Slice(0, 0, [9, 8, 7, 6, 5], sampler)])]
     plans += [StepPlan(step) for step in range(2, count + 1)]

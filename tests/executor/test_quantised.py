@@ -299,7 +299,7 @@ def test_groups_that_no_product_has_are_dequantised(
 
 
 def test_a_row_of_more_inputs_than_a_group_may_have() -> None:
-    """A scale of a whole row becomes the equal scales of its groups."""
+    """A scale of a complete row becomes the equal scales of its groups."""
     weight = torch.randn(3, 8192, generator=torch.Generator().manual_seed(1)).double()
     for symmetric in (True, False):
         parts, exact = pack_quantised(-1, symmetric=symmetric)(weight)

@@ -100,7 +100,7 @@ def test_logits_and_text(family: str, kind: str, layers: int, tmp_path: Path) ->
 
 
 def check_served(directory: Path, family: str, exact: dict[str, Tensor], folder: Path) -> hf.LoadedModel:
-    """Compare what is served with the whole model.
+    """Compare what is served with the complete model.
 
     The bound is that of 14 roundings: of inputs to 16 bits where weights are kept, else of float32."""
     write_exact(folder / "plain" / family, exact, folder / "exact", torch.float32)

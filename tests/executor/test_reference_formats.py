@@ -141,7 +141,7 @@ UNREAD = {
 
 
 def extremes(weight: torch.Tensor, how: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the least and the greatest of the weights that share a scale, in the shape of the scales."""
+    """Return the least and the largest of the weights that share a scale, in the shape of the scales."""
     if how.strategy == "tensor":
         return weight.amin().reshape(1), weight.amax().reshape(1)
     if how.strategy == "channel":

@@ -139,7 +139,7 @@ def test_a_token_never_depends_on_the_batch(vocab: int) -> None:
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
-    """As argmax does; in bfloat16 the likeliest tokens are often equal."""
+    """As argmax does; in bfloat16 the most probable tokens are often equal."""
     logits = logits_of(64, seed=8).clamp(max=2.0).bfloat16()
     assert choose(logits, [GREEDY] * 64).tokens.tolist() == logits.argmax(-1).tolist()
     assert choose(logits, [Sampling(temperature=0, min_tokens=1)] * 64).tokens.tolist() == logits.argmax(-1).tolist()
@@ -236,7 +236,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 
 def test_logprobs_of_named_tokens_replace_the_likeliest() -> None:
-    """In the order asked for, of the raw logits, among rows that ask for the likeliest or for nothing."""
+    """In the order asked for, of the raw logits, among rows that ask for the most probable or for nothing."""
     logits = logits_of(4)
     rare = logits.argmin(-1).tolist()
     s = [

@@ -1,4 +1,4 @@
-"""Multimodal checkpoints served for their text: equal to the whole models, of which only the text part is loaded."""
+"""Multimodal checkpoints served for their text: equal to the complete models, of which only the text part is loaded."""
 
 from __future__ import annotations
 

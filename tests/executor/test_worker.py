@@ -156,7 +156,7 @@ def test_permuted_blocks_give_the_same_logits(checkpoint: Checkpoint) -> None:
 
 @pytest.mark.parametrize("length", [32, 37])  # a whole number of blocks: nothing to copy; and not
 def test_forked_siblings(checkpoint: Checkpoint, length: int) -> None:
-    """n continuations of one prefill equal n separate requests with the same seed and sibling numbers."""
+    """n choices of one prefill equal n separate requests with the same seed and sibling numbers."""
     prompt, sampling = words(length), Sampling(temperature=0.9, seed=7)
     driver = Driver(checkpoint("llama"))
     slots = driver.add(prompt, sampling, n=4, chunk=16)
@@ -212,7 +212,7 @@ def test_prompt_logprobs(checkpoint: Checkpoint, reference: Reference) -> None:
 def test_scoring_a_long_prompt_takes_the_memory_of_a_short_one(
     checkpoint: Checkpoint, reference: Reference, family: str
 ) -> None:
-    """Logits of a whole prompt never exist at once: the layers run once, the head runs piece by piece."""
+    """Logits of a complete prompt never exist at once: the layers run once, the head runs piece by piece."""
     driver = Driver(checkpoint(family))
     model = driver.worker._model
     head = model.model.head if fused.is_fused(model) else model.get_output_embeddings()

@@ -220,7 +220,7 @@ def runnable(name: str, checkpoint: Path) -> dict[str, Any]:
 
 @contextmanager
 def released(node: Node, kernels: Path) -> Iterator[tuple[Process, Process]]:
-    """Run a whole release: its Redis, then one engine and one gateway, ready.  Ends what still runs of it."""
+    """Run a complete release: its Redis, then one engine and one gateway, ready.  Ends what still runs of it."""
     with bundled_redis(node) if "redis" in node.pods else nullcontext(), ending([]) as processes:
         gateway = node.start("gateway")
         processes.append(gateway)

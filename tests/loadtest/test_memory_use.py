@@ -66,7 +66,7 @@ def test_published_hit_rates_hold_without_a_clock(workload: str, least: float) -
     ("workload", "filled", "eta"), [("sharegpt", 0.97, 0.85), ("alpaca", 0.85, 0.9), ("uniform-50", 0.88, 0.9)]
 )
 def test_the_load_of_an_engine_tells_filled_slots_and_eta(workload: str, filled: float, eta: float) -> None:
-    """Compared in each step with a count over all block tables, and over the greatest length of each sequence."""
+    """Compared in each step with a count over all block tables, and over the maximum length of each sequence."""
     config = EngineConfig(max_seqs=16, step_tokens=512, admission="threshold", admit_threshold=1.0, prefix_cache=False)
     llm = LLM.over(config, ScriptedExecutor(ModelInfo("scripted", "f00d", 1000, 4096, [0], 64), 4096))
     core, now = llm.engine.core, 0.0

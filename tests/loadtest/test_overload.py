@@ -22,7 +22,7 @@ def test_shares_lanes_and_the_last_first_token() -> None:
         answered(1.0, [1.5, 1.6]),
         answered(11.0, [12.0, 12.1], "on_time"),
         answered(12.0, [30.0, 30.1, 30.7], "late", (429, 429, 200)),
-        answered(13.0, [13.1, 13.9], "on_time"),  # on time, but 0.8 s a token
+        answered(13.0, [13.1, 13.9], "on_time"),  # on time, but 0.8 s per token
         answered(14.0, [], statuses=(429,)),
     ]
     found = figures(records, [], Slo(), WINDOWS)
@@ -58,7 +58,8 @@ def test_preemptions_per_thousand_and_the_pool_before_the_burst() -> None:
 
 
 def test_the_step_time_is_found_again() -> None:
-    """Steps of 10 ms and 1 ms a sequence: 5, 10, 15, ... sequences a second each; prompts of 100 tokens cost 20 ms."""
+    """Steps of 10 ms and 1 ms per sequence: 5, 10, 15, ... sequences per second each; prompts of 100 tokens cost 20
+    ms."""
     records, samples, now = [], [], 0.0
     for window in range(16):
         rows = 5 * (window % 5 + 1)

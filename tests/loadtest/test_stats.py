@@ -72,7 +72,7 @@ def test_goal(made: Record, met: bool) -> None:
 
 
 def test_tokens_that_share_an_event_count_in_the_mean() -> None:
-    """Ten tokens in two events a second apart: 1 / 9 s a token, not 1 s."""
+    """Ten tokens in two events, a second apart: 1 / 9 s per token, not 1 s."""
     shared = record(0.0, gap=1.0, tokens=2)
     shared.tokens = 10
     assert shared.mean_itl_s == pytest.approx(1 / 9)

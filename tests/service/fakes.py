@@ -144,7 +144,7 @@ Script = Callable[[Generate, int], tuple[list[int], Finish | None]]
 
 
 class FakeEngine:
-    """Answers each continuation with the tokens its script gives, `burst` of them a step.
+    """Answers each choice with the tokens its script gives, `burst` of them a step.
 
     `script(generate, index)` returns the tokens and the Finish after them; None stands for what an engine would say:
     "length" at max_new_tokens, and silence where the tokens run out before."""
@@ -159,7 +159,7 @@ class FakeEngine:
         self.room_tokens = 100_000
         self._side = EngineSide(url, engine, namespace=namespace)
         self._engine = engine
-        self._cancelled: list[tuple[str, int, int]] = []  # (request, continuation, position) to be told
+        self._cancelled: list[tuple[str, int, int]] = []  # (request, choice, position) to be told
         self._running: dict[str, tuple[Generate, list[tuple[list[int], Finish | None]], list[int]]] = {}
 
     @property
@@ -192,7 +192,7 @@ class FakeEngine:
             if order.id in self._running:
                 positions = self._running[order.id][2]
                 for index in range(len(positions)) if order.index < 0 else [order.index]:
-                    if positions[index] >= 0:  # like an engine's scheduler: every continuation ends in one Finish
+                    if positions[index] >= 0:  # like an engine's scheduler: every choice ends in one Finish
                         self._cancelled.append((order.id, index, positions[index]))
                         positions[index] = -1
 
@@ -236,7 +236,7 @@ class FakeEngine:
         sampling = generate.sampling
 
         def logprob(token: int, top: int) -> TokenLogprob:
-            """Of the prompt, or of a token whose alternatives are the likeliest: alike at all positions."""
+            """Of the prompt, or of a token whose alternatives are the most probable: alike at all positions."""
             return TokenLogprob(-0.5, [(token, -0.5), *((t, -2.0 - t) for t in range(3, 3 + top - 1))][:top])
 
         def named(position: int, token: int) -> TokenLogprob:

@@ -1,4 +1,4 @@
-"""Admission with a small pool, in a whole stack without a model: each mode's bound, and several gateways."""
+"""Admission with a small pool, in a complete stack without a model: each mode's bound, and several gateways."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def text(ids: list[int]) -> str:
 
 
 def test_completions_are_transformers_own(server: Server, reference: Callable[[str], PreTrainedModel]) -> None:
-    """A text, token ids, and lists of either; whole and streamed, with usage."""
+    """A text, token ids, and lists of either; complete and streamed, with usage."""
     model = reference("llama")
     texts = ["def main():", "class Engine:\n    ", "import asyncio"]
     ids = [tokenizer().encode(prompt) for prompt in texts]
@@ -131,7 +131,7 @@ def test_logprobs_are_transformers_own(server: Server, reference: Callable[[str]
         assert len(content) == 5
         said = b"".join(bytes(entry.bytes or []) for entry in content).decode("utf-8", "replace")
         assert said == chat.choices[0].message.content
-        assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in content)  # greedy: the likeliest
+        assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in content)  # greedy: the most probable
 
 
 def test_stop_strings_end_the_text_before_them(server: Server) -> None:
@@ -162,7 +162,7 @@ async def test_a_seed_gives_the_same_text_whatever_else_runs(server: Server) -> 
         assert len({words for [words] in alone}) == 4
         three = await asyncio.to_thread(sampled, client, 1, 3)
         assert len(set(three)) == 3
-        # A client that asks for one continuation more gets the ones it had, and another.
+        # A client that asks for one choice more gets the ones it had, and another.
         assert three[:1] == alone[1]
         assert (await asyncio.to_thread(sampled, client, 1, 4))[:3] == three
 

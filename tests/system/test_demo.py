@@ -100,7 +100,7 @@ def test_greedy_text_is_transformers_own(
 def test_bfloat16_leaves_transformers_text_at_near_ties_only(
     demo_model: Path, model: PreTrainedModel, words: PreTrainedTokenizerFast
 ) -> None:
-    """Each token is transformers' likeliest one in float32, or nearly as likely as it.
+    """Each token is transformers' most probable one in float32, or nearly as likely as it.
 
     How near: bfloat16 moves transformers' own logits by some amount.  A token may lead by an error of this size where
     it should trail by another one."""
@@ -129,7 +129,7 @@ def test_bfloat16_leaves_transformers_text_at_near_ties_only(
 def test_log_probabilities_are_transformers_own(
     client: openai.OpenAI, model: PreTrainedModel, words: PreTrainedTokenizerFast
 ) -> None:
-    """Of the prompt and of the answer, the likeliest alternatives included."""
+    """Of the prompt and of the answer, the most probable alternatives included."""
     ids = words(PROMPTS[2]).input_ids
     answer = complete(client, PROMPTS[2], 6, logprobs=4, echo=True).choices[0]
     whole = ids + answer.token_ids
@@ -209,7 +209,7 @@ class Reader:
         self.id, self.text, self.events = "", "", 0
 
     async def read(self, client: aiohttp.ClientSession, url: str, asked: dict[str, Any] | None = None) -> str:
-        """POST `asked`, or GET without it.  Returns the whole text."""
+        """POST `asked`, or GET without it.  Returns the complete text."""
         async with client.request("POST" if asked else "GET", url, json=asked) as response:
             async for line in response.content:
                 if line.startswith(b"data: {"):
@@ -222,7 +222,7 @@ class Reader:
 
 
 async def test_a_killed_engine_goes_on_with_the_same_bytes(demo_model: Path, tmp_path: Path) -> None:
-    """Greedy and sampled, in bfloat16; then the whole answers are read again at the gateway."""
+    """Greedy and sampled, in bfloat16; then the complete answers are read again at the gateway."""
     port = free_port()
     url = f"http://127.0.0.1:{port}/v1"
     options = [f"--port={port}", "--deterministic", "--kv-blocks=256", f"--max-model-len={MAX_LEN}", "--max-seqs=8"]

@@ -75,7 +75,7 @@ def greedy(model: PreTrainedModel, ids: list[int], new: int) -> list[int]:
 async def test_who_leaves_gives_every_block_back_within_two_steps(
     make: Make, client: aiohttp.ClientSession, streamed: bool
 ) -> None:
-    """Counted from the moment the socket closes, at 60 ms a step, the speed of a large model."""
+    """Counted from the moment the socket closes, at 60 ms per step, the speed of a large model."""
     with make(executor="scripted", scripted_step_ms=60.0) as stack:
         core, steps = stack.core, []
         for _ in range(8):
@@ -127,7 +127,7 @@ async def test_a_slow_reader_costs_bounded_memory_and_delays_nobody(make: Make, 
             readers[-1][1].write(head % len(body) + body)
         await until(lambda: bool(stack.core.running == 32))
         during = await pace()
-        assert during < 5 * before + 0.005, (before, during)  # 33 rows a step instead of one, on the same two cores
+        assert during < 5 * before + 0.005, (before, during)  # 33 rows per step instead of one, on the same two cores
         await until(lambda: bool(stack.core.running == 0), 200)
         grown = psutil.Process().memory_info().rss - rss
         for reader, _ in readers:

@@ -201,7 +201,8 @@ async def cancelled(deployment: Deployment, client: aiohttp.ClientSession) -> fl
 
 
 # Logits are rounded differently in different batches (by 1e-5 here), which decides a draw that falls on a border, and
-# which of two equals is the fourth likeliest.  That takes thousands of draws from a flat distribution; these are few.
+# which of two equals is the fourth most probable.  That takes thousands of draws from a flat distribution; these are
+# few.
 BODIES: list[dict[str, Any]] = [
     {"prompt": ids, "ignore_eos": True, "max_tokens": 120, "n": 2, "top_k": 4, "seed": 50 + i}
     if i % 3 == 0

@@ -154,7 +154,7 @@ async def test_an_engine_that_joins_under_load_is_warm(
 
 
 async def test_the_first_request_after_a_restart(made: Restarts, session: aiohttp.ClientSession) -> None:
-    """Cold it has to compute the whole prefix, in steps that take their time."""
+    """Cold it has to compute the complete prefix, in steps that take their time."""
     prefix = text(3, LONG, VOCAB)
     engine = await made.engine()
     for i in range(3):

@@ -168,7 +168,7 @@ async def test_a_bad_word_is_never_drawn(stack: Stack) -> None:
 
 @pytest.mark.parametrize("more", [{"temperature": 0}, {"temperature": 1.2, "seed": 5, "n": 3}])
 def test_longer_bad_words_are_never_completed(stack: Stack, more: dict[str, Any]) -> None:
-    """Over the official client, whole and streamed; other words change nothing."""
+    """Over the official client, complete and streamed; other words change nothing."""
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer().encode(text, add_special_tokens=False)
@@ -201,7 +201,7 @@ def test_longer_bad_words_are_never_completed(stack: Stack, more: dict[str, Any]
 
 
 def test_named_logprobs_are_transformers_own(stack: Stack, reference: Callable[[str], PreTrainedModel]) -> None:
-    """On both endpoints, whole and streamed, over the official client; the tokens are far from the likeliest."""
+    """On both endpoints, complete and streamed, over the official client; the tokens are far from the most probable."""
     prompt, named = tokenizer().encode(PROMPTS[0]), [600, 5, 17]
     more = {"logprob_token_ids": named, "return_tokens_as_token_ids": True, "return_token_ids": True}
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "seed": 3, "extra_body": {**more, "ignore_eos": True}}

@@ -1,4 +1,4 @@
-"""Structured output over HTTP: the official client, whole and streamed, with a model of random weights.
+"""Structured output over HTTP: the official client, complete and streamed, with a model of random weights.
 
 Its chat template knows tools, so that calls can be demanded of it too."""
 
@@ -66,7 +66,7 @@ def stack(
     shutil.copytree(checkpoint("llama"), folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     path = folder / "tokenizer_config.json"
-    template = TOOLS_TEMPLATE.replace("<|im_end|>", "<|end|>")  # the end token that this vocabulary has
+    template = TOOLS_TEMPLATE.replace("<|im_end|>", "<|end|>")  # the EOS token that this vocabulary has
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
     with_markers(folder / "tokenizer.json")
     with Stack(redis_server.url, "structured", folder) as made:
@@ -92,7 +92,7 @@ def test_a_pydantic_model_comes_back(client: openai.OpenAI, seed: int) -> None:
 
 @pytest.mark.parametrize("scored", [{"logprobs": True, "top_logprobs": 2}, {}])
 def test_streamed_equals_whole(client: openai.OpenAI, scored: dict[str, Any]) -> None:
-    """With continuations, penalties and logprobs.  Without logprobs forced tokens arrive several at a time."""
+    """With choices, penalties and logprobs.  Without logprobs forced tokens arrive several at a time."""
     asked: dict[str, Any] = {
         "model": "tiny",
         "messages": SAID,

@@ -160,7 +160,7 @@ def test_a_shared_system_prompt_is_computed_once(
 def test_a_checkpoint_with_a_converted_sentencepiece_file(
     redis_server: EmbeddedRedis, namespace: str, tmp_path: Path
 ) -> None:
-    """Its text goes in and comes out, streamed and whole, as sentencepiece and transformers.generate have it."""
+    """Its text goes in and comes out, streamed and complete, as sentencepiece and transformers.generate have it."""
     directory = trained(tmp_path / "model", AS_LLAMA, **LLAMA)
     convert_directory(directory)
     model = tiny_checkpoints.make_checkpoint(directory, "llama", vocab_size=700, eos_token_id=2)

@@ -85,7 +85,8 @@ def test_both_are_exact_where_the_pool_serves_one_request_at_a_time() -> None:
 
 
 def test_knowledge_of_the_future_pays() -> None:
-    """A request of the whole pool arrives before three small ones: the oracle leaves it out, one queue does not."""
+    """A request of the size of the pool arrives before three small ones: the oracle leaves it out, one queue does
+    not."""
     small = [Request(0.5 + 0.1 * i, 2, 20) for i in range(3)]
     step = StepTime(fixed=0.1, row=0.0, prompt_token=0.0)
     work, goal = Work([Request(0.0, 96, 30), *small], Capacity(63, 2, step)), Goal(1.0, 1.0)

@@ -145,7 +145,7 @@ class RedisCluster:
 
 
 def slot_of(key: str) -> int:
-    """Return the slot of a key: CRC16 of its hash tag, or of the whole key, modulo 16,384."""
+    """Return the slot of a key: CRC16 of its hash tag, or of all of the key, modulo 16,384."""
     return int(key_slot(key.encode()))
 
 

@@ -202,7 +202,7 @@ class Backlog:
 
 async def test_a_tenant_offering_ten_times_as_much_delays_the_quiet_one_little(bus: Bus) -> None:
     backlog = Backlog(bus, await bus.gateway(), await bus.engine(), seats=16, tokens=20)
-    for step in range(400):  # 16 seats / 20 steps = 0.8 requests a step; offered are 1.0 and 0.1
+    for step in range(400):  # 16 seats / 20 steps = 0.8 requests per step; offered are 1.0 and 0.1
         await backlog.offer(step, "loud")
         if step % 10 == 0:
             await backlog.offer(step, "quiet")
@@ -225,7 +225,7 @@ async def test_backlogged_tenants_are_served_by_weight_within_the_bound(bus: Bus
         await backlog.step(step)
         shares = [backlog.served.get(tenant, 0.0) / weight for tenant, weight in weights.items()]
         most = max(most, abs(shares[0] - shares[1]))
-    # VTC, theorem 4.4: at most twice what a prompt or the tokens of one whole batch are charged.
+    # VTC, theorem 4.4: at most twice what a prompt or the tokens of one complete batch are charged.
     assert 0 < most <= 2 * max(15, OUTPUT_COST * 8 * 15)
     assert backlog.served["three"] / backlog.served["one"] == pytest.approx(3, rel=0.1)
 

@@ -216,7 +216,7 @@ class BusModel(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def become_overdue(self, data: st.DataObject) -> None:
-        """Some on-time requests have waited for their whole target; the next reading of the fleet moves them."""
+        """Some on-time requests have waited for all of their target; the next reading of the fleet moves them."""
         self.mark_overdue(data)
 
     def mark_overdue(self, data: st.DataObject) -> None:

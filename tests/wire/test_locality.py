@@ -111,7 +111,7 @@ async def test_an_engine_leaves_a_request_to_another_one_that_holds_its_prefix_a
 
 
 async def test_it_is_left_for_no_longer_than_computing_it_again_takes(bus: Bus) -> None:
-    """1 ms a token: 1,100 tokens are 1.1 s.  The holder never asks."""
+    """1 ms per token: 1,100 tokens are 1.1 s.  The holder never asks."""
     costs = PrefixReport(token_us=1000.0, step_us=10_000.0)
     gateway = await bus.gateway()
     _, other = await two(bus, holding(prompt(1, 1024), costs), costs)

@@ -55,7 +55,7 @@ class Computing:
         return Delta(request_id, first, tokens, Finish("length") if end == LENGTH else None, index, probs, 7)
 
     async def exchange(self, pieces: list[tuple[str, int, int]], requests: int = 1000) -> ExchangeReply:
-        """(request, continuation, tokens): nothing of those that are over."""
+        """(request, choice, tokens): nothing of those that are over."""
         deltas = [self.piece(*one) for one in pieces if self.at[one[0]][one[1]] < LENGTH]
         finished = [name for name, at in self.at.items() if min(at) == LENGTH]
         batches = [("g", TokenBatch(self.name, deltas))] if deltas else []

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.every_redis
 
 
 class Running:
-    """An engine on a thread, at 2 ms a step."""
+    """An engine on a thread, at 2 ms per step."""
 
     def __init__(self, url: str, namespace: str) -> None:
         config = EngineConfig(redis_url=url, namespace=namespace, engine_id="e", max_seqs=8, lease_ms=paced_ms(500))

@@ -1,6 +1,6 @@
 -- Read a request's log, and listen to the request from now on.
 -- `gateway`: the one that listens; '' only reads.
--- Returns false without a log, else {record, {{tokens, Finish, head, logprobs} for each continuation}}.
+-- Returns false without a log, else {record, {{tokens, Finish, head, logprobs} for each choice}}.
 local id, gateway = unpack(ARGV)
 local log = P .. 'log:' .. id
 

@@ -1,6 +1,6 @@
--- Withdraw requests or continuations of them.
--- Then for each withdrawal: id, index of the continuation; -1 for all continuations, unless another gateway listens;
--- -2 for all continuations, and every listener gets the end.
+-- Withdraw requests or choices of them.
+-- Then for each withdrawal: id, index of the choice; -1 for all choices, unless another gateway listens;
+-- -2 for all choices, and every listener gets the end.
 local gateway = ARGV[1]
 
 local function drop_continuation(id, index)

@@ -1,10 +1,10 @@
 -- Read the fleet: what has changed on one page of the engines, and the queue.  Remove dead gateways and engines.
 -- `grace`: ms before requests of dead gateways are withdrawn.  `beat`: number of this heartbeat.
 -- `after`: name of the engine before the page; '': the first page.  `since`: number of the last change that this
--- gateway knows of the page's engines; 0: none.  Where Redis does not know the last heartbeat, it may have lost what
+-- gateway knows of the page's engines; 0: none.  If Redis does not know the last heartbeat, it may have lost what
 -- this gateway has read: it returns the first page with all leases.
 -- Returns {
---   leases of the page that have changed, Redis' unix ms, room in tokens, queue state, 1 if the last heartbeat is
+--   leases of the page that have changed, Redis' unix ms, capacity in tokens, queue state, 1 if the last heartbeat is
 --   known, requests in quarantine, name of the page's last engine ('': none follows), number of its engines,
 --   number of the last change
 -- }.

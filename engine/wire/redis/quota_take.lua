@@ -2,11 +2,11 @@
 -- `requests`, `tokens`: quotas a minute; `at_once`: most requests that have not ended; '' for no such quota; '-' for a
 -- stored answer that is sent again: no request runs, and nothing is settled later.
 -- `request`: id without a prompt's number; '' only reads the buckets.
--- Then for each prompt: its tokens, most output tokens of all its continuations.
+-- Then for each prompt: its tokens, most output tokens of all its choices.
 -- Returns {quota that is used up ('' for none), ms until its bucket has enough, ms until the buckets of requests and of
 -- tokens are full}.
 local tenant, requests, tokens, at_once, request, deadline = unpack(ARGV, 1, 6)
-local FIRST = 7  -- of the prompts, in ARGV
+local FIRST = 7  -- first prompt in ARGV
 local key, held, open = P .. 'quota:' .. tenant, P .. 'quota_held:' .. tenant, P .. 'quota_open:' .. tenant
 local now, prompts = now_ms(), (#ARGV - FIRST + 1) / 2
 local cost = {requests = 0, tokens = 0}  -- ms that it moves each bucket

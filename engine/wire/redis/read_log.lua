@@ -1,4 +1,4 @@
--- Read part of one continuation's log: at most `count` tokens from output position `first` on.
+-- Read part of one choice's log: at most `count` tokens from output position `first` on.
 -- Returns false without a log, else {tokens, Finish, head, logprobs}; the Finish with the last token only.
 local id, index, first, count = unpack(ARGV)
 local log = P .. 'log:' .. id

@@ -1,8 +1,8 @@
 -- An engine whose exchange was refused names what it holds: "The token log" in KEYS.md.
 -- `seq`: of its last exchange.  Then the ids that it holds.
--- Returns {epoch, {{id, listeners, {tokens in the log of each continuation}} for each id that it keeps}}.
+-- Returns {epoch, {{id, listeners, {tokens in the log of each choice}} for each id that it keeps}}.
 local engine, session, seq, lease_ms, load = unpack(ARGV, 1, 5)
-local FIRST = 6  -- of the ids, in ARGV
+local FIRST = 6  -- first id in ARGV
 local state = P .. 'engine:' .. engine
 
 local function take_back(id)  -- what has returned to the queue since, if no other engine has held it

@@ -2,7 +2,7 @@
 -- `holder`: who may read it.  `previous`: the response that it continues, or ''.  `ended`: 1 if this is its last state.
 -- `ttl`: ms that it stays.  `most`: bytes of all responses of the holder.
 -- `lease`: ms for which the caller answers for it while it runs in the background; 0: it does not run there.
--- Returns how many older responses made room; -1: it is too large; -2: there is none that has not ended.
+-- Returns how many older responses were removed for it; -1: it is too large; -2: there is none that has not ended.
 local holder, id, new, previous, input, body, ended, ttl, most, lease = unpack(ARGV)
 local key, list, sizes = P .. 'response:' .. id, P .. 'responses:' .. holder, P .. 'response_bytes:' .. holder
 

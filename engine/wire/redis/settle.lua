@@ -1,5 +1,5 @@
--- Enter in the ledger how many tokens of each continuation reached a client, and settle the quotas of those that ended.
--- For each request: id, tenant, continuations, then that many counts of tokens.
+-- Enter in the ledger how many tokens of each choice reached a client, and settle the quotas of those that ended.
+-- For each request: id, tenant, choices, then that many counts of tokens.
 -- Returns for each request {tokens generated, tokens delivered, delivered tokens that no call had entered before}.
 local words = ARGV
 

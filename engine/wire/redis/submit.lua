@@ -1,15 +1,16 @@
 -- Queue the prompts of one client's request in one lane: all of them or none.
--- Then for each prompt: id, payload, prompt tokens, continuations, digests of its prefixes.
+-- Then for each prompt: id, payload, prompt tokens, choices, digests of its prefixes.
 -- `once`, `body`: idempotency key and digest of the body; '' for none.  `on_time_excess`, `late_excess`: most prompt
--- tokens beyond the engines' room, these included: of the on-time lane, and of both lanes.  `target`: ms after which
--- the request leaves the on-time lane.  `most_requests`, `most_bytes`: most requests that wait, and of their payloads.
+-- tokens beyond the engines' free capacity, these included: of the on-time lane, and of both lanes.  `target`: ms after
+-- which the request leaves the on-time lane.  `most_requests`, `most_bytes`: maximum of requests that wait, and of their
+-- payloads.
 -- `size_class`: of the request, see "Order" in KEYS.md.  `extra`: what each prompt counts for besides its tokens.
--- Returns {lane, 'refused', 'full' or 'known', requests ahead, room in tokens, queue state with no tenant but this one,
--- {id, body} of the request that `once` found}.
+-- Returns {lane, 'refused', 'full' or 'known', requests ahead, free capacity in tokens, queue state with no tenant but
+-- this one, {id, body} of the request that `once` found}.
 local gateway, tenant, weight, priority, deadline, retain = unpack(ARGV, 1, 6)
 local once, body, record, first_id = unpack(ARGV, 7, 10)
 local on_time_excess, late_excess, target, most_requests, most_bytes, size_class, extra = unpack(ARGV, 11, 17)
-local FIRST = 18  -- of the prompts, in ARGV
+local FIRST = 18  -- first prompt in ARGV
 
 local free, duplicate, prompt_tokens, bytes, shortest = free_room(), {}, 0, 0, nil
 for i = FIRST, #ARGV, 5 do
@@ -23,7 +24,7 @@ local function is_full()
   return requests > tonumber(most_requests) or bytes + (call('GET', P .. 'queued_bytes') or 0) > tonumber(most_bytes)
 end
 
-local function choose_lane()  -- the lane with room for these prompts; nil: none has
+local function choose_lane()  -- the lane with free capacity for these prompts; nil: none has
   local on_time = asked + lane_tokens('on_time')
   if on_time - on_time_behind(tenant, priority, size_class) <= free + on_time_excess then return 'on_time' end
   if on_time + lane_tokens('late') <= free + late_excess then return 'late' end

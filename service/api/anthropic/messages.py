@@ -308,7 +308,7 @@ class MessageFormat(BlockFormat):
         """Return the last event of a stream that failed."""
         return b"event: error\ndata: " + error_body(refusal, self.request_id) + b"\n\n"
 
-    # -- the whole answer
+    # -- the complete answer
 
     async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
         """Return the body of an answer that is not streamed.  Other requests run in between."""

@@ -104,7 +104,7 @@ def flood(rig: Rig, requests: int) -> list[str]:
 
 
 def add_random(rig: Rig, rng: random.Random, continuations: list[int]) -> None:
-    """A request of any size, priority, tenant and number of continuations."""
+    """A request of any size, priority, tenant and number of choices."""
     tenant, weight = rng.choice([("", 1.0), ("light", 0.5), ("heavy", 3.0)])
     prompt = [rng.randrange(1, 50)] * rng.randrange(1, 20)
     kind: dict[str, Any] = {"tenant": tenant, "weight": weight, "priority": rng.choice([0, 5])}
@@ -185,7 +185,7 @@ def test_a_tenant_at_its_share_waits_like_everybody() -> None:
         for seq in rig.core.live():
             blocks[seq.request.tenant] += len(seq.table)
         worst = max(worst, abs(blocks["one"] - blocks["two"]))
-    assert worst <= 2 * 8  # two sequences at their greatest length
+    assert worst <= 2 * 8  # two sequences at their maximum length
     assert rig.core.report.totals.yields <= 4
     rig.run()
 

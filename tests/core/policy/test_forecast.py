@@ -221,7 +221,7 @@ Reports = dict[str, list[simulate.Report]]
 
 
 def table(modes: Iterable[str], seeds: Sequence[int], known: bool) -> Reports:
-    """The burst of 15 requests a second for 30 s on a pool of 8,192 tokens, once for each seed."""
+    """The burst of 15 requests per second for 30 s on a pool of 8,192 tokens, once for each seed."""
     print(f"\n{simulate.HEADER}")
     reports: Reports = {}
     for mode in modes:

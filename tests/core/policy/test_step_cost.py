@@ -158,7 +158,7 @@ def p99(values: list[float]) -> float:
     [
         (0.007, 5e-5, 8192),  # a small model on a CPU; a model whose attention takes as long as all else
         (0.006, 2.5e-5, 32_768),  # 8B on a GPU
-        (0.030, 5e-4, 8192),  # no matrix units: few tokens a step
+        (0.030, 5e-4, 8192),  # no matrix units: few tokens per step
     ],
 )
 def test_a_long_prompt_does_not_stall_streams(depth: int, decode_s: float, token_s: float, context: int) -> None:

@@ -214,7 +214,7 @@ def test_every_row_names_an_option_or_a_bound() -> None:
 
 @pytest.mark.parametrize(("alternatives", "count"), [(1, 16), (20, 16), (20, 1), (0, 1)])
 def test_an_entry_takes_little_memory_everywhere(alternatives: int, count: int) -> None:
-    """What the gateway holds at once: the engine's deltas, decoded, and the whole answer, encoded."""
+    """What the gateway holds at once: the engine's deltas, decoded, and the complete answer, encoded."""
     entries = 2**14
     config = GatewayConfig(max_logprob_entries=entries)
     length = entries // (alternatives + 1) // count - 1

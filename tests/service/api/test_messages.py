@@ -1,4 +1,4 @@
-"""Anthropic's format over HTTP: requests translated, answers streamed and whole, refusals in its shape.
+"""Anthropic's format over HTTP: requests translated, answers streamed and complete, refusals in its shape.
 
 No client of Anthropic's is installed.  `folded` reads a stream as the published grammar of its events says, and fails
 on what the grammar does not allow.

@@ -1,4 +1,4 @@
-"""Log probabilities of `/v1/responses`: they join to the text of each message, whole and streamed."""
+"""Log probabilities of `/v1/responses`: they join to the text of each message, complete and streamed."""
 
 from __future__ import annotations
 

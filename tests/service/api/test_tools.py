@@ -45,7 +45,7 @@ BROKEN = "<tool_call>\n{broken}\n</tool_call>"
 
 
 def says(tokenizer: Tokenizer, text: str = ANSWER, end: str = "<|im_end|>") -> Any:
-    """Every continuation says `text` and ends with a stop token; the second one says it without its last call."""
+    """Every choice says `text` and ends with a stop token; the second one says it without its last call."""
     (stop,) = tokenizer._encode(end, special=False)
 
     def script(generate: Generate, index: int) -> tuple[list[int], Finish | None]:

@@ -29,7 +29,8 @@ def cost(prompt_tokens: int = 100, timeout_s: float = 600.0, **more: object) -> 
 
 
 def busy(**changes: object) -> EngineLoad:
-    """A full engine of 100 blocks that gives back 160 tokens a second, half of them prompts': it starts 80 a second."""
+    """A full engine of 100 blocks that gives back 160 tokens per second, half of them prompts': it starts 80 a
+    second."""
     load = a_load(total_blocks=100, free_blocks=0, running=8, blocks_per_s=10.0, time_ms=NOW)
     return msgspec.structs.replace(load, **{"prompt_tokens": 5000, "generated_tokens": 5000, **changes})
 
@@ -82,7 +83,7 @@ def test_no_engine_is_503_and_a_full_one_429() -> None:
 
 
 def test_the_queue_may_grow_until_the_wait_is_the_limit() -> None:
-    # 80 tokens a second for 10 s: 800 may be queued beyond the room, whatever is queued now.
+    # 80 tokens per second for 10 s: 800 may be queued beyond the room, whatever is queued now.
     for queued in (0, 300, 700):
         assert outcome(cost(100), fleet(busy(), queued=queued)) == 800
         assert outcome(cost(100), fleet(busy(waiting=2, waiting_tokens=60), queued=queued - 60 if queued else 0)) == 740
@@ -98,7 +99,7 @@ def test_what_fits_the_room_is_let_in_at_any_pace() -> None:
 
 
 def test_what_cannot_start_in_time_may_wait_in_the_late_lane() -> None:
-    """80 tokens a second: 800 may be on time, and 4,800 beyond the room in all, whatever waits now."""
+    """80 tokens per second: 800 may be on time, and 4,800 beyond the room in all, whatever waits now."""
     found = decision(cost(100), fleet(busy(), queued=700), config=BOTH)
     assert isinstance(found, Decision)
     assert (found.bounds.on_time_excess, found.bounds.late_excess) == (800, 4800)
@@ -191,7 +192,8 @@ def test_the_least_service_counts_against_the_deadline() -> None:
 
 
 def test_an_engine_just_out_of_idleness_is_not_taken_for_a_slow_one() -> None:
-    """Its output rate is an average that has hardly begun to rise: 4 running at 1 token a second would be 4 s each."""
+    """Its output rate is an average that has hardly begun to rise: 4 running at 1 token per second would be 4 s
+    each."""
     view = fleet(busy(running=4, tokens_per_s=1.0, step_s=0.005), queued=700)
     assert outcome(cost(100, least_tokens=200), view) == 800
     assert refused(cost(101, least_tokens=200), view).code == "rate_limit_exceeded"

@@ -24,7 +24,7 @@ Serve = Callable[..., Awaitable[Served]]
 EngineMaker = Callable[..., FakeEngine]
 Launch = Callable[..., subprocess.Popen[str]]
 
-# A full engine that starts 90 prompt tokens a second: 45 may wait in the on-time lane, 60 need 0.7 s.
+# A full engine that starts 90 prompt tokens per second: 45 may wait in the on-time lane, 60 need 0.7 s.
 TARGET_S = 0.5 / admission.ON_TIME_WAIT
 FULL = {"running": 9, "tokens_per_s": 90.0, "blocks_per_s": 0.1, "prompt_tokens": 1000, "generated_tokens": 1000}
 LATE = {"prompt": [7] * 60, "max_tokens": 5}

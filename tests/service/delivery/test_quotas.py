@@ -246,7 +246,7 @@ async def test_a_request_that_no_bucket_holds_is_refused_for_good(
         assert (status, body["error"]["code"]) == (400, "quota_exceeded_by_request")
         assert (body["error"]["limit"], body["error"]["given"], body["error"]["param"]) == (200, 204, "max_tokens")
         assert (await left(served))[1] == 200
-        # Without max_tokens the rest of the context would be more: the whole quota is taken until the end.
+        # Without max_tokens the rest of the context would be more: the complete quota is taken until the end.
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
         async with served.session.post("/v1/chat/completions", json=chat, headers=KEY) as response:
             assert (response.status, response.headers["x-ratelimit-remaining-tokens"]) == (200, "0")

@@ -31,7 +31,7 @@ TEXT = "One request down, one token up 🙂 café. END of story. "
 
 
 def says(tokenizer: Tokenizer) -> Callable[[Generate, int], tuple[list[int], Finish | None]]:
-    """Each continuation from another place of the text on; a stop token after 50 tokens where it is asked for."""
+    """Each choice from another place of the text on; a stop token after 50 tokens where it is asked for."""
 
     def script(generate: Generate, index: int) -> tuple[list[int], Finish | None]:
         ids = tokenizer._encode(TEXT, special=False)
@@ -434,7 +434,7 @@ async def test_at_the_end_of_a_drain_streams_move_on_and_plain_ones_are_told(
         expected = merged(await events(staying.session, "/v1/completions", body))
 
         async def resuming() -> list[Event]:
-            with pytest.raises(ClientError):  # broken off: no client takes it for a whole answer
+            with pytest.raises(ClientError):  # broken off: no client takes it for a complete answer
                 await events(leaving.session, "/v1/completions", body, found=found, **{"X-Resumable": "1"})
             last = {"Last-Event-ID": found[-1][0]}
             return found + await events(staying.session, "/v1/completions", body, **last)

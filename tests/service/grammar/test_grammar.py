@@ -108,7 +108,7 @@ def schema_error(schema: Any) -> tuple[str, str]:
 
 
 def matches(grammar: str, text: str) -> bool:
-    """Whether a whole text follows a grammar, byte by byte."""
+    """Whether a complete text follows a grammar, byte by byte."""
     from llguidance import LLMatcher
 
     from quire.service.grammar.grammar import byte_tokenizer

@@ -156,7 +156,7 @@ async def test_no_body_stalls_the_event_loop(watched: Watched) -> None:
 
 @pytest.mark.timeout(300)
 async def test_no_answer_stalls_the_event_loop(watched: Watched) -> None:
-    """Log-probabilities of 4,000 prompt tokens with 20 alternatives each, whole and streamed.
+    """Log-probabilities of 4,000 prompt tokens with 20 alternatives each, complete and streamed.
 
     All of them arrive at once, and decoding them is most of the stall that is left: 20 ms for 80,000 alternatives."""
     prompts = [[5] * 1000] * 4

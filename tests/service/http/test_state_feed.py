@@ -123,7 +123,7 @@ def noise(streams: Streams, seed: int) -> None:
 
 
 def busy(streams: Streams, seed: int) -> None:
-    """Change what 256 sequences at 40 steps a second change in a fifth of a second: each table by half a block."""
+    """Change what 256 sequences at 40 steps per second change in a fifth of a second: each table by half a block."""
     chance = random.Random(seed)
     cells, sequences = bytearray(streams.state.cells), list(streams.state.sequences)
     for _ in range(128):

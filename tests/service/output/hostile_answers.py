@@ -1,6 +1,6 @@
 """Hostile answers: what a client can make a model write, with `allowed_token_ids` or a grammar, asked for in every way.
 
-    an answer x (endpoint, streamed or whole, stop strings, log probabilities, n) --Asker--> text, and the longest turn
+    an answer x (endpoint, streamed or not, stop strings, log probabilities, n) --Asker--> text, and the longest turn
                                              the same again under its Idempotency-Key, and resumed from the middle
 
 No answer may hold the event loop of a gateway, fail, or lose text.
@@ -175,7 +175,7 @@ class Asker:
         return await asyncio.to_thread(read_answer, response.status, data, stream)
 
     async def ask_in_every_way(self, case: Case) -> list[str]:
-        """Ask streamed and whole, each again, streamed ones thrice at once; resume.  Return what differs or fails."""
+        """Ask streamed and complete, each again, streamed ones thrice at once; resume.  Return what differs or fails."""
         number, wrong = next(self._keys), list[str]()
         first: Answer | None = None
         for stream in (True, False):

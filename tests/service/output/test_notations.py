@@ -228,7 +228,7 @@ def test_the_template_that_transformers_ships_for_qwen3() -> None:
 
 
 def written(text: str, pieces: list[str]) -> tuple[str, Event]:
-    """Read a JSON text in pieces, and complete it."""
+    """Read a JSON text in chunks, and complete it."""
     reader, rest, out = JsonReader(), "", ""
     reader.strict = False
     for piece in [*pieces, None]:

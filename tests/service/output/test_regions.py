@@ -1,4 +1,4 @@
-"""Answers cut into regions: every response template of the data file, whole and streamed, well-formed and not."""
+"""Answers cut into regions: every response template of the data file, complete and streamed, well-formed and not."""
 
 from __future__ import annotations
 

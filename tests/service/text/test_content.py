@@ -41,7 +41,7 @@ def asking(reading: Reading | None, **fields: Any) -> ValidRequest:
 def pieces_of(
     tokenizer: Tokenizer, valid: ValidRequest, tokens: list[int], cuts: list[int], had: int = 0
 ) -> list[Piece]:
-    """Pieces of an answer that ends with an end token, cut at `cuts`; a client that resumes has the first `had`."""
+    """Pieces of an answer that ends with an EOS token, cut at `cuts`; a client that resumes has the first `had`."""
     scores = [TokenLogprob(-float(at), []) for at in range(len(tokens))] if valid.sampling.logprobs >= 0 else None
     stream, mailbox, found = stream_of(valid, tokenizer), Mailbox(0, Backlog(2**20)), list[Piece]()
     finish = Finish("stop", stop_token=1)

@@ -38,7 +38,7 @@ async def test_the_prompt_is_what_the_family_was_trained_on(
     before, after = form.prefix + PREFIX, form.suffix + SUFFIX
     want = (after + before if form.suffix_first else before + after) + form.middle
     text = b"".join(tokenizer.vocabulary.bytes_of(ids, skip_special=False)).decode()
-    if make is sentencepiece_like:  # it shows its own blanks, and puts one before the first text
+    if make is sentencepiece_like:  # it shows its own spaces, and puts one before the first text
         want, first = want.replace("\u2581", " "), form.prefix.replace("\u2581", " ")
         text = text.removeprefix("<s>").replace(f"{first} def", f"{first}def")
     assert text == want

@@ -15,7 +15,7 @@ from quire.service.text.tokenizer import Tokenizer
 
 
 class Naive:
-    """The specification, in terms of the whole text and of every length of every stop string."""
+    """The specification, in terms of the complete text and of every length of every stop string."""
 
     def __init__(self, stops: tuple[str, ...], include: bool) -> None:
         self.stops, self.include, self.text, self.sent = stops, include, "", 0

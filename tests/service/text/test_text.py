@@ -46,7 +46,7 @@ def run(stream: TextStream, ids: list[int], cuts: list[int]) -> str:
 def test_what_was_encoded_comes_back(tokenizer: Tokenizer, text: str, cuts: list[int]) -> None:
     ids = tokenizer._encode(text, special=False)
     got = run(TextStream(tokenizer, skip_special=False), ids, cuts)
-    # A SentencePiece vocabulary marks the beginning of a text with a space, which a continuation rightly keeps.
+    # A SentencePiece vocabulary marks the beginning of a text with a space, which a choice rightly keeps.
     assert got == tokenizer.text_of(ids, skip_special=False) or got == " " + tokenizer.text_of(ids, skip_special=False)
 
 
@@ -71,7 +71,7 @@ def test_no_delta_ever_ends_inside_a_character(tokenizer: Tokenizer, ids: list[i
 def expected(
     tokenizer: Tokenizer, ids: list[int], stops: tuple[str, ...], minimum: int, include: bool
 ) -> tuple[str, int]:
-    """The specification: after each token look at the whole text so far for the stop that begins first."""
+    """The specification: after each token look at the complete text so far for the stop that begins first."""
     stream, early, late = TextStream(tokenizer), "", ""
     for count, token in enumerate(ids, 1):
         new = stream.push([token])
@@ -306,7 +306,7 @@ WORDS = [
 
 @pytest.fixture(params=["WordPiece", "WordPiece as it is", "WordLevel", "WordLevel with WordPiece"], scope="module")
 def words(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer whose tokens are words with blanks between them."""
+    """A tokenizer whose tokens are words with spaces between them."""
     kind, vocab = request.param, {word: at for at, word in enumerate(WORDS)}
     model = models.WordPiece if kind.startswith("WordPiece") else models.WordLevel
     backend = Backend(model(vocab, unk_token="[UNK]"))

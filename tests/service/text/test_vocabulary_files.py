@@ -93,10 +93,10 @@ def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 @given(text=TEXTS)
 def test_tokens_and_text_are_those_of_sentencepiece(made: Made, text: str) -> None:
-    """A text that begins with blanks excepted, where only the first segment begins with one: see docs/limits.md."""
+    """A text that begins with spaces excepted, where only the first segment begins with one: see docs/limits.md."""
     if made.tokenizer._backend.pre_tokenizer is not None:
         text = text.lstrip(" \u2581")
-    text = text.replace("\u2581", " ")  # which is how a blank is written in pieces
+    text = text.replace("\u2581", " ")  # which is how a space is written in pieces
     ids = made.tokenizer._encode(text, special=False)
     assert ids == made.library.encode(text)
     assert made.tokenizer.text_of(ids, skip_special=False) == made.library.decode(ids)
@@ -105,9 +105,9 @@ def test_tokens_and_text_are_those_of_sentencepiece(made: Made, text: str) -> No
 
 
 def test_tokens_and_text_are_those_of_transformers(made: Made) -> None:
-    """Of its own class for the file.  Its choice for Mistral drops the blank before the first word.
+    """Of its own class for the file.  Its choice for Mistral drops the space before the first word.
 
-    Single blanks only: of longer runs transformers makes other tokens than sentencepiece where they are symbols."""
+    Single spaces only: of longer runs transformers makes other tokens than sentencepiece where they are symbols."""
     own = (GemmaTokenizer if "gemma" in made.folder.name else LlamaTokenizer).from_pretrained(made.folder)
     for text in (" ".join(sample.split()) for sample in conversion.SAMPLES):
         ids = made.tokenizer._encode(text, special=True)
@@ -131,7 +131,7 @@ async def test_chats_have_the_special_tokens_of_the_file(tmp_path: Path) -> None
 
 
 def test_pieces_are_joined_by_score_and_not_by_id(tmp_path: Path) -> None:
-    """Runs of blanks in published Llama and Mistral models have the first ids and the lowest scores."""
+    """Runs of spaces in published Llama and Mistral models have the first ids and the lowest scores."""
     folder = trained(tmp_path / "model", AS_LLAMA, **LLAMA)
     model = sentencepiece_model_pb2.ModelProto()
     model.ParseFromString((folder / "tokenizer.model").read_bytes())
@@ -375,7 +375,7 @@ def test_what_a_server_would_read_otherwise_is_not_written(tmp_path: Path, monke
     assert not (folder / "tokenizer.json").exists()
 
 
-# --------------------------------------------------------------------------------------------------------- end tokens
+# --------------------------------------------------------------------------------------------------------- EOS tokens
 
 
 def test_the_end_token_of_a_converted_sentencepiece_model(made: Made, tmp_path: Path) -> None:

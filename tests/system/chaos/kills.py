@@ -263,7 +263,7 @@ def figures(found: Found) -> dict[str, Any]:
 def with_tools(folder: Path) -> Path:
     """Write a tiny checkpoint whose chat template knows tools."""
     checkpoint = make_checkpoint(folder / "llama", "llama")
-    template = TOOLS_TEMPLATE.replace("<|im_end|>", "<|end|>")  # the end token that this vocabulary has
+    template = TOOLS_TEMPLATE.replace("<|im_end|>", "<|end|>")  # the EOS token that this vocabulary has
     described = json.loads((checkpoint / "tokenizer_config.json").read_text())
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(described | {"chat_template": template}))
     (checkpoint / "chat_template.jinja").unlink(missing_ok=True)

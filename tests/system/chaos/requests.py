@@ -1,4 +1,4 @@
-"""Mutated requests, as fast as one process serves them: the whole gateway in this process, a scripted engine.
+"""Mutated requests, as fast as one process serves them: the complete gateway in this process, a scripted engine.
 
     python -m tests.system.chaos requests [--requests 100000] [--seed 1] [--first 0] [--at-once 8] [--template NAME]
 

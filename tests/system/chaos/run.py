@@ -195,9 +195,9 @@ def body(prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
 
 
 def scripted(rng: random.Random, tokens: tuple[int, int], n: int = 0) -> Request:
-    """What the scripted executor says is a function of seed, continuation and position.
+    """What the scripted executor says is a function of seed, choice and position.
 
-    `n`: continuations; 0: one in eight requests has three."""
+    `n`: choices; 0: one in eight requests has three."""
     count, seed = rng.randint(*tokens), rng.randrange(1000)
     n = n or rng.choices((1, 3), (7, 1))[0]
     prompt = [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 100))]

@@ -2,7 +2,7 @@
 
     python -m tests.system.chaos schemas [--draws 2000] [--seed 1] [--at-once 16]
 
-A gateway and an engine with random weights.  Draws take turns between the two endpoints, whole and streamed answers.
+A gateway and an engine with random weights.  Draws take turns between the two endpoints, complete and streamed answers.
 Each answer that ends by itself must be JSON of its schema, as `jsonschema` sees it.  One that is cut must have all of
 its tokens.  Exit status 1 otherwise, with the draws that failed.
 """
@@ -30,7 +30,7 @@ from tests.checkpoints import make_checkpoint
 from tests.schemas import kinds, samplings
 from tests.system.stack import Stack
 
-LONGEST = 300  # tokens of an answer: blanks between the parts of a JSON text are bounded, but may all be wanted
+LONGEST = 300  # tokens of an answer: spaces between the parts of a JSON text are bounded, but may all be wanted
 PROMPT = "class Engine:\n    def run(self):"
 Draw = tuple[dict[str, Any], dict[str, Any]]  # schema; sampling parameters as engines name them
 

@@ -5,7 +5,7 @@
 --
 -- KEYS[1] is the prefix; every other key is made from it.  When its memory is full, Redis refuses a script whose first
 -- write takes memory, and no script that begins with a delete.  So submit and attach are refused before they change
--- anything.  The other scripts, which make room in the end, always run.
+-- anything.  The other scripts, which free memory in the end, always run.
 
 local P = KEYS[1]
 local call = redis.call

@@ -17,7 +17,7 @@ local function withdraw(id)  -- end the request as cancelled, and abort it at it
   bury(id)
   finish_open(id, cmsgpack.pack({'cancelled'}))
   if engine and not waited then
-    call('HSET', P .. 'req:' .. id, 'from', engine)  -- whose tail may have tokens of it: see fold_for
+    call('HSET', P .. 'req:' .. id, 'from', engine)  -- engine with unflushed tokens of it: see fold_for
     order(engine, id)
   end
 end

@@ -4,7 +4,7 @@
 -- Fairness and lanes pick the tenant.  Of the first WINDOW requests of its priority class:
 --
 --   passed over for too long? -- yes ---> claimed, in order
---   whose prefix is held longest? ------> would another engine with room begin it sooner?
+--   whose prefix is held longest? ------> would another engine with free capacity begin it sooner?
 --                                           no:  claimed
 --                                           yes: left, for as long as that engine is ahead; then the next one is tried
 --
@@ -82,7 +82,7 @@ local function chooser(me, now)
     return counts
   end
 
-  local function engines_with_room()  -- other engines that publish prefixes, live, heard of lately and with room
+  local function engines_with_room()  -- other live engines that publish prefixes, with free capacity and a recent sync
     local found, spare = {}, call('HGETALL', P .. 'spare')
     for i = 1, #spare, 2 do
       local left, heard, token_us, step_us, backlog = struct.unpack('<ddddd', spare[i + 1])
@@ -94,7 +94,7 @@ local function chooser(me, now)
     return found
   end
 
-  local function tokens_to_compute(size, held)  -- of a prompt, by an engine that holds so many of its digests
+  local function tokens_to_compute(size, held)  -- cost of a prompt for an engine that holds so many of its digests
     return math.max(PREFIX_BLOCK, size - (held > 0 and prefix_tokens(held) or 0))
   end
 
@@ -110,7 +110,7 @@ local function chooser(me, now)
   -- The first requests of a tenant's queue, of the priority class of `first`, its head.  Arrays in their order: ids;
   -- prefixes: their digests; shortest: the first digest of each; entries: what the hash `passed` has of them, or false;
   -- held: how many digests the engine holds; done: true once tried or claimed.  elsewhere: engine -> held of that one.
-  -- nil where none has a prefix that could be held.
+  -- nil if none has a prefix that could be held.
   local function read_window(lane, tenant, first)
     local queue = P .. 'queue:' .. lane .. ':' .. tenant
     local class = math.floor(call('ZSCORE', queue, first) / PLACES)
@@ -155,8 +155,8 @@ local function chooser(me, now)
     return math.min(math.ceil(now + patience), now + MEMORY_MS)
   end
 
-  -- Microseconds by which another engine with room is ahead for a request of a window, at most what this engine would
-  -- need for what it does not hold of the prompt; 0: none is ahead.  And the name of that engine.
+  -- Microseconds by which another engine with free capacity is ahead for a request of a window; 0: none is ahead.  At
+  -- most what this engine would need for what it does not hold of the prompt.  And the name of the other engine.
   local function time_ahead(window, at, size)
     local held = window.held[at]
     local mine, ahead, name = start_cost(me, so_far.backlog, size, held), 0, nil
@@ -164,7 +164,7 @@ local function chooser(me, now)
     for _, other in ipairs(so_far.others) do
       if ahead >= most then break end
       if other.room >= size then
-        -- Asked once for the whole window: with many engines, one request at a time is what a claim would cost.
+        -- Asked once for the complete window: with many engines, one request at a time is what a claim would cost.
         local theirs = window.elsewhere[other.name] or held_counts(other.name, window)
         window.elsewhere[other.name] = theirs
         local by = mine - start_cost(other, other.backlog, size, theirs[at])
@@ -238,7 +238,7 @@ local function chooser(me, now)
 
   -- The request that the engine claims next of a tenant's queue: {id, size, prefixes, held: how many of its digests the
   -- engine holds, waited: whether it was passed over before}; nil: the engine leaves the tenant's requests.
-  -- `first`: the head of the queue, which fits: {id, size, due}.  `most`: prompt tokens for which the engine has room.
+  -- `first`: the head of the queue, which fits: {id, size, due}.  `most`: the engine's free capacity, prompt tokens.
   local function choose(lane, tenant, first, most)
     hold_new_digests()
     local key = lane .. ' ' .. tenant

@@ -1,4 +1,4 @@
--- The token log: 4 bytes a token, little endian.  "The token log" in KEYS.md says when a log has what.
+-- The token log: 4 bytes per token, little endian.  "The token log" in KEYS.md says when a log has what.
 
 local function expire_with_log(id, key)  -- give a new key of the log the log's remaining time to live
   local ms = call('PTTL', P .. 'log:' .. id)
@@ -68,7 +68,7 @@ local function fold_for(id)
   if engine or gone and from then fold(engine or from) end
 end
 
-local function logged_tokens(id)  -- tokens in the log, of all continuations together; those in a tail do not count
+local function logged_tokens(id)  -- tokens in the log, of all choices together; those in a tail do not count
   local bytes = 0
   for i = 0, continuations(id) - 1 do bytes = bytes + call('STRLEN', P .. 'log:' .. id .. ':' .. i) end
   return bytes / 4
@@ -78,7 +78,7 @@ local function generated_tokens(id)  -- the same, and those that its beam search
   return logged_tokens(id) + (call('HGET', P .. 'log:' .. id, 'searched') or 0)
 end
 
-local function finish_open(id, finish)  -- write this msgpack Finish for every continuation that has none
+local function finish_open(id, finish)  -- write this msgpack Finish for every choice that has none
   local log = P .. 'log:' .. id
   for i = 0, continuations(id) - 1 do call('HSETNX', log, 'finish:' .. i, finish) end
 end

@@ -1,7 +1,7 @@
 -- Whose turn it is in a lane, where a script leaves tenants out.
 --
 -- `left_out`: lane -> {names = {tenant = true}, count, front}; nil: none is left out.  The first `front` tenants of the
--- lane are known to be among `names`.  So a walk goes on where the last one ended, and reads no more tenants than may
+-- lane are known to be among `names`.  So a walk continues where the last one ended, and reads no more tenants than may
 -- be left out.  Counters only grow in a script that leaves tenants out, so others do not enter the first `front` but in
 -- the two cases below.
 
