@@ -50,7 +50,7 @@ class ContentBlock(msgspec.Struct):
     text: str | None = None
     id: str | None = None
     name: str | None = None
-    input: msgspec.Raw = msgspec.Raw()  # of a tool_use; as written, since Python's numbers lose digits
+    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # a tool_use's, with all digits
     tool_use_id: str | None = None
     content: Any = None  # a result's, a compaction's or a search result's: a string or blocks
     is_error: bool | None = None
