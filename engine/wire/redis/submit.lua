@@ -2,8 +2,8 @@
 -- Then for each prompt: id, payload, prompt tokens, choices, digests of its prefixes.
 -- `once`, `body`: idempotency key and digest of the body; '' for none.  `on_time_excess`, `late_excess`: most prompt
 -- tokens beyond the engines' free capacity, these included: of the on-time lane, and of both lanes.  `target`: ms after
--- which the request leaves the on-time lane.  `most_requests`, `most_bytes`: maximum of requests that wait, and of their
--- payloads.
+-- which the request leaves the on-time lane.  `most_requests`, `most_bytes`: maximum of requests that wait, and of
+-- their payloads in bytes.
 -- `size_class`: of the request, see "Order" in KEYS.md.  `extra`: what each prompt counts for besides its tokens.
 -- Returns {lane, 'refused', 'full' or 'known', requests ahead, free capacity in tokens, queue state with no tenant but
 -- this one, {id, body} of the request that `once` found}.
