@@ -124,7 +124,8 @@ QUIRE_SHARED uint64_t goal(uint64_t hash, uint64_t total) {
 #endif
 }
 
-// Sum that top_p's set must reach, of a total below 2^53; the set always contains the most probable token.
+// Returns the sum of weights that the top-p set must reach.  `total`: sum over all tokens, below 2^53.  The set always
+// contains the most probable token.
 QUIRE_SHARED uint64_t share(float p, uint64_t total) {
 #ifdef __CUDA_ARCH__
   const double part = __dmul_rn(static_cast<double>(p), static_cast<double>(total));

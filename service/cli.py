@@ -218,8 +218,8 @@ def client(command: str, words: Sequence[str]) -> int:
 def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Sort the words of `quire serve` into those for itself, for the gateways and for the engine.
 
-    Words that neither it nor a gateway knows go to the engine, which refuses unknown ones.  A file goes to all.  MODEL
-    must be the first word, so that a value is never taken for the model.
+    Words that neither it nor a gateway knows go to the engine, which refuses unknown ones.  All get the option
+    --config.  MODEL must be the first word, so that a value is never taken for the model.
     """
     own: list[str] = []
     gateway: list[str] = []
@@ -313,7 +313,7 @@ def check_options(prog: str, own: ServeConfig, gateway: GatewayConfig) -> None:
 
 
 def check_both(prog: str, gateway: GatewayConfig, engine: EngineConfig) -> None:
-    """End with one line where a file gives the two programs different values of a setting that they share."""
+    """End with one line if a config file gives gateway and engine different values of a shared option."""
     for name in sorted(BOTH):
         if (one := getattr(gateway, name)) != (other := getattr(engine, name)):
             settings.stop(prog, f"{name} is {one!r} in [gateway] and {other!r} in [engine]; give it before the tables")

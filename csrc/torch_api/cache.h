@@ -24,8 +24,8 @@ inline void expect_cache(const char* who, const at::Tensor& cache, CacheSizes& s
                     who, ": blocks are not contiguous");
 }
 
-// Returns the scales [2, Hkv] f32, for keys and for values.  An e4m3 cache must have them, and no other cache may.
-// Null without scales.
+// Returns the scales [2, Hkv] f32, for keys and for values.  Only an e4m3 cache has scales, and it must have them.
+// Null for other caches.
 inline const float* expect_scales(const at::Tensor& k_cache, const std::optional<at::Tensor>& scales, Size& kv_heads,
                                   const Place& place) {
   const bool e4m3 = k_cache.scalar_type() == at::kFloat8_e4m3fn;

@@ -60,7 +60,7 @@ class Beam(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A continuation that has ended."""
+    """A beam that has ended."""
 
     score: float  # sum of its log-probabilities / length ** length_penalty; the end token counts
     path: Path

@@ -212,7 +212,8 @@ class BlockPool:
             self._eviction.cached(block, digest, tenant, weight)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Remove blocks from the prefix index: their content is wrong.  Tables that hold them keep them."""
+        """Remove blocks from the prefix index: their content is wrong.  Block tables that contain them are not
+        changed."""
         for block in blocks:
             self._unseal(block)
             if block in self._idle:

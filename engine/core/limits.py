@@ -34,11 +34,11 @@ Milestone = Literal["started", "resumed", "first", "paused", "continued", "preem
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A milestone of one continuation, for metrics and recordings: the core has no clock."""
+    """A milestone of one sequence, for metrics and the request log, which add the time: the core has no clock."""
 
     kind: Milestone
     request: Generate
-    index: int  # which of the request's n continuations; the leader's for those that have not forked yet
+    index: int  # which of the request's n choices; the leader's for those that have not forked yet
     tokens: int = 0  # started: prompt tokens found in the cache; resumed: to compute again; ended: of its output
     reason: FinishReason | None = None  # ended: why; None: another engine answers the request now
     step: int = 0  # the plan it belongs to; first, ended: the last plan made

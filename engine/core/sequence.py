@@ -5,7 +5,7 @@
 
 One rule drives everything: *computed catches up with known*.  `known - computed` is the rest of the prompt while
 prefilling, and 1 while decoding, or more while a grammar has forced tokens that no step has sampled yet (forced.py).
-After a preemption it is what neither the prefix cache nor host memory has kept.
+After a preemption it is the tokens that neither the prefix cache nor host memory has kept.
 
     waiting --start-> prefilling --last known token--> decoding --length--> ending --last token is in--> finished
        ^                  |   ^                           | | |                                            ^
@@ -34,10 +34,10 @@ class State(enum.Enum):
 
 
 class Sequence(msgspec.Struct, eq=False):
-    """One continuation of one request.  The scheduler alone changes it."""
+    """One choice of one request.  Only the scheduler changes it."""
 
     request: Generate
-    index: int  # which of the request's n continuations
+    index: int  # which of the request's n choices
     arrival: tuple[int, int]  # (order of the request, index): older compares less
     stops: frozenset[int]  # tokens that end it
     limit: int  # most tokens, prompt included
@@ -53,7 +53,7 @@ class Sequence(msgspec.Struct, eq=False):
     )
     due: int = 0  # the next step in which a decoding sequence needs the scheduler
     sampled_in: int = 0  # the last step planned that samples for it: its token may still be on the way
-    unconfirmed: int = 0  # the last so many tokens are forced ones that results may still report as sampled
+    unconfirmed: int = 0  # forced tokens at the end that results in flight may still report as sampled
     drafts: int = 0  # of the step in flight: tokens behind the known ones that it computes, unproved
     jumped_in: int = 0  # the step of its last jump: results of earlier steps report tokens that it computes
     digests: list[bytes] = []  # of the full blocks of `tokens`, as far as they were needed

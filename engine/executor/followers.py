@@ -32,7 +32,7 @@ class Follower:
 
 
 def following(rows: Mapping[int, Row], slots: Iterable[int]) -> list[Follower]:
-    """Return those of a step's slots that have a row now."""
+    """Return the slots of a step that are in the batch now."""
     return [Follower(at, slot, rows[slot]) for at, slot in enumerate(slots) if slot in rows] if rows else []
 
 

@@ -114,10 +114,10 @@ class Graphs(Generic[Key]):
 
 
 class SecondUse:
-    """Says which launches to record while requests are served: those that run for the second time.
+    """Chooses the launches to capture as CUDA graphs while requests are served: those that run for the second time.
 
-    The first time they run as they are, which loads their kernels.  One batch size a step is recorded, so the pause
-    that a recording makes stays short: some 12 ms a graph of an 8B model."""
+    The first time they run as they are, which loads their kernels.  One batch size is captured per step, so the pause
+    stays short: about 12 ms per graph of an 8B model."""
 
     def __init__(self) -> None:
         self._used: set[object] = set()

@@ -296,7 +296,7 @@ _HOPPER, _WHOLE_SLABS = 9, 64  # compute capability; divisor of hidden and inner
 
 
 def takes_all_pairs(hidden: int, inner: int, device: torch.device) -> bool:
-    """Whether `experts` computes any number of tokens of such a layer; else T * k is at most MOST_PAIRS."""
+    """Return whether `experts` takes any number of tokens for these sizes; if not, at most MOST_PAIRS pairs T * k."""
     if hidden % _WHOLE_SLABS or inner % _WHOLE_SLABS or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device)[0] == _HOPPER  # later GPUs have no wgmma

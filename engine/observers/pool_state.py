@@ -31,11 +31,11 @@ from quire.engine.wire.pool_state_store import PoolStateStore
 log = logging.getLogger("quire.engine")
 
 PERIOD_S = 0.2  # shortest time between two snapshots
-MOST_SHARE = 0.005  # of the loop's time that snapshots may take
+MOST_SHARE = 0.005  # maximum share of the loop's time for snapshots
 REPEAT_S = 1.0  # the last state is written again after so long, because it expires
-MOST_CELLS = 16_384  # of a state: a larger pool has several blocks a cell
-MOST_REFS = 254  # a cell counts no more references
-MOST_SEQUENCES = 256  # that a state names
+MOST_CELLS = 16_384  # maximum of a state; in a larger pool a cell stands for several blocks
+MOST_REFS = 254  # maximum reference count of a cell
+MOST_SEQUENCES = 256  # maximum of sequences with block tables in a state
 MOST_RUNS = 4_096  # of neighbouring blocks, of all sequences that a state names
 MOST_NEW_BLOCKS = 4_096  # of tables that one snapshot reads, under 1 ms: the rest follows in the next ones
 

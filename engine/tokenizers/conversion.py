@@ -41,7 +41,7 @@ SAMPLES = (
     "a",
 )
 LEADING = "  leading blanks"
-DRAWN, DRAWN_IN_A_TEXT = 2000, 40  # pieces of the vocabulary that are tried, and how many make a text
+DRAWN, DRAWN_IN_A_TEXT = 2000, 40  # tokens of the vocabulary to prove the conversion with, and tokens per text
 
 
 class Unconverted(Exception):

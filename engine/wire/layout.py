@@ -14,7 +14,7 @@ TOMBSTONE_MS = 10_000  # how long a request's end is remembered: longer than any
 # not its own.
 TOKEN_CHANNELS = 4
 TAIL = 16  # exchanges after which an engine enters its tokens in the logs
-# Bytes of messages in a tail after which the engine does so sooner: entering them keeps Redis busy for milliseconds.
+# Bytes of unflushed messages after which the engine enters them in the logs at once: that keeps Redis busy for ms.
 TAIL_BYTES = 2**20
 MEMORY_MS = 3_600_000  # how long a silent engine is remembered
 GATEWAY_MS = 5_000  # a gateway that has not read the fleet for this long is dead

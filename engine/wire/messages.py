@@ -192,12 +192,12 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     generated_tokens: int = 0
     recomputed_tokens: int = 0
     draining: bool = False  # claims no new requests
-    predicted_peak_blocks: int = 0  # most blocks that the running sequences are expected to hold at once
+    predicted_peak_blocks: int = 0  # predicted peak KV usage of the running sequences, blocks
     step_s: float = 0.0  # seconds from one step's results to the next one's, moving average over steps; 0: not known
-    swapped: int = 0  # the waiting sequences whose KV blocks are in the host's memory
-    swap_preemptions: int = 0  # the preemptions since start that kept computed KV blocks there
-    swapped_out_bytes: int = 0  # since start, to the host's memory
-    swapped_in_bytes: int = 0  # since start, back to the device
+    swapped: int = 0  # waiting sequences whose KV blocks are in host memory
+    swap_preemptions: int = 0  # preemptions since start that copied KV blocks to host memory
+    swapped_out_bytes: int = 0  # bytes copied to host memory since start
+    swapped_in_bytes: int = 0  # bytes copied back to the device since start
     paused: int = 0  # sequences that keep their blocks and wait because the pool is full; not in `running`
     pauses: int = 0  # how often a sequence began to wait like that
     # Forecast accuracy: (q, outputs judged, those of them no longer than quantile q as predicted at their start).  If

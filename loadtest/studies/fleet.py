@@ -435,7 +435,7 @@ def use_virtual_clock() -> None:
     for script in vars(scripts).values():
         if isinstance(script, scripts.Script) and "now_ms" in script.source:
             if TIME not in script.source:
-                raise RuntimeError("now_ms of base.lua is not what this program replaces")
+                raise RuntimeError("base.lua defines now_ms in another way than this program expects")
             script.source = script.source.replace(TIME, "NOW = tonumber(call('GET', P .. 'virtual_ms'))")
             script.sha = hashlib.sha1(script.source.encode(), usedforsecurity=False).hexdigest()
 

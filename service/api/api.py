@@ -666,7 +666,7 @@ def too_long(param: str, longest: int, prompt: int, asked: int, *, least: bool =
 
 
 def too_many_tokens(param: str, limit: int, given: int, *, least: bool = False) -> Refusal:
-    """Return the refusal of a request with more than `limit` tokens in all (`least`: it has `given` or more)."""
+    """Return the refusal of a request with more than `limit` tokens.  `least`: `given` is only a lower bound."""
     message = f"at most {limit} tokens in one request, got {'at least ' if least else ''}{given}"
     return limit_refusal("tokens", f"{param}: {message}", limit, param=param, given=given)
 

@@ -29,7 +29,7 @@ class UsageCount:
             self._record_cached(choice, found)
 
     def add(self, piece: Piece) -> None:
-        """Count the tokens of a piece."""
+        """Count the tokens of a delta."""
         self.tokens[piece.choice] += len(piece.token_ids)
         self._searched += piece.searched
         if piece.shared:

@@ -31,7 +31,7 @@ _MARK = re.compile(r"[<\[][^\s<>\[\]]+[>\]]")
 # Reasoning between a pair of tags, as clients send it back that do not know it.
 _REASONING = re.compile(r"\s*(?:<([\w:]+)>.*?</\1>|\[(\w+)\].*?\[/\2\])", re.S)
 
-Span = tuple[int, int]  # of characters of the rendered text
+Span = tuple[int, int]  # first character and end in the rendered text
 
 
 class _Reading(NamedTuple):

@@ -33,7 +33,7 @@ class Written(float):
 
     @property
     def plain(self) -> float | str:
-        """The number as Python has it; its text where Python cannot have it."""
+        """The number as a float, or its text if it is beyond the range of floats."""
         return self.text if self in (float("inf"), float("-inf")) else float(self)
 
 

@@ -59,7 +59,7 @@ class Pacer:
     A callback of call_soon() may run when its reason no longer holds, so it must check."""
 
     def __init__(self) -> None:
-        self._timers: list[tuple[float, int, Timer]] = []  # heap, by the event loop's time
+        self._timers: list[tuple[float, int, Timer]] = []  # heap ordered by due time, on the event loop's clock
         self._numbers = itertools.count()
         self._cancelled = 0  # timers in the heap
         self._handle: asyncio.Handle | None = None  # for the first timer

@@ -113,7 +113,7 @@ def _honours(name: str, load: EngineLoad) -> bool:
 def _require(fleet: Fleet, able: Callable[[EngineLoad], bool], param: str, feature: str) -> None:
     """Raise Refusal unless every engine that may claim a request is able to serve a feature.
 
-    400 if none is: to ask again would not help.  503 if some are, as during an upgrade."""
+    It is a 400 if no engine is able, and a 503, which clients retry, if some are, as during an upgrade."""
     claiming = [load for load in fleet.engines if not load.draining] or fleet.engines
     unable = sum(not able(load) for load in claiming)
     if unable == len(claiming):

@@ -46,7 +46,7 @@ class Orders:
         self._kept = 0.0  # when the retention of logs was last extended, in the event loop's time
 
     def get(self, order_id: str) -> Order | None:
-        """Return an order; None where this gateway does not know it."""
+        """Return an order; None if this gateway does not know it."""
         return self._orders.get(order_id)
 
     def end_all(self, finish: Finish) -> None:

@@ -80,7 +80,7 @@ class Notation(msgspec.Struct, frozen=True, eq=False):
 class Template(msgspec.Struct, frozen=True, eq=False):
     """A response template."""
 
-    start: Any  # pattern of what begins an assistant's message
+    start: Any  # regex of the beginning of an assistant's message
     fields: list[Field]
     notations: list[Notation]
     drop: list[Anchor]  # markers that mean nothing, outside of regions

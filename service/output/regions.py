@@ -295,7 +295,7 @@ class RegionReader:
         self.ended = self.out.calls > 0 and not self._parallel
 
     def _break_call(self) -> None:
-        """Make a call content, of which nothing was passed on."""
+        """Turn a call back into content, if none of it was sent."""
         raw, notation = self._raw, self._notation
         self._call, self._raw = None, None
         if raw is None or notation is None:  # the text after the call is broken, not the call
@@ -367,7 +367,7 @@ class RegionReader:
         self.out.add_text(text)
 
     def _end_draft(self, end: End) -> None:
-        """End the answer within calls: if they are complete, and the model ended it, they are calls."""
+        """End an answer whose last text may be tool calls: complete calls that the model itself ended become calls."""
         if end == "cut" or self._call is not None or not any(name for name, _ in self._drafted):
             self._release_draft()
             return

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-KEY_VARIABLES = ("QUIRE_API_KEY", "OPENAI_API_KEY")  # the first that is set counts
+KEY_VARIABLES = ("QUIRE_API_KEY", "OPENAI_API_KEY")  # names of environment variables; the first one that is set wins
 
 ApiKey = Annotated[
     str,

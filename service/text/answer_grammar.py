@@ -1,10 +1,10 @@
 """What a chat answer must match: structured output, tool calls and a budget of reasoning, as one grammar.
 
     response_format ...  --\\
-    tools, tool_choice   ----> constraint_of --> Constraint: reasoning first, where the prompt opens it
+    tools, tool_choice   ----> constraint_of --> Constraint: reasoning first, if the prompt opens it
     thinking budget      --/
 
-The reasoning of an answer is no part of its content.  So whatever is asked of the content begins after the marker that
+The reasoning of an answer is no part of its content.  So the constraints on the content begin after the marker that
 closes the reasoning.
 """
 

@@ -1,4 +1,4 @@
-"""How a model writes tool calls: its chat template, shown calls with marked names and arguments -> CallForm.
+"""Finds out how a model writes tool calls, by rendering calls with marked names and arguments: CallForm.
 
     chat template --calls of marked names and arguments--> texts --differences--> CallForm --read back--> proved
 

@@ -115,8 +115,8 @@ struct DecodePlan {
   DecodeShare* shares;  // [grid, warps]
   DecodeEnds* ends;     // [grid]
   int* arrived;         // [grid] CTAs done with the head group that begins in this one and ends in another
-  // Partial results of a CTA's first head group, if it began before, and of its last, if it continues: in register
-  // layout.
+  // Partial results, in register layout: of a CTA's first head group, if another CTA began it, and of its last, if
+  // another CTA continues it.
   float4* states;  // [grid, 2, n_tiles * 4] max and sum of two heads
   float4* accs;    // [grid, 2, head_size / 16, n_tiles, 32]
 

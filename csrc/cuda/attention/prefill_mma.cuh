@@ -247,7 +247,7 @@ class Item {
   static constexpr int kShare = C::kKeys / kWarps;
   static constexpr bool kFew = C::M == 1 && kShare % 16 == 0;
 
-  // Offset in q or out of this lane's row, among the warp's rows.
+  // Element offset of this lane's row in q or out.
   __device__ int64_t offset_of_own_row(int64_t token_stride, int64_t head_stride) const {
     const int row = row_ + lane_ % C::kWarpRows;
     const int64_t token = token_ + row / group_, head = item_.kv_head * group_ + row % group_;

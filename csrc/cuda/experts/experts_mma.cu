@@ -87,7 +87,7 @@ __device__ int find_pairs(const int* chosen, int pairs, Pairs& found, int& exper
   return count;
 }
 
-// 16 bytes, or zeros unless `inside`: no branch, after which the lanes would have to meet again for an mma.
+// Returns 16 bytes at p, or zeros unless `inside`.  Without a branch, so the lanes stay converged for the mma.
 __device__ uint4 load_inputs(const void* p, bool inside) {
   uint4 numbers;
   asm("{\n.reg .pred inside;\nsetp.ne.b32 inside, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"

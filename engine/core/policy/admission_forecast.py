@@ -121,7 +121,7 @@ class AdmissionForecast:
     def _later(self, demand: Demand, to_compute: int) -> int:
         """Steps by which a sequence ends later than if its prompt, and those before it, were computed in one step.
 
-        `to_compute`: prompt tokens that it still needs; they are added to those of the demand."""
+        `to_compute`: its prompt tokens that are not computed yet; the demand adds them up."""
         demand.to_compute += to_compute
         return max(0, demand.to_compute - 1) // self.step_tokens
 

@@ -1,7 +1,7 @@
 """Eviction: which cached block is overwritten when no block is free.
 
 Least recently used first, except that a tenant that caches more than its share cannot evict the warm prefixes of the
-others.  The block at the head of the order gets another round if
+others.  The block at the head of the order is kept for another round if
 
     its tenant caches less than its share   by weight, among the tenants that have cached blocks
     and the tenant uses it again            a request has found it, or computed it again soon after its eviction

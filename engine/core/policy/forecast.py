@@ -160,7 +160,7 @@ class Lengths:
 
 
 class LengthModel:
-    """Output lengths of one model, and of every tenant that has shown enough of its own."""
+    """Distribution of output lengths: one for the model, and one per tenant with enough finished requests."""
 
     def __init__(self) -> None:
         self._model = Lengths()

@@ -60,7 +60,7 @@ class Cohort:
     def __init__(self, members: list[tuple[Sequence, int]], common: int, bound: int, block_size: int) -> None:
         """`members`: each with the number of its first blocks that are shared; `common`: these, counted once."""
         self.bound = bound
-        self.peak = 0  # blocks held at once, so far as looked
+        self.peak = 0  # maximum of blocks held at once, as of the last look()
         self._members, self._common, self._size = members, common, block_size
 
     def look(self, step: int) -> bool:

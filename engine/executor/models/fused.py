@@ -75,7 +75,7 @@ WINDOW: dict[type[PreTrainedModel], Callable[[Any], int | None]] = {
 
 
 class Routing(NamedTuple):
-    """How a family makes weights of a token's experts from their logits: as `ops.route`."""
+    """How a family turns router logits into expert weights; the fields are arguments of `ops.route`."""
 
     normalise: bool
     rounded: bool

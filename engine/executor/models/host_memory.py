@@ -2,7 +2,8 @@
 
 Loading allocates and frees a temporary copy for each weight: wide ones to round, joined ones to pack.  glibc raises its
 threshold for mmap to the largest block freed so far, up to 32 MiB.  From then on it takes such copies from its heap,
-where those that are freed between weights that stay leave holes.  They held as much as the weights themselves.
+where those that are freed between weights that stay leave holes.  Such holes took as much memory as the weights
+themselves.
 """
 
 from __future__ import annotations

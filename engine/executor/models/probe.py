@@ -262,7 +262,7 @@ def drift_of(logits: Tensor, wanted: Tensor) -> Tensor:
 def prove_served(module: PreTrainedModel, proof: Proof, block_size: int = 16, *, rounds_inputs: bool = False) -> None:
     """Compute the probe's tokens as a step does, with swapped submodules, our attention and a KV cache.
 
-    rounds_inputs: products round their inputs to e4m3, which the probe does not.  Raises UnsupportedModel if the step
+    rounds_inputs: GEMMs round their inputs to e4m3; the probe does not.  Raises UnsupportedModel if the step
     fails, or if its logits are not finite or not those of the probe."""
     kind, device = module.config.model_type, module.device
     caches = allocate(proof.layers, 2, block_size, module.dtype, device)

@@ -79,8 +79,8 @@ def has_tower(config: PretrainedConfig) -> bool:
 def text_config(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
     """Return the config of the causal model that is the text part of a multimodal one.
 
-    The weight files of `directory`, if any, decide whether the output layer is the embedding: the config names it
-    twice, in two meanings."""
+    The weight files of `directory`, if any, decide whether the output layer is the embedding: the config has
+    `tie_word_embeddings` twice, with different meanings."""
     text = config.get_text_config()
     if kind := TOWERS[config.model_type]:
         described = text.to_dict()

@@ -1,4 +1,4 @@
-"""What rank 0 and the process of another rank say to each other, and the loop of that process.
+"""The messages between rank 0 and the process of another rank, and the loop of that process.
 
     rank 0 ── commands: b"P" + Task of a spare, then b"T" + Task,
               b"S" + plan, b"C", b"G" + Hold, b"Q" + keys, b"R" + Release, b"X" ──> rank i   a rank does what rank 0

@@ -21,7 +21,7 @@ from quire.service.common.refusal import bad_request
 FIELD = "context_management"
 CLEAR_THINKING, CLEAR_CALLS = "clear_thinking_20251015", "clear_tool_uses_20250919"
 THINKING = ("thinking", "redacted_thinking")
-KEPT_TURNS, KEPT_CALLS = 1, 3  # with thinking, and calls of tools, that stay where the edit does not say it
+KEPT_TURNS, KEPT_CALLS = 1, 3  # defaults of `keep`: turns with thinking, and tool calls
 
 
 def edited(turns: list[Turn], management: dict[str, Any] | None, skipped: Skipped) -> list[Turn]:

@@ -25,7 +25,7 @@ from quire.engine.executor.errors import ModelLoadError, UnsupportedModel, one_l
 Format = Literal["scaled", "packed", "awq", "gptq", "mxfp4", "fp4"]
 Strategy = Literal["tensor", "channel", "group", "block"]
 COMPRESSED_FORMATS = {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized"}
-# Formats of compressed-tensors in e2m1: how scales are shared, columns of one, and parts beside those of each format.
+# e2m1 formats of compressed-tensors -> sharing of scales, columns per scale, tensors that only this format has.
 FP4_FORMATS: dict[str, tuple[str, int, frozenset[str]]] = {
     "nvfp4-pack-quantized": ("tensor_group", 16, frozenset({"global_scale"})),
     "mxfp4-pack-quantized": ("group", 32, frozenset()),
@@ -37,7 +37,7 @@ MODELOPT_FP4_GROUP = 16  # columns that share a scale, unless the config says ot
 
 
 class Unread(Exception):
-    """What a config asks for and no reader knows, in a few words."""
+    """The first property of a quantisation config that is not supported, in a few words."""
 
 
 @dataclass(frozen=True)

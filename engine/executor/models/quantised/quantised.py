@@ -1,4 +1,4 @@
-"""Weights that stay quantised while they are served: 8 bits a number and a scale for each row or block, or 4 bits.
+"""Weights that stay quantised while they are served: int8 or e4m3 with a scale per row or block, or int4.
 
     a float weight [out, in] ── Quantised.of ──> numbers [out, in] int8 or e4m3, scale [out] float32
                                                  4 bits: numbers [out, in / 2], scale and zero [out, in / 32]

@@ -22,7 +22,7 @@ from quire.engine.executor.models.cuts import Where
 from quire.engine.executor.models.quantised.dequantise import WORD, Shape, check_packed
 from quire.engine.executor.models.quantised.quantisation import Format, Quantisation
 
-PartSlices = Mapping[str, Any]  # slices of files by kind of part, which read nothing until they are indexed
+PartSlices = Mapping[str, Any]  # kind of part -> lazy slice of a file, read when it is indexed
 Parts = dict[str, Tensor]
 
 

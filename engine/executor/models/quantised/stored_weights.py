@@ -246,9 +246,9 @@ class StoredWeights:
 
 @contextlib.contextmanager
 def in_this_thread() -> Iterator[None]:
-    """Make transformers take one tensor at a time, in the thread that loads.
+    """Make transformers load tensors one by one, on the calling thread.
 
-    Its own threads run ahead, each with a weight in float32 and a team of OpenMP."""
+    By default it loads on threads of its own, each with a float32 weight and an OpenMP team."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"

@@ -133,7 +133,7 @@ class Sharding:
     cuts: dict[str, Cut] = field(default_factory=dict)  # by parameter
     summed: list[str] = field(default_factory=list)  # modules
     of_first: list[str] = field(default_factory=list)  # parameters that only rank 0 adds
-    split_sizes: dict[str, int] = field(default_factory=dict)  # by module: its attribute of this name
+    split_sizes: dict[str, int] = field(default_factory=dict)  # module -> value of its attribute `split_size`
     gathered: str = ""  # the head; empty: every rank has all of it
     vocab_size: int = 0
 

@@ -1,7 +1,7 @@
--- What every script begins with: the key prefix, the clock, and orders to an engine.
+-- Shared beginning of all scripts: the key prefix, the clock, and orders to an engine.
 --
--- Redis prints each argument of a command that is a number, which takes as long as a cheap command.  So where commands
--- are many, constants are text: '0'.
+-- Redis converts each number among a command's arguments to text, which takes as long as a cheap command.  So scripts
+-- with many commands pass constants as text: '0'.
 --
 -- KEYS[1] is the prefix; every other key is made from it.  When its memory is full, Redis refuses a script whose first
 -- write takes memory, and no script that begins with a delete.  So submit and attach are refused before they change

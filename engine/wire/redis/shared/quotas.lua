@@ -53,7 +53,7 @@ local function settle_quota(tenant, id)
   if not prompts_of(tenant, request)() then forget_request(tenant, request) end
 end
 
--- Settle what a request of the tenant still takes.  It is over.
+-- Settle all quotas that a request of the tenant still takes: it has ended.
 local function settle_request(tenant, request)
   for id in prompts_of(tenant, request) do
     fold_for(id)
