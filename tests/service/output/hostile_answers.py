@@ -175,7 +175,7 @@ class Asker:
         return await asyncio.to_thread(read_answer, response.status, data, stream)
 
     async def ask_in_every_way(self, case: Case) -> list[str]:
-        """Ask streamed and complete, each again, streamed ones thrice at once; resume.  Return what differs or fails."""
+        """Ask streamed and complete, each again, streamed ones thrice at once; resume.  Return what differs."""
         number, wrong = next(self._keys), list[str]()
         first: Answer | None = None
         for stream in (True, False):
