@@ -25,7 +25,7 @@ import redis.asyncio as aioredis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import MovedError, NoScriptError, RedisError
+from redis.exceptions import MovedError, NoScriptError, RedisError, ResponseError
 
 from quire.engine.common.addresses import host_and_port
 from quire.engine.common.errors import OperatorError
@@ -33,7 +33,7 @@ from quire.engine.wire.layout import LAYOUT_VERSION, TOMBSTONE_MS
 from quire.engine.wire.messages import WIRE_VERSION
 from quire.engine.wire.nodes import Address, Nodes, has_hash_tag
 from quire.engine.wire.redis_errors import Remedy, code_of, one_line, remedy
-from quire.engine.wire.scripts import MEET, Script
+from quire.engine.wire.scripts import COMMANDS, MEET, Script
 
 log = logging.getLogger("quire.bus")
 T = TypeVar("T")
@@ -114,6 +114,7 @@ class Link:
         """Check the server's version and the versions of layout and wire; return the id of its data's history.
 
         Raises BusDown, or VersionMismatch when processes of another version use this namespace."""
+        await self._check_commands()
         info = await self.retry(self.redis.info, PATIENCE_S)
         version = str(info["redis_version"])
         if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
@@ -130,6 +131,22 @@ class Link:
                 f"processes and delete the key {self.prefix}layout"
             )
         return await self.history()
+
+    async def _check_commands(self) -> None:
+        """Raise BusDown if the server lacks a command that is needed: `rename-command` in its configuration."""
+        ask: Callable[[], Awaitable[list[Any]]] = partial(self.redis.execute_command, "COMMAND INFO", *COMMANDS)
+
+        async def once() -> list[Any]:
+            try:
+                return await ask()
+            except ResponseError as error:
+                if remedy(error) in (Remedy.OPERATOR, Remedy.NONE):  # this user, or the server, has no COMMAND
+                    return list(COMMANDS)
+                raise
+
+        found = await self.retry(once, PATIENCE_S)
+        if missing := [name for name, entry in zip(COMMANDS, found, strict=True) if not entry]:
+            raise BusDown(f"Redis at {self._name} has no {', '.join(missing)}: take rename-command out of its settings")
 
     async def _join_cluster(self) -> None:
         """Learn the cluster's nodes.  Raises BusDown where this URL or namespace cannot be served by a cluster."""

@@ -114,3 +114,10 @@ RESPONSE_DROP, RESPONSE_LEASE = load("response_drop"), load("response_lease")
 OPEN, CLOSE, OTHERS = load("open"), load("close"), load("others")
 REJOIN, EXCHANGE = load("rejoin"), load("exchange")
 REQUESTS_WAIT = load("requests_wait")
+
+# Commands of Redis that the scripts and their callers need.
+COMMANDS = sorted(
+    {"EVAL", "EVALSHA", "EXISTS", "INFO", "SUBSCRIBE"}.union(
+        *(re.findall(r"\bcall\('([A-Z]+)'", one.source) for one in list(globals().values()) if isinstance(one, Script))
+    )
+)
