@@ -209,10 +209,23 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   //                     silu(gate) * up; down.  Missing ones are None
   //   caches, scales    per layer, as in kv_write; inner: inputs of down; eps, head_eps: of norms, and of head norms
   //   windows           per layer, as `window` of paged_attention; widen: as in packed_linear
+  //   lora_*            as weights, tables, rows and starts of `lora`, whose site is 4 * layer + linear layer; empty
+  //                     lists: no row has an adapter
   m.def(
       "decoder_layers(Tensor(a!) x, Tensor cos, Tensor sin, Tensor?[] weights, Tensor(b!)[] k_caches, "
       "Tensor(c!)[] v_caches, Tensor?[] scales, Tensor kv_indices, Tensor tables, Tensor rows, Tensor q_start, "
-      "Tensor lens, int heads, int inner, float eps, float head_eps, float scale, int[] windows, bool widen) -> ()");
+      "Tensor lens, int heads, int inner, float eps, float head_eps, float scale, int[] windows, bool widen, "
+      "Tensor[] lora_weights, Tensor[] lora_tables, Tensor? lora_rows, Tensor? lora_starts) -> ()");
+  // y[row] += B A x[row] for the rows of each LoRA adapter, on a CPU.  A site is one GEMM with its 1 to 3 linear layers
+  // (parts), as q, k and v.
+  //   x, y      [T, inner], [T, columns]
+  //   weights   per adapter [elements] in x's dtype: its matrices, each packed as in `product`
+  //   tables    per adapter [sites, 14] i64: offset of A in weights, rows of A (0: nothing is added); then per part offset
+  //             of B, rank (0: nothing), first column of y, columns.  A has the ranks of all parts as rows
+  //   rows      [n] i32: rows of x and y, ascending within an adapter
+  //   starts    [adapters + 1] i32: adapter g has rows[starts[g] : starts[g + 1]]
+  // Sums in float32; A x is rounded to x's dtype.  A row's result is bit-identical in any batch.
+  m.def("lora(Tensor x, Tensor[] weights, Tensor[] tables, Tensor rows, Tensor starts, int site, Tensor(a!) y) -> ()");
   // (columns, together) for weights of like's dtype, or int8 if like is u8. packed is [strips, steps, columns,
   // together], packed[s, k, c, t] = weight[s * columns + c, k * together + t]
   m.def("product_layout(Tensor like) -> (int, int)");

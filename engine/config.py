@@ -249,6 +249,25 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "of 4 MiB at once. Lower it where memory is scarce.",
         ),
     ] = 1024
+    lora_slots: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1024,
+            description="LoRA adapters whose sequences may run at once. A sequence of one more adapter waits for a "
+            "slot; nothing else waits for it. Adapters are served on a CPU with tensor_parallel 1; other engines take "
+            "only requests to the base model. Raise it where more adapters have requests at once. 0: no adapters.",
+        ),
+    ] = 8
+    lora_memory_gib: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="GiB of host memory for LoRA adapters: those of requests, and those used last. While adapters "
+            "of requests fill it, further ones wait. An adapter of rank 16 on all layers of an 8B model takes 0.08. "
+            "Raise it where the log shows adapters that are loaded again and again.",
+        ),
+    ] = 2.0
     itl_stretch: Annotated[
         float,
         Meta(

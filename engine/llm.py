@@ -11,11 +11,14 @@ Options of LLM are the fields of engine.config.EngineConfig.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 from tqdm import tqdm
 
+from quire.engine.adapters.files import digest_of
+from quire.engine.adapters.names import adapter_id
 from quire.engine.config import EngineConfig
 from quire.engine.executor import loading
 from quire.engine.executor.base import Executor
@@ -35,6 +38,17 @@ class Output(msgspec.Struct):
     message: str = ""  # why, when finish_reason is "error"
     logprobs: list[TokenLogprob] = []  # one a token, where asked for
     score: float = 0.0  # of an answer that beam search found: engine.wire.messages.Beams
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter, as PEFT writes it."""
+
+    name: str
+    path: str  # its folder
+
+    def id(self) -> str:
+        """Return its name with the digest of its files.  Raises AdapterError."""
+        return adapter_id(self.name, digest_of(Path(self.path)))
 
 
 class Completion(msgspec.Struct):
@@ -79,13 +93,17 @@ class LLM:
         max_new_tokens: int = 16,
         n: int = 1,
         beams: Beams | None = None,
+        adapter: Adapter | None = None,
     ) -> Completion:
         """Queue one prompt.  The completion fills while `step` is called, and leaves `unfinished` when it is done.
 
-        `beams`: search for the n best answers; they arrive when the search is done."""
+        `beams`: search for the n best answers; they arrive when the search is done.  `adapter`: None: the base model.
+        Raises AdapterError for files that cannot be read."""
         ids = list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt)
         self._ids += 1
         request = Generate(f"offline-{self._ids}", "", ids, max_new_tokens, sampling, FOREVER_MS, n=n, beams=beams)
+        if adapter is not None:
+            request = msgspec.structs.replace(request, adapter=adapter.id(), adapter_path=adapter.path)
         completion = self.unfinished[request.id] = Completion(ids, [Output() for _ in range(n)])
         self._open_outputs[request.id] = n
         self._box.orders.append(request)
@@ -103,20 +121,26 @@ class LLM:
         max_new_tokens: int | Sequence[int] = 16,
         n: int = 1,
         beams: Beams | None = None,
+        adapters: Sequence[Adapter | None] | Adapter | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """Continue every prompt, all submitted at once; completions are in the order of the prompts.
 
         `sampling` and `max_new_tokens`: one for all prompts, or one for each.  The default is greedy.  `beams`: find
         the n best answers by beam search instead; a field of `sampling` that it does not honour ends the request with
-        an error."""
+        an error.  `adapters`: one for all prompts, or one for each; None: the base model."""
         prompts = list(prompts)
         if sampling is None or isinstance(sampling, Sampling):
             sampling = [sampling or Sampling(temperature=0.0)] * len(prompts)
         if isinstance(max_new_tokens, int):
             max_new_tokens = [max_new_tokens] * len(prompts)
-        work = zip(prompts, sampling, max_new_tokens, strict=True)
-        completions = [self.submit(prompt, how, max_new_tokens=limit, n=n, beams=beams) for prompt, how, limit in work]
+        if adapters is None or isinstance(adapters, Adapter):
+            adapters = [adapters] * len(prompts)
+        work = zip(prompts, sampling, max_new_tokens, adapters, strict=True)
+        completions = [
+            self.submit(prompt, how, max_new_tokens=limit, n=n, beams=beams, adapter=adapter)
+            for prompt, how, limit, adapter in work
+        ]
         with tqdm(total=len(completions), unit="prompt", disable=not progress) as bar:
             while self.unfinished or not self.engine.core.idle:
                 self.step()

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from copy import copy
 
+from quire.engine.adapter_gate import AdapterGate
 from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
 from quire.engine.core.blocks import BlockPool, HostPool
@@ -74,6 +75,7 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         step_target_s=config.step_target_s,
         grammars=info.grammars,
         beams=info.beams and shares_blocks(config.admission),
+        adapter_slots=config.lora_slots if info.adapters else 0,
     )
     pool = BlockPool(
         executor.blocks,
@@ -110,7 +112,8 @@ class Engine:
         self.busy_since = 0.0  # monotonic seconds at which the present step began; 0: no step is running
         self._leave_at = math.inf  # monotonic seconds at which a draining engine leaves in any case
         held_mib = config.grammars_held_mib
-        self._inbox = GrammarGate(inbox, executor.grammar_store, clock, most_held_mib=held_mib)
+        self._adapters = AdapterGate(inbox, executor.adapter_store, clock)
+        self._inbox = GrammarGate(self._adapters, executor.grammar_store, clock, most_held_mib=held_mib)
         self._outbox = outbox
         self._clock = clock
         self._load = LoadReport(config.engine_id, executor.info)
@@ -201,15 +204,16 @@ class Engine:
         """Hand the outputs and the state of the engine to the outbox."""
         core, now = self.core, time.monotonic()
         record.draining = self.draining
-        gate = self._inbox
+        gates = self._adapters, self._inbox
         room_tokens, room_requests = (0, 0) if record.draining else core.headroom.startable()
-        room_requests = min(room_requests, core.limits.max_seqs - gate.waiting)  # others can take what would wait here
+        room_requests = min(room_requests, core.limits.max_seqs - self._waiting)  # others can take what would wait here
         claim_tokens = core.headroom.claimable() if room_tokens else 0
-        gated = gate.waiting_sequences, gate.waiting_tokens
-        record.gated = gate.waiting_sequences
+        gated = sum(gate.waiting_sequences for gate in gates), sum(gate.waiting_tokens for gate in gates)
+        record.gated = gated[0]
         record.load = self._load.describe(core, now, draining=record.draining, queued=record.queued > 0, gated=gated)
         record.outputs = core.outputs()
-        gate.ended(record.outputs.finished)
+        for gate in gates:
+            gate.ended(record.outputs.finished)
         record.last_step, record.last_committed, record.idle = core.step, core.committed, core.idle
         costs = StepCosts(core.step_cost.token_s, core.step_cost.decode_s(core.running))
         counts = self._accepted, self._dropped
@@ -242,8 +246,13 @@ class Engine:
             self.canary.run()
             self.busy_since = 0.0
 
+    @property
+    def _waiting(self) -> int:
+        """Requests that wait for a grammar or an adapter."""
+        return self._inbox.waiting + self._adapters.waiting
+
     def _may_leave(self) -> bool:
         now = time.monotonic()
         self._leave_at = min(self._leave_at, now + self.config.grace_s)
-        answered = self.core.idle and not self._inbox.waiting
+        answered = self.core.idle and not self._waiting
         return answered or self._inbox.relieved or now >= self._leave_at

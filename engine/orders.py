@@ -45,8 +45,13 @@ Order = Generate | Resume | Refused | Abort | ResetPrefixCache
 class Inbox(Protocol):
     """Where orders come from."""
 
-    relieved: bool  # another engine can take over every request of this one
-    queued: int  # requests that wait in the shared queue, this engine's share of them
+    @property
+    def relieved(self) -> bool:
+        """Whether another engine can take over every request of this one."""
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait in the shared queue, this engine's share of them."""
 
     def drain(self, wait_s: float) -> Sequence[Order]:
         """Return everything that has arrived; wait up to `wait_s` seconds for the first order."""

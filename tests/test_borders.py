@@ -42,11 +42,14 @@ MAY_SEE: dict[str, set[str]] = {
     "engine.common": {"engine.common", "engine.wire.messages"},
     # The tokenizer of a checkpoint, which gateways, engines and the offline API must read alike.
     "engine.tokenizers": {"engine.tokenizers", "engine.common.errors"},
+    # Files and names of LoRA adapters, which gateways, engines and the offline API must read alike.
+    "engine.adapters": {"engine.adapters", "engine.common.child_python", "engine.common.errors"},
     "engine.wire": {"engine.common", "engine.wire"},
     "engine.config": set(),
     "engine.core": {"engine.core", "engine.wire.messages"},
     "engine.executor": {
         "engine.executor",
+        "engine.adapters",
         "engine.common.child_python",
         "engine.common.deadline",
         "engine.common.errors",
@@ -73,6 +76,7 @@ MAY_NOT_USE: dict[str, set[str]] = {
     "service": {"torch", "numpy"},
     "engine.common": {"torch", "transformers", "aiohttp", "numpy"},
     "engine.tokenizers": {"torch", "aiohttp", "numpy"},
+    "engine.adapters": {"torch", "transformers", "aiohttp", "numpy"},
     "engine.wire": {"torch", "transformers", "aiohttp", "numpy"},
     "engine.core": {"torch", "transformers", "redis", "random", "logging", "time", "asyncio", "numpy"},
     "engine.loop": {"torch", "transformers"},

@@ -17,7 +17,8 @@ from quire.engine.core.limits import Outputs
 from quire.engine.executor.base import ScriptedExecutor
 from quire.engine.executor.grammar_store import PER_BYTE, GrammarError, GrammarStore
 from quire.engine.executor.grammars import FAULTY, Grammars
-from quire.engine.grammar_gate import POLL_S, GrammarGate
+from quire.engine.gate import POLL_S
+from quire.engine.grammar_gate import GrammarGate
 from quire.engine.llm import LLM
 from quire.engine.loop import Engine
 from quire.engine.orders import Order, Refused, Report, Resume, request_of

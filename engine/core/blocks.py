@@ -49,9 +49,12 @@ class DoubleFree(AccountingError):
     """A held block was released, or will be too early: the next sequence to get it would overwrite it."""
 
 
-def root_digest(fingerprint: str, salt: str) -> bytes:
-    """Where every chain of one model and tenant starts: other weights or salts share no digest."""
-    return blake2b(f"{len(fingerprint)}:{fingerprint}{salt}".encode(), digest_size=32).digest()
+def root_digest(fingerprint: str, salt: str, adapter: str = "") -> bytes:
+    """Where every chain of one model, tenant and adapter starts: other weights or salts share no digest.
+
+    `adapter`: digest of a LoRA adapter's files, which change keys and values as other weights do; "": none."""
+    key = blake2b(adapter.encode(), digest_size=32).digest() if adapter else b""
+    return blake2b(f"{len(fingerprint)}:{fingerprint}{salt}".encode(), digest_size=32, key=key).digest()
 
 
 def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:

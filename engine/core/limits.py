@@ -28,6 +28,7 @@ class Limits(msgspec.Struct, frozen=True):
     step_target_s: float = 0.0  # longest step with prompts, seconds; 0: no bound
     grammars: bool = False  # the executor honours Sampling.grammar
     beams: bool = False  # the executor reports the candidates of a slice
+    adapter_slots: int = 0  # LoRA adapters whose sequences may run at once; 0: the executor takes none
 
 
 Milestone = Literal["started", "resumed", "first", "paused", "continued", "preempted", "requeued", "ended"]

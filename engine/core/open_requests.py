@@ -104,6 +104,8 @@ def refusal(request: Generate, outputs: Outputs | None, limits: Limits, room: in
         return f"the prompt must hold token ids from 0 to {limits.vocab_size - 1}, at least one"
     if request.sampling.grammar and not limits.grammars:
         return "the answer must match a grammar, and this engine cannot enforce one"
+    if request.adapter and not limits.adapter_slots:
+        return "this engine takes no LoRA adapters"
     if outside := tokens_outside(request.sampling, limits.vocab_size):
         return outside
     if request.n > limits.max_seqs:

@@ -23,6 +23,7 @@ from quire.engine.core.isolation import Isolation
 from quire.engine.core.limits import Limits
 from quire.engine.core.plan import Fork, Sampler, Slice, Start, StepPlan
 from quire.engine.core.plan_edits import PlanEdits
+from quire.engine.core.policy.adapters import AdapterSlots
 from quire.engine.core.policy.admission import AdmissionPolicy
 from quire.engine.core.policy.allocation import AllocationPolicy
 from quire.engine.core.policy.fairness import PREEMPTIBLE, Fairness
@@ -55,12 +56,14 @@ class PlanBuilder:
         forced: ForcedTokens,
         jump_costs: JumpCosts,
         drafts: Drafts,
+        adapters: AdapterSlots,
     ) -> None:
         self._pool, self._batch, self._waiting, self._report = pool, batch, waiting, report
         self._edits, self._allocation, self._admission = edits, allocation, admission
         self._isolation, self._fairness = isolation, fairness
         self._preemption, self._swapping, self._groups = preemption, swapping, groups
         self._forced, self._jump_costs, self._drafts = forced, jump_costs, drafts
+        self._adapters = adapters
         self._step = 0  # of the plan in the making
         self._chunk_tokens = 0
         self._decoding = 0  # sequences that decode in it
@@ -211,13 +214,13 @@ class PlanBuilder:
                     return
                 self._report.record("continued", seq)
                 batch.resume(seq)
-                self._edits.starts.append(Start(seq.slot, list(seq.table)))
+                self._edits.starts.append(Start(seq.slot, list(seq.table), adapter=self._adapters.slot_of(seq)))
                 self._advance(seq)
 
     def start_waiting(self) -> None:
         """Start waiting sequences in order, until one has to wait."""
         while self._budget > 0 and self._waiting and not self._batch.paused and not self._awaits_slot:
-            head = self._isolation.first(self._waiting)
+            head = self._isolation.first(self._adapters.startable(self._waiting))
             if head is None or head.sampled_in > self._batch.committed:  # its last token is still on the way
                 return
             if self._batch.slots.free < 1 + len(head.siblings) or not self._admission.may_start(head):
@@ -251,7 +254,8 @@ class PlanBuilder:
         look_ahead = self._jump_costs.look_ahead(
             self._decoding + self._jumps + self._drafting, bool(self._batch.prefilling)
         )
-        return StepPlan(step, vacated, copies, starts, table_edits, slices, forks, poison, *swaps, look_ahead)
+        loads = self._adapters.take_loads()
+        return StepPlan(step, vacated, copies, starts, table_edits, slices, forks, poison, *swaps, look_ahead, loads)
 
     # ----------------------------------------------------------------------------------------------- one sequence
 
@@ -322,7 +326,7 @@ class PlanBuilder:
                 self._admission.forecast.predict_length(member)
             self._report.record("started", seq, seq.computed)
         self._batch.admit(seq)
-        self._edits.starts.append(Start(seq.slot, list(seq.table)))
+        self._edits.starts.append(Start(seq.slot, list(seq.table), adapter=self._adapters.take(seq)))
         self._advance(seq)
 
     def _advance(self, seq: Sequence) -> None:
@@ -362,7 +366,7 @@ class PlanBuilder:
         """Send the executor what a re-fork has changed in the table of a sequence."""
         fresh, entries = self._groups.of(seq.request.id).take_moves(seq)
         if fresh:
-            self._edits.starts.append(Start(seq.slot, list(seq.table)))
+            self._edits.starts.append(Start(seq.slot, list(seq.table), adapter=self._adapters.slot_of(seq)))
         for index, block in entries:
             self._edits.set_entry(seq, index, block)
 

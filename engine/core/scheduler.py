@@ -36,6 +36,7 @@ from quire.engine.core.open_requests import OpenRequests, refusal
 from quire.engine.core.plan import StepPlan, StepResult
 from quire.engine.core.plan_builder import PlanBuilder
 from quire.engine.core.plan_edits import PlanEdits
+from quire.engine.core.policy.adapters import AdapterSlots
 from quire.engine.core.policy.admission import admission_policy
 from quire.engine.core.policy.allocation import allocation_policy
 from quire.engine.core.policy.claims import Claims
@@ -69,22 +70,22 @@ class Scheduler:
         self.swapping = Swapping(pool, host or HostPool(), self.step_cost, limits.preempt, limits.block_bytes)
         self.allocation = allocation_policy(pool, limits)
         self.admission = admission_policy(pool, limits, self.batch, self.allocation)
-        self.claims = Claims(self.step_cost, self.batch, self.waiting)
+        self.adapters = AdapterSlots(limits.adapter_slots, self.batch, self.waiting)
+        self.claims = Claims(self.step_cost, self.batch, self.waiting, self.adapters)
         self.groups = Groups(pool, self.batch, limits)
         self.forced = ForcedTokens(self.report)
         self.jump_costs = JumpCosts(self.step_cost)
         self.drafts = Drafts(pool, self.batch, self.allocation, self.report, DraftController(self.step_cost))
         self.isolation = Isolation()
-        self.fairness = Fairness(self.requests, self.batch, self.waiting, self.admission, self.isolation, self.swapping)
+        self.fairness = Fairness(
+            *(self.requests, self.batch, self.waiting, self.admission, self.isolation, self.swapping, self.adapters)
+        )
         edits = PlanEdits(pool)
         self.preemption = Preemption(
             pool, self.batch, self.waiting, self.swapping, self.fairness, edits, self.report, self.groups
         )
         self.builder = PlanBuilder(
-            pool,
-            self.batch,
-            self.waiting,
-            self.report,
+            *(pool, self.batch, self.waiting, self.report),
             edits=edits,
             allocation=self.allocation,
             admission=self.admission,
@@ -96,11 +97,10 @@ class Scheduler:
             forced=self.forced,
             jump_costs=self.jump_costs,
             drafts=self.drafts,
+            adapters=self.adapters,
         )
         self.headroom = Headroom(
-            pool,
-            limits,
-            self.step_cost,
+            *(pool, limits, self.step_cost),
             batch=self.batch,
             waiting=self.waiting,
             requests=self.requests,
@@ -185,6 +185,7 @@ class Scheduler:
                 self.swapping.free_all_blocks(seq)
         self.pool.forget(self.batch.abandon_steps())
         self.drafts.reset()
+        self.adapters.forget()
         if (guilty := self.isolation.failed(lost, departed)) is not None:
             self._end_request(guilty, "error", FAILED_TWICE)
         return len(back), guilty

@@ -104,7 +104,11 @@ class Sequence(msgspec.Struct, eq=False):
         """Digest of its `block`-th full block; each is computed once, on demand."""
         digests = self.digests
         while len(digests) <= block:
-            parent = digests[-1] if digests else root_digest(fingerprint, self.request.cache_salt)
+            parent = digests[-1] if digests else self._root(fingerprint)
             at = len(digests) * block_size
             digests.append(chain_digest(parent, self.tokens[at : at + block_size]))
         return digests[block]
+
+    def _root(self, fingerprint: str) -> bytes:
+        request = self.request
+        return root_digest(fingerprint, request.cache_salt, request.adapter.rpartition("@")[2])

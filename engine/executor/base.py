@@ -15,7 +15,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.plan import Sampler, Slice, StepPlan, StepResult
 from quire.engine.executor.constraints import IMPOSSIBLE, Constraints
 from quire.engine.executor.followers import Follower, advance, forced_tokens
-from quire.engine.executor.grammar_store import GrammarStore, HeldGrammars
+from quire.engine.executor.grammar_store import GrammarStore, HeldGrammars, HeldResources
 from quire.engine.executor.grammars import Grammars
 
 
@@ -30,6 +30,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int  # keys and values of all layers, all ranks together
     grammars: bool = False  # it honours Sampling.grammar
     beams: bool = False  # it reports Slice.candidates
+    adapters: bool = False  # it honours Start.adapter
 
 
 class StepError(Exception):
@@ -56,6 +57,10 @@ class Executor(Protocol):
     @property
     def grammar_store(self) -> HeldGrammars | None:
         """Where requests hold their grammars, each compiled before its first plan; None: it follows none."""
+
+    @property
+    def adapter_store(self) -> HeldResources | None:
+        """Where requests hold their LoRA adapters, each loaded before its first plan; None: the model takes none."""
 
     def submit(self, plan: StepPlan) -> None:
         """Start one step.  Returns before it has run when `depth` > 1."""
@@ -218,6 +223,10 @@ class ScriptedExecutor:
     def grammar_store(self) -> GrammarStore | None:
         grammars = self._constraints.grammars if self._constraints is not None else None
         return None if grammars is None else grammars.store
+
+    @property
+    def adapter_store(self) -> None:
+        return None
 
     def catch_up(self) -> bool:
         return False

@@ -34,6 +34,7 @@ from quire.engine.core.plan import Slice, StepPlan
 from quire.engine.executor import ops
 from quire.engine.executor.drafts import DraftRows
 from quire.engine.executor.kv_cache import Caches
+from quire.engine.executor.lora.bank import AdapterBank
 from quire.engine.executor.staging import Array, Staging
 
 
@@ -87,6 +88,7 @@ class StepTensors:
     known: Tensor  # [N] i64: tokens before the one sampled now
     targets: list[Targets] = field(default_factory=list)
     planned: set[tuple[int, ...]] = field(default_factory=set)  # kinds of attention layers that have a plan already
+    adapters: ops.AdapterRows | None = None  # tokens with LoRA adapters; None: none has one
 
     def attention_plan(self, heads: int, kv_heads: int, head_size: int, window: int) -> Tensor:
         """How this step's attention work is shared out; decided once for all layers of a kind."""
@@ -225,9 +227,11 @@ class Batch:
         block_size: int,
         caches: Caches,
         staging: Staging,
+        adapters: AdapterBank | None = None,
     ) -> None:
+        """`adapters`: None: no sequence has an adapter."""
         device = caches[0][0].device
-        self._caches, self._staging = caches, staging
+        self._caches, self._staging, self._adapters = caches, staging, adapters
         self._block_size = block_size
         self._most_tokens = max(step_tokens, max_seqs)
         self._plans = Plans(max_seqs=max_seqs, max_tokens=self._most_tokens, device=device)
@@ -250,6 +254,9 @@ class Batch:
         self.decoding_slots: tuple[int, ...] = ()  # the same, shared by all steps until it changes
         self._host_slots[:] = -1
         self._changed = True
+        self._adapter_rows: ops.AdapterRows | None = None  # of the staged step
+        if self._adapters is not None:
+            self._adapters.reset()
 
     def vacate(self) -> None:
         """Empty every slot on the device until the next plan is staged.  Call it only while no slot is in use.
@@ -270,6 +277,8 @@ class Batch:
         """
         for slot in plan.freed_slots:
             self._leave(slot)
+        if self._adapters is not None:
+            self._adapters.take(plan)
         edits = self._edits(plan)
         if edits is not None:
             self._host_tables[edits[:, 0], edits[:, 1]] = edits[:, 2]
@@ -289,6 +298,8 @@ class Batch:
         if self._changed:
             self.decoding_slots = tuple(self._order)
             slots = staging.stage_array(self._host_slots)
+        if self._adapters is not None:
+            self._adapter_rows = self._adapters.rows(plan, self._order[:decoding], self.decoding_slots)
         self._changed = single is not None  # the device's `slots` then names these, for this step only
         staged = Staged(
             slots,
@@ -454,6 +465,7 @@ class Batch:
             logits_at=None,
             sample_slots=buffers.sample_slots[:size],
             known=buffers.known[:size],
+            adapters=self._adapter_rows,
         )
 
     def gather(self, step: StepTensors) -> None:
@@ -488,6 +500,7 @@ class Batch:
             sample_slots=self._buffers.sample_slots[: shape.samples],
             known=known,
             targets=mixed.targets,
+            adapters=self._adapter_rows,
         )
 
     def idle_step(self, shape: Shape) -> Mixed:

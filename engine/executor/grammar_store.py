@@ -60,8 +60,10 @@ class GrammarCounts:
     evicted: int = 0
 
 
-class HeldGrammars(Protocol):
-    """What holds requests back needs of a store: one of this process, or those of all ranks."""
+class HeldResources(Protocol):
+    """What holds requests back until something is ready needs of its store.
+
+    The methods speak of grammars; LoRA adapters are held alike, each named by a text."""
 
     def hold(self, request_id: str, text: str, tenant: str = "", weight: float = 1.0) -> bool:
         """Let a request hold a grammar until its `release`.  Returns whether it is compiled, or at fault, already."""
@@ -77,6 +79,10 @@ class HeldGrammars(Protocol):
 
     def is_held(self, text: str) -> bool:
         """Return whether a request holds a grammar."""
+
+
+class HeldGrammars(HeldResources, Protocol):
+    """The store of grammars: one of this process, or those of all ranks."""
 
     @property
     def counts(self) -> GrammarCounts:

@@ -32,6 +32,7 @@ from quire.engine.executor.base import ExecutorLost, ModelInfo, StepError
 from quire.engine.executor.errors import one_line
 from quire.engine.executor.grammar_store import GrammarStore
 from quire.engine.executor.kv_cache import GIB, KV_DTYPES, bytes_per_token
+from quire.engine.executor.lora.store import AdapterStore
 from quire.engine.executor.models import fused
 from quire.engine.executor.models.hf import LoadedModel, load_model
 from quire.engine.executor.models.sources import builtin
@@ -66,6 +67,7 @@ def read_model(config: EngineConfig, kind: str, ranks: Ranks = ALONE) -> LoadedM
         ranks=ranks,
         quantize=config.quantize,
         own_experts=config.own_experts,
+        adapters=config.lora_slots > 0,
     )
 
 
@@ -118,6 +120,7 @@ class LocalExecutor:
             kv_bytes_per_token=ranks.size * bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)),
             grammars=self._worker.grammars is not None,
             beams=True,
+            adapters=self._worker.adapters is not None,
         )
         self.blocks, self.host_blocks = self._worker.blocks, self._worker.host_blocks
         self.swap_bytes_per_s = self._worker.swap.measure()
@@ -215,6 +218,11 @@ class LocalExecutor:
         """Where requests hold their grammars; None: the model's answers can follow none."""
         return None if self._worker is None or self._worker.grammars is None else self._worker.grammars.store
 
+    @property
+    def adapter_store(self) -> AdapterStore | None:
+        """Where requests hold their LoRA adapters; None: the model takes none."""
+        return None if self._worker is None else self._worker.adapters
+
     def catch_up(self) -> bool:
         """Do one piece of the work that a takeover put off.  Returns whether more is left.  Only while no request is
         here; does nothing while steps are in flight."""
@@ -225,6 +233,8 @@ class LocalExecutor:
         self._in_flight.clear()
         if (store := self.grammar_store) is not None:
             store.close()
+        if (adapters := self.adapter_store) is not None:
+            adapters.close()
         self._worker = None
         gc.collect()  # a worker and its graphs refer to each other
         torch.cuda.empty_cache()  # nothing where no GPU was used

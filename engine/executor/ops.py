@@ -757,6 +757,34 @@ class DecoderLayers:
     widen: bool  # as in Packed, for all linear layers
 
 
+@dataclass(frozen=True)
+class AdapterRows:
+    """The rows of a step that have a LoRA adapter, on a CPU: arguments of `lora` that are equal at all sites."""
+
+    weights: list[torch.Tensor]  # per adapter [elements], dtype of the model: its matrices, packed
+    tables: list[torch.Tensor]  # per adapter [sites, 14] int64: where they are (csrc/ops.cpp)
+    rows: torch.Tensor  # [n] int32: rows of the step, ascending within an adapter
+    starts: torch.Tensor  # [adapters + 1] int32: adapter g has rows[starts[g] : starts[g + 1]]
+
+
+def packed_layout(dtype: torch.dtype) -> tuple[int, int]:
+    """Return (columns of a strip, inputs that lie together) of a weight packed for `packed_linear` on this CPU."""
+    columns, together = torch.ops.quire.product_layout.default(torch.empty(0, dtype=dtype))
+    return columns, together
+
+
+LORA_FIELDS, LORA_PARTS = 14, 3  # of a site in a table; linear layers that share a GEMM
+
+
+def lora(x: torch.Tensor, adapters: AdapterRows, site: int, y: torch.Tensor) -> None:
+    """Add to rows of y what their LoRA adapters make of x: y[row] += B A x[row], on a CPU.
+
+    x [T, in], y [T, out] have the model's dtype; rows of y are contiguous.  site: index of the GEMM in the tables.
+    Sums are float32; A x is rounded to the dtype.  A row's bits do not depend on the batch; other rows are untouched.
+    """
+    torch.ops.quire.lora.default(x, adapters.weights, adapters.tables, adapters.rows, adapters.starts, site, y)
+
+
 def decoder_layers(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -768,16 +796,20 @@ def decoder_layers(
     rows: torch.Tensor,
     q_start: torch.Tensor,
     lens: torch.Tensor,
+    adapters: AdapterRows | None = None,
 ) -> None:
     """Compute all layers of a decoder on a CPU, in place of x [T, hidden].  Bit-identical to separate operators.
 
-    caches: per layer the key cache, the value cache and their scales.  Everything else as in `rope_kv_write` and
-    `paged_attention`.
+    caches: per layer the key cache, the value cache and their scales.  adapters: sites are 4 * layer + the linear layer
+    (qkv; o; gate and up; down).  Everything else as in `rope_kv_write` and `paged_attention`.
     """
     keys, values, scales = zip(*caches, strict=True)
     step = kv_indices, tables, rows, q_start, lens
     sizes = layers.heads, layers.inner, layers.eps, layers.head_eps, layers.scale, layers.windows, layers.widen
-    torch.ops.quire.decoder_layers.default(x, cos, sin, layers.weights, keys, values, scales, *step, *sizes)
+    lora: tuple[object, ...] = ([], [], None, None)
+    if adapters is not None:
+        lora = adapters.weights, adapters.tables, adapters.rows, adapters.starts
+    torch.ops.quire.decoder_layers.default(x, cos, sin, layers.weights, keys, values, scales, *step, *sizes, *lora)
 
 
 def _library_linear(

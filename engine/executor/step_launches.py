@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from quire.engine.executor.batch import Batch, Shape, StepTensors, Targets
 from quire.engine.executor.drafts import DraftRows, Verified, verify
+from quire.engine.executor.lora.sites import Sites
 from quire.engine.executor.models.fused import Forward
 from quire.engine.executor.ranks.divided_logits import DividedLogits
 from quire.engine.executor.sampling import TARGET_ROWS, Logprobs, Report, SamplerBank, logprobs_from
@@ -30,13 +31,17 @@ class StepLaunches:
         samplers: SamplerBank,
         output: StepOutput,
         divided: DividedLogits | None,
+        sites: Sites | None = None,
     ) -> None:
-        """`divided`: None: this rank computes all columns of the logits."""
+        """`divided`: None: this rank computes all columns of the logits.  `sites`: of LoRA adapters; None: there are
+        none."""
         self._model, self._batch, self._samplers = model, batch, samplers
-        self._output, self._divided = output, divided
+        self._output, self._divided, self._sites = output, divided, sites
 
     def forward(self, step: StepTensors) -> Forward:
-        """Return a step through the model.  Its layers run when logits are asked for first."""
+        """Return a step through the model.  Its layers run when logits are asked for first, before the next step."""
+        if self._sites is not None:
+            self._sites.rows = step.adapters
         return Forward(self._model, step)
 
     def logits(self, forward: Forward, at: Tensor | None, out: Tensor | None = None, *, whole: bool = False) -> Tensor:

@@ -31,7 +31,10 @@ from quire.engine.executor.drafts import Verified
 from quire.engine.executor.followers import Follower, advance, forced_tokens
 from quire.engine.executor.grammars import Grammars
 from quire.engine.executor.graphs import ladder, mixed_ladder
-from quire.engine.executor.kv_cache import KV_DTYPES, Caches, allocate, blocks_that_fit, by_shape, bytes_per_token
+from quire.engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, by_shape, bytes_per_token
+from quire.engine.executor.lora.bank import AdapterBank
+from quire.engine.executor.lora.packing import packer_for
+from quire.engine.executor.lora.store import AdapterStore
 from quire.engine.executor.masks import Masks
 from quire.engine.executor.memory_plan import MemoryPlan
 from quire.engine.executor.models.fused import own_columns
@@ -98,6 +101,12 @@ class Worker:
         self._config, self._loaded, self._model, self._ranks = config, model, model.module, ranks
         self._max_seqs, self._step_tokens = max_seqs, step_tokens
         self.grammars: Grammars | None = None
+        self.adapters: AdapterStore | None = None
+        self._adapter_bank: AdapterBank | None = None
+        if model.sites is not None:
+            pack = packer_for(model.sites.sites, model.dtype).pack
+            self.adapters = AdapterStore(pack, int(config.lora_memory_gib * GIB))
+            self._adapter_bank = AdapterBank(self.adapters, max_seqs)
         vocab_size, masks = model.vocab_size, Masks(max_seqs, model.vocab_size, device)
         if Grammars.supported(model.directory, model.eos_ids):
             sizes = {"vocab_size": vocab_size, "kept_bytes": config.grammar_memory_mib << 20}
@@ -206,10 +215,12 @@ class Worker:
             block_size=self._config.block_size,
             caches=caches,
             staging=self._staging,
+            adapters=self._adapter_bank,
         )
 
     def _new_launches(self, batch: Batch) -> StepLaunches:
-        return StepLaunches(self._model, batch, self._samplers, self._outputs.device, self._divided)
+        sampling = self._samplers, self._outputs.device, self._divided
+        return StepLaunches(self._model, batch, *sampling, self._loaded.sites)
 
     @property
     def max_model_len(self) -> int:

@@ -7,7 +7,7 @@ import math
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import ModelInfo
 from quire.engine.wire.clock import steady_ms
-from quire.engine.wire.messages import LATER_FIELDS, EngineLoad
+from quire.engine.wire.messages import ADAPTERS, LATER_FIELDS, EngineLoad
 
 
 class Rate:
@@ -133,6 +133,7 @@ class LoadReport:
             grammars=info.grammars,
             static_blocks=core.batch.reserved_blocks,
             slots_filled=self._slots_filled,
-            honours=list(LATER_FIELDS),
+            honours=[*LATER_FIELDS, *([ADAPTERS] if core.adapters.count else [])],
+            adapters=core.adapters.resident,
             beams=core.limits.max_seqs if core.limits.beams else 0,
         )

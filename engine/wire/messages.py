@@ -59,6 +59,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 # Fields of Sampling that engines of earlier releases ignore.  An engine names those that it honours in its reports, and
 # only then gets them.
 LATER_FIELDS = ("bad_words", "logprob_token_ids")
+ADAPTERS = "adapter"  # in EngineLoad.honours of an engine that honours Generate.adapter
 
 
 class Beams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -113,6 +114,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     retain_s: float = 0.0  # seconds for which its cached blocks are evicted last, once it has ended
     adapter: str = ""  # LoRA adapter, as `name@digest`; "": the base model.  Only engines that name it may get it
     predicted: list[int] = []  # tokens that the client expects in the answer: drafts are taken from them
+    adapter_path: str = ""  # folder of the adapter's files, which each engine that honours adapters can read
 
     @property
     def width(self) -> int:

@@ -48,6 +48,7 @@ class Rig:
         host_blocks: int = 0,
         bad: int | None = None,
         drafter: Drafter | None = None,
+        adapter_slots: int = 0,
     ) -> None:
         """`bad`: each step fails that samples for a request of BAD_SEED at this output position or later.
 
@@ -73,6 +74,7 @@ class Rig:
             block_bytes=64,
             beams=True,
             grammars=True,
+            adapter_slots=adapter_slots,
         )
         self.start()
         self.requests: dict[str, Generate] = {}
@@ -94,6 +96,8 @@ class Rig:
         self.executor = OracleExecutor(blocks, size, max_seqs, depth, host_blocks)
         self.executor.bad = self._bad
         self.decoding: set[int] = set()  # slots that decode after the last plan, by the plans alone
+        self.loaded: dict[int, str] = {}  # adapter slots, likewise
+        self.adapted: dict[int, int] = {}  # batch slot -> its adapter slot, likewise
         original = self.core.preemption.preempt_for_fairness
 
         def spy(victim: Sequence) -> None:
@@ -153,6 +157,7 @@ class Rig:
         tenant: str = "",
         weight: float = 1.0,
         beams: Beams | None = None,
+        adapter: str = "",
         **sampling: Any,
     ) -> str:
         request = Generate(
@@ -168,6 +173,7 @@ class Rig:
             tenant=tenant,
             weight=weight,
             beams=beams,
+            adapter=adapter,
         )
         self.requests[request.id] = request
         self.core.accept(request)
@@ -199,9 +205,24 @@ class Rig:
         assert len(self.decoding | named) <= self.limits.max_seqs
         self.decoding |= {piece.slot for piece in plan.slices if piece.sampler} | {fork.slot for fork in plan.forks}
         self.decoding |= drafting
+        self.check_adapters(plan)
         self.plans.append(plan)
         self.executor.submit(plan)
         return True
+
+    def check_adapters(self, plan: StepPlan) -> None:
+        """Each sequence in the batch has its own adapter in the slot that its start named."""
+        self.adapted = {slot: at for slot, at in self.adapted.items() if slot not in plan.freed_slots}
+        for at, adapter in plan.adapters:
+            assert 0 <= at < self.limits.adapter_slots
+            assert at not in self.adapted.values(), "the adapter of a running sequence was replaced"
+            self.loaded[at] = adapter
+        self.adapted |= {start.slot: start.adapter for start in plan.starts}
+        self.adapted |= {fork.slot: self.adapted[fork.parent] for fork in plan.forks}
+        for slot, seq in enumerate(self.core.batch.slots.occupants):
+            if seq is not None and seq.slot == slot and slot in self.adapted:
+                at = self.adapted[slot]
+                assert (self.loaded[at] if at >= 0 else "") == seq.request.adapter
 
     def commit(self) -> StepResult | None:
         """None: the step failed."""
@@ -220,6 +241,8 @@ class Rig:
         before = set(self.finishes)
         self.executor.reset()
         self.decoding.clear()
+        self.loaded.clear()
+        self.adapted.clear()
         _, guilty = self.core.step_failed()
         self.collect_outputs()
         ended = set(self.finishes) - before

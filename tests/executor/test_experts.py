@@ -218,7 +218,7 @@ def test_when_the_option_has_an_effect(
     monkeypatch.setattr(hf, "fuse", lambda *_, **__: None)
     monkeypatch.setattr(hf, "is_fused", lambda model: is_ours)
     with caplog.at_level(logging.INFO):
-        hf.swap_modules(model, 64, ordered=False, decoder=True, own_experts=own_experts)
+        hf.swap_modules(model, 64, False, decoder=True, own_experts=own_experts)
     assert ("1 layers are computed by our kernels" in caplog.text) == (layers == 1)
     assert ("transformers' kernels; --own-experts" in caplog.text) == (device == "cuda" and not is_ours and not layers)
     assert sum("forward" in vars(module) for module in model.modules()) == layers

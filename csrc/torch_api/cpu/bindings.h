@@ -22,4 +22,7 @@ void paged_attention(const at::Tensor& q, const at::Tensor& k_cache, const at::T
                      const std::optional<at::Tensor>& sinks, int64_t decodes, const at::Tensor& plan, double scale,
                      int64_t window, double soft_cap, const at::Tensor& out);
 
+void lora(const at::Tensor& x, at::TensorList weights, at::TensorList tables, const at::Tensor& rows,
+          const at::Tensor& starts, int64_t site, const at::Tensor& y);
+
 }  // namespace quire::cpu::torch_api

@@ -9,6 +9,7 @@
 
 #include "torch_api/checks.h"
 #include "torch_api/cpu/bindings.h"
+#include "torch_api/linear.h"
 
 namespace quire::cpu::torch_api {
 namespace {
@@ -21,13 +22,16 @@ struct PackedWeight {
   MaybeTensor packed, scale, zero, bias;
 };
 // Tensors of a layer: four norms, then the linear layers qkv, o, gate and up, and down.
-constexpr int64_t kTensorsPerLayer = 4 + 4 * kTensorsPerLinear;
+constexpr int64_t kLinears = 4;
+constexpr int64_t kTensorsPerLayer = 4 + kLinears * kTensorsPerLinear;
 
 void decoder_layers(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
                     const c10::List<MaybeTensor>& weights, at::TensorList k_caches, at::TensorList v_caches,
                     const c10::List<MaybeTensor>& scales, const at::Tensor& kv_indices, const at::Tensor& tables,
                     const at::Tensor& rows, const at::Tensor& q_start, const at::Tensor& lens, int64_t heads,
-                    int64_t inner, double eps, double head_eps, double scale, at::IntArrayRef windows, bool widen) {
+                    int64_t inner, double eps, double head_eps, double scale, at::IntArrayRef windows, bool widen,
+                    at::TensorList lora_weights, at::TensorList lora_tables, const MaybeTensor& lora_rows,
+                    const MaybeTensor& lora_starts) {
   const int64_t layers = windows.size();
   Size tokens("tokens"), hidden("hidden size"), count("layers");
   expect("x", x, {tokens, hidden});
@@ -37,6 +41,7 @@ void decoder_layers(const at::Tensor& x, const at::Tensor& cos, const at::Tensor
   count.agree("scales", scales.size());
   TORCH_CHECK_VALUE(static_cast<int64_t>(weights.size()) == layers * kTensorsPerLayer, "weights: has ", weights.size(),
                     " tensors, not ", kTensorsPerLayer, " for each of ", layers, " layers");
+  TORCH_CHECK_VALUE(lora_weights.empty() || (lora_rows && lora_starts), "lora_rows: adapters without rows");
   if (layers == 0) return;
   TORCH_CHECK_VALUE(k_caches[0].dim() == 4, "k_caches: has ", k_caches[0].dim(), " dimensions, not 4");
   const int64_t kv_heads = k_caches[0].size(1), head_size = k_caches[0].size(3);
@@ -52,7 +57,16 @@ void decoder_layers(const at::Tensor& x, const at::Tensor& cos, const at::Tensor
       const int64_t first = 4 + i * kTensorsPerLinear;
       const PackedWeight w{weight(first), weight(first + 1), weight(first + 2), weight(first + 3)};
       TORCH_CHECK_VALUE(w.packed, "weights: layer ", layer, " has no product ", i);
-      packed_linear(from, *w.packed, w.scale, w.zero, w.bias, norm, eps, silu_mul, widen, plus, out);
+      if (lora_weights.empty()) {
+        packed_linear(from, *w.packed, w.scale, w.zero, w.bias, norm, eps, silu_mul, widen, plus, out);
+        return;
+      }
+      // Adapters add between the GEMM and the activation.  Separate operators give the same bits.
+      const at::Tensor input = norm ? normed(from, *norm, eps) : from;
+      const at::Tensor y = silu_mul ? at::empty({out.size(0), 2 * out.size(1)}, out.options()) : out;
+      packed_linear(input, *w.packed, w.scale, w.zero, w.bias, std::nullopt, eps, false, widen, plus, y);
+      lora(input, lora_weights, lora_tables, *lora_rows, *lora_starts, kLinears * layer + i, y);
+      if (silu_mul) silu_product(y, out);
     };
     const at::Tensor &keys = k_caches[layer], &values = v_caches[layer];
     const MaybeTensor of_cache = scales.get(layer);

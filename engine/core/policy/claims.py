@@ -11,6 +11,7 @@ next steps compute, and no more.  At least one prompt is claimed when none is le
 from __future__ import annotations
 
 from quire.engine.core.batch import Batch
+from quire.engine.core.policy.adapters import AdapterSlots
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.waiting_queue import WaitingQueue
 
@@ -22,9 +23,9 @@ MEMORY = 8  # claimed requests whose prompts count in the usual length
 class Claims:
     """Knows what waits in the shared queue and what is claimed and not computed yet."""
 
-    def __init__(self, step_cost: StepCostModel, batch: Batch, waiting: WaitingQueue) -> None:
+    def __init__(self, step_cost: StepCostModel, batch: Batch, waiting: WaitingQueue, adapters: AdapterSlots) -> None:
         self.queued = 0  # requests that wait in the shared queue: this engine's share of them
-        self._step_cost, self._batch, self._waiting = step_cost, batch, waiting
+        self._step_cost, self._batch, self._waiting, self._adapters = step_cost, batch, waiting, adapters
         self._usual = 1.0  # tokens of a claimed prompt: a moving average
 
     def note(self, prompt_tokens: int) -> None:
@@ -44,5 +45,8 @@ class Claims:
 
     @property
     def pending(self) -> int:
-        """Prompt tokens that are claimed and not computed yet.  O(prompts that have started)."""
-        return self._waiting.tokens + sum(seq.known - seq.computed for seq in self._batch.prefilling)
+        """Prompt tokens that are claimed and not computed yet, without those that wait for an adapter slot.
+
+        O(prompts that have started)."""
+        waiting = self._waiting.tokens - self._adapters.blocked_tokens
+        return waiting + sum(seq.known - seq.computed for seq in self._batch.prefilling)

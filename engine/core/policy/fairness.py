@@ -28,6 +28,7 @@ from itertools import takewhile
 from quire.engine.core.batch import Batch
 from quire.engine.core.isolation import Isolation
 from quire.engine.core.open_requests import OpenRequests
+from quire.engine.core.policy.adapters import AdapterSlots
 from quire.engine.core.policy.admission import AdmissionPolicy
 from quire.engine.core.sequence import Sequence, State
 from quire.engine.core.swapping import Swapping
@@ -105,10 +106,12 @@ class Fairness:
         admission: AdmissionPolicy,
         isolation: Isolation,
         swapping: Swapping,
+        adapters: AdapterSlots,
     ) -> None:
         self.crowd: list[str] = []  # tenants that hold their share or more
         self._requests, self._batch, self._waiting = requests, batch, waiting
         self._admission, self._isolation, self._swapping = admission, isolation, swapping
+        self._adapters = adapters
         self._for_another = 0  # blocks that would be given up for one more tenant
         self._look_step = 0  # the step from which holdings are summed up again
         self._retry_step = 0  # the step from which a favoured sequence is looked for again
@@ -147,7 +150,7 @@ class Fairness:
             self._look_step = 0
         self.sum_holdings()
         tried = set(self.crowd)
-        for seq in self._waiting:
+        for seq in self._adapters.startable(self._waiting):
             # A sequence that this very plan swaps out made room for others: it returns in a later plan.
             ready = seq.sampled_in <= batch.committed and not self._swapping.leaves(seq)
             if seq.request.tenant not in tried and ready:

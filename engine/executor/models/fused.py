@@ -57,6 +57,7 @@ from transformers.pytorch_utils import Conv1D
 from quire.engine.executor import ops
 from quire.engine.executor.attention import attend
 from quire.engine.executor.batch import StepTensors
+from quire.engine.executor.lora.sites import Sites
 from quire.engine.executor.models.linear import Linears, PackedLinear, Product, RMSNorm, Sharded, shared_out
 from quire.engine.executor.models.quantised.quantised import Quantised, QuantisedLinear
 
@@ -301,7 +302,7 @@ class Decoder(nn.Module):
         cos, sin = self.angles.index_select(0, step.position_ids[0]).unbind(1)  # [T, D]
         if self.whole is not None:
             where = step.kv_indices, step.tables, step.rows, step.q_start, step.lens
-            ops.decoder_layers(x, cos, sin, self.whole, step.caches, *where)
+            ops.decoder_layers(x, cos, sin, self.whole, step.caches, *where, step.adapters)
             return x
         normed: Tensor | None = None
         for layer, then in zip(self.layers, self.norms, strict=True):
@@ -328,14 +329,22 @@ class Decoder(nn.Module):
         return self.head.part.out_features if isinstance(self.head, Sharded) else 0
 
 
-def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False, decoder: bool = True) -> None:
+def fuse(
+    model: PreTrainedModel,
+    max_model_len: int,
+    *,
+    ordered: bool = False,
+    decoder: bool = True,
+    sites: Sites | None = None,
+) -> None:
     """Swap submodules in place.  The model must be on its device, in its dtype, and must not move afterwards.
 
     ordered: on a CPU, use products whose bits do not depend on the batch even where others are faster.
     decoder: also the whole decoder, where it is one of those above; its heads must be cached without padding.
+    sites: gets a site for each linear layer that adapters may change; None: no adapters are served.
     A model whose decoder was swapped works only through `Forward`.
     """
-    linears = Linears(ordered=ordered, dtype=model.dtype)
+    linears = Linears(ordered=ordered, dtype=model.dtype, sites=sites)
     if decoder and has_plain_decoder(model):
         model.model, model.lm_head = Decoder(model, max_model_len, linears), nn.Identity()
         report_limited_mixtures(model)
@@ -344,6 +353,7 @@ def fuse(model: PreTrainedModel, max_model_len: int, *, ordered: bool = False, d
         for name, child in parent.named_children():
             if type(child) in (*LINEAR, Conv1D):
                 packed = linears.alone(weight_of(child), child.bias, child.weight.dtype, float32_out=child is head)
+                linears.adapt(child, packed)
                 if packed is not None:
                     setattr(parent, name, shared_out(packed, child))
     widen_sinks(model)

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from quire.engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
 from quire.engine.executor.kv_cache import KVShape
+from quire.engine.executor.lora.sites import Sites
 from quire.engine.executor.models import multimodal, overrides, rope, text_tower
 from quire.engine.executor.models.bars import no_bars
 from quire.engine.executor.models.cache_shapes import cached_layers
@@ -35,7 +36,7 @@ from quire.engine.executor.models.experts import report_plain_experts, use_own_e
 from quire.engine.executor.models.fused import ON_A_GPU, batch_dependence, fuse, is_fused
 from quire.engine.executor.models.host_memory import returned_when_freed
 from quire.engine.executor.models.precision import check_dtype, check_stored_dtypes
-from quire.engine.executor.models.probe import probe, prove_served
+from quire.engine.executor.models.probe import Proof, probe, prove_served
 from quire.engine.executor.models.quantised.kv_scales import read_kv_scales
 from quire.engine.executor.models.quantised.plain_weights import PlainWeights, Weights
 from quire.engine.executor.models.quantised.quantisation import read_quantisation
@@ -76,6 +77,7 @@ class LoadedModel:
     changes: dict[str, Any]  # what makes it compute something else than its files say, for the fingerprint
     batch_dependence: str  # why logits may depend, in the last bit, on the rest of the step; empty: they do not
     kv_scales: list[Tensor | None] | None  # of each layer, for an e4m3 KV cache (`kv_scales.py`); None: all are 1
+    sites: Sites | None = None  # GEMMs that LoRA adapters may add to; None: no adapter is served
 
 
 def find(name: str) -> Path:
@@ -112,6 +114,7 @@ def load_model(
     quantize: Literal["none", "int8", "fp8", "int4"] = "none",
     own_experts: bool = False,
     ranks: Ranks = ALONE,
+    adapters: bool = False,
 ) -> LoadedModel:
     """Load `name` (a directory, a hub name, "demo" or "builtin") onto `device` and prove that it can be served.
 
@@ -123,13 +126,13 @@ def load_model(
       quantize       round weights of linear layers to 8 or 4 bits (`quantised.py`); none: as the checkpoint has them
       own_experts    compute experts of every mixture family with our kernels on a GPU (`experts.py`)
       ranks          this process holds one rank's part (`sharding.py`)
+      adapters       prepare it for LoRA adapters, if this device serves them
 
     The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator."""
     check_options(quantize, deterministic, device)
     check_adapter(directory := find(name))
     whole = read_config(directory, changes := overrides.parse(hf_overrides))
-    if not random:
-        check_files(directory)
+    check_files(directory, random=random)
     config = served_part(whole, directory, changes)
     names = names_of(config, part := config is not whole)
     max_model_len = check_length(config, max_model_len, overrides.load_config(directory, {}) if changes else None)
@@ -138,13 +141,14 @@ def load_model(
         module = random_model(directory, config, dtype, device, quantising, ranks)
     else:
         module = read_weights(directory, config, dtype, part=part, device=device, ranks=ranks, quantising=quantising)
-    check_computed_dtype(config.model_type, module.dtype, device)
-    module = module.to(device).eval().requires_grad_(False)
+    module = placed(module, config.model_type, device)
     fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
     proof = probe(module, max_model_len)
     layers = cached_layers(config.model_type, proof.layers, device)
-    swap_modules(module, max_model_len, ordered=deterministic, decoder=layers == proof.layers, own_experts=own_experts)
-    prove_served(module, proof._replace(layers=layers), rounds_inputs=quantising.rounds_inputs)
+    sites = Sites.of(module) if adapters and device.type == "cpu" and ranks.size == 1 else None
+    own = layers == proof.layers
+    swap_modules(module, max_model_len, deterministic, decoder=own, own_experts=own_experts, sites=sites)
+    prove_swapped(module, proof._replace(layers=layers), sites, rounds_inputs=quantising.rounds_inputs)
     return LoadedModel(
         module=module,
         directory=directory,
@@ -153,22 +157,38 @@ def load_model(
         vocab_size=proof.vocab_size,
         max_model_len=max_model_len,
         eos_ids=eos_ids(module, directory, proof.vocab_size, changes),
-        changes=changes
-        | quantising.changes
-        | when(fixed, "angles of a sequence of", max_model_len)
-        | when(random and ranks.size > 1, "ranks that made up weights", ranks.size),
+        changes=changes | quantising.changes | unstored(fixed, max_model_len, random, ranks),
         batch_dependence=dependence_of(module, deterministic),
         kv_scales=None if random else read_kv_scales(directory, text.model_type, layers, ranks, names),
+        sites=sites,
     )
 
 
+def placed(module: PreTrainedModel, kind: str, device: torch.device) -> PreTrainedModel:
+    """Return a model on its device, ready to compute.  Raises UnsupportedModel for a dtype that no kernel has."""
+    check_computed_dtype(kind, module.dtype, device)
+    return module.to(device).eval().requires_grad_(False)
+
+
 def swap_modules(
-    module: PreTrainedModel, max_model_len: int, *, ordered: bool, decoder: bool, own_experts: bool
+    module: PreTrainedModel,
+    max_model_len: int,
+    ordered: bool,
+    *,
+    decoder: bool,
+    own_experts: bool,
+    sites: Sites | None = None,
 ) -> None:
     """Swap what our kernels compute faster (`fuse`).  own_experts: also experts of decoders that stay transformers'."""
-    fuse(module, max_model_len, ordered=ordered, decoder=decoder)
+    fuse(module, max_model_len, ordered=ordered, decoder=decoder, sites=sites)
     if module.device.type == "cuda" and not is_fused(module):
         use_own_experts(module) if own_experts else report_plain_experts(module)
+
+
+def prove_swapped(module: PreTrainedModel, proof: Proof, sites: Sites | None, *, rounds_inputs: bool) -> None:
+    """Prove the swapped modules (`prove_served`), and that layers of the model's own code can take adapters."""
+    with sites.proving(proof.ids.numel()) if sites is not None else contextlib.nullcontext():
+        prove_served(module, proof, rounds_inputs=rounds_inputs)
 
 
 def check_options(quantize: str, deterministic: bool, device: torch.device) -> None:
@@ -185,6 +205,12 @@ def dependence_of(module: PreTrainedModel, deterministic: bool) -> str:
     if deterministic and dependence:
         raise UnsupportedModel(f"{module.config.model_type}: --deterministic: {dependence}")
     return dependence
+
+
+def unstored(fixed: bool, max_model_len: int, random: bool, ranks: Ranks) -> dict[str, object]:
+    """Return what decides a model's logits beside its files and the operator's changes.  fixed: as of `fix_angles`."""
+    angles = when(fixed, "angles of a sequence of", max_model_len)
+    return angles | when(random and ranks.size > 1, "ranks that made up weights", ranks.size)
 
 
 def when(holds: bool, what: str, value: object) -> dict[str, object]:
@@ -548,8 +574,12 @@ def check_adapter(directory: Path) -> None:
         log.warning("%s is not read: no adapter is applied; the weights must have it merged", file)
 
 
-def check_files(directory: Path) -> None:
-    """Open every weight file.  Raises ModelLoadError naming one that is truncated or damaged, or an empty weight."""
+def check_files(directory: Path, *, random: bool = False) -> None:
+    """Open every weight file, unless weights are made up.
+
+    Raises ModelLoadError naming one that is truncated or damaged, or an empty weight."""
+    if random:
+        return
     files = weight_files(directory)
     for file in files:
         try:

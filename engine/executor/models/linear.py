@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.engine.executor import ops
+from quire.engine.executor.lora.sites import Sites
 from quire.engine.executor.models.quantised.quantised import Quantised, QuantisedLinear
 
 
@@ -27,9 +28,25 @@ class PackedLinear(nn.Module):
         self.packed = packed  # no parameter or buffer: nothing but `packed_linear` can read it
         # Routers ask their own linear layer for its dtype.  Code that computes with this fails, and is refused at load.
         self.weight = torch.empty(0, dtype=dtype)
+        self.adapted: Adapted | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.packed_linear(x, self.packed, self.bias)
+        y = ops.packed_linear(x, self.packed, self.bias)
+        if self.adapted is not None:
+            self.adapted.add(x, y)
+        return y
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The site of LoRA adapters that a GEMM is."""
+
+    sites: Sites
+    number: int
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Add to y what the step's adapters make of x, in place."""
+        self.sites.apply(self.number, x, y)
 
 
 class GpuLinear(nn.Module):
@@ -84,12 +101,15 @@ class Product(nn.Module):
         self.wide = wide
         self.packed = weight if isinstance(weight, ops.Packed) else None
         self.weight = None if isinstance(weight, ops.Packed) else weight
+        self.adapted: Adapted | None = None
 
     def forward(
         self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None, normed: Tensor | None = None
     ) -> Tensor:
         """plus [T, out]: added, and perhaps overwritten.  out [T, out]: where to write the result.  normed: x after
         the norm, where it was computed before."""
+        if self.adapted is not None and self.adapted.sites.rows is not None:
+            return self._with_adapters(self.adapted, x, plus, normed)
         norm, eps = (self.norm.weight, self.norm.eps) if self.norm and normed is None else (None, 0.0)
         x = x if normed is None else normed
         if self.weight is not None:
@@ -97,6 +117,19 @@ class Product(nn.Module):
             return ops.linear(x, self.weight, self.bias, norm=norm, eps=eps, **rest)
         assert self.packed is not None
         return ops.packed_linear(x, self.packed, self.bias, plus, norm=norm, eps=eps, silu_mul=self.silu_mul)
+
+    def _with_adapters(self, adapted: Adapted, x: Tensor, plus: Tensor | None, normed: Tensor | None) -> Tensor:
+        """The same on a CPU in a step whose rows have adapters, which add before the activation.  Rows without one get
+        the same bits as in any other step."""
+        if self.norm is not None:
+            x = ops.rms_norm(x, self.norm.weight, self.norm.eps) if normed is None else normed
+        if self.packed is not None:
+            y = ops.packed_linear(x, self.packed, self.bias, plus)
+        else:
+            assert self.weight is not None
+            y = ops.linear(x, self.weight, self.bias, plus=plus)
+        adapted.add(x, y)
+        return ops.silu_mul(y) if self.silu_mul else y
 
     def add(self, x: Tensor, plus: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None]:
         """Return `plus` and the product, added, and None: the norm is left to the product that follows."""
@@ -159,6 +192,7 @@ class Linears:
 
     ordered: bool  # on a CPU: products whose bits do not depend on the batch even where others are faster
     dtype: torch.dtype  # of the model
+    sites: Sites | None = None  # of LoRA adapters; None: the model serves none
 
     def product(
         self,
@@ -174,6 +208,7 @@ class Linears:
         norm: applied to the input first.  silu_mul: return silu(gate) * up of the output's halves, gate and up.
         float32_out: don't round the result to the dtype of the weights."""
         weight, size = _joined(linears), sum(linear.out_features for linear in linears)
+        site = self.sites.add(linears) if self.sites is not None else -1
         _let_go(linears)
         biases = [linear.bias for linear in linears if linear.bias is not None]  # all layers have one, or none
         bias = torch.cat(biases) if biases else None
@@ -181,7 +216,10 @@ class Linears:
         made = packed if packed is not None else weight
         assert not isinstance(made, Quantised)  # every quantised weight is packed
         wide = float32_out and self._widens(weight)
-        return shared_out(Product(made, bias, size, norm, silu_mul, wide), linears[0])
+        product = Product(made, bias, size, norm, silu_mul, wide)
+        if self.sites is not None and site >= 0:
+            product.adapted = Adapted(self.sites, site)
+        return shared_out(product, linears[0])
 
     def alone(
         self, weight: Tensor | Quantised, bias: Tensor | None, dtype: torch.dtype, *, float32_out: bool = False
@@ -197,6 +235,15 @@ class Linears:
             assert isinstance(weight, Tensor)  # quantised weights are packed
             return GpuLinear(weight.detach(), bias, dtype, wide=wide)
         return None if packed is None else PackedLinear(packed, bias, dtype)
+
+    def adapt(self, plain: nn.Module, served: nn.Module | None) -> None:
+        """Let adapters add to the layer `plain`.  `served` takes its place; None: it stays."""
+        if self.sites is None or (site := self.sites.add_called(plain)) < 0:
+            return
+        if isinstance(served, PackedLinear):
+            served.adapted = Adapted(self.sites, site)
+        else:
+            self.sites.hook(plain, site)
 
     def _widens(self, weight: Tensor | Quantised) -> bool:
         """Return whether a product's result in float32 differs from one in the model's dtype, on a GPU."""

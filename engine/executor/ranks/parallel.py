@@ -419,6 +419,11 @@ class ParallelExecutor:
             self._grammars = GrammarsOfRanks(own, self._tell, self._ask)
         return self._grammars
 
+    @property
+    def adapter_store(self) -> None:
+        """Ranks take no LoRA adapters."""
+        return None
+
     def _tell(self, message: bytes) -> None:
         """Send a command to all other ranks.  Raises ExecutorLost."""
         with self._watch.using():

@@ -1,0 +1,83 @@
+"""adapter_config.json of PEFT: what is served of it, and what is refused by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from quire.engine.adapters.errors import AdapterError
+
+MOST_RANK = 128
+ALL_LINEAR = "all-linear"
+# Fields that change what an adapter computes, with the values that change nothing beside those falsy ones.
+OTHER_METHODS: dict[str, tuple[object, ...]] = {
+    "use_dora": (),
+    "use_qalora": (),
+    "use_bdlora": (),
+    "lora_bias": (),
+    "modules_to_save": (),
+    "trainable_token_indices": (),
+    "target_parameters": (),
+    "layer_replication": (),
+    "alora_invocation_tokens": (),
+    "arrow_config": (),
+    "kasa_config": (),
+    "monteclora_config": (),
+    "bias": ("none",),
+}
+# Ways to begin a training that change the base's weights, too: the adapter belongs to these weights.
+CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+
+
+class AdapterConfig(msgspec.Struct, frozen=True):
+    """The fields that decide what an adapter computes.  Others are not read."""
+
+    r: int
+    lora_alpha: float
+    target_modules: list[str] | str | None = None
+    use_rslora: bool = False
+    exclude_modules: list[str] | str | None = None
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+
+    def scale(self, rank: int, alpha: float) -> float:
+        """Return the factor of B A."""
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def parse_config(data: bytes | bytearray, where: str) -> AdapterConfig:
+    """Return the config in a file's bytes.  `where` names the file.  Raises AdapterError."""
+    try:
+        fields: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
+        kind = fields.get("peft_type", "")
+        if kind != "LORA":
+            raise AdapterError(f"{where}: peft_type is {kind!r}; only LORA is served")
+        refuse_other_methods(fields, where)
+        config = msgspec.convert(fields, AdapterConfig)
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise AdapterError(f"{where}: {error}") from None
+    ranks = {"r": config.r, **{f"rank_pattern: {key}": rank for key, rank in (config.rank_pattern or {}).items()}}
+    for name, rank in ranks.items():
+        if not 1 <= rank <= MOST_RANK:
+            raise AdapterError(f"{where}: {name} is {rank}; ranks from 1 to {MOST_RANK} are served")
+    for alpha in (config.lora_alpha, *(config.alpha_pattern or {}).values()):
+        if not math.isfinite(alpha):
+            raise AdapterError(f"{where}: alpha is {alpha}, not a finite number")
+    return config
+
+
+def refuse_other_methods(fields: dict[str, Any], where: str) -> None:
+    """Raise AdapterError for a method other than plain LoRA on linear layers."""
+    for name, harmless in OTHER_METHODS.items():
+        if (value := fields.get(name)) and value not in harmless:
+            raise AdapterError(f"{where}: {name} is {str(value)[:60]!r}; only plain LoRA of linear layers is served")
+    begun = fields.get("init_lora_weights")
+    if isinstance(begun, str) and begun.lower().startswith(CHANGES_BASE):
+        raise AdapterError(
+            f"{where}: init_lora_weights is {begun[:60]!r}, which changes the base's weights; convert the adapter to "
+            "plain LoRA as PEFT describes"
+        )

@@ -1,0 +1,200 @@
+"""A LoRA adapter's folder, as PEFT writes it.
+
+    adapter_config.json ───────────> AdapterConfig ─┐
+    adapter_model.safetensors ─────> A and B of each module ─> AdapterFile, and the digest of both files
+
+Each file is read once, so what is parsed is what the digest names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from hashlib import blake2b
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from quire.engine.adapters.config import MOST_RANK, AdapterConfig, parse_config
+from quire.engine.adapters.errors import AdapterError
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+MOST_CONFIG_BYTES = MOST_HEADER_BYTES = 4 << 20
+DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of an element
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
+_READ = 1 << 20  # bytes hashed at a time
+
+
+class Matrix(NamedTuple):
+    """One stored matrix, row by row."""
+
+    dtype: str  # a key of DTYPES
+    rows: int
+    columns: int
+    data: memoryview
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class Pair(NamedTuple):
+    """What an adapter adds to a linear layer: scale * B A."""
+
+    a: Matrix  # [rank, in]
+    b: Matrix  # [out, rank]
+
+
+class AdapterFile(msgspec.Struct, frozen=True):
+    """A complete adapter in memory."""
+
+    where: str  # its folder, for errors
+    digest: str  # of both files
+    config: AdapterConfig
+    pairs: dict[str, Pair]  # by the module's path in the base model
+
+
+def read_adapter(folder: Path, most_bytes: int) -> AdapterFile:
+    """Read an adapter of at most `most_bytes`.  Raises AdapterError."""
+    config_data = _read(folder / CONFIG, MOST_CONFIG_BYTES)
+    config = parse_config(config_data, str(folder / CONFIG))
+    _check_pickle(folder)
+    data = _read(folder / WEIGHTS, most_bytes)
+    digest = blake2b(config_data, digest_size=16)
+    digest.update(data)
+    return AdapterFile(str(folder), digest.hexdigest(), config, pairs_of(data, str(folder / WEIGHTS)))
+
+
+def digest_of(folder: Path) -> str:
+    """Return the digest of an adapter's files without keeping them, after checks of config and header.
+
+    Raises AdapterError."""
+    config_data = _read(folder / CONFIG, MOST_CONFIG_BYTES)
+    parse_config(config_data, str(folder / CONFIG))
+    _check_pickle(folder)
+    digest = blake2b(config_data, digest_size=16)
+    path = folder / WEIGHTS
+    with _open(path) as file:
+        before = os.fstat(file.fileno())
+        head = file.read(8 + MOST_HEADER_BYTES)
+        for name, tensor in header_of(head, before.st_size, str(path)).items():
+            check_tensor(name, tensor, str(path))
+        while head:
+            digest.update(head)
+            head = file.read(_READ)
+        _check_unchanged(before, os.fstat(file.fileno()), path)
+    return digest.hexdigest()
+
+
+def pairs_of(data: bytes | bytearray, where: str) -> dict[str, Pair]:
+    """Return the matrices of a safetensors file by module.  Raises AdapterError."""
+    tensors = header_of(data, len(data), where)
+    view, found = memoryview(data), dict[str, dict[str, Matrix]]()
+    for name, tensor in tensors.items():
+        match = check_tensor(name, tensor, where)
+        rows, columns = tensor.shape
+        matrix = Matrix(tensor.dtype, rows, columns, view[slice(*tensor.data_offsets)])
+        found.setdefault(match["module"], {})[match["which"]] = matrix
+    if not found:
+        raise AdapterError(f"{where}: holds no LoRA matrices")
+    pairs = {}
+    for module, both in found.items():
+        if len(both) < 2:
+            raise AdapterError(f"{where}: {module} has lora_{next(iter(both))} without its counterpart")
+        pair = pairs[module] = Pair(both["A"], both["B"])
+        if pair.a.rows != pair.b.columns:
+            raise AdapterError(f"{where}: {module}: lora_A has rank {pair.a.rows}, lora_B {pair.b.columns}")
+    return pairs
+
+
+def header_of(head: bytes | bytearray, size: int, where: str) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file of `size` bytes that begins with `head`; offsets count from its start.
+
+    Raises AdapterError."""
+    length = int.from_bytes(head[:8], "little")
+    if len(head) < 8 or length > size - 8:
+        raise AdapterError(f"{where}: truncated: {size} bytes")
+    if length > MOST_HEADER_BYTES:
+        raise AdapterError(f"{where}: its header has {length} bytes; at most {MOST_HEADER_BYTES} are read")
+    try:
+        fields: dict[str, Any] = msgspec.json.decode(head[8 : 8 + length].rstrip(), type=dict[str, Any])
+        fields.pop("__metadata__", None)
+        tensors = msgspec.convert(fields, dict[str, Tensor])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise AdapterError(f"{where}: damaged header: {error}") from None
+    end = 8 + length
+    found = {}
+    for name, tensor in tensors.items():
+        first, last = tensor.data_offsets
+        if not 0 <= first <= last:
+            raise AdapterError(f"{where}: damaged header: {name} lies at {first} to {last}")
+        found[name] = msgspec.structs.replace(tensor, data_offsets=(8 + length + first, 8 + length + last))
+        end = max(end, 8 + length + last)
+    if end != size:
+        raise AdapterError(f"{where}: truncated or damaged: {size} bytes, its header describes {end}")
+    return found
+
+
+def check_tensor(name: str, tensor: Tensor, where: str) -> re.Match[str]:
+    """Return module and matrix that a tensor's name tells.  Raises AdapterError for what is not served."""
+    if "lora_embedding" in name:
+        raise AdapterError(f"{where}: {name}: adapters of embeddings are not served")
+    if "lora_magnitude" in name:
+        raise AdapterError(f"{where}: {name}: DoRA is not served")
+    if (match := _TENSOR.fullmatch(name)) is None:
+        raise AdapterError(f"{where}: {name} is not part of a LoRA adapter of linear layers")
+    dtype, shape, (first, last) = tensor.dtype, tensor.shape, tensor.data_offsets
+    if dtype not in DTYPES:
+        raise AdapterError(f"{where}: {name} has dtype {dtype}; {', '.join(DTYPES)} are served")
+    if len(shape) != 2 or min(shape) < 1:
+        raise AdapterError(f"{where}: {name} has shape {shape}; LoRA of linear layers has matrices")
+    if shape[0] * shape[1] * DTYPES[dtype] != last - first:
+        raise AdapterError(f"{where}: damaged header: {name} of shape {shape} in {dtype} has {last - first} bytes")
+    if (rank := shape[0 if match["which"] == "A" else 1]) > MOST_RANK:
+        raise AdapterError(f"{where}: {name} has rank {rank}; at most {MOST_RANK} is served")
+    return match
+
+
+def _check_pickle(folder: Path) -> None:
+    if not (folder / WEIGHTS).exists() and (folder / PICKLE).exists():
+        raise AdapterError(f"{folder / PICKLE}: pickles are not read; save the adapter as {WEIGHTS}")
+
+
+def _open(path: Path) -> FileIO:
+    """Open a regular file.  Raises AdapterError."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise AdapterError(f"{path}: not a regular file")
+        return FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    except OSError as error:
+        raise AdapterError(f"{path}: {error.strerror or error}") from None
+
+
+def _read(path: Path, most_bytes: int) -> bytearray:
+    with _open(path) as file:
+        before = os.fstat(file.fileno())
+        if before.st_size > most_bytes:
+            raise AdapterError(f"{path}: {before.st_size} bytes; at most {most_bytes} are served")
+        data = bytearray(before.st_size)
+        view, at = memoryview(data), 0
+        try:
+            while at < len(data) and (count := file.readinto(view[at : at + _READ])):
+                at += count
+        except OSError as error:
+            raise AdapterError(f"{path}: {error.strerror or error}") from None
+        _check_unchanged(before, os.fstat(file.fileno()), path)
+    if at != before.st_size:
+        raise AdapterError(f"{path}: changed while it was read")
+    return data
+
+
+def _check_unchanged(before: os.stat_result, after: os.stat_result, path: Path) -> None:
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise AdapterError(f"{path}: changed while it was read")

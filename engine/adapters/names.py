@@ -1,0 +1,61 @@
+"""Names of adapters: `name` for clients, `name@digest` between the processes, NAME=PATH in options."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from quire.engine.adapters.errors import AdapterError
+from quire.engine.adapters.files import CONFIG, PICKLE, WEIGHTS
+
+MOST_CHARS = 128  # of a name
+NAME = re.compile(r"[A-Za-z0-9_][\w.:/-]*", re.ASCII)
+FOLDER = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)  # a name that may be a folder of --lora-dir
+
+
+def adapter_id(name: str, digest: str) -> str:
+    """Return how messages and plans name an adapter."""
+    return f"{name}@{digest}"
+
+
+def digest_part(adapter: str) -> str:
+    """Return the digest of an adapter id; "" of ""."""
+    return adapter.rpartition("@")[2]
+
+
+def check_name(name: str) -> None:
+    """Raise AdapterError unless clients can use the name as `model`."""
+    if len(name) > MOST_CHARS:
+        raise AdapterError(f"the name of an adapter has {len(name)} characters; at most {MOST_CHARS}")
+    if not NAME.fullmatch(name):
+        raise AdapterError(f"{name[:60]!r} is no name for an adapter: letters, digits and . _ - : / are")
+
+
+def parse_option(words: str) -> dict[str, Path]:
+    """Return the paths by name of `NAME=PATH,NAME=PATH`.  Raises AdapterError."""
+    found: dict[str, Path] = {}
+    for word in filter(None, (part.strip() for part in words.split(","))):
+        name, equals, path = word.partition("=")
+        if not equals or not path:
+            raise AdapterError(f"--lora {word}: NAME=PATH is wanted")
+        check_name(name)
+        if name in found:
+            raise AdapterError(f"--lora names {name} twice")
+        found[name] = Path(path).expanduser().resolve()
+    return found
+
+
+def folder_of(name: str, directory: Path) -> Path | None:
+    """Return the folder of an adapter in `directory`; None: there is none.
+
+    Raises AdapterError where the folder or a file of it lies outside the directory."""
+    if len(name) > MOST_CHARS or not FOLDER.fullmatch(name):
+        return None
+    root = directory.resolve()
+    folder = root / name
+    if not (folder / CONFIG).is_file():
+        return None
+    for path in (folder, folder / CONFIG, folder / WEIGHTS, folder / PICKLE):
+        if path.exists() and not path.resolve().is_relative_to(root):
+            raise AdapterError(f"{name}: {path.name} leads out of --lora-dir")
+    return folder

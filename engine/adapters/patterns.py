@@ -1,0 +1,69 @@
+"""Matches module names with the patterns of an adapter, as PEFT does.
+
+A pattern may be any regular expression.  A harmful one would run for hours and block the process, because Python's
+matcher holds the interpreter.  So patterns that are more than a name are matched in a child process, for limited time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+
+from quire.engine.adapters.errors import AdapterError
+from quire.engine.common import child_python
+
+LIMIT_S = 20.0  # for all patterns of an adapter; PEFT's own take microseconds
+MOST_PATTERNS, MOST_CHARS = 10_000, 10_000  # of an adapter; of a pattern
+PLAIN = re.compile(r"[\w.]+")
+_CHILD = """
+import json, re, sys
+patterns, names = json.load(sys.stdin)
+try:
+    json.dump([[bool(re.compile(p).fullmatch(n)) for n in names] for p in patterns], sys.stdout)
+except (re.error, RecursionError, OverflowError) as error:
+    sys.exit(f"not a regular expression: {error}")
+"""
+
+
+def is_suffix(pattern: str, name: str) -> bool:
+    """Return whether a plain pattern is the name of a module or its last parts."""
+    return name == pattern or name.endswith(f".{pattern}")
+
+
+def full_matches(patterns: Sequence[str], names: Sequence[str], where: str) -> dict[str, set[str]]:
+    """Return by regular expression the names that it matches completely.  Raises AdapterError."""
+    if not patterns:
+        return {}
+    if len(patterns) > MOST_PATTERNS or max(map(len, patterns)) > MOST_CHARS:
+        raise AdapterError(
+            f"{where}: {len(patterns)} patterns of up to {max(map(len, patterns))} characters; at most "
+            f"{MOST_PATTERNS} of {MOST_CHARS} are served"
+        )
+    command = child_python.command("-c", _CHILD)
+    try:
+        done = subprocess.run(
+            command, input=json.dumps([patterns, names]), capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise AdapterError(f"{where}: matching its patterns takes over {LIMIT_S:g} s") from None
+    if done.returncode:
+        raise AdapterError(f"{where}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'bad pattern'}")
+    rows: list[list[bool]] = json.loads(done.stdout)
+    return {
+        pattern: {name for name, hit in zip(names, row, strict=True) if hit}
+        for pattern, row in zip(patterns, rows, strict=True)
+    }
+
+
+def by_key(keys: Iterable[str], names: Sequence[str], where: str) -> dict[str, str]:
+    """Return by name the first key of `rank_pattern` or `alpha_pattern` that matches it.  Raises AdapterError."""
+    keys = list(keys)
+    odd = {key: f"(.*\\.)?({key})" for key in keys if not PLAIN.fullmatch(key)}
+    matched = full_matches(list(odd.values()), names, where)
+    found: dict[str, str] = {}
+    for key in reversed(keys):
+        hits = matched[odd[key]] if key in odd else [name for name in names if is_suffix(key, name)]
+        found |= dict.fromkeys(hits, key)
+    return found

@@ -1,0 +1,194 @@
+"""An adapter's matrices in the form that `ops.lora` takes: checked against the base, packed into one tensor.
+
+Only numpy computes here: torch would start a second team of threads beside the one that runs the steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.engine.adapters.config import ALL_LINEAR, AdapterConfig
+from quire.engine.adapters.errors import AdapterError
+from quire.engine.adapters.files import AdapterFile, Matrix, Pair
+from quire.engine.adapters.patterns import PLAIN, by_key, full_matches, is_suffix
+from quire.engine.executor import ops
+from quire.engine.executor.lora.sites import Part, Site
+
+Array = npt.NDArray[np.float32]
+LAYER = re.compile(r"(?:.*?\.)?[^.]*\.(\d+)\.")  # the first number in a path, as PEFT finds a module's layer
+
+
+@dataclass(frozen=True)
+class PackedAdapter:
+    """An adapter ready to serve."""
+
+    weights: torch.Tensor  # [elements], dtype of the model
+    table: torch.Tensor  # [sites, LORA_FIELDS] int64
+    rank: int  # maximum
+
+    @property
+    def bytes(self) -> int:
+        """Return the host memory that it takes."""
+        return self.weights.nbytes + self.table.nbytes
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Packs adapters for one model."""
+
+    sites: Sequence[Site]
+    dtype: torch.dtype  # of the model
+    columns: int  # of a strip of a packed weight, and inputs that lie together: `ops.packed_layout`
+    together: int
+
+    def pack(self, file: AdapterFile) -> PackedAdapter:
+        """Raises AdapterError where the adapter does not fit the model."""
+        scales = scales_of(file, [part.path for site in self.sites for part in site.parts])
+        table = np.zeros((len(self.sites), ops.LORA_FIELDS), dtype=np.int64)
+        pieces: list[npt.NDArray[np.generic]] = []
+        size = 0
+
+        def put(matrix: Array, name: str) -> int:
+            nonlocal size
+            first = size
+            pieces.append(self._in_strips(self._rounded(matrix, f"{file.where}: {name}")))
+            size += pieces[-1].size
+            return first
+
+        for number, site in enumerate(self.sites):
+            parts = [(at, part) for at, part in enumerate(site.parts) if part.path in file.pairs]
+            if not parts:
+                continue
+            shrinks = []
+            for at, part in parts:
+                pair = file.pairs[part.path]
+                check_shapes(file.where, pair, site, part)
+                shrinks.append(values(pair.a))
+                expand = values(pair.b) * np.float32(scales[part.path])
+                offset = put(expand, f"{part.path}.lora_B")
+                table[number, 2 + 4 * at : 6 + 4 * at] = offset, pair.a.rows, part.first, part.outputs
+            shrink = np.concatenate(shrinks)
+            table[number, :2] = put(shrink, f"{parts[0][1].path}.lora_A"), len(shrink)
+        whole = np.concatenate(pieces) if pieces else np.zeros(0, dtype=self._stored)
+        weights = torch.from_numpy(whole).view(self.dtype)
+        return PackedAdapter(weights, torch.from_numpy(table), max(pair.a.rows for pair in file.pairs.values()))
+
+    @property
+    def _stored(self) -> npt.DTypeLike:
+        stored: dict[torch.dtype, npt.DTypeLike] = {
+            torch.float32: np.float32,
+            torch.float16: np.float16,
+            torch.bfloat16: np.uint16,
+        }
+        return stored[self.dtype]
+
+    def _rounded(self, matrix: Array, name: str) -> npt.NDArray[np.generic]:
+        """Return a matrix in the model's dtype; bfloat16 as its bits.  Raises AdapterError for what is not finite."""
+        if not np.isfinite(matrix).all():
+            raise AdapterError(f"{name}: holds NaN or infinity")
+        if self.dtype == torch.float32:
+            return matrix
+        if self.dtype == torch.float16:
+            with np.errstate(over="ignore"):
+                half = matrix.astype(np.float16)
+            if not np.isfinite(half).all():
+                raise AdapterError(f"{name}: values up to {np.abs(matrix).max():g} exceed float16")
+            return half
+        bits = matrix.view(np.uint32)
+        return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(
+            np.uint16
+        )
+
+    def _in_strips(self, matrix: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        """Return a weight [out, in] in the layout of `product`, padded with zeros, flat."""
+        out, inner = matrix.shape
+        padded = np.pad(matrix, ((0, -out % self.columns), (0, -inner % self.together)))
+        strips = padded.reshape(-1, self.columns, padded.shape[1] // self.together, self.together)
+        return np.ascontiguousarray(strips.transpose(0, 2, 1, 3)).reshape(-1)
+
+
+def packer_for(sites: Sequence[Site], dtype: torch.dtype) -> Packer:
+    """Return the packer of a model on this CPU.  The kernels must be loaded."""
+    return Packer(sites, dtype, *ops.packed_layout(dtype))
+
+
+def values(matrix: Matrix) -> Array:
+    """Return a stored matrix in float32."""
+    shape = matrix.rows, matrix.columns
+    if matrix.dtype == "BF16":
+        wide = np.frombuffer(matrix.data, dtype="<u2").astype(np.uint32) << np.uint32(16)
+        return wide.view(np.float32).reshape(shape)
+    kind = "<f4" if matrix.dtype == "F32" else "<f2"
+    return np.frombuffer(matrix.data, dtype=kind).astype(np.float32).reshape(shape)
+
+
+def check_shapes(where: str, pair: Pair, site: Site, part: Part) -> None:
+    """Raise AdapterError unless a pair has the sizes of its layer."""
+    for name, size, wanted in (("inputs", pair.a.columns, site.inputs), ("outputs", pair.b.rows, part.outputs)):
+        if size != wanted:
+            raise AdapterError(
+                f"{where}: {part.path} has {size} {name}, the base model {wanted}: an adapter of another model"
+            )
+
+
+def scales_of(file: AdapterFile, layers: Sequence[str]) -> dict[str, float]:
+    """Return the factor of B A for each adapted layer.
+
+    layers: paths of the base's linear layers.  Raises AdapterError unless the weights are those that the config
+    describes."""
+    config, where, paths = file.config, file.where, list(file.pairs)
+    if unknown := sorted(set(paths) - set(layers)):
+        what = "experts take no adapter" if ".experts." in unknown[0] else "the base model has no such linear layer"
+        raise AdapterError(f"{where}: {unknown[0]}: {what}")
+    targets = targets_of(config, layers, where)
+    if lacking := sorted(targets - set(paths)):
+        raise AdapterError(f"{where}: target_modules names {lacking[0]}, the weights lack it")
+    if further := sorted(set(paths) - targets):
+        raise AdapterError(f"{where}: the weights have {further[0]}, target_modules does not name it")
+    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
+    rank_keys, alpha_keys = by_key(ranks, paths, where), by_key(alphas, paths, where)
+    scales = {}
+    for path in paths:
+        rank = ranks[rank_keys[path]] if path in rank_keys else config.r
+        if rank != file.pairs[path].a.rows:
+            raise AdapterError(f"{where}: {path} has rank {file.pairs[path].a.rows}, the config says {rank}")
+        alpha = alphas[alpha_keys[path]] if path in alpha_keys else config.lora_alpha
+        scales[path] = config.scale(rank, alpha)
+    return scales
+
+
+def targets_of(config: AdapterConfig, layers: Sequence[str], where: str) -> set[str]:
+    """Return the base's linear layers that a config targets, as PEFT finds them.  Raises AdapterError."""
+    targets = config.target_modules
+    if not targets:
+        raise AdapterError(f"{where}: target_modules is empty; adapters name the layers that they change")
+    if isinstance(targets, str):
+        found = set(layers) if targets.lower() == ALL_LINEAR else full_matches([targets], layers, where)[targets]
+    else:
+        found = {path for path in layers if any(is_suffix(target, path) for target in targets)}
+        found = {path for path in found if in_layers(config, path, where)}
+    excluded = config.exclude_modules
+    if isinstance(excluded, str) and excluded:
+        found -= full_matches([excluded], layers, where)[excluded]
+    elif excluded:
+        found = {path for path in found if not any(is_suffix(name, path) for name in excluded)}
+    return found
+
+
+def in_layers(config: AdapterConfig, path: str, where: str) -> bool:
+    """Return whether `layers_to_transform` includes the layer of a module.  Raises AdapterError."""
+    wanted, patterns = config.layers_to_transform, config.layers_pattern
+    if wanted is None or wanted == []:
+        return True
+    names = [patterns] if isinstance(patterns, str) else patterns or []
+    if odd := [name for name in names if name and not PLAIN.fullmatch(name)]:
+        raise AdapterError(f"{where}: layers_pattern {odd[0]!r} is a regular expression; plain names are served")
+    own = [re.compile(rf"(?:.*?\.)?{re.escape(name)}\.(\d+)\.") for name in names if name] or [LAYER]
+    match = next((match for pattern in own if (match := pattern.match(path))), None)
+    return match is not None and int(match[1]) in ([wanted] if isinstance(wanted, int) else wanted)

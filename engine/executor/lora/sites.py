@@ -1,0 +1,123 @@
+"""Sites: the GEMMs of a model that LoRA adapters add to.
+
+    a model's linear layers          GEMM that serves them      site
+    q_proj, k_proj, v_proj    ──┐
+                                └──> qkv_proj               ──> 0: parts q, k, v, one after another
+    o_proj                    ─────> o_proj                 ──> 1
+    gate_proj, up_proj        ─────> gate_up_proj           ──> 2 ...
+
+`Linears` registers a site for each GEMM that it makes; what it leaves as it is gets a hook.  Each site reads
+`Sites.rows`, which is None in a step without adapters: such a step runs as without LoRA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from quire.engine.executor import ops
+from quire.engine.executor.models.quantised.quantised import QuantisedLinear
+
+SERVED = (nn.Linear, QuantisedLinear, Conv1D)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One linear layer of the base model."""
+
+    path: str  # its module, as transformers names it
+    first: int  # its first column of the GEMM's output
+    outputs: int
+
+
+@dataclass(frozen=True)
+class Site:
+    """A GEMM: the input size and the layers whose outputs follow one another."""
+
+    inputs: int
+    parts: tuple[Part, ...]
+
+
+@dataclass
+class Sites:
+    """All sites of a model, in the order in which they were made."""
+
+    sites: list[Site] = field(default_factory=list)
+    rows: ops.AdapterRows | None = None  # of the step that runs; None: none has an adapter
+    _paths: dict[int, tuple[str, int]] = field(default_factory=dict)  # id of a module -> its path and input size
+    _unproved: set[int] = field(default_factory=set)  # sites of layers that the model's own code calls
+    _calls: dict[int, list[int]] | None = None  # rows of each call of a site, while they are watched
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Sites:
+        """Return the sites of a model whose layers are transformers' own still; the head has none."""
+        head = model.get_output_embeddings()
+        found = cls()
+        for path, module in model.named_modules():
+            if type(module) in SERVED and module is not head and "experts" not in path.split("."):
+                found._paths[id(module)] = path, inputs_of(module)
+        return found
+
+    def add(self, linears: Iterable[nn.Module]) -> int:
+        """Register the GEMM of these layers.  Returns its number; -1: adapters do not apply to it."""
+        linears = list(linears)
+        known = [self._paths.get(id(linear)) for linear in linears]
+        if None in known or len(linears) > ops.LORA_PARTS:
+            return -1
+        first, parts, inputs = 0, [], 0
+        for linear, entry in zip(linears, known, strict=True):
+            assert entry is not None
+            path, inputs = entry
+            outputs = outputs_of(linear)
+            parts.append(Part(path, first, outputs))
+            first += outputs
+        self.sites.append(Site(inputs, tuple(parts)))
+        return len(self.sites) - 1
+
+    def add_called(self, linear: nn.Module) -> int:
+        """Register a layer that the model's own code calls; `proving` finds out whether it does so as adapters need."""
+        if (site := self.add([linear])) >= 0:
+            self._unproved.add(site)
+        return site
+
+    @contextlib.contextmanager
+    def proving(self, tokens: int) -> Iterator[None]:
+        """Watch a step of `tokens` tokens.  A layer that was not called once, with a row per token, gets no adapters:
+        the rows of a step would not be its rows."""
+        self._calls = {}
+        yield
+        for site in self._unproved:
+            if self._calls.get(site) != [tokens]:
+                self.sites[site] = Site(0, ())
+        self._calls = None
+
+    def hook(self, module: nn.Module, site: int) -> None:
+        """Let a module that stays as it is add what the adapters of its site make of its input."""
+
+        def add(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+            self.apply(site, inputs[0], output)
+
+        module.register_forward_hook(add)
+
+    def apply(self, site: int, x: Tensor, y: Tensor) -> None:
+        """Add to y [..., out] what the step's adapters make of x [..., in], in place."""
+        if self.rows is not None:
+            ops.lora(x.reshape(-1, x.shape[-1]), self.rows, site, y.view(-1, y.shape[-1]))
+        elif self._calls is not None:
+            self._calls.setdefault(site, []).append(x.numel() // x.shape[-1])
+
+
+def inputs_of(linear: Any) -> int:
+    """Return the input size of a linear layer."""
+    return int(linear.nx if isinstance(linear, Conv1D) else linear.in_features)
+
+
+def outputs_of(linear: Any) -> int:
+    """Return the output size of a linear layer."""
+    return int(linear.nf if isinstance(linear, Conv1D) else linear.out_features)

@@ -1,0 +1,260 @@
+"""Adapters in host memory: those that requests hold, those that are kept for later ones, and the loading of others.
+
+    hold ─> waits ──the loader's thread reads and packs──> loaded ──last release──> kept ── over `most_bytes` ─> evicted
+              └─ last release: dropped                       ^──────── hold ─────────'
+
+A held adapter is never evicted, so a step finds it at once.  While held adapters fill the memory, loads wait.  Nothing
+but the loader's thread touches a file, so a slow disk stops no step.  A fault is forgotten with its last holder: the
+next request tries the files again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quire.engine.adapters.errors import AdapterError
+from quire.engine.adapters.files import WEIGHTS, AdapterFile, read_adapter
+from quire.engine.adapters.names import digest_part
+from quire.engine.executor.lora.packing import PackedAdapter
+
+log = logging.getLogger(__name__)
+
+DIED = "the adapter could not be loaded; the engine's log has the reason"  # for clients
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCounts:
+    """What a store has, for metrics."""
+
+    held: int = 0
+    held_bytes: int = 0
+    kept: int = 0
+    kept_bytes: int = 0
+    waiting: int = 0  # held ones that are not loaded
+    loads: int = 0  # since start, like the next ones
+    load_s: float = 0.0  # seconds of these loads
+    faults: int = 0
+    evicted: int = 0
+
+
+@dataclass(slots=True)
+class Adapter:
+    """One adapter that is held or kept."""
+
+    key: str  # `name@digest=path`
+    holders: set[str] = field(default_factory=set)
+    packed: PackedAdapter | None = None
+    fault: str = ""
+
+    @property
+    def done(self) -> bool:
+        return self.packed is not None or bool(self.fault)
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self.packed is None else self.packed.bytes
+
+
+def source(adapter: str, path: str) -> str:
+    """Return what `hold` takes: the adapter's id and its folder."""
+    return f"{adapter}={path}"
+
+
+class AdapterStore:
+    """Owner of all adapters in host memory.  Thread-safe; `engine/adapter_gate.py` holds and releases."""
+
+    def __init__(self, pack: Callable[[AdapterFile], PackedAdapter], most_bytes: int) -> None:
+        """`pack` raises AdapterError.  `most_bytes`: of held and kept ones together."""
+        self._pack, self._most_bytes = pack, most_bytes
+        self._lock = threading.Condition()
+        self._adapters: dict[str, Adapter] = {}  # by key
+        self._by_request: dict[str, Adapter] = {}
+        self._loaded: dict[str, PackedAdapter] = {}  # by adapter id
+        self._kept: OrderedDict[str, None] = OrderedDict()  # keys without holders, least recently used first
+        self._queue: deque[Adapter] = deque()
+        self._finished: deque[str] = deque()
+        self._bytes = 0  # of all loaded ones
+        self._loads = self._faults = self._evicted = 0
+        self._load_s = 0.0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    # ------------------------------------------------------------------------------------------ for the adapter gate
+
+    def hold(self, request_id: str, text: str, tenant: str = "", weight: float = 1.0) -> bool:
+        """Let a request hold an adapter (`source`) until its `release`.  Returns whether it is loaded, or at fault."""
+        with self._lock:
+            adapter = self._adapters.get(text)
+            if adapter is None:
+                adapter = self._adapters[text] = Adapter(text)
+                self._queue.append(adapter)
+                self._start()
+            adapter.holders.add(request_id)
+            self._by_request[request_id] = adapter
+            self._kept.pop(text, None)
+            self._lock.notify_all()
+            return adapter.done
+
+    def release(self, request_id: str) -> None:
+        """End a request's hold; harmless without one."""
+        with self._lock:
+            if (adapter := self._by_request.pop(request_id, None)) is None:
+                return
+            adapter.holders.discard(request_id)
+            if not adapter.holders:
+                if adapter.packed is not None:
+                    self._kept[adapter.key] = None
+                elif adapter.fault or adapter in self._queue:
+                    self._forget(adapter)
+                self._lock.notify_all()
+
+    def finished(self) -> list[str]:
+        """Return the sources that were loaded, or found to be at fault, since the last call."""
+        with self._lock:
+            found = list(self._finished)
+            self._finished.clear()
+            return found
+
+    def fault(self, text: str) -> str:
+        """Return why an adapter cannot be served; "": it can, or that is not known yet."""
+        with self._lock:
+            adapter = self._adapters.get(text)
+            return "" if adapter is None else adapter.fault
+
+    def is_held(self, text: str) -> bool:
+        """Return whether a request holds an adapter."""
+        with self._lock:
+            return bool((adapter := self._adapters.get(text)) and adapter.holders)
+
+    # ------------------------------------------------------------------------------------------------------ for steps
+
+    def packed(self, adapter: str) -> PackedAdapter:
+        """Return an adapter that a request holds, by its id.  Raises KeyError for one that is not loaded."""
+        return self._loaded[adapter]
+
+    @property
+    def counts(self) -> AdapterCounts:
+        """What is held and kept now, and counts since start."""
+        with self._lock:
+            kept = sum(self._adapters[key].bytes for key in self._kept)
+            return AdapterCounts(
+                held=len(self._adapters) - len(self._kept),
+                held_bytes=self._bytes - kept,
+                kept=len(self._kept),
+                kept_bytes=kept,
+                waiting=sum(not adapter.done for adapter in self._adapters.values()),
+                loads=self._loads,
+                load_s=self._load_s,
+                faults=self._faults,
+                evicted=self._evicted,
+            )
+
+    def close(self) -> None:
+        """End the loader."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+
+    # ------------------------------------------------------------------------------------------------------ the loader
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="adapters", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while not self._queue and not self._closed:
+                    self._lock.wait()
+                if self._closed:
+                    return
+                adapter = self._queue.popleft()
+            began = time.monotonic()
+            packed, fault = None, ""
+            try:
+                packed = self._load(adapter.key)
+            except AdapterError as error:
+                fault = str(error)
+            except Exception:
+                log.exception("loading %s failed", adapter.key)
+                fault = DIED
+            with self._lock:
+                self._settle(adapter, packed, fault, time.monotonic() - began)
+
+    def _load(self, key: str) -> PackedAdapter | None:
+        """Return a packed adapter; None: nothing waits for it any more.  Raises AdapterError."""
+        name, _, path = key.partition("=")
+        folder = Path(path)
+        try:
+            size = (folder / WEIGHTS).stat().st_size
+        except OSError:
+            size = 0  # `read_adapter` says why
+        with self._lock:
+            self._evict(size)
+            while self._bytes + size > self._most_bytes and self._bytes > 0 and not self._closed:
+                if not self._adapters[key].holders:
+                    return None
+                self._lock.wait()
+                self._evict(size)
+        file = read_adapter(folder, self._most_bytes)
+        if file.digest != digest_part(name):
+            raise AdapterError(f"{folder}: its files have changed since they were loaded as {name}: load it again")
+        packed = self._pack(file)
+        if packed.bytes > self._most_bytes:
+            raise AdapterError(
+                f"{folder}: {packed.bytes} bytes in memory; --lora-memory-gib allows {self._most_bytes} bytes"
+            )
+        return packed
+
+    def _settle(self, adapter: Adapter, packed: PackedAdapter | None, fault: str, seconds: float) -> None:
+        """Take the result of a load."""
+        self._faults += bool(fault)
+        if fault:
+            log.warning("adapter refused: %s", fault)
+        if packed is None and not adapter.holders:
+            self._forget(adapter)
+            return
+        if packed is None and not fault:  # it was given up just before a request asked for it again
+            self._queue.append(adapter)
+            return
+        adapter.packed, adapter.fault = packed, fault
+        if packed is not None:
+            self._loads += 1
+            self._load_s += seconds
+            self._bytes += packed.bytes
+            self._loaded[adapter.key.partition("=")[0]] = packed
+            if not adapter.holders:
+                self._kept[adapter.key] = None
+            self._evict(0)
+            log.info(
+                "loaded adapter %s: rank %d, %.1f MB in %.2f s", adapter.key, packed.rank, packed.bytes / 1e6, seconds
+            )
+        self._finished.append(adapter.key)
+
+    def _evict(self, size: int) -> None:
+        """Evict kept adapters, least recently used first, until `size` more bytes fit."""
+        while self._kept and self._bytes + size > self._most_bytes:
+            key, _ = self._kept.popitem(last=False)
+            self._forget(self._adapters[key])
+            self._evicted += 1
+
+    def _forget(self, adapter: Adapter) -> None:
+        """Remove an adapter that nothing holds."""
+        self._adapters.pop(adapter.key, None)
+        self._kept.pop(adapter.key, None)
+        if adapter in self._queue:
+            self._queue.remove(adapter)
+        if adapter.packed is not None:
+            self._bytes -= adapter.packed.bytes
+            name = adapter.key.partition("=")[0]
+            self._loaded.pop(name, None)
+            for other in self._adapters.values():  # the same files under another path
+                if other.packed is not None and other.key.partition("=")[0] == name:
+                    self._loaded[name] = other.packed

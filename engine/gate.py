@@ -1,0 +1,177 @@
+"""Holds requests back until what they need is ready, so that no step of other requests waits for it.
+
+    Inbox.drain() ==orders==> Gate.drain() ==those that may start==> Engine.turn ==those that ended==> ended
+                               |  waiting: by what they need, by deadline                               |
+                               '-- hold ──> store: makes it ready on threads <── release ───────────────┘
+
+A request holds what it needs until it ends, so a sequence that returns after a preemption finds it.  An abort, or a
+deadline that has passed, releases a request that waits: the scheduler then ends it as any other one.  What cannot be
+made ready ends its own request (`Refused`).  Gates stand one behind another: each is the inbox of the next one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+
+from quire.engine.common.fair_list import FairList
+from quire.engine.executor.grammar_store import HeldResources
+from quire.engine.orders import Inbox, Order, Refused, Resume, request_of
+from quire.engine.wire.clock import steady_ms
+from quire.engine.wire.messages import Abort, Generate
+
+POLL_S = 0.002  # how often an engine with nothing else to do asks for what it waits for
+
+
+class Gate:
+    """An Inbox over another one.  The loop's thread owns it."""
+
+    def __init__(self, inbox: Inbox, store: HeldResources | None, clock: Callable[[], int] = steady_ms) -> None:
+        """`store`: None: nothing waits here, and the scheduler refuses what the executor cannot serve.
+        `clock`: unix time in ms that deadlines are compared with."""
+        self._inbox, self._store, self._clock = inbox, store, clock
+        self._waiting: dict[str, list[Order]] = {}  # by id: a request, then the aborts of single choices
+        self._by_need: dict[str, dict[str, None]] = {}  # the ids that wait for each, in the order of their arrival
+        self._deadlines: list[tuple[int, str]] = []  # heap of (deadline_ms, id); those that left drop out lazily
+        self._queue: FairList[str] = FairList()  # ids of those that hold nothing yet
+        self._tenants: dict[str, str] = {}  # id -> tenant, of these
+        self.waiting_sequences = self.waiting_tokens = 0  # choices that wait here, and tokens of their prompts
+
+    def need(self, request: Generate) -> str:
+        """Return what a request needs, as its store names it; "": nothing."""
+        raise NotImplementedError
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait here."""
+        return len(self._waiting)
+
+    @property
+    def relieved(self) -> bool:
+        """Whether another engine can take over every request of this one."""
+        return self._inbox.relieved
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait in the shared queue, this engine's share of them."""
+        return self._inbox.queued
+
+    def drain(self, wait_s: float) -> list[Order]:
+        """Return every order that may be applied now; wait up to `wait_s` seconds for the first one.
+
+        Costs O(orders that arrive or pass), however many wait."""
+        arrived = self._inbox.drain(min(wait_s, POLL_S) if self._waiting else wait_s)
+        if self._store is None:
+            return list(arrived)
+        passed: list[Order] = []
+        for text in self._store.finished():
+            for request_id in list(self._by_need.get(text, ())):
+                passed += self._checked(self._leave(request_id))
+        passed += self._expired()
+        passed += self._next_holders()
+        for order in arrived:
+            passed += self._route(order)
+        return passed
+
+    def ended(self, request_ids: Iterable[str]) -> None:
+        """Release what requests that have ended held."""
+        if self._store is not None:
+            for request_id in request_ids:
+                self._store.release(request_id)
+
+    def _route(self, order: Order) -> list[Order]:
+        """Return what an order lets pass."""
+        assert self._store is not None
+        if isinstance(order, Abort):
+            return self._abort(order)
+        request = request_of(order)
+        if request is None or not (text := self.need(request)):
+            return [order]
+        if request.id in self._waiting:  # delivered twice
+            return []
+        if self._full() and not self._store.is_held(text):
+            self._queue.add(request.tenant, request.id, request.weight)
+            self._tenants[request.id] = request.tenant
+        elif self._store.hold(request.id, text, request.tenant, request.weight):
+            return self._checked([order])
+        else:
+            self._by_need.setdefault(text, {})[request.id] = None
+        self._waiting[request.id] = [order]
+        self._count(request, 1)
+        heapq.heappush(self._deadlines, (request.deadline_ms, request.id))
+        return []
+
+    def _full(self) -> bool:
+        """Whether what requests hold has reached its bound: others wait here and hold nothing, tenants in turns."""
+        return False
+
+    def _next_holders(self) -> list[Order]:
+        """Let requests hold what they need, as long as the bound allows more.  Returns those that may start."""
+        assert self._store is not None
+        passed: list[Order] = []
+        while self._queue and not self._full() and (request_id := self._queue.pop()) is not None:
+            del self._tenants[request_id]
+            request = request_of(self._waiting[request_id][0])
+            assert request is not None
+            text = self.need(request)
+            done = self._store.hold(request_id, text, request.tenant, request.weight)
+            self._by_need.setdefault(text, {})[request_id] = None
+            if done:
+                passed += self._checked(self._leave(request_id))
+        return passed
+
+    def _abort(self, order: Abort) -> list[Order]:
+        assert self._store is not None
+        if order.id not in self._waiting:
+            if order.reassigned:  # the scheduler forgets it without a word
+                self._store.release(order.id)
+            return [order]
+        if order.index >= 0 and not order.reassigned:  # its other choices wait on
+            self._waiting[order.id].append(order)
+            return []
+        self._store.release(order.id)
+        return [*self._leave(order.id), order]
+
+    def _expired(self) -> list[Order]:
+        """Return the requests whose deadline has passed: the scheduler ends them before it starts any."""
+        assert self._store is not None
+        passed: list[Order] = []
+        while self._deadlines and (self._deadlines[0][1] not in self._waiting or self._is_late()):
+            request_id = heapq.heappop(self._deadlines)[1]
+            if request_id in self._waiting:
+                self._store.release(request_id)
+                passed += self._leave(request_id)
+        return passed
+
+    def _is_late(self) -> bool:
+        return self._deadlines[0][0] <= self._clock()
+
+    def _leave(self, request_id: str) -> list[Order]:
+        """Take a request out, with the aborts of its choices."""
+        orders = self._waiting.pop(request_id)
+        request = request_of(orders[0])
+        assert request is not None
+        self._count(request, -1)
+        if (tenant := self._tenants.pop(request_id, None)) is not None:
+            self._queue.discard(tenant, request_id)
+            return orders
+        same = self._by_need[text := self.need(request)]
+        del same[request_id]
+        if not same:
+            del self._by_need[text]
+        return orders
+
+    def _count(self, request: Generate, sign: int) -> None:
+        self.waiting_sequences += sign * request.width
+        self.waiting_tokens += sign * len(request.token_ids)
+
+    def _checked(self, orders: list[Order]) -> list[Order]:
+        """Return a request whose need is ready, and its aborts; where it is at fault, its end instead."""
+        order = orders[0]
+        request = request_of(order)
+        assert self._store is not None
+        assert request is not None
+        if not (fault := self._store.fault(self.need(request))):
+            return orders
+        self._store.release(request.id)
+        return [Refused(request, order.outputs if isinstance(order, Resume) else None, fault), *orders[1:]]
