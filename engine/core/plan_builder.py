@@ -28,6 +28,7 @@ from quire.engine.core.policy.admission import AdmissionPolicy
 from quire.engine.core.policy.allocation import AllocationPolicy
 from quire.engine.core.policy.fairness import PREEMPTIBLE, Fairness
 from quire.engine.core.policy.jumps import JumpCosts
+from quire.engine.core.policy.prompt_budget import SHORT_SHARE, long_prompts
 from quire.engine.core.preemption import Preemption
 from quire.engine.core.report import SchedulerReport
 from quire.engine.core.sequence import Sequence, State
@@ -72,6 +73,7 @@ class PlanBuilder:
         self._drafting = 0  # sequences that compute drafts in it
         self._draft_tokens = 0  # that these compute behind their last known ones
         self._budget = 0  # prompt tokens that the plan can still take
+        self._long_budget = 0  # those set aside for long prompts
         self._awaits_slot = False  # a favoured sequence waits for a slot that cools: no other sequence starts
 
     def begin_plan(self, limits: Limits) -> None:
@@ -189,9 +191,26 @@ class PlanBuilder:
                 return
             self._start(seq)
 
-    def continue_prompts(self, started: list[Sequence]) -> None:
-        """Let every prompt that had started before this plan advance."""
-        for seq in started:
+    def continue_prompts(self, started: list[Sequence]) -> list[Sequence]:
+        """Let the prompts that had started before this plan advance; return the long ones, which come last.
+
+        While there are long ones, everything else shares SHORT_SHARE of the budget, the shortest prompt first."""
+        long = long_prompts(started, self._budget)
+        if long:
+            self._long_budget = self._budget - int(SHORT_SHARE * self._budget)
+            self._budget -= self._long_budget
+            started = sorted((seq for seq in started if seq not in long), key=lambda seq: seq.known - seq.computed)
+        self._advance_prompts(started)
+        return long
+
+    def continue_long(self, long: list[Sequence]) -> None:
+        """Let long prompts advance, the oldest first, with their part of the budget and what the others have left."""
+        if long:
+            self._budget += self._long_budget
+            self._advance_prompts(long)
+
+    def _advance_prompts(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
             if seq.state is State.PREFILLING:  # else it has just been preempted
                 self._advance(seq)
 

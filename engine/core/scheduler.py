@@ -212,9 +212,10 @@ class Scheduler:
         jumped = builder.jump(budget, free)
         drafted = builder.draft(budget - jumped, free - jumped)
         builder.start_favoured(min(budget, free) - jumped - drafted)
-        builder.continue_prompts(started)
+        long = builder.continue_prompts(started)
         builder.resume_paused()
         builder.start_waiting()
+        builder.continue_long(long)
         self.admission.judge_predictions(batch.step + 1)
         return builder.finish()
 

@@ -1,10 +1,24 @@
-"""How many prompt tokens a step may have in addition to the sequences that decode."""
+"""How many prompt tokens a step may have in addition to the sequences that decode, and which prompts share them.
+
+Prompts advance in the order of their starts, each with all tokens that the step has left.  A long one is the exception:
+
+    step budget   |  short prompts, and those that start now  |  long prompts, in the order of their starts  |
+                  |  a fifth at most, what they leave goes to ->
+
+So a prompt that arrives behind a long one starts in the next step.  The long one keeps four fifths of its pace.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from quire.engine.core.batch import Batch
 from quire.engine.core.limits import Limits
 from quire.engine.core.policy.step_cost import FIRST, StepCostModel
+from quire.engine.core.sequence import Sequence
+
+LONG_STEPS = 2  # steps of its own that a long prompt still needs at least; a shorter one is soon out of the way
+SHORT_SHARE = 0.2  # of a step's prompt tokens, for prompts that are not long
 
 
 def prompt_budget(limits: Limits, step_cost: StepCostModel, batch: Batch, waiting: int, behind: int) -> int:
@@ -27,3 +41,8 @@ def prompt_budget(limits: Limits, step_cost: StepCostModel, batch: Batch, waitin
     pending = len(batch.prefilling) + waiting
     stretched = step_cost.prompt_tokens(batch.decoding, pending, limits.itl_stretch, protected)
     return budget if stretched is None else min(budget, stretched)
+
+
+def long_prompts(started: Iterable[Sequence], budget: int) -> list[Sequence]:
+    """Return the sequences whose prompts need more than LONG_STEPS steps of `budget` tokens, in the order given."""
+    return [seq for seq in started if seq.known - seq.computed > LONG_STEPS * budget]
