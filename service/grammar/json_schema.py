@@ -69,6 +69,7 @@ PATTERNS = {
     "time": f"^{TIME}$",
     "date-time": f"^{DATE}[Tt]{TIME}$",
 }
+_LOOK_AHEAD = re.compile(r"\^\(\?!\^?\[(?P<not>(?:[^\]\\]|\\.)+)\]\*\$\)(?P<rest>.*)", re.DOTALL)
 ARRANGEMENTS = 256  # arrays that stand for `uniqueItems` of few values
 BRANCHES = 16  # maximum branches of a oneOf that are compared with each other
 PARTS = 5000  # schemas inside one schema, those of rewritten assertions included
@@ -86,7 +87,11 @@ def rewrite(schema: Any, path: str) -> Rewritten:
     """Return a schema with the same instances whose assertions are all enforced.
 
     path: the field that holds it.  Raises NotServed at the first assertion that cannot be."""
-    walk = _Walk(copy.deepcopy(schema), path)
+    try:
+        walk = _Walk(copy.deepcopy(schema), path)
+    except RecursionError:
+        reason = f"schemas nest at most {GRAMMAR_DEPTH} deep"
+        raise NotServed(path, reason, code=TOO_LARGE, limit=GRAMMAR_DEPTH, given=f"over {GRAMMAR_DEPTH}") from None
     walk.run()
     return Rewritten(walk.root, tuple(walk.passed_over.values())[:NAMED])
 
@@ -178,9 +183,16 @@ class _Walk:
             return
         del one["format"]
         if isinstance(name, str) and name in PATTERNS:
-            self._require(one, {"type": "string", "pattern": PATTERNS[name]} if "type" in one else _if_text(name))
+            only_text = one.get("type") in ("string", ["string"])
+            self._require(one, {"type": "string", "pattern": PATTERNS[name]} if only_text else _if_text(name))
         else:
             self.passed_over.setdefault(f"format {str(name)[:64]}", f"{at}.format")
+
+    def _pattern(self, one: dict[str, Any], at: str) -> None:
+        """Write a pattern that excludes texts of some characters only, as pydantic's of a Decimal, as two patterns."""
+        if isinstance(one["pattern"], str) and (found := _LOOK_AHEAD.fullmatch(one["pattern"])):
+            one["pattern"] = "^" + found["rest"]
+            self._require(one, {"pattern": f"[{found['not'][1:] if found['not'][0] == '^' else '^' + found['not']}]"})
 
     def _not(self, one: dict[str, Any], at: str) -> None:
         excluded = one.pop("not")
@@ -340,6 +352,7 @@ REWRITINGS: tuple[tuple[str, Any], ...] = (
     ("exclusiveMinimum", _Walk._exclusive),
     ("exclusiveMaximum", _Walk._exclusive),
     ("format", _Walk._format),
+    ("pattern", _Walk._pattern),
     ("unevaluatedProperties", _Walk._unevaluated),
     ("unevaluatedItems", _Walk._unevaluated),
     ("propertyNames", _Walk._property_names),

@@ -398,3 +398,35 @@ def test_a_refusal_compiles_little_more_than_the_schema(odd: dict[str, Any], com
         compile_grammar(Constraint("s", "json", schema))
     whole = len(json.dumps(schema))
     assert sum(compiled_bytes) < 2.5 * whole
+
+
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # of pydantic
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"type": ["string", "null"], "format": "date-time"}, [None, "2026-11-27T04:00:00Z"], ["x", 1]),
+        ({"type": ["string", "integer"], "format": "date"}, [7, "2026-11-27"], ["x", None]),
+        ({"type": ["string"], "format": "time"}, ["04:00:00Z"], ["x", None]),
+        ({"type": ["null", "string"], "format": "uuid"}, [None], ["x", 1]),
+        ({"format": "json-pointer"}, [None, "/a", [1]], ["a"]),
+        ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": DECIMAL}]}, [1.5, "1.5", "-.5"], ["-", "+.", ""]),
+        ({"type": "string", "pattern": "^(?!^[^ab]*$)[a-d]{2}$"}, ["ad", "bb"], ["cd", "abc"]),
+    ],
+)
+def test_a_format_or_pattern_asserts_of_texts_only_what_it_says(
+    schema: dict[str, Any], valid: list[Any], invalid: list[Any]
+) -> None:
+    grammar = compile_grammar(Constraint("s", "json", schema)).grammar
+    for instance in [*valid, *invalid]:
+        assert matches(grammar, json.dumps(instance)) == (instance in valid), instance
+
+
+@pytest.mark.parametrize("depth", [65, 500, 900])
+def test_a_schema_within_too_many_others_is_refused_with_the_limit(depth: int) -> None:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(NotServed, match="at most 64 deep"):
+        compile_grammar(Constraint("s", "json", schema))
