@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from quire.service.common.limits import GRAMMAR_DEPTH, LIMITS, REGEX_CHARS
 from quire.service.grammar.grammar_errors import NotServed
+from quire.service.grammar.large_numbers import check_values, move_bounds
 from quire.service.grammar.schema_algebra import DEEPEST, Schemas, identity, names, type_of
 
 TOO_LARGE = LIMITS["grammar"].code
@@ -163,6 +164,8 @@ class _Walk:
         for name in PARTNERS.intersection(one):
             del one[name]
         _check_bounds(one, at)
+        move_bounds(one, at)
+        check_values(one, at)
 
     # ------------------------------------------------------------------------------------------------ one keyword each
 

@@ -430,3 +430,42 @@ def test_a_schema_within_too_many_others_is_refused_with_the_limit(depth: int) -
         schema = {"type": "array", "items": schema}
     with pytest.raises(NotServed, match="at most 64 deep"):
         compile_grammar(Constraint("s", "json", schema))
+
+
+LONG = 2**63 - 1024  # largest double among 64-bit numbers
+
+
+@pytest.mark.parametrize(
+    ("bounds", "allowed", "refused"),
+    [
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, [0, LONG, -LONG], [2**63, -(2**63) - 1]),  # of Go and .NET
+        ({"minimum": 2**53 + 1}, [2**53 + 2, 2**53 + 3], [2**53, 2**53 + 1 - 2]),
+        ({"maximum": -(2**53) - 1, "type": ["integer", "null"]}, [None, -(2**53) - 2], [-(2**53), 1]),
+        ({"maximum": 10**400}, [0, LONG], ["x"]),
+        ({"exclusiveMaximum": 2**53 + 1}, [2**53 - 1], [2**53 + 1, 2**53 + 2]),
+    ],
+)
+def test_bounds_beyond_a_double_hold(bounds: dict[str, Any], allowed: list[Any], refused: list[Any]) -> None:
+    grammar = compile_grammar(Constraint("s", "json", {"type": "integer", **bounds})).grammar
+    for instance in [*allowed, *refused]:
+        assert matches(grammar, json.dumps(instance)) == (instance in allowed), instance
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": 2**53 + 1},
+        {"enum": [1, {"a": [-(2**53) - 1]}]},
+        {"properties": {"a": {"const": 10**22 + 1}}},
+        {"const": 10**400},
+        {"type": "integer", "minimum": 2**63},
+    ],
+)
+def test_a_number_that_would_be_written_as_another_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(NotServed, match=r"^s.*(const|enum|minimum)"):
+        compile_grammar(Constraint("s", "json", schema))
+
+
+def test_a_large_number_that_is_a_double_is_written_as_itself() -> None:
+    grammar = compile_grammar(Constraint("s", "json", {"enum": [2**53 + 2, 7]})).grammar
+    assert [matches(grammar, str(one)) for one in (2**53 + 2, 7, 2**53)] == [True, True, False]
