@@ -230,3 +230,24 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   // together], packed[s, k, c, t] = weight[s * columns + c, k * together + t]
   m.def("product_layout(Tensor like) -> (int, int)");
 }
+
+// Layers with a state per slot.  Sequence s owns tokens q_start[s] .. q_start[s + 1] - 1 and the state rows[s], which is
+// updated in place.  No two sequences share a state.  keeps [n, 2] i32, by ascending token: (end, place) copies the state
+// of the sequence to another place of `states` once the tokens before `end` are computed.  A token's result has the same bits in any batch and chunking.
+TORCH_LIBRARY_FRAGMENT(quire, m) {
+  //   x, out   [T, channels]
+  //   weight   [taps, channels] f32, the newest token's last · bias [channels] f32
+  //   states   [slots, taps - 1, channels], dtype of x: the newest inputs, the oldest first
+  // out = bias + sum over the taps of weight * input; silu: then silu
+  m.def(
+      "causal_conv(Tensor x, Tensor weight, Tensor? bias, bool silu, Tensor(a!) states, Tensor rows, Tensor q_start, "
+      "Tensor? keeps, Tensor(b!) out) -> ()");
+  //   q, k     [T, key_heads, keys]; v [T, heads, values]; one dtype
+  //   decay    [T, heads] f32: logarithm of the factor of the old state · beta [T, heads] f32: the delta rule
+  //   q_scale  factor of q; eps > 0: q and k become x / sqrt(sum(x^2) + eps) first
+  //   states   [slots, heads, keys, values] f32 · out [T, heads, values] f32
+  // S = exp(decay) S;  w = beta (v - k^T S), without beta v;  S += k w^T;  out = q^T S
+  m.def(
+      "linear_recurrence(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, float q_scale, float eps, "
+      "Tensor(a!) states, Tensor rows, Tensor q_start, Tensor? keeps, Tensor(b!) out) -> ()");
+}

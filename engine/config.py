@@ -141,6 +141,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "memory, 1 GiB on a CPU. Lower it where other programs use the same GPU.",
         ),
     ] = 0.0
+    state_memory_gib: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="GiB for the recurrent state of models that have it: one state for each of max_seqs, the rest "
+            "for checkpoints of the prefix cache. It is part of kv_memory_gib, but not of kv_blocks. 0: half of it. "
+            "Raise it for more sequences at once, or for prompts that share many prefixes.",
+        ),
+    ] = 0.0
     kv_dtype: Annotated[
         Literal["auto", "e4m3"],
         Meta(

@@ -29,6 +29,7 @@ from quire.engine.core.limits import Limits
 from quire.engine.core.policy.allocation import shares_blocks
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.state_pool import StatePool
 from quire.engine.executor.base import Executor, StepError
 from quire.engine.grammar_gate import GrammarGate
 from quire.engine.observers.accounting_checks import AccountingChecks
@@ -59,6 +60,8 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
             f"step_tokens is {step_tokens}; it must exceed max_seqs, {max_seqs}, or no prompt could start"
         )
     info = executor.info
+    if info.state_bytes and config.preempt == "swap":
+        raise ConfigError("preempt is swap; with recurrent state it must be recompute, or auto, which recomputes")
     limits = Limits(
         max_seqs=max_seqs,
         step_tokens=step_tokens,
@@ -69,13 +72,14 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         eos_ids=frozenset(info.eos_ids),
         fingerprint=info.fingerprint,
         admission=config.admission,
-        preempt=config.preempt,
+        preempt="recompute" if info.state_bytes else config.preempt,
         block_bytes=info.kv_bytes_per_token * config.block_size,
         itl_stretch=config.itl_stretch,
         step_target_s=config.step_target_s,
         grammars=info.grammars,
         beams=info.beams and shares_blocks(config.admission),
         adapter_slots=config.lora_slots if info.adapters else 0,
+        recurrent=info.state_bytes > 0,
     )
     pool = BlockPool(
         executor.blocks,
@@ -83,7 +87,9 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
         caching=config.prefix_cache,
         note_discarded=config.poison_free_blocks,
     )
-    return Scheduler(pool, limits, HostPool(executor.host_blocks), StepCostModel(executor.swap_bytes_per_s))
+    costs = StepCostModel(executor.swap_bytes_per_s)
+    states = StatePool(info.checkpoints) if info.state_bytes else None
+    return Scheduler(pool, limits, HostPool(executor.host_blocks), costs, states)
 
 
 class Engine:

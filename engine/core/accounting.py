@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from quire.engine.core.batch import Batch
 from quire.engine.core.blocks import AccountingError, BlockPool
+from quire.engine.core.checkpoints import CheckpointPolicy
 from quire.engine.core.open_requests import OpenRequests
 from quire.engine.core.policy.allocation import AllocationPolicy
 from quire.engine.core.report import SchedulerReport
@@ -30,9 +31,11 @@ class Auditor:
         swapping: Swapping,
         allocation: AllocationPolicy,
         report: SchedulerReport,
+        checkpoints: CheckpointPolicy,
     ) -> None:
         self._pool, self._requests, self._batch, self._waiting = pool, requests, batch, waiting
         self._swapping, self._allocation, self._report = swapping, allocation, report
+        self._checkpoints = checkpoints
 
     def whole(self) -> None:
         """Check every block against every table, and every table against its sequence.
@@ -44,6 +47,7 @@ class Auditor:
         for seq in live:
             self._sequence(seq)
         self._swapping.check(live)
+        self._checkpoints.check(live)
         self._waiting.check()
         self._batch.check(live)
 

@@ -250,6 +250,8 @@ class BeamGroups:
     def refusal(self, request: Generate, limit: int) -> str:
         beams, limits, size = request.beams, self._limits, self._pool.block_size
         assert beams is not None
+        if limits.recurrent:
+            return "the answers are to be found by beam search, which models with recurrent state don't have here"
         if not limits.beams:
             return "the answers are to be found by beam search, and this engine has none"
         if not request.n <= beams.width <= limits.max_seqs:

@@ -29,6 +29,7 @@ class Limits(msgspec.Struct, frozen=True):
     grammars: bool = False  # the executor honours Sampling.grammar
     beams: bool = False  # the executor reports the candidates of a slice
     adapter_slots: int = 0  # LoRA adapters whose sequences may run at once; 0: the executor takes none
+    recurrent: bool = False  # layers keep a state per slot, of which a sequence needs a copy to leave the slot
 
 
 Milestone = Literal["started", "resumed", "first", "paused", "continued", "preempted", "requeued", "ended"]

@@ -24,10 +24,10 @@ that move:
   * `edits` set single table entries: growth (one past the end), copy-on-write, and what differs after a re-fork.
   * `swap_out` copies blocks to the host's memory before anything else in the plan, `swap_in` brings them back.
 
-Within a step the executor applies, in this order: swap_out, poison, swap_in, freed_slots, copies, starts, edits,
-slices, forks; then it computes.  Plans run one after another.  So a block swapped out in plan N+1 holds what step N
-wrote, although plan N+1 may be issued before result N arrives.  The sequence that gets the block in plan N+1 writes it
-after the copy:
+Within a step the executor applies, in this order: keep, swap_out, poison, swap_in, freed_slots, copies, starts, edits,
+slices, forks; then it computes.  A fork begins with the recurrent state that its parent has after the step.
+Plans run one after another.  So a block swapped out in plan N+1 holds what step N wrote, although plan N+1 may be
+issued before result N arrives.  The sequence that gets the block in plan N+1 writes it after the copy:
 
     step N (in flight)    slot 3 computes token 41, its KV into the last block of its table; samples token 42
     plan N+1              freed_slots [3] · swap_out: its table of 42 tokens · its blocks go to older sequences
@@ -99,6 +99,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     swap_in: list[tuple[int, int]] = []  # (host block, block); the host block is free from the next plan on
     look_ahead: bool = True  # the result names forced tokens; they are not worth the search where jumps do not pay
     adapters: list[tuple[int, str]] = []  # (adapter slot, adapter): load these LoRA weights there before `starts`
+    keep: list[tuple[int, int]] = []  # (slot, checkpoint): copy the slot's recurrent state there before anything else
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

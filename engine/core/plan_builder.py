@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from quire.engine.core.batch import Batch, IssuedPlan
 from quire.engine.core.blocks import BlockPool
+from quire.engine.core.checkpoints import CheckpointPolicy
 from quire.engine.core.drafts import Drafts
 from quire.engine.core.forced import FEWEST, ForcedTokens
 from quire.engine.core.groups import Groups
@@ -58,12 +59,13 @@ class PlanBuilder:
         jump_costs: JumpCosts,
         drafts: Drafts,
         adapters: AdapterSlots,
+        checkpoints: CheckpointPolicy,
     ) -> None:
         self._pool, self._batch, self._waiting, self._report = pool, batch, waiting, report
         self._edits, self._allocation, self._admission = edits, allocation, admission
         self._isolation, self._fairness = isolation, fairness
         self._preemption, self._swapping, self._groups = preemption, swapping, groups
-        self._forced, self._jump_costs, self._drafts = forced, jump_costs, drafts
+        self._forced, self._jump_costs, self._drafts, self.checkpoints = forced, jump_costs, drafts, checkpoints
         self._adapters = adapters
         self._step = 0  # of the plan in the making
         self._chunk_tokens = 0
@@ -233,7 +235,8 @@ class PlanBuilder:
                     return
                 self._report.record("continued", seq)
                 batch.resume(seq)
-                self._edits.starts.append(Start(seq.slot, list(seq.table), adapter=self._adapters.slot_of(seq)))
+                state, adapter = self.checkpoints.unpark(seq), self._adapters.slot_of(seq)
+                self._edits.starts.append(Start(seq.slot, list(seq.table), state, adapter))
                 self._advance(seq)
 
     def start_waiting(self) -> None:
@@ -273,8 +276,10 @@ class PlanBuilder:
         look_ahead = self._jump_costs.look_ahead(
             self._decoding + self._jumps + self._drafting, bool(self._batch.prefilling)
         )
-        loads = self._adapters.take_loads()
-        return StepPlan(step, vacated, copies, starts, table_edits, slices, forks, poison, *swaps, look_ahead, loads)
+        loads, keep = self._adapters.take_loads(), self.checkpoints.issue()
+        return StepPlan(
+            *(step, vacated, copies, starts, table_edits, slices, forks, poison, *swaps, look_ahead, loads, keep)
+        )
 
     # ----------------------------------------------------------------------------------------------- one sequence
 
@@ -289,7 +294,11 @@ class PlanBuilder:
             return
         index = seq.computed // self._pool.block_size
         if index == len(seq.table):
+            self.checkpoints.keep_answer(seq)
             if not self._admission.may_grow(seq):
+                if not self.checkpoints.park(seq):
+                    self._preemption.preempt(seq)
+                    return
                 self._report.totals.pauses += 1
                 self._report.record("paused", seq)
                 batch.pause(seq)
@@ -345,7 +354,8 @@ class PlanBuilder:
                 self._admission.forecast.predict_length(member)
             self._report.record("started", seq, seq.computed)
         self._batch.admit(seq)
-        self._edits.starts.append(Start(seq.slot, list(seq.table), adapter=self._adapters.take(seq)))
+        state, adapter = self.checkpoints.begin(seq), self._adapters.take(seq)
+        self._edits.starts.append(Start(seq.slot, list(seq.table), state, adapter))
         self._advance(seq)
 
     def _advance(self, seq: Sequence) -> None:
@@ -367,7 +377,9 @@ class PlanBuilder:
         candidates = group.candidate_count(seq) if end == known else 0
         sampler = sampler_of(seq) if end == known and not candidates else None
         top = max(0, sampling.prompt_logprobs) if targets else 0
-        self._edits.slices.append(Slice(seq.slot, start, seq.tokens[start:end], sampler, targets, top, candidates))
+        keep = self.checkpoints.keep(seq, start, end)
+        slice_ = Slice(seq.slot, start, seq.tokens[start:end], sampler, targets, top, candidates, keep=keep)
+        self._edits.slices.append(slice_)
         if seq.siblings or id(seq) not in self._edits.named:  # the first member of a group names all
             self._edits.named.update(map(id, (*group.members(seq), *seq.siblings)))
         seq.computed = end

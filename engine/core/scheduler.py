@@ -25,6 +25,7 @@ import msgspec
 from quire.engine.core.accounting import Auditor
 from quire.engine.core.batch import Batch, IssuedPlan
 from quire.engine.core.blocks import BlockPool, HostPool
+from quire.engine.core.checkpoints import checkpoint_policy
 from quire.engine.core.drafts import Drafts, logprobs_of
 from quire.engine.core.forced import ForcedTokens
 from quire.engine.core.groups import Groups
@@ -47,6 +48,7 @@ from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.preemption import Preemption
 from quire.engine.core.report import SchedulerReport, full_delta
 from quire.engine.core.sequence import Sequence, State
+from quire.engine.core.state_pool import StatePool
 from quire.engine.core.swapping import Swapping
 from quire.engine.core.waiting_queue import WaitingQueue
 from quire.engine.wire.messages import CONSTRAINT, Delta, Finish, FinishReason, Generate
@@ -56,9 +58,16 @@ class Scheduler:
     """Owns every sequence from accept() to its Finish.  Not thread-safe: the engine loop owns it."""
 
     def __init__(
-        self, pool: BlockPool, limits: Limits, host: HostPool | None = None, step_cost: StepCostModel | None = None
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        host: HostPool | None = None,
+        step_cost: StepCostModel | None = None,
+        states: StatePool | None = None,
     ) -> None:
         """`host`: the memory that preempted sequences are swapped to; None: they are computed again.
+
+        `states`: places for copies of recurrent state; None: the model has none.
 
         Raises KeyError for an admission mode that is not registered."""
         self.pool, self.limits = pool, limits
@@ -67,8 +76,10 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.batch = Batch(limits.max_seqs, pool.block_size)
         self.report = SchedulerReport(self.batch, pool.block_size)
-        self.swapping = Swapping(pool, host or HostPool(), self.step_cost, limits.preempt, limits.block_bytes)
-        self.allocation = allocation_policy(pool, limits)
+        checkpoints = checkpoint_policy(pool, states, limits.fingerprint)
+        swaps = limits.preempt, limits.block_bytes
+        self.swapping = Swapping(pool, host or HostPool(), self.step_cost, *swaps, checkpoints)
+        self.allocation = allocation_policy(pool, limits, checkpoints)
         self.admission = admission_policy(pool, limits, self.batch, self.allocation)
         self.adapters = AdapterSlots(limits.adapter_slots, self.batch, self.waiting)
         self.claims = Claims(self.step_cost, self.batch, self.waiting, self.adapters)
@@ -98,9 +109,16 @@ class Scheduler:
             jump_costs=self.jump_costs,
             drafts=self.drafts,
             adapters=self.adapters,
+            checkpoints=checkpoints,
         )
-        self.headroom = Headroom(
-            *(pool, limits, self.step_cost),
+        self.headroom = self._build_headroom()
+        self.occupancy = Occupancy(pool, self.batch, self.requests)
+        parts = self.requests, self.batch, self.waiting, self.swapping, self.allocation, self.report
+        self.auditor = Auditor(pool, *parts, checkpoints)
+
+    def _build_headroom(self) -> Headroom:
+        return Headroom(
+            *(self.pool, self.limits, self.step_cost),
             batch=self.batch,
             waiting=self.waiting,
             requests=self.requests,
@@ -109,10 +127,6 @@ class Scheduler:
             isolation=self.isolation,
             fairness=self.fairness,
             swapping=self.swapping,
-        )
-        self.occupancy = Occupancy(pool, self.batch, self.requests)
-        self.auditor = Auditor(
-            pool, self.requests, self.batch, self.waiting, self.swapping, self.allocation, self.report
         )
 
     # ------------------------------------------------------------------------------------------------------- requests
@@ -164,6 +178,7 @@ class Scheduler:
         Sequences that run keep their blocks; the blocks that they fill from now on are sealed as ever.  O(cached
         blocks)."""
         self.pool.forget_all()
+        self.builder.checkpoints.forget_all()
 
     def step_failed(self) -> tuple[int, str | None]:
         """The executor dropped every step in flight and freed all slots.  Put every running sequence back.
@@ -183,6 +198,7 @@ class Scheduler:
             if seq.host:
                 seq.recompute_tokens = seq.computed
                 self.swapping.free_all_blocks(seq)
+        self.builder.checkpoints.step_failed(self.batch.committed)
         self.pool.forget(self.batch.abandon_steps())
         self.drafts.reset()
         self.adapters.forget()
@@ -347,6 +363,7 @@ class Scheduler:
                 seq.prompt_logprobs.extend(logprobs)
         for slot, message in result.failed.items():
             if (seq := occupants[slot]) is not None:
+                self.builder.checkpoints.forget(seq)
                 self.pool.forget(seq.table)  # what it computed is not to be trusted: no request may find it
                 self._end_request(seq.request.id, "error", message)
         for slot, message in result.impossible.items():  # what it computed is sound: others share its prefix

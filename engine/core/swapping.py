@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from quire.engine.core.blocks import AccountingError, BlockPool, HostPool
+from quire.engine.core.checkpoints import CheckpointPolicy
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.sequence import Sequence
 
@@ -29,12 +30,19 @@ class Swapping:
     """Owns the host blocks, the host tables of swapped sequences, and the copies of the plan in the making."""
 
     def __init__(
-        self, pool: BlockPool, host: HostPool, step_cost: StepCostModel, preempt: Preempt, block_bytes: int
+        self,
+        pool: BlockPool,
+        host: HostPool,
+        step_cost: StepCostModel,
+        preempt: Preempt,
+        block_bytes: int,
+        checkpoints: CheckpointPolicy,
     ) -> None:
         """`block_bytes`: keys and values of a block, all layers."""
         self.host = host
         self.sequences = 0  # swapped now
         self._pool, self._step_cost, self._preempt, self._block_bytes = pool, step_cost, preempt, block_bytes
+        self._checkpoints = checkpoints
         self._out: list[tuple[int, int]] = []  # (block, host block)
         self._in: list[tuple[int, int]] = []  # (host block, block)
 
@@ -91,6 +99,7 @@ class Swapping:
 
     def free_all_blocks(self, seq: Sequence) -> None:
         """Give back every block of the sequence, on the device and on the host.  Nothing of it is computed then."""
+        self._checkpoints.release(seq)
         self._pool.release(seq.table)
         self._release_host(seq)
         seq.table, seq.computed = [], 0

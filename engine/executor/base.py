@@ -31,6 +31,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     grammars: bool = False  # it honours Sampling.grammar
     beams: bool = False  # it reports Slice.candidates
     adapters: bool = False  # it honours Start.adapter
+    state_bytes: int = 0  # recurrent state of a sequence; 0: all layers attend
+    checkpoints: int = 0  # places for copies of such states
 
 
 class StepError(Exception):

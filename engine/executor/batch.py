@@ -87,6 +87,7 @@ class StepTensors:
     sample_slots: Tensor  # [N] i64; -1: padding
     known: Tensor  # [N] i64: tokens before the one sampled now
     targets: list[Targets] = field(default_factory=list)
+    keeps: Tensor | None = None  # [n, 2] i32: (end, place), copies of recurrent state; None: there are none
     planned: set[tuple[int, ...]] = field(default_factory=set)  # kinds of attention layers that have a plan already
     adapters: ops.AdapterRows | None = None  # tokens with LoRA adapters; None: none has one
 
@@ -170,6 +171,7 @@ class Mixed:
     targets: list[Targets]
     candidates: tuple[tuple[int, int], ...] = ()  # (slot, how many it wants), in the rows behind all others
     drafts: DraftRows | None = None  # whose rows of logits lie behind those of all slots
+    keeps: Tensor | None = None  # as in StepTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +417,7 @@ class Batch:
             last = (starts + sizes - 1 - drafts)[asking]
             joined = staging.stage_array(np.array(self._order[decoding:], dtype=np.int64)), staging.stage_array(last)
         draft_rows = DraftRows.stage(slices, self._order, samples, staging) if rows > samples else None
-        return Mixed(shape, there, joined, targets, candidates, draft_rows)
+        return Mixed(shape, there, joined, targets, candidates, draft_rows, self._keeps(slices, ends.tolist()))
 
     def _targets(self, slices: list[Slice], logits_at: Tensor) -> list[Targets]:
         """Return the prompt logprobs that the slices want.  `logits_at`: tokens before their targets, one slice after
@@ -427,6 +429,15 @@ class Batch:
                 found.append(Targets(piece.slot, logits_at[at : at + len(ids)], ids, piece.top))
                 at += len(ids)
         return found
+
+    def _keeps(self, slices: Sequence[Slice], ends: list[int]) -> Tensor | None:
+        """Stage the copies of recurrent state that slices ask for.  ends: the step's token behind each slice."""
+        keeps = [
+            (end - len(piece.token_ids) - piece.start + position, len(self.slots) + checkpoint)
+            for piece, end in zip(slices, ends, strict=True)
+            for position, checkpoint in piece.keep
+        ]
+        return self._staging.stage_array(np.array(keeps, dtype=np.int32)) if keeps else None
 
     # -------------------------------------------------------------------------------------------------- on the device
 
@@ -501,6 +512,7 @@ class Batch:
             known=known,
             targets=mixed.targets,
             adapters=self._adapter_rows,
+            keeps=mixed.keeps,
         )
 
     def idle_step(self, shape: Shape) -> Mixed:

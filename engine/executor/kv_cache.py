@@ -33,17 +33,25 @@ GPU_FREE_FRACTION = 0.94  # the rest is for fragmentation, CUDA graphs, and kern
 class KVShape:
     """Key and value that a layer stores per token, each [heads, head_size]."""
 
-    heads: int  # KV heads: with grouped queries fewer than attention heads
+    heads: int  # KV heads: with grouped queries fewer than attention heads; 0: a layer without attention
     head_size: int  # elements of a key and of a value, including padding
     shares: int | None = None  # the layer whose keys and values this one reads; None: it has its own
 
 
+class LayerState(NamedTuple):
+    """Recurrent state of one layer, by place (`models/recurrent/states.py`)."""
+
+    conv: Tensor  # [places, taps - 1, channels], dtype of the model
+    recurrent: Tensor | None  # [places, heads, keys, values] f32; None: the layer is a convolution only
+
+
 class LayerCache(NamedTuple):
-    """KV cache tensors of one layer."""
+    """KV cache tensors of one layer; empty ones if it has no attention."""
 
     k: Tensor
     v: Tensor
     scales: Tensor | None  # [2, Hkv] f32, for keys and for values, if the cache is e4m3: value = stored * scale
+    state: LayerState | None = None  # None: the layer keeps no recurrent state
 
 
 Caches = list[LayerCache]
@@ -62,6 +70,8 @@ def by_shape(caches: Caches) -> list[list[Tensor]]:
     groups: dict[torch.Size, dict[int, Tensor]] = {}
     for cache in caches:
         for tensor in (cache.k, cache.v):
+            if not tensor.numel():  # a layer without attention
+                continue
             groups.setdefault(tensor.shape, {})[id(tensor)] = tensor
     return [list(group.values()) for group in groups.values()]
 
@@ -124,7 +134,7 @@ def allocate(
 
     def tensor(layer: KVShape) -> Tensor:
         shape = blocks, layer.heads, block_size, layer.head_size
-        if on_demand and device.type == "cpu" and fill == 0:
+        if on_demand and device.type == "cpu" and fill == 0 and layer.heads:
             pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
             return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device).fill_(fill)

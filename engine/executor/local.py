@@ -111,6 +111,7 @@ class LocalExecutor:
         loaded = time.monotonic()
         sizes = {"max_seqs": self.max_seqs, "step_tokens": self.step_tokens}
         self._worker: Worker | None = Worker(config, model, **sizes, ranks=ranks)
+        self.max_seqs = self._worker.max_seqs
         self.info = ModelInfo(
             name=config.served_name.partition(",")[0].strip() or config.model or builtin.NAME,
             fingerprint=ranks.first_then_others(partial(fingerprint_of, config, model)),
@@ -121,8 +122,9 @@ class LocalExecutor:
             grammars=self._worker.grammars is not None,
             beams=True,
             adapters=self._worker.adapters is not None,
+            **self._worker.state_facts(),
         )
-        self.blocks, self.host_blocks = self._worker.blocks, self._worker.host_blocks
+        self.blocks, self.host_blocks = self._worker.blocks, self._worker.swap.host_blocks
         self.swap_bytes_per_s = self._worker.swap.measure()
         self.start_parts = {
             "kernels": started - began,

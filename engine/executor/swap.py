@@ -49,7 +49,7 @@ class Swap:
         # first written.
         pinned = self._stream is not None
         self.host = [torch.empty(host_blocks, *shape, dtype=torch.uint8, pin_memory=pinned) for shape in shapes]
-        self._at_once, self._host_blocks = max(1, staged), host_blocks
+        self._at_once, self.host_blocks = max(1, staged), host_blocks
         self._block_bytes = sum(count * size for count, size in shapes)
         self._moving: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()  # bytes, begin, end
         self._moved, self._seconds = 0, 0.0  # since the last call
@@ -120,7 +120,7 @@ class Swap:
 
     def measure(self) -> float:
         """Measure bytes/s out and back.  Device blocks keep their contents; host blocks are overwritten."""
-        count = min(32, self._host_blocks, self._blocks)
+        count = min(32, self.host_blocks, self._blocks)
         if not count:
             return 0.0
         blocks = random.Random(0).sample(range(self._blocks), count)

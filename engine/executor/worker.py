@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from quire.engine.executor.drafts import Verified
 from quire.engine.executor.followers import Follower, advance, forced_tokens
 from quire.engine.executor.grammars import Grammars
 from quire.engine.executor.graphs import ladder, mixed_ladder
+from quire.engine.executor.host_memory import HostMemory
 from quire.engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, by_shape, bytes_per_token
 from quire.engine.executor.lora.bank import AdapterBank
 from quire.engine.executor.lora.packing import packer_for
@@ -39,10 +41,12 @@ from quire.engine.executor.masks import Masks
 from quire.engine.executor.memory_plan import MemoryPlan
 from quire.engine.executor.models.fused import own_columns
 from quire.engine.executor.models.hf import LoadedModel
+from quire.engine.executor.models.recurrent.states import States, state_bytes
 from quire.engine.executor.ranks.divided_logits import DividedLogits
 from quire.engine.executor.ranks.ranks import ALONE, Ranks
 from quire.engine.executor.sampling import NOT_FINITE, NOTHING_ALLOWED, Logprobs, SamplerBank
 from quire.engine.executor.staging import Staging
+from quire.engine.executor.state_memory import divide_states
 from quire.engine.executor.step_graphs import StepGraphs
 from quire.engine.executor.step_launches import StepLaunches
 from quire.engine.executor.step_output import StepOutput, StepOutputs, Stopwatch
@@ -98,8 +102,13 @@ class Worker:
         """
         self.device = device = model.module.device
         self._gpu = device.type == "cuda"
+        if model.states:  # such sequences are not swapped
+            config = msgspec.structs.replace(config, preempt="recompute")
         self._config, self._loaded, self._model, self._ranks = config, model, model.module, ranks
-        self._max_seqs, self._step_tokens = max_seqs, step_tokens
+        self._step_tokens = step_tokens
+        memory = self._divide_memory()
+        self._states, max_seqs = self._new_states(memory, max_seqs)
+        self.max_seqs = max_seqs
         self.grammars: Grammars | None = None
         self.adapters: AdapterStore | None = None
         self._adapter_bank: AdapterBank | None = None
@@ -123,7 +132,7 @@ class Worker:
         columns = self._divided.columns if self._divided is not None else vocab_size
         rows = max_seqs if has_graphs else 0
         graph_logits = torch.zeros(rows, columns, dtype=torch.float32, device=device)
-        self._allocate_cache()
+        self._allocate_cache(memory)
         self._launches = self._new_launches(self._batch)
         self._graphs = StepGraphs(
             self._launches,
@@ -142,29 +151,43 @@ class Worker:
             self._graphs.capture()
         self.graphs_s = time.monotonic() - started  # that graphs took at the start
 
-    def _allocate_cache(self) -> None:
+    def _new_states(self, memory: HostMemory, max_seqs: int) -> tuple[States | None, int]:
+        """Allocate recurrent states, if layers have them.  Returns them, and for how many slots there are live ones."""
+        config, model = self._config, self._loaded
+        if not model.states:
+            return None, max_seqs
+        sizes = {"state_bytes": state_bytes(model.states, model.dtype), "max_seqs": max_seqs, "memory": memory.kv}
+        division = divide_states(config, **sizes)
+        where = model.dtype, self.device
+        return States(model.states, division.slots, division.checkpoints, *where), division.slots
+
+    def _divide_memory(self) -> HostMemory:
+        """Divide the host's memory between KV cache, recurrent states included, and swap space."""
+        config, model = self._config, self._loaded
+        return host_memory.divide(
+            config,
+            weights=host_memory.weight_bytes(self._model),
+            block_bytes=bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)) * config.block_size,
+            on_gpu=self._gpu,
+            ranks=self._ranks.size,
+            limit=host_resources.memory_limit(),
+        )
+
+    def _allocate_cache(self, memory: HostMemory) -> None:
         """Take the KV cache, the host's memory for swapped blocks, and the batch's tensors.  Raises NotEnoughMemory."""
         config, model = self._config, self._loaded
         kv_dtype = KV_DTYPES.get(config.kv_dtype, model.dtype)
         token_bytes = bytes_per_token(model.layers, kv_dtype)
         # Without a length in the configuration the cache decides: a model's own may be made for a larger machine.
-        memory = host_memory.divide(
-            config,
-            weights=host_memory.weight_bytes(self._model),
-            block_bytes=token_bytes * config.block_size,
-            on_gpu=self._gpu,
-            ranks=self._ranks.size,
-            limit=host_resources.memory_limit(),
-        )
         self.blocks = blocks_that_fit(
             token_bytes=token_bytes,
             block_size=config.block_size,
             max_model_len=model.max_model_len if config.max_model_len else 1,
             kv_blocks=config.kv_blocks,
-            kv_memory_gib=config.kv_memory_gib,
+            kv_memory_gib=0.0 if self._states else config.kv_memory_gib,  # `memory` contains it, and the states
             device=self.device,
             activations=self._planned_activations(kv_dtype),
-            cpu_budget=memory.kv,
+            cpu_budget=memory.kv - (self._states.bytes if self._states else 0),
             agree=self._ranks.least,
         )
         if (fits := self.blocks * config.block_size) < model.max_model_len:
@@ -183,13 +206,15 @@ class Worker:
         if model.kv_scales is not None:
             use = "uses" if caches[0].scales is not None else "could use, with kv_dtype e4m3,"
             log.info("the KV cache %s the scales of keys and values that the checkpoint brings", use)
+        if self._states:
+            self._states.report(self.blocks * token_bytes * config.block_size)
+            caches = self._states.attached(caches)
         self._by_shape = by_shape(caches)  # what operators that move blocks take in one call
         self._batch = self._new_batch(caches)
         # No sequence starts while another one is swapped out.  So at most the contents of the cache are swapped out.
         # It is twice that if most blocks were shared, because each holder takes a copy.
         swap_blocks = self._ranks.least(memory.swap // (token_bytes * config.block_size))
-        self.host_blocks = min(swap_blocks, 2 * self.blocks)
-        self.swap = Swap(caches, self.host_blocks)
+        self.swap = Swap(caches, min(swap_blocks, 2 * self.blocks))
 
     def _planned_activations(self, kv_dtype: torch.dtype) -> int:
         """Bytes to leave free for activations; 0 where the configuration fixes the size of the cache, or on a CPU."""
@@ -198,18 +223,18 @@ class Worker:
             return 0
         batch = self._new_batch(allocate(model.layers, 1, config.block_size, kv_dtype, self.device))
         # A takeover reuses what the engine before it measured.
-        sizes = f"{self._max_seqs} {self._step_tokens} {model.max_model_len} {model.dtype}"
+        sizes = f"{self.max_seqs} {self._step_tokens} {model.max_model_len} {model.dtype}"
         plan = MemoryPlan(config, model.directory, sizes)
         activations = plan.recall() if config.standby else 0
         if not activations:
             top = min(MOST_LOGPROBS, model.vocab_size)
-            activations = self._new_launches(batch).peak_bytes(self._max_seqs, self._step_tokens, top)
+            activations = self._new_launches(batch).peak_bytes(self.max_seqs, self._step_tokens, top)
             plan.remember(activations)
         return activations
 
     def _new_batch(self, caches: Caches) -> Batch:
         return Batch(
-            max_seqs=self._max_seqs,
+            max_seqs=self.max_seqs,
             max_model_len=self._loaded.max_model_len,
             step_tokens=self._step_tokens,
             block_size=self._config.block_size,
@@ -226,6 +251,10 @@ class Worker:
     def max_model_len(self) -> int:
         """Most tokens of a sequence: the model's, or what the KV cache holds."""
         return self._loaded.max_model_len
+
+    def state_facts(self) -> dict[str, int]:
+        """Return what `ModelInfo` says of recurrent state."""
+        return {} if self._states is None else self._states.facts()
 
     def catch_up(self) -> bool:
         """Capture a graph that a takeover postponed, while no request runs.  Returns whether more are left."""
@@ -264,6 +293,16 @@ class Worker:
             samplers.begin_masks()
         self._move_blocks(plan, staged)
         batch.apply(staged)
+        if self._states is not None:
+            self._states.begin_step(plan)
+        launched = self._launch(plan, staged)
+        if self._states is not None:
+            self._states.end_step(plan)
+        return launched
+
+    def _launch(self, plan: StepPlan, staged: Staged) -> Launched:
+        """Launch the model on a staged plan."""
+        batch = self._batch
         if staged.mixed is not None:
             return self._mixed(plan.step, staged.mixed)
         candidates = staged.single.candidates if staged.single is not None else ()

@@ -113,6 +113,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "muse_spark_audio": {"num_hidden_layers": 4},
     "muse_spark_text": _MIXTURE,
     "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"n_groups": 2},
     "paddleocr_vl_text": {"rope_parameters": _MROPE},
     "qwen2": _WINDOWS,
     "qwen2_moe": _WINDOWS,

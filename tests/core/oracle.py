@@ -65,8 +65,20 @@ class StepFails(Exception):
 
 
 class OracleExecutor:
-    def __init__(self, blocks: int, block_size: int, max_seqs: int, depth: int = 2, host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        block_size: int,
+        max_seqs: int,
+        depth: int = 2,
+        host_blocks: int = 0,
+        checkpoints: int | None = None,
+    ) -> None:
+        """`checkpoints`: copies of the recurrent state that each slot has; None: no slot has one."""
         self.depth = depth
+        self.recurrent = checkpoints is not None
+        # The state of a slot: every token that it has taken in.  Behind the slots are the checkpoints.
+        self.states: list[list[int] | None] = [None] * (max_seqs + (checkpoints or 0))
         self.host: list[list[int | None] | None] = [None] * host_blocks  # content; None: free
         self.size = block_size
         self.plans: deque[StepPlan] = deque()
@@ -92,6 +104,7 @@ class OracleExecutor:
 
     def collect(self) -> StepResult:
         plan, before = self.plans.popleft(), list(self.kv)
+        self._begin_states(plan)
         self._move_blocks(plan)
         self._change_tables(plan)
         ends = self._write_tokens(plan)
@@ -100,6 +113,8 @@ class OracleExecutor:
             if ends[slot] - sampler.prompt_len >= self.bad.get(sampler.sampling.seed, len(self.kv)):
                 if plan.step % 2:  # it failed before it computed anything
                     self.kv = before
+                for _, checkpoint in [*plan.keep, *(keep for piece in plan.slices for keep in piece.keep)]:
+                    self.states[self.max_seqs + checkpoint] = None
                 raise StepFails
         slots, sampled, accepted = [], [], self._accept(plan, samplers, ends)
         for slot, sampler in samplers.items():
@@ -199,7 +214,9 @@ class OracleExecutor:
                 self.jumps += 1
         work = [(slot, position, [token]) for slot, (_, position, token) in self.decoding.items()]
         work += [(piece.slot, piece.start, list(piece.token_ids)) for piece in plan.slices]
+        keeps = {piece.slot: piece.keep for piece in plan.slices}
         for slot, position, tokens in work:
+            self._advance_state(slot, position, tokens, keeps.get(slot, []))
             for i, token in enumerate(tokens, position):
                 self.kv[self.tables[slot][i // self.size] * self.size + i % self.size] = token
                 self.forward_tokens += 1
@@ -215,7 +232,30 @@ class OracleExecutor:
             assert fork.slot not in self.tables
             self.tables[fork.slot] = list(fork.table)
             samplers[fork.slot], ends[fork.slot] = fork.sampler, ends[fork.parent]
+            self.states[fork.slot] = self.states[fork.parent]
         return samplers
+
+    def _begin_states(self, plan: StepPlan) -> None:
+        """Copy the states that the plan keeps of decoding slots, and set those of the slots that it starts."""
+        if not self.recurrent:
+            assert not plan.keep
+            assert not any(piece.keep for piece in plan.slices)
+            assert all(start.state < 0 for start in plan.starts)
+            return
+        for slot, checkpoint in plan.keep:
+            self.states[self.max_seqs + checkpoint] = self.states[slot]
+        for start in plan.starts:
+            self.states[start.slot] = self.states[self.max_seqs + start.state] if start.state >= 0 else []
+
+    def _advance_state(self, slot: int, position: int, tokens: list[int], keeps: list[tuple[int, int]]) -> None:
+        """Take tokens in.  The state must have seen exactly what the tables show before them."""
+        if self.recurrent:
+            assert self.states[slot] == self.context(slot, position), f"slot {slot} has a state of another position"
+            seen = [*self.context(slot, position), *tokens]
+            self.states[slot] = seen
+            for end, checkpoint in keeps:
+                assert position < end <= position + len(tokens)
+                self.states[self.max_seqs + checkpoint] = seen[:end]
 
     def context(self, slot: int, end: int) -> list[int]:
         table = self.tables[slot]

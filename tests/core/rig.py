@@ -17,6 +17,7 @@ from quire.engine.core.policy.fairness import Shares
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.sequence import Sequence
+from quire.engine.core.state_pool import StatePool
 from quire.engine.core.swapping import Preempt
 from quire.engine.wire.messages import Beams, Delta, Finish, Generate, Sampling
 from quire.loadtest.studies import baselines  # noqa: F401  # rigs run its modes, too
@@ -49,11 +50,13 @@ class Rig:
         bad: int | None = None,
         drafter: Drafter | None = None,
         adapter_slots: int = 0,
+        checkpoints: int | None = None,
     ) -> None:
         """`bad`: each step fails that samples for a request of BAD_SEED at this output position or later.
 
-        `drafter`: its drafts are all computed."""
-        self._drafter = drafter
+        `drafter`: its drafts are all computed.
+        `checkpoints`: the model has recurrent state, and so many copies of it; None: it has none."""
+        self._drafter, self._checkpoints = drafter, checkpoints
         self._bad = {} if bad is None else {BAD_SEED: bad}
         self._caching, self._shape = (
             caching,
@@ -75,6 +78,7 @@ class Rig:
             beams=True,
             grammars=True,
             adapter_slots=adapter_slots,
+            recurrent=checkpoints is not None,
         )
         self.start()
         self.requests: dict[str, Generate] = {}
@@ -91,9 +95,11 @@ class Rig:
         blocks, size, max_seqs, depth, host_blocks = self._shape
         self.pool = BlockPool(blocks, size, caching=self._caching, note_discarded=True)
         self.host, self.step_cost = HostPool(host_blocks), StepCostModel(swap_bytes_per_s=64e3)
-        self.core = Scheduler(self.pool, self.limits, self.host, self.step_cost)
+        self.states = StatePool(self._checkpoints or 0)
+        states = None if self._checkpoints is None else self.states
+        self.core = Scheduler(self.pool, self.limits, self.host, self.step_cost, states)
         self.core.drafts.drafter, self.core.drafts.policy = self._drafter, AllDrafts()
-        self.executor = OracleExecutor(blocks, size, max_seqs, depth, host_blocks)
+        self.executor = OracleExecutor(blocks, size, max_seqs, depth, host_blocks, self._checkpoints)
         self.executor.bad = self._bad
         self.decoding: set[int] = set()  # slots that decode after the last plan, by the plans alone
         self.loaded: dict[int, str] = {}  # adapter slots, likewise
@@ -158,6 +164,7 @@ class Rig:
         weight: float = 1.0,
         beams: Beams | None = None,
         adapter: str = "",
+        anchors: list[int] | None = None,
         **sampling: Any,
     ) -> str:
         request = Generate(
@@ -174,6 +181,7 @@ class Rig:
             weight=weight,
             beams=beams,
             adapter=adapter,
+            anchors=anchors or [],
         )
         self.requests[request.id] = request
         self.core.accept(request)
@@ -311,6 +319,7 @@ class Rig:
         assert self.core.idle
         assert self.pool.available == self.pool.total
         assert self.host.available == self.host.total
+        assert self.states.held == 0
         self.verify()
 
     def verify(self) -> None:

@@ -93,13 +93,12 @@ def test_attention_past_the_interface_is_refused(family: str) -> None:
         ("bart", "an encoder-decoder"),
         ("vit", "transformers has no class of this type that generates text"),
         ("mamba", "layers of type linear_attention; only full and sliding-window attention are computed"),
-        ("lfm2", "layers of type conv"),
+        ("zamba2", "layers of type hybrid; only full and sliding-window attention are computed"),
     ],
 )
 def test_other_architectures_are_refused(family: str, reason: str) -> None:
-    options = {"full_attn_idxs": [0, 2]} if family == "lfm2" else {}
     with pytest.raises(UnsupportedModel, match=rf"^{family}: {reason}"):
-        hf.check_architecture(AutoConfig.for_model(family, **options))
+        hf.check_architecture(AutoConfig.for_model(family))
 
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 640}

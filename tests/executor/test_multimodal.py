@@ -166,7 +166,7 @@ def test_the_parts_of_two_ranks_are_the_text(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("lfm2_vl", "lfm2_vl: its text part, lfm2: layers of type conv; only full and sliding-window attention"),
+        ("inkling_mm_model", "inkling_mm_model: its text part, inkling_text: layers of type hybrid; only full and"),
         ("mistral_large4", "mistral_large4: its text part, mistral_large4_text: layers of type indexed_attention"),
         ("blip-2", "blip-2: its class computes no text without 'pixel_values'"),
         ("idefics", "idefics: its class computes no text without 'pixel_values' and 'image_encoder_embeddings'"),

@@ -20,6 +20,7 @@ FAMILIES = """
     llama mistral qwen2 qwen3 qwen2_moe qwen3_moe gemma gemma2 gemma3_text gemma3 phi phi3 gpt2 gpt_neox opt mixtral
     gpt_oss olmo2 olmo3 olmoe granite granitemoe cohere cohere2 glm4 glm4_moe starcoder2 smollm3 exaone4 hunyuan_v1_moe
     gemma4_text gemma3n_text llama4_text dots1 dbrx deepseek_v3 mistral4 molmo2
+    lfm2 lfm2_moe qwen3_next qwen3_5_text olmo_hybrid bamba granitemoehybrid falcon_h1 nemotron_h
 """
 
 
@@ -33,7 +34,7 @@ def test_texts_of_a_family_equal_those_of_transformers(family: str, tmp_path: Pa
     [
         ("mamba", "layers of type linear_attention"),
         ("gpt_neo", "computes attention by itself"),
-        ("lfm2", "layers of type conv"),
+        ("zamba2", "layers of type hybrid"),
         ("bart", "an encoder-decoder"),
         ("evolla", "transformers has no class of this type"),
         ("musicgen", "an encoder-decoder"),

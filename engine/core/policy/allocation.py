@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from quire.engine.core.blocks import BlockPool
+from quire.engine.core.checkpoints import CheckpointPolicy
 from quire.engine.core.limits import Limits
 from quire.engine.core.sequence import Sequence
 
@@ -40,14 +41,15 @@ class Paged:
 
     shares_prompt = True
 
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
-        self._pool, self._fingerprint = pool, limits.fingerprint
+    def __init__(self, pool: BlockPool, limits: Limits, checkpoints: CheckpointPolicy) -> None:
+        self._pool, self._fingerprint, self._checkpoints = pool, limits.fingerprint, checkpoints
 
     def cached_prefix(self, seq: Sequence) -> list[int]:
         if not self._pool.caching or seq.request.sampling.prompt_logprobs >= 0:
             return []
         size, fingerprint = self._pool.block_size, self._fingerprint
-        return self._pool.lookup(seq.digest(i, fingerprint, size) for i in range((seq.known - 1) // size))
+        blocks = self._pool.lookup(seq.digest(i, fingerprint, size) for i in range((seq.known - 1) // size))
+        return self._checkpoints.hit(seq, blocks)
 
     def start_table(self, seq: Sequence, hits: list[int]) -> list[int]:
         self._pool.acquire_prefix(hits, seq.request.tenant, seq.request.weight)
@@ -78,6 +80,7 @@ def shares_blocks(mode: str) -> bool:
     return OTHERS.get(mode, Paged).shares_prompt
 
 
-def allocation_policy(pool: BlockPool, limits: Limits) -> AllocationPolicy:
+def allocation_policy(pool: BlockPool, limits: Limits, checkpoints: CheckpointPolicy) -> AllocationPolicy:
     """Build the policy of the admission mode that `limits` names."""
-    return OTHERS.get(limits.admission, Paged)(pool, limits)
+    other = OTHERS.get(limits.admission)
+    return Paged(pool, limits, checkpoints) if other is None else other(pool, limits)

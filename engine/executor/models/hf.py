@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,6 +42,9 @@ from quire.engine.executor.models.quantised.plain_weights import PlainWeights, W
 from quire.engine.executor.models.quantised.quantisation import read_quantisation
 from quire.engine.executor.models.quantised.quantising import Quantising, check_kind
 from quire.engine.executor.models.quantised.stored_weights import StoredWeights, in_this_thread
+from quire.engine.executor.models.recurrent import families
+from quire.engine.executor.models.recurrent.proof import probe_recurrent, prove_recurrent
+from quire.engine.executor.models.recurrent.states import StateShape
 from quire.engine.executor.models.sharding.shard_proof import plan as sharding_of
 from quire.engine.executor.models.sharding.shard_proof import random_shard
 from quire.engine.executor.models.sharding.sharding import OPTION, fork_rng, shard_class, stored_cuts
@@ -77,6 +80,7 @@ class LoadedModel:
     changes: dict[str, Any]  # what makes it compute something else than its files say, for the fingerprint
     batch_dependence: str  # why logits may depend, in the last bit, on the rest of the step; empty: they do not
     kv_scales: list[Tensor | None] | None  # of each layer, for an e4m3 KV cache (`kv_scales.py`); None: all are 1
+    states: list[StateShape]  # recurrent state of layers that have it; none: all layers are attention
     sites: Sites | None = None  # GEMMs that LoRA adapters may add to; None: no adapter is served
 
 
@@ -134,6 +138,7 @@ def load_model(
     whole = read_config(directory, changes := overrides.parse(hf_overrides))
     check_files(directory, random=random)
     config = served_part(whole, directory, changes)
+    families.check_device(config, device, ranks.size)
     names = names_of(config, part := config is not whole)
     max_model_len = check_length(config, max_model_len, overrides.load_config(directory, {}) if changes else None)
     quantising = Quantising(quantize, device)
@@ -143,23 +148,22 @@ def load_model(
         module = read_weights(directory, config, dtype, part=part, device=device, ranks=ranks, quantising=quantising)
     module = placed(module, config.model_type, device)
     fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
-    proof = probe(module, max_model_len)
-    layers = cached_layers(config.model_type, proof.layers, device)
-    sites = Sites.of(module) if adapters and device.type == "cpu" and ranks.size == 1 else None
-    own = layers == proof.layers
-    swap_modules(module, max_model_len, deterministic, decoder=own, own_experts=own_experts, sites=sites)
-    prove_swapped(module, proof._replace(layers=layers), sites, rounds_inputs=quantising.rounds_inputs)
+    swap = {"ordered": deterministic, "own_experts": own_experts}
+    layers, states, vocab_size, sites = prove(
+        module, max_model_len, swap, adapters=adapters and ranks.size == 1, rounds_inputs=quantising.rounds_inputs
+    )
     return LoadedModel(
         module=module,
         directory=directory,
         dtype=module.dtype,
         layers=layers,
-        vocab_size=proof.vocab_size,
+        vocab_size=vocab_size,
         max_model_len=max_model_len,
-        eos_ids=eos_ids(module, directory, proof.vocab_size, changes),
+        eos_ids=eos_ids(module, directory, vocab_size, changes),
         changes=changes | quantising.changes | unstored(fixed, max_model_len, random, ranks),
         batch_dependence=dependence_of(module, deterministic),
         kv_scales=None if random else read_kv_scales(directory, text.model_type, layers, ranks, names),
+        states=states,
         sites=sites,
     )
 
@@ -168,6 +172,40 @@ def placed(module: PreTrainedModel, kind: str, device: torch.device) -> PreTrain
     """Return a model on its device, ready to compute.  Raises UnsupportedModel for a dtype that no kernel has."""
     check_computed_dtype(kind, module.dtype, device)
     return module.to(device).eval().requires_grad_(False)
+
+
+class Proved(NamedTuple):
+    """What the proof of a model has found."""
+
+    layers: list[KVShape]  # what each layer caches
+    states: list[StateShape]  # recurrent state of layers that have it
+    vocab_size: int  # width of the logits
+    sites: Sites | None  # as in LoadedModel
+
+
+def prove(
+    module: PreTrainedModel, max_model_len: int, swap: dict[str, bool], *, adapters: bool, rounds_inputs: bool
+) -> Proved:
+    """Prove a model and swap its submodules.  swap: as of `swap_modules`.  Raises UnsupportedModel.
+
+    adapters: on a CPU, find the GEMMs that LoRA adapters may add to; models with recurrent state take none."""
+    if families.is_recurrent(module.config):
+        return prove_states(module, max_model_len, swap, rounds_inputs=rounds_inputs)
+    proof = probe(module, max_model_len)
+    layers = cached_layers(module.config.model_type, proof.layers, module.device)
+    sites = Sites.of(module) if adapters and module.device.type == "cpu" else None
+    swap_modules(module, max_model_len, decoder=layers == proof.layers, sites=sites, **swap)
+    prove_swapped(module, proof._replace(layers=layers), sites, rounds_inputs=rounds_inputs)
+    return Proved(layers, [], proof.vocab_size, sites)
+
+
+def prove_states(module: PreTrainedModel, max_model_len: int, swap: dict[str, bool], *, rounds_inputs: bool) -> Proved:
+    """Prove a model with recurrent layers, and put our modules in their place."""
+    proof = probe_recurrent(module, max_model_len)
+    states = families.replace_layers(module)
+    swap_modules(module, max_model_len, decoder=False, sites=None, **swap)
+    prove_recurrent(module, proof, states, rounds_inputs=rounds_inputs)
+    return Proved(proof.layers, states, proof.vocab_size, None)
 
 
 def swap_modules(
@@ -518,9 +556,9 @@ def check_architecture(config: PretrainedConfig) -> None:
     kinds = set(getattr(text, "layer_types", None) or [])
     if getattr(text, "cross_attention_layers", None):  # mllama
         kinds.add("cross_attention")
-    if odd := sorted(kinds - PLAIN_LAYERS - {CHUNKED}):
+    if odd := sorted(kinds - PLAIN_LAYERS - {CHUNKED} - families.known_kinds(text)):
         raise UnsupportedModel(f"{kind}: layers of type {odd[0]}; only full and sliding-window attention are computed")
-    if not multimodal.passes_attention(config):
+    if not (multimodal.passes_attention(config) or families.known_kinds(text)):  # these are watched at load
         raise UnsupportedModel(f"{kind}: computes attention by itself, past the interface our kernels plug into")
     if getattr(text, "alibi", False):
         raise UnsupportedModel(f"{kind}: ALiBi position bias")

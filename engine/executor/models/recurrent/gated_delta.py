@@ -1,0 +1,95 @@
+"""Gated DeltaNet (arXiv 2412.06464): Qwen3-Next, Qwen3.5, OLMo Hybrid.
+
+    x ──> q, k, v ── conv, silu ──> q, k scaled to length 1 ─┐
+      ──> a: decay = -exp(A_log) * softplus(a + dt_bias) ────┤  S = exp(decay) S
+      ──> b: beta = sigmoid(b) ──────────────────────────────┤  S = S + k (beta (v - k^T S))^T       per value head
+      ──> z ─────────────────────────────────────────────────┴─ norm(q^T S / sqrt(keys)) * silu(z) ──> out_proj
+
+Families differ only in how their linear layers are divided: the functions that return `Projected` take a GatedDelta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quire.engine.executor.batch import StepTensors
+from quire.engine.executor.models.recurrent.layers import Convolution, negative_exp, recur
+from quire.engine.executor.models.recurrent.states import StateShape
+
+UNIT_EPS = 1e-6  # scaling to length 1, fixed in transformers
+
+
+class Projected(NamedTuple):
+    """What a layer's linear layers make of T tokens."""
+
+    qkv: Tensor  # [T, 2 * key_heads * keys + heads * values]
+    z: Tensor  # [T, heads * values], the output gate
+    b: Tensor  # [T, heads]
+    a: Tensor  # [T, heads]
+
+
+def grouped(layer: Any, x: Tensor) -> Projected:
+    """Qwen3-Next: two linear layers, whose outputs are ordered by key head."""
+    tokens, groups = len(x), layer.key_heads
+    each = layer.heads // groups
+    parts = [layer.keys, layer.keys, each * layer.values, each * layer.values]
+    q, k, v, z = layer.in_proj_qkvz(x).view(tokens, groups, -1).split(parts, dim=2)
+    b, a = layer.in_proj_ba(x).view(tokens, groups, -1).split([each, each], dim=2)
+    qkv = torch.cat([part.reshape(tokens, -1) for part in (q, k, v)], dim=1)
+    return Projected(qkv, z.reshape(tokens, -1), b.reshape(tokens, -1), a.reshape(tokens, -1))
+
+
+def joined(layer: Any, x: Tensor) -> Projected:
+    """Qwen3.5: one linear layer for q, k and v."""
+    return Projected(layer.in_proj_qkv(x), layer.in_proj_z(x), layer.in_proj_b(x), layer.in_proj_a(x))
+
+
+def separate(layer: Any, x: Tensor) -> Projected:
+    """OLMo Hybrid: a linear layer for each."""
+    qkv = torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], dim=1)
+    return Projected(qkv, layer.g_proj(x), layer.b_proj(x), layer.a_proj(x))
+
+
+class GatedDelta(nn.Module):
+    """Takes the place of a Gated DeltaNet module of transformers: [1, T, hidden] -> [1, T, hidden]."""
+
+    def __init__(self, plain: Any, project: Callable[[Any, Tensor], Projected]) -> None:
+        super().__init__()
+        self.layer: int = plain.layer_idx
+        self.heads, self.key_heads = plain.num_v_heads, plain.num_k_heads
+        self.keys, self.values = plain.head_k_dim, plain.head_v_dim
+        self.conv = Convolution(plain.conv1d, silu=True)
+        self.rate, self.dt_bias = negative_exp(plain.A_log), plain.dt_bias.detach().float()
+        self.beta_scale = 2.0 if getattr(plain, "allow_neg_eigval", False) else 1.0  # OLMo Hybrid
+        for name, child in plain.named_children():  # the linear layers and the norm, under their own names
+            if name != "conv1d":
+                self.add_module(name, child)
+        self.norm_name = "o_norm" if hasattr(plain, "o_norm") else "norm"
+        self.out_name = "o_proj" if hasattr(plain, "o_proj") else "out_proj"
+        self.project = project
+        self.state = StateShape(self.layer, self.conv.state, (self.heads, self.keys, self.values))
+
+    def forward(self, hidden_states: Tensor, *_: Any, step: StepTensors, **others: Any) -> Tensor:
+        x = hidden_states[0]
+        qkv, z, b, a = self.project(self, x)
+        width = self.key_heads * self.keys
+        q, k, v = self.conv(qkv, step, self.layer).split([width, width, self.heads * self.values], dim=1)
+        mixed = recur(
+            q.unflatten(1, (self.key_heads, self.keys)),
+            k.unflatten(1, (self.key_heads, self.keys)),
+            v.unflatten(1, (self.heads, self.values)),
+            self.rate * nn.functional.softplus(a.float() + self.dt_bias),
+            b.sigmoid().float() * self.beta_scale,
+            step,
+            self.layer,
+            q_scale=self.keys**-0.5,
+            eps=UNIT_EPS,
+        )
+        norm, out_proj = getattr(self, self.norm_name), getattr(self, self.out_name)
+        gated = norm(mixed.to(x.dtype).view(-1, self.values), z.reshape(-1, self.values))
+        out: Tensor = out_proj(gated.view(len(x), -1))
+        return out[None]

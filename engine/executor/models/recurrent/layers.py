@@ -1,0 +1,62 @@
+"""What layers with recurrent state have in common: a causal convolution, and a linear recurrence over a state.
+
+A step packs T tokens of S sequences.  Both operators read and update the live state of each sequence's slot, and give a
+token the same bits in any batch and any chunking of its prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.engine.executor import ops
+from quire.engine.executor.batch import StepTensors
+from quire.engine.executor.kv_cache import LayerState
+
+
+def state_of(step: StepTensors, layer: int) -> LayerState:
+    """Return the states of a layer."""
+    state = step.caches[layer].state
+    assert state is not None
+    return state
+
+
+class Convolution(nn.Module):
+    """A depthwise causal convolution, with the newest inputs of each sequence as its state."""
+
+    def __init__(self, plain: nn.Conv1d, *, silu: bool) -> None:
+        """silu: applied to the result."""
+        super().__init__()
+        self.silu = silu
+        # Plain tensors: they are no weights of a GEMM.
+        self.taps = plain.weight.detach()[:, 0].T.float().contiguous()  # [taps, channels]
+        self.bias = None if plain.bias is None else plain.bias.detach().float()
+        self.state: tuple[int, int] = self.taps.shape[0] - 1, self.taps.shape[1]
+
+    def forward(self, x: Tensor, step: StepTensors, layer: int) -> Tensor:
+        """[T, channels] -> [T, channels]."""
+        where = step.rows, step.q_start, step.keeps
+        return ops.causal_conv(x, self.taps, self.bias, state_of(step, layer).conv, *where, self.silu)
+
+
+def recur(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    step: StepTensors,
+    layer: int,
+    **how: Any,
+) -> Tensor:
+    """Run the linear recurrence of a layer over the step's tokens, by `ops.linear_recurrence`: [T, heads, values]."""
+    recurrent = state_of(step, layer).recurrent
+    assert recurrent is not None
+    return ops.linear_recurrence(q, k, v, decay, beta, recurrent, step.rows, step.q_start, step.keeps, **how)
+
+
+def negative_exp(logarithm: Tensor) -> Tensor:
+    """Return -exp(x) in float32: the decay rate of each head from its stored logarithm."""
+    return -torch.exp(logarithm.detach().float())

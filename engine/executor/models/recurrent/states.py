@@ -1,0 +1,111 @@
+"""Recurrent state: what a layer other than attention keeps of a sequence, of equal size at any length.
+
+    conv[layer]        [places, taps - 1, channels]       dtype of the model    the newest inputs of a convolution
+    recurrent[layer]   [places, heads, keys, values]      float32               the state of a linear recurrence
+                          |
+                          └ place: 0 .. max_seqs - 1 are the live states of the slots, the others are checkpoints
+
+A step updates the live states in place.  A checkpoint is a copy of one place to another in all layers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire.engine.core.plan import StepPlan
+from quire.engine.executor.errors import NotEnoughMemory
+from quire.engine.executor.kv_cache import GIB, Caches, LayerState
+
+log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """State of one layer, per sequence."""
+
+    layer: int
+    conv: tuple[int, int]  # taps - 1, channels
+    recurrent: tuple[int, int, int] | None = None  # heads, keys, values; None: the layer is a convolution only
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one place.  dtype: of the model."""
+        recurrent = math.prod(self.recurrent) * 4 if self.recurrent else 0
+        return math.prod(self.conv) * dtype.itemsize + recurrent
+
+
+def state_bytes(shapes: Iterable[StateShape], dtype: torch.dtype) -> int:
+    """Bytes of the state of one sequence, all layers; 0: no layer has one."""
+    return sum(shape.bytes(dtype) for shape in shapes)
+
+
+class States:
+    """The state tensors of all layers."""
+
+    def __init__(
+        self, shapes: Sequence[StateShape], slots: int, checkpoints: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate empty states: per layer a live one of each slot, then the checkpoints.  Raises NotEnoughMemory."""
+        self.layers: dict[int, LayerState] = {}
+        self._slots, self._checkpoints, self._each = slots, checkpoints, state_bytes(shapes, dtype)
+        places = slots + checkpoints
+        try:
+            for shape in shapes:
+                recurrent = None
+                if shape.recurrent:
+                    recurrent = torch.zeros(places, *shape.recurrent, dtype=torch.float32, device=device)
+                conv = torch.zeros(places, *shape.conv, dtype=dtype, device=device)
+                self.layers[shape.layer] = LayerState(conv, recurrent)
+        except RuntimeError as error:  # torch's "can't allocate memory", on either kind of device
+            raise NotEnoughMemory(
+                f"no memory for {places} recurrent states of {self.bytes / GIB:.2f} GiB: lower state_memory_gib"
+            ) from error
+        self._tensors = [tensor for state in self.layers.values() for tensor in state if tensor is not None]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all states."""
+        return (self._slots + self._checkpoints) * self._each
+
+    def facts(self) -> dict[str, int]:
+        """Return what `ModelInfo` says of them."""
+        return {"state_bytes": self._each, "checkpoints": self._checkpoints}
+
+    def report(self, kv_bytes: int) -> None:
+        """Log how memory is divided between these states and a KV cache, in one line."""
+        log.info(
+            "memory for sequences: %.1f MiB of KV cache, %d live states and %d checkpoints of %.2f MiB each (%.1f MiB)",
+            *(kv_bytes / MIB, self._slots, self._checkpoints, self._each / MIB, self.bytes / MIB),
+        )
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before a plan computes: keep what it keeps of decoding slots, and give started slots their first state."""
+        self.copy((slot, self._slots + checkpoint) for slot, checkpoint in plan.keep)
+        self.copy((self._slots + start.state, start.slot) for start in plan.starts if start.state >= 0)
+        self.clear([start.slot for start in plan.starts if start.state < 0])
+
+    def end_step(self, plan: StepPlan) -> None:
+        """After a plan has computed: a fork begins with the state of its parent."""
+        self.copy((fork.parent, fork.slot) for fork in plan.forks)
+
+    def clear(self, places: list[int]) -> None:
+        """Make these states empty: those of a sequence without tokens."""
+        for tensor in self._tensors:
+            for place in places:
+                tensor[place].zero_()
+
+    def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy states (from place, to place), one pair after another."""
+        for source, target in pairs:
+            for tensor in self._tensors:
+                tensor[target].copy_(tensor[source])
+
+    def attached(self, caches: Caches) -> Caches:
+        """Return the caches of all layers with their states."""
+        return [cache._replace(state=self.layers.get(layer)) for layer, cache in enumerate(caches)]

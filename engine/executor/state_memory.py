@@ -1,0 +1,49 @@
+"""How the memory of sequences is divided between the KV cache and recurrent states.
+
+    memory = KV blocks + slots * state (live) + checkpoints * state
+
+A live state is as large at the first token as at the last, so what `max_seqs` of them take is fixed.  Without a value
+in the configuration there are as many slots as half of the states' memory holds.  What is left of it becomes
+checkpoints, and what these don't need is KV cache.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.engine.config import EngineConfig
+from quire.engine.executor.errors import NotEnoughMemory
+from quire.engine.executor.host_memory import CPU_DEFAULT_GIB
+
+GIB, MIB = 1 << 30, 1 << 20
+MOST_CHECKPOINTS = 1024  # the search for the one to evict takes O(checkpoints)
+
+
+class StateMemory(NamedTuple):
+    """Places for states."""
+
+    slots: int  # with a live state each
+    checkpoints: int
+    bytes: int  # all of them together
+
+
+def divide_states(config: EngineConfig, *, state_bytes: int, max_seqs: int, memory: int) -> StateMemory:
+    """Return the places for states of `state_bytes` each.
+
+    max_seqs: slots that the batch would have.  memory: bytes for KV cache and states; with `kv_blocks` the blocks are
+    taken in addition to it.  Raises NotEnoughMemory naming limit and value."""
+    asked = int(config.state_memory_gib * GIB)
+    if config.kv_blocks:
+        memory = max(memory, int(CPU_DEFAULT_GIB * GIB))
+    budget = asked or memory // 2
+    source = "state_memory_gib" if asked else "half of the memory for KV cache and states"
+    needed = config.max_seqs or 1
+    if needed * state_bytes > budget:
+        raise NotEnoughMemory(
+            f"{needed} recurrent state{'s' if needed > 1 else ''} of {state_bytes / MIB:.2f} MiB each take "
+            f"{needed * state_bytes / MIB:.2f} MiB, and {source} is {budget / MIB:.2f} MiB: raise state_memory_gib"
+            + (f", or lower max_seqs from {needed}" if config.max_seqs else "")
+        )
+    slots = config.max_seqs or max(1, min(max_seqs, budget // 2 // state_bytes))
+    checkpoints = min(MOST_CHECKPOINTS, budget // state_bytes - slots)
+    return StateMemory(slots, checkpoints, (slots + checkpoints) * state_bytes)

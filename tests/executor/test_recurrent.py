@@ -1,0 +1,213 @@
+"""Models with recurrent layers: texts, states and refusals, on tiny checkpoints through the real loader."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.engine.config import EngineConfig
+from quire.engine.executor import loading, ops
+from quire.engine.executor.errors import ModelLoadError, NotEnoughMemory, UnsupportedModel
+from quire.engine.executor.local import LocalExecutor
+from quire.engine.executor.models import hf
+from quire.engine.executor.models.recurrent import gated_delta
+from quire.engine.executor.models.recurrent.families import check_device
+from quire.engine.executor.state_memory import divide_states
+from quire.engine.llm import LLM
+from quire.engine.loop import ConfigError
+from quire.engine.tools.models import GREEDY, own_texts, prompts
+from quire.engine.tools.tiny_checkpoints import VOCAB, make_checkpoint
+from quire.engine.wire.messages import FOREVER_MS, Generate, Sampling
+
+KINDS = ("lfm2", "qwen3_5_text", "bamba")  # one of each kind of layer
+CPU = torch.device("cpu")
+MIB = 1 << 20
+Tiny = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """The tiny checkpoint of a family, made once."""
+    root = tmp_path_factory.mktemp("recurrent")
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = make_checkpoint(root / family, family)
+        return made[family]
+
+    return make
+
+
+def serve(directory: Path, **options: Any) -> LLM:
+    defaults: dict[str, Any] = {"kv_blocks": 64, "max_seqs": 4, "threads": 1, "state_memory_gib": 8 / 1024}
+    config = EngineConfig(model=str(directory), device="cpu", **(defaults | options))
+    return LLM.over(config, loading.load(config))
+
+
+def load(directory: Path, **options: Any) -> hf.LoadedModel:
+    settings: dict[str, Any] = {"dtype": "float32", "device": CPU}
+    return hf.load_model(str(directory), **(settings | options))
+
+
+def texts(
+    llm: LLM, asked: list[list[int]], count: int = 12, sampling: Sampling = GREEDY, n: int = 1
+) -> list[list[int]]:
+    completions = llm.generate(asked, sampling, max_new_tokens=count, n=n)
+    outputs = [output for completion in completions for output in completion.outputs]
+    assert {output.finish_reason for output in outputs} == {"length"}
+    return [output.token_ids for output in outputs]
+
+
+def answer(llm: LLM, request: Generate, outputs: list[list[int] | None] | None = None) -> list[int]:
+    """Run one request on the scheduler and executor of an engine.  Returns the tokens that it reports."""
+    core, found = llm.engine.core, list[int]()
+    core.accept(request, outputs)
+    while (plan := core.plan(0)) is not None:
+        llm.executor.submit(plan)
+        core.commit(llm.executor.collect())
+        found += [token for delta in core.outputs().deltas.get(request.gateway, ()) for token in delta.token_ids]
+    return found
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_prefixes_around_a_checkpoint_have_the_text_of_a_fresh_engine(family: str, tiny: Tiny) -> None:
+    """The first prompt leaves checkpoints at 64, 128 and 192.  Others share it up to before, at and behind them."""
+    base = [17 * i % (VOCAB - 3) + 3 for i in range(200)]
+    asked = [[*base[: 64 + offset], *range(5, 25)] for offset in (0, 1, 15, 16, 63, 64, 100, 127)]
+    plain = serve(tiny(family), prefix_cache=False)
+    want = texts(plain, asked)
+    plain.close()
+    llm = serve(tiny(family), chunk_tokens=7)
+    answer(llm, Generate("first", "g", base, 1, GREEDY, FOREVER_MS, anchors=[64]))
+    totals = llm.engine.core.report.totals
+    for prompt, text in zip(asked, want, strict=True):
+        before = totals.cached_prompt_tokens
+        assert texts(llm, [prompt]) == [text]
+        assert totals.cached_prompt_tokens - before >= 64
+    llm.engine.core.auditor.whole()
+    llm.close()
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_choices_and_preemption_leave_the_text_alone(family: str, tiny: Tiny) -> None:
+    """n = 3 by seed, and a pool too small for all, so that some are computed again."""
+    sampling = Sampling(temperature=0.8, seed=5, ignore_eos=True)
+    roomy = serve(tiny(family))
+    want = [text for prompt in prompts() for text in texts(roomy, [prompt], 40, sampling, 3)]
+    assert roomy.engine.core.report.totals.preemptions == 0
+    roomy.close()
+    tight = serve(tiny(family), kv_blocks=12, admission="none", max_seqs=9, max_model_len=120)
+    assert texts(tight, prompts(), 40, sampling, 3) == want
+    assert tight.engine.core.report.totals.preemptions > 0
+    tight.engine.core.auditor.whole()
+    tight.close()
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_killed_engines_request_resumes_from_its_tokens(family: str, tiny: Tiny) -> None:
+    llm = serve(tiny(family))
+    prompt = prompts()[1]
+    (want,) = texts(llm, [prompt], 20)
+    llm.close()
+    other = serve(tiny(family))
+    assert want[:8] + answer(other, Generate("again", "g", prompt, 20, GREEDY, FOREVER_MS), [want[:8]]) == want
+    other.close()
+
+
+def test_prompts_decoded_together_are_the_texts_of_transformers(tiny: Tiny) -> None:
+    llm = serve(tiny("olmo_hybrid"), step_tokens=40)
+    assert texts(llm, prompts()) == own_texts(tiny("olmo_hybrid"))
+    llm.close()
+
+
+def test_the_proof_finds_a_leak_a_lost_state_and_a_wrong_decay(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    recur, conv = ops.linear_recurrence, ops.causal_conv
+    directory = tiny("qwen3_5_text")
+
+    def leaking(*inputs: Any, **how: Any) -> Tensor:
+        q, k, v, decay, beta, states, rows, starts, keeps = inputs
+        return recur(q, k, v, decay, beta, states, rows[:1], starts[[0, -1]].contiguous(), keeps, **how)
+
+    def forgetful(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, *others: Any) -> Tensor:
+        return conv(x, weight, bias, torch.zeros_like(states), *others)
+
+    monkeypatch.setattr(ops, "linear_recurrence", leaking)
+    with pytest.raises(UnsupportedModel, match=r"^qwen3_5_text: packed, its logits differ"):
+        load(directory)
+    monkeypatch.setattr(ops, "linear_recurrence", recur)
+    monkeypatch.setattr(ops, "causal_conv", forgetful)
+    with pytest.raises(UnsupportedModel, match=r"^qwen3_5_text: in chunks of 7, its logits differ"):
+        load(directory)
+    monkeypatch.setattr(ops, "causal_conv", conv)
+    monkeypatch.setattr(gated_delta, "negative_exp", lambda logarithm: -2 * torch.exp(logarithm.float()))
+    with pytest.raises(UnsupportedModel, match=r"^qwen3_5_text: packed, its logits differ"):
+        load(directory)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_bfloat16_is_proved_too(family: str, tiny: Tiny) -> None:
+    assert load(tiny(family), dtype="bfloat16").states
+
+
+def test_what_cannot_be_served_is_refused_in_one_line(tiny: Tiny) -> None:
+    config = hf.read_config(tiny("qwen3_5_text"))
+    with pytest.raises(UnsupportedModel, match=r"recurrent state have no GPU kernels yet .*--device cpu can do it"):
+        check_device(config, torch.device("cuda"), 1)
+    with pytest.raises(UnsupportedModel, match=r"--tensor-parallel is 2, at most 1"):
+        check_device(config, CPU, 2)
+    with pytest.raises(ConfigError, match=r"preempt is swap; with recurrent state it must be recompute"):
+        serve(tiny("lfm2"), preempt="swap")
+
+
+def test_an_unknown_kind_of_layer_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
+    described = json.loads((tiny("lfm2") / "config.json").read_text())
+    described["layer_types"] = ["conv", "full_attention", "linear_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ModelLoadError, match="lfm2: layers of type linear_attention"):
+        load(tmp_path, random=True)
+
+
+def test_too_little_memory_for_states_is_one_line_with_limit_and_value(tiny: Tiny) -> None:
+    with pytest.raises(NotEnoughMemory, match=r"1 recurrent state of .* MiB each .* state_memory_gib is 0.01 MiB"):
+        serve(tiny("qwen3_5_text"), max_seqs=0, state_memory_gib=1e-5)
+    with pytest.raises(NotEnoughMemory, match=r"400 recurrent states of 0.07 MiB .* or lower max_seqs from 400"):
+        serve(tiny("qwen3_5_text"), max_seqs=400)
+
+
+@pytest.mark.parametrize(
+    ("options", "slots", "checkpoints"),
+    [
+        ({}, 13, 13),  # half of 1 GiB; half of that for live states of 19 MiB
+        ({"max_seqs": 20}, 20, 6),
+        ({"state_memory_gib": 2.0}, 53, 54),
+        ({"state_memory_gib": 30.0}, 256, 1024),
+    ],
+)
+def test_memory_is_divided_between_live_states_and_checkpoints(
+    options: dict[str, Any], slots: int, checkpoints: int
+) -> None:
+    sizes = {"state_bytes": 19 * MIB, "max_seqs": options.get("max_seqs", 256), "memory": 1 << 30}
+    found = divide_states(EngineConfig(**options), **sizes)
+    assert (found.slots, found.checkpoints) == (slots, checkpoints)
+    assert found.bytes == (slots + checkpoints) * 19 * MIB
+
+
+def test_the_batch_has_as_many_slots_as_there_are_live_states(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    config = EngineConfig(model=str(tiny("qwen3_5_text")), device="cpu", kv_memory_gib=4 / 1024, threads=1)
+    executor = LocalExecutor(config)
+    slots, checkpoints = executor.max_seqs, executor.info.checkpoints
+    assert 0 < slots < 256
+    assert checkpoints > 0
+    (line,) = (message for message in caplog.messages if "live states" in message)
+    assert f"{slots} live states and {checkpoints} checkpoints" in line
+    held = executor.blocks * 16 * executor.info.kv_bytes_per_token + (slots + checkpoints) * executor.info.state_bytes
+    assert held <= 4 * MIB
+    executor.close()
