@@ -31,6 +31,7 @@ from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import Finish, Sampling
 from quire.service.api import api, chat_batch
+from quire.service.api.adapters import read_adapters
 from quire.service.api.inference_headers import InferenceHeaders, ObjectivesError
 from quire.service.api.tenants import Tenants, TenantsError
 from quire.service.common import memory
@@ -80,7 +81,8 @@ class Gateway:
         `defaults`: of the sampling parameters; None: OpenAI's."""
         self._config, self._streams, self._tenants = config, streams, tenants
         model, *aliases = served_names(config)
-        served = api.Served(tuple(aliases), defaults or Sampling())
+        adapters = read_adapters(config.lora, [model, *aliases])
+        served = api.Served(tuple(aliases), defaults or Sampling(), adapters)
         self.connections = Connections(config, open_files)
         self.capacity = Capacity(config)
         quotas = Quotas(streams, telemetry)
@@ -98,6 +100,7 @@ class Gateway:
             self.capacity,
             document,
             EnginePages(config.engine_metrics),
+            adapters={adapter.name: adapter.path for adapter in adapters.values()},
             strict=config.strict_fields,
             ready_without_engine=config.ready_without_engine,
         )

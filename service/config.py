@@ -23,6 +23,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "or hub's name."
         ),
     ] = ""
+    lora: Annotated[
+        str,
+        Meta(
+            description="LoRA adapters for clients, which name one as `model`: NAME=PATH, separated by commas. PATH is "
+            "a folder as PEFT writes it, which gateways and engines can read. Give all gateways the same. Empty, the "
+            "default: the base model alone."
+        ),
+    ] = ""
     generation_config: Annotated[
         Literal["auto", "none"],
         Meta(

@@ -22,7 +22,7 @@ SERVICE = {
     "service.chat_templates": {"engine.common"},
     "service.output": {"engine.wire"},
     "service.grammar": {"engine.common"},
-    "service.api": {"engine.common", "engine.wire"},
+    "service.api": {"engine.adapters", "engine.common", "engine.wire"},
     "service.api.openai_responses": set[str](),
     "service.api.anthropic": set[str](),
     "service.delivery": {"engine.wire"},

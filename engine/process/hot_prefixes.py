@@ -51,7 +51,11 @@ class PrefixCounts:
             self.write(record.marks[-1])
 
     def count(self, event: Event) -> None:
-        """Count one hit.  A new prefix beyond four times what the store holds waits for the next write."""
+        """Count one hit.  A new prefix beyond four times what the store holds waits for the next write.
+
+        Those under a LoRA adapter are left out: a start computes prefixes of the base model."""
+        if event.request.adapter:
+            return
         blocks = min(len(event.digests), LONGEST // self._block_size)
         digest = event.digests[blocks - 1]
         if digest not in self._hot and len(self._hot) < 4 * MOST:

@@ -18,6 +18,7 @@ import msgspec
 
 from quire.engine.wire.messages import PRIORITIES, Beams, Sampling
 from quire.service.api import best_of
+from quire.service.api.adapters import ServedAdapter
 from quire.service.api.beams import BeamFields, beams_of, fit_beams, refuse_calls, searched, unserved
 from quire.service.api.client_tools import Called, allowed_tools, chat_tools
 from quire.service.api.echo import last_answer
@@ -169,6 +170,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     keep_first: bool = False  # truncate_prompt_tokens keeps the first tokens, not the last ones
     special: bool = True  # the tokenizer adds its special tokens to a text
     unknown: tuple[str, ...] = ()  # fields of the body that nothing reads
+    adapter: ServedAdapter | None = None  # LoRA adapter that `model` names; None: the base model
     options: ChatOptions = msgspec.field(default_factory=ChatOptions)  # of the chat template
     reading: Reading | None = None  # how a chat answer is cut into regions; None: all of it is content
     constraint: Constraint | None = None  # what the answer must match, until `sampling.grammar` says it
@@ -368,14 +370,15 @@ class Served(msgspec.Struct, frozen=True):
 
     aliases: tuple[str, ...] = ()  # further names by which clients may ask for it
     defaults: Sampling = Sampling()  # of the parameters that a request does not name
+    adapters: dict[str, ServedAdapter] = {}  # LoRA adapters by the name that clients give as `model`
 
 
 NO_DEFAULTS = Served()
 
 
 def check_model(given: str | None, served_name: str, served: Served) -> None:
-    """Raise Refusal(404) unless a request names the model, one of its aliases, or nothing."""
-    if given and given != served_name and given not in served.aliases:
+    """Raise Refusal(404) unless a request names the model, one of its aliases, an adapter, or nothing."""
+    if given and given != served_name and given not in served.aliases and given not in served.adapters:
         message = f"model: this server serves '{served_name}', not the one asked for"
         raise Refusal(404, "model_not_found", message, param="model")
 
@@ -477,6 +480,7 @@ def _common(body: _Common, config: GatewayConfig, served_name: str, timeout_s: f
         "timeout_s": _float("timeout", body.timeout, timeout_s, config),
         "priority": _priority(_or(body.priority, "normal"), config),
         "constraint": constraint,
+        "adapter": served.adapters.get(body.model or ""),
     }
 
 

@@ -25,6 +25,11 @@ class Envelope(NamedTuple):
     trace: TraceContext = TraceContext()
 
 
+def prefix_salt(valid: ValidRequest) -> str:
+    """Return the salt of a prompt's prefix digests.  Under another adapter a prefix has other keys and values."""
+    return valid.cache_salt if valid.adapter is None else f"adapter {valid.adapter.id} {valid.cache_salt}"
+
+
 def generates(
     valid: ValidRequest, encoded: list[list[int]], max_new_tokens: list[int], envelope: Envelope
 ) -> list[Generate]:
@@ -51,7 +56,9 @@ def generates(
             weight=envelope.weight,
             queued_ms=envelope.queued_ms,
             beams=valid.beams,
-            prefixes=prefix_digests(ids, valid.cache_salt) if valid.sampling.prompt_logprobs < 0 else b"",
+            prefixes=prefix_digests(ids, prefix_salt(valid)) if valid.sampling.prompt_logprobs < 0 else b"",
+            adapter=valid.adapter.id if valid.adapter is not None else "",
+            adapter_path=valid.adapter.path if valid.adapter is not None else "",
         )
         for at, (ids, most) in enumerate(zip(encoded, max_new_tokens, strict=True))
     ]

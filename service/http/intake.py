@@ -136,7 +136,7 @@ class Intake:
             tenant=envelope.tenant,
             valid=valid,
             prompts=prompts,
-            model=self._model,
+            model=self._model if valid.adapter is None else valid.adapter.name,
             created=envelope.queued_ms // 1000,
             fingerprint=self._streams.fleet_watch.fingerprint,
             deadline_ms=envelope.deadline_ms,
@@ -178,6 +178,8 @@ class Intake:
         valid = with_stop_tokens(valid, self._tokenizer.vocabulary.special)
         valid = await self._tokenizer.threads.run(size, self._tokenizer.forbid, self._tokenizer.end_infill(valid))
         admission.require_fields(self._streams.fleet, valid.sampling)
+        if valid.adapter is not None:
+            admission.require_adapters(self._streams.fleet)
         return valid
 
     async def _constrain(

@@ -50,16 +50,20 @@ class Status:
         document: Callable[[], dict[str, Any]],
         engine_pages: EnginePages,
         *,
+        adapters: dict[str, str] | None = None,
         strict: bool = False,
         ready_without_engine: bool = False,
     ) -> None:
-        """`names`: of the model for clients.  `root`: its hub name, or the name of its directory.
+        """`names`: of the model for clients.  `root`: its hub name, or the name of its directory.  `adapters`: paths of
+        LoRA adapters by name.
 
         `document`: returns the OpenAPI document.  `strict`: unknown parameters are refused.
         `ready_without_engine`: see GatewayConfig."""
         self._strict, self._ready_without_engine = strict, ready_without_engine
         self._document, self._engine_pages = document, engine_pages
-        self._names, self._root, self._streams = names, root, streams
+        self._base, self._root, self._streams = names[0], root, streams
+        self._adapters = adapters or {}
+        self._names = [*names, *self._adapters]
         self._telemetry, self._capacity = telemetry, capacity
         self._created = int(time.time())
         self._logged_trouble: str | None = None  # so that each reason is logged once
@@ -98,8 +102,8 @@ class Status:
             "object": "model",
             "created": self._created,
             "owned_by": "quire",
-            "root": self._root,
-            "parent": None,
+            "root": self._adapters.get(name, self._root),
+            "parent": self._base if name in self._adapters else None,
             "max_model_len": self._streams.fleet_watch.max_model_len,
             "permission": [permission],
             "type": "model",
