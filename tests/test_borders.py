@@ -35,7 +35,15 @@ LOADTEST = {f"loadtest.{path.stem}" for path in (ROOT / "loadtest").glob("*.py")
 MAY_SEE: dict[str, set[str]] = {
     **{room: {*list(SERVICE)[: at + 1], *engine} for at, (room, engine) in enumerate(SERVICE.items())},
     # The command line checks the options of every program it starts, before it starts any.
-    "service.cli": {*SERVICE, "service.terminal.options", "engine.common", "engine.wire", "engine.config"},
+    "service.supervisor": {"service.common", "engine.common"},
+    "service.cli": {
+        *SERVICE,
+        "service.supervisor",
+        "service.terminal.options",
+        "engine.common",
+        "engine.wire",
+        "engine.config",
+    },
     # Clients for a terminal.  They know the names of the gateway's metrics; bench is made of the load test's parts.
     "service.terminal": {"service.terminal", "service.common.metrics", "engine.common", "loadtest"},
     "service": set(),

@@ -20,6 +20,7 @@ from quire.engine.executor.errors import ModelLoadError
 from quire.engine.wire.link import BusDown
 from quire.service import app, cli
 from quire.service.config import GatewayConfig
+from quire.service.supervisor import Child, Interrupt
 
 
 @pytest.fixture(autouse=True)
@@ -71,13 +72,13 @@ def test_gateways_without_a_name_get_different_ones(monkeypatch: pytest.MonkeyPa
 
 def test_a_supervisors_children_keep_their_names_over_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their names are words of the command that starts them, made once."""
-    started: list[list[cli.Child]] = []
+    started: list[list[Child]] = []
 
     class Supervisor:
-        def __init__(self, engine: cli.Child, gateways: list[cli.Child], *_: object) -> None:
+        def __init__(self, engine: Child, gateways: list[Child], *_: object) -> None:
             started.append([engine, *gateways])
 
-        async def run(self, interrupt: cli.Interrupt) -> None: ...
+        async def run(self, interrupt: Interrupt) -> None: ...
 
     async def checked(*_: object) -> None: ...
 
@@ -87,7 +88,7 @@ def test_a_supervisors_children_keep_their_names_over_restarts(monkeypatch: pyte
     for _ in range(2):
         assert cli.serve(["a-model", "--gateways", "2", "--port", "0"]) == 0
 
-    def name(child: cli.Child) -> str:
+    def name(child: Child) -> str:
         words = " ".join(child._words).replace("=", " ").split()
         (flag,) = {"--engine-id", "--gateway-id"}.intersection(words)
         return words[words.index(flag) + 1]

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from quire.loadtest.server import engine_processes
-from quire.service import cli
+from quire.service import supervisor
 from tests.pace import patience, wait_until
 from tests.service.fakes import byte_level
 from tests.system import processes
@@ -241,43 +241,43 @@ async def test_what_was_up_once_is_started_for_ever(
     was_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its next starts may fail for as long as Redis is away."""
-    monkeypatch.setattr(cli, "BACKOFF_S", (0.01, 0.01))
+    monkeypatch.setattr(supervisor, "BACKOFF_S", (0.01, 0.01))
     starts = tmp_path / "starts"
     code = f"open({str(starts)!r}, 'a').write('.'); raise SystemExit(1)"
     if was_up:
         notify = f"os.path.exists({str(starts)!r}) or readiness.notify_ready()"
         code = f"from quire.engine.common import readiness; import os; {notify}; {code}"
-    child = cli.Child("engine", ["-c", code], 5.0)
+    child = supervisor.Child("engine", ["-c", code], 5.0)
     keeping = asyncio.create_task(child.keep())
     if was_up:
         async with asyncio.timeout(patience(100)):
-            while not starts.exists() or len(starts.read_text()) < 2 * cli.FAILURES:  # noqa: ASYNC110  (of other processes)
+            while not starts.exists() or len(starts.read_text()) < 2 * supervisor.FAILURES:  # noqa: ASYNC110  (of other processes)
                 await asyncio.sleep(0.02)
         await child.stop()
         await keeping
     else:
-        with pytest.raises(cli.GivenUp, match="ended with status 1 5 times in a row"):
+        with pytest.raises(supervisor.GivenUp, match="ended with status 1 5 times in a row"):
             await keeping
-        assert len(starts.read_text()) == cli.FAILURES
+        assert len(starts.read_text()) == supervisor.FAILURES
 
 
 async def test_an_operator_error_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Status 2 stands for what another start cannot mend, whichever start finds it: here the second one."""
-    monkeypatch.setattr(cli, "BACKOFF_S", (0.01, 0.01))
+    monkeypatch.setattr(supervisor, "BACKOFF_S", (0.01, 0.01))
     starts = tmp_path / "starts"
     code = f"open({str(starts)!r}, 'a').write('.'); raise SystemExit(min(2, len(open({str(starts)!r}).read())))"
-    with pytest.raises(cli.GivenUp, match="the engine cannot start"):
-        await cli.Child("engine", ["-c", code], 5.0).keep()
+    with pytest.raises(supervisor.GivenUp, match="the engine cannot start"):
+        await supervisor.Child("engine", ["-c", code], 5.0).keep()
     assert starts.read_text() == ".."
 
 
 async def test_a_child_that_is_just_being_started_ends_with_the_others() -> None:
     """A signal may arrive while the process is being made.  Left alone, its transport would outlive the event loop."""
-    child = cli.Child("engine", ["-c", "import time; time.sleep(600)"], 5.0)
+    child = supervisor.Child("engine", ["-c", "import time; time.sleep(600)"], 5.0)
     keeping = asyncio.create_task(child.keep())
     await asyncio.sleep(0)  # it has asked for a process, and has none yet
     await child.stop()
-    async with asyncio.timeout(cli.KEEPERS_S):
+    async with asyncio.timeout(supervisor.KEEPERS_S):
         await keeping
     assert child._process is not None
     assert child._process.returncode is not None

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from quire.loadtest.server import engine_processes
-from quire.service import cli
+from quire.service import supervisor
 from tests.pace import paced, patience, wait_until
 from tests.service.fakes import byte_level
 from tests.system.processes import Process, children, ending, wait_until_ready
@@ -112,9 +112,9 @@ async def test_a_gateway_that_hangs_before_it_is_ready_is_killed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The limit is 10 looks, each of which counts as two at most, so a slow machine changes nothing."""
-    monkeypatch.setattr(cli, "POLL_S", 0.001)
+    monkeypatch.setattr(supervisor, "POLL_S", 0.001)
     for start_s, ready_at, status in ((0.01, 0, -signal.SIGKILL), (0.01, 3, None), (0.0, 60, None)):
-        child, listener = cli.Child("gateway 0", [], 1.0, start_s=start_s), Readiness(ready_at)
+        child, listener = supervisor.Child("gateway 0", [], 1.0, start_s=start_s), Readiness(ready_at)
         process: Any = Hanging()
         child._process = process
         watching = asyncio.create_task(child._watch(process, cast(Any, listener)))
@@ -142,7 +142,7 @@ def test_a_supervisor_that_was_stopped_kills_no_gateway(tmp_path: Path) -> None:
         for process in (server.popen, gateway):
             process.send_signal(signal.SIGCONT)
         wait_until_ready(url, HANG_S)
-        time.sleep(4 * cli.POLL_S)  # looks of the watchdog; more of them test the same
+        time.sleep(4 * supervisor.POLL_S)  # looks of the watchdog; more of them test the same
         assert [one.pid for one in gateways(server)] == [gateway.pid], server.said()
         assert server.terminate(HANG_S) == 0
 

@@ -1,0 +1,324 @@
+"""Keeps the processes of `quire serve` running: an engine with its spare, gateways and an embedded Redis.
+
+    Supervisor --keep()--> Child: start, watch, restart after a pause ...  --stop()--> gateways first, then the engine
+
+A child that was never up and cannot start ends the supervisor; one that was up once restarts for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from quire.engine.common import child_python, orphans, readiness
+from quire.engine.common.addresses import local_url
+from quire.engine.common.embedded_redis import EmbeddedRedis, die_with_parent
+from quire.engine.common.errors import OperatorError
+from quire.engine.common.silence import Silence
+from quire.service.common.spares import ForkedProcess, Spares
+
+CONFIG_ERROR = 2  # exit status of a child that another start cannot mend: a bad option, no model, no compiler
+FAILURES = 5  # failed starts in a row after which a child that was never up is given up
+BACKOFF_S = (0.5, 30.0)  # first and longest pause before a restart; a child that was up restarts at once
+POLL_S = 0.2
+KEEPERS_S = 5.0  # for each keeper to end its spare, after its child has ended
+
+Children = list["Child"]
+Process = asyncio.subprocess.Process | ForkedProcess
+
+
+class Interrupt:
+    """SIGINT until the supervisor takes over the signals: remembered, and raised only where that is safe.
+
+    Python drops a KeyboardInterrupt that is raised in a finalizer, for example, and the start would continue.  One
+    raised while an event loop opens or closes leaves a traceback."""
+
+    def __init__(self) -> None:
+        self._seen = self._raises = False
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._seen = True
+        if self._raises:
+            raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if the signal has arrived."""
+        if self._seen:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def raised_at_once(self) -> Iterator[None]:
+        """A context of work that may take minutes: the signal raises KeyboardInterrupt here, or at the end."""
+        self.check()
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
+        self.check()
+
+
+class GivenUp(OperatorError):
+    """Serving cannot continue: one line an operator can act on."""
+
+
+class Child:
+    """One supervised process, which restarts when it ends by itself."""
+
+    def __init__(
+        self,
+        name: str,
+        words: list[str],
+        stop_s: float,
+        *,
+        spare: Sequence[str] = (),
+        silence_s: float = 0.0,
+        start_s: float = 0.0,
+    ) -> None:
+        """`words`: arguments of Python.  `stop_s`: seconds it may take to end after SIGTERM.  `spare`: arguments of
+        Python that start a fork server of spares, one of which takes over when it ends.  `silence_s`: kill a process
+        that is up and sends no beat for so long; 0: it sends none.  `start_s`: kill a process that is not up after so
+        long; 0: never."""
+        self._silence_s, self._start_s = silence_s, start_s
+        self._name = name
+        self._words = words
+        self._stop_s = stop_s
+        self._spare_words = spare
+        self._process: Process | None = None
+        self._spares: Spares | None = None
+        self._stopping = asyncio.Event()
+
+    async def keep(self) -> None:
+        """Run the process until stop().
+
+        Raises GivenUp when it was never up: at once if it ends with CONFIG_ERROR, else after FAILURES starts.  A
+        process that was up once restarts for ever, at once if its last run was up: what it lacks now, such as Redis,
+        may return."""
+        with readiness.ReadinessListener() as listener:
+            if self._spare_words:
+                self._spares = Spares(self._spare_words, self._environment(listener))
+            try:
+                await self._keep(listener)
+            finally:
+                if self._spares is not None:
+                    await self._spares.close()
+
+    async def _keep(self, listener: readiness.ReadinessListener) -> None:
+        failures, known = 0, False
+        while not self._stopping.is_set():
+            spare = await self._spares.promote() if self._spares else None
+            self._process = spare or await self._start(listener)
+            if self._stopping.is_set():  # stop() found no process to signal; this one has done nothing yet
+                self.kill()
+                await self._process.wait()
+                return
+            if spare and self._spares:  # ready for a second death soon after the first
+                await self._spares.prepare()
+            status, up = await self._watch(self._process, listener)
+            if self._stopping.is_set():
+                return
+            known = known or up
+            if status == CONFIG_ERROR and not known:
+                raise GivenUp(f"the {self._name} cannot start (its reason is above)")
+            failures = 0 if up else failures + 1
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            if failures == FAILURES and not known:
+                raise GivenUp(f"the {self._name} {how} {failures} times in a row")
+            pause = min(BACKOFF_S[0] * 2 ** min(failures - 1, 10), BACKOFF_S[1]) if failures else 0.0
+            print(f"quire serve: the {self._name} {how}; starting it again in {pause:g} s", file=sys.stderr)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+
+    async def _start(self, listener: readiness.ReadinessListener) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *child_python.command(*self._words),
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            env=self._environment(listener),
+            process_group=0,  # Ctrl-C reaches only the supervisor, which stops its children in order
+            preexec_fn=die_with_parent(),
+        )
+
+    @staticmethod
+    def _environment(listener: readiness.ReadinessListener) -> dict[str, str]:
+        return {**child_python.environment(), readiness.VARIABLE: listener.address}
+
+    async def _watch(self, process: Process, listener: readiness.ReadinessListener) -> tuple[int, bool]:
+        """Wait until the process ends.  Returns its status, and whether it was up.
+
+        Once it is up, a spare is prepared if there is none.  So its imports never compete with a first start."""
+        ending = asyncio.create_task(process.wait())
+        try:
+            up = await self._wait_until_up(ending, listener)
+            if self._spares and not ending.done():
+                await self._spares.prepare()
+            if up and self._silence_s:
+                await self._wait_for_silence(ending, listener)
+            return await ending, up
+        finally:
+            ending.cancel()
+
+    async def _wait_until_up(self, ending: asyncio.Task[int], listener: readiness.ReadinessListener) -> bool:
+        """Wait until the process is up or ends.  Kill it once it has not been up for `start_s`.  Returns whether it is
+        up."""
+        loop, starting = asyncio.get_running_loop(), Silence(POLL_S)
+        up = killed = False
+        while not (up or ending.done()):
+            await asyncio.wait([ending], timeout=POLL_S)
+            up = listener.is_ready() and not killed
+            spent_s = starting.look(1, loop.time())
+            if self._start_s and spent_s >= self._start_s and not (up or killed or self._stopping.is_set()):
+                print(
+                    f"quire serve: the {self._name} is not ready {self._start_s:g} s after its start "
+                    "(--gateway-start-s); killing it",
+                    file=sys.stderr,
+                )
+                self._signal(signal.SIGKILL)
+                killed = True
+        return up
+
+    async def _wait_for_silence(self, ending: asyncio.Task[int], listener: readiness.ReadinessListener) -> None:
+        """Wait until the process ends, or kill it once its event loop hangs."""
+        loop, silence = asyncio.get_running_loop(), Silence(POLL_S)
+        while not ending.done():
+            await asyncio.wait([ending], timeout=POLL_S)
+            listener.is_ready()
+            if silence.look(listener.beats, loop.time()) >= self._silence_s and not self._stopping.is_set():
+                print(
+                    f"quire serve: the event loop of {self._name} has not moved for {self._silence_s:g} s "
+                    "(--gateway-timeout-s); killing it",
+                    file=sys.stderr,
+                )
+                self._signal(signal.SIGKILL)
+                return
+
+    async def stop(self) -> None:
+        """Send SIGTERM, and SIGKILL if the process does not end in time."""
+        self._stopping.set()
+        if self._spares:
+            self._spares.stop()
+        if self._process is None or self._process.returncode is not None:
+            return
+        self._signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self._process.wait(), self._stop_s)
+        except TimeoutError:
+            print(
+                f"quire serve: the {self._name} did not end in {self._stop_s:g} s after SIGTERM; killing it",
+                file=sys.stderr,
+            )
+            self.kill()
+            await self._process.wait()
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._stopping.set()
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+
+class Supervisor:
+    """Keeps an engine, its gateways and an embedded Redis running until a signal, then stops them in order."""
+
+    def __init__(
+        self,
+        engine: Child,
+        gateways: Children,
+        embedded: EmbeddedRedis | None,
+        host: str,
+        port: int,
+        name: str,
+        example: tuple[str, dict[str, Any]],
+    ) -> None:
+        """`host`, `port`: where the gateways listen.  `name`: of the model, for clients.
+
+        `example`: endpoint and body of a request to show."""
+        self._engine, self._gateways, self._embedded = engine, gateways, embedded
+        self._name, self._example = name, example
+        self._base = local_url(host, port)
+        self._signals = 0
+        self._stop = asyncio.Event()
+
+    async def run(self, interrupt: Interrupt) -> None:
+        """Run until a signal, and drain.  Raises KeyboardInterrupt if `interrupt` had one.
+
+        Raises GivenUp, with all stopped, when a child cannot be kept running."""
+        loop = asyncio.get_running_loop()
+        for number in orphans.drain_signals():
+            loop.add_signal_handler(number, self._on_signal)
+        interrupt.check()
+        children = [self._engine, *self._gateways]
+        keepers = [asyncio.create_task(child.keep()) for child in children]
+        helpers = [asyncio.create_task(self._announce()), asyncio.create_task(self._keep_redis())]
+        stop = asyncio.create_task(self._stop.wait())
+        # Helpers are watched for their errors.  The announcement ends by itself, which must not end the rest.
+        watched: set[asyncio.Task[Any]] = {*keepers, *helpers, stop}
+        try:
+            while not stop.done():
+                done, watched = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            for task in [*helpers, stop]:
+                task.cancel()
+            # Gateways first: they finish their streams, for which they need the engine.  The engine needs Redis.
+            await asyncio.gather(*(gateway.stop() for gateway in self._gateways))
+            await self._engine.stop()
+            # Each keeper ends with its processes.  Cancelled earlier it would leave a spare to a closed event loop.
+            await asyncio.wait(keepers, timeout=KEEPERS_S)
+            for task in keepers:
+                task.cancel()
+            await asyncio.gather(*keepers, *helpers, stop, return_exceptions=True)
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._stop.set()
+        if self._signals == 1:
+            print("quire serve: finishing running requests; send the signal again to stop at once", file=sys.stderr)
+        else:
+            for child in [self._engine, *self._gateways]:
+                child.kill()
+
+    async def _keep_redis(self) -> None:
+        """Restart the embedded Redis if it dies.  Its file holds all data, and both sides reconnect."""
+        while self._embedded is not None:
+            await asyncio.sleep(POLL_S)
+            if self._embedded.pid is None:
+                print("quire serve: Redis died, starting it again", file=sys.stderr)
+                self._embedded.start()
+
+    async def _announce(self) -> None:
+        """Wait until a request would be answered; then print the address and an example."""
+        while await asyncio.to_thread(self._get, "/ready") is None:  # noqa: ASYNC110  (another process's event)
+            await asyncio.sleep(POLL_S)
+        path, asked = self._example
+        print(
+            f"serving {self._name} at {self._base}/v1\n"
+            f"  curl {self._base}/v1/{path} -H 'Content-Type: application/json' "
+            f"-d '{json.dumps({'model': self._name, **asked})}'",
+            flush=True,
+        )
+
+    def _get(self, path: str) -> Any:
+        """Return the JSON at a path, or None for any status but 200."""
+        direct = urllib.request.build_opener(
+            urllib.request.ProxyHandler({})
+        )  # not through a proxy from the environment
+        try:
+            with direct.open(self._base + path, timeout=2) as answer:
+                return json.load(answer)
+        except (OSError, ValueError):
+            return None
