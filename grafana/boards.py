@@ -257,8 +257,21 @@ engine = Board(
                 {
                     "looked up": rate("quire_prefix_query_tokens_total"),
                     "found": rate("quire_prefix_hit_tokens_total"),
+                    "in cached blocks, computed again": rate(
+                        "quire_prefix_cached_tokens_total", where='use="no_state"'
+                    ),
                 },
                 "cps",
+            ),
+            Panel(
+                "Checkpoints of recurrent state",
+                {
+                    "that a prompt can begin with": "sum(quire_state_checkpoints)",
+                    "written per second": rate("quire_state_checkpoints_kept_total"),
+                    "overwritten per second": rate("quire_state_checkpoints_evicted_total"),
+                },
+                text="Only of models with recurrent layers. If cached tokens are computed again while checkpoints "
+                "are overwritten, raise --state-memory-gib.",
             ),
             Panel(
                 "Requests claimed, by what the engine held of their prefix",

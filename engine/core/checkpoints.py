@@ -25,7 +25,7 @@ from typing import Protocol
 
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.sequence import Sequence
-from quire.engine.core.state_pool import StatePool
+from quire.engine.core.state_pool import StateCounts, StatePool
 
 DENSE, SPARSE = 128, 1024  # tokens between checkpoints of a prompt: while most places are free, and while any is
 MOSTLY_FREE = 2  # most: more than 1/MOSTLY_FREE of the places
@@ -33,6 +33,8 @@ MOSTLY_FREE = 2  # most: more than 1/MOSTLY_FREE of the places
 
 class CheckpointPolicy(Protocol):
     """Decides which states to keep, and the one that a sequence begins with."""
+
+    counts: StateCounts  # for metrics
 
     def hit(self, seq: Sequence, blocks: list[int]) -> list[int]:
         """Return those of the cached blocks of a prefix that the sequence can begin with."""
@@ -75,6 +77,8 @@ class CheckpointPolicy(Protocol):
 class NoCheckpoints:
     """Models whose layers all attend: blocks are all there is."""
 
+    counts = StateCounts()
+
     def hit(self, seq: Sequence, blocks: list[int]) -> list[int]:
         return blocks
 
@@ -116,7 +120,7 @@ class Checkpoints:
     """Models with recurrent layers."""
 
     def __init__(self, pool: BlockPool, states: StatePool, fingerprint: str) -> None:
-        self.states = states
+        self.states, self.counts = states, states.counts
         self._pool, self._fingerprint, self._size = pool, fingerprint, pool.block_size
         self._moves: list[tuple[int, int]] = []  # (slot, place), of the plan in the making
         self._step = 0  # plans issued

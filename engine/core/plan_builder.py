@@ -350,6 +350,7 @@ class PlanBuilder:
             seq.cached_tokens = seq.computed
             totals.prompt_tokens += seq.prompt_len
             totals.cached_prompt_tokens += seq.computed
+            totals.blocks_cached_prompt_tokens += max(seq.computed, seq.junction)
             for member in (seq, *seq.siblings):
                 self._admission.forecast.predict_length(member)
             self._report.record("started", seq, seq.computed)

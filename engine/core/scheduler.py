@@ -77,6 +77,7 @@ class Scheduler:
         self.batch = Batch(limits.max_seqs, pool.block_size)
         self.report = SchedulerReport(self.batch, pool.block_size)
         checkpoints = checkpoint_policy(pool, states, limits.fingerprint)
+        self.report.totals.states = checkpoints.counts
         swaps = limits.preempt, limits.block_bytes
         self.swapping = Swapping(pool, host or HostPool(), self.step_cost, *swaps, checkpoints)
         self.allocation = allocation_policy(pool, limits, checkpoints)

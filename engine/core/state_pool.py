@@ -39,13 +39,20 @@ class Checkpoint(msgspec.Struct):
     hits: int = 0  # sequences that began with it
 
 
+class StateCounts(msgspec.Struct):
+    """What a pool of states has done and has, for metrics."""
+
+    cached: int = 0  # checkpoints that a prompt can begin with now
+    kept: int = 0  # checkpoints published since the start
+    evicted: int = 0  # checkpoints overwritten by others since the start
+
+
 class StatePool:
     """Sole owner of the places.  Not thread-safe: the engine loop owns it."""
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.kept = 0  # checkpoints published since the start
-        self.evicted = 0  # checkpoints overwritten by others
+        self.counts = StateCounts()
         self._free = list(range(total - 1, -1, -1))
         self._pending: dict[int, Checkpoint | None] = {}  # None: taken, and neither cached nor held yet
         self._cached: dict[int, Checkpoint] = {}
@@ -93,7 +100,7 @@ class StatePool:
             if place < 0:
                 return -1
             self._unpublish(place)
-            self.evicted += 1
+            self.counts.evicted += 1
         self._pending[place] = None
         return place
 
@@ -131,12 +138,13 @@ class StatePool:
             checkpoint.used = self._clock
             self._cached[place] = checkpoint
             self._index[checkpoint.digest] = place
-            self.kept += 1
+            self.counts.kept += 1
         self._pending.clear()
         self._held.difference_update(self._leaving)
         self._free += self._leaving
         self._leaving.clear()
         self._pinned.clear()
+        self.counts.cached = len(self._cached)
 
     def forget(self, digests: Iterable[bytes]) -> None:
         """Remove checkpoints: what was computed is wrong, or no block finds it."""

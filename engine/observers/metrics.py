@@ -344,6 +344,35 @@ TABLE: tuple[Row, ...] = (
         lambda t: t.totals.cached_prompt_tokens,
     ),
     Row(
+        "quire_prefix_cached_tokens",
+        "counter",
+        "Prompt tokens of started requests whose KV blocks were cached, by use: found: the request began behind them; "
+        "no_state: they were computed again, because no checkpoint of the recurrent state stood there.",
+        lambda t: {
+            "found": t.totals.cached_prompt_tokens,
+            "no_state": t.totals.blocks_cached_prompt_tokens - t.totals.cached_prompt_tokens,
+        },
+        "use",
+    ),
+    Row(
+        "quire_state_checkpoints",
+        "gauge",
+        "Checkpoints of recurrent state that a prompt can begin with.",
+        lambda t: t.totals.states.cached,
+    ),
+    Row(
+        "quire_state_checkpoints_kept",
+        "counter",
+        "Checkpoints of recurrent state written since the start.",
+        lambda t: t.totals.states.kept,
+    ),
+    Row(
+        "quire_state_checkpoints_evicted",
+        "counter",
+        "Checkpoints of recurrent state overwritten because no place was free.",
+        lambda t: t.totals.states.evicted,
+    ),
+    Row(
         "quire_warmed_prefixes",
         "gauge",
         "Hot prefixes computed at this engine's start, before it served requests.",

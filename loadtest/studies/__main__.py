@@ -33,6 +33,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "rates": (f"{PACKAGE}.rates", "measure normalised latency by request rate, by allocation and admission"),
     "sharing": (f"{PACKAGE}.sharing", "count the KV blocks that parallel sampling and beam search share"),
     "structured": (f"{PACKAGE}.structured", "compare tokens/s with grammars and without, in pairs"),
+    "hybrid-hits": (f"{PACKAGE}.hybrid_hits", "count prompt tokens that the cache of a recurrent model finds"),
     "quantized": (f"{PACKAGE}.quantized", "compare perplexity and speed of --quantize and --kv-dtype, in pairs"),
 }
 

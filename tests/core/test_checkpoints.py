@@ -71,9 +71,9 @@ def test_long_prompts_keep_a_state_every_128_tokens_while_most_places_are_free()
     full = rig(blocks=2000, step_tokens=4096, chunk_tokens=4096, checkpoints=4)
     cached(full, prompt)  # takes all of them: 3 for one in 1,024 tokens would have sufficed
     assert full.states.cached == 4
-    evicted = full.states.evicted
+    evicted = full.states.counts.evicted
     cached(full, tokens(3000, 1))
-    assert full.states.evicted == evicted  # no place was free, so none was taken for length alone
+    assert full.states.counts.evicted == evicted  # no place was free, so none was taken for length alone
 
 
 def test_the_next_turn_begins_behind_the_answer() -> None:

@@ -56,6 +56,11 @@ MAY_STAY_ZERO = {
     ("Tokens computed by the prefix warm-up", "{{engine}}"),
     ("Duration of the prefix warm-up", "{{engine}}"),
     ("Hot prefixes computed by the prefix warm-up", "{{engine}}"),
+    # The model has no recurrent layers.
+    ("Prompt tokens", "in cached blocks, computed again"),
+    ("Checkpoints of recurrent state", "that a prompt can begin with"),
+    ("Checkpoints of recurrent state", "written per second"),
+    ("Checkpoints of recurrent state", "overwritten per second"),
     ("Engines that drain", "{{engine}}"),
     ("Preemptions and what they cost", "of them, to the host's memory"),
     ("KV blocks to the host's memory and back", "{{direction}}"),
