@@ -146,7 +146,7 @@ class JsonReader:
             elif self._state is _State.DEEP:
                 at, event = self._read_deep(text, at, final)
             elif self._state is not _State.WORD and (spaces := _SPACES.match(text, at)):
-                self._space(spaces[0])
+                _write_spaces(self, spaces[0])
                 at, event = spaces.end(), None
             elif self._state is not _State.WORD and (spaces := _ODD_SPACES.match(text, at)):
                 at, event = spaces.end(), None
@@ -184,12 +184,6 @@ class JsonReader:
             self._out.append("null")
         while len(self._stack) > depth:
             self._out.append(_CLOSERS[self._stack.pop()])
-
-    def _space(self, spaces: str) -> None:
-        if self._gap:
-            self._gap += spaces
-        elif self._stack:
-            self._out.append(spaces)
 
     def _stopped(self, text: str, at: int, final: bool) -> Event | None:
         if self._stop is None or not self._stop.may_begin_in(text[at]):
@@ -411,6 +405,13 @@ class JsonReader:
         self.words += 1
         self._out.append((_json_word(bare) or quoted) + word[len(bare) :])
         return self._end_value()
+
+
+def _write_spaces(reader: JsonReader, spaces: str) -> None:
+    if reader._gap:
+        reader._gap += spaces
+    elif reader._stack:
+        reader._out.append(spaces)
 
 
 def _json_word(word: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -167,6 +168,7 @@ def test_positions_that_do_not_begin_at_zero_are_refused(checkpoint: Checkpoint,
     counted: list[torch.Tensor] = []
     forward = model.forward
 
+    @functools.wraps(forward)  # its signature says what the cache is called
     def counting(position_ids: torch.Tensor | None = None, **others: Any) -> Any:
         if position_ids is None:
             position_ids = offset + torch.arange(others["input_ids"].shape[1])[None]
