@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -31,12 +32,16 @@ def prefix_salt(valid: ValidRequest) -> str:
 
 
 def generates(
-    valid: ValidRequest, encoded: list[list[int]], max_new_tokens: list[int], envelope: Envelope
+    valid: ValidRequest,
+    encoded: list[list[int]],
+    max_new_tokens: list[int],
+    envelope: Envelope,
+    anchors: Callable[[list[int]], list[int]] = lambda ids: [],
 ) -> list[Generate]:
     """Return one order for each prompt; choice number = prompt number * n + sequence.
 
-    `encoded`, `max_new_tokens`: of each prompt.  Every seed is chosen here, so that a replay on another engine samples
-    the same tokens."""
+    `encoded`, `max_new_tokens`: of each prompt.  `anchors`: finds ends of turns in a chat's prompt.  Every seed is
+    chosen here, so that a replay on another engine samples the same tokens."""
     return [
         Generate(
             id=f"{envelope.request_id}.{at}",
@@ -57,6 +62,7 @@ def generates(
             queued_ms=envelope.queued_ms,
             beams=valid.beams,
             prefixes=prefix_digests(ids, prefix_salt(valid)) if valid.sampling.prompt_logprobs < 0 else b"",
+            anchors=anchors(ids) if valid.chat else [],
             adapter=valid.adapter.id if valid.adapter is not None else "",
             adapter_path=valid.adapter.path if valid.adapter is not None else "",
         )

@@ -113,7 +113,7 @@ class Intake:
         record = self._record(request[OWNER], valid, prompts, envelope)
         ids = valid.include_ids or resume.resumable(request.headers)
         form = record.form(envelope.request_id, self._tokenizer.vocabulary.table, ids=ids)
-        orders = generates(valid, encoded, rooms, envelope)
+        orders = generates(valid, encoded, rooms, envelope, self._tokenizer.turns.anchors)
         return Accepted(valid, orders, cost, form, await self._work.offload(size, record.encode))
 
     def _envelope(self, valid: api.ValidRequest, tenant: Tenant, prefix: str) -> Envelope:

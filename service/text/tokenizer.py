@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from quire.service.text.answer_rules import AnswerRules
 from quire.service.text.chat_template import ChatTemplate
 from quire.service.text.text_threads import INLINE_BYTES, TextThreads
 from quire.service.text.token_budget import UNLIMITED, TokenBudget
+from quire.service.text.turn_boundary import TurnBoundary
 from quire.service.text.vocabulary import ModelError, Vocabulary, longest_token
 
 LEAD = "\u263a"  # a character that joins no other into a token
@@ -83,6 +85,10 @@ class Tokenizer:
         self._added = _added(backend)
         self._infill = infill.find(backend)
         self._longest_token = longest_token(backend, self.vocabulary.table)
+        self.turns = TurnBoundary(self._rendered, partial(self._encode, special=False))
+
+    def _rendered(self, messages: list[dict[str, Any]], generation_prompt: bool) -> str:
+        return self.chat.render(messages, ChatOptions(generation_prompt=generation_prompt))[0]
 
     def text_of(self, tokens: list[int], *, skip_special: bool = True) -> str:
         """Return the text of a complete sequence, as the tokenizer itself would decode it."""

@@ -486,6 +486,13 @@ def test_chat_may_use_the_rest_of_the_context_or_of_the_pool() -> None:
     assert api.fit(completion(), [[1], [2]], LIMITS) == [16, 16]
 
 
+def test_the_order_of_a_chat_names_the_end_of_its_last_turn() -> None:
+    """Prompts of /v1/completions have no turns."""
+    for valid, anchors in ((chat(), [3]), (completion(), [])):
+        (order,) = generates(valid, [[1, 2, 3, 4]], [5], Envelope("r", "g", 1), lambda ids: [len(ids) - 1])
+        assert order.anchors == anchors
+
+
 def test_every_order_carries_the_digests_of_its_prompts_prefixes() -> None:
     """Salted by tenant; none where prompt logprobs switch prefix reuse off."""
     prompts = [[1] * 130, [2] * 63]
