@@ -251,3 +251,21 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
       "linear_recurrence(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, float q_scale, float eps, "
       "Tensor(a!) states, Tensor rows, Tensor q_start, Tensor? keeps, Tensor(b!) out) -> ()");
 }
+
+// Operators of the host, without tensors.
+TORCH_LIBRARY_FRAGMENT(quire, m) {
+  // The drafter (cpu/drafter.h), on the host for every device; the first argument names it.
+  //   own, recent   tokens that a slot, and an owner of answers, keeps; owners: most of them
+  //   predicted     what the client expects as the answer; prompt: how many of the tokens are no answer
+  //   find          appends a token to each slot; least: minimum tokens of a match.  Returns, for each slot with drafts that
+  //                 has changed since: slot, tokens that match, source (0: own text, 1: recent answers, 2: predicted),
+  //                 number of drafts, and these
+  //   end           keep: the answer is one of its owner's recent ones from now on
+  m.def("drafter_open(int slots, int own, int recent, int owners) -> int");
+  m.def("drafter_close(int drafter) -> ()");
+  m.def("drafter_begin(int drafter, int slot, str owner, int[] tokens, int prompt, int[] predicted) -> ()");
+  m.def("drafter_extend(int drafter, int slot, int[] tokens) -> ()");
+  m.def("drafter_length(int drafter, int slot) -> int");
+  m.def("drafter_find(int drafter, int[] slots, int[] tokens, int least) -> int[]");
+  m.def("drafter_end(int drafter, int slot, bool keep) -> ()");
+}

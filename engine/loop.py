@@ -89,7 +89,9 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     )
     costs = StepCostModel(executor.swap_bytes_per_s)
     states = StatePool(info.checkpoints) if info.state_bytes else None
-    return Scheduler(pool, limits, HostPool(executor.host_blocks), costs, states)
+    core = Scheduler(pool, limits, HostPool(executor.host_blocks), costs, states)
+    core.drafts.drafter = executor.drafter
+    return core
 
 
 class Engine:

@@ -313,6 +313,16 @@ engine = Board(
                 "cps",
             ),
             Panel(
+                "Drafts of speculative decoding",
+                {
+                    "computed: {{source}}": rate("quire_drafted_tokens_total", "source"),
+                    "accepted: {{source}}": rate("quire_accepted_drafts_total", "source"),
+                    "refused: they would not have paid": rate("quire_refused_drafts_total"),
+                },
+                "cps",
+                text="Accepted ones are steps saved. The text is the same without them.",
+            ),
+            Panel(
                 "Grammars",
                 {"{{state}}": "sum by (state) (quire_grammars)", "waiting": "sum(quire_grammar_compiles_waiting)"},
                 text="Waiting: held by requests and not compiled yet. Kept ones are bounded by --grammar-memory-mib.",

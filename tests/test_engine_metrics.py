@@ -19,13 +19,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.engine.common.tracing import Tracing
 from quire.engine.config import EngineConfig
 from quire.engine.core.limits import Totals
-from quire.engine.core.plan import StepPlan, StepResult
+from quire.engine.core.plan import Sampler, StepPlan, StepResult
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
 from quire.engine.loop import Engine
 from quire.engine.observers.metrics import VLLM_TABLE, Telemetry
 from quire.engine.observers.turn_record import PHASES, TurnRecord
 from quire.engine.orders import LocalBox, Order, Resume
 from quire.engine.wire.messages import EngineLoad, Generate, Sampling
+from tests.core.drafters import AllDrafts, GuessingDrafter
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
 CONFIG = EngineConfig(
@@ -165,6 +166,22 @@ def test_forced_tokens_and_the_steps_that_they_save_are_counted(
     assert traced.engine.core.step + samples["quire_jumped_tokens_total"] <= 42  # two steps in flight
 
 
+def test_drafts_are_counted_by_source(traced: Traced) -> None:
+    executor, drafts = traced.engine.executor, traced.engine.core.drafts
+    assert isinstance(executor, ScriptedExecutor)
+    request = a_request(prompt=10, tokens=40)
+    said = [executor.token(Sampler(request.sampling, 10, []), at) for at in range(40)]
+    drafts.drafter = GuessingDrafter(lambda _, known: [*said[len(known) - 10 :][:2], 0])
+    drafts.policy = AllDrafts()
+    executor.depth = 1
+    traced.run(request)
+    samples = traced.samples()
+    assert samples["quire_generated_tokens_total"] == 40
+    assert 0 < samples["quire_accepted_drafts_total own"] < samples["quire_drafted_tokens_total own"]
+    assert samples["quire_accepted_drafts_total own"] == 40 - traced.engine.core.step
+    assert samples["quire_refused_drafts_total"] >= 0
+
+
 def test_what_an_earlier_engine_began_goes_on_in_the_same_trace(traced: Traced) -> None:
     traced.run(Resume(a_request(prompt=10, tokens=6), [[1, 2, 3]]))
     (resume,), (decode,) = traced.named("resume"), traced.named("decode")
@@ -280,6 +297,8 @@ def test_preemptions_are_counted_by_request() -> None:
 
 # What `test_every_name_of_vllm_has_the_value_of_what_was_sent` sent.
 VALUES = {
+    "vllm:spec_decode_num_draft_tokens_total": 0,  # the text of its executor needs no drafter
+    "vllm:spec_decode_num_accepted_tokens_total": 0,
     "vllm:num_requests_running": 3,
     "vllm:num_requests_waiting": 4 + 2.5,
     "vllm:num_requests_waiting_by_reason capacity": 4 + 2.5 - 1,

@@ -125,13 +125,6 @@ class Batch:
         seq.since = step + 1
         self.schedule(seq, step + 1)
 
-    def verify(self, seq: Sequence, step: int, drafts: int) -> None:
-        """Let a decoding sequence compute its last token and drafts in `step`.  Its result calls `schedule`."""
-        seq.drafts = drafts
-        seq.computed = seq.computed_before(step) + 1
-        seq.since = step + 1
-        seq.due = 0
-
     def schedule(self, seq: Sequence, step: int, *, now: bool = False) -> None:
         """Enter the next step that needs the scheduler: its table is full, or its last token has been sampled."""
         full = step + len(seq.table) * self._block_size - seq.computed

@@ -26,38 +26,11 @@ from typing import NamedTuple, Protocol
 
 from quire.engine.core.batch import Batch
 from quire.engine.core.blocks import AccountingError, BlockPool
-from quire.engine.core.plan import StepResult
+from quire.engine.core.plan import DRAFT_SOURCES, Draft, Drafter, StepResult
 from quire.engine.core.policy.allocation import AllocationPolicy
 from quire.engine.core.report import SchedulerReport
 from quire.engine.core.sequence import Sequence, State
 from quire.engine.wire.messages import Generate, TokenLogprob
-
-SOURCES = ("own", "tenant", "prediction")  # where drafts come from: `Draft.source` is an index
-
-
-class Draft(NamedTuple):
-    """Tokens that a slot may sample next."""
-
-    slot: int
-    tokens: list[int]  # never empty
-    match: int  # known tokens that end like the text from which the draft is taken
-    source: int  # index into SOURCES
-
-
-class Drafter(Protocol):
-    """Finds drafts.  It keeps the tokens of each slot, and has no influence on the text."""
-
-    def begin(self, slot: int, owner: str, tokens: list[int], prompt_len: int, predicted: list[int]) -> None:
-        """Follow a sequence in a slot from now on.  `owner`: requests with an equal one share their answers."""
-
-    def extend(self, slot: int, tokens: list[int]) -> None:
-        """Append to a slot what its sequence has in `tokens` and the drafter has not."""
-
-    def find(self, slots: list[int], tokens: list[int]) -> list[Draft]:
-        """Append a token to each of these slots.  Returns drafts for slots that have changed since the last call."""
-
-    def end(self, slot: int, *, keep: bool) -> None:
-        """Forget a slot.  `keep`: its answer is complete, for later drafts of the same owner."""
 
 
 class Policy(Protocol):
@@ -65,6 +38,9 @@ class Policy(Protocol):
 
     def choose(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> list[int]:
         """Return how many tokens of each draft to compute, in a step of `seqs` sequences and at most `most` drafts."""
+
+    def least_match(self, seqs: int) -> int:
+        """Return the fewest tokens of a match for which drafts may pay in a step of `seqs` sequences."""
 
     def learn(self, seq: Sequence, draft: Draft, computed: int, accepted: int) -> None:
         """`accepted` of the first `computed` tokens of a draft were right."""
@@ -80,7 +56,7 @@ class _InFlight(NamedTuple):
     seq: Sequence
     draft: Draft
     computed: int  # its first tokens, which the step computes
-    blocks: int  # of the table before it grew for them
+    blocks: int  # length of the table before it grew for the drafts
 
 
 def may_draft(request: Generate) -> bool:
@@ -154,10 +130,20 @@ class Drafts:
             return None
         return seq if seq.known == seq.computed_before(step) + 1 < seq.limit - 1 else None
 
-    def begin(self, seq: Sequence, draft: Draft, count: int, blocks: int) -> list[int]:
-        """The plan computes `count` tokens of a draft.  Returns them.  `blocks`: of the table before it grew."""
-        self._in_flight[seq.slot] = _InFlight(seq, draft, count, blocks)
+    def begin(self, seq: Sequence, draft: Draft, count: int, step: int) -> list[int]:
+        """Let a sequence compute its last token and `count` tokens of a draft in `step`.  Returns these.
+
+        Call it before the table grows for them.  `settle` lets the sequence decode on."""
+        self._in_flight[seq.slot] = _InFlight(seq, draft, count, len(seq.table))
+        seq.computed = seq.computed_before(step) + 1
+        seq.since = step + 1
+        seq.drafts, seq.due = count, 0
         return draft.tokens[:count]
+
+    @property
+    def planned(self) -> tuple[int, int]:
+        """(sequences that draft in the step being planned or in flight, drafts of that step)."""
+        return len(self._in_flight), sum(entry.computed for entry in self._in_flight.values())
 
     # ---------------------------------------------------------------------------------------------------------- commit
 
@@ -181,15 +167,16 @@ class Drafts:
         del seq.table[kept:]
         self._pool.release(spare)
         self._batch.schedule(seq, seq.since)
-        totals, source = self._report.totals, SOURCES[entry.draft.source]
-        totals.drafted_tokens[source] = totals.drafted_tokens.get(source, 0) + entry.computed
-        totals.accepted_drafts[source] = totals.accepted_drafts.get(source, 0) + count
+        totals, source = self._report.totals, DRAFT_SOURCES[entry.draft.source]
+        totals.drafted_tokens[source] += entry.computed
+        totals.accepted_drafts[source] += count
         self.policy.learn(seq, entry.draft, entry.computed, count)
 
     def take(self, result: StepResult, irregular: Iterable[Sequence]) -> None:
         """Show the drafter a step's tokens, which are known by now, and keep what it finds.
 
         `irregular`: sequences to which the result added other tokens than the one that it names."""
+        self._in_flight.clear()  # those left belong to sequences that have ended
         if (drafter := self.drafter) is None:
             return
         slots, tokens, apart = result.slots, result.tokens, {seq.slot for seq in irregular}
@@ -200,7 +187,7 @@ class Drafts:
             slots, tokens = [slot for slot, _ in kept], [token for _, token in kept]
             for slot in apart:
                 self._catch_up(drafter, slot)
-        self._found = drafter.find(slots, tokens)
+        self._found = drafter.find(slots, tokens, self.policy.least_match(self._batch.decoding))
 
     def _catch_up(self, drafter: Drafter, slot: int) -> None:
         if (seq := self._joining.pop(slot, None)) is not None:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from quire.engine.core.plan import DRAFT_SOURCES
 from quire.engine.core.state_pool import StateCounts
 from quire.engine.core.swapping import Preempt
 from quire.engine.wire.messages import Delta, FinishReason, Generate
@@ -56,6 +57,10 @@ class Outputs(msgspec.Struct):
     events: list[Event] = []  # in the order they happened
 
 
+def _per_source() -> dict[str, int]:
+    return dict.fromkeys(DRAFT_SOURCES, 0)
+
+
 class Totals(msgspec.Struct):
     """Counts since the engine started, exported as metrics and in EngineLoad."""
 
@@ -66,8 +71,8 @@ class Totals(msgspec.Struct):
     generated_tokens: int = 0
     forced_tokens: int = 0  # of these, known before a step sampled them, because a grammar allowed no other token
     jumped_tokens: int = 0  # of these, computed together with the token before them instead of in a step of their own
-    drafted_tokens: dict[str, int] = {}  # drafts computed, by source (drafts.SOURCES)
-    accepted_drafts: dict[str, int] = {}  # of these, those that equal what was sampled
+    drafted_tokens: dict[str, int] = msgspec.field(default_factory=_per_source)  # drafts computed
+    accepted_drafts: dict[str, int] = msgspec.field(default_factory=_per_source)  # those that equal what was sampled
     refused_drafts: int = 0  # drafts found that steps did not compute, because they would not have paid
     recomputed_tokens: int = 0  # computed again after a preemption
     preemptions: int = 0

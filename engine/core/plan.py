@@ -39,9 +39,22 @@ A slot is not reused before every step that may still report it has been committ
 
 from __future__ import annotations
 
+from typing import NamedTuple, Protocol
+
 import msgspec
 
 from quire.engine.wire.messages import Sampling, TokenLogprob
+
+DRAFT_SOURCES = ("own", "tenant", "prediction")  # where drafts come from: `Draft.source` is an index
+
+
+class Draft(NamedTuple):
+    """Tokens that a slot may sample next, as the executor's drafter guesses them."""
+
+    slot: int
+    tokens: list[int]  # never empty
+    match: int  # known tokens that end like the text from which the draft is taken
+    source: int  # index into DRAFT_SOURCES
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
@@ -125,3 +138,24 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     # follows the last accepted one.
     accepted: dict[int, int] = {}
     draft_logprobs: dict[int, list[TokenLogprob]] = {}  # by slot, where asked for: of the accepted drafts
+
+
+class Drafter(Protocol):
+    """Finds drafts.  It keeps the tokens of each slot, and has no influence on the text."""
+
+    def begin(self, slot: int, owner: str, tokens: list[int], prompt_len: int, predicted: list[int]) -> None:
+        """Follow a sequence in a slot from now on.  `owner`: requests with an equal one share their answers."""
+
+    def extend(self, slot: int, tokens: list[int]) -> None:
+        """Append to a slot what its sequence has in `tokens` and the drafter has not."""
+
+    def find(self, slots: list[int], tokens: list[int], least: int) -> list[Draft]:
+        """Append a token to each of these slots.  Returns drafts for slots that have changed since the last call.
+
+        `least`: minimum tokens of a match."""
+
+    def end(self, slot: int, *, keep: bool) -> None:
+        """Forget a slot.  `keep`: its answer is complete, for later drafts of the same owner."""
+
+    def close(self) -> None:
+        """Free everything."""

@@ -72,8 +72,6 @@ class PlanBuilder:
         self._decoding = 0  # sequences that decode in it
         self._jumps = 0  # sequences that jump in it
         self._jump_tokens = 0  # that these compute
-        self._drafting = 0  # sequences that compute drafts in it
-        self._draft_tokens = 0  # that these compute behind their last known ones
         self._budget = 0  # prompt tokens that the plan can still take
         self._long_budget = 0  # those set aside for long prompts
         self._awaits_slot = False  # a favoured sequence waits for a slot that cools: no other sequence starts
@@ -82,7 +80,7 @@ class PlanBuilder:
         """Begin the next plan."""
         self._step = self._batch.step + 1
         self._chunk_tokens = limits.chunk_tokens
-        self._jumps = self._jump_tokens = self._drafting = self._draft_tokens = 0
+        self._jumps = self._jump_tokens = 0
         self._awaits_slot = False
 
     def attend_decoding(self) -> None:
@@ -156,19 +154,16 @@ class PlanBuilder:
         elif self._drafts.found == self._batch.decoding:  # none waits for the drafts of another one
             most = free
         for seq, draft, count in self._drafts.choose(self._step, most):
-            start, blocks = seq.computed_before(self._step), len(seq.table)
+            start = seq.computed_before(self._step)
             count = self._writable_end(seq, start, count + 1) - start - 1
             if count <= 0 or id(seq) in self._edits.named:
                 continue
-            tokens = self._drafts.begin(seq, draft, count, blocks)
-            self._edits.grow(seq, max(0, -(-(start + 1 + count) // self._pool.block_size) - blocks))
+            tokens = self._drafts.begin(seq, draft, count, self._step)
+            self._edits.grow(seq, max(0, -(-(start + 1 + count) // self._pool.block_size) - len(seq.table)))
             self._edits.slices.append(Slice(seq.slot, start, [seq.tokens[start], *tokens], drafts=count))
             self._edits.named.add(id(seq))
-            self._batch.verify(seq, self._step, count)
             self._decoding -= 1
-            self._drafting += 1
-            self._draft_tokens += count
-        return self._draft_tokens
+        return self._drafts.planned[1]
 
     def _writable_end(self, seq: Sequence, start: int, count: int) -> int:
         """Return where a slice of at most `count` tokens from `start` ends: it takes no block from another sequence."""
@@ -268,13 +263,12 @@ class PlanBuilder:
                 *jumps,
                 swapping.planned,
                 edits.take_sealed(),
-                self._drafting,
-                self._draft_tokens,
+                *self._drafts.planned,
             )
         )
         vacated, swaps = self._batch.slots.take_vacated(), swapping.take_copies()
         look_ahead = self._jump_costs.look_ahead(
-            self._decoding + self._jumps + self._drafting, bool(self._batch.prefilling)
+            self._decoding + self._jumps + self._drafts.planned[0], bool(self._batch.prefilling)
         )
         loads, keep = self._adapters.take_loads(), self.checkpoints.issue()
         return StepPlan(

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.plan import Sampler, Slice, StepPlan, StepResult
+from quire.engine.core.plan import Drafter, Sampler, Slice, StepPlan, StepResult
 from quire.engine.executor.constraints import IMPOSSIBLE, Constraints
 from quire.engine.executor.followers import Follower, advance, forced_tokens
 from quire.engine.executor.grammar_store import GrammarStore, HeldGrammars, HeldResources
@@ -54,6 +54,7 @@ class Executor(Protocol):
     host_blocks: int  # of the host's memory, for what preempted sequences computed; 0: none
     swap_bytes_per_s: float  # between the two, as measured at start; 0: not known
     start_parts: dict[str, float]  # seconds that the parts of loading took, by name
+    drafter: Drafter | None  # finds drafts for sequences in its slots; None: nothing drafts
     depth: int  # how many plans may be in flight (1: collect before the next submit)
 
     @property
@@ -96,6 +97,7 @@ class ScriptedExecutor:
     depth = 2
     max_seqs, step_tokens = 256, 1024
     swap_bytes_per_s = 0.0
+    drafter: Drafter | None = None
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ class Verified:
     slots: list[int]
     tokens: list[list[int]]  # the drafts
     accepted: Tensor  # [D] i64
-    logprobs: Logprobs | None  # of all samples of the slots that report some
+    logprobs: Logprobs | None  # log-probabilities of all samples of the slots that report some
 
     def counts(self) -> dict[int, int]:
         """Return how many drafts of each slot were accepted."""
@@ -124,7 +124,7 @@ def verify(
     samples, sound = all_tokens[rows.at], all_outcomes[rows.at] == CHOSEN
     right = (samples[:, :-1] == rows.drafts) & sound[:, :-1]
     accepted = right.cumprod(1).sum(1)
-    # Where the next sample failed, the last accepted draft is sampled again as that step's own token: the step behind
+    # If the next sample failed, the last accepted draft is sampled again as that step's own token: the step behind
     # it then fails as it would have, and the client has every token before.
     failed = ~sound.gather(1, accepted[:, None])[:, 0] & (accepted > 0)
     accepted -= failed.long()

@@ -328,7 +328,7 @@ class Grammars:
     def fill_behind(self, slot: int, drafts: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
         """Write the masks behind each draft of a slot, as `fill` would once they were sampled.  `fill` comes before.
 
-        The masks from a draft on that is forbidden, or an end token, stay 0: no step gets there."""
+        The masks from a draft on that is forbidden, or an EOS token, stay 0: no step gets there."""
         row = self._rows.get(slot)
         if row is None or row.matcher is None or row.error:
             return

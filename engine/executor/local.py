@@ -26,10 +26,11 @@ import torch
 
 from quire.engine.common import host_resources
 from quire.engine.config import EngineConfig
-from quire.engine.core.plan import StepPlan, StepResult
+from quire.engine.core.plan import Drafter, StepPlan, StepResult
 from quire.engine.executor import ops
 from quire.engine.executor.base import ExecutorLost, ModelInfo, StepError
-from quire.engine.executor.errors import one_line
+from quire.engine.executor.drafter import SuffixDrafter
+from quire.engine.executor.errors import ModelLoadError, one_line
 from quire.engine.executor.grammar_store import GrammarStore
 from quire.engine.executor.kv_cache import GIB, KV_DTYPES, bytes_per_token
 from quire.engine.executor.lora.store import AdapterStore
@@ -52,6 +53,20 @@ def device_kind(config: EngineConfig) -> str:
     """Return "cpu" or "cuda"."""
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     return auto if config.device == "auto" else config.device
+
+
+def wants_drafts(config: EngineConfig, kind: str, recurrent: bool = False) -> bool:
+    """Return whether sequences draft on a device, "cpu" or "cuda".  Raises ModelLoadError.
+
+    `recurrent`: the model has layers whose state cannot go back to the last accepted token."""
+    if config.drafts == "off":
+        return False
+    why = "the model has recurrent layers" if recurrent else "the device is a GPU" if kind != "cpu" else ""
+    if config.tensor_parallel > 1:
+        why = f"tensor_parallel is {config.tensor_parallel}"
+    if why:
+        raise ModelLoadError(f"drafts is on and {why}: drafts are computed by one rank on a CPU; turn drafts off")
+    return True
 
 
 def read_model(config: EngineConfig, kind: str, ranks: Ranks = ALONE) -> LoadedModel:
@@ -124,6 +139,8 @@ class LocalExecutor:
             adapters=self._worker.adapters is not None,
             **self._worker.state_facts(),
         )
+        recurrent = self.info.state_bytes > 0
+        self.drafter: Drafter | None = SuffixDrafter(self.max_seqs) if wants_drafts(config, kind, recurrent) else None
         self.blocks, self.host_blocks = self._worker.blocks, self._worker.swap.host_blocks
         self.swap_bytes_per_s = self._worker.swap.measure()
         self.start_parts = {
@@ -237,6 +254,9 @@ class LocalExecutor:
             store.close()
         if (adapters := self.adapter_store) is not None:
             adapters.close()
+        if self.drafter is not None:
+            self.drafter.close()
+            self.drafter = None
         self._worker = None
         gc.collect()  # a worker and its graphs refer to each other
         torch.cuda.empty_cache()  # nothing where no GPU was used

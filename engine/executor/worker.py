@@ -73,7 +73,7 @@ class Pending:
     followers: Sequence[Follower] = ()  # of `slots`, those with a grammar or bad_words
     candidates: Candidates | None = None
     look_ahead: bool = True  # as in its plan
-    verified: Verified | None = None  # of its drafts
+    verified: Verified | None = None  # verdict on its drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -412,6 +412,26 @@ TABLE: tuple[Row, ...] = (
         lambda t: t.totals.jumped_tokens,
     ),
     Row(
+        "quire_drafted_tokens",
+        "counter",
+        "Drafts of speculative decoding that steps computed, by where they came from.",
+        lambda t: t.totals.drafted_tokens,
+        "source",
+    ),
+    Row(
+        "quire_accepted_drafts",
+        "counter",
+        "Drafts that equalled what was sampled: steps saved, by where they came from.",
+        lambda t: t.totals.accepted_drafts,
+        "source",
+    ),
+    Row(
+        "quire_refused_drafts",
+        "counter",
+        "Drafts found and not computed, because they would have taken longer than they were expected to save.",
+        lambda t: t.totals.refused_drafts,
+    ),
+    Row(
         "quire_grammars",
         "gauge",
         "Compiled or waiting grammars, by whether a request holds them or they are kept for later ones.",
@@ -729,6 +749,18 @@ VLLM_TABLE: tuple[Row, ...] = (
         "histogram",
         "Prompt tokens of a request that the prefix cache did not have.",
         lambda t: t.requests.computed_tokens,
+    ),
+    Row(
+        "vllm:spec_decode_num_draft_tokens",
+        "counter",
+        "Drafts that steps computed.",
+        lambda t: sum(t.totals.drafted_tokens.values()),
+    ),
+    Row(
+        "vllm:spec_decode_num_accepted_tokens",
+        "counter",
+        "Drafts that equalled what was sampled.",
+        lambda t: sum(t.totals.accepted_drafts.values()),
     ),
     Row(
         "vllm:request_num_preemptions",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.engine.core.drafts import Draft
+from quire.engine.core.plan import Draft
 from quire.engine.core.sequence import Sequence
 from quire.engine.wire.messages import Generate
 
@@ -12,7 +12,7 @@ Guess = Callable[[int, list[int]], list[int]]  # slot, what its sequence knows -
 
 
 class AllDrafts:
-    """A policy that computes all drafts for which a step has room."""
+    """A policy that computes all drafts that fit into a step."""
 
     def __init__(self) -> None:
         self.learnt: list[tuple[int, int]] = []  # (computed, accepted)
@@ -23,6 +23,9 @@ class AllDrafts:
             counts.append(min(len(draft.tokens), most))
             most -= counts[-1]
         return counts
+
+    def least_match(self, seqs: int) -> int:
+        return 2
 
     def learn(self, seq: Sequence, draft: Draft, computed: int, accepted: int) -> None:
         self.learnt.append((computed, accepted))
@@ -54,7 +57,7 @@ class GuessingDrafter:
         self.known[slot] = list(tokens)
         self.changed.add(slot)
 
-    def find(self, slots: list[int], tokens: list[int]) -> list[Draft]:
+    def find(self, slots: list[int], tokens: list[int], least: int) -> list[Draft]:
         for slot, token in zip(slots, tokens, strict=True):
             if slot in self.known:
                 self.known[slot].append(token)
@@ -67,3 +70,6 @@ class GuessingDrafter:
         known, owner = self.known.pop(slot), self.owners.pop(slot)
         if keep:
             self.kept.append((owner, known))
+
+    def close(self) -> None:
+        self.known.clear()

@@ -88,7 +88,7 @@ class OracleExecutor:
         self.max_seqs = max_seqs
         self.forward_tokens = 0
         self.copied = 0
-        self.kept: dict[int, Sampler] = {}  # of slots that compute drafts in this step
+        self.kept: dict[int, Sampler] = {}  # samplers of slots that compute drafts in this step
         self.jumps = 0
         self.drafted = 0
         self.bad: dict[int, int] = {}  # sampling seed -> output position; each step that samples there or later fails

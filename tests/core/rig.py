@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from quire.engine.core.blocks import BlockPool, HostPool
-from quire.engine.core.drafts import Drafter
 from quire.engine.core.isolation import FAILED_TWICE
 from quire.engine.core.limits import Event, Limits
-from quire.engine.core.plan import StepPlan, StepResult
+from quire.engine.core.plan import Drafter, StepPlan, StepResult
 from quire.engine.core.policy.fairness import Shares
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.scheduler import Scheduler

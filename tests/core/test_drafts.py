@@ -88,7 +88,7 @@ def test_the_text_is_that_of_plain_decoding_whatever_the_drafts(right: int, cach
     assert drafting.executor.drafted > 0
     totals = drafting.core.report.totals
     assert totals.generated_tokens == plain.core.report.totals.generated_tokens
-    assert totals.drafted_tokens == {"own": drafting.executor.drafted}
+    assert totals.drafted_tokens == {"own": drafting.executor.drafted, "tenant": 0, "prediction": 0}
     assert (totals.accepted_drafts["own"] == 0) == (right == 0)
     # A step gives the accepted drafts and one token more; the first token comes from the prompt's step.
     assert drafting.core.step - plain.core.step <= 0 if right == 0 else drafting.core.step <= 60 // (right + 1) + 12

@@ -6,13 +6,20 @@ from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.engine.config import EngineConfig
+from quire.engine.core.policy.drafts import DraftController
 from quire.engine.core.policy.jumps import JumpCosts
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
+from quire.engine.executor.drafter import OWN_TOKENS, SuffixDrafter
+from quire.engine.executor.errors import ModelLoadError
 from quire.engine.executor.loading import load
+from quire.engine.executor.local import wants_drafts
 from quire.engine.llm import LLM, Completion
 from quire.engine.loop import build_scheduler
 from quire.engine.wire.messages import Sampling
@@ -26,20 +33,26 @@ NEW = 40  # tokens of an answer
 
 
 def open_llm(directory: Path, dtype: str = "float32", **options: Any) -> LLM:
-    settings: dict[str, Any] = {"kv_blocks": 256, "block_size": 8, "threads": 1, "max_model_len": 400} | options
+    chosen: dict[str, Any] = {
+        "drafts": "off",
+        "kv_blocks": 256,
+        "block_size": 8,
+        "threads": 1,
+        "max_model_len": 400,
+    } | options
     config = EngineConfig(
         model=str(directory),
         dtype=dtype,  # type: ignore[arg-type]
         deterministic=True,
         poison_free_blocks=True,
         check_books=True,
-        **settings,
+        **chosen,
     )
     return LLM.over(config, load(config))
 
 
 def replaying(said: list[list[int]], right: int | None) -> GuessingDrafter:
-    """Guesses what was said before: `right` tokens of 6; None: 0 to 8 of 0 to 8, by the tokens known."""
+    """Guesses earlier answers: `right` tokens of 6; None: 0 to 8 of 0 to 8, by the tokens known."""
 
     def guess(slot: int, known: list[int]) -> list[int]:
         after = next((one[len(known) :] for one in said if one[: len(known)] == known), [])
@@ -70,7 +83,7 @@ def compare(
     """(answers without drafts, answers with drafts, drafts accepted)."""
     drafts, totals = llm.engine.core.drafts, llm.engine.core.report.totals
     plain = run(llm, prompts, samplings, n=n, new=new)
-    before, steps = totals.accepted_drafts.get("own", 0), llm.engine.core.step
+    before, steps = totals.accepted_drafts["own"], llm.engine.core.step
     said = [ids + one.token_ids for ids, each in zip(prompts, plain, strict=True) for one in each.outputs]
     drafts.drafter, drafts.policy = replaying(said, right), AllDrafts()
     try:
@@ -80,7 +93,7 @@ def compare(
         drafts.drafter = None
     assert answers(drafted) == answers(plain)
     assert llm.engine.core.step > steps
-    return plain, drafted, totals.accepted_drafts.get("own", 0) - before
+    return plain, drafted, totals.accepted_drafts["own"] - before
 
 
 PROMPTS = [PROMPT, PROMPT[::-1], [*PROMPT, 5, 6], [9] * 17]
@@ -213,3 +226,120 @@ def test_the_scripted_executor_accepts_what_its_text_has() -> None:
     assert core.report.totals.accepted_drafts["own"] > 0
     assert core.step < plain.engine.core.step
     assert build_scheduler(config, executor).drafts.drafter is None
+
+
+# ----------------------------------------------------------------------------------------------------- the drafter
+
+
+def reference(own: list[int], texts: list[list[int]], least: int) -> tuple[int, list[list[int]]]:
+    """(longest match of 2 to 24 tokens, what follows each place with it) by comparing every place."""
+    best, after = 0, list[list[int]]()
+    for text in texts:
+        for end in range(1, len(text)):
+            match = 0
+            while match < min(24, end + 1, len(own)) and text[end - match] == own[-1 - match]:
+                match += 1
+            if match > best:
+                best, after = match, []
+            if match == best and match >= max(2, least):
+                after.append(text[end + 1 :])
+    return best if after else 0, after
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=30), st.lists(st.integers(0, 3), max_size=20))
+def test_drafts_follow_the_longest_match(prompt: list[int], answer: list[int]) -> None:
+    """In the own text: the first draft follows a place of the longest match, and no draft is longer than it."""
+    drafter = SuffixDrafter(4)
+    drafter.begin(1, "a", [*prompt, *answer[:1]], len(prompt), [])
+    own = [*prompt, *answer[:1]]
+    for token in [*answer[1:], None]:
+        found = drafter.find([], [], 2) if token is None else drafter.find([1], [token], 2)
+        own += [] if token is None else [token]
+        if token is None and len(answer) > 1:
+            continue  # nothing has changed
+        match, after = reference(own, [own[:-1]], 2)
+        assert len(found) == (match > 0)
+        for draft in found:
+            assert (draft.slot, draft.match, draft.source) == (1, match, 0)
+            assert 1 <= len(draft.tokens) <= match
+            firsts = [(one or own[-1:])[0] for one in after]  # the newest place is the end itself
+            assert draft.tokens[0] in firsts
+    drafter.close()
+
+
+def test_answers_of_an_owner_are_found_by_that_owner_alone() -> None:
+    drafter = SuffixDrafter(4)
+    drafter.begin(0, "a", [1, 2, 10, 11, 12, 13], 2, [])
+    drafter.end(0, keep=True)
+    for slot, owner in ((1, "a"), (2, "b")):
+        drafter.begin(slot, owner, [5, 6, 10, 11], 3, [])
+    (draft,) = drafter.find([], [], 2)
+    assert (draft.slot, draft.tokens, draft.match, draft.source) == (1, [12, 13], 2, 1)
+    drafter.begin(3, "a", [5, 6, 13, 99], 3, [])
+    assert drafter.find([], [], 2) == []
+    assert drafter.find([1], [12], 2)[0].tokens == [13]  # the text ends with the answer
+    assert drafter.find([1], [13], 4) == []
+    drafter.close()
+
+
+def test_an_answer_that_was_cut_short_is_not_kept() -> None:
+    drafter = SuffixDrafter(2)
+    drafter.begin(0, "a", [1, 2, 10, 11, 12, 13], 2, [])
+    drafter.end(0, keep=False)
+    drafter.begin(1, "a", [5, 6, 10, 11], 3, [])
+    assert drafter.find([0, 1], [3, 12], 2) == []
+    drafter.close()
+
+
+def test_a_prediction_is_followed_from_its_beginning_and_found_again_behind_a_change() -> None:
+    drafter = SuffixDrafter(2)
+    predicted = list(range(20, 60))
+    drafter.begin(0, "a", [1, 2, 20], 2, predicted)
+    (draft,) = drafter.find([], [], 2)
+    assert (draft.tokens, draft.source) == (list(range(21, 45)), 2)
+    assert drafter.find([0], [7], 2) == []
+    assert drafter.find([0], [30], 2) == []
+    (draft,) = drafter.find([0], [31], 2)
+    assert (draft.tokens, draft.match, draft.source) == ([32, 33], 2, 2)
+    drafter.close()
+
+
+def test_a_long_text_forgets_its_beginning() -> None:
+    drafter = SuffixDrafter(1)
+    drafter.begin(0, "a", [*range(100, 110), *range(1000, 1000 + OWN_TOKENS), 5], 1, [])
+    assert drafter.find([0, 0], [102, 103], 2) == []
+    assert drafter.find([0, 0], [1100 + OWN_TOKENS // 2, 1101 + OWN_TOKENS // 2], 2)[0].match == 2
+    drafter.close()
+
+
+def test_drafts_of_the_drafter_change_no_token_and_find_repetitions(checkpoint: Checkpoint) -> None:
+    """As an engine runs: the controller decides, and every answer equals that of an engine without drafts."""
+    plain, drafting = open_llm(checkpoint("llama")), open_llm(checkpoint("llama"), drafts="on")
+    assert plain.engine.core.drafts.drafter is None
+    two_tokens = [
+        Sampling(seed=seed, logit_bias=[(7, 60.0), (8, 60.0)]) for seed in range(4)
+    ]  # text that repeats itself
+    core = drafting.engine.core
+    assert isinstance(core.drafts.drafter, SuffixDrafter)
+    with mock.patch.object(DraftController, "choose", lambda _, drafts, *__: [len(one.tokens) for _, one in drafts]):
+        for samplings in (SAMPLINGS, SAMPLINGS, two_tokens):
+            want = answers(run(plain, PROMPTS, samplings, n=2, new=80))
+            assert answers(run(drafting, PROMPTS, samplings, n=2, new=80)) == want
+    assert answers(run(drafting, PROMPTS, SAMPLINGS)) == answers(run(plain, PROMPTS, SAMPLINGS))
+    accepted = core.report.totals.accepted_drafts
+    assert accepted["own"] > 0, core.report.totals
+    assert accepted["tenant"] > 0, core.report.totals
+    for llm in (plain, drafting):
+        llm.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "recurrent", "why"),
+    [("cuda", 1, False, "a GPU"), ("cpu", 2, False, "tensor_parallel is 2"), ("cpu", 1, True, "recurrent layers")],
+)
+def test_what_cannot_draft_is_refused_by_name(kind: str, ranks: int, recurrent: bool, why: str) -> None:
+    assert not wants_drafts(EngineConfig(tensor_parallel=ranks), kind, recurrent)
+    with pytest.raises(ModelLoadError, match=why):
+        wants_drafts(EngineConfig(drafts="on", tensor_parallel=ranks), kind, recurrent)
+    assert wants_drafts(EngineConfig(drafts="on"), "cpu")

@@ -1,15 +1,15 @@
-"""Draft control: how many drafts a step computes, so that it gives the most tokens per second.
+"""Draft control: how many drafts a step computes, for the maximum tokens per second.
 
     D(n)          seconds of a step of n sequences without drafts (StepCostModel)
     D(n) + X(d)   with d drafts in all: X is measured for each power of two of n
     survival      probability that a draft and all before it are accepted: rate ** its place
 
 A step without drafts gives n tokens.  Each draft adds its survival.  All drafts of a batch are ranked by survival, and
-the first d are computed for which (n + sum of survivals) / (D(n) + X(d)) is greatest.  None is where that is no better
+the first d are computed that maximise (n + sum of survivals) / (D(n) + X(d)).  None is where that is no better
 than n / D(n) by MARGIN.
 
 Rates are learnt per request and per tenant, source and length of match.  A request begins with its tenant's rates.
-Where drafts were refused, nothing would be learnt any more.  So refused steps save a small part of their time, and
+If all drafts were refused, nothing would be learnt any more.  So refused steps save a small part of their time, and
 when that pays for a step with few drafts, one is computed (a probe).
 """
 
@@ -18,23 +18,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
-from typing import TYPE_CHECKING
 
+from quire.engine.core.plan import Draft
 from quire.engine.core.policy.step_cost import FRESH, OUTLIER, StepCostModel
 from quire.engine.core.sequence import Sequence
 from quire.engine.wire.messages import Generate
 
-if TYPE_CHECKING:
-    from quire.engine.core.drafts import Draft
-
-MARGIN = 1.03  # least gain for which drafts are computed: predictions err
+MARGIN = 1.03  # minimum gain for which drafts are computed: predictions err
 PROBES = 1 / 200  # part of the time of steps without drafts that probes may take
 PROBE_TOKENS = 4  # drafts of a probe
-FIRST_RATE, FIRST_WEIGHT = 0.7, 2.0  # of a tenant's first drafts, and the drafts that this assumption counts for
+FIRST_RATE, FIRST_WEIGHT = 0.7, 2.0  # assumed rate of a tenant's first drafts; it counts as this many drafts
 TENANT_WEIGHT = 4.0  # drafts that the tenant's rate counts for in a request's
 KEPT = 0.97  # weight that earlier drafts keep when one more is judged
-TENANTS = 1024  # whose rates are kept: those that drafted last
-MATCHES = (2, 4, 8, 16)  # least matches of the classes of drafts, besides shorter ones
+TENANTS = 1024  # tenants with rates: those that drafted last
+MATCHES = (2, 4, 8, 16)  # minimum match of each class of drafts
+SEARCHES = 64  # steps after which drafts of any match are looked for once, where short ones have not paid
 
 
 @dataclass(slots=True)
@@ -67,6 +65,10 @@ class _Extra:
         count = self.tokens.setdefault(size, float(tokens))
         self.tokens[size] = count + FRESH * (tokens - count)
 
+    def cheapest(self) -> float:
+        """Minimum seconds of a draft over the measured numbers of them."""
+        return min(seconds / self.tokens[size] for size, seconds in self.seconds.items())
+
     def of(self, tokens: int, token_s: float) -> float:
         """Seconds that so many drafts add: by the nearest measured number, in proportion above it."""
         if not self.seconds:
@@ -93,7 +95,9 @@ class DraftController:
         self._extra: dict[int, _Extra] = {}  # by bit length of the sequences in a step
         self._tenants: OrderedDict[str, dict[tuple[int, int], _Rate]] = OrderedDict()
         self._requests: dict[str, dict[int, _Rate]] = {}  # by source
-        self._saved_s = 0.0  # that steps without drafts have put by for probes
+        self._overall = [_Rate() for _ in MATCHES]  # rates of all tenants together, by class of match
+        self._searches = 0
+        self._saved_s = 0.0  # seconds that steps without drafts have put by for probes
 
     # ------------------------------------------------------------------------------------------------------- learning
 
@@ -102,6 +106,7 @@ class DraftController:
         tried = accepted + (accepted < computed)
         self._request_rate(seq.request.id, draft).add(accepted, tried)
         self._tenant_rate(seq.request.tenant, draft).add(accepted, tried)
+        self._overall[_class(draft)].add(accepted, tried)
 
     def record(self, seconds: float, seqs: int, tokens: int) -> None:
         """Learn from a step of `seqs` sequences, without prompts, that computed `tokens` drafts."""
@@ -115,6 +120,21 @@ class DraftController:
         self._requests.pop(request.id, None)
 
     # ------------------------------------------------------------------------------------------------------- choosing
+
+    def least_match(self, seqs: int) -> int:
+        """Return the fewest tokens of a match for which drafts may pay in a step of `seqs` sequences.
+
+        Shorter matches are frequent in any text.  If they do not pay, their search would cost the host for nothing.
+        Every SEARCHES steps all are searched, since a rate may have changed."""
+        self._searches += 1
+        alone, extra = self._step_cost.decode_s(seqs), self._extra.get(seqs.bit_length())
+        if not alone or extra is None or self._searches % SEARCHES == 0:
+            return 2
+        worth = extra.cheapest() * seqs / alone  # the survival that pays for one more draft, at its cheapest
+        for least, rate in zip((2, *MATCHES[1:]), self._overall, strict=True):
+            if rate.value(FIRST_RATE, FIRST_WEIGHT) >= worth:
+                return least
+        return MATCHES[-1]
 
     def choose(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> list[int]:
         """Return how many tokens of each draft to compute, in a step of `seqs` sequences and at most `most` drafts."""
@@ -130,7 +150,7 @@ class DraftController:
         return extra.of(tokens, token_s) if extra is not None else tokens * token_s
 
     def _best(self, rates: list[float], lengths: list[int], seqs: int, most: int) -> tuple[list[int], bool]:
-        """Return the counts that give the most tokens per second, and whether they pay."""
+        """Return the counts with the maximum tokens per second, and whether they pay."""
         counts = [0] * len(rates)
         alone = self._step_cost.decode_s(seqs)
         if not alone or most <= 0:  # nothing is measured yet: compute a few
@@ -177,4 +197,9 @@ class DraftController:
         self._tenants.move_to_end(tenant)
         if len(self._tenants) > TENANTS:
             self._tenants.popitem(last=False)
-        return rates.setdefault((draft.source, sum(draft.match >= least for least in MATCHES)), _Rate())
+        return rates.setdefault((draft.source, _class(draft)), _Rate())
+
+
+def _class(draft: Draft) -> int:
+    """Return the class of a draft by its match, an index into MATCHES."""
+    return max(0, sum(draft.match >= least for least in MATCHES) - 1)

@@ -39,7 +39,7 @@ import torch
 from quire.engine.common import child_python
 from quire.engine.common.deadline import ends_process
 from quire.engine.config import EngineConfig
-from quire.engine.core.plan import StepPlan, StepResult
+from quire.engine.core.plan import Drafter, StepPlan, StepResult
 from quire.engine.executor import preload
 from quire.engine.executor.base import ExecutorLost, StepError
 from quire.engine.executor.errors import ModelLoadError, one_line
@@ -330,6 +330,7 @@ class ParallelExecutor:
             check_equal(rank.number, ready.facts, Facts.of(local))
         self._watch.expect_beats(self._patience_s)
         self.info, self.blocks, self.host_blocks = local.info, local.blocks, local.host_blocks
+        self.drafter: Drafter | None = None  # the ranks' plans have no drafts
         self.max_seqs, self.step_tokens, self.depth = local.max_seqs, local.step_tokens, local.depth
         # All move their parts of a block at once.
         self.swap_bytes_per_s = size * min([local.swap_bytes_per_s, *(ready.swap_bytes_per_s for ready in readies)])

@@ -1,0 +1,44 @@
+"""The drafter: finds drafts in a sequence's own text, its owner's recent answers and the client's prediction.
+
+csrc/cpu/drafter.h does the work, one call a step for all slots.  It runs on the host and needs no model, so ranks and
+devices do not matter to it.
+"""
+
+from __future__ import annotations
+
+from quire.engine.core.plan import Draft
+from quire.engine.executor import ops
+
+# Tokens that are searched.  A token takes 16 bytes: 64 MiB for 256 slots with that many tokens each, and 1 MiB for an
+# owner.
+OWN_TOKENS = 16_384  # the last ones of a sequence's prompt and answer
+RECENT_TOKENS = 65_536  # the last ones of an owner's answers
+OWNERS = 64  # owners with answers: those that asked last
+
+
+class SuffixDrafter:
+    """See `quire.engine.core.drafts.Drafter`.  Not thread-safe: the loop owns it.  The kernels must be loaded."""
+
+    def __init__(self, slots: int) -> None:
+        self._drafter = ops.drafter_open(slots, OWN_TOKENS, RECENT_TOKENS, OWNERS)
+
+    def begin(self, slot: int, owner: str, tokens: list[int], prompt_len: int, predicted: list[int]) -> None:
+        ops.drafter_begin(self._drafter, slot, owner, tokens, prompt_len, predicted)
+
+    def extend(self, slot: int, tokens: list[int]) -> None:
+        ops.drafter_extend(self._drafter, slot, tokens)
+
+    def find(self, slots: list[int], tokens: list[int], least: int) -> list[Draft]:
+        flat = ops.drafter_find(self._drafter, slots, tokens, least)
+        found, at = [], 0
+        while at < len(flat):
+            slot, match, source, count = flat[at : at + 4]
+            found.append(Draft(slot, flat[at + 4 : at + 4 + count], match, source))
+            at += 4 + count
+        return found
+
+    def end(self, slot: int, *, keep: bool) -> None:
+        ops.drafter_end(self._drafter, slot, keep)
+
+    def close(self) -> None:
+        ops.drafter_close(self._drafter)

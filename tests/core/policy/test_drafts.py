@@ -1,0 +1,108 @@
+"""How many drafts a step computes, by what they have cost and how often they were right."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.engine.core.plan import Draft
+from quire.engine.core.policy.drafts import MATCHES, PROBE_TOKENS, SEARCHES, DraftController
+from quire.engine.core.policy.step_cost import StepCostModel
+from quire.engine.core.sequence import Sequence
+from quire.engine.wire.messages import Generate, Sampling
+
+DECODE_S = 0.01  # seconds of a step without drafts
+LENGTH = 8  # drafts offered to each sequence
+
+
+def sequences(count: int) -> list[Sequence]:
+    requests = [Generate(f"r{at}", "gw", [1], 100, Sampling(), 2**60) for at in range(count)]
+    return [Sequence(request, 0, (at, 0), frozenset(), 101, [1]) for at, request in enumerate(requests)]
+
+
+def draft(slot: int, match: int = 16, length: int = LENGTH) -> Draft:
+    return Draft(slot, list(range(length)), match, 0)
+
+
+def controller(seqs: int, draft_s: float, fixed_s: float = 0.0) -> DraftController:
+    """A controller that knows what a step takes, alone and with 1 to 64 drafts."""
+    costs = StepCostModel()
+    for _ in range(40):
+        costs.record_step(DECODE_S, seqs, 0)
+    made = DraftController(costs)
+    for _ in range(40):
+        for tokens in (1, 2, 4, 8, 16, 32, 64):
+            made.record(DECODE_S + fixed_s + tokens * draft_s, seqs, tokens)
+    return made
+
+
+def teach(control: DraftController, seq: Sequence, right: int, match: int = 16, times: int = 40) -> None:
+    for _ in range(times):
+        control.learn(seq, draft(0, match), LENGTH, right)
+
+
+@pytest.mark.parametrize("seqs", [1, 8, 64])
+def test_drafts_are_computed_while_each_gives_more_than_it_takes(seqs: int) -> None:
+    """Right drafts are all computed at a tenth of the worth of a token; at twice a token's worth, none is."""
+    worth = DECODE_S / seqs
+    for cost, want in ((worth / 10, LENGTH), (2 * worth, 0)):
+        control, (seq, *_) = controller(seqs, cost), sequences(1)
+        teach(control, seq, LENGTH)
+        assert control.choose([(seq, draft(0))], seqs, 100) == [want]
+
+
+def test_the_drafts_of_the_better_sequence_come_first() -> None:
+    control, (good, poor) = controller(2, DECODE_S / 2 / 4), sequences(2)
+    teach(control, poor, 0)
+    teach(control, good, LENGTH)
+    counts = control.choose([(poor, draft(0)), (good, draft(1))], 2, 100)
+    assert counts[1] == LENGTH
+    assert counts[0] <= 1
+    assert control.choose([(good, draft(0)), (good, draft(1))], 2, 5) in ([3, 2], [2, 3])
+
+
+def test_a_request_is_judged_by_its_tenant_until_it_has_drafts_of_its_own() -> None:
+    control, (first, second, third) = controller(1, DECODE_S / 4), sequences(3)
+    teach(control, first, 0)
+    assert control.choose([(second, draft(0))], 1, 100) == [0]
+    teach(control, third, LENGTH, times=10)
+    assert control.choose([(third, draft(0))], 1, 100)[0] > 0
+    control.forget(third.request)
+    other = Generate("x", "gw", [1], 9, Sampling(), 2**60, tenant="other")
+    assert control.choose([(Sequence(other, 0, (9, 0), frozenset(), 9, [1]), draft(0))], 1, 100)[0] > 0
+
+
+def test_where_drafts_do_not_pay_probes_take_a_small_part_of_the_time() -> None:
+    control, (seq,) = controller(1, 4 * DECODE_S), sequences(1)
+    teach(control, seq, 0)
+    spent = steps = 0.0
+    for _ in range(20_000):
+        (count,) = control.choose([(seq, draft(0))], 1, 100)
+        assert count <= PROBE_TOKENS
+        steps += DECODE_S
+        spent += control.extra_s(1, count) if count else 0.0
+    assert 0 < spent < 0.01 * steps
+
+
+def test_nothing_is_drafted_before_a_step_without_drafts_was_measured() -> None:
+    control, (seq,) = DraftController(StepCostModel()), sequences(1)
+    assert control.choose([(seq, draft(0))], 1, 0) == [0]
+    assert sum(control.choose([(seq, draft(0))], 1, 100)) <= PROBE_TOKENS
+
+
+def test_short_matches_are_not_looked_for_where_they_never_pay() -> None:
+    control, (seq,) = controller(64, DECODE_S / 64 / 2), sequences(1)
+    assert control.least_match(64) == 2
+    teach(control, seq, 0, match=2)
+    teach(control, seq, LENGTH, match=8)
+    found = [control.least_match(64) for _ in range(2 * SEARCHES)]
+    assert sorted(set(found)) == [2, 4]
+    assert found.count(2) == 2
+    assert set(found) < set(MATCHES)
+
+
+def test_costs_between_and_beyond_the_measured_ones_grow_with_the_drafts() -> None:
+    control = controller(4, 0.001, fixed_s=0.002)
+    costs = [control.extra_s(4, tokens) for tokens in range(1, 100)]
+    assert costs == sorted(costs)
+    assert costs[23] == pytest.approx(0.002 + 24 * 0.001, rel=0.2)
+    assert costs[98] == pytest.approx(0.002 + 99 * 0.001, rel=0.2)
