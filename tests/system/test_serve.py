@@ -22,6 +22,7 @@ from quire.service import supervisor
 from tests.pace import patience, wait_until
 from tests.service.fakes import byte_level
 from tests.system import processes
+from tests.warm import COLD
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 ROOT = Path(__file__).resolve().parents[2]
@@ -289,7 +290,7 @@ def test_a_signal_during_the_start_leaves_no_traceback(number: signal.Signals, t
     model = byte_level(tmp_path / "model")
     for children in (1, 2, 3):
         with (tmp_path / "log").open("wb") as log:
-            serve = subprocess.Popen(
+            serve = COLD(  # a warm start has steps of its own
                 [*QUIRE, "serve", str(model), "--port=0", "--executor=scripted", "--no-spare"],
                 cwd=ROOT,
                 stdout=subprocess.DEVNULL,
