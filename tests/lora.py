@@ -1,6 +1,4 @@
-"""LoRA adapters as PEFT writes them, made by hand, and the reference: a transformers model with the adapter merged.
-
-W + scale * B A in float32 is what PEFT computes; tests/executor/peft_written has an adapter that PEFT itself wrote."""
+"""LoRA adapters as PEFT writes them, made by hand, and the reference: a transformers model with the adapter merged."""
 
 from __future__ import annotations
 

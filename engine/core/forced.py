@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Tokens
 
 from quire.engine.core.blocks import AccountingError
+from quire.engine.core.policy.jumps import JumpCosts
 from quire.engine.core.report import SchedulerReport
 from quire.engine.core.sequence import Sequence, State
 
@@ -33,8 +34,11 @@ FEWEST = 3
 class ForcedTokens:
     """Appends forced tokens to their sequences, and knows which sequences have some to compute."""
 
-    def __init__(self, report: SchedulerReport) -> None:
+    def __init__(self, report: SchedulerReport, costs: JumpCosts) -> None:
         self._report = report
+        self.costs = costs
+        self.jumps = 0  # sequences that jump in the plan in the making
+        self.jump_tokens = 0  # that these compute
         self._ahead: dict[int, Sequence] = {}  # by id: sequences with forced tokens that a plan may compute
 
     def append(self, seq: Sequence, sampled: Tokens[int], forced: Tokens[int]) -> list[int]:
@@ -60,6 +64,15 @@ class ForcedTokens:
         if seq.unconfirmed:
             self._ahead[id(seq)] = seq
         return fresh
+
+    def begin_plan(self) -> None:
+        """Count the jumps of the next plan."""
+        self.jumps = self.jump_tokens = 0
+
+    def jumped(self, tokens: int) -> None:
+        """A sequence of the plan jumps over known tokens, which are `tokens` to compute."""
+        self.jumps += 1
+        self.jump_tokens += tokens
 
     def ready(self, step: int) -> list[Sequence]:
         """Return the decoding sequences that have enough to compute for a jump in `step`, by rank."""

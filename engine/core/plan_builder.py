@@ -28,7 +28,6 @@ from quire.engine.core.policy.adapters import AdapterSlots
 from quire.engine.core.policy.admission import AdmissionPolicy
 from quire.engine.core.policy.allocation import AllocationPolicy
 from quire.engine.core.policy.fairness import PREEMPTIBLE, Fairness
-from quire.engine.core.policy.jumps import JumpCosts
 from quire.engine.core.policy.prompt_budget import SHORT_SHARE, long_prompts
 from quire.engine.core.preemption import Preemption
 from quire.engine.core.report import SchedulerReport
@@ -56,7 +55,6 @@ class PlanBuilder:
         swapping: Swapping,
         groups: Groups,
         forced: ForcedTokens,
-        jump_costs: JumpCosts,
         drafts: Drafts,
         adapters: AdapterSlots,
         checkpoints: CheckpointPolicy,
@@ -65,13 +63,11 @@ class PlanBuilder:
         self._edits, self._allocation, self._admission = edits, allocation, admission
         self._isolation, self._fairness = isolation, fairness
         self._preemption, self._swapping, self._groups = preemption, swapping, groups
-        self._forced, self._jump_costs, self._drafts, self.checkpoints = forced, jump_costs, drafts, checkpoints
+        self._forced, self._drafts, self.checkpoints = forced, drafts, checkpoints
         self._adapters = adapters
         self._step = 0  # of the plan in the making
         self._chunk_tokens = 0
         self._decoding = 0  # sequences that decode in it
-        self._jumps = 0  # sequences that jump in it
-        self._jump_tokens = 0  # that these compute
         self._budget = 0  # prompt tokens that the plan can still take
         self._long_budget = 0  # those set aside for long prompts
         self._awaits_slot = False  # a favoured sequence waits for a slot that cools: no other sequence starts
@@ -80,7 +76,7 @@ class PlanBuilder:
         """Begin the next plan."""
         self._step = self._batch.step + 1
         self._chunk_tokens = limits.chunk_tokens
-        self._jumps = self._jump_tokens = 0
+        self._forced.begin_plan()
         self._awaits_slot = False
 
     def attend_decoding(self) -> None:
@@ -122,7 +118,7 @@ class PlanBuilder:
         elif len(ready) == self._batch.decoding:
             most = free
         tokens = min(most, sum(seq.known - seq.computed_before(self._step) - 1 for seq in ready))
-        if not self._batch.prefilling and not self._jump_costs.pay(tokens, self._decoding):
+        if not self._batch.prefilling and not self._forced.costs.pay(tokens, self._decoding):
             return 0
         left = most
         for seq in ready:
@@ -136,8 +132,7 @@ class PlanBuilder:
             self._batch.jump(seq, end, self._step)
             self._seal_computed(seq, start - self._batch.late, end)  # steps in flight computed the first ones
             self._decoding -= 1
-            self._jumps += 1
-            self._jump_tokens += end - start
+            self._forced.jumped(end - start)
             left -= end - start - 1
         self._report.totals.jumped_tokens += most - left
         return most - left
@@ -255,7 +250,7 @@ class PlanBuilder:
             pool.discarded += poison
             return None
         prompt_tokens = sum(len(piece.token_ids) for piece in slices)
-        jumps = self._jumps, self._jump_tokens
+        jumps = self._forced.jumps, self._forced.jump_tokens
         step = self._batch.issue(
             IssuedPlan(
                 self._decoding,
@@ -267,8 +262,8 @@ class PlanBuilder:
             )
         )
         vacated, swaps = self._batch.slots.take_vacated(), swapping.take_copies()
-        look_ahead = self._jump_costs.look_ahead(
-            self._decoding + self._jumps + self._drafts.planned[0], bool(self._batch.prefilling)
+        look_ahead = self._forced.costs.look_ahead(
+            self._decoding + self._forced.jumps + self._drafts.planned[0], bool(self._batch.prefilling)
         )
         loads, keep = self._adapters.take_loads(), self.checkpoints.issue()
         return StepPlan(

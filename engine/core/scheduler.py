@@ -85,8 +85,7 @@ class Scheduler:
         self.adapters = AdapterSlots(limits.adapter_slots, self.batch, self.waiting)
         self.claims = Claims(self.step_cost, self.batch, self.waiting, self.adapters)
         self.groups = Groups(pool, self.batch, limits)
-        self.forced = ForcedTokens(self.report)
-        self.jump_costs = JumpCosts(self.step_cost)
+        self.forced = ForcedTokens(self.report, JumpCosts(self.step_cost))
         self.drafts = Drafts(pool, self.batch, self.allocation, self.report, DraftController(self.step_cost))
         self.isolation = Isolation()
         self.fairness = Fairness(
@@ -107,7 +106,6 @@ class Scheduler:
             swapping=self.swapping,
             groups=self.groups,
             forced=self.forced,
-            jump_costs=self.jump_costs,
             drafts=self.drafts,
             adapters=self.adapters,
             checkpoints=checkpoints,
@@ -350,7 +348,7 @@ class Scheduler:
             if issued.drafting and issued.prompt_tokens == issued.drafting + issued.drafts:
                 self.drafts.policy.record(result.step_s, issued.decoding + issued.drafting, issued.drafts)
             elif issued.jumps and issued.prompt_tokens == issued.jump_tokens:
-                self.jump_costs.record(result.step_s, issued.decoding + issued.jumps)
+                self.forced.costs.record(result.step_s, issued.decoding + issued.jumps)
             else:
                 self.step_cost.record_step(result.step_s, issued.decoding, issued.prompt_tokens)
         if result.swap_s:

@@ -101,7 +101,6 @@ class Worker:
         for.  Without one, `max_model_len` is what the cache holds.
         """
         self.device = device = model.module.device
-        self._gpu = device.type == "cuda"
         if model.states:  # such sequences are not swapped
             config = msgspec.structs.replace(config, preempt="recompute")
         self._config, self._loaded, self._model, self._ranks = config, model, model.module, ranks
@@ -110,12 +109,10 @@ class Worker:
         self._states, max_seqs = self._new_states(memory, max_seqs)
         self.max_seqs = max_seqs
         self.grammars: Grammars | None = None
-        self.adapters: AdapterStore | None = None
-        self._adapter_bank: AdapterBank | None = None
+        self._adapters: AdapterBank | None = None
         if model.sites is not None:
             pack = packer_for(model.sites.sites, model.dtype).pack
-            self.adapters = AdapterStore(pack, int(config.lora_memory_gib * GIB))
-            self._adapter_bank = AdapterBank(self.adapters, max_seqs)
+            self._adapters = AdapterBank(AdapterStore(pack, int(config.lora_memory_gib * GIB)), max_seqs)
         vocab_size, masks = model.vocab_size, Masks(max_seqs, model.vocab_size, device)
         if Grammars.supported(model.directory, model.eos_ids):
             sizes = {"vocab_size": vocab_size, "kept_bytes": config.grammar_memory_mib << 20}
@@ -240,12 +237,21 @@ class Worker:
             block_size=self._config.block_size,
             caches=caches,
             staging=self._staging,
-            adapters=self._adapter_bank,
+            adapters=self._adapters,
         )
 
     def _new_launches(self, batch: Batch) -> StepLaunches:
         sampling = self._samplers, self._outputs.device, self._divided
         return StepLaunches(self._model, batch, *sampling, self._loaded.sites)
+
+    @property
+    def _gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def adapters(self) -> AdapterStore | None:
+        """LoRA adapters in host memory; None: the model takes none."""
+        return None if self._adapters is None else self._adapters.store
 
     @property
     def max_model_len(self) -> int:

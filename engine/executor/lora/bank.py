@@ -24,7 +24,7 @@ class AdapterBank:
     """What one worker knows of adapters."""
 
     def __init__(self, store: AdapterStore, max_seqs: int) -> None:
-        self._store = store
+        self.store = store
         self._loaded: dict[int, str] = {}  # adapter slot -> adapter id
         self._of_slot = np.full(max_seqs, -1, dtype=np.int32)  # batch slot -> adapter slot
         self._adapted = 0  # batch slots with an adapter
@@ -36,7 +36,7 @@ class AdapterBank:
         for slot in plan.freed_slots:
             self._put(slot, -1)
         for slot, adapter in plan.adapters:
-            self._store.packed(adapter)
+            self.store.packed(adapter)
             self._loaded[slot] = adapter
             self._decoding = None
         for start in plan.starts:
@@ -80,7 +80,7 @@ class AdapterBank:
         if not len(order):
             return None
         found, firsts = np.unique(of_rows[order], return_index=True)
-        packed = [self._store.packed(self._loaded[slot]) for slot in found.tolist()]
+        packed = [self.store.packed(self._loaded[slot]) for slot in found.tolist()]
         starts: Array = np.append(firsts, len(order)).astype(np.int32)
         return AdapterRows(
             [one.weights for one in packed],
