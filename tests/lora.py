@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
-SIZE = 0.15  # of the random values: the text of an adapter differs from the base's after few tokens
+SIZE = 0.15  # scale of the random values: the text of an adapter differs from the base's after few tokens
 
 
 def write_adapter(

@@ -11,7 +11,7 @@ from quire.engine.adapters.errors import AdapterError
 
 MOST_RANK = 128
 ALL_LINEAR = "all-linear"
-# Fields that change what an adapter computes, with the values that change nothing beside those falsy ones.
+# Fields that change what an adapter computes, with the values that change nothing, besides false ones.
 OTHER_METHODS: dict[str, tuple[object, ...]] = {
     "use_dora": (),
     "use_qalora": (),

@@ -56,7 +56,7 @@ class AdapterFile(msgspec.Struct, frozen=True):
     """A complete adapter in memory."""
 
     where: str  # its folder, for errors
-    digest: str  # of both files
+    digest: str  # digest of both files
     config: AdapterConfig
     pairs: dict[str, Pair]  # by the module's path in the base model
 
@@ -143,7 +143,7 @@ def header_of(head: bytes | bytearray, size: int, where: str) -> dict[str, Tenso
 
 
 def check_tensor(name: str, tensor: Tensor, where: str) -> re.Match[str]:
-    """Return module and matrix that a tensor's name tells.  Raises AdapterError for what is not served."""
+    """Return module and matrix from a tensor's name.  Raises AdapterError for what is not served."""
     if "lora_embedding" in name:
         raise AdapterError(f"{where}: {name}: adapters of embeddings are not served")
     if "lora_magnitude" in name:

@@ -67,7 +67,7 @@ class Totals(msgspec.Struct):
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     blocks_cached_prompt_tokens: int = 0  # prompt tokens in cached blocks, with or without a checkpoint behind them
-    states: StateCounts = msgspec.field(default_factory=StateCounts)  # of models with recurrent state
+    states: StateCounts = msgspec.field(default_factory=StateCounts)  # counts for models with recurrent state
     generated_tokens: int = 0
     forced_tokens: int = 0  # of these, known before a step sampled them, because a grammar allowed no other token
     jumped_tokens: int = 0  # of these, computed together with the token before them instead of in a step of their own

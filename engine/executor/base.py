@@ -63,7 +63,7 @@ class Executor(Protocol):
 
     @property
     def adapter_store(self) -> HeldResources | None:
-        """Where requests hold their LoRA adapters, each loaded before its first plan; None: the model takes none."""
+        """LoRA adapters that requests hold, each loaded before its first plan; None: the model takes none."""
 
     def submit(self, plan: StepPlan) -> None:
         """Start one step.  Returns before it has run when `depth` > 1."""

@@ -239,7 +239,7 @@ class LocalExecutor:
 
     @property
     def adapter_store(self) -> AdapterStore | None:
-        """Where requests hold their LoRA adapters; None: the model takes none."""
+        """LoRA adapters that requests hold; None: the model takes none."""
         return None if self._worker is None else self._worker.adapters
 
     def catch_up(self) -> bool:

@@ -246,7 +246,7 @@ class Worker:
 
     @property
     def _gpu(self) -> bool:
-        return self.device.type == "cuda"
+        return bool(self.device.type == "cuda")
 
     @property
     def adapters(self) -> AdapterStore | None:

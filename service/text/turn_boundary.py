@@ -29,7 +29,7 @@ class TurnBoundary:
 
     @cached_property
     def generation_prompt(self) -> list[int]:
-        """Token ids that the template puts behind the last turn; empty: it has none, or it cannot be told."""
+        """Token ids that the template puts behind the last turn; empty: it has none, or its end cannot be found."""
         try:
             plain, full = self._render(CHAT, False), self._render(CHAT, True)
         except Refusal:

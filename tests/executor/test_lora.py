@@ -57,7 +57,7 @@ def serve(directory: Path, **options: Any) -> LLM:
     "family", each_value(["llama", "gpt2", "phi3", "gemma2", "opt", "qwen3", "gpt_neox", "mistral"])
 )
 def test_every_layer_of_a_family_takes_adapters(checkpoint: Callable[[str], Path], family: str, tmp_path: Path) -> None:
-    """GEMMs of ours and of transformers' modules, fused ones (c_attn, qkv_proj) and separate ones; base rows beside."""
+    """GEMMs of ours and of transformers' modules, fused ones (c_attn, qkv_proj) and separate ones; with base rows."""
     directory = checkpoint(family)
     base = base_of(directory)
     folder = write_adapter(

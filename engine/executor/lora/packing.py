@@ -1,6 +1,6 @@
 """An adapter's matrices in the form that `ops.lora` takes: checked against the base, packed into one tensor.
 
-Only numpy computes here: torch would start a second team of threads beside the one that runs the steps.
+Only numpy computes here: torch would start a second team of threads.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Packer:
     """Packs adapters for one model."""
 
     sites: Sequence[Site]
-    dtype: torch.dtype  # of the model
-    columns: int  # of a strip of a packed weight, and inputs that lie together: `ops.packed_layout`
+    dtype: torch.dtype  # dtype of the model
+    columns: int  # columns per strip of a packed weight, and inputs that lie together: `ops.packed_layout`
     together: int
 
     def pack(self, file: AdapterFile) -> PackedAdapter:

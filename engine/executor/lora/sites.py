@@ -49,7 +49,7 @@ class Sites:
     """All sites of a model, in the order in which they were made."""
 
     sites: list[Site] = field(default_factory=list)
-    rows: ops.AdapterRows | None = None  # of the step that runs; None: none has an adapter
+    rows: ops.AdapterRows | None = None  # rows of the running step; None: none has an adapter
     _paths: dict[int, tuple[str, int]] = field(default_factory=dict)  # id of a module -> its path and input size
     _unproved: set[int] = field(default_factory=set)  # sites of layers that the model's own code calls
     _calls: dict[int, list[int]] | None = None  # rows of each call of a site, while they are watched

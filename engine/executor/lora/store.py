@@ -79,7 +79,7 @@ class AdapterStore:
         self._kept: OrderedDict[str, None] = OrderedDict()  # keys without holders, least recently used first
         self._queue: deque[Adapter] = deque()
         self._finished: deque[str] = deque()
-        self._bytes = 0  # of all loaded ones
+        self._bytes = 0  # bytes of all loaded adapters
         self._loads = self._faults = self._evicted = 0
         self._load_s = 0.0
         self._thread: threading.Thread | None = None

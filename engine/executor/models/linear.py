@@ -192,7 +192,7 @@ class Linears:
 
     ordered: bool  # on a CPU: products whose bits do not depend on the batch even where others are faster
     dtype: torch.dtype  # of the model
-    sites: Sites | None = None  # of LoRA adapters; None: the model serves none
+    sites: Sites | None = None  # places of LoRA adapters; None: the model serves none
 
     def product(
         self,

@@ -80,7 +80,7 @@ def test_a_sequence_is_overtaken_a_bounded_number_of_times() -> None:
 
 
 def test_an_ended_request_is_no_longer_waited_for() -> None:
-    """Where the sequence that waited too long is cancelled, the others start as before."""
+    """If the sequence that waited too long is cancelled, the others start as before."""
     rig = Rig(adapter_slots=1, max_seqs=4, depth=1, blocks=256)
     rig.add(PROMPT, 6, adapter="hot@1", ignore_eos=True)
     rig.submit()

@@ -42,7 +42,7 @@ def teach(control: DraftController, seq: Sequence, right: int, match: int = 16, 
 
 @pytest.mark.parametrize("seqs", [1, 8, 64])
 def test_drafts_are_computed_while_each_gives_more_than_it_takes(seqs: int) -> None:
-    """Right drafts are all computed at a tenth of the worth of a token; at twice a token's worth, none is."""
+    """Right drafts are all computed if each costs a tenth of what it is worth; at twice a token's worth, none is."""
     worth = DECODE_S / seqs
     for cost, want in ((worth / 10, LENGTH), (2 * worth, 0)):
         control, (seq, *_) = controller(seqs, cost), sequences(1)
