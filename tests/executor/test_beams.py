@@ -106,7 +106,7 @@ def test_groups_that_preempt_each_other_find_the_same_answers(
 ) -> None:
     """Six groups want more blocks than there are; every table and count is checked after each step."""
     options: dict[str, Any] = {"dtype": "float32", "block_size": block_size, "max_seqs": 24, "threads": 1}
-    options |= {"max_model_len": 100, "kv_blocks": blocks, "admission": "none"}
+    options |= {"max_model_len": 100, "kv_blocks": blocks, "admission": "threshold", "admit_threshold": 1.0}
     llm = LLM(str(checkpoint("llama")), poison_free_blocks=True, **options)
     sampling = Sampling(temperature=0, ignore_eos=True)
     asked = [prompt + [9] * (60 - len(prompt)) for prompt in prompts(6)]
@@ -207,7 +207,7 @@ def test_on_a_gpu_scores_are_those_of_the_answers(checkpoint: Checkpoint, model:
     transformers' own bfloat16 forward makes in one of these scores.  The best answers are on average as good as those
     of transformers' search in bfloat16."""
     options: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda", "block_size": 16, "max_seqs": 40}
-    options |= {"max_model_len": 100, "kv_blocks": blocks, "admission": "none"}
+    options |= {"max_model_len": 100, "kv_blocks": blocks, "admission": "threshold", "admit_threshold": 1.0}
     llm = LLM(str(checkpoint("llama")), poison_free_blocks=True, **options)
     sampling = Sampling(temperature=0, ignore_eos=True)
     asked = [prompt + [9] * (60 - len(prompt)) for prompt in prompts(6)]

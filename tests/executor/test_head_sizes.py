@@ -125,7 +125,13 @@ def test_a_cache_in_e4m3_on_a_gpu(on_gpu: Path) -> None:
 
 @pytest.mark.gpu
 def test_blocks_of_all_shapes_return_from_the_host(on_gpu: Path) -> None:
-    settings: dict[str, Any] = {"admission": "none", "prefix_cache": False, "max_model_len": 200, "check_books": True}
+    settings: dict[str, Any] = {
+        "admission": "threshold",
+        "admit_threshold": 1.0,
+        "prefix_cache": False,
+        "max_model_len": 200,
+        "check_books": True,
+    }
     engine = llm(on_gpu, kv_blocks=24, preempt="swap", **settings)
     found = texts(engine, PROMPTS * 2, count=40)
     assert engine.engine.core.report.totals.swapped_in_blocks > 0

@@ -429,7 +429,13 @@ def test_text_with_graphs_and_preemption(tmp_path: Path, kind: Literal["fp8", "i
 
     The others are where the error of rounded inputs decides; wrong numbers would leave one in 640."""
     directory = make_tiny(tmp_path / "llama", "llama", **GPU_FAMILIES["llama"])
-    options: dict[str, Any] = {"kv_blocks": 60, "max_seqs": 40, "step_tokens": 256, "admission": "none"}
+    options: dict[str, Any] = {
+        "kv_blocks": 60,
+        "max_seqs": 40,
+        "step_tokens": 256,
+        "admission": "threshold",
+        "admit_threshold": 1.0,
+    }
     config = EngineConfig(model=str(directory), dtype="bfloat16", quantize=kind, max_model_len=200, **options)
     llm = LLM.over(config, load(config))
     prompts = [words(1 + 7 * i % 90) for i in range(30)]

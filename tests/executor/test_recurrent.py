@@ -103,7 +103,7 @@ def test_choices_and_preemption_leave_the_text_alone(family: str, tiny: Tiny) ->
     want = [text for prompt in prompts() for text in texts(roomy, [prompt], 40, sampling, 3)]
     assert roomy.engine.core.report.totals.preemptions == 0
     roomy.close()
-    tight = serve(tiny(family), kv_blocks=12, admission="none", max_seqs=9, max_model_len=120)
+    tight = serve(tiny(family), kv_blocks=12, admission="threshold", admit_threshold=1.0, max_seqs=9, max_model_len=120)
     assert texts(tight, prompts(), 40, sampling, 3) == want
     assert tight.engine.core.report.totals.preemptions > 0
     tight.engine.core.auditor.whole()

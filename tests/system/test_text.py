@@ -125,7 +125,7 @@ def test_greedy_text_equals_transformers(
 ) -> None:
     want = expected(family)
     patient = {"late_wait_s": 1000.0}  # a pool this small would otherwise, rightly, answer 429
-    eager: dict[str, Any] = {"admission": "none", **CLAIMS_BY_TOKENS}
+    eager: dict[str, Any] = {"admission": "threshold", "admit_threshold": 1.0, **CLAIMS_BY_TOKENS}
     with Stack(
         redis_server.url, namespace, checkpoint(family), gateway_options=patient, **eager, **SHAPES[shape]
     ) as stack:
