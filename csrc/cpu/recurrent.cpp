@@ -10,10 +10,10 @@
 namespace quire::cpu {
 namespace {
 
-constexpr int64_t kChannels = 512;     // channels of a work item of the convolution
-constexpr int64_t kTokens = 16;        // tokens whose keys and queries are prepared at once
-constexpr int kColumns = 2;            // vectors of state columns that stay in L1 while these tokens pass
-constexpr int kSums = 4;               // partial sums over keys, so that additions overlap
+constexpr int64_t kChannels = 512;       // channels of a work item of the convolution
+constexpr int64_t kTokens = 16;          // tokens whose keys and queries are prepared at once
+constexpr int kColumns = 2;              // vectors of state columns that stay in L1 while these tokens pass
+constexpr int kSums = 4;                 // partial sums over keys, so that additions overlap
 constexpr int64_t kWorkOnce = 64 << 10;  // multiplications below which waking a second thread does not pay
 
 // exp2 takes arguments up to 126; e^-x is capped there, which makes silu(x) a negative number next to 0.
@@ -33,7 +33,8 @@ void conv_channels(const ConvArgs<T>& a, int64_t sequence, int64_t first, int64_
     over_lanes(end - first, [&](int64_t at, auto n) {
       const int64_t c = first + at;
       Floats sum = a.bias ? read(a.bias + c, n) : Floats{};
-      for (int64_t j = 0; j < a.taps; ++j) sum = fma(read(input(t - past + j) + c, n), read(a.weight + j * channels + c, n), sum);
+      for (int64_t j = 0; j < a.taps; ++j)
+        sum = fma(read(input(t - past + j) + c, n), read(a.weight + j * channels + c, n), sum);
       write(a.out + (begin + t) * channels + c, a.silu ? silu(sum) : sum, n);
     });
   }
@@ -95,8 +96,7 @@ void step_columns(const Token& token, const float* v, float* state, int64_t stri
   if (token.delta) {
     Floats known[kColumns];
     weigh_rows(keys, token.k, [&](int64_t i, auto c) { return load(state + i * stride + c * kLanes); }, known);
-    unroll<kColumns>(
-        [&](auto c) { write_value[c] = broadcast(token.beta) * fma(-decay, known[c], write_value[c]); });
+    unroll<kColumns>([&](auto c) { write_value[c] = broadcast(token.beta) * fma(-decay, known[c], write_value[c]); });
   }
   Floats result[kColumns];
   const auto updated = [&](int64_t i, auto c) {
