@@ -221,7 +221,7 @@ def main(argv: list[str] | None = None, options: type[EngineConfig] = EngineConf
     failed, a step hung, or a bug; it counts as a death for the requests that the engine held.  130: interrupted while
     it started."""
     watch = Stopwatch()
-    watch.laps["interpreter"] = time.process_time()  # of CPU: there is no portable way to ask when the process began
+    watch.laps["interpreter"] = time.process_time()  # CPU seconds: no portable call tells when the process began
     words = sys.argv[1:] if argv is None else argv
     config = settings.load(options, words, os.environ, prog="quire engine", positional="model", table="engine")
     logs.start(config.log_format)

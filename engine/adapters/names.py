@@ -8,7 +8,7 @@ from pathlib import Path
 from quire.engine.adapters.errors import AdapterError
 from quire.engine.adapters.files import CONFIG, PICKLE, WEIGHTS
 
-MOST_CHARS = 128  # of a name
+MOST_CHARS = 128  # characters of a name
 NAME = re.compile(r"[A-Za-z0-9_][\w.:/-]*", re.ASCII)
 FOLDER = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)  # a name that may be a folder of --lora-dir
 

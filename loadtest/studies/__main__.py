@@ -34,7 +34,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "sharing": (f"{PACKAGE}.sharing", "count the KV blocks that parallel sampling and beam search share"),
     "structured": (f"{PACKAGE}.structured", "compare tokens/s with grammars and without, in pairs"),
     "hybrid-hits": (f"{PACKAGE}.hybrid_hits", "count prompt tokens that the cache of a recurrent model finds"),
-    "neighbours": (f"{PACKAGE}.neighbours", "time decode steps on a CPU beside processes that keep its cores busy"),
+    "neighbours": (f"{PACKAGE}.neighbours", "time decode steps on a CPU whose cores other processes use, too"),
     "drafting": (f"{PACKAGE}.drafting", "compare tokens/s with drafts and without, in pairs"),
     "quantized": (f"{PACKAGE}.quantized", "compare perplexity and speed of --quantize and --kv-dtype, in pairs"),
 }

@@ -2,15 +2,15 @@
 
     python -m quire.loadtest.studies drafting MODEL --text FILE [--streams 1,4] [--new 96] [--rounds 5]
 
-and any option of an engine; `--drafts on` is implied.  FILE is plain text; each round takes another piece of it:
+and any option of an engine; `--drafts on` is implied.  FILE is plain text; each round takes another part of it:
 
-    rewrite   the piece, a request to repeat it, and its first words: greedy
-    quote     the piece, a question, and the first words of a sentence of it: greedy
-    prose     the piece alone, temperature 1: nothing to repeat
+    rewrite   the part, a request to repeat it, and its first words: greedy
+    quote     the part, a question, and the first words of a sentence of it: greedy
+    prose     the part alone, temperature 1: nothing to repeat
 
 A round runs the same requests without drafts and with them, in either order by turns.  The tokens of both must be
-equal.  Prints one line of JSON: by text and streams, tokens/s with drafts over tokens/s without (median, least and
-greatest round), tokens per step of a stream, and the share of computed drafts that were accepted.
+equal.  Prints one line of JSON: by text and streams, tokens/s with drafts over tokens/s without (median, minimum
+and maximum of the rounds), tokens per step of a stream, and the share of computed drafts that were accepted.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from quire.engine.tokenizers.files import load_tokenizer
 from quire.engine.tools.bench import say
 from quire.engine.wire.messages import Sampling
 
-PIECE = 1200  # characters
-TEXTS: dict[str, tuple[Callable[[str], str], float]] = {  # (prompt from a piece, temperature)
-    "rewrite": (lambda piece: f"{piece}\n\nThe same text once more, unchanged:\n\n{piece[:80]}", 0.0),
-    "quote": (lambda piece: f"{piece}\n\nQuestion: what does the text say? It says:\n{piece[400:460]}", 0.0),
-    "prose": (lambda piece: piece, 1.0),
+PART = 1200  # characters
+TEXTS: dict[str, tuple[Callable[[str], str], float]] = {  # (prompt from a part of FILE, temperature)
+    "rewrite": (lambda part: f"{part}\n\nThe same text once more, unchanged:\n\n{part[:80]}", 0.0),
+    "quote": (lambda part: f"{part}\n\nQuestion: what does the text say? It says:\n{part[400:460]}", 0.0),
+    "prose": (lambda part: part, 1.0),
 }
 
 
@@ -76,10 +76,10 @@ def run(llm: LLM, prompts: list[list[int]], temperature: float, new: int, *, dra
     return Run(seconds, steps, after[0] - before[0], after[1] - before[1], answers)
 
 
-def compare(llm: LLM, pieces: list[list[list[int]]], temperature: float, new: int) -> dict[str, float]:
-    """Return what the docstring says; `pieces`: the prompts of each round.  Raises ConfigError if a text differs."""
+def compare(llm: LLM, rounds: list[list[list[int]]], temperature: float, new: int) -> dict[str, float]:
+    """Return what the docstring says; `rounds`: the prompts of each round.  Raises ConfigError if a text differs."""
     ratios, steps, drafted, accepted = [], 0, 0, 0
-    for at, prompts in enumerate(pieces):
+    for at, prompts in enumerate(rounds):
         pair = {drafts: run(llm, prompts, temperature, new, drafts=drafts) for drafts in (at % 2 == 0, at % 2 == 1)}
         if pair[True].answers != pair[False].answers:
             raise ConfigError(
@@ -93,9 +93,9 @@ def compare(llm: LLM, pieces: list[list[list[int]]], temperature: float, new: in
         )
     return {
         "median": round(statistics.median(ratios), 3),
-        "least": round(min(ratios), 3),
-        "greatest": round(max(ratios), 3),
-        "tokens_per_step": round(new * len(pieces) / steps, 2),
+        "minimum": round(min(ratios), 3),
+        "maximum": round(max(ratios), 3),
+        "tokens_per_step": round(new * len(rounds) / steps, 2),
         "accepted": round(accepted / drafted, 3) if drafted else 0.0,
     }
 
@@ -113,23 +113,20 @@ def main(argv: list[str]) -> int:
     config = msgspec.structs.replace(config, drafts="on", prefix_cache=False)
     text, most = own.text.read_text(encoding="utf-8"), max(own.streams)
     try:
-        if len(text) < PIECE * own.rounds * most:
+        if len(text) < PART * own.rounds * most:
             raise ConfigError(
-                f"{own.text}: {len(text)} characters; {own.rounds} rounds need {PIECE * own.rounds * most}"
+                f"{own.text}: {len(text)} characters; {own.rounds} rounds need {PART * own.rounds * most}"
             )
         llm = LLM.over(config, loading.load(config))
         encode = load_tokenizer(str(hf.find(config.model))).encode
         found: dict[str, dict[str, float]] = {}
         for kind, (prompt_of, temperature) in TEXTS.items():
             for streams in own.streams:
-                pieces = [
-                    [
-                        encode(prompt_of(text[PIECE * at :][:PIECE]))
-                        for at in range(first * most, first * most + streams)
-                    ]
+                rounds = [
+                    [encode(prompt_of(text[PART * at :][:PART])) for at in range(first * most, first * most + streams)]
                     for first in range(own.rounds)
                 ]
-                found[f"{kind}, {streams} streams"] = compare(llm, pieces, temperature, own.new)
+                found[f"{kind}, {streams} streams"] = compare(llm, rounds, temperature, own.new)
                 say(f"{kind}, {streams} streams: {found[f'{kind}, {streams} streams']}")
         llm.close()
     except OperatorError as error:

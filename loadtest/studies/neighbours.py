@@ -1,4 +1,4 @@
-"""Time an engine's decode steps on a CPU while other processes keep its cores busy.
+"""Time an engine's decode steps on a CPU while other processes use its cores, too.
 
     python -m quire.loadtest.studies neighbours MODEL [--streams 1,16] [--busy 0,1,2,4] [--new 128] [--rounds 3]
 
