@@ -9,7 +9,8 @@ import json
 import re
 
 _RUN = {True: re.compile(r'[^"\\]+'), False: re.compile(r'[^"\[\](){}]+')}  # within a string, and outside
-_LENGTH = 256  # characters that are read together
+_OPENING, _CLOSING = re.compile(r"[\[({]+"), re.compile(r"[\])}]+")
+READ_TOGETHER = 256  # characters
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
 
 
@@ -40,7 +41,7 @@ class DeepValue:
         Return what was read as it stands in a JSON string, where the text continues, and whether the value is complete.
         Nothing is read where more text decides."""
         end = at + 1
-        if run := _RUN[self.quoted].match(text, at, min(upto, at + _LENGTH)):
+        if run := _RUN[self.quoted].match(text, at, min(upto, at + READ_TOGETHER)):
             end = run.end()
         elif text[at] == "\\":
             if at + 1 == len(text) and not final:
@@ -48,6 +49,10 @@ class DeepValue:
             end = min(at + 2, len(text))
         elif text[at] == '"':
             self.quoted = not self.quoted
-        else:
-            self._open += 1 if text[at] in "[{(" else -1
+        elif run := _OPENING.match(text, at, max(end, min(upto, at + READ_TOGETHER))):
+            end = run.end()
+            self._open += end - at
+        elif run := _CLOSING.match(text, at, max(end, min(upto, at + READ_TOGETHER, at + self._open))):
+            end = run.end()
+            self._open -= end - at
         return json.dumps(text[at:end], ensure_ascii=False)[1:-1], end, self._open == 0

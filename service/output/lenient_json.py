@@ -22,7 +22,7 @@ from enum import Enum, auto
 
 import msgspec
 
-from quire.service.output.deep_values import DeepValue
+from quire.service.output.deep_values import READ_TOGETHER, DeepValue
 from quire.service.output.json_escapes import ends_string, unescape
 from quire.service.output.markers import Markers
 
@@ -364,7 +364,7 @@ class JsonReader:
         return upto, Event.MORE
 
     def _read_deep(self, text: str, at: int, final: bool) -> tuple[int, Event | None]:
-        upto = len(text)
+        upto = min(len(text), at + READ_TOGETHER)
         if self._stop is not None and not self._deep.quoted:
             if (event := self._stopped(text, at, final)) is not None:
                 return at, event

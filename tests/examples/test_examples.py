@@ -161,7 +161,7 @@ def test_the_curl_requests(stack: Stack) -> None:
     assert '"index":1' in parts[3]
     assert '"tokens":[' in parts[4]
     assert '"code":"invalid_value"' in parts[5]
-    assert '"error"' not in "".join(parts[:5])
+    assert '{"error"' not in "".join(parts[:5])
 
 
 def test_every_example_is_in_the_page_and_has_a_test() -> None:

@@ -108,7 +108,7 @@ def two(checkpoint: Checkpoint) -> Iterator[LLM]:
 
 
 def test_what_an_engine_says_of_itself_is_what_one_rank_says(one: LLM, two: LLM) -> None:
-    assert two.executor.info == one.executor.info
+    assert two.executor.info == msgspec.structs.replace(one.executor.info, adapters=False)  # ranks take none
     assert (two.executor.blocks, two.executor.max_seqs) == (one.executor.blocks, one.executor.max_seqs)
     assert two.executor.host_blocks == one.executor.host_blocks == 72
 

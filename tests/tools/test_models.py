@@ -77,7 +77,7 @@ def test_the_page_hides_no_family() -> None:
 # Families that no tiny checkpoint can be made of, or that transformers cannot continue: the page says why.
 UNTRIED = """
     chameleon deepseek_ocr2 diffusion_gemma fast_vlm gemma3n gemma4_assistant
-    kyutai_speech_to_text perception_lm qwen3_omni_moe step3p7
+    kyutai_speech_to_text nemo_speechlm nemotron_h_omni perception_lm qwen3_omni_moe step3p7
 """
 
 # Kinds of layers that the code names but no text of the family has.

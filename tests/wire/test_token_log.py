@@ -63,7 +63,7 @@ def test_what_goes_in_comes_out() -> None:
 def test_log_probabilities_take_what_the_docs_say(alternatives: int) -> None:
     """With the largest ids that a vocabulary has, so at most that."""
     text = " ".join((ROOT / "docs" / "api.md").read_text(encoding="utf-8").split())
-    found = re.search(r"it keeps (\d+) bytes a token, and up to (\d+) for each alternative", text)
+    found = re.search(r"it keeps (\d+) bytes (?:a|per) token, and up to (\d+) for each alternative", text)
     assert found is not None
     head, each = map(int, found.groups())
     top = [(2**31 + one, -1 / (one + 3)) for one in range(alternatives)]

@@ -9,10 +9,10 @@ from tests.system.chaos.soak import soak
 
 
 @pytest.mark.timeout(300)
-def test_twenty_thousand_operations_keep_the_accounting_balanced() -> None:
-    soaked, error = soak(20_000, seed=1)
+def test_thirty_thousand_operations_keep_the_accounting_balanced() -> None:
+    soaked, error = soak(30_000, seed=1)
     assert not error
-    assert soaked.count >= 20_000
+    assert soaked.count >= 30_000
     assert all(soaked.operations[name] > 20 for name in ("accept", "plan", "commit", "abort", "crash", "failed step"))
     assert soaked.tokens > 5_000
 
