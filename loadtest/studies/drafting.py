@@ -64,6 +64,7 @@ def run(llm: LLM, prompts: list[list[int]], temperature: float, new: int, *, dra
     for seed, prompt in enumerate(prompts):
         llm.submit(prompt, Sampling(temperature=temperature, seed=seed, ignore_eos=True), max_new_tokens=new)
     completions = list(llm.unfinished.values())
+    llm.step()  # takes the requests in
     while core.waiting or core.batch.prefilling:
         llm.step()
     began, first = time.perf_counter(), core.step

@@ -56,6 +56,7 @@ def decode_steps(llm: LLM, streams: int, new: int) -> list[float]:
     for _ in range(streams):
         prompt = [rng.randrange(10, llm.executor.info.vocab_size) for _ in range(PROMPT)]
         llm.submit(prompt, Sampling(temperature=0.0, ignore_eos=True), max_new_tokens=new)
+    llm.step()  # takes the requests in
     while core.waiting or core.batch.prefilling:
         llm.step()
     steps = []
