@@ -56,11 +56,12 @@ class Pool {
  public:
   void run(void (*body)(void*), void* data, int threads) {
     if (busy_.exchange(true, std::memory_order_acquire)) return body(data);
-    grow(std::min(threads, kMostThreads) - 1);
+    const int helpers = std::min(threads, kMostThreads) - 1;
+    grow(helpers);
     body_ = body;
     data_ = data;
     const uint64_t generation = (region_.load(std::memory_order_relaxed) / kGeneration + 1) * kGeneration;
-    region_.store(generation + kWanted * (threads - 1) + kOpen);
+    region_.store(generation + kWanted * helpers + kOpen);
     published_.fetch_add(1);
     if (asleep_.load() > 0) published_.notify_all();
     body(data);

@@ -5,7 +5,7 @@
 //
 //   caller   publish ── take, compute, take, compute, none left ── close ── wait for threads inside ── return
 //   thread A    spin ── enter ── take, compute ── none left ── leave ── spin ── ... ── sleep
-//   thread B    (its core runs another process)                             never enters: nobody waits for it
+//   thread B    (its core runs another process)                             never enters; the caller does not wait
 //
 // OpenMP waits for every thread at the end of each region instead.  With one busy process on the machine, each region
 // then takes as long as the operating system's time slice.

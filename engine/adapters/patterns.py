@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from quire.engine.adapters.errors import AdapterError
 from quire.engine.common import child_python
 
-LIMIT_S = 20.0  # for all patterns of an adapter; PEFT's own take microseconds
-MOST_PATTERNS, MOST_CHARS = 10_000, 10_000  # of an adapter; of a pattern
+LIMIT_S = 20.0  # seconds for all patterns of an adapter; PEFT's own take microseconds
+MOST_PATTERNS, MOST_CHARS = 10_000, 10_000  # patterns per adapter; characters per pattern
 PLAIN = re.compile(r"[\w.]+")
 _CHILD = """
 import json, re, sys

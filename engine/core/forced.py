@@ -38,7 +38,7 @@ class ForcedTokens:
         self._report = report
         self.costs = costs
         self.jumps = 0  # sequences that jump in the plan in the making
-        self.jump_tokens = 0  # that these compute
+        self.jump_tokens = 0  # tokens of their slices
         self._ahead: dict[int, Sequence] = {}  # by id: sequences with forced tokens that a plan may compute
 
     def append(self, seq: Sequence, sampled: Tokens[int], forced: Tokens[int]) -> list[int]:

@@ -42,7 +42,7 @@ class Event(msgspec.Struct, frozen=True):
 
     kind: Milestone
     request: Generate
-    index: int  # which of the request's n choices; the leader's for those that have not forked yet
+    index: int  # index among the request's n choices; before the fork: the leader's
     tokens: int = 0  # started: prompt tokens found in the cache; resumed: to compute again; ended: of its output
     reason: FinishReason | None = None  # ended: why; None: another engine answers the request now
     step: int = 0  # the plan it belongs to; first, ended: the last plan made

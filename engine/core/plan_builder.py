@@ -6,9 +6,10 @@ advance_groups    stepped groups compute the tokens that have been chosen for th
 jump              sequences with tokens that a grammar forced compute them at once
 draft             sequences with drafts compute them behind their last token
 start_favoured    a tenant below its share starts first; others give up blocks for it
-continue_prompts  started prompts advance by a chunk
+continue_prompts  started prompts advance by a chunk, except long ones
 resume_paused     paused sequences get a slot again
 start_waiting     the head of the queue starts, for as long as slots, token budget and blocks last
+continue_long     long prompts advance with the rest of the budget
 finish            the StepPlan
 """
 
@@ -28,7 +29,7 @@ from quire.engine.core.policy.adapters import AdapterSlots
 from quire.engine.core.policy.admission import AdmissionPolicy
 from quire.engine.core.policy.allocation import AllocationPolicy
 from quire.engine.core.policy.fairness import PREEMPTIBLE, Fairness
-from quire.engine.core.policy.prompt_budget import SHORT_SHARE, long_prompts
+from quire.engine.core.policy.prompt_budget import SHORT_SHARE, split_by_length
 from quire.engine.core.preemption import Preemption
 from quire.engine.core.report import SchedulerReport
 from quire.engine.core.sequence import Sequence, State
@@ -187,12 +188,12 @@ class PlanBuilder:
         """Let the prompts that had started before this plan advance; return the long ones, which come last.
 
         While there are long ones, everything else shares SHORT_SHARE of the budget, the shortest prompt first."""
-        long = long_prompts(started, self._budget)
+        short, long = split_by_length(started, self._budget)
         if long:
             self._long_budget = self._budget - int(SHORT_SHARE * self._budget)
             self._budget -= self._long_budget
-            started = sorted((seq for seq in started if seq not in long), key=lambda seq: seq.known - seq.computed)
-        self._advance_prompts(started)
+            short.sort(key=lambda seq: seq.known - seq.computed)
+        self._advance_prompts(short)
         return long
 
     def continue_long(self, long: list[Sequence]) -> None:
@@ -250,7 +251,7 @@ class PlanBuilder:
             pool.discarded += poison
             return None
         prompt_tokens = sum(len(piece.token_ids) for piece in slices)
-        jumps = self._forced.jumps, self._forced.jump_tokens
+        jumps, drafts = (self._forced.jumps, self._forced.jump_tokens), self._drafts.planned
         step = self._batch.issue(
             IssuedPlan(
                 self._decoding,
@@ -258,12 +259,12 @@ class PlanBuilder:
                 *jumps,
                 swapping.planned,
                 edits.take_sealed(),
-                *self._drafts.planned,
+                *drafts,
             )
         )
         vacated, swaps = self._batch.slots.take_vacated(), swapping.take_copies()
         look_ahead = self._forced.costs.look_ahead(
-            self._decoding + self._forced.jumps + self._drafts.planned[0], bool(self._batch.prefilling)
+            self._decoding + self._forced.jumps + drafts[0], bool(self._batch.prefilling)
         )
         loads, keep = self._adapters.take_loads(), self.checkpoints.issue()
         return StepPlan(

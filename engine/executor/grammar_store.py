@@ -61,9 +61,9 @@ class GrammarCounts:
 
 
 class HeldResources(Protocol):
-    """What holds requests back until something is ready needs of its store.
+    """Interface of a store to its gate, which holds requests back until their resource is ready.
 
-    The methods speak of grammars; LoRA adapters are held alike, each named by a text."""
+    The methods speak of grammars.  LoRA adapters are held in the same way, each named by a text."""
 
     def hold(self, request_id: str, text: str, tenant: str = "", weight: float = 1.0) -> bool:
         """Let a request hold a grammar until its `release`.  Returns whether it is compiled, or at fault, already."""

@@ -902,10 +902,6 @@ def set_threads(count: int) -> None:
     torch.ops.quire.set_threads.default(count)
 
 
-if __name__ == "__main__":
-    main()
-
-
 def drafter_open(slots: int, own: int, recent: int, owners: int) -> int:
     """Return a new drafter (csrc/cpu/drafter.h); `drafter_close` ends it.
 
@@ -940,3 +936,7 @@ def drafter_find(drafter: int, slots: list[int], tokens: list[int], least: int) 
 def drafter_end(drafter: int, slot: int, keep: bool) -> None:
     """Forget a slot; `keep`: its answer is one of its owner's recent ones from now on."""
     torch.ops.quire.drafter_end.default(drafter, slot, keep)
+
+
+if __name__ == "__main__":
+    main()

@@ -300,6 +300,14 @@ def decode(llm: LLM, rows: int, seed: int) -> None:
         llm.step()
 
 
+def prefill(llm: LLM) -> None:
+    """Step until no submitted prompt has tokens left to compute."""
+    core = llm.engine.core
+    llm.step()  # takes the requests in
+    while core.waiting or core.batch.prefilling:
+        llm.step()
+
+
 def timed(llm: LLM) -> float:
     """Seconds of a step."""
     begin = time.perf_counter()

@@ -34,7 +34,7 @@ from quire.engine.executor.models import hf
 from quire.engine.llm import LLM
 from quire.engine.loop import ConfigError
 from quire.engine.tokenizers.files import load_tokenizer
-from quire.engine.tools.bench import say
+from quire.engine.tools.bench import prefill, say
 from quire.engine.wire.messages import Sampling
 
 PART = 1200  # characters
@@ -64,9 +64,7 @@ def run(llm: LLM, prompts: list[list[int]], temperature: float, new: int, *, dra
     for seed, prompt in enumerate(prompts):
         llm.submit(prompt, Sampling(temperature=temperature, seed=seed, ignore_eos=True), max_new_tokens=new)
     completions = list(llm.unfinished.values())
-    llm.step()  # takes the requests in
-    while core.waiting or core.batch.prefilling:
-        llm.step()
+    prefill(llm)
     began, first = time.perf_counter(), core.step
     while llm.unfinished:
         llm.step()

@@ -17,11 +17,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import random
 import statistics
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -32,8 +30,7 @@ from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
 from quire.engine.executor import loading
 from quire.engine.llm import LLM
-from quire.engine.tools.bench import say
-from quire.engine.wire.messages import Sampling
+from quire.engine.tools.bench import GREEDY, prefill, prompt, say, timed
 
 PROMPT = 64  # tokens
 
@@ -52,18 +49,12 @@ def busy(count: int) -> Iterator[None]:
 
 def decode_steps(llm: LLM, streams: int, new: int) -> list[float]:
     """Return the seconds of each step in which so many sequences decode."""
-    rng, core = random.Random(0), llm.engine.core
-    for _ in range(streams):
-        prompt = [rng.randrange(10, llm.executor.info.vocab_size) for _ in range(PROMPT)]
-        llm.submit(prompt, Sampling(temperature=0.0, ignore_eos=True), max_new_tokens=new)
-    llm.step()  # takes the requests in
-    while core.waiting or core.batch.prefilling:
-        llm.step()
+    for seed in range(streams):
+        llm.submit(prompt(PROMPT, llm.executor.info.vocab_size, seed), GREEDY, max_new_tokens=new)
+    prefill(llm)
     steps = []
-    while core.batch.decoding == streams:
-        began = time.perf_counter()
-        llm.step()
-        steps.append(time.perf_counter() - began)
+    while llm.engine.core.batch.decoding == streams:
+        steps.append(timed(llm))
     while llm.unfinished:
         llm.step()
     return steps

@@ -31,7 +31,7 @@ class AdapterSlots:
         self.count = count
         self._batch, self._waiting = batch, waiting
         self._slots: dict[str, int] = {}  # adapter -> its slot, the one that started a sequence longest ago first
-        self._loads: list[tuple[int, str]] = []  # that no issued plan has made
+        self._loads: list[tuple[int, str]] = []  # (slot, adapter) loads for the next plan
         self._overtaken: dict[str, int] = {}  # adapter that waits -> starts of others since
 
     @property

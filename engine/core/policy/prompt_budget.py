@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may have in addition to the sequences that decode, and which prompts share them.
+"""Prompt tokens of a step: the budget next to decoding sequences, and its division between short and long prompts.
 
 Prompts advance in the order of their starts, each with all tokens that the step has left.  A long one is the exception:
 
@@ -18,7 +18,7 @@ from quire.engine.core.policy.step_cost import FIRST, StepCostModel
 from quire.engine.core.sequence import Sequence
 
 LONG_STEPS = 2  # steps of its own that a long prompt still needs at least; a shorter one is soon out of the way
-SHORT_SHARE = 0.2  # of a step's prompt tokens, for prompts that are not long
+SHORT_SHARE = 0.2  # fraction of a step's prompt tokens for prompts that are not long
 
 
 def prompt_budget(limits: Limits, step_cost: StepCostModel, batch: Batch, waiting: int, behind: int) -> int:
@@ -43,6 +43,10 @@ def prompt_budget(limits: Limits, step_cost: StepCostModel, batch: Batch, waitin
     return budget if stretched is None else min(budget, stretched)
 
 
-def long_prompts(started: Iterable[Sequence], budget: int) -> list[Sequence]:
-    """Return the sequences whose prompts need more than LONG_STEPS steps of `budget` tokens, in the order given."""
-    return [seq for seq in started if seq.known - seq.computed > LONG_STEPS * budget]
+def split_by_length(started: Iterable[Sequence], budget: int) -> tuple[list[Sequence], list[Sequence]]:
+    """Return (short, long), each in the order given.  A long prompt needs more than LONG_STEPS steps of `budget`
+    tokens.  O(prompts that have started)."""
+    short, long = list[Sequence](), list[Sequence]()
+    for seq in started:
+        (long if seq.known - seq.computed > LONG_STEPS * budget else short).append(seq)
+    return short, long

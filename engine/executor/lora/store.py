@@ -53,6 +53,11 @@ class Adapter:
     fault: str = ""
 
     @property
+    def id(self) -> str:
+        """`name@digest`, as plans name it."""
+        return self.key.partition("=")[0]
+
+    @property
     def done(self) -> bool:
         return self.packed is not None or bool(self.fault)
 
@@ -229,7 +234,7 @@ class AdapterStore:
             self._loads += 1
             self._load_s += seconds
             self._bytes += packed.bytes
-            self._loaded[adapter.key.partition("=")[0]] = packed
+            self._loaded[adapter.id] = packed
             if not adapter.holders:
                 self._kept[adapter.key] = None
             self._evict(0)
@@ -253,8 +258,7 @@ class AdapterStore:
             self._queue.remove(adapter)
         if adapter.packed is not None:
             self._bytes -= adapter.packed.bytes
-            name = adapter.key.partition("=")[0]
-            self._loaded.pop(name, None)
+            self._loaded.pop(adapter.id, None)
             for other in self._adapters.values():  # the same files under another path
-                if other.packed is not None and other.key.partition("=")[0] == name:
-                    self._loaded[name] = other.packed
+                if other.packed is not None and other.id == adapter.id:
+                    self._loaded[adapter.id] = other.packed
