@@ -52,6 +52,9 @@ class Policy(Protocol):
         """A request has ended."""
 
 
+PREDICTION = "prediction"  # of DRAFT_SOURCES: the client's own `prediction`
+
+
 class _InFlight(NamedTuple):
     seq: Sequence
     draft: Draft
@@ -170,6 +173,10 @@ class Drafts:
         totals, source = self._report.totals, DRAFT_SOURCES[entry.draft.source]
         totals.drafted_tokens[source] += entry.computed
         totals.accepted_drafts[source] += count
+        if source == PREDICTION:
+            seen = min(count, seq.known - first)  # those behind a stop token are not in the answer
+            accepted, rejected = seq.predictions or (0, 0)
+            seq.predictions = accepted + seen, rejected + entry.computed - seen
         self.policy.learn(seq, entry.draft, entry.computed, count)
 
     def take(self, result: StepResult, irregular: Iterable[Sequence]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import msgspec
+
 from quire.engine.core.batch import Batch
 from quire.engine.core.limits import Event, Milestone, Outputs, Totals
 from quire.engine.core.sequence import Sequence
@@ -33,6 +35,7 @@ class SchedulerReport:
 
     def finish(self, seq: Sequence, finish: Finish) -> None:
         """Add a Finish without a token: the sequence ends though it could have gone on."""
+        finish = with_predictions(finish, seq)
         delta = Delta(seq.request.id, seq.sent, [], finish, seq.index)
         self.deltas[seq.request.gateway].append(delta)
 
@@ -66,4 +69,18 @@ def full_delta(seq: Sequence, first: int, finish: Finish | None, logprobs: list[
         logprobs,
         seq.cached_tokens if first == 0 else 0,
         seq.prompt_logprobs or None if first == 0 else None,
+        seq.predictions,
     )
+
+
+def finish_of(seq: Sequence) -> Finish:
+    """Return the Finish of a sequence that its last token ends: a stop token, or the last that fits."""
+    last = seq.tokens[-1]
+    return with_predictions(Finish("stop", last) if last in seq.stops else Finish("length"), seq)
+
+
+def with_predictions(finish: Finish, seq: Sequence) -> Finish:
+    """Return a Finish that counts the drafts from the client's prediction."""
+    if seq.predictions is None:
+        return finish
+    return msgspec.structs.replace(finish, predictions=seq.predictions)

@@ -46,7 +46,7 @@ from quire.engine.core.policy.fairness import Fairness
 from quire.engine.core.policy.jumps import JumpCosts
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.preemption import Preemption
-from quire.engine.core.report import SchedulerReport, full_delta
+from quire.engine.core.report import SchedulerReport, finish_of, full_delta
 from quire.engine.core.sequence import Sequence, State
 from quire.engine.core.state_pool import StatePool
 from quire.engine.core.swapping import Swapping
@@ -260,16 +260,13 @@ class Scheduler:
             else:
                 tokens.append(token)
                 fresh = [token]
-            known, finish = len(tokens), None
-            if (last := fresh[-1]) in seq.stops:
-                finish = Finish("stop", last)
-            elif known == seq.limit:
-                finish = Finish("length")
+            known = len(tokens)
+            finish = finish_of(seq) if fresh[-1] in seq.stops or known == seq.limit else None
             request = seq.request
             first = known - len(fresh) - len(request.token_ids)
             if first == 0:
                 self.report.record("first", seq)
-            if first == 0 or slot in result.logprobs:
+            if first == 0 or slot in result.logprobs or slot in result.accepted:
                 delta = full_delta(seq, first, finish, logprobs_of(result, slot, len(fresh)))
             else:
                 delta = Delta(request.id, first, fresh, finish, seq.index)

@@ -21,7 +21,7 @@ import enum
 import msgspec
 
 from quire.engine.core.blocks import chain_digest, root_digest
-from quire.engine.wire.messages import Generate, TokenLogprob
+from quire.engine.wire.messages import Generate, Predictions, TokenLogprob
 
 
 class State(enum.Enum):
@@ -54,6 +54,7 @@ class Sequence(msgspec.Struct, eq=False):
     due: int = 0  # the next step in which a decoding sequence needs the scheduler
     sampled_in: int = 0  # the last step planned that samples for it: its token may still be on the way
     unconfirmed: int = 0  # forced tokens at the end that results in flight may still report as sampled
+    predictions: Predictions | None = None  # its drafts from the client's prediction; None: none was computed
     drafts: int = 0  # of the step in flight: tokens behind the known ones that it computes, unproved
     jumped_in: int = 0  # the step of its last jump: results of earlier steps report tokens that it computes
     digests: list[bytes] = []  # of the full blocks of `tokens`, as far as they were needed

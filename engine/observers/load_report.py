@@ -7,7 +7,7 @@ import math
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import ModelInfo
 from quire.engine.wire.clock import steady_ms
-from quire.engine.wire.messages import ADAPTERS, LATER_FIELDS, EngineLoad
+from quire.engine.wire.messages import ADAPTERS, LATER_FIELDS, PREDICTIONS, EngineLoad
 
 
 class Rate:
@@ -133,7 +133,17 @@ class LoadReport:
             grammars=info.grammars,
             static_blocks=core.batch.reserved_blocks,
             slots_filled=self._slots_filled,
-            honours=[*LATER_FIELDS, *([ADAPTERS] if core.adapters.count else [])],
+            honours=_honoured(core),
             adapters=core.adapters.resident,
             beams=core.limits.max_seqs if core.limits.beams else 0,
         )
+
+
+def _honoured(core: Scheduler) -> list[str]:
+    """Return the fields of a request that engines of earlier releases, or without an option, ignore."""
+    later = [*LATER_FIELDS]
+    if core.adapters.count:
+        later.append(ADAPTERS)
+    if core.drafts.drafter is not None:
+        later.append(PREDICTIONS)
+    return later

@@ -59,6 +59,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 # Fields of Sampling that engines of earlier releases ignore.  An engine names those that it honours in its reports, and
 # only then gets them.
 LATER_FIELDS = ("bad_words", "logprob_token_ids")
+PREDICTIONS = "predicted"  # in EngineLoad.honours of an engine that takes drafts from Generate.predicted
 ADAPTERS = "adapter"  # in EngineLoad.honours of an engine that honours Generate.adapter
 
 
@@ -131,6 +132,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True):
     index: int = -1  # index among the n choices; -1: all of them
 
 
+# Drafts from Generate.predicted that one engine computed for a choice so far: (accepted and in the answer, others).
+Predictions = tuple[int, int]
+
+
 class Finish(msgspec.Struct, frozen=True, array_like=True):
     """The end of one choice; no Delta follows it."""
 
@@ -144,6 +149,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     shared: float = 0.0
     # For "error": CONSTRAINT, or "": the engine is at fault.
     code: str = ""
+    predictions: Predictions | None = None  # drafts of the choice; None: none came from `predicted`
 
 
 # The grammar or the other constraints of a request cannot be followed, or leave no token: the request is at fault.
@@ -168,6 +174,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprob] | None = None  # one for each token id
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; set on the delta with first == 0
     prompt_logprobs: list[TokenLogprob] | None = None  # for prompt tokens 1.., on the delta with first == 0
+    predictions: Predictions | None = None  # set on deltas of steps that computed drafts from Generate.predicted
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.wire.layout import TOKEN_CHANNELS
-from quire.engine.wire.messages import Delta, Finish, TokenBatch, TokenLogprob
+from quire.engine.wire.messages import Delta, Finish, Predictions, TokenBatch, TokenLogprob
 from quire.engine.wire.request_ids import pack, unpack
 
 NO_CHANNEL = ""  # a message for the tail only has none
@@ -47,6 +47,7 @@ class _Delta(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprob] | None = None
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] | None = None
+    predictions: Predictions | None = None
 
 
 _decode_message = msgspec.msgpack.Decoder(_Message).decode
@@ -60,11 +61,17 @@ def channel_of(gateway: str) -> int:
 
 
 def _fields(delta: Delta) -> list[Any]:
-    if delta.finish is None and delta.logprobs is None and not delta.cached_tokens and delta.prompt_logprobs is None:
+    if (
+        delta.finish is None
+        and delta.logprobs is None
+        and not delta.cached_tokens
+        and delta.prompt_logprobs is None
+        and delta.predictions is None
+    ):
         short = [pack(delta.id), delta.first, delta.token_ids]
         return [*short, None, delta.index] if delta.index else short
     _, *others = msgspec.structs.astuple(delta)
-    return [pack(delta.id), *others]
+    return [pack(delta.id), *(others if delta.predictions is not None else others[:-1])]
 
 
 def encode(batches: list[tuple[str, TokenBatch]]) -> list[tuple[int | str, bytes]]:
@@ -93,6 +100,7 @@ def decode(message: bytes, gateway: str) -> TokenBatch | None:
             one.logprobs,
             one.cached_tokens,
             one.prompt_logprobs,
+            one.predictions,
         )
         for part in found.parts
         if part.gateway == gateway

@@ -25,6 +25,7 @@ from quire.service.api.echo import last_answer
 from quire.service.api.fields import Endpoint, undeclared
 from quire.service.api.history import Message
 from quire.service.api.history import plain_messages as plain_messages
+from quire.service.api.prediction import Prediction, predicted_text
 from quire.service.api.scoring import Scoring
 from quire.service.api.skipped import Skipped
 from quire.service.api.tools import OPENAI, ChatOptions, ToolRules, chat_options
@@ -134,6 +135,7 @@ class ChatBody(_Common, kw_only=True):
     thinking_token_budget: int | None = None
     include_reasoning: bool | None = None
     echo: bool | None = None
+    prediction: Prediction | None = None
 
 
 Prompt = str | list[int]
@@ -188,6 +190,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     repeated: list[str] = []  # chats with `echo`: of each the text that its answers begin with
     conversations: list[list[dict[str, Any]]] = []  # further chats, each a prompt of its own; `messages` is the first
     scoring: Scoring | None = None  # each of `prompts` is an item whose score the answer is
+    prediction: str | None = None  # text that the client expects in its answer; None: it names none
     sources: list[str] = []  # formats other than a chat's: the client's field from which each of `messages` comes
 
     @property
@@ -640,6 +643,7 @@ def chat_request(
         echo=False,
         hide_reasoning=asked.include_reasoning is False,
         repeated=[last_answer(messages)] if asked.echo else [],
+        prediction=predicted_text(asked.prediction, msgspec.structs.asdict(asked)),
         chat=True,
         unknown=unknown,
         **best_of.with_scores(fields),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from quire.engine.wire.messages import Predictions
 from quire.service.api.api import ValidRequest
 from quire.service.api.format import Prompted
 from quire.service.api.position import Position
@@ -94,7 +95,7 @@ class BlockFormat:
         """Output tokens that have been written."""
         return self._tokens
 
-    def skip(self, had: Position, cached: list[int], reasoning: list[int]) -> None:
+    def skip(self, had: Position, cached: list[int], reasoning: list[int], predictions: list[Predictions]) -> None:
         """Begin anew, whatever the client has."""
         self._cached = max(cached)
 

@@ -37,11 +37,13 @@ def generates(
     max_new_tokens: list[int],
     envelope: Envelope,
     anchors: Callable[[list[int]], list[int]] = lambda ids: [],
+    predicted: list[int] | None = None,
 ) -> list[Generate]:
     """Return one order for each prompt; choice number = prompt number * n + sequence.
 
-    `encoded`, `max_new_tokens`: of each prompt.  `anchors`: finds ends of turns in a chat's prompt.  Every seed is
-    chosen here, so that a replay on another engine samples the same tokens."""
+    `encoded`, `max_new_tokens`: of each prompt.  `anchors`: finds ends of turns in a chat's prompt.
+    `predicted`: tokens that the client expects in the answers.  Every seed is chosen here, so that a replay on another
+    engine samples the same tokens."""
     return [
         Generate(
             id=f"{envelope.request_id}.{at}",
@@ -65,6 +67,7 @@ def generates(
             anchors=anchors(ids) if valid.chat else [],
             adapter=valid.adapter.id if valid.adapter is not None else "",
             adapter_path=valid.adapter.path if valid.adapter is not None else "",
+            predicted=predicted or [],
         )
         for at, (ids, most) in enumerate(zip(encoded, max_new_tokens, strict=True))
     ]

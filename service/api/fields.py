@@ -46,7 +46,6 @@ HARMLESS: dict[str, Harmless] = {
     "prompt_cache_key": Harmless("prefixes are shared without it; `cache_salt` separates them"),
     "prompt_cache_retention": Harmless("a prefix stays cached while there is room"),
     "request_id": Harmless("`X-Request-Id` names a request"),
-    "prediction": Harmless("only a hint for speed", ("chat",)),
     "mm_processor_kwargs": Harmless("for images, which are refused themselves"),
     "media_io_kwargs": Harmless("for images, which are refused themselves", ("chat",)),
     "spaces_between_special_tokens": Harmless("only slow tokenizers know it"),

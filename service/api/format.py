@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quire.engine.wire.messages import TokenLogprob
+from quire.engine.wire.messages import Predictions, TokenLogprob
 from quire.service.api import beams, best_of, vllm_keys, whole_answers
 from quire.service.api.api import Refusal, ValidRequest
 from quire.service.api.logprobs import Columns, LogprobFormat
@@ -36,7 +36,7 @@ class AnswerFormat(Protocol):
     def tokens(self) -> list[int]:
         """Output tokens of each choice that have been written."""
 
-    def skip(self, had: Position, cached: list[int], reasoning: list[int]) -> None:
+    def skip(self, had: Position, cached: list[int], reasoning: list[int], predictions: list[Predictions]) -> None:
         """Continue after what a client already has."""
 
     async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
@@ -146,12 +146,13 @@ class Format:
         """Return the last events of a stream that failed after its first event."""
         return b"data: %s\n\ndata: [DONE]\n\n" % refusal.body()
 
-    def skip(self, had: Position, cached: list[int], reasoning: list[int]) -> None:
+    def skip(self, had: Position, cached: list[int], reasoning: list[int], predictions: list[Predictions]) -> None:
         """Continue after what a client already has.
 
         `had` has as many choices as this answer.  `cached`: prompt tokens of each choice found in the prefix cache.
-        `reasoning`: tokens of each choice that the client has and that are reasoning."""
-        self._usage.skip([count or 0 for count in had.tokens], cached, reasoning)
+        `reasoning`: tokens of each choice that the client has and that are reasoning.  `predictions`:
+        drafts of each choice from the client's prediction."""
+        self._usage.skip([count or 0 for count in had.tokens], cached, reasoning, predictions)
         self._started = [count is not None for count in had.tokens]
         for choice in sorted(had.ended):
             self._end(choice)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from quire.engine.wire.messages import Predictions
 from quire.service.api.api import ValidRequest
 from quire.service.output.pieces import Piece
 
@@ -19,12 +20,13 @@ class UsageCount:
         self.tokens = [0] * choices  # output tokens so far
         self._cached = [0] * len(prompt_tokens)  # prompt tokens found in the prefix cache
         self._reasoning = [0] * choices  # tokens of it
+        self._predictions: list[Predictions] = [(0, 0)] * choices  # drafts from `prediction`: accepted, others
         self._searched = 0  # tokens of beams that are in no answer
         self._shared = [0.0] * len(prompt_tokens)  # fractions of the KV cache that its beams shared
 
-    def skip(self, tokens: list[int], cached: list[int], reasoning: list[int]) -> None:
+    def skip(self, tokens: list[int], cached: list[int], reasoning: list[int], predictions: list[Predictions]) -> None:
         """Continue after the tokens that a client already has.  Each list has an entry for each choice."""
-        self.tokens, self._reasoning = tokens, reasoning
+        self.tokens, self._reasoning, self._predictions = tokens, reasoning, predictions
         for choice, found in enumerate(cached):
             self._record_cached(choice, found)
 
@@ -34,6 +36,8 @@ class UsageCount:
         self._searched += piece.searched
         if piece.shared:
             self._shared[piece.choice // self._valid.n] = piece.shared
+        if piece.predictions is not None:
+            self._predictions[piece.choice] = piece.predictions
         if piece.reasoning_tokens:
             self._reasoning[piece.choice] = piece.reasoning_tokens
         if piece.cached_tokens:
@@ -55,6 +59,9 @@ class UsageCount:
         details: dict[str, float] = {}
         if self._valid.reading is not None:
             details["reasoning_tokens"] = sum(self._reasoning)
+        if self._valid.prediction is not None:
+            accepted, rejected = map(sum, zip(*self._predictions, strict=True))
+            details["accepted_prediction_tokens"], details["rejected_prediction_tokens"] = accepted, rejected
         if self._valid.beams is not None:
             details["searched_tokens"] = self._searched
             details["shared_kv_fraction"] = round(statistics.fmean(self._shared), 4)

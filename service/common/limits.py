@@ -44,6 +44,7 @@ GRAMMAR_BYTES = 65_536
 GRAMMAR_DEPTH = 64  # of schemas within schemas
 # To compile a regular expression takes up to the square of its length: 2,000 optional letters take 65 ms.
 REGEX_CHARS = 4096
+PREDICTED_TOKENS = 16_384  # maximum of `prediction`; a drafter keeps as many of a sequence
 CHOICES = (
     1_900  # texts of `choice`: llguidance follows 2,000 alternatives at once, and reasoning before them takes some
 )
@@ -230,6 +231,7 @@ LIMITS: dict[str, Limit] = {
         entries=True,
         code="grammar_too_large",
     ),
+    "prediction": Limit("prediction", "tokens", high=PREDICTED_TOKENS, entries=True, code="too_long"),
     "stop": Limit("stop", "strings", option="max_stop_strings", entries=True, code="too_many"),
     "stop chars": Limit("stop", "characters of each string", 1, option="max_stop_chars"),
     "cache_salt": Limit("cache_salt", "characters", 1, SALT_CHARS, entries=True, code="too_long"),

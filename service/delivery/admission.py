@@ -26,7 +26,7 @@ from typing import NamedTuple
 import msgspec
 
 from quire.engine.wire.layout import STALE_MS
-from quire.engine.wire.messages import ADAPTERS, LATER_FIELDS, Beams, EngineLoad, Sampling
+from quire.engine.wire.messages import ADAPTERS, LATER_FIELDS, PREDICTIONS, Beams, EngineLoad, Sampling
 from quire.engine.wire.records import ANY_TOKENS, SIZE_CLASSES, Fleet, Place, QueueBounds
 from quire.service.api.api import EngineLimits, Refusal
 from quire.service.api.beams import require_beams
@@ -104,6 +104,11 @@ def require_fields(fleet: Fleet, sampling: Sampling) -> None:
         if getattr(sampling, name):
             feature = "words of several tokens" if name == "bad_words" else "this field"
             _require(fleet, partial(_honours, name), name, feature)
+
+
+def drafts(fleet: Fleet) -> bool:
+    """Return whether every engine that may claim a request takes drafts from its prediction."""
+    return all(_honours(PREDICTIONS, load) for load in fleet.engines if not load.draining)
 
 
 def require_adapters(fleet: Fleet) -> None:

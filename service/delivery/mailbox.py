@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quire.engine.wire.messages import Delta, Finish, TokenLogprob
+from quire.engine.wire.messages import Delta, Finish, Predictions, TokenLogprob
 from quire.engine.wire.token_log import LoggedOutput
 
 MAILBOX_BYTES = 8 * 1024  # waiting for a slow reader of one choice; a first delta may be larger
@@ -54,6 +54,7 @@ class Mailbox:
         "had_logprobs",
         "lost",
         "next",
+        "predictions",
         "prompt_logprobs",
         "repeated",
     )
@@ -65,6 +66,7 @@ class Mailbox:
         self.lost = self.repeated = 0  # tokens that even the log lacks, and tokens that arrived twice
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob] | None = None
+        self.predictions: Predictions | None = None  # as the last delta that has some counts them
         self.had: list[int] = []  # tokens before `at`, which a resuming client already has
         self.had_logprobs: Sequence[TokenLogprob] | None = None
         self.ended = False  # a Finish arrived, or this gateway set one: no more tokens will arrive
@@ -102,8 +104,10 @@ class Mailbox:
             self.repeated += len(tokens)
         if delta.first == 0:
             self.cached_tokens, self.prompt_logprobs = delta.cached_tokens, delta.prompt_logprobs
+        if delta.predictions is not None:
+            self.predictions = delta.predictions
         if delta.finish is not None:
-            self._finish, self.ended = delta.finish, True
+            self._end(delta.finish)
         return True
 
     def _keep(self, tokens: list[int], logprobs: list[TokenLogprob] | None) -> None:
@@ -144,7 +148,7 @@ class Mailbox:
         if self.at == 0:
             self.cached_tokens, self.prompt_logprobs = logged.cached_tokens, logged.prompt_logprobs
         if logged.finish is not None and not self.ended:
-            self._finish, self.ended = logged.finish, True
+            self._end(logged.finish)
         if logged.token_ids:
             self._keep(logged.token_ids, None if logged.logprobs is None else list(logged.logprobs))
 
@@ -153,6 +157,8 @@ class Mailbox:
         self.take()
         self.had, self.at, self.next = logged.token_ids[:had], had, max(self.next, had)
         self.cached_tokens, self.prompt_logprobs = logged.cached_tokens, logged.prompt_logprobs
+        if logged.finish is not None:
+            self.predictions = logged.finish.predictions
         self.had_logprobs = logged.logprobs[:had] if logged.logprobs is not None else None
         logprobs = logged.logprobs[had:] if logged.logprobs is not None else None
         # If it does not fit, all of it stays in the log: a mailbox holds what begins at `at`, or nothing.
@@ -162,6 +168,10 @@ class Mailbox:
             self._fill(rest)
         else:
             self.next = max(self.next, len(logged.token_ids))
+
+    def _end(self, finish: Finish) -> None:
+        self._finish, self.ended = finish, True
+        self.predictions = finish.predictions or self.predictions
 
     def fail(self, finish: Finish) -> None:
         """End this choice with `finish`.  Tokens that wait here stay."""

@@ -62,6 +62,8 @@ class Record(msgspec.Struct, frozen=True):
         bare = msgspec.structs.replace(
             self.valid, prompts=[], messages=[], conversations=[], sources=[], items=[], options=ChatOptions()
         )
+        if bare.prediction is not None:  # the answer's usage shows that there was one
+            bare = msgspec.structs.replace(bare, prediction="")
         try:
             return msgspec.msgpack.encode(msgspec.structs.replace(self, valid=bare))
         except OverflowError:  # a whole number beyond 64 bits, such as in the schema of a tool that the answer repeats

@@ -211,7 +211,7 @@ class Answers:
                 await reasoning_tokens(valid, self._tokenizer, mailbox.had, opened.pacer)
                 for mailbox in opened.mailboxes
             ]
-            form.skip(had, cached, reasoning)
+            form.skip(had, cached, reasoning, [mailbox.predictions or (0, 0) for mailbox in opened.mailboxes])
             if valid.shown.get("background"):
                 opened.announce()  # its first events do not wait for tokens
             for choice in had.ended:

@@ -24,9 +24,11 @@ from quire.service.api.inference_headers import InferenceHeaders
 from quire.service.api.openai_responses import responses
 from quire.service.api.openai_responses.output_items import PREFIX as RESPONSE
 from quire.service.api.openai_responses.response_items import earlier_items
+from quire.service.api.prediction import drafts_nothing
 from quire.service.api.skipped import left_out
 from quire.service.api.tenants import Tenant
 from quire.service.api.trace_context import TraceContext
+from quire.service.common.refusal import check
 from quire.service.config import GatewayConfig
 from quire.service.delivery import admission, resume
 from quire.service.delivery.streams import Streams
@@ -90,6 +92,7 @@ class Intake:
         encoded = await self._tokenizer.encode(valid, size, longest=limits.max_model_len, total=self._work.max_tokens())
         valid = await self._forbid(valid, size)
         valid = await self._constrain(valid, encoded, size, tenant, request[METER])
+        predicted = await self._predicted(valid, size, request[METER])
         rooms = await self._work.offload(size, api.fit, valid, encoded, limits)
         rooms = api.bound_logprobs(valid, encoded, rooms, self._config)
         prompt_tokens, extra = sum(map(len, encoded)), queue_extra(valid.beams, limits.block_size)
@@ -113,7 +116,7 @@ class Intake:
         record = self._record(request[OWNER], valid, prompts, envelope)
         ids = valid.include_ids or resume.resumable(request.headers)
         form = record.form(envelope.request_id, self._tokenizer.vocabulary.table, ids=ids)
-        orders = generates(valid, encoded, rooms, envelope, self._tokenizer.turns.anchors)
+        orders = generates(valid, encoded, rooms, envelope, self._tokenizer.turns.anchors, predicted)
         return Accepted(valid, orders, cost, form, await self._work.offload(size, record.encode))
 
     def _envelope(self, valid: api.ValidRequest, tenant: Tenant, prefix: str) -> Envelope:
@@ -181,6 +184,19 @@ class Intake:
         if valid.adapter is not None:
             admission.require_adapters(self._streams.fleet)
         return valid
+
+    async def _predicted(self, valid: api.ValidRequest, size: int, meter: Meter) -> list[int]:
+        """Return the tokens that a client expects in its answer; none where the engines draft nothing for it.
+
+        Then a header of the answer names the field.  Raises Refusal if there are too many."""
+        if valid.prediction is None:
+            return []
+        tokens = await self._tokenizer.threads.run(size, self._tokenizer.predicted, valid.prediction)
+        check("prediction", len(tokens), self._config)
+        if drafts_nothing(valid.sampling) or not admission.drafts(self._streams.fleet):
+            meter.record_unknown(("prediction",))
+            return []
+        return tokens
 
     async def _constrain(
         self, valid: api.ValidRequest, prompts: list[list[int]], size: int, tenant: Tenant, meter: Meter

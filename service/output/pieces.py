@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.engine.wire.messages import TokenLogprob
+from quire.engine.wire.messages import Predictions, TokenLogprob
 from quire.service.output.content_scores import Score
 from quire.service.output.regions import CallDelta, Part, TextDelta
 
@@ -31,6 +31,7 @@ class Piece(msgspec.Struct):
     score: float | None = None  # score that beam search gave the answer, with `finish`
     searched: int = 0  # tokens that the search computed besides those of its answers, with `finish`
     shared: float = 0.0  # fraction of its beams' KV cache that they shared, with `finish`
+    predictions: Predictions | None = None  # drafts from the client's prediction so far
     parts: list[Part] = []  # text, reasoning and calls in the order in which the model wrote them
     content: list[Score] | None = None  # the log probabilities of a chat's content; set with logprobs
 

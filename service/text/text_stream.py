@@ -207,7 +207,7 @@ def _read(
         tokens = []  # the engine computed some more before it was stopped
     before = stream.tokens
     text = stream.push(tokens[:-1] if _hides_last(finish, valid) else tokens)
-    piece = Piece(mailbox.choice, text, tokens, cached_tokens=mailbox.cached_tokens)
+    piece = Piece(mailbox.choice, text, tokens, cached_tokens=mailbox.cached_tokens, predictions=mailbox.predictions)
     if stream.matched is None and finish is not None:
         if finish.reason not in ("stop", "length"):
             raise _failure(finish, waiting, valid)
@@ -255,7 +255,7 @@ def _read_regions(
     before = stream.tokens
     if not stream.complete:
         stream.push(tokens[:-1] if hides_last else tokens)
-    piece = Piece(mailbox.choice, "", tokens, cached_tokens=mailbox.cached_tokens)
+    piece = Piece(mailbox.choice, "", tokens, cached_tokens=mailbox.cached_tokens, predictions=mailbox.predictions)
     if stream.complete:  # the engine computed some more before it was stopped
         piece.token_ids = tokens[: stream.tokens - before]
         piece.finish, piece.stop_reason = "stop", stream.matched

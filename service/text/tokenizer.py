@@ -25,7 +25,7 @@ from quire.service.api.echo import aligned
 from quire.service.api.format import Prompted
 from quire.service.api.scoring import Scoring
 from quire.service.api.tools import ChatOptions
-from quire.service.common.limits import WORD_TOKENS
+from quire.service.common.limits import PREDICTED_TOKENS, WORD_TOKENS
 from quire.service.common.refusal import limit_refusal, placing, renamed
 from quire.service.config import GatewayConfig
 from quire.service.text import infill
@@ -220,6 +220,15 @@ class Tokenizer:
         """Return the token ids of a chat for POST /tokenize, as a request has them.  Raises Refusal like `encode`."""
         budget = TokenBudget(None, UNLIMITED, total)
         return await self.threads.run(size, self._encode_chat, messages, budget, options)
+
+    def predicted(self, text: str) -> list[int]:
+        """Return the token ids of a text that a client expects in its answer.  Raises Refusal if it is too long."""
+        if self._longest_token is not None:
+            least = -(-len(text) // self._longest_token)
+            if least > PREDICTED_TOKENS:  # before it is encoded
+                message = f"prediction: at most {PREDICTED_TOKENS} tokens, got at least {least}"
+                raise limit_refusal("prediction", message, PREDICTED_TOKENS, param="prediction", given=least)
+        return self._encode(text, special=False)
 
     def forbid(self, valid: ValidRequest) -> ValidRequest:
         """Return a request whose sampling never completes its `bad_words`, with and without a space before each.

@@ -47,6 +47,7 @@ class GuessingDrafter:
         self.kept: list[tuple[str, list[int]]] = []  # (owner, tokens) of complete answers
         self.changed: set[int] = set()
         self.predicted: dict[int, list[int]] = {}
+        self.source = 0  # index into DRAFT_SOURCES
 
     def begin(self, slot: int, owner: str, tokens: list[int], prompt_len: int, predicted: list[int]) -> None:
         self.known[slot], self.owners[slot], self.predicted[slot] = list(tokens), owner, predicted
@@ -64,7 +65,7 @@ class GuessingDrafter:
                 self.changed.add(slot)
         changed, self.changed = sorted(self.changed & self.known.keys()), set()
         found = [(slot, self.guess(slot, self.known[slot])) for slot in changed]
-        return [Draft(slot, tokens, 4, 0) for slot, tokens in found if tokens]
+        return [Draft(slot, tokens, 4, self.source) for slot, tokens in found if tokens]
 
     def end(self, slot: int, *, keep: bool) -> None:
         known, owner = self.known.pop(slot), self.owners.pop(slot)

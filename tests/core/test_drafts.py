@@ -12,7 +12,7 @@ from hypothesis.stateful import rule
 
 from quire.engine.core.blocks import AccountingError
 from quire.engine.core.drafts import may_draft
-from quire.engine.core.plan import StepResult
+from quire.engine.core.plan import DRAFT_SOURCES, StepResult
 from quire.engine.core.policy.drafts import DraftController
 from quire.engine.core.sequence import State
 from quire.engine.wire.messages import Beams, Generate, Sampling
@@ -196,6 +196,38 @@ def test_a_result_with_more_accepted_than_computed_is_an_accounting_error() -> N
     with pytest.raises(AccountingError, match="0 computed"):
         rig.core.drafts.accepted(piece.slot + 1, 0)
     assert isinstance(rig.executor.collect(), StepResult)
+
+
+@pytest.mark.parametrize("right", [0, 2, 6])
+def test_drafts_from_a_prediction_are_counted_for_each_choice(right: int) -> None:
+    """What is accepted is in the answer, also where a stop token cuts it; the last delta and the Finish agree."""
+    rig = drafting_rig(right)
+    drafter = rig.core.drafts.drafter
+    assert isinstance(drafter, GuessingDrafter)
+    drafter.source = DRAFT_SOURCES.index("prediction")
+    for seed in range(12):
+        rig.add(PROMPT, 40, seed=seed)
+    rig.run()
+    assert "stop" in {finish.reason for finish in rig.finishes.values()}
+    totals, accepted, computed = rig.core.report.totals, 0, 0
+    for key, finish in rig.finishes.items():
+        counts = [one.predictions for one in rig.deltas if (one.id, one.index) == key and one.predictions is not None]
+        assert counts == sorted(counts)
+        assert (counts[-1] if counts else None) == finish.predictions
+        if finish.predictions is not None:
+            assert finish.predictions[0] < len(rig.answers[key])
+            accepted, computed = accepted + finish.predictions[0], computed + sum(finish.predictions)
+    assert computed == totals.drafted_tokens["prediction"] == rig.executor.drafted > 0
+    assert (accepted == 0) == (right == 0)
+    assert accepted <= totals.accepted_drafts["prediction"]
+
+
+def test_drafts_from_known_text_are_no_prediction() -> None:
+    rig = drafting_rig(3)
+    rig.add(PROMPT, 40, seed=1)
+    rig.run()
+    assert rig.core.report.totals.drafted_tokens["own"] > 0
+    assert all(one.predictions is None for one in rig.deltas)
 
 
 def test_what_a_tenant_said_is_kept_apart_by_salt_and_adapter() -> None:

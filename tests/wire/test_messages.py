@@ -164,11 +164,15 @@ GOLDEN: list[tuple[Any, str]] = [
     ),
     (
         Finish("length", score=-0.75, searched=12, shared=0.5625),
-        "97a66c656e677468ffa0cbbfe80000000000000ccb3fe2000000000000a0",
+        "98a66c656e677468ffa0cbbfe80000000000000ccb3fe2000000000000a0c0",
+    ),
+    (
+        Finish("length", predictions=(300, 4)),
+        "98a66c656e677468ffa0cb000000000000000000cb0000000000000000a092cd012c04",
     ),
     (
         Finish("error", -1, "out of luck", code=CONSTRAINT),
-        "97a56572726f72ffab6f7574206f66206c75636bcb000000000000000000cb0000000000000000aa636f6e73747261696e74",
+        "98a56572726f72ffab6f7574206f66206c75636bcb000000000000000000cb0000000000000000aa636f6e73747261696e74c0",
     ),
     (
         HotPrefix(b"\x01\x00\x00\x00\x2c\x01\x00\x00", "tenant"),
@@ -190,8 +194,8 @@ GOLDEN: list[tuple[Any, str]] = [
     ),
     (
         DELTA,
-        "98a272310492050697a473746f7006a0cb000000000000000000cb0000000000000000a0019292cbbfe0000000000000919205"
-        "cbbfe000000000000092cbbff000000000000090cd0200c0",
+        "99a272310492050698a473746f7006a0cb000000000000000000cb0000000000000000a0c0019292cbbfe0000000000000919205"
+        "cbbfe000000000000092cbbff000000000000090cd0200c0c0",
     ),
     (
         LOAD,
@@ -201,9 +205,9 @@ GOLDEN: list[tuple[Any, str]] = [
     ),
     (
         BATCH,
-        "82a6656e67696e65a26531a664656c7461739298a272310492050697a473746f7006a0cb000000000000000000cb00000000"
-        "00000000a0019292cbbfe0000000000000919205cbbfe000000000000092cbbff000000000000090cd0200c098a272320091"
-        "09c000c000c0",
+        "82a6656e67696e65a26531a664656c7461739299a272310492050698a473746f7006a0cb000000000000000000cb00000000"
+        "00000000a0c0019292cbbfe0000000000000919205cbbfe000000000000092cbbff000000000000090cd0200c0c099a27232"
+        "009109c000c000c0c0",
     ),
 ]
 
@@ -220,12 +224,20 @@ def test_bytes_of_a_token_message() -> None:
     [(channel, message)] = token_messages.encode([("g1", BATCH), ("g1", more)])
     assert channel == token_messages.channel_of("g1") == 2
     assert message.hex() == (
-        "92a265319292a267319298a272310492050697a473746f7006a0cb000000000000000000cb0000000000000000a0019292cb"
+        "92a265319292a267319298a272310492050698a473746f7006a0cb000000000000000000cb0000000000000000a0c0019292cb"
         "bfe0000000000000919205cbbfe000000000000092cbbff000000000000090cd0200c093a2723200910992a267319293b001"
         "9a0c55d7b25a5a5a5a5a5a5a5a5a5acd012c91ce0001117095b2019a0c55d7b25a5a5a5a5a5a5a5a5a5a0001019102c003"
     )
     assert token_messages.decode(message, "g1") == TokenBatch("e1", [*BATCH.deltas, *more.deltas])
     assert token_messages.decode(message, "g2") is None
+
+
+def test_counts_of_drafts_cross_the_wire_and_cost_others_nothing() -> None:
+    counted = Delta("r2", 3, [9], predictions=(7, 2))
+    [(_, message)] = token_messages.encode([("g1", TokenBatch("e1", [Delta("r1", 1, [5]), counted]))])
+    assert token_messages.decode(message, "g1") == TokenBatch("e1", [Delta("r1", 1, [5]), counted])
+    _, [[_, (bare, _)]] = msgspec.msgpack.decode(message)
+    assert bare[1:] == [1, [5]]
 
 
 def test_scripts_know_where_the_fields_of_a_load_stand() -> None:
@@ -237,7 +249,7 @@ def test_scripts_know_where_the_fields_of_a_load_stand() -> None:
 def test_a_token_message_of_a_newer_peer_is_read() -> None:
     [(_, message)] = token_messages.encode([("g1", BATCH)])
     engine, [[gateway, deltas]] = msgspec.msgpack.decode(message)
-    deltas[0] += ["a later field", {"x": 1}]
+    deltas[0] += [None, "a later field", {"x": 1}]
     newer = msgspec.msgpack.encode([engine, [[gateway, deltas, "later"]], "later still"])
     assert token_messages.decode(newer, "g1") == BATCH
 

@@ -1,0 +1,64 @@
+"""OpenAI's `prediction`: text that a client expects in its answer, such as the file that the model is to edit.
+
+    {"type": "content", "content": TEXT}                                     TEXT, as one string
+    {"type": "content", "content": [{"type": "text", "text": TEXT}, ...]}    or in parts, which are joined
+
+Engines that draft guess the next tokens from it (engine/core/drafts.py).  No answer depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from quire.engine.wire.messages import Sampling
+from quire.service.common.limits import shown
+from quire.service.common.refusal import bad_request
+
+# Fields that are refused together with a prediction, with values that have no effect.  OpenAI refuses `n` above 1 and
+# penalties, too.  The others are those whose requests draft nothing (engine/core/drafts.py::may_draft).
+NOT_WITH: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "min_tokens": (0,),
+}
+
+
+class PredictedPart(msgspec.Struct):
+    """A part of a predicted text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(msgspec.Struct):
+    """`prediction` of a chat."""
+
+    type: Literal["content"]
+    content: str | list[PredictedPart]
+
+
+def predicted_text(given: Prediction | None, fields: Mapping[str, Any]) -> str | None:
+    """Return the text that a body predicts; None: it has no prediction.
+
+    `fields`: all fields of the body.  Raises Refusal for those that are not served together with a prediction."""
+    if given is None:
+        return None
+    for name, neutral in NOT_WITH.items():
+        if (value := fields[name]) is not None and value not in neutral:
+            limit = str(shown(neutral[0])).lower() if isinstance(neutral[0], int) else "absent"
+            raise bad_request("unsupported", f"{name}: not served with prediction", name, limit, shown(value))
+    return given.content if isinstance(given.content, str) else "".join(part.text for part in given.content)
+
+
+def drafts_nothing(sampling: Sampling) -> bool:
+    """Return whether a sampling default of the model keeps a request from drafting: a client has not asked for it."""
+    return sampling.repetition_penalty != 1
