@@ -1,4 +1,4 @@
-# Seven commands.  Each sets up what it needs on a fresh machine and prints what it does; the second time it starts at once.
+# Eight commands.  Each sets up what it needs on a fresh machine and prints what it does; the second time it starts at once.
 #
 #   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; the small demo model without MODEL
 #   make test  [ARGS='tests/wire -x']                           all tests that need no GPU
@@ -14,6 +14,7 @@
 #   make chaos ARGS='answers --cases 500'                       hostile answers: does a gateway stall or lose text?
 #   make chaos ARGS='same-tokens --requests 500'                one digest of all tokens: alone, in a crowd, through kill -9
 #   make chaos ARGS='schemas --draws 2000'                      structured output: do answers to random schemas validate?
+#   make figures [ARGS=--list]                                  measure again what README and docs/ show; two hours
 #   make images [ARGS='--folder ./dir']                         the Docker images, built with buildah, started and asked (root)
 #
 # Needs Python 3.11 or 3.12 (PYTHON=... picks one) and a C++ compiler.
@@ -35,7 +36,7 @@ NODE := $(if $(shell command -v npm),.venv-clients/node/.installed)
 CLIENTS := .venv-clients/openai-2/.installed .venv-clients/openai-3/.installed $(NODE)
 FETCHED := .venv-clients/openai-2.fetched .venv-clients/openai-3.fetched $(NODE)
 
-.PHONY: serve test clients fetch-clients lint bench chaos images
+.PHONY: serve test clients fetch-clients lint bench chaos figures images
 .SECONDARY: $(FETCHED)
 .DELETE_ON_ERROR:
 
@@ -82,6 +83,9 @@ bench: $(INSTALLED) $(KERNELS)
 
 chaos: $(INSTALLED) $(KERNELS)
 	@$(RUN) -m tests.system.chaos $(ARGS)
+
+figures: $(INSTALLED) $(KERNELS)
+	@$(RUN) -m quire.loadtest remeasure $(ARGS)
 
 # Not part of `make test`: it takes root, 20 GB of disk and a quarter of an hour.
 images: $(INSTALLED)

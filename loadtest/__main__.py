@@ -16,6 +16,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "burst": ("burst", "replay a threefold burst against two lanes, one queue, other modes and vLLM"),
     "recovery": ("recovery", "kill the engine under load and time how long streams pause"),
     "throughput": ("throughput", "compare offline throughput and latency with transformers and vLLM"),
+    "figures": ("figures", "write the pages' measured values from result files, or compare them (--check)"),
+    "remeasure": ("remeasure", "measure again what the pages show, before a release"),
     "kernels": ("kernels", "time single operators against the memory's and the matrix units' ceilings"),
 }
 

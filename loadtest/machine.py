@@ -30,6 +30,7 @@ def describe() -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1),  # programs that want a core, this one included
         **({"gpu": gpu} if (gpu := gpu_name()) else {}),
         "python": platform.python_version(),
         **versions,
@@ -37,11 +38,13 @@ def describe() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return `git describe` of this checkout, which ends in "-dirty" where files have changed since the commit."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
+    """Return `git describe` of this checkout, with "-dirty" where tracked files other than results have changed."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!loadtest/results")
+    return (git("describe", "--always") or "unknown") + ("-dirty" if changed else "")
 
 
 def cpu_name() -> str:

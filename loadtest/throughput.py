@@ -34,22 +34,9 @@ PEERS = Path(__file__).resolve().parent / "peers"
 BATCHES = (1, 8, 32, 128, 256)
 PROMPT, OUTPUT = 128, 256  # tokens of the sequences whose latency is measured
 CPU_KV_TOKENS = 32_768
-MODEL_LEN = 8192  # tokens, on a GPU; the same as in vLLM's results below
+MODEL_LEN = 8192  # tokens, on a GPU
 # transformers' continuous batching took 38 s for 36,172 tokens of the 8B shape, so it runs the clipped trace's start.
 CLIPPED_REQUESTS, CLIPPED_OUTPUT = 200, 256
-
-# vLLM 0.26 on one NVIDIA H200 with this trace and these shapes, measured 2026-11-20.  It is the best of runs with and
-# without prefix cache, in one process or two.
-VLLM_H200: dict[str, dict[str, float]] = {
-    "llama-8b": {
-        "tokens_per_s": 12_130,
-        **{f"batch{n}_ms_per_token": ms for n, ms in zip(BATCHES, (4.97, 5.62, 5.53, 7.77, 11.29), strict=True)},
-    },
-    "qwen3-0.6b": {
-        "tokens_per_s": 21_237,
-        **{f"batch{n}_ms_per_token": ms for n, ms in zip(BATCHES, (2.32, 2.09, 3.08, 5.38, 7.03), strict=True)},
-    },
-}
 
 
 @dataclass
@@ -60,7 +47,6 @@ class Work:
     jobs: list[trace.Job]
     systems: dict[str, list[str]]
     floors: dict[str, float] = field(default_factory=dict)  # name of a figure -> its roofline
-    peer_figures: dict[str, float] = field(default_factory=dict)  # recorded earlier on such a machine
 
 
 class RunError(Exception):
@@ -136,8 +122,7 @@ def gpu_work(scratch: Path, args: argparse.Namespace) -> list[Work]:
         middle = PROMPT + OUTPUT / 2
         floors = {f"batch{n}_ms_per_token": top.token_ms(shape, n, middle) for n in map(int, args.latency.split(","))}
         floors["tokens_per_s"] = sum(job.output_len for job in jobs) / top.trace(shape, jobs)
-        peer_figures = VLLM_H200[name] if "H200" in machine.gpu_name() else {}
-        works.append(Work(name, jobs, systems, floors, peer_figures))
+        works.append(Work(name, jobs, systems, floors))
     return works
 
 
@@ -162,8 +147,6 @@ def measure(work: Work, rounds: int, systems: set[str]) -> dict[str, Any]:
             figures[name]["quire_is_faster_by"] = figures["quire"]["tokens_per_s"] / figures[name]["tokens_per_s"]
     if work.floors:
         figures["floor"] = work.floors
-    if work.peer_figures:
-        figures["vllm_0.26_before"] = work.peer_figures
     figures["work"] = {
         "requests": len(work.jobs),
         "prompt_tokens": sum(job.prompt_len for job in work.jobs),

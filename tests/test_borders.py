@@ -31,7 +31,10 @@ SERVICE = {
     "service.app": {"engine.common", "engine.wire"},
 }
 # Modules of the load test itself, without its studies.
-LOADTEST = {f"loadtest.{path.stem}" for path in (ROOT / "loadtest").glob("*.py")} | {"loadtest.kernels"}
+LOADTEST = {f"loadtest.{path.stem}" for path in (ROOT / "loadtest").glob("*.py")} | {
+    "loadtest.kernels",
+    "loadtest.pages",
+}
 MAY_SEE: dict[str, set[str]] = {
     **{room: {*list(SERVICE)[: at + 1], *engine} for at, (room, engine) in enumerate(SERVICE.items())},
     # The command line checks the options of every program it starts, before it starts any.
@@ -72,6 +75,7 @@ MAY_SEE: dict[str, set[str]] = {
     "grafana": {"grafana"},  # it knows metrics by name; that they exist is checked below
     # A client: it knows our programs and their output, nothing inside.
     "loadtest": LOADTEST,
+    "loadtest.pages": {"loadtest.pages"},
     # Each made one table.  They measure the engine inside too, and nothing imports them.  One starts `quire serve` with
     # an engine that has more modes.
     "loadtest.studies": {"loadtest", "engine", "service.cli"},

@@ -25,6 +25,7 @@ import itertools
 import json
 import random
 import secrets
+import shlex
 import time
 from typing import Any, Self
 
@@ -38,6 +39,7 @@ from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.layout import READING_ENGINES, TENANTS_SHOWN, TOKEN_CHANNELS
 from quire.engine.wire.messages import LATER_FIELDS, Delta, EngineLoad, Finish, Generate, Sampling, TokenBatch
 from quire.engine.wire.prefixes import PrefixReport, prefix_digests
+from quire.loadtest import machine
 from quire.loadtest.studies.fleet import redis_cpu_s, unique
 
 STEPS, READINGS = 32, 8  # steps per engine, readings in all
@@ -326,7 +328,7 @@ async def measure(url: str, size: Size) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Print one JSON object."""
+    """Print one JSON object, or write it as a result file."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m quire.loadtest.studies redis-load", description=__doc__, formatter_class=raw
@@ -337,6 +339,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--sequences", type=int, default=16, help="on each engine, with --engines (default: 16)")
     parser.add_argument("--tenants", type=int, default=1, help="that wait, with --engines (default: 1)")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of each engine, with --engines (default: {STEPS})")
+    parser.add_argument("--name", type=machine.result_name, help="write loadtest/results/NAME.json")
     args = parser.parse_args(argv)
     sizes = SIZES
     if args.engines:
@@ -346,5 +349,8 @@ def main(argv: list[str]) -> int:
         with EmbeddedRedis() as server:
             size = msgspec.structs.replace(size, prompt_tokens=args.prompt_tokens)
             runs.append(asyncio.run(measure(server.url, size)))
-    print(json.dumps({"prompt_tokens": args.prompt_tokens, "configurations": runs}))
+    found = {"prompt_tokens": args.prompt_tokens, "configurations": runs}
+    print(json.dumps(found))
+    if args.name:
+        machine.write(args.name, f"python -m quire.loadtest.studies redis-load {shlex.join(argv)}", found)
     return 0

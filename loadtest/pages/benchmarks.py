@@ -1,0 +1,204 @@
+"""docs/benchmarks.md, and the table of all result files at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quire.loadtest.pages import Results, facts, gpu_tables, pct, v
+
+PAGE = "docs/benchmarks.md"
+FACTS = facts("benchmarks")
+KNOWN = "known"
+
+
+def lines(results: Results) -> Iterator[str]:
+    """Yield the texts with measured values, from the top of the page to its end."""
+    yield from throughput(results)
+    yield from gateway(results)
+    yield from burst(results)
+    yield from users(results)
+    yield from memory(results)
+    yield from sharing(results)
+    yield from beams(results)
+    yield from fleet(results)
+    yield from faults(results)
+    yield from gpu_tables.lines(results)
+
+
+def throughput(results: Results) -> Iterator[str]:
+    cpu = results["throughput_cpu"]["figures"]["llama-42m"]
+    ours, theirs = cpu["quire"], cpu["transformers"]
+    yield f"| output tokens/s | **{v(ours['tokens_per_s'], ',.0f')}** | {v(theirs['tokens_per_s'], ',.0f')} |"
+    yield f"| one request alone, ms per token | {v(ours['batch1_ms_per_token'], '.1f')} | |"
+    yield f"| slots that hold tokens, of slots allocated | {v(ours['slots_filled'], '.3f')} | |"
+    yield f"Quire generates {v(theirs['quire_is_faster_by'], '.1f')} times Transformers' tokens."
+
+
+def gateway(results: Results) -> Iterator[str]:
+    runs = results["gateway_tools"]["figures"]
+    plain, chat, tools = (runs[name] for name in ("plain", "chat", "tools"))
+    for name, run in (("plain text", plain), ("chats", chat), ("chats with a tool", tools)):
+        yield (
+            f"| {name} | {v(run['tokens_per_s'], ',')} | {v(run['gateway_cpu_us_per_token'], '.1f')} | "
+            f"{v(run['gateway_rss_mib'])} |"
+        )
+    step = results["restructuring_cpu"]["figures"]["steady_step_256_ms"]
+    yield f"plans and commits a steady step of 256 sequences in {v(step['after'], '.2f')} ms of CPU"
+
+
+def burst(results: Results) -> Iterator[str]:
+    gpu, cpu = (results[f"burst_{where}/burst"]["figures"][KNOWN] for where in ("h200", "cpu"))
+    runs = [gpu["lanes"], gpu["fifo"], cpu["lanes"], cpu["fifo"]]
+    shares = [f"{pct(run['on time, due in the burst'])} %, {pct(run['on time, of all'])} %" for run in runs]
+    shares[0::2] = [f"**{share.replace(' %,', ' %**,', 1)}" for share in shares[0::2]]
+    yield "| on time: due in the burst, of all | " + " | ".join(shares) + " |"
+    over = [
+        f"{v(run['burst, of the oracle' + chr(39) + 's'], '.2f')}, {v(run['all, of the oracle' + chr(39) + 's'], '.2f')}"
+        for run in runs
+    ]
+    yield "(`loadtest.studies oracle`) | " + " | ".join(over) + " |"
+    yield "| last first token | " + " | ".join(f"{v(run['last first token at'], '.1f')} s" for run in runs) + " |"
+    for name, key in (
+        ("before the burst", "pool in use before the burst"),
+        ("while any request waits", "pool in use while any wait"),
+    ):
+        yield f"| pool in use {name} | " + " | ".join(f"{pct(run[key], 0)} %" for run in runs) + " |"
+    gaps = [f"{v(run['preemptions'], '.0f')}, {v(1000 * run['longest gap'], '.0f')} ms" for run in runs]
+    yield "| preemptions, longest gap between tokens | " + " | ".join(gaps) + " |"
+    yield (
+        "| answers 429, requests without an answer | "
+        + " | ".join(f"{v(run['answers 429'])}, {v(run['unanswered'])}" for run in runs)
+        + " |"
+    )
+    for where in ("h200", "cpu"):
+        known = results[f"burst_{where}/burst"]["calibration"]["rate"]
+        yield f"{v(known, 'g')} requests/s before and after"
+    warm = results["burst_h200/burst_warm"]["figures"]["warm"]["lanes"]
+    yield (
+        f"{pct(warm['on time, due in the burst'])} % of those due in the burst are on time. {v(warm['answers 429'])} of "
+        f"{v(warm['requests'], ',')} requests first got a 429"
+    )
+    yield f"{v(warm['preemptions'], '.0f')} preemption; the longest gap is {v(warm['longest gap'], '.2f')} s"
+    cold, learnt = (results["burst_cpu/burst_unknown"]["figures"][load]["lanes"] for load in ("cold", "warm"))
+    yield (
+        f"On the EPYC {pct(learnt['on time, due in the burst'])} % with learned lengths and "
+        f"{pct(cold['on time, due in the burst'])} % with none, against {pct(cpu['lanes']['on time, due in the burst'])} % "
+        f"with known ones; the longest gaps are {v(learnt['longest gap'], '.1f')} and {v(cold['longest gap'], '.1f')} s."
+    )
+    both = results["burst/burst"]["figures"]
+    for name, key in (("Quire", "forecast"), ("vLLM", "vllm")):
+        run = both[key]
+        yield (
+            f"| {name} | {v(run['preemptions []'], '.0f')} | {pct(run['goodput in the burst [%]'], 0)} %, "
+            f"{pct(run['goodput [%]'], 0)} % | {v(1000 * run['ITL p99, burst [ms]'], '.0f')} ms, "
+            f"{v(run['longest gap [ms]'], '.2f')} s | {v(run['TTFT p50, burst [ms]'], '.1f')} s |"
+        )
+
+
+def users(results: Results) -> Iterator[str]:
+    figures = results["capacity"]["figures"]
+    for name, key in (
+        ("static allocation", "static"),
+        ("paged", "paged"),
+        ("paged with admission", "paged, admission"),
+        ("paged with admission and the prefix cache", "paged, admission, prefix cache"),
+    ):
+        run = figures[key]
+        yield f"| {name} | {v(run['users'])} | {pct(run['there']['kv_mean'], 0)} % |"
+
+
+WORKLOADS = {
+    "sharegpt": "ShareGPT-like",
+    "alpaca": "Alpaca-like",
+    "uniform-50": "uniform",
+    "chat": "chat with a system prompt of 300",
+    "rag": "RAG, one of 8 documents of 2,000",
+    "agents": "agents, 8 conversations",
+    "translation": "translation with five examples",
+}
+
+
+def memory(results: Results) -> Iterator[str]:
+    figures = results["memory_use_cpu"]["figures"]
+    for key, name in WORKLOADS.items():
+        run = figures[key]
+        hits = f"{pct(run['hit_rate'])} %" if run["hit_rate"] else v(0)
+        yield (
+            f"| {name} | {v(run['mean_prompt'], ',.0f')}, {v(run['mean_output'], '.0f')} | {pct(run['slots_filled'])} % | "
+            f"{v(run['eta'], '.2f')} | {hits} |"
+        )
+    long, short = figures["sharegpt"], figures["uniform-50"]
+    yield (
+        f"{pct(1 - long['slots_filled'])} % at ShareGPT's lengths, {pct(1 - short['slots_filled'], 0)} % where a sequence "
+        "has 100 tokens"
+    )
+    yield f"8 documents are 8 of {v(figures['rag']['requests'])} requests"
+
+
+def sharing(results: Results) -> Iterator[str]:
+    runs = results["sharing"]["runs"]
+    parts = {"Alpaca": [runs[0]], "ShareGPT": [runs[1], runs[2]]}
+    paper = {"Alpaca": ("6.1 to 9.8 %", "37.6 to 55.2 %"), "ShareGPT": ("16.2 to 30.5 %", "44.3 to 66.3 %")}
+    for name, of in parts.items():
+        merged = {key: share for run in of for key, share in run["figures"].items()}
+        cells = [", ".join(pct(merged[f"{kind}_{n}"]) for n in (2, 4, 6)) for kind in ("sampling", "beams")]
+        yield f"| {name} | {cells[0]} % | {paper[name][0]} | {cells[1]} % | {paper[name][1]} |"
+
+
+def beams(results: Results) -> Iterator[str]:
+    for machine in ("cpu", "h200"):
+        for row in results[f"beams_{machine}"]["figures"]["rows"]:
+            seconds, over = row["seconds"], row["times_as_fast_as"]
+            form = ".1f" if machine == "cpu" else ".2f"
+            peers = " | ".join(
+                f"{v(seconds[peer], form)} s ({v(over[peer], '.1f')})" for peer in ("resubmission", "transformers")
+            )
+            yield f"| {row['width']}, {row['tokens']} | {v(seconds['quire'], form)} s | {peers} |"
+
+
+FLEET = {2: "16 × 4, a prefix in one cell", 3: "8 × 8, a prefix in one cell", 0: "1 × 64"}
+
+
+def fleet(results: Results) -> Iterator[str]:
+    """Yield the rows of the simulated fleet, which docs/scaling.md shows as well."""
+    for index, name in FLEET.items():
+        run = results["scale"]["runs"][index]
+        cores = v(run["redis"]["cores"], ".1f" if run["redis"]["cores"] < 10 else ".0f")
+        cores = f"**{cores}**" if index == 2 else cores
+        p50, p90 = (v(1000 * s, ".0f") for s in run["ttft"][:2])
+        yield (
+            f"| {name} | {v(run['hit_rate'], '.2f')} | {p50}, {p90} | {v(run['redis']['exchanges_per_request'], '.1f')} | "
+            f"{v(run['redis']['cpu_us_per_request'] / 1000, '.1f')} | {cores} |"
+        )
+
+
+def faults(results: Results) -> Iterator[str]:
+    kills = results["chaos_cpu_kills"]["figures"]
+    tally, pauses = kills["tally"], kills["faults"]["kill engine"]
+    yield (
+        f"killed {v(kills['faults']['kill engine']['rounds'])} times under {v(kills['setting']['streams'])} streams, an engine that computes nothing | "
+        f"of {v(tally['tokens'], ',')} tokens {v(tally['lost'])} lost, {v(tally['repeated'])} repeated, {v(tally['wrong'])} wrong, "
+        f"{v(tally['failed'])} requests failed; pause p50 {v(pauses['pause_p50_s'], '.2f')} s, p99 {v(pauses['pause_p99_s'], '.2f')} s"
+    )
+    long = results["long_prompt_cpu"]["figures"]
+    ratios = [long[f"at_{n}_beside_p99_ms"] / long[f"at_{n}_alone_p99_ms"] for n in (0, 8192, 16384, 24576, 32288)]
+    yield f"p99 between tokens {v(min(ratios), '.1f')} to {v(max(ratios), '.1f')} times that alone, sampled at every quarter"
+    chaos = results["chaos_cpu_failover"]["figures"]["tally"]
+    yield f"| streams, tokens checked | {v(chaos['streams'], ',')}, {v(chaos['tokens'], ',')} |"
+    yield f"| tokens lost, repeated, wrong | {v(chaos['lost'])}, {v(chaos['repeated'])}, {v(chaos['wrong'])} |"
+    yield f"| streams resumed by their clients | {v(chaos['resumed'], ',')} |"
+    yield f"| requests that Redis lost in a failover, which their clients saw | {v(chaos['with_redis'])} |"
+    yield f"| plain streams that ended with a killed gateway, or broke | {v(chaos['with_gateway'])}, {v(chaos['failed'])} |"
+    same = results["same_tokens_cpu"]["figures"]["runs"]
+    for run in same:
+        open_streams = ", ".join(v(count) for count in run["streams_open_at_kills"])
+        kills = f"{v(run['kills'])}: {open_streams}" if run["kills"] else "none"
+        yield f"| {run['batch']} | {kills} | {run['sha256'][:12]}... |"
+    yield f"{v(same[0]['requests'])} sampled requests ({v(same[0]['tokens'], ',')} tokens)"
+    soak = results["soak_cpu"]["figures"]
+    operations = sum(soak["operations"].values())
+    yield f"{v(operations, ',')} scheduler operations with failed steps"
+    yield (
+        f"{v(soak['requests'], ',')} requests ended once each, {v(soak['tokens'], ',')} tokens equal to the reference, "
+        f"accounting balanced in {v(soak['audits'], ',')} checks"
+    )

@@ -1,0 +1,52 @@
+"""docs/scaling.md: what one Redis carries, and fleets in simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from quire.loadtest.pages import Results, facts, v
+from quire.loadtest.pages.benchmarks import fleet
+
+PAGE = "docs/scaling.md"
+FACTS = facts("scaling")
+
+
+def lines(results: Results) -> Iterator[str]:
+    """Yield the texts with measured values."""
+    plain = results["gateway_tools"]["figures"]["plain"]["tokens_per_s"]
+    yield f"CPU of a gateway near one core: {v(round(plain, -3), ',')} tokens/s"
+    yield from redis(results["redis_load"])
+    yield from fleet(results)
+    large = results["scale"]["runs"][1]
+    small = results["scale"]["runs"][5]
+    yield (
+        f"hit rate {v(large['hit_rate'], '.2f')}, TTFT p50 {v(1000 * large['ttft'][0], '.0f')} ms, p90 "
+        f"{v(1000 * large['ttft'][1], '.0f')} ms; with four {v(small['hit_rate'], '.2f')}, "
+        f"{v(1000 * small['ttft'][0], '.0f')} and {v(1000 * small['ttft'][1], '.0f')} ms"
+    )
+    yield f"Redis: {v(large['redis']['cores'], '.1f')} cores and {v(small['redis']['cores'], '.1f')}."
+    often = results["scale"]["runs"][4]["redis"]
+    yield f"With 2 ms a cell of eight makes {v(often['exchanges_per_request'], '.1f')} exchanges per request"
+
+
+def redis(result: dict[str, Any]) -> Iterator[str]:
+    runs = result["figures"]["configurations"]
+    yield f"load average {v(result['load_average'])}"
+    queued = next(run["queued_bytes"] for run in runs if run["sequences"] == 256)
+    yield f"A queued request takes {v(queued / 1000, '.1f')} KB of memory"
+    for run in runs:
+        if run["sequences"] == 64 and run["engines"] == 1 and run["tenants"] == 1:
+            step = run["step"]
+            kb = ", ".join(v(step[key] / 1000, ".1f") for key in ("in_bytes", "out_bytes"))
+            each = (step["in_bytes"] + step["out_bytes"]) / 64
+            yield (
+                f"| {run['gateways']} | {v(step['cpu_us'], '.0f')} | {v(step['commands'], '.0f')} | {kb} | {v(each, '.0f')} |"
+            )
+    for run in runs:
+        if run["gateways"] == 1 and (run["tenants"] > 1 or (run["sequences"] in (1, 16) and run["engines"] != 4)):
+            busy, quiet = (v(run[part]["out_bytes"] / 1000, ".1f") for part in ("reading", "quiet"))
+            yield (
+                f"| {run['engines']:,} × {run['tenants']:,} | {v(run['submit']['cpu_us'], ',.0f')} | "
+                f"{v(run['submit']['commands'], '.0f')} | {v(run['reading']['cpu_us'], ',.0f')} | {busy} | {quiet} |"
+            )
