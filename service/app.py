@@ -30,8 +30,7 @@ from quire.engine.common.tracing import Tracing
 from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import Finish, Sampling
-from quire.service.api import api, chat_batch
-from quire.service.api.adapters import read_adapters
+from quire.service.api import chat_batch
 from quire.service.api.inference_headers import InferenceHeaders, ObjectivesError
 from quire.service.api.tenants import Tenants, TenantsError
 from quire.service.common import memory
@@ -39,6 +38,7 @@ from quire.service.common.heartbeat import Heartbeat
 from quire.service.common.metrics import Telemetry
 from quire.service.common.pacing import GC_THRESHOLDS, QuietCollector, StallWatch, new_event_loop
 from quire.service.config import GatewayConfig
+from quire.service.delivery.adapters import Adapters
 from quire.service.delivery.quotas import Quotas
 from quire.service.delivery.streams import Streams
 from quire.service.delivery.tenants_watch import TenantsWatch
@@ -81,13 +81,15 @@ class Gateway:
         `defaults`: of the sampling parameters; None: OpenAI's."""
         self._config, self._streams, self._tenants = config, streams, tenants
         model, *aliases = served_names(config)
-        adapters = read_adapters(config.lora, [model, *aliases])
-        served = api.Served(tuple(aliases), defaults or Sampling(), adapters)
+        adapters = Adapters(config, [model, *aliases], defaults or Sampling(), streams)
         self.connections = Connections(config, open_files)
         self.capacity = Capacity(config)
         quotas = Quotas(streams, telemetry)
         self.handlers = Handlers(
-            config, tokenizer, streams, self.capacity, quotas, telemetry, model=model, gateway=gateway, served=served
+            *(config, tokenizer, streams, self.capacity, quotas, telemetry),
+            model=model,
+            gateway=gateway,
+            adapters=adapters,
         )
         self.engine_state = EngineStateFeed(streams)
         root = served_name(config.model)
@@ -100,7 +102,7 @@ class Gateway:
             self.capacity,
             document,
             EnginePages(config.engine_metrics),
-            adapters={adapter.name: adapter.path for adapter in adapters.values()},
+            adapters=adapters,
             strict=config.strict_fields,
             ready_without_engine=config.ready_without_engine,
         )
@@ -162,6 +164,8 @@ class Gateway:
             web.get("/tokenizer_info", handlers.tokens.tokenizer_info),
             web.get("/v1/models", status.models),
             web.get("/v1/models/{id:.+}", status.model),
+            web.post("/v1/load_lora_adapter", handlers.adapters.load),
+            web.post("/v1/unload_lora_adapter", handlers.adapters.unload),
             web.get("/engine/state", self.engine_state.stream),
             web.post("/reset_prefix_cache", status.reset_prefix_cache),
             web.get("/health", status.health),

@@ -31,6 +31,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "default: the base model alone."
         ),
     ] = ""
+    lora_dir: Annotated[
+        str,
+        Meta(
+            description="Directory of LoRA adapters. Clients name a folder directly in it as `model`: it is looked up "
+            "at each use, so new, changed and removed folders count at once. POST /v1/load_lora_adapter takes folders "
+            "in it, at any depth. Links that lead out of it are refused. Engines must read it under the same path. "
+            "Empty, the default: only the adapters of --lora, and nothing can be loaded later."
+        ),
+    ] = ""
     generation_config: Annotated[
         Literal["auto", "none"],
         Meta(
@@ -124,8 +133,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         list[str],
         Meta(
             description="Bearer keys like those of --api-keys, with the admin scope: they may watch the engines "
-            "(GET /engine/state) and empty their prefix caches (POST /reset_prefix_cache). A tenant's keys have it "
-            "with `admin = true` in the tenants file."
+            "(GET /engine/state), empty their prefix caches (POST /reset_prefix_cache) and load LoRA adapters. A "
+            "tenant's keys have it with `admin = true` in the tenants file."
         ),
     ] = []
     cors_origins: Annotated[

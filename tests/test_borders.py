@@ -25,7 +25,7 @@ SERVICE = {
     "service.api": {"engine.adapters", "engine.common", "engine.wire"},
     "service.api.openai_responses": set[str](),
     "service.api.anthropic": set[str](),
-    "service.delivery": {"engine.wire"},
+    "service.delivery": {"engine.adapters", "engine.wire"},
     "service.text": {"engine.common", "engine.tokenizers", "engine.wire"},
     "service.http": {"engine.common", "engine.wire"},
     "service.app": {"engine.common", "engine.wire"},

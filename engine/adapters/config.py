@@ -63,7 +63,7 @@ def parse_config(data: bytes | bytearray, where: str) -> AdapterConfig:
     ranks = {"r": config.r, **{f"rank_pattern: {key}": rank for key, rank in (config.rank_pattern or {}).items()}}
     for name, rank in ranks.items():
         if not 1 <= rank <= MOST_RANK:
-            raise AdapterError(f"{where}: {name} is {rank}; ranks from 1 to {MOST_RANK} are served")
+            raise AdapterError(f"{where}: {name} is {rank}; ranks from 1 to {MOST_RANK} are served", MOST_RANK, rank)
     for alpha in (config.lora_alpha, *(config.alpha_pattern or {}).values()):
         if not math.isfinite(alpha):
             raise AdapterError(f"{where}: alpha is {alpha}, not a finite number")

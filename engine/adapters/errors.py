@@ -9,3 +9,8 @@ class AdapterError(OperatorError):
     """A LoRA adapter cannot be served: one line that names the file, the fault, and limit and value."""
 
     exit_status = 2
+
+    def __init__(self, message: str, limit: float | str | None = None, given: float | str | None = None) -> None:
+        """`limit`, `given`: what is allowed and what the adapter has, where there is a limit."""
+        super().__init__(message)
+        self.limit, self.given = limit, given

@@ -122,7 +122,9 @@ def header_of(head: bytes | bytearray, size: int, where: str) -> dict[str, Tenso
     if len(head) < 8 or length > size - 8:
         raise AdapterError(f"{where}: truncated: {size} bytes")
     if length > MOST_HEADER_BYTES:
-        raise AdapterError(f"{where}: its header has {length} bytes; at most {MOST_HEADER_BYTES} are read")
+        raise AdapterError(
+            f"{where}: its header has {length} bytes; at most {MOST_HEADER_BYTES} are read", MOST_HEADER_BYTES, length
+        )
     try:
         fields: dict[str, Any] = msgspec.json.decode(head[8 : 8 + length].rstrip(), type=dict[str, Any])
         fields.pop("__metadata__", None)
@@ -138,7 +140,7 @@ def header_of(head: bytes | bytearray, size: int, where: str) -> dict[str, Tenso
         found[name] = msgspec.structs.replace(tensor, data_offsets=(8 + length + first, 8 + length + last))
         end = max(end, 8 + length + last)
     if end != size:
-        raise AdapterError(f"{where}: truncated or damaged: {size} bytes, its header describes {end}")
+        raise AdapterError(f"{where}: truncated or damaged: {size} bytes, its header describes {end}", end, size)
     return found
 
 
@@ -158,7 +160,7 @@ def check_tensor(name: str, tensor: Tensor, where: str) -> re.Match[str]:
     if shape[0] * shape[1] * DTYPES[dtype] != last - first:
         raise AdapterError(f"{where}: damaged header: {name} of shape {shape} in {dtype} has {last - first} bytes")
     if (rank := shape[0 if match["which"] == "A" else 1]) > MOST_RANK:
-        raise AdapterError(f"{where}: {name} has rank {rank}; at most {MOST_RANK} is served")
+        raise AdapterError(f"{where}: {name} has rank {rank}; at most {MOST_RANK} is served", MOST_RANK, rank)
     return match
 
 
@@ -181,7 +183,8 @@ def _read(path: Path, most_bytes: int) -> bytearray:
     with _open(path) as file:
         before = os.fstat(file.fileno())
         if before.st_size > most_bytes:
-            raise AdapterError(f"{path}: {before.st_size} bytes; at most {most_bytes} are served")
+            size = before.st_size
+            raise AdapterError(f"{path}: {size} bytes; at most {most_bytes} are served", most_bytes, size)
         data = bytearray(before.st_size)
         view, at = memoryview(data), 0
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from quire.engine.adapters.errors import AdapterError
 from quire.engine.adapters.files import CONFIG, PICKLE, WEIGHTS
 
 MOST_CHARS = 128  # characters of a name
+MOST_PATH_CHARS = 4096
 NAME = re.compile(r"[A-Za-z0-9_][\w.:/-]*", re.ASCII)
 FOLDER = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)  # a name that may be a folder of --lora-dir
 
@@ -26,9 +28,12 @@ def digest_part(adapter: str) -> str:
 def check_name(name: str) -> None:
     """Raise AdapterError unless clients can use the name as `model`."""
     if len(name) > MOST_CHARS:
-        raise AdapterError(f"the name of an adapter has {len(name)} characters; at most {MOST_CHARS}")
+        raise AdapterError(
+            f"the name of an adapter has {len(name)} characters; at most {MOST_CHARS}", MOST_CHARS, len(name)
+        )
     if not NAME.fullmatch(name):
-        raise AdapterError(f"{name[:60]!r} is no name for an adapter: letters, digits and . _ - : / are")
+        allowed = "letters, digits and . _ - : /"
+        raise AdapterError(f"{name[:60]!r} is no name for an adapter: {allowed} are", allowed, name[:60])
 
 
 def parse_option(words: str) -> dict[str, Path]:
@@ -51,11 +56,30 @@ def folder_of(name: str, directory: Path) -> Path | None:
     Raises AdapterError where the folder or a file of it lies outside the directory."""
     if len(name) > MOST_CHARS or not FOLDER.fullmatch(name):
         return None
-    root = directory.resolve()
-    folder = root / name
+    folder = directory / name
     if not (folder / CONFIG).is_file():
         return None
-    for path in (folder, folder / CONFIG, folder / WEIGHTS, folder / PICKLE):
-        if path.exists() and not path.resolve().is_relative_to(root):
-            raise AdapterError(f"{name}: {path.name} leads out of --lora-dir")
+    check_within(folder, directory)
     return folder
+
+
+def check_within(folder: Path, directory: Path) -> None:
+    """Raise AdapterError where a folder, or a file of it that is read, leads out of `directory`."""
+    root = directory.resolve()
+    for path in (folder, folder / CONFIG, folder / WEIGHTS, folder / PICKLE):
+        try:
+            inside = path.resolve().is_relative_to(root)
+        except (OSError, RuntimeError):  # a link that leads to itself
+            inside = False
+        if not inside:
+            raise AdapterError(f"{folder.name}: {path.name} leads out of --lora-dir")
+
+
+def path_within(path: str, directory: Path) -> Path | None:
+    """Return a path that lies below `directory` as it is written; None: it does not.
+
+    A relative path begins at the directory.  The file system is not asked."""
+    if not path or len(path) > MOST_PATH_CHARS or "\0" in path:
+        return None
+    folder = Path(os.path.normpath(directory / path))
+    return folder if directory in folder.parents else None

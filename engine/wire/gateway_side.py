@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.wire import link, token_log, token_messages
+from quire.engine.wire.adapter_list import AdapterList
 from quire.engine.wire.clock import RedisClock
 from quire.engine.wire.fleet_pages import FleetPage, FleetPages
 from quire.engine.wire.link import BusDown, Link
@@ -79,6 +80,7 @@ class GatewaySide:
         self._reader = Link(url, namespace, reply_s=2 * link.BLOCK_MS / 1000, nodes=self._link.nodes)
         self.quotas = QuotaStore(self._link.run_script)
         self.responses = ResponseStore(self._link.run_script)
+        self.adapters = AdapterList(self._link.run_script)
         self.pool_states = PoolStateStore(self._link)
         self.operations = Operations(self._link)
         self._history = ""  # replication id of the server's data at the last check

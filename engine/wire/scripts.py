@@ -110,6 +110,7 @@ RESET_PREFIX_CACHES = load("reset_prefix_caches")
 QUOTA_TAKE, QUOTA_RETURN = load("quota_take"), load("quota_return")
 RESPONSE_PUT, RESPONSE_GET = load("response_put"), load("response_get")
 RESPONSE_DROP, RESPONSE_LEASE = load("response_drop"), load("response_lease")
+ADAPTER_PUT, ADAPTER_GET, ADAPTER_DROP = load("adapter_put"), load("adapter_get"), load("adapter_drop")
 # The engine's side.
 OPEN, CLOSE, OTHERS = load("open"), load("close"), load("others")
 REJOIN, EXCHANGE = load("rejoin"), load("exchange")

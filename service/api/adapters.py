@@ -1,4 +1,4 @@
-"""LoRA adapters that clients choose by `model`: what `--lora` names, with the digest of each."""
+"""LoRA adapters that clients choose by `model`, as gateways know them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from quire.engine.adapters.names import adapter_id, parse_option
 
 
 class ServedAdapter(msgspec.Struct, frozen=True):
-    """An adapter on the base model."""
+    """An adapter on the base model.  Fields are only ever appended: gateways of two releases read them in Redis."""
 
     name: str
     id: str  # as in Generate.adapter
     path: str  # its folder, for the engines
+    looked_up: bool = False  # found by its name in --lora-dir, where it is looked up for each request
 
 
 def read_adapters(option: str, taken: list[str]) -> dict[str, ServedAdapter]:

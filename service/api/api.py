@@ -379,11 +379,24 @@ class Served(msgspec.Struct, frozen=True):
 NO_DEFAULTS = Served()
 
 
+class UnknownModel(Refusal):
+    """A request names a model that is not served."""
+
+    name = ""  # the one that it names
+
+
+def unknown_model(name: str, served_name: str) -> UnknownModel:
+    """Return the refusal of a name that nothing has."""
+    message = f"model: this server serves '{served_name}', not the one asked for"
+    refusal = UnknownModel(404, "model_not_found", message, param="model")
+    refusal.name = name
+    return refusal
+
+
 def check_model(given: str | None, served_name: str, served: Served) -> None:
-    """Raise Refusal(404) unless a request names the model, one of its aliases, an adapter, or nothing."""
+    """Raise UnknownModel unless a request names the model, one of its aliases, an adapter, or nothing."""
     if given and given != served_name and given not in served.aliases and given not in served.adapters:
-        message = f"model: this server serves '{served_name}', not the one asked for"
-        raise Refusal(404, "model_not_found", message, param="model")
+        raise unknown_model(given, served_name)
 
 
 def _sampling(body: _Common, config: GatewayConfig, default: Sampling) -> Sampling:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-Endpoint = Literal["completions", "chat", "tokenize", "detokenize", "messages", "responses", "scoring"]
+Endpoint = Literal["completions", "chat", "tokenize", "detokenize", "messages", "responses", "scoring", "adapters"]
 ANSWERS: tuple[Endpoint, ...] = ("completions", "chat")
 SHOWN = 16  # unknown fields that the header names; the others are counted
 

@@ -4,6 +4,7 @@ A file of tenants is TOML, one table for each tenant.  It holds SHA-256 digests 
 
     [acme]
     weight = 2.0                    # > 0: its share of a busy fleet, relative to the others
+    adapters = ["sql", "acme-*"]    # LoRA adapters that it may use, * for any characters; all if left out, [] for none
     highest_priority = -10          # the lowest number that `priority` of its requests may have; see --highest-priority
     admin = true                    # its keys have the admin scope: they may watch the engines; false if left out
     key_sha256 = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
@@ -22,6 +23,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 import msgspec
 
@@ -33,7 +35,7 @@ from quire.service.api.api import Refusal
 SALT_BYTES = 16  # of a salt's digest
 QUOTAS = Quota.__struct_fields__
 MOST_QUOTA = 10**9  # beyond it a bucket would miscount single tokens
-SETTINGS = ("weight", "key_sha256", "admin", "highest_priority", "key_priority", *QUOTAS)
+SETTINGS = ("weight", "key_sha256", "admin", "highest_priority", "key_priority", "adapters", *QUOTAS)
 
 
 class TenantsError(OperatorError):
@@ -52,6 +54,11 @@ class Tenant(msgspec.Struct, frozen=True):
     quota: Quota | None = None  # None: unlimited
     admin: bool = False  # its keys have the admin scope
     highest_priority: int = 0  # lowest number that `priority` of its requests may have: lower ones run first
+    adapters: tuple[str, ...] | None = None  # patterns of LoRA adapters that it may use; None: all
+
+    def may_use(self, adapter: str) -> bool:
+        """Return whether the tenant may use a LoRA adapter, by its name."""
+        return self.adapters is None or any(fnmatchcase(adapter, pattern) for pattern in self.adapters)
 
     def require_admin(self) -> None:
         """Raise Refusal(403) without the admin scope."""
@@ -126,7 +133,7 @@ class Tenants:
             if unknown := sorted(table.keys() - set(SETTINGS)):
                 there = f"{', '.join(SETTINGS[:-1])} and {SETTINGS[-1]}"
                 raise TenantsError(f"{where}: {unknown[0]} is not a setting; there are {there}")
-            weight, digests = _weight(table, where), table.get("key_sha256")
+            weight, digests, adapters = _weight(table, where), table.get("key_sha256"), _adapters(table, where)
             quota, admin = _quota(table, where), _admin(table, where)
             highest = _priority(table.get("highest_priority", self._highest), f"{where}: highest_priority")
             if not isinstance(digests, list) or not digests:
@@ -136,7 +143,7 @@ class Tenants:
                     raise TenantsError(f"{where}: key_sha256 holds {digest!r}; it must be 64 digits of 0-9a-f")
                 if digest in tenants or digest in self._options:
                     raise TenantsError(f"{where}: the key with digest {digest[:8]}... is given twice")
-                tenants[digest] = Tenant(name, weight, quota, admin, highest)
+                tenants[digest] = Tenant(name, weight, quota, admin, highest, adapters)
             for digest, bound in _key_priorities(table, where, digests).items():
                 tenants[digest] = msgspec.structs.replace(tenants[digest], highest_priority=bound)
         return tenants
@@ -187,6 +194,21 @@ def _admin(table: dict[str, object], where: str) -> bool:
     if not isinstance(admin, bool):
         raise TenantsError(f"{where}: admin is {admin!r}; it must be true or false")
     return admin
+
+
+def _adapters(table: dict[str, object], where: str) -> tuple[str, ...] | None:
+    """Return the patterns of a tenant's LoRA adapters; None: all.  Raises TenantsError."""
+    if "adapters" not in table:
+        return None
+    patterns = table["adapters"]
+    if not isinstance(patterns, list):
+        raise TenantsError(f"{where}: adapters must be a list of names, with * for any characters")
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not re.fullmatch(r"[\w.:/*-]{1,128}", pattern, re.ASCII):
+            raise TenantsError(
+                f"{where}: adapters holds {str(pattern)[:60]!r}; a name has 1 to 128 letters, digits and . _ - : / or *"
+            )
+    return tuple(patterns)
 
 
 def _priority(value: object, where: str) -> int:

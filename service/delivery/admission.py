@@ -111,9 +111,9 @@ def drafts(fleet: Fleet) -> bool:
     return all(_honours(PREDICTIONS, load) for load in fleet.engines if not load.draining)
 
 
-def require_adapters(fleet: Fleet) -> None:
+def require_adapters(fleet: Fleet, param: str) -> None:
     """Raise Refusal unless every engine that may claim the request takes LoRA adapters."""
-    _require(fleet, partial(_honours, ADAPTERS), "model", "LoRA adapters")
+    _require(fleet, partial(_honours, ADAPTERS), param, "LoRA adapters")
 
 
 def _honours(name: str, load: EngineLoad) -> bool:

@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from quire.engine.wire.adapter_list import AdapterList
 from quire.engine.wire.clock import steady_ms
 from quire.engine.wire.gateway_side import GatewaySide
 from quire.engine.wire.link import BusDown
@@ -273,6 +274,11 @@ class Streams:
     def responses(self) -> ResponseStore:
         """Stored responses in Redis."""
         return self._bus.responses
+
+    @property
+    def adapters(self) -> AdapterList:
+        """The fleet's list of LoRA adapters in Redis."""
+        return self._bus.adapters
 
     @property
     def quotas(self) -> QuotaStore:

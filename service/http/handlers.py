@@ -18,8 +18,10 @@ from quire.service.api.position import ANSWER_ID, Position
 from quire.service.common.metrics import Telemetry
 from quire.service.common.refusal import renaming
 from quire.service.config import GatewayConfig
+from quire.service.delivery.adapters import Adapters
 from quire.service.delivery.quotas import Quotas
 from quire.service.delivery.streams import Streams
+from quire.service.http.adapter_endpoints import AdapterEndpoints
 from quire.service.http.answers import Answers
 from quire.service.http.background import Background
 from quire.service.http.bodies import Bodies
@@ -46,18 +48,19 @@ class Handlers:
         *,
         model: str,
         gateway: str,
-        served: api.Served = api.NO_DEFAULTS,
+        adapters: Adapters,
     ) -> None:
         """`model`: the name that clients use.  `gateway`: the id of this process."""
         self._streams, self._capacity = streams, capacity
         self.bodies = Bodies(config)
         self._work = work = RequestWork(config, streams, capacity)
         self.tokens = TokenEndpoints(
-            config, tokenizer, streams, self.bodies, capacity, work, quotas, model=model, served=served
+            config, tokenizer, streams, self.bodies, capacity, work, quotas, model=model, adapters=adapters
         )
+        self.adapters = AdapterEndpoints(config, streams, self.bodies, capacity, adapters, gateway=gateway)
         stored = StoredResponses(config, streams)
         self.background = Background(config, tokenizer, streams, stored, capacity, telemetry)
-        intake = Intake(config, tokenizer, streams, work, stored, model=model, gateway=gateway, served=served)
+        intake = Intake(config, tokenizer, streams, work, stored, model=model, gateway=gateway, adapters=adapters)
         self.answers = Answers(
             config, tokenizer, streams, capacity, quotas, work, self.bodies, intake, stored, self.background
         )

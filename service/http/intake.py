@@ -31,6 +31,7 @@ from quire.service.api.trace_context import TraceContext
 from quire.service.common.refusal import check
 from quire.service.config import GatewayConfig
 from quire.service.delivery import admission, resume
+from quire.service.delivery.adapters import Adapters
 from quire.service.delivery.streams import Streams
 from quire.service.grammar.grammar_checks import GrammarChecks
 from quire.service.grammar.grammar_errors import NotServed
@@ -71,12 +72,12 @@ class Intake:
         *,
         model: str,
         gateway: str,
-        served: api.Served,
+        adapters: Adapters,
     ) -> None:
         """`model`: the name that clients use.  `gateway`: the id of this process."""
         self._config, self._tokenizer, self._streams = config, tokenizer, streams
         self._work, self._stored = work, stored
-        self._model, self._gateway, self._served = model, gateway, served
+        self._model, self._gateway, self._adapters = model, gateway, adapters
         self._grammars = GrammarChecks()
         self._inference_headers = InferenceHeaders(config)
 
@@ -159,7 +160,12 @@ class Intake:
             size += sum(len(given) + len(answered) for given, answered in history)
             earlier = await self._work.offload(size, earlier_items, history)
             parse = partial(cast(Any, parse), earlier=earlier, items=items)
-        valid = await self._work.offload(size, parse, body.data, config, self._model, timeout_s, self._served)
+        work, data = self._work, body.data
+
+        async def parsed(served: api.Served) -> api.ValidRequest:
+            return await work.offload(size, parse, data, config, self._model, timeout_s, served)
+
+        valid = await self._adapters.chosen(request[TENANT], parsed)
         unread = left_out(self._tokenizer.chat.unread(valid), NAMES.get(prefix, ()), config)
         request[METER].record_unknown((*valid.unknown, *unread))
         return valid, size
@@ -182,7 +188,7 @@ class Intake:
         valid = await self._tokenizer.threads.run(size, self._tokenizer.forbid, self._tokenizer.end_infill(valid))
         admission.require_fields(self._streams.fleet, valid.sampling)
         if valid.adapter is not None:
-            admission.require_adapters(self._streams.fleet)
+            admission.require_adapters(self._streams.fleet, "model")
         return valid
 
     async def _predicted(self, valid: api.ValidRequest, size: int, meter: Meter) -> list[int]:

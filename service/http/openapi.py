@@ -20,6 +20,7 @@ from quire.service.api.anthropic import messages
 from quire.service.api.openai_responses import responses
 from quire.service.common.limits import LIMITS
 from quire.service.config import GatewayConfig
+from quire.service.http.adapter_endpoints import LoadBody, UnloadBody
 from quire.service.http.connections import PROBES
 from quire.service.http.middleware import GUARDED, MESSAGES
 
@@ -65,6 +66,8 @@ OPERATIONS = (
     Operation("get", "/tokenizer_info", "Describe the tokenizer"),
     Operation("get", "/v1/models", "List the served model's names"),
     Operation("get", "/v1/models/{id}", "Describe one of them"),
+    Operation("post", "/v1/load_lora_adapter", "Serve one more LoRA adapter", LoadBody, "adapters", (TEXT,)),
+    Operation("post", "/v1/unload_lora_adapter", "Serve it no longer", UnloadBody, "adapters", (TEXT,)),
     Operation("get", "/engine/state", "Watch block pools and load of the engines", answers=(EVENTS,)),
     Operation("post", "/reset_prefix_cache", "Empty the prefix caches of all engines"),
     Operation("get", "/health", "200 if an engine is running"),

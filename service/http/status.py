@@ -13,9 +13,11 @@ import msgspec
 from aiohttp import web
 
 from quire.engine.common import histograms
-from quire.service.api.api import Refusal
+from quire.service.api.adapters import ServedAdapter
+from quire.service.api.api import Refusal, unknown_model
 from quire.service.common.limits import shown
 from quire.service.common.metrics import Telemetry
+from quire.service.delivery.adapters import Adapters
 from quire.service.delivery.streams import Streams
 from quire.service.http.engine_pages import EnginePages
 from quire.service.http.middleware import METER, TENANT, Capacity
@@ -50,39 +52,40 @@ class Status:
         document: Callable[[], dict[str, Any]],
         engine_pages: EnginePages,
         *,
-        adapters: dict[str, str] | None = None,
+        adapters: Adapters,
         strict: bool = False,
         ready_without_engine: bool = False,
     ) -> None:
-        """`names`: of the model for clients.  `root`: its hub name, or the name of its directory.  `adapters`: paths of
-        LoRA adapters by name.
+        """`names`: of the model for clients.  `root`: its hub name, or the name of its directory.
 
         `document`: returns the OpenAPI document.  `strict`: unknown parameters are refused.
         `ready_without_engine`: see GatewayConfig."""
         self._strict, self._ready_without_engine = strict, ready_without_engine
         self._document, self._engine_pages = document, engine_pages
         self._base, self._root, self._streams = names[0], root, streams
-        self._adapters = adapters or {}
-        self._names = [*names, *self._adapters]
+        self._names, self._adapters = names, adapters
         self._telemetry, self._capacity = telemetry, capacity
         self._created = int(time.time())
         self._logged_trouble: str | None = None  # so that each reason is logged once
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models.  Codex, which sends its version, wants a list of its own kind beside OpenAI's."""
-        listed: dict[str, object] = {"object": "list", "data": [self._card(name) for name in self._names]}
-        listed |= {"first_id": self._names[0], "last_id": self._names[-1], "has_more": False}  # a page, as at Anthropic
+        cards = [self._card(name) for name in self._names]
+        cards += [self._card(one.name, one) for one in await self._adapters.listed(request[TENANT])]
+        listed: dict[str, object] = {"object": "list", "data": cards}
+        listed |= {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}  # a page, as at Anthropic
         return _json(listed | ({"models": []} if "client_version" in request.query else {}))
 
     async def model(self, request: web.Request) -> web.Response:
         """GET /v1/models/{id}."""
-        if (name := request.match_info["id"]) not in self._names:
-            message = f"model: this server serves '{self._names[0]}', not the one asked for"
-            raise Refusal(404, "model_not_found", message, param="model")
-        return _json(self._card(name))
+        if (name := request.match_info["id"]) in self._names:
+            return _json(self._card(name))
+        if (adapter := await self._adapters.find(name, request[TENANT])) is None:
+            raise unknown_model(name, self._base)
+        return _json(self._card(name, adapter))
 
-    def _card(self, name: str) -> dict[str, object]:
-        """Return a model as OpenAI, vLLM and Anthropic describe it."""
+    def _card(self, name: str, adapter: ServedAdapter | None = None) -> dict[str, object]:
+        """Return a model as OpenAI, vLLM and Anthropic describe it.  `adapter`: None: the base model."""
         permission = {
             "id": "modelperm-" + hashlib.sha256(name.encode()).hexdigest()[:32],
             "object": "model_permission",
@@ -102,8 +105,8 @@ class Status:
             "object": "model",
             "created": self._created,
             "owned_by": "quire",
-            "root": self._adapters.get(name, self._root),
-            "parent": self._base if name in self._adapters else None,
+            "root": self._root if adapter is None else adapter.path,
+            "parent": None if adapter is None else self._base,
             "max_model_len": self._streams.fleet_watch.max_model_len,
             "permission": [permission],
             "type": "model",

@@ -15,6 +15,7 @@ from quire.service.api.skipped import left_out
 from quire.service.common.limits import VALUES
 from quire.service.common.refusal import renaming
 from quire.service.config import GatewayConfig
+from quire.service.delivery.adapters import Adapters
 from quire.service.delivery.quotas import Quotas
 from quire.service.delivery.streams import Streams
 from quire.service.http.bodies import Bodies
@@ -39,11 +40,11 @@ class TokenEndpoints:
         quotas: Quotas,
         *,
         model: str,
-        served: api.Served,
+        adapters: Adapters,
     ) -> None:
         self._config, self._tokenizer, self._streams = config, tokenizer, streams
         self._bodies, self._capacity = bodies, capacity
-        self._work, self._model, self._served = work, model, served
+        self._work, self._model, self._adapters = work, model, adapters
         self._quotas = quotas
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
@@ -98,7 +99,11 @@ class TokenEndpoints:
             size = len(body.data)
             asked, unknown = await self._work.offload(size, api.decode_all, body.data, kind, endpoint, self._config)
         request[METER].record_unknown(unknown)
-        api.check_model(asked.model, self._model, self._served)
+
+        async def check_model(served: api.Served) -> None:
+            api.check_model(asked.model, self._model, served)
+
+        await self._adapters.chosen(request[TENANT], check_model)
         return asked, size
 
     def _text(self, tokens: list[int], most: int) -> str:
@@ -117,10 +122,13 @@ class TokenEndpoints:
             await self._quotas.count(request, request[TENANT])
             async with self._bodies.read(request) as body:
                 size = len(body.data)
-                parse = messages.parse_count
-                valid = await self._work.offload(
-                    size, parse, body.data, config, self._model, config.default_timeout_s, self._served
-                )
+                data, timeout_s = body.data, config.default_timeout_s
+
+                async def parsed(served: api.Served) -> api.ValidRequest:
+                    given = data, config, self._model, timeout_s, served
+                    return await self._work.offload(size, messages.parse_count, *given)
+
+                valid = await self._adapters.chosen(request[TENANT], parsed)
                 unread = left_out(self._tokenizer.chat.unread(valid), messages.NAMES, config)
                 request[METER].record_unknown((*valid.unknown, *unread))
                 [ids] = await self._tokenizer.encode(valid, size, total=self._work.max_tokens())

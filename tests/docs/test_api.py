@@ -24,7 +24,8 @@ from quire.service.config import GatewayConfig
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 MODULES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "service").rglob("*.py"))}
-REFUSALS = {"Refusal": 1, "Overloaded": 1, "_bad": 0}  # callables that make an error -> position of its code
+# callables that make an error -> position of its code
+REFUSALS = {"Refusal": 1, "Overloaded": 1, "UnknownModel": 1, "_bad": 0}
 BODIES = {"completions": api.CompletionBody, "chat": api.ChatBody}
 
 
@@ -113,7 +114,7 @@ def pairs() -> set[tuple[str, str]]:
     """(status, code) of every error that is made with both as constants, and of every limit."""
     found = {(str(limit.status), limit.code) for limit in LIMITS.values() if limit.code}
     for call in calls():
-        if name_of(call) in ("Refusal", "Overloaded") and len(call.args) > 1:
+        if name_of(call) in ("Refusal", "Overloaded", "UnknownModel") and len(call.args) > 1:
             status, code = call.args[:2]
             if isinstance(status, ast.Constant) and isinstance(code, ast.Constant):
                 found.add((str(status.value), str(code.value)))

@@ -9,10 +9,11 @@ import pytest
 from aiohttp import ClientResponse
 
 from quire.engine.adapters.errors import AdapterError
-from quire.engine.adapters.files import CONFIG, WEIGHTS, digest_of
+from quire.engine.adapters.files import WEIGHTS, digest_of
 from quire.engine.wire.prefixes import prefix_digests
 from quire.service.api.adapters import read_adapters
 from quire.service.text.tokenizer import Tokenizer
+from tests.service.adapters import write_tiny
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import says
 
@@ -22,17 +23,7 @@ EngineMaker = Callable[..., FakeEngine]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An adapter of one layer, by the bytes of its files."""
-    made = tmp_path / "sql"
-    made.mkdir()
-    (made / CONFIG).write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}')
-    name, header = "base_model.model.model.layers.0.self_attn.q_proj.lora_", b"{"
-    for at, which in enumerate("AB"):
-        offsets = f"[{4 * at},{4 * at + 4}]"
-        header += f'"{name}{which}.weight":{{"dtype":"F32","shape":[1,1],"data_offsets":{offsets}}},'.encode()
-    header = header[:-1] + b"}"
-    (made / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    return made
+    return write_tiny(tmp_path / "sql")
 
 
 async def model_of(response: ClientResponse) -> str:

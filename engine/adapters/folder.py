@@ -1,0 +1,91 @@
+"""Adapters that are looked up by name in a directory of the operator (`--lora-dir`), with the digest of their files.
+
+    name ──> DIR/name ──stat of both files──> as at the last look: the digest from then
+                                         └──> new or changed: the files are read
+
+So a folder that appears serves its name at once, one that vanishes makes the name unknown, and changed files are
+another adapter.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.engine.adapters.errors import AdapterError
+from quire.engine.adapters.files import CONFIG, WEIGHTS, digest_of
+from quire.engine.adapters.names import adapter_id, folder_of
+
+MOST_DIGESTS = 10_000  # remembered, 0.3 KB each
+
+Identity = tuple[tuple[int, ...], ...]  # changes with the files
+
+
+class FoundAdapter(NamedTuple):
+    """An adapter in the directory."""
+
+    id: str  # `name@digest`
+    path: Path  # its folder
+
+
+class AdapterFolder:
+    """One directory of adapters.  Thread-safe; its methods block on the file system."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises AdapterError unless the directory is there."""
+        self.directory = Path(os.path.abspath(directory.expanduser()))
+        if not self.directory.is_dir():
+            raise AdapterError(f"--lora-dir {directory}: no such directory")
+        self._lock = threading.Lock()
+        self._digests: OrderedDict[Path, tuple[Identity, str]] = OrderedDict()  # the least recently used first
+
+    def find(self, name: str) -> FoundAdapter | None:
+        """Return the adapter of a name; None: there is none.
+
+        Raises AdapterError for files that cannot be served, or lie outside the directory."""
+        try:
+            folder = folder_of(name, self.directory)
+        except OSError as error:
+            raise AdapterError(f"{name}: {error.strerror or error}") from None
+        return None if folder is None else FoundAdapter(adapter_id(name, self._digest(folder)), folder)
+
+    def has(self, name: str) -> bool:
+        """Return whether there is an adapter of a name, without reading its files."""
+        try:
+            return folder_of(name, self.directory) is not None
+        except (OSError, AdapterError):
+            return False
+
+    def is_adapter(self, folder: Path) -> bool:
+        """Return whether a folder has a file of an adapter."""
+        return any(os.path.lexists(folder / name) for name in (CONFIG, WEIGHTS))
+
+    def _digest(self, folder: Path) -> str:
+        identity = _identity(folder)
+        with self._lock:
+            known = self._digests.get(folder)
+            if known is not None and known[0] == identity:
+                self._digests.move_to_end(folder)
+                return known[1]
+        digest = digest_of(folder)
+        with self._lock:
+            self._digests[folder] = identity, digest
+            while len(self._digests) > MOST_DIGESTS:
+                self._digests.popitem(last=False)
+        return digest
+
+
+def _identity(folder: Path) -> Identity:
+    """Return what changes with the files of an adapter.  A file that is not there is empty."""
+    found: list[tuple[int, ...]] = []
+    for name in (CONFIG, WEIGHTS):
+        try:
+            stat = os.stat(folder / name)
+        except OSError:
+            found.append(())
+        else:
+            found.append((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+    return tuple(found)

@@ -1,0 +1,6 @@
+-- Read what a name stands for; '': all names.  Returns name, value, ...; nothing for an unknown name.
+local name = ARGV[1]
+
+if name == '' then return call('HGETALL', P .. 'adapters') end
+local value = call('HGET', P .. 'adapters', name)
+return value and {name, value} or {}
