@@ -76,12 +76,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     own_experts: Annotated[
         bool,
         Meta(
-            description="Compute the experts of every mixture family with Quire's kernels on a GPU; routing and shared "
-            "experts stay the family's own. Off, the default: only those of mixtral, qwen3_moe and gpt_oss, which were "
-            "measured. The start log names experts that stay with transformers' kernels, and why. Turn it on for "
-            "another family where a benchmark on your GPU says that it is faster."
+            description="Compute the experts of every mixture family with Quire's kernels on a GPU, the default; "
+            "routing and shared experts stay the family's own. The start log names experts that stay with "
+            "transformers' kernels, and why. Off: only those of mixtral, qwen3_moe and gpt_oss."
         ),
-    ] = False
+    ] = True
     deterministic: Annotated[
         bool,
         Meta(

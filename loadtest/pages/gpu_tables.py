@@ -17,6 +17,7 @@ def lines(results: Results) -> Iterator[str]:
     yield from alone(results)
     yield from weights(results)
     yield from experts(results)
+    yield from experts_of_families(results)
     yield from limit(results)
     yield from blocks(results)
     yield from structured(results)
@@ -135,6 +136,20 @@ def experts(results: Results) -> Iterator[str]:
         yield f"| {name} | {', '.join(cells[:2])} | {' | '.join(cells[2:])} | | |"
     first = [v(grouped[f"batch{n}_first_token_ms"], ".0f") for n in (64, 128, 256)]
     yield f"First tokens of 64, 128 and 256 prompts of 128 tokens take {first[0]}, {first[1]} and {first[2]} ms."
+
+
+def experts_of_families(results: Results) -> Iterator[str]:
+    shapes = results["experts_families_h200"]["shapes"]
+    for shape, name in (
+        ("olmoe-8-layers", "OLMoE"),
+        ("qwen2-moe-8-layers", "Qwen2-MoE"),
+        ("glm4-moe-6-layers", "GLM-4-MoE"),
+    ):
+        theirs, ours = (shapes[shape][whose]["ms_per_token"] for whose in ("transformers", "ours"))
+        cells = (
+            f"{v(theirs[n], '.2f')}, **{v(ours[n], '.2f')}**" if n in ours else "" for n in ("1", "32", "128", "256")
+        )
+        yield f"| {name} | {' | '.join(cells)} |"
 
 
 def limit(results: Results) -> Iterator[str]:

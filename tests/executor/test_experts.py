@@ -41,6 +41,7 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
+    "head_dim": 16,
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax": ("olmoe", {}),
@@ -108,6 +109,29 @@ def test_a_family_keeps_its_routing_and_its_shared_experts(calls: Calls, name: s
         if is_experts(module):
             module.down_proj.data.zero_()  # so the comparison above covers the experts
     assert not torch.allclose(logits_of(model), want, rtol=1e-2, atol=1e-2)
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 192, "moe_intermediate_size": 128, "head_dim": 128}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 40, 300])  # the kernels for one token, for few pairs, and for all
+@pytest.mark.parametrize("name", FAMILIES)
+def test_on_a_gpu_a_family_is_as_near_to_float32_as_with_its_own_experts(name: str, tokens: int) -> None:
+    kind, changes = FAMILIES[name]
+    model = made(kind, **WIDE | changes).cuda()
+    ids = (torch.arange(tokens) * 7 % 64).view(1, tokens).cuda()
+
+    def logits() -> Tensor:
+        with torch.inference_mode():
+            return model(input_ids=ids, use_cache=False).logits.float()
+
+    exact = logits()
+    model.bfloat16()
+    theirs = (logits() - exact).square().mean().sqrt()
+    assert use_own_experts(model) > 0
+    ours = (logits() - exact).square().mean().sqrt()
+    assert ours <= 1.25 * theirs, (float(ours), float(theirs))
 
 
 def test_many_pairs_go_to_transformers_unless_ours_take_them(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +244,9 @@ def test_when_the_option_has_an_effect(
     with caplog.at_level(logging.INFO):
         hf.swap_modules(model, 64, False, decoder=True, own_experts=own_experts)
     assert ("1 layers are computed by our kernels" in caplog.text) == (layers == 1)
-    assert ("transformers' kernels; --own-experts" in caplog.text) == (device == "cuda" and not is_ours and not layers)
+    assert ("transformers' kernels, as --no-own-experts asks" in caplog.text) == (
+        device == "cuda" and not is_ours and not layers
+    )
     assert sum("forward" in vars(module) for module in model.modules()) == layers
 
 

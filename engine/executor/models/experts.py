@@ -52,7 +52,7 @@ def use_own_experts(model: PreTrainedModel) -> int:
 def report_plain_experts(model: PreTrainedModel) -> None:
     """Log whether transformers' kernels compute the experts of a model on a GPU, and what would change that."""
     if layers := sum(map(is_experts, model.modules())):
-        log.info("experts of %d layers are computed by transformers' kernels; --own-experts takes ours", layers)
+        log.info("experts of %d layers are computed by transformers' kernels, as --no-own-experts asks", layers)
 
 
 def is_experts(module: nn.Module) -> bool:
