@@ -11,6 +11,7 @@ from __future__ import annotations
 from quire.engine.core.batch import Batch
 from quire.engine.core.blocks import AccountingError, BlockPool
 from quire.engine.core.checkpoints import CheckpointPolicy
+from quire.engine.core.layer_groups import LayerGroups
 from quire.engine.core.open_requests import OpenRequests
 from quire.engine.core.policy.allocation import AllocationPolicy
 from quire.engine.core.report import SchedulerReport
@@ -32,10 +33,11 @@ class Auditor:
         allocation: AllocationPolicy,
         report: SchedulerReport,
         checkpoints: CheckpointPolicy,
+        layers: LayerGroups,
     ) -> None:
         self._pool, self._requests, self._batch, self._waiting = pool, requests, batch, waiting
         self._swapping, self._allocation, self._report = swapping, allocation, report
-        self._checkpoints = checkpoints
+        self._checkpoints, self._layers = checkpoints, layers
 
     def whole(self) -> None:
         """Check every block against every table, and every table against its sequence.
@@ -48,6 +50,7 @@ class Auditor:
             self._sequence(seq)
         self._swapping.check(live)
         self._checkpoints.check(live)
+        self._layers.check(live)
         self._waiting.check()
         self._batch.check(live)
 

@@ -32,6 +32,7 @@ from itertools import takewhile
 from quire.engine.core.batch import Batch
 from quire.engine.core.beams import BeamSearch, Child, Row
 from quire.engine.core.blocks import BlockPool
+from quire.engine.core.layer_groups import LayerGroups
 from quire.engine.core.limits import Limits
 from quire.engine.core.sequence import Sequence, State
 from quire.engine.core.sequence_group import Candidates, Choice, Moves, Outputs
@@ -46,12 +47,18 @@ class BeamGroup:
     swappable = False
 
     def __init__(
-        self, beams: list[Sequence], search: BeamSearch, answered: set[int], pool: BlockPool, batch: Batch
+        self,
+        beams: list[Sequence],
+        search: BeamSearch,
+        answered: set[int],
+        pool: BlockPool,
+        batch: Batch,
+        layers: LayerGroups,
     ) -> None:
         self.request = beams[0].request
         self.beams = beams
         self.search = search
-        self._pool, self._batch = pool, batch
+        self._pool, self._batch, self._layers = pool, batch, layers
         self._unsent = set(range(self.request.n)) - answered  # answers that the client waits for
         self._withdrawn: set[int] = set()  # of these, answers that it has cancelled
         self._order = list(beams)  # as in `search.running`
@@ -131,6 +138,7 @@ class BeamGroup:
             )
             seq.table, seq.computed = parent.table[:shared], shared * size
             self._pool.acquire(seq.table)
+            self._layers.share(parent, shared, seq)
             seq.digests = parent.digests[:shared]
             self._join_batch(seq)
             yield seq
@@ -199,6 +207,7 @@ class BeamGroup:
             seq, source = free.pop(0), parents[parent]
             self._pool.acquire(source.table)
             self._pool.release(seq.table)
+            self._layers.share(source, len(source.table), seq)
             if seq.state is State.WAITING:  # it has no place in the batch before the first tokens
                 self._join_batch(seq)
             else:
@@ -236,8 +245,8 @@ class BeamGroup:
 class BeamGroups:
     """The kind of group that requests with beams have."""
 
-    def __init__(self, pool: BlockPool, batch: Batch, limits: Limits) -> None:
-        self._pool, self._batch, self._limits = pool, batch, limits
+    def __init__(self, pool: BlockPool, batch: Batch, limits: Limits, layers: LayerGroups) -> None:
+        self._pool, self._batch, self._limits, self._layers = pool, batch, limits, layers
 
     def takes(self, request: Generate) -> bool:
         return request.beams is not None
@@ -267,7 +276,7 @@ class BeamGroups:
                 f"{beams.width} beams of {limit} tokens, prompt included, take {blocks} blocks; "
                 f"this engine has {self._pool.total}"
             )
-        return ""
+        return self._layers.reservations.refusal(blocks)
 
     def open(self, request: Generate, members: list[Sequence], answered: set[int]) -> BeamGroup:
         assert request.beams is not None
@@ -279,7 +288,7 @@ class BeamGroups:
             min_tokens=request.sampling.min_tokens,
             vocab_size=self._limits.vocab_size,
         )
-        return BeamGroup(members, search, answered, self._pool, self._batch)
+        return BeamGroup(members, search, answered, self._pool, self._batch, self._layers)
 
 
 def common_blocks(seq: Sequence, other: Sequence, computed: int, size: int) -> int:

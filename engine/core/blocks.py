@@ -75,7 +75,7 @@ class BlockPool:
         self.discarded: list[int] = []  # with note_discarded: blocks whose content became garbage, until taken
         self.note_evicted = False  # set from outside by the one that takes `evicted`
         self.evicted: list[bytes] = []  # with note_evicted: digests that find no block any more, until taken
-        self._note_discarded = note_discarded
+        self.note_discarded = note_discarded
         self._refs = array("i", bytes(total * array("i").itemsize))
         self._free = list(range(total - 1, -1, -1))  # a stack: the block used last is warm in cache
         self._idle: OrderedDict[int, None] = OrderedDict()  # in the order of eviction, see FairEviction.choose
@@ -296,7 +296,7 @@ class BlockPool:
 
     def _discard(self, block: int) -> None:
         self._free.append(block)
-        if self._note_discarded:
+        if self.note_discarded:
             self.discarded.append(block)
 
 

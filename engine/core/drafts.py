@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol
 
 from quire.engine.core.batch import Batch
 from quire.engine.core.blocks import AccountingError, BlockPool
+from quire.engine.core.layer_groups import LayerGroups
 from quire.engine.core.plan import DRAFT_SOURCES, Draft, Drafter, StepResult
 from quire.engine.core.policy.allocation import AllocationPolicy
 from quire.engine.core.report import SchedulerReport
@@ -89,8 +90,10 @@ class Drafts:
         allocation: AllocationPolicy,
         report: SchedulerReport,
         policy: Policy,
+        layers: LayerGroups,
     ) -> None:
         self._pool, self._batch, self._allocation, self._report = pool, batch, allocation, report
+        self._layers = layers
         self.policy = policy
         self.drafter: Drafter | None = None  # None: nothing drafts
         self._followed: dict[int, Sequence] = {}  # by slot: sequences whose tokens the drafter has
@@ -169,6 +172,7 @@ class Drafts:
         spare = seq.table[kept:]
         del seq.table[kept:]
         self._pool.release(spare)
+        self._layers.truncate(seq)
         self._batch.schedule(seq, seq.since)
         totals, source = self._report.totals, DRAFT_SOURCES[entry.draft.source]
         totals.drafted_tokens[source] += entry.computed

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from quire.engine.core.batch import Batch
 from quire.engine.core.beam_groups import BeamGroups
 from quire.engine.core.blocks import BlockPool
+from quire.engine.core.layer_groups import LayerGroups
 from quire.engine.core.limits import Limits
 from quire.engine.core.plan import StepResult
 from quire.engine.core.sequence import Sequence
@@ -19,9 +20,9 @@ KINDS = (BeamGroups,)  # a request belongs to the first kind that takes it; to n
 class Groups:
     """Knows the group of every sequence.  Holds state only for requests of a kind in KINDS."""
 
-    def __init__(self, pool: BlockPool, batch: Batch, limits: Limits) -> None:
+    def __init__(self, pool: BlockPool, batch: Batch, limits: Limits, layers: LayerGroups) -> None:
         self._batch = batch
-        self._kinds: list[GroupKind] = [kind(pool, batch, limits) for kind in KINDS]
+        self._kinds: list[GroupKind] = [kind(pool, batch, limits, layers) for kind in KINDS]
         self._independent = IndependentSequences(pool)
         self._stepped: dict[str, SteppedGroup] = {}  # by request
 

@@ -22,6 +22,7 @@ that move:
     waits for its next slice.  So beams are computed (beam_groups.py): the scheduler chooses their tokens.
   * A `Fork` adds a sibling that samples its own next token from the logits its parent produces in this very step.
   * `edits` set single table entries: growth (one past the end), copy-on-write, and what differs after a re-fork.
+    Tables of window groups change by edits only: the id of a block says to which group it belongs.
   * `swap_out` copies blocks to the host's memory before anything else in the plan, `swap_in` brings them back.
 
 Within a step the executor applies, in this order: keep, swap_out, poison, swap_in, freed_slots, copies, starts, edits,
@@ -55,6 +56,26 @@ class Draft(NamedTuple):
     tokens: list[int]  # never empty
     match: int  # known tokens that end like the text from which the draft is taken
     source: int  # index into DRAFT_SOURCES
+
+
+class WindowGroup(msgspec.Struct, frozen=True):
+    """Layers whose queries see the last `window` tokens, with blocks of their own (layer_groups.py).
+
+    Plans name the blocks of full layers 0, 1, ...; the ids of the window groups follow, one group after another.  Every
+    id says which group's table an edit changes, and which layers a copy or a swap moves."""
+
+    window: int  # tokens, the query's own included; >= 1
+    blocks: int
+    host_blocks: int = 0  # for preempted sequences; their ids follow those of full layers, too
+
+    def blocks_per_sequence(self, block_size: int, max_model_len: int) -> int:
+        """Return the maximum blocks that a sequence holds between two plans."""
+        return min(-(-(self.window - 1) // block_size) + 1, -(-max_model_len // block_size))
+
+    @staticmethod
+    def blocks_per_plan(block_size: int, slots: int, step_tokens: int) -> int:
+        """Return the maximum blocks that the tokens of a plan add to these, in all sequences together."""
+        return -(-step_tokens // block_size) + slots
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):

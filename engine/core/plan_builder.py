@@ -22,6 +22,7 @@ from quire.engine.core.drafts import Drafts
 from quire.engine.core.forced import FEWEST, ForcedTokens
 from quire.engine.core.groups import Groups
 from quire.engine.core.isolation import Isolation
+from quire.engine.core.layer_groups import LayerGroups
 from quire.engine.core.limits import Limits
 from quire.engine.core.plan import Fork, Sampler, Slice, Start, StepPlan
 from quire.engine.core.plan_edits import PlanEdits
@@ -73,9 +74,15 @@ class PlanBuilder:
         self._long_budget = 0  # those set aside for long prompts
         self._awaits_slot = False  # a favoured sequence waits for a slot that cools: no other sequence starts
 
+    @property
+    def layers(self) -> LayerGroups:
+        """Window layers, whose tables follow those of the full ones."""
+        return self._edits.layers
+
     def begin_plan(self, limits: Limits) -> None:
         """Begin the next plan."""
         self._step = self._batch.step + 1
+        self.layers.begin_plan()
         self._chunk_tokens = limits.chunk_tokens
         self._forced.begin_plan()
         self._awaits_slot = False
@@ -127,6 +134,7 @@ class PlanBuilder:
             end = self._writable_end(seq, start, min(seq.known - start, left + 1))
             if end - start < FEWEST:
                 continue
+            self.layers.advance(seq, start)
             self._edits.grow(seq, max(0, -(-end // self._pool.block_size) - len(seq.table)))
             self._edits.slices.append(Slice(seq.slot, start, seq.tokens[start:end], sampler_of(seq, end)))
             self._edits.named.add(id(seq))
@@ -154,6 +162,7 @@ class PlanBuilder:
             count = self._writable_end(seq, start, count + 1) - start - 1
             if count <= 0 or id(seq) in self._edits.named:
                 continue
+            self.layers.advance(seq, start)
             tokens = self._drafts.begin(seq, draft, count, self._step)
             self._edits.grow(seq, max(0, -(-(start + 1 + count) // self._pool.block_size) - len(seq.table)))
             self._edits.slices.append(Slice(seq.slot, start, [seq.tokens[start], *tokens], drafts=count))
@@ -228,6 +237,7 @@ class PlanBuilder:
                 batch.resume(seq)
                 state, adapter = self.checkpoints.unpark(seq), self._adapters.slot_of(seq)
                 self._edits.starts.append(Start(seq.slot, list(seq.table), state, adapter))
+                self.layers.resume(seq)
                 self._advance(seq)
 
     def start_waiting(self) -> None:
@@ -283,6 +293,7 @@ class PlanBuilder:
             seq.state = State.ENDING
             return
         index = seq.computed // self._pool.block_size
+        self.layers.advance(seq, seq.computed)
         if index == len(seq.table):
             self.checkpoints.keep_answer(seq)
             if not self._admission.may_grow(seq):
@@ -346,6 +357,7 @@ class PlanBuilder:
             self._report.record("started", seq, seq.computed)
         self._batch.admit(seq)
         state, adapter = self.checkpoints.begin(seq), self._adapters.take(seq)
+        self.layers.begin(seq)
         self._edits.starts.append(Start(seq.slot, list(seq.table), state, adapter))
         self._advance(seq)
 
@@ -356,6 +368,7 @@ class PlanBuilder:
         if count <= 0:
             return
         end = start + count
+        self.layers.advance(seq, start)
         if start % size and not self._make_private(seq, start // size):
             return
         self._publish_moves(seq)
@@ -391,10 +404,13 @@ class PlanBuilder:
             self._edits.starts.append(Start(seq.slot, list(seq.table), adapter=self._adapters.slot_of(seq)))
         for index, block in entries:
             self._edits.set_entry(seq, index, block)
+        if fresh or entries:
+            self.layers.resume(seq)
 
     def _begin_decoding(self, seq: Sequence, siblings: list[Sequence]) -> None:
         """The prompt is planned: let the sequence and its siblings decode, each from the logits of this very step."""
         for sibling in siblings:
+            self.layers.fork(seq, sibling)
             self._edits.forks.append(Fork(sibling.slot, seq.slot, list(seq.table), sampler_of(sibling)))
             self._batch.begin_decoding(sibling, self._step + 1, forked=True)
         self._batch.begin_decoding(seq, self._step + 1, forked=bool(siblings))

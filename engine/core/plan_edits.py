@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from quire.engine.core.blocks import BlockPool
+from quire.engine.core.layer_groups import LayerGroups
 from quire.engine.core.plan import Fork, Slice, Start
 from quire.engine.core.sequence import Sequence
 
@@ -12,8 +13,8 @@ from quire.engine.core.sequence import Sequence
 class PlanEdits:
     """Starts, slices, forks and single table entries of one plan."""
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: BlockPool, layers: LayerGroups) -> None:
+        self._pool, self.layers = pool, layers
         self.starts: list[Start] = []
         self.slices: list[Slice] = []
         self.forks: list[Fork] = []
@@ -28,6 +29,7 @@ class PlanEdits:
         for block in self._pool.allocate(count):
             self._growth.append((seq, len(seq.table), block))
             seq.table.append(block)
+        self.layers.grow(seq, count)
 
     def set_entry(self, seq: Sequence, index: int, block: int) -> None:
         """Tell the executor an entry of a table that has changed already."""
@@ -47,6 +49,7 @@ class PlanEdits:
         self._sources[source] += 1
         self._copies.append((seq, source, seq.table[index]))
         self._growth.append((seq, index, seq.table[index]))
+        self.layers.copy(seq, index)
 
     def copies_of(self, seq: Sequence) -> dict[int, int]:
         """Planned private copies of a sequence: target block -> source block, which still has the content."""
@@ -56,12 +59,15 @@ class PlanEdits:
         """Forget the edits of a table that its sequence has given up; the same plan may start it again in a slot."""
         self._growth = [edit for edit in self._growth if edit[0] is not seq]
         self._copies = [copy for copy in self._copies if copy[0] is not seq]
+        self.layers.drop(seq)
 
     def table_edits(self) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
         """This plan's (copies, edits)."""
         copies = [(source, target) for _, source, target in self._copies]
         edits = [(seq.slot, index, block) for seq, index, block in self._growth]
-        return copies, edits
+        window_copies, window_edits, discarded = self.layers.edits()
+        self._pool.discarded += discarded
+        return copies + window_copies, edits + window_edits
 
     def take_sealed(self) -> list[int]:
         """Return the blocks sealed since the last plan that was issued."""
@@ -73,5 +79,6 @@ class PlanEdits:
         if self._sources:
             self._pool.release(list(self._sources.elements()))
             self._sources = Counter()
+        self.layers.clear()
         self.starts, self.slices, self.forks, self.named = [], [], [], set()
         self._growth, self._copies = [], []

@@ -31,10 +31,11 @@ from quire.engine.core.forced import ForcedTokens
 from quire.engine.core.groups import Groups
 from quire.engine.core.headroom import Headroom
 from quire.engine.core.isolation import FAILED_TWICE, Isolation
+from quire.engine.core.layer_groups import LayerGroups, WindowGroups
 from quire.engine.core.limits import Limits, Outputs
 from quire.engine.core.occupancy import Occupancy
 from quire.engine.core.open_requests import OpenRequests, refusal
-from quire.engine.core.plan import StepPlan, StepResult
+from quire.engine.core.plan import StepPlan, StepResult, WindowGroup
 from quire.engine.core.plan_builder import PlanBuilder
 from quire.engine.core.plan_edits import PlanEdits
 from quire.engine.core.policy.adapters import AdapterSlots
@@ -64,10 +65,12 @@ class Scheduler:
         host: HostPool | None = None,
         step_cost: StepCostModel | None = None,
         states: StatePool | None = None,
+        windows: list[WindowGroup] | None = None,
     ) -> None:
         """`host`: the memory that preempted sequences are swapped to; None: they are computed again.
 
-        `states`: places for copies of recurrent state; None: the model has none.
+        `states`: places for copies of recurrent state.  `windows`: layers with block tables of their own.
+        None: the model has none.
 
         Raises KeyError for an admission mode that is not registered."""
         self.pool, self.limits = pool, limits
@@ -78,20 +81,21 @@ class Scheduler:
         self.report = SchedulerReport(self.batch, pool.block_size)
         checkpoints = checkpoint_policy(pool, states, limits.fingerprint)
         self.report.totals.states = checkpoints.counts
+        layers = self._layer_groups(windows or [], host := host or HostPool())
         swaps = limits.preempt, limits.block_bytes
-        self.swapping = Swapping(pool, host or HostPool(), self.step_cost, *swaps, checkpoints)
-        self.allocation = allocation_policy(pool, limits, checkpoints)
+        self.swapping = Swapping(pool, host, self.step_cost, *swaps, checkpoints, layers)
+        self.allocation = allocation_policy(pool, limits, checkpoints, layers)
         self.admission = admission_policy(pool, limits, self.batch, self.allocation)
         self.adapters = AdapterSlots(limits.adapter_slots, self.batch, self.waiting)
         self.claims = Claims(self.step_cost, self.batch, self.waiting, self.adapters)
-        self.groups = Groups(pool, self.batch, limits)
+        self.groups = Groups(pool, self.batch, limits, layers)
         self.forced = ForcedTokens(self.report, JumpCosts(self.step_cost))
-        self.drafts = Drafts(pool, self.batch, self.allocation, self.report, DraftController(self.step_cost))
+        self.drafts = Drafts(pool, self.batch, self.allocation, self.report, DraftController(self.step_cost), layers)
         self.isolation = Isolation()
         self.fairness = Fairness(
             *(self.requests, self.batch, self.waiting, self.admission, self.isolation, self.swapping, self.adapters)
         )
-        edits = PlanEdits(pool)
+        edits = PlanEdits(pool, layers)
         self.preemption = Preemption(
             pool, self.batch, self.waiting, self.swapping, self.fairness, edits, self.report, self.groups
         )
@@ -113,7 +117,19 @@ class Scheduler:
         self.headroom = self._build_headroom()
         self.occupancy = Occupancy(pool, self.batch, self.requests)
         parts = self.requests, self.batch, self.waiting, self.swapping, self.allocation, self.report
-        self.auditor = Auditor(pool, *parts, checkpoints)
+        self.auditor = Auditor(pool, *parts, checkpoints, layers)
+
+    def _layer_groups(self, windows: list[WindowGroup], host: HostPool) -> LayerGroups:
+        if not windows:
+            return LayerGroups()
+        limits = self.limits
+        return WindowGroups(
+            *(self.pool, windows, self.batch),
+            fingerprint=limits.fingerprint,
+            host_blocks=host.total,
+            step_tokens=limits.step_tokens,
+            max_model_len=limits.max_model_len,
+        )
 
     def _build_headroom(self) -> Headroom:
         return Headroom(
@@ -177,6 +193,7 @@ class Scheduler:
         Sequences that run keep their blocks; the blocks that they fill from now on are sealed as ever.  O(cached
         blocks)."""
         self.pool.forget_all()
+        self.builder.layers.forget_all()
         self.builder.checkpoints.forget_all()
 
     def step_failed(self) -> tuple[int, str | None]:
@@ -198,6 +215,7 @@ class Scheduler:
                 seq.recompute_tokens = seq.computed
                 self.swapping.free_all_blocks(seq)
         self.builder.checkpoints.step_failed(self.batch.committed)
+        self.builder.layers.step_failed(self.batch.committed)
         self.pool.forget(self.batch.abandon_steps())
         self.drafts.reset()
         self.adapters.forget()
@@ -360,6 +378,7 @@ class Scheduler:
         for slot, message in result.failed.items():
             if (seq := occupants[slot]) is not None:
                 self.builder.checkpoints.forget(seq)
+                self.builder.layers.forget(seq)
                 self.pool.forget(seq.table)  # what it computed is not to be trusted: no request may find it
                 self._end_request(seq.request.id, "error", message)
         for slot, message in result.impossible.items():  # what it computed is sound: others share its prefix

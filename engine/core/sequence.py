@@ -33,6 +33,19 @@ class State(enum.Enum):
     FINISHED = "finished"
 
 
+class WindowTable(msgspec.Struct):
+    """The blocks of a sequence in one window group (layer_groups.py), numbered as in its pool."""
+
+    first: int = 0  # table index of the first one; the window has passed those before it
+    blocks: list[int] = []
+    host: list[int] = []  # while swapped: host blocks with what it had from `first` on
+
+    @property
+    def end(self) -> int:
+        """The table index behind the last one: the length of the full layers' table."""
+        return self.first + len(self.blocks)
+
+
 class Sequence(msgspec.Struct, eq=False):
     """One choice of one request.  Only the scheduler changes it."""
 
@@ -47,6 +60,8 @@ class Sequence(msgspec.Struct, eq=False):
     queued_forks: int = 0  # blocks of its siblings that the queue counts
     slot: int = -1  # its place in the executor's batch; -1: none
     table: list[int] = []
+    windows: list[WindowTable] = []  # one per window group, if the model has any and the sequence has blocks
+    window_units: int = 0  # sequences whose window blocks it has reserved; a leader's include those of siblings
     computed: int = 0  # tokens whose KV is written once every plan issued so far has run; while decoding: as of `since`
     since: int = (
         0  # the step before which `computed` was true; a decoding sequence computes a token a step from there on

@@ -20,6 +20,7 @@ from typing import Literal
 
 from quire.engine.core.blocks import AccountingError, BlockPool, HostPool
 from quire.engine.core.checkpoints import CheckpointPolicy
+from quire.engine.core.layer_groups import LayerGroups
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.sequence import Sequence
 
@@ -37,12 +38,13 @@ class Swapping:
         preempt: Preempt,
         block_bytes: int,
         checkpoints: CheckpointPolicy,
+        layers: LayerGroups,
     ) -> None:
         """`block_bytes`: keys and values of a block, all layers."""
         self.host = host
         self.sequences = 0  # swapped now
         self._pool, self._step_cost, self._preempt, self._block_bytes = pool, step_cost, preempt, block_bytes
-        self._checkpoints = checkpoints
+        self._checkpoints, self._layers = checkpoints, layers
         self._out: list[tuple[int, int]] = []  # (block, host block)
         self._in: list[tuple[int, int]] = []  # (host block, block)
 
@@ -60,7 +62,8 @@ class Swapping:
         """Whether to copy what a victim has computed to the host: there is room, and in mode "auto" the copies take
         less time than recomputing.  The victim has no slot any more, but still its table."""
         blocks = self._blocks(seq)
-        if self._preempt == "recompute" or not 0 < blocks <= self.host.available:
+        room = 0 < blocks <= self.host.available and self._layers.fits_host(seq)
+        if self._preempt == "recompute" or not room:
             return False
         if self._preempt == "swap":
             return True
@@ -76,6 +79,7 @@ class Swapping:
         blocks = [planned.get(block, block) for block in seq.table[: self._blocks(seq)]]
         seq.host = self.host.allocate(len(blocks))
         self._out += zip(blocks, seq.host, strict=True)
+        self._out += self._layers.swap_out(seq)
         self._pool.release(seq.table)
         seq.table = []
         self.sequences += 1
@@ -92,6 +96,7 @@ class Swapping:
         rest = seq.host[hits:]
         blocks = self._pool.allocate(len(rest))
         seq.table += blocks
+        self._in += self._layers.swap_in(seq, hits)
         seq.computed = max(seq.computed, hits * self._pool.block_size)
         self._in += zip(rest, blocks, strict=True)
         self._release_host(seq)
@@ -100,6 +105,7 @@ class Swapping:
     def free_all_blocks(self, seq: Sequence) -> None:
         """Give back every block of the sequence, on the device and on the host.  Nothing of it is computed then."""
         self._checkpoints.release(seq)
+        self._layers.release(seq)
         self._pool.release(seq.table)
         self._release_host(seq)
         seq.table, seq.computed = [], 0

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
@@ -89,6 +90,9 @@ class Static:
 
     def seal(self, seq: Sequence, end: int) -> int | None:
         return None
+
+    def may_hold(self, seq: Sequence, gone: Iterable[Sequence] = ()) -> bool:
+        return True
 
     def table_blocks(self, seq: Sequence, computed: int) -> int:
         return seq.greatest_blocks(self._pool.block_size)

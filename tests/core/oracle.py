@@ -7,10 +7,11 @@ late copy-on-write or a stale prefix hit changes the text.  The text has an obvi
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from quire.engine.core.beams import BeamSearch
-from quire.engine.core.plan import Sampler, StepPlan, StepResult
+from quire.engine.core.plan import Sampler, StepPlan, StepResult, WindowGroup
 from quire.engine.wire.messages import Beams, TokenLogprob
 
 VOCAB = 50
@@ -73,12 +74,23 @@ class OracleExecutor:
         depth: int = 2,
         host_blocks: int = 0,
         checkpoints: int | None = None,
+        windows: Sequence[WindowGroup] = (),
     ) -> None:
-        """`checkpoints`: copies of the recurrent state that each slot has; None: no slot has one."""
+        """`checkpoints`: copies of the recurrent state that each slot has; None: no slot has one.
+
+        `windows`: layers with blocks of their own, behind those of the others."""
         self.depth = depth
+        self.full_blocks = blocks
+        self.windows: list[tuple[int, range]] = []  # window in tokens, ids of the blocks
+        for group in windows:
+            self.windows.append((group.window, range(blocks, blocks + group.blocks)))
+            blocks += group.blocks
+        # Per window group, by slot: block by table index.
+        self.window_tables: list[dict[int, dict[int, int]]] = [{} for _ in windows]
         self.recurrent = checkpoints is not None
         # The state of a slot: every token that it has taken in.  Behind the slots are the checkpoints.
         self.states: list[list[int] | None] = [None] * (max_seqs + (checkpoints or 0))
+        host_blocks += sum(group.host_blocks for group in windows)
         self.host: list[list[int | None] | None] = [None] * host_blocks  # content; None: free
         self.size = block_size
         self.plans: deque[StepPlan] = deque()
@@ -98,6 +110,8 @@ class OracleExecutor:
         self.plans.clear()
         self.tables.clear()
         self.decoding.clear()
+        for tables in self.window_tables:
+            tables.clear()
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
@@ -179,6 +193,8 @@ class OracleExecutor:
         for slot in plan.freed_slots:
             self.tables.pop(slot, None)  # a beam may end between its fork and the plan that names its slot
             self.decoding.pop(slot, None)
+            for tables in self.window_tables:
+                tables.pop(slot, None)
         assert len({target for _, target in plan.copies}) == len(plan.copies)
         assert not {target for _, target in plan.copies} & {source for source, _ in plan.copies}
         for source, target in plan.copies:
@@ -191,6 +207,11 @@ class OracleExecutor:
             assert start.slot not in self.tables
             self.tables[start.slot] = list(start.table)
         for slot, index, block in plan.edits:
+            for (_, ids), tables in zip(self.windows, self.window_tables, strict=True):
+                if block in ids:
+                    tables.setdefault(slot, {})[index] = block
+            if block >= self.full_blocks:
+                continue
             table = self.tables[slot]
             assert index <= len(table)
             table[index : index + 1] = [block]
@@ -219,7 +240,11 @@ class OracleExecutor:
             self._advance_state(slot, position, tokens, keeps.get(slot, []))
             for i, token in enumerate(tokens, position):
                 self.kv[self.tables[slot][i // self.size] * self.size + i % self.size] = token
+                for tables in self.window_tables:
+                    self.kv[tables[slot][i // self.size] * self.size + i % self.size] = token
                 self.forward_tokens += 1
+        for slot, position, tokens in work:
+            self._check_windows(slot, position, position + len(tokens))
         return {slot: position + len(tokens) for slot, position, tokens in work}
 
     def _samplers(self, plan: StepPlan, ends: dict[int, int]) -> dict[int, Sampler]:
@@ -256,6 +281,17 @@ class OracleExecutor:
             for end, checkpoint in keeps:
                 assert position < end <= position + len(tokens)
                 self.states[self.max_seqs + checkpoint] = seen[:end]
+
+    def _check_windows(self, slot: int, start: int, end: int) -> None:
+        """Each query from `start` to `end` finds in every window group the tokens that the full layers have there."""
+        if not self.windows:
+            return
+        context = self.context(slot, end)
+        for (window, _), tables in zip(self.windows, self.window_tables, strict=True):
+            table = tables[slot]
+            for at in range(max(0, start + 1 - window), end):
+                seen = self.kv[table[at // self.size] * self.size + at % self.size]
+                assert seen == context[at], f"slot {slot}: window {window} has {seen} at {at}, not {context[at]}"
 
     def context(self, slot: int, end: int) -> list[int]:
         table = self.tables[slot]

@@ -11,7 +11,7 @@ import pytest
 from quire.engine.core.blocks import BlockPool, HostPool
 from quire.engine.core.isolation import FAILED_TWICE
 from quire.engine.core.limits import Event, Limits
-from quire.engine.core.plan import Drafter, StepPlan, StepResult
+from quire.engine.core.plan import Drafter, StepPlan, StepResult, WindowGroup
 from quire.engine.core.policy.fairness import Shares
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.scheduler import Scheduler
@@ -50,17 +50,17 @@ class Rig:
         drafter: Drafter | None = None,
         adapter_slots: int = 0,
         checkpoints: int | None = None,
+        windows: list[WindowGroup] | None = None,
     ) -> None:
         """`bad`: each step fails that samples for a request of BAD_SEED at this output position or later.
 
         `drafter`: its drafts are all computed.
-        `checkpoints`: the model has recurrent state, and so many copies of it; None: it has none."""
+        `checkpoints`: the model has recurrent state, and so many copies of it; None: it has none.
+        `windows`: layers with a sliding window, which release what it has passed."""
+        self._windows = windows or []
         self._drafter, self._checkpoints = drafter, checkpoints
         self._bad = {} if bad is None else {BAD_SEED: bad}
-        self._caching, self._shape = (
-            caching,
-            (blocks, size, max_seqs, depth, host_blocks),
-        )
+        self._caching, self._shape = caching, (blocks, size, max_seqs, depth, host_blocks)
         self.limits = Limits(
             max_seqs=max_seqs,
             step_tokens=step_tokens,
@@ -96,9 +96,9 @@ class Rig:
         self.host, self.step_cost = HostPool(host_blocks), StepCostModel(swap_bytes_per_s=64e3)
         self.states = StatePool(self._checkpoints or 0)
         states = None if self._checkpoints is None else self.states
-        self.core = Scheduler(self.pool, self.limits, self.host, self.step_cost, states)
+        self.core = Scheduler(self.pool, self.limits, self.host, self.step_cost, states, self._windows)
         self.core.drafts.drafter, self.core.drafts.policy = self._drafter, AllDrafts()
-        self.executor = OracleExecutor(blocks, size, max_seqs, depth, host_blocks, self._checkpoints)
+        self.executor = OracleExecutor(blocks, size, max_seqs, depth, host_blocks, self._checkpoints, self._windows)
         self.executor.bad = self._bad
         self.decoding: set[int] = set()  # slots that decode after the last plan, by the plans alone
         self.loaded: dict[int, str] = {}  # adapter slots, likewise

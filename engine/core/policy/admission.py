@@ -84,11 +84,15 @@ class Unlimited:
 
     def may_start(self, seq: Sequence) -> bool:
         need = self.blocks_to_start(seq)
+        if not self._allocation.may_hold(seq):
+            return False
         if self._batch.running == 0:  # alone it may pass the threshold, and siblings may take turns
             return need <= self._pool.available
         return need + seq.sibling_blocks <= self._spare() and self._start_fits(seq)
 
     def fits_without(self, seq: Sequence, need: int, gone: list[Sequence]) -> bool:
+        if not self._allocation.may_hold(seq, gone):
+            return False
         promised = sum(self._batch.blocks_to_take(s) for s in gone if s.state is State.PREFILLING)
         hits = self._allocation.cached_prefix(seq)  # preempting their holders frees none of these
         if need > self._spare() + promised + self._pool.held_only_by([s.table for s in gone], hits):

@@ -6,10 +6,12 @@ policy for an admission mode from outside: `loadtest/studies/baselines.py` has s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.checkpoints import CheckpointPolicy
+from quire.engine.core.layer_groups import LayerGroups
 from quire.engine.core.limits import Limits
 from quire.engine.core.sequence import Sequence
 
@@ -32,6 +34,9 @@ class AllocationPolicy(Protocol):
 
         The tokens up to there are known and computed.  Returns the block; None: nothing is cached."""
 
+    def may_hold(self, seq: Sequence, gone: Iterable[Sequence] = ()) -> bool:
+        """Return whether window layers can hold a sequence and its siblings, once those in `gone` have left."""
+
     def table_blocks(self, seq: Sequence, computed: int) -> int:
         """Return the number of blocks that a sequence must hold once `computed` of its tokens are computed."""
 
@@ -41,15 +46,16 @@ class Paged:
 
     shares_prompt = True
 
-    def __init__(self, pool: BlockPool, limits: Limits, checkpoints: CheckpointPolicy) -> None:
+    def __init__(self, pool: BlockPool, limits: Limits, checkpoints: CheckpointPolicy, layers: LayerGroups) -> None:
         self._pool, self._fingerprint, self._checkpoints = pool, limits.fingerprint, checkpoints
+        self._layers = layers
 
     def cached_prefix(self, seq: Sequence) -> list[int]:
         if not self._pool.caching or seq.request.sampling.prompt_logprobs >= 0:
             return []
         size, fingerprint = self._pool.block_size, self._fingerprint
         blocks = self._pool.lookup(seq.digest(i, fingerprint, size) for i in range((seq.known - 1) // size))
-        return self._checkpoints.hit(seq, blocks)
+        return self._layers.hit(seq, self._checkpoints.hit(seq, blocks))
 
     def start_table(self, seq: Sequence, hits: list[int]) -> list[int]:
         self._pool.acquire_prefix(hits, seq.request.tenant, seq.request.weight)
@@ -61,7 +67,11 @@ class Paged:
         place, request = end // self._pool.block_size - 1, seq.request
         digest = seq.digest(place, self._fingerprint, self._pool.block_size)
         self._pool.seal(seq.table[place], digest, request.tenant, request.weight)
+        self._layers.seal(seq, place, digest)
         return seq.table[place]
+
+    def may_hold(self, seq: Sequence, gone: Iterable[Sequence] = ()) -> bool:
+        return self._layers.reservations.may_hold(seq, gone)
 
     def table_blocks(self, seq: Sequence, computed: int) -> int:
         return -(-computed // self._pool.block_size)
@@ -80,7 +90,9 @@ def shares_blocks(mode: str) -> bool:
     return OTHERS.get(mode, Paged).shares_prompt
 
 
-def allocation_policy(pool: BlockPool, limits: Limits, checkpoints: CheckpointPolicy) -> AllocationPolicy:
+def allocation_policy(
+    pool: BlockPool, limits: Limits, checkpoints: CheckpointPolicy, layers: LayerGroups
+) -> AllocationPolicy:
     """Build the policy of the admission mode that `limits` names."""
     other = OTHERS.get(limits.admission)
-    return Paged(pool, limits, checkpoints) if other is None else other(pool, limits)
+    return Paged(pool, limits, checkpoints, layers) if other is None else other(pool, limits)
