@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from quire.engine.adapters.counts import AdapterCounts
+from quire.engine.executor.grammar_store import HeldAdapters
 from quire.engine.gate import Gate
+from quire.engine.orders import Inbox
+from quire.engine.wire.clock import steady_ms
 from quire.engine.wire.messages import Generate
 
 
 class AdapterGate(Gate):
-    """Its store reads adapters: AdapterStore."""
+    """Its store reads adapters."""
+
+    def __init__(self, inbox: Inbox, store: HeldAdapters | None, clock: Callable[[], int] = steady_ms) -> None:
+        """`store`: None: the executor takes no adapters."""
+        super().__init__(inbox, store, clock)
+        self._adapters = store
+
+    def counts(self) -> AdapterCounts:
+        """Return what is in host memory and what was loaded."""
+        return AdapterCounts() if self._adapters is None else self._adapters.counts
 
     def need(self, request: Generate) -> str:
         return f"{request.adapter}={request.adapter_path}" if request.adapter else ""

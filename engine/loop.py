@@ -170,6 +170,7 @@ class Engine:
             totals=self.core.report.totals,
             canary=self.canary.counts,
             grammar_counts=self._inbox.counts,
+            adapter_counts=self._adapters.counts,
             count_wasted_slots=self.core.occupancy.wasted_positions,
             measure_sharing=self.core.occupancy.shared_fraction,
         )
@@ -217,7 +218,7 @@ class Engine:
         room_requests = min(room_requests, core.limits.max_seqs - self._waiting)  # others can take what would wait here
         claim_tokens = core.headroom.claimable() if room_tokens else 0
         gated = sum(gate.waiting_sequences for gate in gates), sum(gate.waiting_tokens for gate in gates)
-        record.gated = gated[0]
+        record.gated, record.gated_by_adapters = gated[0], self._adapters.waiting_sequences
         record.load = self._load.describe(core, now, draining=record.draining, queued=record.queued > 0, gated=gated)
         record.outputs = core.outputs()
         for gate in gates:

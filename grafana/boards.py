@@ -336,6 +336,32 @@ engine = Board(
                 },
                 "cps",
             ),
+            Panel(
+                "LoRA adapters",
+                {
+                    "in slots": 'sum(quire_lora_slots{state="loaded"})',
+                    "in host memory, {{state}}": "sum by (state) (quire_lora_adapters)",
+                    "sequences that wait for a load": "sum(quire_lora_waiting)",
+                },
+                text="Slots: --lora-slots per engine. Host memory: --lora-memory-gib per engine.",
+            ),
+            Panel("Memory of LoRA adapters", {"{{state}}": "sum by (state) (quire_lora_host_bytes)"}, "bytes"),
+            Panel(
+                "Loads of LoRA adapters",
+                {
+                    "{{result}}": rate("quire_lora_loads_total", "result"),
+                    "evicted": rate("quire_lora_evictions_total"),
+                },
+                "cps",
+                text="If adapters are evicted as fast as they are loaded, raise --lora-memory-gib.",
+            ),
+            Panel(
+                "Time of a load of a LoRA adapter",
+                {"mean": part(rate("quire_lora_load_seconds_total"), rate("quire_lora_loads_total"))},
+                "s",
+            ),
+            Panel("Requests by LoRA adapter", {"{{adapter}}": rate("quire_lora_requests_total", "adapter")}, "reqps"),
+            Panel("Output tokens by LoRA adapter", {"{{adapter}}": rate("quire_lora_tokens_total", "adapter")}, "cps"),
             Panel("Sequences ended", {"{{reason}}": rate("quire_sequences_ended_total", "reason")}, "cps"),
             Panel(
                 "Waiting inside the engine",

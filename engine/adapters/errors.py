@@ -11,6 +11,6 @@ class AdapterError(OperatorError):
     exit_status = 2
 
     def __init__(self, message: str, limit: float | str | None = None, given: float | str | None = None) -> None:
-        """`limit`, `given`: what is allowed and what the adapter has, where there is a limit."""
+        """`limit`, `given`: the limit that the adapter exceeds, and its value; None: the fault has no limit."""
         super().__init__(message)
         self.limit, self.given = limit, given

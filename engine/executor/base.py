@@ -15,7 +15,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.plan import Drafter, Sampler, Slice, StepPlan, StepResult
 from quire.engine.executor.constraints import IMPOSSIBLE, Constraints
 from quire.engine.executor.followers import Follower, advance, forced_tokens
-from quire.engine.executor.grammar_store import GrammarStore, HeldGrammars, HeldResources
+from quire.engine.executor.grammar_store import GrammarStore, HeldAdapters, HeldGrammars
 from quire.engine.executor.grammars import Grammars
 
 
@@ -62,7 +62,7 @@ class Executor(Protocol):
         """Where requests hold their grammars, each compiled before its first plan; None: it follows none."""
 
     @property
-    def adapter_store(self) -> HeldResources | None:
+    def adapter_store(self) -> HeldAdapters | None:
         """LoRA adapters that requests hold, each loaded before its first plan; None: the model takes none."""
 
     def submit(self, plan: StepPlan) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from quire.engine.adapters.counts import AdapterCounts
 from quire.engine.common import host_resources
 from quire.engine.common.fair_list import FairList
 
@@ -86,6 +87,14 @@ class HeldGrammars(HeldResources, Protocol):
 
     @property
     def counts(self) -> GrammarCounts:
+        """What is held and kept now, and counts since start."""
+
+
+class HeldAdapters(HeldResources, Protocol):
+    """A store of LoRA adapters."""
+
+    @property
+    def counts(self) -> AdapterCounts:
         """What is held and kept now, and counts since start."""
 
 

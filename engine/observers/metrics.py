@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from quire.engine.adapters.counts import AdapterCounts
 from quire.engine.common import histograms, log_queue
 from quire.engine.common.histograms import Tally
 from quire.engine.common.tracing import Tracing
@@ -25,6 +26,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.limits import Totals
 from quire.engine.executor.base import ModelInfo
 from quire.engine.executor.grammar_store import GrammarCounts
+from quire.engine.observers.adapter_use import AdapterUse
 from quire.engine.observers.canary import CanaryCounts
 from quire.engine.observers.iteration_tokens import IterationTokens
 from quire.engine.observers.request_times import RequestTimes
@@ -78,7 +80,10 @@ class Telemetry(Collector):
         self.requests = RequestTimes(engine, tracing or Tracing())
         self.steps = StepTimes()
         self.iterations = IterationTokens()
-        self.gated = 0  # sequences that wait for a grammar
+        self.gated = 0  # sequences that wait for a grammar or an adapter
+        self.gated_by_adapters = 0  # sequences that wait for an adapter
+        self.adapters: Callable[[], AdapterCounts] = AdapterCounts
+        self.adapter_slots, self.adapter_use = 0, AdapterUse()
         self.load = NO_LOAD
         self.totals = Totals()
         self.canary = CanaryCounts()
@@ -103,7 +108,7 @@ class Telemetry(Collector):
 
     def describe_model(self, info: ModelInfo, config: EngineConfig) -> None:
         """Take over the labels of the loaded model."""
-        self.model = info.name
+        self.model, self.adapter_slots = info.name, config.lora_slots if info.adapters else 0
         self.info = {
             "fingerprint": info.fingerprint[:16],
             "dtype": config.dtype,
@@ -126,7 +131,9 @@ class Telemetry(Collector):
         assert record.load is not None
         self.load, self.totals, self.canary = record.load, record.totals, record.canary
         self.iterations.observe(self.requests.prefilled_tokens, record.totals.generated_tokens)
-        self.gated = record.gated
+        self.gated, self.gated_by_adapters = record.gated, record.gated_by_adapters
+        self.adapters = record.adapter_counts
+        self.adapter_use.follow(record.outputs)
         self.grammars = record.grammar_counts
         marks, phases = record.marks, self.phases_s
         for i, phase in enumerate(PHASES):
@@ -462,6 +469,66 @@ TABLE: tuple[Row, ...] = (
         "counter",
         "Compiled grammars evicted because the kept ones exceeded their memory.",
         lambda t: t.grammars().evicted,
+    ),
+    Row(
+        "quire_lora_slots",
+        "gauge",
+        "Slots for LoRA adapters whose sequences run, by state: loaded or free.",
+        lambda t: {"loaded": len(t.load.adapters), "free": t.adapter_slots - len(t.load.adapters)},
+        "state",
+    ),
+    Row(
+        "quire_lora_adapters",
+        "gauge",
+        "LoRA adapters in host memory, by whether a request holds them or they are kept for later ones.",
+        lambda t: {"held": t.adapters().held, "kept": t.adapters().kept},
+        "state",
+    ),
+    Row(
+        "quire_lora_host_bytes",
+        "gauge",
+        "Bytes of LoRA adapters in host memory, by the same states; --lora-memory-gib limits their sum.",
+        lambda t: {"held": t.adapters().held_bytes, "kept": t.adapters().kept_bytes},
+        "state",
+    ),
+    Row(
+        "quire_lora_waiting",
+        "gauge",
+        "Sequences that wait until their LoRA adapter is in host memory.",
+        lambda t: t.gated_by_adapters,
+    ),
+    Row(
+        "quire_lora_loads",
+        "counter",
+        "LoRA adapters read into host memory, by whether they can be served.",
+        lambda t: {"loaded": t.adapters().loads, "fault": t.adapters().faults},
+        "result",
+    ),
+    Row(
+        "quire_lora_load_seconds",
+        "counter",
+        "Seconds that the loads of LoRA adapters took.",
+        lambda t: t.adapters().load_s,
+    ),
+    Row(
+        "quire_lora_evictions",
+        "counter",
+        "LoRA adapters evicted from host memory for others.",
+        lambda t: t.adapters().evicted,
+    ),
+    Row(
+        "quire_lora_requests",
+        "counter",
+        "Requests with a LoRA adapter that ended, by its name; 32 names, the rest under other.",
+        lambda t: dict(t.adapter_use.requests),
+        "adapter",
+    ),
+    Row(
+        "quire_lora_tokens",
+        "counter",
+        "Output tokens of requests with a LoRA adapter, by its name as for quire_lora_requests.",
+        lambda t: dict(t.adapter_use.tokens),
+        "adapter",
     ),
     Row(
         "quire_preemptions",

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from quire.engine.adapters.counts import AdapterCounts
 from quire.engine.core.limits import Outputs, Totals
 from quire.engine.core.plan import StepPlan, StepResult
 from quire.engine.executor.grammar_store import GrammarCounts
@@ -34,7 +35,8 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     running: int = 0  # sequences in that step
     result: StepResult | None = None  # of the step that was collected
     failed: bool = False  # the executor lost every step in flight
-    gated: int = 0  # waiting sequences that wait for a grammar
+    gated: int = 0  # waiting sequences that wait for a grammar or an adapter
+    gated_by_adapters: int = 0  # sequences that wait for an adapter
     load: EngineLoad | None = None  # None: the turn has not published yet
     totals: Totals  # counts since start; the scheduler's own object, which keeps changing
     outputs: Outputs = msgspec.field(default_factory=lambda: Outputs({}, []))
@@ -45,6 +47,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     resumed_s: float = 0.0  # > 0: seconds until all requests of an earlier engine were computed again, just now
     canary: CanaryCounts = msgspec.field(default_factory=CanaryCounts)  # the canary's own object, like `totals`
     grammar_counts: Callable[[], GrammarCounts] = GrammarCounts
+    adapter_counts: Callable[[], AdapterCounts] = AdapterCounts
     # These look at every sequence, so they are not to be called in every turn.
     count_wasted_slots: Callable[[], int]
     measure_sharing: Callable[[], float] = lambda: 0.0  # 1 - KV blocks held / entries of all block tables

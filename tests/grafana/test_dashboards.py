@@ -50,6 +50,16 @@ MAY_STAY_ZERO = {
     ("Memory of kept grammars", "{{engine}}"),
     ("Grammars compiled and evicted", "{{result}}"),
     ("Grammars compiled and evicted", "evicted"),
+    # No request names a LoRA adapter.
+    ("LoRA adapters", "in slots"),
+    ("LoRA adapters", "in host memory, {{state}}"),
+    ("LoRA adapters", "sequences that wait for a load"),
+    ("Memory of LoRA adapters", "{{state}}"),
+    ("Loads of LoRA adapters", "{{result}}"),
+    ("Loads of LoRA adapters", "evicted"),
+    ("Time of a load of a LoRA adapter", "mean"),
+    ("Requests by LoRA adapter", "{{adapter}}"),
+    ("Output tokens by LoRA adapter", "{{adapter}}"),
     # The accounting is checked when an engine is idle, and under this load none is.
     ("Audits, and accounting errors found", "audits"),
     # The canary runs on an idle engine, and the scripted executor has no logits to compare.

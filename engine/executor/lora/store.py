@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quire.engine.adapters.counts import AdapterCounts
 from quire.engine.adapters.errors import AdapterError
 from quire.engine.adapters.files import WEIGHTS, AdapterFile, read_adapter
 from quire.engine.adapters.names import digest_part
@@ -26,21 +27,6 @@ from quire.engine.executor.lora.packing import PackedAdapter
 log = logging.getLogger(__name__)
 
 DIED = "the adapter could not be loaded; the engine's log has the reason"  # for clients
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterCounts:
-    """What a store has, for metrics."""
-
-    held: int = 0
-    held_bytes: int = 0
-    kept: int = 0
-    kept_bytes: int = 0
-    waiting: int = 0  # held ones that are not loaded
-    loads: int = 0  # since start, like the next ones
-    load_s: float = 0.0  # seconds of these loads
-    faults: int = 0
-    evicted: int = 0
 
 
 @dataclass(slots=True)
