@@ -247,13 +247,18 @@ def needed_pauses(records: Sequence[Record], samples: Sequence[Sample]) -> dict[
     in the order of their first attempts, and the needed pause ends
 
     * when the server has admitted, since the refusal, one request more than were ahead in that queue.  With these
-      pauses all of them would have been admitted one after the other, no sooner than room appeared; or, if earlier,
+      pauses all of them would have been admitted one after the other, no sooner than room appeared.  A request that
+      starts in time at once does not count: a server with two lanes serves it before those that wait; or, if earlier,
     * when two successive samples of the server first show no waiting request.  No refusal was needed then, and a longer
       pause was idle.  (Without this rule a server that asks everyone to wait a minute would be right, because it admits
       no request before that.)
 
     A request that is never admitted has no place in the queue.  A refusal after which neither happens is left out."""
-    admitted = sorted(r.attempts[-1].sent_s for r in records if r.attempts and r.attempts[-1].status == 200)
+    admitted = sorted(
+        r.attempts[-1].sent_s
+        for r in records
+        if r.attempts and r.attempts[-1].status == 200 and (len(r.attempts) > 1 or r.lane != "on_time")
+    )
     idle = [b.at_s for a, b in itertools.pairwise(samples) if a.waiting == b.waiting == 0]
     queue = sorted(  # (first refusal, admission) of requests that were refused first and admitted later
         (r.attempts[0].sent_s, r.attempts[-1].sent_s)

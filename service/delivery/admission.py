@@ -34,6 +34,9 @@ from quire.service.config import GatewayConfig
 
 RETRY_CAP_S = 60.0  # clients ignore or refuse to honour longer pauses
 JITTER = 0.25  # pauses are longer by up to this fraction, so that clients spread out
+PROMISE_JITTER = 0.05  # the same for pauses that follow one another already
+# Factors of a lane's longest wait for a promised retry: it is admitted although the pace was not quite as reported.
+KEPT_ON_TIME, KEPT_LATE = 4.0, 2.0
 LATE_STEPS = 3  # a report is late after this many steps of its engine
 # Longest wait in the on-time lane, estimated or real, as a fraction of the target: the prompt takes the rest.
 ON_TIME_WAIT = 0.8
@@ -61,6 +64,16 @@ class Cost(msgspec.Struct, frozen=True):
         tokens = max(1, self.prompt_tokens + self.continuations * self.least_tokens)
         power = tokens.bit_length() - 1
         return min(SIZE_CLASSES - 1, 4 * power + (4 * tokens >> power) - 4)
+
+
+class Promised(NamedTuple):
+    """Retries that refused clients were promised, which count as queued before a request (`retry_book.py`)."""
+
+    tokens: int = 0  # their prompt tokens
+    due: bool = False  # the request itself is such a retry, and its time has come
+
+
+NO_PROMISES = Promised()
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -277,7 +290,9 @@ def wait_estimator(fleet: Fleet, now_ms: int) -> Callable[[Place], float | None]
     return wait_s
 
 
-def decide(cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter: float) -> Decision:
+def decide(
+    cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter: float, promised: Promised = NO_PROMISES
+) -> Decision:
     """Decide how full each lane may be for one request to join it.  `jitter` is uniform in [0, 1).
 
     Raises Refusal(429) when the request may join neither lane now: `rate_limit_exceeded` when it would wait longer than
@@ -289,25 +304,34 @@ def decide(cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter:
     reading is as old.  A stale view errs on the safe side.  An engine in a long step still exchanges, so its free
     capacity counts, while its rates count less and less (`_trust`).  While the pace is unknown (idle or just started
     engines),
-    the on-time lane may hold as much as the pools do, and the late lane any number."""
+    the on-time lane may hold as much as the pools do, and the late lane any number.
+
+    Promises count as queued in the late lane, before this request; without that lane they lengthen the pause alone.
+    The bound of a promised retry, once its time has come, is larger (KEPT_LATE, KEPT_ON_TIME)."""
     if all(load.draining for load in fleet.engines):
         why = "every engine is shutting down" if fleet.engines else "no engine is running"
         raise Refusal(503, "no_engine", why, retry_after_s=5.0 * (1 + jitter * JITTER))
     supply = _supply(fleet, now_ms)
     longest_s = min(config.longest_wait_s, cost.longest_wait_s)
     missing, late_missing = (tokens + cost.prompt_tokens - supply.room for tokens in ahead(cost, fleet))
-    slack = _slack(cost, supply, missing, config.ttft_target_s * ON_TIME_WAIT, supply.pools)
+    if longest_s > 0:
+        late_missing += promised.tokens
+    on_time_s = config.ttft_target_s * ON_TIME_WAIT
+    late_s = longest_s
+    if promised.due:
+        on_time_s, late_s = on_time_s * (1.0 if longest_s > 0 else KEPT_ON_TIME), late_s * KEPT_LATE
+    slack = _slack(cost, supply, missing, on_time_s, supply.pools)
     if now_ms - fleet.time_ms <= STALE_MS:
         slack = max(slack, _preemption_room(cost, fleet, supply.fresh))
-    late_slack = _slack(cost, supply, late_missing, longest_s, float(ANY_TOKENS)) if longest_s > 0 else -math.inf
+    late_slack = _slack(cost, supply, late_missing, late_s, float(ANY_TOKENS)) if longest_s > 0 else -math.inf
     if slack < 0 and late_slack < 0:
-        raise _overloaded(cost, config, supply, late_missing if longest_s > 0 else missing, jitter)
+        raise _overloaded(cost, config, supply, late_missing if longest_s > 0 else missing + promised.tokens, jitter)
     beyond_room = cost.prompt_tokens - supply.room
     bounds = QueueBounds(
         # Smaller requests precede larger ones, so the lane may have free capacity for this one where it seems full.
         NEVER if math.isinf(slack) else int(fleet.on_time.tokens + beyond_room + slack),
         int(fleet.queued_tokens + beyond_room + late_slack) if late_slack >= 0 else NEVER,
-        math.ceil(1000 * config.ttft_target_s * ON_TIME_WAIT),
+        math.ceil(1000 * on_time_s),
         config.max_queued,
         config.max_queued_mib * 2**20,
         cost.size_class,
@@ -345,9 +369,10 @@ def _overloaded(cost: Cost, config: GatewayConfig, supply: _Supply, missing: int
     else:
         code, bound, message = "rate_limit_exceeded", longest_s, f"overloaded: {estimate}, the limit {longest_s:g} s"
         param = "x-max-queue-wait" if cost.longest_wait_s < config.longest_wait_s else None
-    pause_s = 1.0
-    if wait_s is not None:  # until the queue is short enough
-        pause_s = min(RETRY_CAP_S / (1 + JITTER), max(1.0, wait_s - longest_s))
+    pause_s, spread = 1.0, JITTER
+    if wait_s is not None:  # until the queue and the promises before it are short enough
+        spread = PROMISE_JITTER
+        pause_s = min(RETRY_CAP_S / (1 + spread), max(1.0, wait_s - longest_s))
     return Refusal(
         429,
         code,
@@ -355,5 +380,5 @@ def _overloaded(cost: Cost, config: GatewayConfig, supply: _Supply, missing: int
         param=param,
         limit=bound,
         given=None if given is None else round(given, 1),
-        retry_after_s=pause_s * (1 + JITTER * jitter),
+        retry_after_s=pause_s * (1 + spread * jitter),
     )

@@ -36,6 +36,7 @@ from quire.service.delivery.fleet_watch import FleetWatch
 from quire.service.delivery.open_request import OpenRequest, Order
 from quire.service.delivery.orders import Orders
 from quire.service.delivery.queue_updates import QueueUpdates, Waiting
+from quire.service.delivery.retry_book import RetryBook
 from quire.service.delivery.usage_ledger import UsageLedger
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ class Streams:
         """`now_ms`: the clock of admission, unix ms.  `jitter`: random numbers in [0, 1) that spread retries out."""
         self._bus, self._config, self._telemetry = bus, config, telemetry
         self._now_ms, self._jitter = now_ms, jitter
-        self._view = FleetView()
+        self._view, self._retries = FleetView(), RetryBook()
         self._ledger = UsageLedger(bus, telemetry)
         self._updates = QueueUpdates(bus, self._view.fleet)
         self.orders = Orders(bus, config, telemetry, self._ledger)
@@ -223,7 +224,8 @@ class Streams:
             async with self._submits:
                 if self.trouble is not None:  # known already: no client waits for it to be found again
                     raise unavailable()
-                decision = admission.decide(cost, self.fleet, self._now_ms(), self._config, self._jitter())
+                now_ms, jitter = self._now_ms(), self._jitter()
+                decision = self._retries.decide(requests, cost, self.fleet, now_ms, self._config, jitter)
                 began = time.monotonic()
                 submit = self._bus.submit(*requests, bounds=decision.bounds, record=record, idempotency_key=key)
                 try:
@@ -241,6 +243,7 @@ class Streams:
                 pause_s = min(admission.RETRY_CAP_S, max(5.0, wait_s))
                 raise limit_refusal("queued", message, self._config.max_queued, retry_after_s=pause_s)
             if queue.lane is not None:
+                self._retries.joined(requests)
                 late = queue.lane == "late"
                 return Waiting(queue.lane, queue.ahead, decision.late_wait_s if late else decision.on_time_wait_s)
         raise Refusal(429, "rate_limit_exceeded", "overloaded: the queue fills faster than it is read", retry_after_s=1)

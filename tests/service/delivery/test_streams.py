@@ -34,7 +34,7 @@ from quire.service.common import supervision
 from quire.service.common.metrics import Telemetry
 from quire.service.config import GatewayConfig
 from quire.service.delivery import admission, queue_updates
-from quire.service.delivery.admission import JITTER, Cost, Decision
+from quire.service.delivery.admission import JITTER, Cost, Decision, Promised
 from quire.service.delivery.mailbox import MAILBOX_BYTES, Backlog, Mailbox
 from quire.service.delivery.orders import REQUEST_LOST
 from quire.service.delivery.streams import SUBMITS, AlreadySubmitted, Streams
@@ -219,7 +219,9 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> list[Fleet]:
     """Admission decides by a script: bounds that grow, and a wait of 5 s.  Returns the readings that it decides on."""
     seen: list[Fleet] = []
 
-    def decide(cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter: float) -> Decision:
+    def decide(
+        cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter: float, promised: Promised
+    ) -> Decision:
         seen.append(fleet)
         return Decision(QueueBounds(10 * len(seen)), 0.5, 5.0)
 

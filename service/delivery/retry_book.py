@@ -1,0 +1,110 @@
+"""Promises to refused clients: a retry after the stated pause is admitted.
+
+    refused ──> pause until the queue and all earlier promises have started ──> promise in the book
+    retry at that time, with the same prompts ──> joins, and the promise leaves
+    new request ──> counts all promises as if they were queued before it
+
+Without the book each refusal states when today's queue is short enough.  Then all clients retry at once, new requests
+have taken the capacity meanwhile, and most retries are refused.  With it the stated pauses follow one another at the
+engines' pace.
+
+A gateway knows its own promises only: a retry at another gateway is a new request there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.engine.wire.messages import Generate
+from quire.engine.wire.records import Fleet
+from quire.service.api.api import Refusal
+from quire.service.config import GatewayConfig
+from quire.service.delivery import admission
+from quire.service.delivery.admission import Cost, Decision, Promised
+
+MOST = 10_000  # promises in the book; refusals beyond them promise nothing
+# A promise ends this fraction of its pause after its time, and not earlier than these milliseconds: clients round
+# pauses up to full seconds, and add some randomness of their own.
+GRACE, LEAST_GRACE_MS = 0.25, 3000
+EARLY_MS = 500  # milliseconds by which a retry may be early: clocks and rounding
+
+Key = tuple[str, int]
+
+
+class _Promise(NamedTuple):
+    number: int  # order of the first refusals
+    tokens: int
+    due_ms: int
+    until_ms: int
+
+
+class RetryBook:
+    """The promises of one gateway."""
+
+    def __init__(self) -> None:
+        self._promises: dict[Key, _Promise] = {}
+        self._ends: list[tuple[int, Key]] = []  # heap of (until_ms, key); entries of promises that changed are stale
+        self._tokens = self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._promises)
+
+    def decide(
+        self, requests: Sequence[Generate], cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter: float
+    ) -> Decision:
+        """Decide as `admission.decide` does, behind the promises that come before this request.
+
+        Raises Refusal.  The pause of a `rate_limit_exceeded` is a promise from then on."""
+        self._expire(now_ms)
+        key = _key(requests) if self._promises else None
+        own = self._promises.get(key) if key is not None else None
+        try:
+            return admission.decide(cost, fleet, now_ms, config, jitter, self._ahead(own, now_ms))
+        except Refusal as refusal:
+            if refusal.code == "rate_limit_exceeded" and refusal.retry_after_s is not None:
+                self._promise(_key(requests), own, cost.prompt_tokens, now_ms, refusal.retry_after_s)
+            raise
+
+    def joined(self, requests: Sequence[Generate]) -> None:
+        """Forget the promise of requests that have joined the queue."""
+        if self._promises:
+            self._drop(_key(requests))
+
+    def _ahead(self, own: _Promise | None, now_ms: int) -> Promised:
+        if own is None:
+            return Promised(self._tokens)
+        before = sum(promise.tokens for promise in self._promises.values() if promise.number < own.number)
+        return Promised(before, due=now_ms >= own.due_ms - EARLY_MS)
+
+    def _promise(self, key: Key, own: _Promise | None, tokens: int, now_ms: int, pause_s: float) -> None:
+        """Note the time of a promised retry; a retry before its time keeps its position in the book."""
+        if own is None and len(self._promises) >= MOST:
+            return
+        self._number += 1
+        pause_ms = round(1000 * pause_s)
+        grace_ms = max(LEAST_GRACE_MS, round(GRACE * pause_ms))
+        number = self._number if own is None else own.number
+        self._drop(key)
+        promise = _Promise(number, tokens, now_ms + pause_ms, now_ms + pause_ms + grace_ms)
+        self._promises[key] = promise
+        self._tokens += tokens
+        heapq.heappush(self._ends, (promise.until_ms, key))
+
+    def _expire(self, now_ms: int) -> None:
+        """Drop promises that no client has claimed in time."""
+        while self._ends and self._ends[0][0] < now_ms:
+            until_ms, key = heapq.heappop(self._ends)
+            promise = self._promises.get(key)
+            if promise is not None and promise.until_ms <= until_ms:
+                self._drop(key)
+
+    def _drop(self, key: Key) -> None:
+        if promise := self._promises.pop(key, None):
+            self._tokens -= promise.tokens
+
+
+def _key(requests: Sequence[Generate]) -> Key:
+    """Return what identifies a retry: its tenant and its prompts."""
+    return requests[0].tenant, hash(tuple(tuple(request.token_ids) for request in requests))
