@@ -44,9 +44,9 @@ def test_a_request_counts_once_and_the_tokens_of_all_its_choices() -> None:
 def test_the_page_shows_slots_memory_and_loads() -> None:
     telemetry = Telemetry("e0")
     telemetry.load = EngineLoad("e0", "m", "f", 1, 1, 16, 1, 1, 0, 0, 0, 0, 0, adapters=["a@1", "b@1"])
-    telemetry.adapter_slots, telemetry.gated_by_adapters = 8, 2
-    telemetry.adapters = lambda: AdapterCounts(3, 300, 2, 200, 1, loads=5, load_s=1.5, faults=1, evicted=4)
-    telemetry.adapter_use.follow(Outputs({}, [], [ended("a")]))
+    telemetry.lora.slots, telemetry.lora.waiting = 8, 2
+    telemetry.lora.counts = lambda: AdapterCounts(3, 300, 2, 200, 1, loads=5, load_s=1.5, faults=1, evicted=4)
+    telemetry.lora.use.follow(Outputs({}, [], [ended("a")]))
     samples = {
         (one.name, *sorted(set(one.labels.values()) - {"e0", ""})): one.value
         for family in text_string_to_metric_families(telemetry.expose().decode())

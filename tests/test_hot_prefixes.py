@@ -269,7 +269,7 @@ def test_what_was_hot_is_found_again_after_a_restart() -> None:
     core = new.engine.core
     assert core.report.totals.prompt_tokens == core.report.totals.generated_tokens == new.engine._accepted == 0
     assert core.pool.available == core.pool.total
-    assert new.telemetry.warm_tokens == core.pool.idle * SIZE > 0
+    assert new.telemetry.warm.tokens == core.pool.idle * SIZE > 0
     assert old.store.stored == {}  # read once
     third = Bench(Store(*new.drain()))
     new.engine.draining = False

@@ -43,10 +43,21 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     alpha_pattern: dict[str, float] | None = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
+    base_model_name_or_path: str | None = None  # compared, and only warned about: shapes decide
+
+    def is_for(self, model: str) -> bool:
+        """Return whether the adapter was trained on `model`, a hub name or path, as far as the last words tell."""
+        named = self.base_model_name_or_path
+        return not named or not model or last_word(named) == last_word(model)
 
     def scale(self, rank: int, alpha: float) -> float:
         """Return the factor of B A."""
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def last_word(path: str) -> str:
+    """Return the end of a hub name or path, in lower case."""
+    return path.rstrip("/").rpartition("/")[2].lower()
 
 
 def parse_config(data: bytes | bytearray, where: str) -> AdapterConfig:

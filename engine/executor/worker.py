@@ -112,7 +112,8 @@ class Worker:
         self._adapters: AdapterBank | None = None
         if model.sites is not None:
             pack = packer_for(model.sites.sites, model.dtype).pack
-            self._adapters = AdapterBank(AdapterStore(pack, int(config.lora_memory_gib * GIB)), max_seqs)
+            store = AdapterStore(pack, int(config.lora_memory_gib * GIB), config.model)
+            self._adapters = AdapterBank(store, max_seqs)
         vocab_size, masks = model.vocab_size, Masks(max_seqs, model.vocab_size, device)
         if Grammars.supported(model.directory, model.eos_ids):
             sizes = {"vocab_size": vocab_size, "kept_bytes": config.grammar_memory_mib << 20}

@@ -10,8 +10,11 @@ A deployment may have 10,000 adapters, and each series costs Prometheus memory f
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
+from quire.engine.adapters.counts import AdapterCounts
 from quire.engine.core.limits import Outputs
+from quire.engine.observers.turn_record import TurnRecord
 
 MOST_NAMES = 32  # names with a series of their own
 MOST_COUNTED = 1024  # names without one whose requests are counted
@@ -54,3 +57,17 @@ class AdapterUse:
         self._unnamed.pop(name, None)
         self.requests[name] = self.tokens[name] = 0
         return name
+
+
+class LoraFigures:
+    """All that the metrics of one engine say of LoRA adapters."""
+
+    def __init__(self) -> None:
+        self.slots = 0  # adapters whose sequences may run at once
+        self.waiting = 0  # sequences that wait for an adapter
+        self.counts: Callable[[], AdapterCounts] = AdapterCounts
+        self.use = AdapterUse()
+
+    def observe(self, record: TurnRecord) -> None:
+        self.waiting, self.counts = record.gated_by_adapters, record.adapter_counts
+        self.use.follow(record.outputs)

@@ -18,7 +18,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from quire.engine.adapters.counts import AdapterCounts
 from quire.engine.common import histograms, log_queue
 from quire.engine.common.histograms import Tally
 from quire.engine.common.tracing import Tracing
@@ -26,7 +25,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.limits import Totals
 from quire.engine.executor.base import ModelInfo
 from quire.engine.executor.grammar_store import GrammarCounts
-from quire.engine.observers.adapter_use import AdapterUse
+from quire.engine.observers.adapter_use import LoraFigures
 from quire.engine.observers.canary import CanaryCounts
 from quire.engine.observers.iteration_tokens import IterationTokens
 from quire.engine.observers.request_times import RequestTimes
@@ -36,6 +35,14 @@ from quire.engine.wire.messages import EngineLoad
 WASTE_S = 1.0  # shortest time between two counts of wasted slots, which look at every sequence
 STALLED_S = 60.0  # a loop that has not turned for this long counts as dead; the longest step of a CPU takes seconds
 NO_LOAD = EngineLoad("", "", "", 0, 0, 0, 1, 1, 0, 0, 0, 0, 0)  # before the first turn
+
+
+class WarmUp(NamedTuple):
+    """What the prefix warm-up did."""
+
+    prefixes: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
 
 
 class StepTimes:
@@ -81,16 +88,14 @@ class Telemetry(Collector):
         self.steps = StepTimes()
         self.iterations = IterationTokens()
         self.gated = 0  # sequences that wait for a grammar or an adapter
-        self.gated_by_adapters = 0  # sequences that wait for an adapter
-        self.adapters: Callable[[], AdapterCounts] = AdapterCounts
-        self.adapter_slots, self.adapter_use = 0, AdapterUse()
+        self.lora = LoraFigures()
         self.load = NO_LOAD
         self.totals = Totals()
         self.canary = CanaryCounts()
         self.grammars: Callable[[], GrammarCounts] = GrammarCounts
         self.wasted_slots, self.shared_fraction, self._wasted_at = 0, 0.0, 0.0
         self.warming = False  # set from outside: the engine computes hot prefixes and serves no request yet
-        self.warm_prefixes, self.warm_tokens, self.warm_s = 0, 0, 0.0
+        self.warm = WarmUp()
         self.start_s: dict[str, float] = {}  # seconds of this start, by part
         self.takeover = False
         self.phases_s = dict.fromkeys(PHASES, 0.0)
@@ -108,7 +113,7 @@ class Telemetry(Collector):
 
     def describe_model(self, info: ModelInfo, config: EngineConfig) -> None:
         """Take over the labels of the loaded model."""
-        self.model, self.adapter_slots = info.name, config.lora_slots if info.adapters else 0
+        self.model, self.lora.slots = info.name, config.lora_slots if info.adapters else 0
         self.info = {
             "fingerprint": info.fingerprint[:16],
             "dtype": config.dtype,
@@ -119,7 +124,7 @@ class Telemetry(Collector):
 
     def warmed(self, prefixes: int, tokens: int, seconds: float) -> None:
         """Take over what the prefix warm-up did."""
-        self.warm_prefixes, self.warm_tokens, self.warm_s = prefixes, tokens, seconds
+        self.warm = WarmUp(prefixes, tokens, seconds)
 
     def started(self, parts: Mapping[str, float], *, takeover: bool) -> None:
         """Take over the seconds of each part of the start, and whether this engine was a spare."""
@@ -131,9 +136,8 @@ class Telemetry(Collector):
         assert record.load is not None
         self.load, self.totals, self.canary = record.load, record.totals, record.canary
         self.iterations.observe(self.requests.prefilled_tokens, record.totals.generated_tokens)
-        self.gated, self.gated_by_adapters = record.gated, record.gated_by_adapters
-        self.adapters = record.adapter_counts
-        self.adapter_use.follow(record.outputs)
+        self.gated = record.gated
+        self.lora.observe(record)
         self.grammars = record.grammar_counts
         marks, phases = record.marks, self.phases_s
         for i, phase in enumerate(PHASES):
@@ -383,10 +387,10 @@ TABLE: tuple[Row, ...] = (
         "quire_warmed_prefixes",
         "gauge",
         "Hot prefixes computed at this engine's start, before it served requests.",
-        lambda t: t.warm_prefixes,
+        lambda t: t.warm.prefixes,
     ),
-    Row("quire_warmed_tokens", "gauge", "Tokens in the prefix cache after the warm-up.", lambda t: t.warm_tokens),
-    Row("quire_warmed_seconds", "gauge", "Seconds that the prefix warm-up took.", lambda t: t.warm_s),
+    Row("quire_warmed_tokens", "gauge", "Tokens in the prefix cache after the warm-up.", lambda t: t.warm.tokens),
+    Row("quire_warmed_seconds", "gauge", "Seconds that the prefix warm-up took.", lambda t: t.warm.seconds),
     Row(
         "quire_start_seconds",
         "gauge",
@@ -474,60 +478,60 @@ TABLE: tuple[Row, ...] = (
         "quire_lora_slots",
         "gauge",
         "Slots for LoRA adapters whose sequences run, by state: loaded or free.",
-        lambda t: {"loaded": len(t.load.adapters), "free": t.adapter_slots - len(t.load.adapters)},
+        lambda t: {"loaded": len(t.load.adapters), "free": t.lora.slots - len(t.load.adapters)},
         "state",
     ),
     Row(
         "quire_lora_adapters",
         "gauge",
         "LoRA adapters in host memory, by whether a request holds them or they are kept for later ones.",
-        lambda t: {"held": t.adapters().held, "kept": t.adapters().kept},
+        lambda t: {"held": t.lora.counts().held, "kept": t.lora.counts().kept},
         "state",
     ),
     Row(
         "quire_lora_host_bytes",
         "gauge",
         "Bytes of LoRA adapters in host memory, by the same states; --lora-memory-gib limits their sum.",
-        lambda t: {"held": t.adapters().held_bytes, "kept": t.adapters().kept_bytes},
+        lambda t: {"held": t.lora.counts().held_bytes, "kept": t.lora.counts().kept_bytes},
         "state",
     ),
     Row(
         "quire_lora_waiting",
         "gauge",
         "Sequences that wait until their LoRA adapter is in host memory.",
-        lambda t: t.gated_by_adapters,
+        lambda t: t.lora.waiting,
     ),
     Row(
         "quire_lora_loads",
         "counter",
         "LoRA adapters read into host memory, by whether they can be served.",
-        lambda t: {"loaded": t.adapters().loads, "fault": t.adapters().faults},
+        lambda t: {"loaded": t.lora.counts().loads, "fault": t.lora.counts().faults},
         "result",
     ),
     Row(
         "quire_lora_load_seconds",
         "counter",
         "Seconds that the loads of LoRA adapters took.",
-        lambda t: t.adapters().load_s,
+        lambda t: t.lora.counts().load_s,
     ),
     Row(
         "quire_lora_evictions",
         "counter",
         "LoRA adapters evicted from host memory for others.",
-        lambda t: t.adapters().evicted,
+        lambda t: t.lora.counts().evicted,
     ),
     Row(
         "quire_lora_requests",
         "counter",
         "Requests with a LoRA adapter that ended, by its name; 32 names, the rest under other.",
-        lambda t: dict(t.adapter_use.requests),
+        lambda t: dict(t.lora.use.requests),
         "adapter",
     ),
     Row(
         "quire_lora_tokens",
         "counter",
         "Output tokens of requests with a LoRA adapter, by its name as for quire_lora_requests.",
-        lambda t: dict(t.adapter_use.tokens),
+        lambda t: dict(t.lora.use.tokens),
         "adapter",
     ),
     Row(

@@ -125,7 +125,7 @@ def warm(
     telemetry.warming, core.report.totals = False, Totals()  # metrics count what clients asked for
     if prefixes:
         telemetry.warmed(done, core.pool.idle * core.pool.block_size, clock() - began)
-        figures = done, len(prefixes), telemetry.warm_tokens, telemetry.warm_s
+        figures = done, len(prefixes), telemetry.warm.tokens, telemetry.warm.seconds
         log.info("computed %d of %d hot prefixes, %d tokens, in %.2f s", *figures)
     if why:
         log.info("%s prefix warm-up: %s", "stopped" if prefixes else "skipped", why)

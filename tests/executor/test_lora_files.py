@@ -353,3 +353,16 @@ def test_a_thousand_loads_leave_nothing_behind(folders: dict[str, str]) -> None:
     assert not store._by_request
     assert counts.kept_bytes == 2 * size
     store.close()
+
+
+def test_another_base_is_one_warning(base: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The name of the same base, in any case and folder, is none."""
+    for named, warned in (("org/other", True), ("/x/Tiny/", False), ("", False), (None, False)):
+        folder = write_adapter(tmp_path / "a", base, rank=1, targets=("q_proj",), base_model_name_or_path=named)
+        store = AdapterStore(Loader(), MOST, "org/tiny")
+        caplog.clear()
+        store.hold("r", text := source(adapter_id("a", digest_of(folder)), str(folder)))
+        wait_for(store, text)
+        assert store.fault(text) == ""
+        assert [one.levelname for one in caplog.records].count("WARNING") == warned
+        store.close()

@@ -60,9 +60,10 @@ def source(adapter: str, path: str) -> str:
 class AdapterStore:
     """Owner of all adapters in host memory.  Thread-safe; `engine/adapter_gate.py` holds and releases."""
 
-    def __init__(self, pack: Callable[[AdapterFile], PackedAdapter], most_bytes: int) -> None:
-        """`pack` raises AdapterError.  `most_bytes`: of held and kept ones together."""
-        self._pack, self._most_bytes = pack, most_bytes
+    def __init__(self, pack: Callable[[AdapterFile], PackedAdapter], most_bytes: int, base: str = "") -> None:
+        """`pack` raises AdapterError.  `most_bytes`: of held and kept ones together.  `base`: hub name or path of the
+        base model; "": not compared."""
+        self._pack, self._most_bytes, self._base = pack, most_bytes, base
         self._lock = threading.Condition()
         self._adapters: dict[str, Adapter] = {}  # by key
         self._by_request: dict[str, Adapter] = {}
@@ -197,6 +198,11 @@ class AdapterStore:
         file = read_adapter(folder, self._most_bytes)
         if file.digest != digest_part(name):
             raise AdapterError(f"{folder}: its files have changed since they were loaded as {name}: load it again")
+        if not file.config.is_for(self._base):
+            log.warning(
+                "adapter %s was trained on %s; this engine serves %s",
+                *(name, file.config.base_model_name_or_path, self._base),
+            )
         packed = self._pack(file)
         if packed.bytes > self._most_bytes:
             raise AdapterError(
