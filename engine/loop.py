@@ -91,6 +91,7 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     states = StatePool(info.checkpoints) if info.state_bytes else None
     core = Scheduler(pool, limits, HostPool(executor.host_blocks), costs, states)
     core.drafts.drafter = executor.drafter
+    core.drafts.run_ahead, core.drafts.most_drafts = executor.depth > 1, info.draft_tokens
     return core
 
 

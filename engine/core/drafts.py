@@ -13,6 +13,8 @@ Only the first token of such a slice is certain, so:
   * `computed` counts t alone until the result arrives, and then the accepted drafts.
   * Blocks with drafts are sealed when the result has proved their tokens.  Those that hold none are given back.
   * No plan is made while a step with drafts is in flight (`Batch.verifying`): lengths are not known before its result.
+  * Drafts follow the last token, which must be known.  An executor that runs ahead has a step in flight when the next
+    one is planned.  Where drafts pay for its idle time, the plan waits for that step's result (`wait_for_tokens`).
   * A draft takes no block from another sequence.  Without a free one the draft is shorter, or none.
 
 The method: "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications" (arXiv 2411.04975) for drafts
@@ -40,14 +42,21 @@ class Policy(Protocol):
     def choose(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> list[int]:
         """Return how many tokens of each draft to compute, in a step of `seqs` sequences and at most `most` drafts."""
 
+    def pays(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> bool:
+        """Return whether to wait for the step in flight, so that the next one may compute drafts like these.
+
+        They begin with the token that the step in flight samples."""
+
     def least_match(self, seqs: int) -> int:
         """Return the fewest tokens of a match for which drafts may pay in a step of `seqs` sequences."""
 
     def learn(self, seq: Sequence, draft: Draft, computed: int, accepted: int) -> None:
         """`accepted` of the first `computed` tokens of a draft were right."""
 
-    def record(self, seconds: float, seqs: int, tokens: int) -> None:
-        """A step of `seqs` sequences, without prompts, took so long with so many drafts."""
+    def record(self, seconds: float, seqs: int, tokens: int, idle_s: float) -> None:
+        """A step of `seqs` sequences, without prompts, took so long with so many drafts.
+
+        For `idle_s` of these seconds the device waited for the step."""
 
     def forget(self, request: Generate) -> None:
         """A request has ended."""
@@ -96,6 +105,8 @@ class Drafts:
         self._layers = layers
         self.policy = policy
         self.drafter: Drafter | None = None  # None: nothing drafts
+        self.run_ahead = False  # the executor has a step in flight while the next one is planned
+        self.most_drafts = 0  # maximum drafts of a step; 0: as many as it has tokens for
         self._followed: dict[int, Sequence] = {}  # by slot: sequences whose tokens the drafter has
         self._joining: dict[int, Sequence] = {}  # by slot: those whose first token is on its way
         self._found: list[Draft] = []
@@ -116,25 +127,45 @@ class Drafts:
         """Sequences that have drafts now."""
         return len(self._found)
 
+    def wait_for_tokens(self, most: int) -> bool:
+        """Return whether to plan no step before the result of the one in flight, because its tokens' drafts will pay.
+
+        `most`: maximum tokens of the next step in addition to one for each sequence."""
+        if not self._found or not self._batch.late or self._batch.prefilling:
+            return False
+        able = self._able(self._batch.step + 1)
+        if able and self.policy.pays(able, self._batch.decoding, self._bounded(most)):
+            return True
+        self._report.totals.refused_drafts += sum(len(draft.tokens) for _, draft in able)
+        return False
+
     def choose(self, step: int, most: int) -> list[tuple[Sequence, Draft, int]]:
         """Return the drafts that `step` should compute and their lengths, at most `most` tokens together."""
-        found, self._found = self._found, []
-        if not found or self._batch.late:  # the last tokens are still on their way
+        # The last tokens are on their way, or the step has prompts, for which an executor that runs ahead need not wait.
+        if self._batch.late or (self.run_ahead and self._batch.prefilling):
+            self._found = []
             return []
-        able = []
-        for draft in found:
-            if (seq := self._able(draft, step)) is not None:
-                able.append((seq, draft._replace(tokens=draft.tokens[: seq.limit - seq.known - 1])))
-        counts = self.policy.choose(able, self._batch.decoding, most) if able else []
+        able, self._found = self._able(step), []
+        counts = self.policy.choose(able, self._batch.decoding, self._bounded(most)) if able else []
         self._report.totals.refused_drafts += sum(len(draft.tokens) for _, draft in able) - sum(counts)
         return [(seq, draft, count) for (seq, draft), count in zip(able, counts, strict=True) if count]
 
-    def _able(self, draft: Draft, step: int) -> Sequence | None:
-        """Return the sequence of a draft if it decodes in `step` and has no further known token to compute."""
-        seq = self._followed.get(draft.slot)
-        if seq is None or seq.slot != draft.slot or seq.state is not State.DECODING or seq.failed_at == seq.known:
-            return None
-        return seq if seq.known == seq.computed_before(step) + 1 < seq.limit - 1 else None
+    def _bounded(self, most: int) -> int:
+        return min(most, self.most_drafts) if self.most_drafts else most
+
+    def _able(self, step: int) -> list[tuple[Sequence, Draft]]:
+        """Return the drafts of sequences that decode in `step` and have no further known token to compute.
+
+        Steps in flight add a token each to what these know."""
+        able, late = [], self._batch.late
+        for draft in self._found:
+            seq = self._followed.get(draft.slot)
+            if seq is None or seq.slot != draft.slot or seq.state is not State.DECODING or seq.failed_at == seq.known:
+                continue
+            known = seq.known + late
+            if known == seq.computed_before(step) + 1 < seq.limit - 1:
+                able.append((seq, draft._replace(tokens=draft.tokens[: seq.limit - known - 1])))
+        return able
 
     def begin(self, seq: Sequence, draft: Draft, count: int, step: int) -> list[int]:
         """Let a sequence compute its last token and `count` tokens of a draft in `step`.  Returns these.

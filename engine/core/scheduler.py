@@ -228,11 +228,12 @@ class Scheduler:
     def plan(self, now_ms: int) -> StepPlan | None:
         """The next step, or None when there is nothing to compute.  May be called before earlier results are in.
 
-        None as well while a step with drafts is in flight: commit its result first."""
+        None as well while a step with drafts is in flight, and where the next one should have drafts behind the tokens
+        of the one in flight: commit its result first."""
         for request_id in self.requests.expired(now_ms):
             self._end_request(request_id, "deadline")
         builder, batch = self.builder, self.batch
-        if batch.verifying:
+        if batch.verifying or self.drafts.wait_for_tokens(self.limits.step_tokens - batch.decoding):
             return None
         builder.begin_plan(self.limits)
         builder.attend_decoding()
@@ -361,7 +362,8 @@ class Scheduler:
         """Tell the cost models what a step took."""
         if result.step_s and not issued.swaps:
             if issued.drafting and issued.prompt_tokens == issued.drafting + issued.drafts:
-                self.drafts.policy.record(result.step_s, issued.decoding + issued.drafting, issued.drafts)
+                idle_s = max(0.0, result.step_s - result.device_s) if self.drafts.run_ahead else 0.0
+                self.drafts.policy.record(result.step_s, issued.decoding + issued.drafting, issued.drafts, idle_s)
             elif issued.jumps and issued.prompt_tokens == issued.jump_tokens:
                 self.forced.costs.record(result.step_s, issued.decoding + issued.jumps)
             else:

@@ -33,6 +33,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     adapters: bool = False  # it honours Start.adapter
     state_bytes: int = 0  # recurrent state of a sequence; 0: all layers attend
     checkpoints: int = 0  # places for copies of such states
+    draft_tokens: int = 0  # maximum drafts of a step; 0: as many as it has tokens for
 
 
 class StepError(Exception):

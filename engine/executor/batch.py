@@ -82,10 +82,10 @@ class StepTensors:
     decodes: int  # the first so many sequences have one token each
     caches: Caches
     plans: Plans
-    # [N + R] i64: tokens that the N slots sample after, and then the R drafts of the step; None: all T
+    # [N + R] i64: tokens that the N slots sample after, then the R drafts of the step, then padding; None: all T
     logits_at: Tensor | None
     sample_slots: Tensor  # [N] i64; -1: padding
-    known: Tensor  # [N] i64: tokens before the one sampled now
+    known: Tensor  # [N] i64: tokens before the one sampled now, drafts of the slot included
     targets: list[Targets] = field(default_factory=list)
     keeps: Tensor | None = None  # [n, 2] i32: (end, place), copies of recurrent state; None: there are none
     planned: set[tuple[int, ...]] = field(default_factory=set)  # kinds of attention layers that have a plan already
@@ -375,7 +375,7 @@ class Batch:
                 f"a step of {decoding + exact.tokens} tokens in {decoding + len(slices)} sequences, "
                 f"the buffers hold {self._most_tokens} in {len(self.slots)}"
             )
-        shape = exact.padded(self.shapes) if exact.logits == samples else exact
+        shape = exact.padded(self.shapes) if exact.logits == rows else exact
         memory, page = blank(shape)
         page.slots[:decoding] = self._host_slots[:decoding]
         starts = np.array([piece.start for piece in slices], dtype=np.int64)
@@ -492,10 +492,7 @@ class Batch:
             self._decode_inputs(page.slots, page.ids, page.positions, page.kv_indices, page.rows, page.lens)
         known = self._buffers.known[: shape.samples]
         known.copy_(page.lens.index_select(0, page.sample_seqs))
-        rows = shape.samples
-        if mixed.drafts is not None:
-            known -= mixed.drafts.behind
-            rows += len(mixed.drafts.rows)
+        rows = shape.logits - sum(len(targets.at) for targets in mixed.targets)
         return StepTensors(
             input_ids=page.ids[None],
             position_ids=page.positions[None],

@@ -39,7 +39,7 @@ class DraftRows:
     tokens: list[list[int]]  # [D] their drafts
     rows: Array  # [R] i64: the slot of each row behind those of all slots
     known: Tensor  # [R] i64: tokens before the one that the row samples
-    behind: Tensor  # [N] i64: drafts of each slot that samples, by which its length exceeds what it knows
+    behind: Tensor  # [N] i64: drafts of each slot that samples, which `StepTensors.known` counts
     own: Tensor  # [D] i64: the row of each slot among the N
     drafts: Tensor  # [D, K] i64; NO_TOKEN: padding
     at: Tensor  # [D, K + 1] i64: rows of each slot in order, of N + R; padding repeats the first
@@ -109,7 +109,7 @@ def verify(
 ) -> Verified:
     """Sample after the drafts and accept those that are right; launches only.
 
-    logits    [N + R, V]; the first N rows have been sampled
+    logits    [N + R or more, V]; the first N rows have been sampled
     tokens, outcomes  [N] of these; those of drafting slots become the ones behind their accepted drafts
     position  [max_seqs] i64, by slot: that of the last certain token; becomes that of the last accepted draft
     """
@@ -118,7 +118,7 @@ def verify(
     results = torch.empty(extra, dtype=torch.uint8, device=tokens.device)
     table, masks = samplers.draft_table(rows.rows, dict(zip(rows.slots, rows.tokens, strict=True)))
     numbers = torch.arange(extra, dtype=torch.int64, device=tokens.device)
-    ops.sample(logits[count:], numbers, rows.known, table, samplers.general, sampled, results)
+    ops.sample(logits[count : count + extra], numbers, rows.known, table, samplers.general, sampled, results)
     del masks  # the table has their addresses
     all_tokens, all_outcomes = torch.cat([tokens, sampled]), torch.cat([outcomes, results])
     samples, sound = all_tokens[rows.at], all_outcomes[rows.at] == CHOSEN

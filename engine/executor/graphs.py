@@ -6,8 +6,9 @@
                graph   o   o   o   o   o   o         o             any wish
 
 Model and sampling are separate graphs, so that the two ways to sample share one capture of the model.  Steps with
-prompt slices have graphs of the model at a few more sizes (`mixed_ladder`), and use the same graphs of sampling.  All
-take their memory from one pool: graphs run one after another, so each may use what the others used.
+prompt slices have graphs of the model at a few more sizes (`mixed_ladder`), and use the same graphs of sampling.  Where
+sequences draft, steps with drafts have some, too (`draft_shapes`); what samples after drafts is launched.  All take their
+memory from one pool: graphs run one after another, so each may use what the others used.
 """
 
 from __future__ import annotations
@@ -54,6 +55,19 @@ def mixed_ladder(max_seqs: int, step_tokens: int) -> list[Shape]:
         for decodes in sorted({min(size, most) for size in (0, 16, 64, 128, 256, 1024)} if most >= 0 else ()):
             samples = decodes + slices
             shapes.append(Shape(decodes, tokens, slices, samples, samples))
+    return shapes
+
+
+def draft_shapes(max_seqs: int, step_tokens: int) -> list[Shape]:
+    """Sizes of steps with drafts worth a graph: 2 to 512 tokens of slices, each of which has at least 2.
+
+    Logits are computed for all tokens.  Slices need not be equally long, so 8 tokens are 4 slices of 2 or one of 8."""
+    shapes = []
+    for tokens in (2, 4, 8, 16, 32, 64, 128, 256, 512):
+        for slices in sorted({min(tokens // 2, 64), tokens // 2}):
+            most = min(max_seqs - slices, step_tokens - tokens)
+            for decodes in sorted({min(size, most) for size in (0, 4, 8, 16, 32, 64, 128, 256)} if most >= 0 else ()):
+                shapes.append(Shape(decodes, tokens, slices, decodes + slices, decodes + tokens))
     return shapes
 
 

@@ -55,17 +55,17 @@ def device_kind(config: EngineConfig) -> str:
     return auto if config.device == "auto" else config.device
 
 
-def wants_drafts(config: EngineConfig, kind: str, recurrent: bool = False) -> bool:
-    """Return whether sequences draft on a device, "cpu" or "cuda".  Raises ModelLoadError.
+def wants_drafts(config: EngineConfig, recurrent: bool = False) -> bool:
+    """Return whether sequences draft.  Raises ModelLoadError.
 
     `recurrent`: the model has layers whose state cannot go back to the last accepted token."""
     if config.drafts == "off":
         return False
-    why = "the model has recurrent layers" if recurrent else "the device is a GPU" if kind != "cpu" else ""
+    why = "the model has recurrent layers" if recurrent else ""
     if config.tensor_parallel > 1:
         why = f"tensor_parallel is {config.tensor_parallel}"
     if why:
-        raise ModelLoadError(f"drafts is on and {why}: drafts are computed by one rank on a CPU; turn drafts off")
+        raise ModelLoadError(f"drafts is on and {why}: drafts are computed by one rank; turn drafts off")
     return True
 
 
@@ -137,10 +137,11 @@ class LocalExecutor:
             grammars=self._worker.grammars is not None,
             beams=True,
             adapters=self._worker.adapters is not None,
+            draft_tokens=self._worker.draft_tokens,
             **self._worker.state_facts(),
         )
         recurrent = self.info.state_bytes > 0
-        self.drafter: Drafter | None = SuffixDrafter(self.max_seqs) if wants_drafts(config, kind, recurrent) else None
+        self.drafter: Drafter | None = SuffixDrafter(self.max_seqs) if wants_drafts(config, recurrent) else None
         self.blocks, self.host_blocks = self._worker.blocks, self._worker.swap.host_blocks
         self.swap_bytes_per_s = self._worker.swap.measure()
         self.start_parts = {
@@ -224,11 +225,12 @@ class LocalExecutor:
     def _timed(self, result: StepResult, begun: float) -> StepResult:
         """With how long the step took: from when it could begin, since steps run one after another."""
         assert self._worker is not None
-        seconds = (now := time.perf_counter()) - max(begun, self._ended)
-        self._ended = now
+        now, ended = time.perf_counter(), self._ended
+        seconds, self._ended = now - max(begun, ended), now
         if self.depth > 1 and result.device_s:
-            # The device finished earlier: the time until this thread asked is no part of the step.
-            seconds = result.device_s
+            # The device finished earlier: the time until this thread asked is no part of the step.  A step with drafts
+            # waited for the result before it, and the device for this thread: that is part of it.
+            seconds = now - ended if result.accepted else result.device_s
         size, swap_s = self._worker.swap.moved()
         return msgspec.structs.replace(result, step_s=seconds, swapped_bytes=size, swap_s=swap_s)
 

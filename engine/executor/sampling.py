@@ -293,10 +293,18 @@ class SamplerBank:
             constraints, _ = self._following
             masks = constraints.draft_masks(drafts)
             if masks is not None:
-                held = torch.from_numpy(masks).to(self._device)
+                held = self._sent(torch.from_numpy(masks))
                 masked = records["mask"] != 0
                 records["mask"][masked] = held.data_ptr() + np.flatnonzero(masked) * (4 * masks.shape[1])
-        return torch.from_numpy(records.view(np.int64).reshape(len(rows), -1)).to(self._device), held
+        return self._sent(torch.from_numpy(records.view(np.int64).reshape(len(rows), -1))), held
+
+    def _sent(self, values: Tensor) -> Tensor:
+        """Copy to the device without waiting for the work that is queued there; on a CPU return the same memory."""
+        if self._device.type == "cpu":
+            return values
+        there = torch.empty_like(values, device=self._device)
+        send(values, there)
+        return there
 
     def draft_logprobs(
         self, logits: Tensor, slots: Sequence[int], drafts: Sequence[Sequence[int]], at: Tensor, tokens: Tensor

@@ -64,7 +64,8 @@ class StepLaunches:
         count = len(step.sample_slots)
         tokens, outcomes = self._output.tokens[:count], self._output.outcomes[:count]
         if drafts is not None:  # ranks that share the logits get none
-            self._samplers.run(logits[:count], step.sample_slots, step.known, tokens, outcomes, general)
+            known = step.known - drafts.behind
+            self._samplers.run(logits[:count], step.sample_slots, known, tokens, outcomes, general)
             verified = verify(drafts, self._samplers, logits, tokens, outcomes, self._batch.position)
             self._batch.finish(tokens)
             return verified
@@ -77,18 +78,18 @@ class StepLaunches:
         return None
 
     @torch.inference_mode()
-    def peak_bytes(self, max_seqs: int, step_tokens: int, top: int) -> int:
+    def peak_bytes(self, max_seqs: int, step_tokens: int, top: int, drafts: int = 0) -> int:
         """Bytes on a GPU that the largest step takes besides weights and KV cache, measured on an empty step.
 
-        All slots sample, and a prompt is scored with `top` logprobs per position."""
+        All slots sample, `drafts` further tokens have logits, and a prompt is scored with `top` logprobs per position."""
         device = self._model.device
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        shape = Shape(max_seqs - 1, step_tokens - max_seqs + 1, 1, max_seqs, max_seqs)
+        shape = Shape(max_seqs - 1, step_tokens - max_seqs + 1, 1, max_seqs, max_seqs + drafts)
         step = self._batch.mixed_step(self._batch.idle_step(shape))
         forward = self.forward(step)
         logits = self.logits(forward, step.logits_at)
-        self.sample(step, logits, general=True)
+        self.sample(step, logits[:max_seqs], general=True)
         piece = torch.zeros(TARGET_ROWS, dtype=torch.int64, device=device)
         scored = self.score(forward, Targets(0, piece, piece, top))
         torch.cuda.synchronize(device)

@@ -23,15 +23,15 @@ from torch import Tensor
 
 from quire.engine.common import host_resources
 from quire.engine.config import EngineConfig
-from quire.engine.core.plan import StepPlan, StepResult
+from quire.engine.core.plan import Slice, StepPlan, StepResult
 from quire.engine.executor import host_memory, ops
 from quire.engine.executor.batch import Batch, Mixed, Staged
 from quire.engine.executor.candidates import Candidates, find_candidates
 from quire.engine.executor.constraints import IMPOSSIBLE, Constraints
-from quire.engine.executor.drafts import Verified
+from quire.engine.executor.drafts import DraftRows, Verified
 from quire.engine.executor.followers import Follower, advance, forced_tokens
 from quire.engine.executor.grammars import Grammars
-from quire.engine.executor.graphs import ladder, mixed_ladder
+from quire.engine.executor.graphs import draft_shapes, ladder, mixed_ladder
 from quire.engine.executor.host_memory import HostMemory
 from quire.engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, by_shape, bytes_per_token
 from quire.engine.executor.lora.bank import AdapterBank
@@ -57,6 +57,7 @@ log = logging.getLogger(__name__)
 # For clients.
 FAILED = "the model's logits for this token are not finite"
 MOST_LOGPROBS = 20  # likeliest tokens of each position in the memory plan; more take a few bytes each
+MOST_DRAFTS = 448  # of a step on a GPU: 64 sequences with 7 each
 GPU_DEPTH = 2  # steps in flight: the device computes one while the host reads the one before and issues the next
 
 
@@ -128,7 +129,10 @@ class Worker:
         has_graphs = self._gpu and config.graph_seconds > 0
         # Where graphs leave the logits, which are not rounded to the model's dtype.
         columns = self._divided.columns if self._divided is not None else vocab_size
-        rows = max_seqs if has_graphs else 0
+        shapes = mixed_ladder(max_seqs, step_tokens) if self._gpu else []
+        if self.draft_tokens:
+            shapes += draft_shapes(max_seqs, step_tokens)
+        rows = max(max_seqs, *(shape.logits for shape in shapes)) if has_graphs else 0
         graph_logits = torch.zeros(rows, columns, dtype=torch.float32, device=device)
         self._allocate_cache(memory)
         self._launches = self._new_launches(self._batch)
@@ -137,7 +141,7 @@ class Worker:
             self._batch,
             graph_logits,
             sizes=ladder(max_seqs) if self._gpu else [],
-            shapes=mixed_ladder(max_seqs, step_tokens) if self._gpu else [],
+            shapes=shapes,
             seconds=config.graph_seconds,
             agree=ranks.least,
         )
@@ -147,6 +151,8 @@ class Worker:
             self._graphs.postpone()
         elif has_graphs:
             self._graphs.capture()
+        if self.draft_tokens:
+            self._warm_drafts()
         self.graphs_s = time.monotonic() - started  # that graphs took at the start
 
     def _new_states(self, memory: HostMemory, max_seqs: int) -> tuple[States | None, int]:
@@ -221,12 +227,13 @@ class Worker:
             return 0
         batch = self._new_batch(allocate(model.layers, 1, config.block_size, kv_dtype, self.device))
         # A takeover reuses what the engine before it measured.
-        sizes = f"{self.max_seqs} {self._step_tokens} {model.max_model_len} {model.dtype}"
+        sizes = f"{self.max_seqs} {self._step_tokens} {model.max_model_len} {model.dtype} {self.draft_tokens}"
         plan = MemoryPlan(config, model.directory, sizes)
         activations = plan.recall() if config.standby else 0
         if not activations:
             top = min(MOST_LOGPROBS, model.vocab_size)
-            activations = self._new_launches(batch).peak_bytes(self.max_seqs, self._step_tokens, top)
+            sizes_ = self.max_seqs, self._step_tokens, top, self.draft_tokens
+            activations = self._new_launches(batch).peak_bytes(*sizes_)
             plan.remember(activations)
         return activations
 
@@ -248,6 +255,11 @@ class Worker:
     @property
     def _gpu(self) -> bool:
         return bool(self.device.type == "cuda")
+
+    @property
+    def draft_tokens(self) -> int:
+        """Maximum drafts of a step on a GPU, whose memory plan counts their logits; 0: not limited, or none draft."""
+        return MOST_DRAFTS if self._gpu and self._config.drafts == "on" else 0
 
     @property
     def adapters(self) -> AdapterStore | None:
@@ -402,8 +414,10 @@ class Worker:
     def _mixed(self, number: int, mixed: Mixed) -> Launched:
         """Compute prompt slices together with the slots that decode."""
         launches, count = self._launches, len(self._batch.decoding_slots)
-        if mixed.drafts is None and self._graphs.mixed(number, mixed):
-            return Launched(number, self._graphs.logits, self._padded_sampling(count), candidates=mixed.candidates)
+        if not mixed.targets and self._graphs.mixed(number, mixed):
+            drafts = mixed.drafts
+            sampling = self._padded_sampling(count) if drafts is None else self._draft_sampling(drafts)
+            return Launched(number, self._graphs.logits, sampling, candidates=mixed.candidates)
         step = self._batch.mixed_step(mixed)
         forward = launches.forward(step)
         logits = launches.logits(forward, step.logits_at)
@@ -415,6 +429,20 @@ class Worker:
         """Return the launch that samples for `count` slots from the logits of a graph; None: no slot samples."""
         graphs = self._graphs
         return partial(graphs.sample, graphs.padded(count), self._samplers.general) if count else None
+
+    @torch.inference_mode()
+    def _warm_drafts(self) -> None:
+        """Launch once what samples after drafts: loading its kernels must not count as the time of a step."""
+        self._staging.begin_step()
+        rows = DraftRows.stage([Slice(0, 0, [0, 0], drafts=1)], [0], 1, self._staging)
+        self._staging.send()
+        logits = torch.zeros(2, self._loaded.vocab_size, dtype=torch.float32, device=self.device)
+        self._launches.sample(self._batch.decode_step(1), logits, general=True, drafts=rows)
+
+    def _draft_sampling(self, drafts: DraftRows) -> Callable[[], Verified | None]:
+        """Return the launches that sample after drafts from the logits of a graph."""
+        step = self._batch.decode_step(len(drafts.behind))
+        return partial(self._launches.sample, step, self._graphs.logits, self._samplers.general, drafts)
 
     def _pending(self, launched: Launched, logits: Tensor, verified: Verified | None) -> Pending:
         """Copy the step's output to the host, in the background."""

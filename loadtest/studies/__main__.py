@@ -36,6 +36,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "hybrid-hits": (f"{PACKAGE}.hybrid_hits", "count prompt tokens that the cache of a recurrent model finds"),
     "neighbours": (f"{PACKAGE}.neighbours", "time decode steps on a CPU whose cores other processes use, too"),
     "drafting": (f"{PACKAGE}.drafting", "compare tokens/s with drafts and without, in pairs"),
+    "scripted-drafts": (f"{PACKAGE}.scripted_drafts", "compare the same with random weights, by scripted drafts"),
     "quantized": (f"{PACKAGE}.quantized", "compare perplexity and speed of --quantize and --kv-dtype, in pairs"),
 }
 

@@ -24,13 +24,16 @@ class AllDrafts:
             most -= counts[-1]
         return counts
 
+    def pays(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> bool:
+        return most > 0
+
     def least_match(self, seqs: int) -> int:
         return 2
 
     def learn(self, seq: Sequence, draft: Draft, computed: int, accepted: int) -> None:
         self.learnt.append((computed, accepted))
 
-    def record(self, seconds: float, seqs: int, tokens: int) -> None:
+    def record(self, seconds: float, seqs: int, tokens: int, idle_s: float) -> None:
         pass
 
     def forget(self, request: Generate) -> None:

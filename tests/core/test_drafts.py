@@ -130,6 +130,32 @@ def test_no_plan_is_made_while_a_step_with_drafts_is_in_flight() -> None:
     assert rig.executor.drafted > 0
 
 
+@pytest.mark.parametrize("right", [0, 3, 6])
+def test_an_executor_that_runs_ahead_drafts_when_the_last_tokens_are_known(right: int) -> None:
+    """Two steps in flight, without drafts.  Where drafts pay, the scheduler makes no plan before the last result."""
+    rig = drafting_rig(right, depth=2)
+    rig.core.drafts.run_ahead = True
+    for seed in range(3):
+        rig.add(PROMPT, 61, seed=seed, ignore_eos=True)
+    plain = Rig(depth=2)
+    for seed in range(3):
+        plain.add(PROMPT, 61, seed=seed, ignore_eos=True)
+    for each in (rig, plain):
+        each.run()
+    assert rig.answers == plain.answers
+    assert rig.executor.drafted > 0
+    assert rig.core.step <= plain.core.step if right == 0 else rig.core.step <= 60 // (right + 1) + 12
+
+
+def test_a_step_has_no_more_drafts_than_the_executor_takes() -> None:
+    rig = drafting_rig(6)
+    rig.core.drafts.most_drafts = 5
+    for seed in range(4):
+        rig.add(PROMPT, 40, seed=seed, ignore_eos=True)
+    rig.run()
+    counts = [sum(piece.drafts for piece in plan.slices) for plan in rig.plans]
+    assert max(counts) == 5
+
 def test_drafts_take_no_block_from_another_sequence() -> None:
     """In a full pool they are shorter or none, and blocks of refused drafts are free before the next plan."""
     rig = drafting_rig(1, length=6, blocks=16, size=4, admission="none")

@@ -9,6 +9,10 @@ the first d are computed that maximise (n + sum of survivals) / (D(n) + X(d)).  
 than n / D(n) by MARGIN.
 
 Rates are learnt per request and per tenant, source and length of match.  A request begins with its tenant's rates.
+An executor that runs ahead has a step in flight when the next one is planned.  Drafts need that step's result, so the
+device is idle until the next plan arrives.  The measured time of a step with drafts includes this.  `pays` also counts
+the second such pause, behind the last step with drafts, and asks whether the token in flight will be the one guessed.
+
 If all drafts were refused, nothing would be learnt any more.  So refused steps save a small part of their time, and
 when that pays for a step with few drafts, one is computed (a probe).
 """
@@ -53,14 +57,20 @@ class _Rate:
 
 @dataclass(slots=True)
 class _Extra:
-    """What drafts add to steps of about as many sequences: seconds by bit length of their number."""
+    """What drafts add to steps of about as many sequences: seconds by bit length of their number.
+
+    A first reading may be far too long, and little would be drafted to correct it.  So the second may replace it."""
 
     seconds: dict[int, float] = field(default_factory=dict)
     tokens: dict[int, float] = field(default_factory=dict)  # moving average of the drafts of the same steps
+    readings: dict[int, int] = field(default_factory=dict)
 
     def record(self, tokens: int, extra: float, alone: float) -> None:
         size = tokens.bit_length()
-        known = self.seconds.setdefault(size, extra)
+        known = self.seconds.get(size, extra)
+        self.readings[size] = self.readings.get(size, 0) + 1
+        if self.readings[size] == 2:
+            known = min(known, extra)
         self.seconds[size] = known + FRESH * (min(extra, OUTLIER * max(known, alone)) - known)
         count = self.tokens.setdefault(size, float(tokens))
         self.tokens[size] = count + FRESH * (tokens - count)
@@ -98,6 +108,7 @@ class DraftController:
         self._overall = [_Rate() for _ in MATCHES]  # rates of all tenants together, by class of match
         self._searches = 0
         self._saved_s = 0.0  # seconds that steps without drafts have put by for probes
+        self._idle_s = 0.0  # moving average of the seconds that the device waits for a step with drafts
 
     # ------------------------------------------------------------------------------------------------------- learning
 
@@ -108,9 +119,13 @@ class DraftController:
         self._tenant_rate(seq.request.tenant, draft).add(accepted, tried)
         self._overall[_class(draft)].add(accepted, tried)
 
-    def record(self, seconds: float, seqs: int, tokens: int) -> None:
-        """Learn from a step of `seqs` sequences, without prompts, that computed `tokens` drafts."""
+    def record(self, seconds: float, seqs: int, tokens: int, idle_s: float) -> None:
+        """Learn from a step of `seqs` sequences, without prompts, that computed `tokens` drafts.
+
+        For `idle_s` of its seconds the device waited for it."""
         self._step_cost.mixed_steps += 1
+        known = self._idle_s or idle_s
+        self._idle_s = known + FRESH * (min(idle_s, OUTLIER * known) - known)
         if alone := self._step_cost.decode_s(seqs):
             extra = self._extra.setdefault(seqs.bit_length(), _Extra())
             extra.record(tokens, max(0.0, seconds - alone), alone)
@@ -143,19 +158,31 @@ class DraftController:
         counts, gain = self._best(rates, lengths, seqs, most)
         return counts if gain else self._probe(lengths, seqs, most)
 
+    def pays(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> bool:
+        """Return whether to wait for the step in flight, so that the next one may compute drafts like these."""
+        rates = [self._rate(seq, draft) for seq, draft in drafts]
+        lengths = [len(draft.tokens) for _, draft in drafts]
+        _, gain = self._best(rates, lengths, seqs, most, waits=True)
+        return gain or self._probe_size(lengths, seqs, most) > 0
+
     def extra_s(self, seqs: int, tokens: int) -> float:
         """Seconds that `tokens` drafts add to a step of `seqs` sequences, as far as is known."""
         token_s = self._step_cost.token_s
         extra = self._extra.get(seqs.bit_length())
         return extra.of(tokens, token_s) if extra is not None else tokens * token_s
 
-    def _best(self, rates: list[float], lengths: list[int], seqs: int, most: int) -> tuple[list[int], bool]:
-        """Return the counts with the maximum tokens per second, and whether they pay."""
+    def _best(
+        self, rates: list[float], lengths: list[int], seqs: int, most: int, *, waits: bool = False
+    ) -> tuple[list[int], bool]:
+        """Return the counts with the maximum tokens per second, and whether they pay.
+
+        `waits`: the token before the drafts is in flight, a guess like them."""
         counts = [0] * len(rates)
         alone = self._step_cost.decode_s(seqs)
         if not alone or most <= 0:  # nothing is measured yet: compute a few
             return counts, False
-        ranked = [(-rate, at) for at, rate in enumerate(rates)]
+        ranked = [(-rate * rate if waits else -rate, at) for at, rate in enumerate(rates)]
+        idle = self._idle_s if waits else 0.0
         heapify(ranked)
         expected, tokens, best, best_tokens = float(seqs), 0, MARGIN * seqs / alone, 0
         order = []
@@ -166,7 +193,7 @@ class DraftController:
             tokens += 1
             expected += survival
             heapreplace(ranked, (-survival * rates[at] if counts[at] < lengths[at] else 0.0, at))
-            if (speed := expected / (alone + self.extra_s(seqs, tokens))) > best:
+            if (speed := expected / (alone + idle + self.extra_s(seqs, tokens))) > best:
                 best, best_tokens = speed, tokens
         for at in order[best_tokens:]:
             counts[at] -= 1
@@ -175,14 +202,20 @@ class DraftController:
     def _probe(self, lengths: list[int], seqs: int, most: int) -> list[int]:
         """Return the counts of a probe if steps without drafts have saved the time for it, else none."""
         counts = [0] * len(lengths)
+        if count := self._probe_size(lengths, seqs, most):
+            self._saved_s = 0.0
+            counts[lengths.index(max(lengths))] = count
+        return counts
+
+    def _probe_size(self, lengths: list[int], seqs: int, most: int) -> int:
+        """Save time for probes.  Returns the drafts of the one that is due; 0: none is."""
         self._saved_s += PROBES * self._step_cost.decode_s(seqs)
         count = min(PROBE_TOKENS, most, max(lengths))
-        measured = seqs.bit_length() in self._extra
-        if count <= 0 or (measured and self.extra_s(seqs, count) > self._saved_s):
-            return counts
-        self._saved_s = 0.0
-        counts[lengths.index(max(lengths))] = count
-        return counts
+        extra = self._extra.get(seqs.bit_length())
+        measured = extra is not None and sum(extra.readings.values()) > 1
+        if count <= 0 or (measured and self.extra_s(seqs, count) + self._idle_s > self._saved_s):
+            return 0
+        return count
 
     def _rate(self, seq: Sequence, draft: Draft) -> float:
         """Probability that a token of a draft is accepted if those before it are."""

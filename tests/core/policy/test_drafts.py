@@ -31,7 +31,7 @@ def controller(seqs: int, draft_s: float, fixed_s: float = 0.0) -> DraftControll
     made = DraftController(costs)
     for _ in range(40):
         for tokens in (1, 2, 4, 8, 16, 32, 64):
-            made.record(DECODE_S + fixed_s + tokens * draft_s, seqs, tokens)
+            made.record(DECODE_S + fixed_s + tokens * draft_s, seqs, tokens, 0.0)
     return made
 
 
@@ -106,3 +106,35 @@ def test_costs_between_and_beyond_the_measured_ones_grow_with_the_drafts() -> No
     assert costs == sorted(costs)
     assert costs[23] == pytest.approx(0.002 + 24 * 0.001, rel=0.2)
     assert costs[98] == pytest.approx(0.002 + 99 * 0.001, rel=0.2)
+
+
+def test_waiting_for_the_step_in_flight_must_pay_as_well() -> None:
+    """The same drafts: they pay behind known tokens, but not for the idle device that a wait for a token costs."""
+    control, (seq, *_) = controller(8, DECODE_S / 8 / 10), sequences(1)
+    teach(control, seq, LENGTH)
+    assert control.pays([(seq, draft(0))], 8, 100)
+    for _ in range(60):
+        control.record(DECODE_S, 8, 4, idle_s=DECODE_S)
+    assert control.choose([(seq, draft(0))], 8, 100) == [LENGTH]
+    assert not control.pays([(seq, draft(0))], 8, 100)
+
+
+def test_a_probe_waits_for_the_step_in_flight_seldom() -> None:
+    control, (seq, *_) = controller(8, DECODE_S), sequences(1)
+    teach(control, seq, 0)
+    waits = sum(control.pays([(seq, draft(0))], 8, 100) and any(control.choose([(seq, draft(0))], 8, 100)) for _ in range(2000))
+    assert 0 < waits <= 2000 / 200 + 1
+
+
+def test_a_first_reading_that_is_far_too_long_is_corrected_at_once() -> None:
+    """As of a step that loaded kernels: the next drafts are computed all the same, and count in its place."""
+    costs = StepCostModel()
+    for _ in range(40):
+        costs.record_step(DECODE_S, 4, 0)
+    control, (seq, *_) = DraftController(costs), sequences(1)
+    teach(control, seq, LENGTH)
+    for seconds in (100 * DECODE_S, 1.1 * DECODE_S):
+        counts = control.choose([(seq, draft(0))], 4, 100)
+        assert any(counts)
+        control.record(seconds, 4, sum(counts), 0.0)
+    assert any(control.choose([(seq, draft(0))], 4, 100))

@@ -1,0 +1,242 @@
+"""Compare tokens per second with drafts and without on a model with random weights, whose drafts follow a script.
+
+    python -m quire.loadtest.studies scripted-drafts SHAPE --load random [--streams 1,4,8] [--new 128] [--rounds 2]
+
+and any option of an engine; `--drafts on` is implied.  `python -m quire.loadtest.studies shapes` writes a SHAPE.
+
+Random weights say nothing that a drafter could find.  So requests sample at a temperature of a million: their tokens
+depend on seed and position alone.  A run without drafts finds the tokens.  A script then drafts them, and makes a
+mistake where chance says so.  Each text is a share of positions that have drafts, in spans of a length, and the
+probability that a token of a draft is right if those before it are:
+
+    rewrite   every position has drafts; a token is right with 0.92
+    quote     half of them, in spans of 32 tokens; 0.88
+    prose     a tenth, in spans of 2, by short matches; 0.3
+
+The controller decides what is computed, from measured times, and the real drafter searches as well, for its time.
+Runs with drafts and without take turns.  `ramp` is prose of which 1, 2, 4, ... to the greatest number of streams begin
+16 steps apart.  Prints one line of JSON: by text and streams the median of tokens/s with drafts over without,
+tokens/s without drafts, tokens per step of a stream, the share of computed drafts that were accepted, the mean ms of
+a step with drafts and of one without, and ms for which the device waited for a step with drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence as Tokens
+from typing import NamedTuple
+
+import msgspec
+
+from quire.engine.common import settings
+from quire.engine.common.errors import OperatorError
+from quire.engine.config import EngineConfig
+from quire.engine.core.batch import IssuedPlan
+from quire.engine.core.plan import Draft, Drafter, StepResult
+from quire.engine.executor import loading
+from quire.engine.llm import LLM
+from quire.engine.loop import ConfigError
+from quire.engine.tools.bench import prefill, prompt, say
+from quire.engine.wire.messages import Sampling
+
+HOT = 1e6  # a temperature at which every token is as probable as any other
+LENGTH = 24  # maximum tokens of a draft, as the real drafter gives them
+WAVE = 16  # steps between two waves of the ramp
+
+
+class Text(NamedTuple):
+    """What kind of text a script makes of random tokens."""
+
+    share: float  # of positions with drafts
+    span: int  # positions with drafts in a row
+    right: float  # probability that a token of a draft is right if those before it are
+    match: int  # tokens of a match
+
+
+TEXTS = {"rewrite": Text(1.0, 64, 0.92, 16), "quote": Text(0.5, 32, 0.88, 8), "prose": Text(0.1, 2, 0.3, 2)}
+
+
+class ScriptedDrafter:
+    """Drafts what the script says, beside a real drafter, whose drafts are dropped."""
+
+    def __init__(self, real: Drafter, vocab_size: int) -> None:
+        self._real, self._vocab_size = real, vocab_size
+        self._scripts: dict[tuple[int, ...], list[list[int]]] = {}  # drafts by output position, of each prompt
+        self._followed: dict[int, tuple[list[list[int]], int]] = {}  # by slot: its script, tokens of its prompt
+        self._known: dict[int, int] = {}  # by slot: tokens that its sequence has
+        self._changed: set[int] = set()
+        self._match = 0
+
+    def follow(self, text: Text, answers: dict[tuple[int, ...], list[int]], seed: int) -> None:
+        """Write the scripts of these answers, by the first tokens of their prompts."""
+        self._match, draw = text.match, random.Random(seed)
+        self._scripts = {key: self._script(text, answer, draw) for key, answer in answers.items()}
+
+    def _script(self, text: Text, answer: list[int], draw: random.Random) -> list[list[int]]:
+        script = list[list[int]]()
+        while len(script) < len(answer):
+            span, has_drafts = range(len(script), len(script) + text.span), draw.random() < text.share
+            script += [self._draft(text, answer, at, draw) if has_drafts else [] for at in span]
+        return script
+
+    def _draft(self, text: Text, answer: list[int], at: int, draw: random.Random) -> list[int]:
+        tokens = answer[at : at + min(LENGTH, text.match)]
+        for place, token in enumerate(tokens):
+            if draw.random() > text.right:
+                tokens[place] = (token + 1) % self._vocab_size
+                break
+        return tokens
+
+    def begin(self, slot: int, owner: str, tokens: list[int], prompt_len: int, predicted: list[int]) -> None:
+        self._real.begin(slot, owner, tokens, prompt_len, predicted)
+        self._followed[slot], self._known[slot] = (self._scripts.get(key_of(tokens), []), prompt_len), len(tokens)
+        self._changed.add(slot)
+
+    def extend(self, slot: int, tokens: list[int]) -> None:
+        self._real.extend(slot, tokens)
+        self._known[slot] = len(tokens)
+        self._changed.add(slot)
+
+    def find(self, slots: list[int], tokens: list[int], least: int) -> list[Draft]:
+        self._real.find(slots, tokens, least)
+        for slot in slots:
+            if slot in self._known:
+                self._known[slot] += 1
+                self._changed.add(slot)
+        changed, self._changed = self._changed, set()
+        found = []
+        for slot in changed if self._match >= least else ():
+            script, prompt_len = self._followed[slot]
+            if (at := self._known[slot] - prompt_len) < len(script) and script[at]:
+                found.append(Draft(slot, script[at], self._match, 0))
+        return found
+
+    def end(self, slot: int, *, keep: bool) -> None:
+        self._real.end(slot, keep=keep)
+        del self._followed[slot], self._known[slot]
+        self._changed.discard(slot)
+
+    def close(self) -> None:
+        self._real.close()
+
+
+def key_of(prompt_tokens: Tokens[int]) -> tuple[int, ...]:
+    return tuple(prompt_tokens[:8])
+
+
+class Run(NamedTuple):
+    """One run of the requests of a round."""
+
+    seconds: float
+    steps: list[tuple[bool, float, float]]  # of decode steps: with drafts, seconds, seconds on the device
+    drafted: int
+    accepted: int
+    answers: dict[tuple[int, ...], list[int]]
+
+
+def run(llm: LLM, prompts: list[list[int]], new: int, waves: list[int], drafter: Drafter | None) -> Run:
+    """Answer the prompts; waves: how many begin at once, WAVE steps apart.  A single wave is timed without prefill."""
+    core, totals = llm.engine.core, llm.engine.core.report.totals
+    core.drafts.drafter = drafter
+    before = sum(totals.drafted_tokens.values()), sum(totals.accepted_drafts.values())
+    steps: list[tuple[bool, float, float]] = []
+    record = core._record_times
+
+    def note(result: StepResult, issued: IssuedPlan) -> None:
+        if issued.prompt_tokens == issued.drafting + issued.drafts:
+            steps.append((issued.drafting > 0, result.step_s, result.device_s))
+        record(result, issued)
+
+    core._record_times = note  # type: ignore[method-assign]
+    left = list(enumerate(prompts))
+    completions, began, next_wave = [], time.perf_counter(), 0
+    while left or llm.unfinished:
+        if left and core.step >= next_wave:
+            for seed, ids in left[: waves[0]]:
+                sampling = Sampling(temperature=HOT, seed=seed, ignore_eos=True)
+                completions.append(llm.submit(ids, sampling, max_new_tokens=new))
+            left, next_wave = left[waves[0] :], core.step + WAVE
+            if not left and len(waves) == 1:
+                prefill(llm)
+                began = time.perf_counter()
+                steps.clear()
+            waves = waves[1:]
+        llm.step()
+    seconds = time.perf_counter() - began
+    core._record_times = record  # type: ignore[method-assign]
+    core.drafts.drafter = None
+    answers = {key_of(each.prompt_token_ids): each.outputs[0].token_ids for each in completions}
+    after = sum(totals.drafted_tokens.values()), sum(totals.accepted_drafts.values())
+    return Run(seconds, steps, after[0] - before[0], after[1] - before[1], answers)
+
+
+def compare(
+    llm: LLM, drafter: ScriptedDrafter, text: Text, waves: list[int], new: int, rounds: int, length: int
+) -> dict[str, float]:
+    """Return what the docstring says.  Raises ConfigError if drafts changed a text."""
+    vocab, streams = llm.executor.info.vocab_size, sum(waves)
+    prompts = [prompt(length, vocab, seed) for seed in range(streams)]
+    first = run(llm, prompts, new, waves, None)  # warm, and finds the tokens
+    plain, drafted = [], []
+    for at in range(rounds):
+        drafter.follow(text, first.answers, at)
+        for drafts in (at % 2 == 0, at % 2 == 1):
+            (drafted if drafts else plain).append(run(llm, prompts, new, waves, drafter if drafts else None))
+    if any(each.answers != first.answers for each in (*plain, *drafted)):
+        raise ConfigError("drafts changed a text")
+    total = sum(each.drafted for each in drafted)
+    steps = [step for each in drafted for step in each.steps]
+    with_drafts = [step for step in steps if step[0]]
+    alone = [seconds for each in plain for _, seconds, _ in each.steps]
+    ratios = [one.seconds / other.seconds for one, other in zip(plain, drafted, strict=True)]
+    return {
+        "median": round(statistics.median(ratios), 3),
+        "minimum": round(min(ratios), 3),
+        "tokens_per_s_without": round(new * streams / statistics.median(each.seconds for each in plain), 1),
+        "tokens_per_step": round(new * rounds / max(1, len(steps)), 2),
+        "accepted": round(sum(each.accepted for each in drafted) / total, 3) if total else 0.0,
+        "drafts_per_step": round(total / max(1, len(with_drafts)), 1),
+        "steps_with_drafts": round(len(with_drafts) / max(1, len(steps)), 3),
+        "ms_without": round(1000 * statistics.fmean(alone), 3),
+        "ms_with": round(1000 * statistics.fmean(step[1] for step in with_drafts), 3) if with_drafts else 0.0,
+        "ms_idle": round(1000 * statistics.fmean(step[1] - step[2] for step in with_drafts), 3) if with_drafts else 0.0,
+    }
+
+
+def main(argv: list[str]) -> int:
+    """2 with one line on stderr when the model can't be loaded, or drafts changed a text."""
+    name = "python -m quire.loadtest.studies scripted-drafts"
+    parser = argparse.ArgumentParser(prog=name, add_help=False)
+    parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 8])
+    parser.add_argument("--texts", type=lambda text: text.split(","), default=[*TEXTS])
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--ramp", type=int, default=0, help="its greatest number of streams; 0: no ramp")
+    own, rest = parser.parse_known_args(argv)
+    config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
+    config = msgspec.structs.replace(config, drafts="on", prefix_cache=False)
+    found: dict[str, dict[str, float]] = {}
+    try:
+        llm = LLM.over(config, loading.load(config))
+        real = llm.engine.core.drafts.drafter
+        assert real is not None
+        drafter = ScriptedDrafter(real, llm.executor.info.vocab_size)
+        jobs = [(f"{kind}, {streams} streams", kind, [streams]) for streams in own.streams for kind in own.texts]
+        if own.ramp:
+            waves = [1, *(2**power for power in range(own.ramp.bit_length() - 1))]
+            jobs.append((f"ramp, prose, 1 to {own.ramp} to 1 streams", "prose", waves))
+        for title, kind, waves in jobs:
+            found[title] = compare(llm, drafter, TEXTS[kind], waves, own.new, own.rounds, own.prompt)
+            say(f"{title}: {found[title]}")
+        llm.close()
+    except OperatorError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    print(msgspec.json.encode({"model": config.model, "texts": found}).decode())
+    return 0
