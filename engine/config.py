@@ -279,11 +279,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     drafts: Annotated[
         Literal["on", "off"],
         Meta(
-            description="Speculative decoding on a CPU: guess the next tokens from the request's own text and the "
+            description="Speculative decoding: guess the next tokens from the request's own text and the "
             "tenant's recent answers, compute them together and keep those that decoding would sample. The text stays "
             "the same, and drafts are computed where they pay by the times measured so far. Turn it on where answers "
             "repeat known text: edits, quotes, agent loops. off, the default: its cost on other text is not measured "
-            "yet. GPUs, several ranks and recurrent layers are refused."
+            "yet. Several ranks and recurrent layers are refused."
         ),
     ] = "off"
     itl_stretch: Annotated[

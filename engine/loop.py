@@ -146,6 +146,7 @@ class Engine:
         self._plan(record)
         self._run(record)
         self._commit(record)
+        self._refill(record)
         self._publish(record)
         self._observe(record)
 
@@ -209,6 +210,17 @@ class Engine:
             self.core.commit(record.result)
             self._load.pace.step(record.marks[-1])
         record.marks.append(time.monotonic())
+
+    def _refill(self, record: TurnRecord) -> None:
+        """Submit the next step before the outputs are published, if the device waits for it.
+
+        A device that usually runs ahead waits for a step with drafts: that is planned when all results are in."""
+        if record.result is None or record.plan is not None or self._in_flight or self.executor.depth == 1:
+            return
+        if not self._outbox.full and (plan := self.core.plan(record.now_ms)) is not None:
+            record.plan, record.running = plan, self.core.running
+            self.executor.submit(plan)
+            self._in_flight += 1
 
     def _publish(self, record: TurnRecord) -> None:
         """Hand the outputs and the state of the engine to the outbox."""

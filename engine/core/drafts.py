@@ -141,7 +141,7 @@ class Drafts:
 
     def choose(self, step: int, most: int) -> list[tuple[Sequence, Draft, int]]:
         """Return the drafts that `step` should compute and their lengths, at most `most` tokens together."""
-        # The last tokens are on their way, or the step has prompts, for which an executor that runs ahead need not wait.
+        # The last tokens are on their way, or the step has prompts, for which the executor can run ahead.
         if self._batch.late or (self.run_ahead and self._batch.prefilling):
             self._found = []
             return []

@@ -35,6 +35,7 @@ from quire.engine.executor import ops
 from quire.engine.executor.drafts import DraftRows
 from quire.engine.executor.kv_cache import Caches
 from quire.engine.executor.lora.bank import AdapterBank
+from quire.engine.executor.shapes import Shape, Shapes
 from quire.engine.executor.staging import Array, Staging
 
 
@@ -99,27 +100,6 @@ class StepTensors:
             ops.attention_plan(self.q_start, self.lens, self.decodes, *kind, buffer)
             self.planned.add(kind)
         return buffer
-
-
-class Shape(NamedTuple):
-    """How large the tensors of a step with slices are."""
-
-    decodes: int  # slots that decode, one token each
-    tokens: int  # of all slices
-    slices: int
-    samples: int  # slots that sample
-    logits: int  # wanted, of theirs and of targets
-
-    def holds(self, other: Shape) -> bool:
-        """Whether padding makes `other` this."""
-        return all(mine >= its for mine, its in zip(self, other, strict=True))
-
-    def padded(self, shapes: Sequence[Shape]) -> Shape:
-        """Return the shape that holds this one with the fewest tokens to compute; this one if none holds it.
-
-        The time of a step grows with its tokens, whether they decode or belong to slices."""
-        fits = [shape for shape in shapes if shape.holds(self)]
-        return min(fits, key=lambda shape: (shape.decodes + shape.tokens, shape), default=self)
 
 
 class Page(NamedTuple):
@@ -246,7 +226,8 @@ class Batch:
         self._host_tables = np.zeros(
             self.tables.shape, dtype=np.int32
         )  # as `tables`, to find where the keys of slices go
-        self.shapes: list[Shape] = []  # steps with slices are padded to one of these where one holds them
+        self.shapes = Shapes()  # steps with slices are padded to one of these where one holds them
+        self._pages: dict[Shape, Page] = {}  # those of padded steps, which always lie at the same addresses
         self.reset()
 
     def reset(self) -> None:
@@ -375,7 +356,7 @@ class Batch:
                 f"a step of {decoding + exact.tokens} tokens in {decoding + len(slices)} sequences, "
                 f"the buffers hold {self._most_tokens} in {len(self.slots)}"
             )
-        shape = exact.padded(self.shapes) if exact.logits == rows else exact
+        shape = self.shapes.padded(exact) if exact.logits == rows else exact
         memory, page = blank(shape)
         page.slots[:decoding] = self._host_slots[:decoding]
         starts = np.array([piece.start for piece in slices], dtype=np.int64)
@@ -386,12 +367,16 @@ class Batch:
         page.ids[fresh] = np.fromiter(chain.from_iterable(piece.token_ids for piece in slices), np.int64, exact.tokens)
         page.positions[fresh] = positions
         page.kv_indices[fresh] = blocks * self._block_size + positions % self._block_size
-        sequences = slice(shape.decodes, shape.decodes + len(slices))
-        page.rows[sequences] = slots
-        page.lens[sequences] = starts + sizes
         ends = shape.decodes + np.cumsum(sizes)
         page.q_start[shape.decodes + 1 :] = ends[-1]
-        page.q_start[shape.decodes + 1 :][: len(slices)] = ends
+        if self.shapes.is_split(shape):
+            sequences = ends - 1  # sequence of each slice's last token
+            page.rows[fresh], page.lens[fresh] = np.repeat(slots, sizes), positions + 1
+            page.q_start[fresh] = np.arange(fresh.start, fresh.stop)
+        else:
+            sequences = np.arange(shape.decodes, shape.decodes + len(slices))
+            page.rows[sequences], page.lens[sequences] = slots, starts + sizes
+            page.q_start[shape.decodes + 1 :][: len(slices)] = ends
 
         # Logits are computed for every slot that samples, in the order of `slots`.  First are those that decode, then
         # slices that reach their last known token, then forks, which read their parent's logits again.  Slices
@@ -404,13 +389,13 @@ class Batch:
         drafts = np.array([piece.drafts for piece in slices], dtype=np.int64)
         page.logits_at[decoding:samples] = (ends - 1 - drafts)[read]
         page.logits_at[samples:rows] = ramps(ends - drafts, drafts.tolist())
-        page.sample_seqs[decoding:samples] = np.array(read, dtype=np.int64) + shape.decodes
+        page.sample_seqs[decoding:samples] = sequences[read]
         at = rows
         for piece, end, size in zip(slices, ends.tolist(), sizes, strict=True):
             page.logits_at[at : at + len(piece.targets)] = np.arange(end - size, end - size + len(piece.targets))
             at += len(piece.targets)
 
-        there = Page.over(staging.stage_array(memory), shape, torch.int32)
+        there = self._stage_page(memory, shape)
         targets = self._targets(slices, there.logits_at[rows:])
         joined = None
         if asking:
@@ -418,6 +403,16 @@ class Batch:
             joined = staging.stage_array(np.array(self._order[decoding:], dtype=np.int64)), staging.stage_array(last)
         draft_rows = DraftRows.stage(slices, self._order, samples, staging) if rows > samples else None
         return Mixed(shape, there, joined, targets, candidates, draft_rows, self._keeps(slices, ends.tolist()))
+
+    def _stage_page(self, memory: Array, shape: Shape) -> Page:
+        """Stage a page, before anything else of its step."""
+        there = self._staging.stage_array(memory)
+        page = self._pages.get(shape)
+        if page is None or page.ids.data_ptr() != there.data_ptr():
+            page = Page.over(there, shape, torch.int32)
+            if shape in self.shapes:
+                self._pages[shape] = page
+        return page
 
     def _targets(self, slices: list[Slice], logits_at: Tensor) -> list[Targets]:
         """Return the prompt logprobs that the slices want.  `logits_at`: tokens before their targets, one slice after
@@ -501,7 +496,7 @@ class Batch:
             rows=page.rows,
             q_start=page.q_start,
             lens=page.lens,
-            decodes=shape.decodes,
+            decodes=len(page.rows) if self.shapes.is_split(shape) else shape.decodes,
             caches=self._caches,
             plans=self._plans,
             logits_at=page.logits_at[:rows],
@@ -515,9 +510,16 @@ class Batch:
     def idle_step(self, shape: Shape) -> Mixed:
         """A step of that shape and of no effect: it writes no key and attends to nothing."""
         self._staging.begin_step()
-        page = Page.over(self._staging.stage_array(blank(shape)[0]), shape, torch.int32)
+        page = self._stage_page(blank(shape)[0], shape)
         self._staging.send()
         return Mixed(shape, page, None, [])
+
+    def idle_drafts(self) -> DraftRows:
+        """A draft of slot 0, which is not in use."""
+        self._staging.begin_step()
+        rows = DraftRows.stage([Slice(0, 0, [0, 0], drafts=1)], [0], 1, self._staging)
+        self._staging.send()
+        return rows
 
     def finish(self, tokens: Tensor) -> None:
         """Store the tokens [N] i64 that the first N slots sampled, as the next step's input."""

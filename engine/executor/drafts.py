@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -50,26 +51,24 @@ class DraftRows:
         """`order`: the slots that sample, as the step's rows have them.  `samples`: rows before the drafts' own."""
         slices = [piece for piece in slices if piece.drafts]
         place = {slot: at for at, slot in enumerate(order)}
-        sizes = [piece.drafts for piece in slices]
-        total, most = sum(sizes), max(sizes)
-        rows, known = np.empty(total, np.int64), np.empty(total, np.int64)
+        slots, sizes = [piece.slot for piece in slices], np.array([piece.drafts for piece in slices])
+        own = np.array([place[slot] for slot in slots], np.int64)
+        starts, firsts = np.array([piece.start for piece in slices]), np.cumsum(sizes) - sizes
+        most, total = int(sizes.max()), int(sizes.sum())
         behind = np.zeros(samples, np.int64)
-        own = np.array([place[piece.slot] for piece in slices], np.int64)
         behind[own] = sizes
+        known = np.repeat(starts + 2 - firsts, sizes) + np.arange(total)
+        each = np.arange(most)
+        exists = each < sizes[:, None]
         drafts = np.full((len(slices), most), NO_TOKEN, np.int64)
+        drafts[exists] = np.fromiter(chain.from_iterable(piece.token_ids[1:] for piece in slices), np.int64, total)
         at = np.repeat(own[:, None], most + 1, axis=1)
-        first = 0
-        for number, piece in enumerate(slices):
-            end, count = first + piece.drafts, piece.drafts
-            rows[first:end] = piece.slot
-            known[first:end] = np.arange(piece.start + 2, piece.start + 2 + count)
-            drafts[number, :count] = piece.token_ids[1:]
-            at[number, 1 : count + 1] = np.arange(samples + first, samples + end)
-            first = end
-        slots = [piece.slot for piece in slices]
-        put = staging.stage_array
-        tensors = put(known), put(behind), put(own), put(drafts), put(at), put(np.array(slots, np.int64))
-        return cls(slots, [piece.token_ids[1:] for piece in slices], rows, *tensors)
+        at[:, 1:][exists] = np.arange(samples, samples + total)
+        arrays = known, behind, own, drafts, at, np.array(slots, np.int64)
+        staged = staging.stage_array(np.concatenate([array.ravel() for array in arrays]))
+        parts = staged.split([array.size for array in arrays])
+        tensors = parts[0], parts[1], parts[2], parts[3].view(drafts.shape), parts[4].view(at.shape), parts[5]
+        return cls(slots, [piece.token_ids[1:] for piece in slices], np.repeat(slots, sizes), *tensors)
 
 
 @dataclass(frozen=True, slots=True)

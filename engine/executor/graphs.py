@@ -6,9 +6,9 @@
                graph   o   o   o   o   o   o         o             any wish
 
 Model and sampling are separate graphs, so that the two ways to sample share one capture of the model.  Steps with
-prompt slices have graphs of the model at a few more sizes (`mixed_ladder`), and use the same graphs of sampling.  Where
-sequences draft, steps with drafts have some, too (`draft_shapes`); what samples after drafts is launched.  All take their
-memory from one pool: graphs run one after another, so each may use what the others used.
+prompt slices have graphs of the model at a few more sizes (`mixed_ladder`), and use the same graphs of sampling.  Steps
+with drafts have some, too (`draft_shapes`); their sampling is launched.  All take their memory from one pool: graphs
+run one after another, so each may use what the others used.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import torch
 
-from quire.engine.executor.batch import Shape
 from quire.engine.executor.progress import Progress
+from quire.engine.executor.shapes import Shape
 
 log = logging.getLogger(__name__)
+SPLIT = 16  # tokens of drafting sequences up to which attention takes each for a sequence
 Key = TypeVar("Key")
 
 
@@ -61,22 +62,29 @@ def mixed_ladder(max_seqs: int, step_tokens: int) -> list[Shape]:
 def draft_shapes(max_seqs: int, step_tokens: int) -> list[Shape]:
     """Sizes of steps with drafts worth a graph: 2 to 512 tokens of slices, each of which has at least 2.
 
-    Logits are computed for all tokens.  Slices need not be equally long, so 8 tokens are 4 slices of 2 or one of 8."""
+    Logits are computed for all tokens.  Slices need not be equally long: 32 tokens are 16 slices of 2 or one of 32.
+    Up to SPLIT tokens, attention takes each for a sequence of its own (`Shapes.is_split`)."""
     shapes = []
     for tokens in (2, 4, 8, 16, 32, 64, 128, 256, 512):
-        for slices in sorted({min(tokens // 2, 64), tokens // 2}):
+        sizes = {tokens} if tokens <= SPLIT else {min(size, tokens // 2, max_seqs) for size in (64, 256)}
+        for slices in sorted(sizes):
             most = min(max_seqs - slices, step_tokens - tokens)
             for decodes in sorted({min(size, most) for size in (0, 4, 8, 16, 32, 64, 128, 256)} if most >= 0 else ()):
                 shapes.append(Shape(decodes, tokens, slices, decodes + slices, decodes + tokens))
     return shapes
 
 
-def memory_first(shapes: Sequence[Shape]) -> list[Shape]:
+def mixed_shapes(max_seqs: int, step_tokens: int, *, drafts: bool) -> list[Shape]:
+    """Sizes of all steps with slices worth a graph; `drafts`: of steps with drafts, too."""
+    return mixed_ladder(max_seqs, step_tokens) + (draft_shapes(max_seqs, step_tokens) if drafts else [])
+
+
+def memory_first(shapes: Iterable[Shape]) -> list[Shape]:
     """The order of captures of mixed steps: the one with most tokens, so that all others find their memory in the pool,
     then from the smallest on, in case time runs out.
 
     From the smallest to the largest, those of a mixture of 30B parameters did not fit beside it in 80 GB."""
-    by_tokens = sorted(shapes, key=lambda shape: shape.decodes + shape.tokens)
+    by_tokens = sorted(shapes, key=lambda shape: shape.total)
     return [*by_tokens[-1:], *by_tokens[:-1]]
 
 

@@ -21,8 +21,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.engine.executor.batch import Batch, Mixed, Shape
+from quire.engine.executor.batch import Batch, Mixed
+from quire.engine.executor.drafts import DraftRows, Verified
 from quire.engine.executor.graphs import Graphs, SecondUse, Where, capture_all, memory_first, rung, urgent
+from quire.engine.executor.shapes import Shape, Shapes
 from quire.engine.executor.step_launches import StepLaunches
 
 log = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ class StepGraphs:
         self.logits = logits
         self._launches, self._batch, self._agree = launches, batch, agree
         self._sizes = sizes
-        batch.shapes = shapes
+        batch.shapes = Shapes(shapes)
         self._seconds = seconds  # left for captures
         self._captured = False  # every size in use has all its graphs
         self._second_use: SecondUse | None = None  # while graphs are recorded as they are needed
@@ -82,6 +84,10 @@ class StepGraphs:
             self._sample_graphs[general].replay(size)
         else:
             self._launches.sample(self._batch.decode_step(size), self.logits[:size], general)
+
+    def sample_drafts(self, drafts: DraftRows, general: bool) -> Verified | None:
+        """Sample after tokens and drafts from the logits that a graph of the model left."""
+        return self._launches.sample(self._batch.decode_step(len(drafts.behind)), self.logits, general, drafts)
 
     def _recorded(self, number: int, size: int, general: bool) -> bool:
         """Whether step `number` has graphs of a decode step of this size.
@@ -129,7 +135,7 @@ class StepGraphs:
         done = capture_all(decodes, self._seconds, self._agree)
         if self._use_captured():
             done += capture_all(mixed, self._seconds - (time.monotonic() - started), self._agree)
-            self._batch.shapes = self._mixed_graphs.keys
+            self._batch.shapes = Shapes(self._mixed_graphs.keys)
         log.info("%d CUDA graphs in %.1f s", done, time.monotonic() - started)
 
     def postpone(self) -> None:
@@ -158,7 +164,7 @@ class StepGraphs:
             self._postponed.clear()
         if not self._postponed and self._use_captured():
             self._second_use = None
-            self._batch.shapes = self._mixed_graphs.keys
+            self._batch.shapes = Shapes(self._mixed_graphs.keys)
             log.info("CUDA graphs of %d batch sizes and %d mixed sizes", len(self._sizes), len(self._batch.shapes))
         return bool(self._postponed)
 
@@ -179,7 +185,7 @@ class StepGraphs:
 
         def mixed(shape: Shape) -> None:
             step = batch.mixed_step(self._idle[shape])
-            launches.logits(launches.forward(step), step.logits_at, self.logits[: shape.samples])
+            launches.logits(launches.forward(step), step.logits_at, self.logits[: shape.logits])
 
         where = Where()
         self._decode_graphs = Graphs(decode, where)

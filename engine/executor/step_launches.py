@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from quire.engine.executor.batch import Batch, Shape, StepTensors, Targets
+from quire.engine.executor.batch import Batch, StepTensors, Targets
 from quire.engine.executor.drafts import DraftRows, Verified, verify
 from quire.engine.executor.lora.sites import Sites
 from quire.engine.executor.models.fused import Forward
 from quire.engine.executor.ranks.divided_logits import DividedLogits
 from quire.engine.executor.sampling import TARGET_ROWS, Logprobs, Report, SamplerBank, logprobs_from
+from quire.engine.executor.shapes import Shape
 from quire.engine.executor.step_output import StepOutput
 
 
@@ -61,11 +62,11 @@ class StepLaunches:
         """Choose a token for each slot from the step's logits, and make it the next step's input.
 
         `drafts`: the rows behind those of the slots, if the step has any.  Returns which drafts are accepted."""
-        count = len(step.sample_slots)
+        count = len(step.sample_slots) if drafts is None else len(drafts.behind)  # without padding: drafts lie behind
         tokens, outcomes = self._output.tokens[:count], self._output.outcomes[:count]
         if drafts is not None:  # ranks that share the logits get none
-            known = step.known - drafts.behind
-            self._samplers.run(logits[:count], step.sample_slots, known, tokens, outcomes, general)
+            known = step.known[:count] - drafts.behind
+            self._samplers.run(logits[:count], step.sample_slots[:count], known, tokens, outcomes, general)
             verified = verify(drafts, self._samplers, logits, tokens, outcomes, self._batch.position)
             self._batch.finish(tokens)
             return verified
@@ -78,10 +79,19 @@ class StepLaunches:
         return None
 
     @torch.inference_mode()
+    def warm_drafts(self, vocab_size: int) -> None:
+        """Launch once what samples after drafts: loading its kernels must not count as the time of a step.
+
+        No slot may be in use."""
+        drafts = self._batch.idle_drafts()
+        logits = torch.zeros(2, vocab_size, dtype=torch.float32, device=self._model.device)
+        self.sample(self._batch.decode_step(1), logits, general=True, drafts=drafts)
+
+    @torch.inference_mode()
     def peak_bytes(self, max_seqs: int, step_tokens: int, top: int, drafts: int = 0) -> int:
         """Bytes on a GPU that the largest step takes besides weights and KV cache, measured on an empty step.
 
-        All slots sample, `drafts` further tokens have logits, and a prompt is scored with `top` logprobs per position."""
+        All slots sample, `drafts` further tokens have logits, and a prompt is scored with `top` logprobs per token."""
         device = self._model.device
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

@@ -23,15 +23,15 @@ from torch import Tensor
 
 from quire.engine.common import host_resources
 from quire.engine.config import EngineConfig
-from quire.engine.core.plan import Slice, StepPlan, StepResult
+from quire.engine.core.plan import StepPlan, StepResult
 from quire.engine.executor import host_memory, ops
 from quire.engine.executor.batch import Batch, Mixed, Staged
 from quire.engine.executor.candidates import Candidates, find_candidates
 from quire.engine.executor.constraints import IMPOSSIBLE, Constraints
-from quire.engine.executor.drafts import DraftRows, Verified
+from quire.engine.executor.drafts import Verified
 from quire.engine.executor.followers import Follower, advance, forced_tokens
 from quire.engine.executor.grammars import Grammars
-from quire.engine.executor.graphs import draft_shapes, ladder, mixed_ladder
+from quire.engine.executor.graphs import ladder, mixed_shapes
 from quire.engine.executor.host_memory import HostMemory
 from quire.engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, by_shape, bytes_per_token
 from quire.engine.executor.lora.bank import AdapterBank
@@ -129,9 +129,7 @@ class Worker:
         has_graphs = self._gpu and config.graph_seconds > 0
         # Where graphs leave the logits, which are not rounded to the model's dtype.
         columns = self._divided.columns if self._divided is not None else vocab_size
-        shapes = mixed_ladder(max_seqs, step_tokens) if self._gpu else []
-        if self.draft_tokens:
-            shapes += draft_shapes(max_seqs, step_tokens)
+        shapes = mixed_shapes(max_seqs, step_tokens, drafts=self.draft_tokens > 0) if self._gpu else []
         rows = max(max_seqs, *(shape.logits for shape in shapes)) if has_graphs else 0
         graph_logits = torch.zeros(rows, columns, dtype=torch.float32, device=device)
         self._allocate_cache(memory)
@@ -152,7 +150,7 @@ class Worker:
         elif has_graphs:
             self._graphs.capture()
         if self.draft_tokens:
-            self._warm_drafts()
+            self._launches.warm_drafts(vocab_size)
         self.graphs_s = time.monotonic() - started  # that graphs took at the start
 
     def _new_states(self, memory: HostMemory, max_seqs: int) -> tuple[States | None, int]:
@@ -415,8 +413,9 @@ class Worker:
         """Compute prompt slices together with the slots that decode."""
         launches, count = self._launches, len(self._batch.decoding_slots)
         if not mixed.targets and self._graphs.mixed(number, mixed):
-            drafts = mixed.drafts
-            sampling = self._padded_sampling(count) if drafts is None else self._draft_sampling(drafts)
+            sampling = self._padded_sampling(count)
+            if mixed.drafts is not None:
+                sampling = partial(self._graphs.sample_drafts, mixed.drafts, self._samplers.general)
             return Launched(number, self._graphs.logits, sampling, candidates=mixed.candidates)
         step = self._batch.mixed_step(mixed)
         forward = launches.forward(step)
@@ -429,20 +428,6 @@ class Worker:
         """Return the launch that samples for `count` slots from the logits of a graph; None: no slot samples."""
         graphs = self._graphs
         return partial(graphs.sample, graphs.padded(count), self._samplers.general) if count else None
-
-    @torch.inference_mode()
-    def _warm_drafts(self) -> None:
-        """Launch once what samples after drafts: loading its kernels must not count as the time of a step."""
-        self._staging.begin_step()
-        rows = DraftRows.stage([Slice(0, 0, [0, 0], drafts=1)], [0], 1, self._staging)
-        self._staging.send()
-        logits = torch.zeros(2, self._loaded.vocab_size, dtype=torch.float32, device=self.device)
-        self._launches.sample(self._batch.decode_step(1), logits, general=True, drafts=rows)
-
-    def _draft_sampling(self, drafts: DraftRows) -> Callable[[], Verified | None]:
-        """Return the launches that sample after drafts from the logits of a graph."""
-        step = self._batch.decode_step(len(drafts.behind))
-        return partial(self._launches.sample, step, self._graphs.logits, self._samplers.general, drafts)
 
     def _pending(self, launched: Launched, logits: Tensor, verified: Verified | None) -> Pending:
         """Copy the step's output to the host, in the background."""

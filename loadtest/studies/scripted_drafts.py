@@ -14,8 +14,8 @@ probability that a token of a draft is right if those before it are:
     prose     a tenth, in spans of 2, by short matches; 0.3
 
 The controller decides what is computed, from measured times, and the real drafter searches as well, for its time.
-Runs with drafts and without take turns.  `ramp` is prose of which 1, 2, 4, ... to the greatest number of streams begin
-16 steps apart.  Prints one line of JSON: by text and streams the median of tokens/s with drafts over without,
+Runs with drafts and without take turns.  `ramp` is prose of which 1, 2, 4, ... and more streams begin 16 steps
+apart.  Prints one line of JSON: by text and streams the median of tokens/s with drafts over without,
 tokens/s without drafts, tokens per step of a stream, the share of computed drafts that were accepted, the mean ms of
 a step with drafts and of one without, and ms for which the device waited for a step with drafts.
 """
@@ -52,7 +52,7 @@ WAVE = 16  # steps between two waves of the ramp
 class Text(NamedTuple):
     """What kind of text a script makes of random tokens."""
 
-    share: float  # of positions with drafts
+    share: float  # share of positions with drafts
     span: int  # positions with drafts in a row
     right: float  # probability that a token of a draft is right if those before it are
     match: int  # tokens of a match
@@ -62,7 +62,7 @@ TEXTS = {"rewrite": Text(1.0, 64, 0.92, 16), "quote": Text(0.5, 32, 0.88, 8), "p
 
 
 class ScriptedDrafter:
-    """Drafts what the script says, beside a real drafter, whose drafts are dropped."""
+    """Drafts what the script says, and lets a real drafter search, whose drafts are dropped."""
 
     def __init__(self, real: Drafter, vocab_size: int) -> None:
         self._real, self._vocab_size = real, vocab_size
@@ -133,7 +133,7 @@ class Run(NamedTuple):
     """One run of the requests of a round."""
 
     seconds: float
-    steps: list[tuple[bool, float, float]]  # of decode steps: with drafts, seconds, seconds on the device
+    steps: list[tuple[bool, float, float]]  # decode steps: (with drafts, seconds, seconds on the device)
     drafted: int
     accepted: int
     answers: dict[tuple[int, ...], list[int]]
@@ -182,7 +182,7 @@ def compare(
     vocab, streams = llm.executor.info.vocab_size, sum(waves)
     prompts = [prompt(length, vocab, seed) for seed in range(streams)]
     first = run(llm, prompts, new, waves, None)  # warm, and finds the tokens
-    plain, drafted = [], []
+    plain, drafted = list[Run](), list[Run]()
     for at in range(rounds):
         drafter.follow(text, first.answers, at)
         for drafts in (at % 2 == 0, at % 2 == 1):
@@ -217,7 +217,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--ramp", type=int, default=0, help="its greatest number of streams; 0: no ramp")
+    parser.add_argument("--ramp", type=int, default=0, help="its maximum number of streams; 0: no ramp")
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     config = msgspec.structs.replace(config, drafts="on", prefix_cache=False)

@@ -132,7 +132,7 @@ def test_no_plan_is_made_while_a_step_with_drafts_is_in_flight() -> None:
 
 @pytest.mark.parametrize("right", [0, 3, 6])
 def test_an_executor_that_runs_ahead_drafts_when_the_last_tokens_are_known(right: int) -> None:
-    """Two steps in flight, without drafts.  Where drafts pay, the scheduler makes no plan before the last result."""
+    """Two steps in flight, without drafts.  If drafts pay, the scheduler makes no plan before the last result."""
     rig = drafting_rig(right, depth=2)
     rig.core.drafts.run_ahead = True
     for seed in range(3):
@@ -155,6 +155,7 @@ def test_a_step_has_no_more_drafts_than_the_executor_takes() -> None:
     rig.run()
     counts = [sum(piece.drafts for piece in plan.slices) for plan in rig.plans]
     assert max(counts) == 5
+
 
 def test_drafts_take_no_block_from_another_sequence() -> None:
     """In a full pool they are shorter or none, and blocks of refused drafts are free before the next plan."""

@@ -7,8 +7,9 @@ import torch
 
 from quire.engine.core.plan import Fork, Sampler, Slice, Start, StepPlan
 from quire.engine.executor import ops
-from quire.engine.executor.batch import Batch, Shape, StepTensors
+from quire.engine.executor.batch import Batch, StepTensors
 from quire.engine.executor.kv_cache import KVShape, allocate
+from quire.engine.executor.shapes import Shape, Shapes
 from quire.engine.executor.staging import Staging
 from quire.engine.wire.messages import Sampling
 
@@ -141,10 +142,38 @@ def test_plans_that_do_not_fit() -> None:
         begun(batch(), StepPlan(1, starts=[Start(3, [1] * 6)]))
 
 
+def test_a_shape_with_as_many_slices_as_tokens_makes_each_token_a_sequence() -> None:
+    """Drafts in a step of 4 tokens: attention takes them one by one, sampling takes them as slices."""
+    b = batch()
+    b.shapes = Shapes([Shape(1, 4, 4, 5, 5)])
+    begin = StepPlan(1, starts=[Start(0, [1])], slices=[Slice(0, 0, [7, 7, 7], SAMPLER)])
+    finish(b, begun(b, begin), [8, 0, 0, 0, 0])
+    step = begun(b, StepPlan(2, slices=[Slice(0, 3, [8, 9, 9], drafts=2)]))
+    assert step.decodes == 5
+    assert step.rows.tolist() == [0, 0, 0, 0, 0]
+    assert step.lens.tolist() == [0, 4, 5, 6, 0]
+    assert step.q_start.tolist() == [0, 1, 2, 3, 4, 4]
+    assert step.kv_indices.tolist() == [-1, 11, 12, 13, -1]
+    assert step.logits_at is not None
+    assert (step.logits_at.tolist()[:3], step.known.tolist()[:1]) == ([1, 2, 3], [6])
+    assert (b.decoding_slots, step.sample_slots.tolist()[:1]) == ((0,), [0])
+
+
+def test_shapes_are_found_by_their_tokens() -> None:
+    small, wide, large = Shape(0, 4, 4, 4, 4), Shape(4, 4, 4, 8, 8), Shape(0, 16, 8, 8, 16)
+    shapes = Shapes([large, wide, small, wide])
+    assert list(shapes) == [small, wide, large]
+    assert shapes.padded(Shape(0, 3, 1, 1, 3)) == small
+    assert shapes.padded(Shape(1, 3, 1, 2, 4)) == wide
+    assert shapes.padded(Shape(0, 9, 8, 8, 9)) == large
+    assert shapes.padded(Shape(1, 9, 8, 8, 9)) == Shape(1, 9, 8, 8, 9)
+    assert [shapes.is_split(shape) for shape in (small, large, Shape(0, 3, 3, 3, 3))] == [True, False, False]
+
+
 def test_padding_has_no_effect() -> None:
     """What a captured graph computes: the same step in a larger shape."""
     b = batch()
-    b.shapes = [Shape(2, 8, 3, 5, 5)]
+    b.shapes = Shapes([Shape(2, 8, 3, 5, 5)])
     finish(b, begun(b, StepPlan(1, starts=[Start(0, [1])], slices=[Slice(0, 0, [7, 7, 7], SAMPLER)])), [8, 0, 0, 0, 0])
     starts, slices = [Start(1, [2, 3]), Start(5, [6])], [Slice(1, 0, [10, 11]), Slice(5, 4, [20, 21], SAMPLER)]
     step = begun(b, StepPlan(2, starts=starts, slices=slices))

@@ -18,8 +18,10 @@ from quire.engine.core.policy.jumps import JumpCosts
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.executor.drafter import OWN_TOKENS, SuffixDrafter
 from quire.engine.executor.errors import ModelLoadError
+from quire.engine.executor.graphs import draft_shapes
 from quire.engine.executor.loading import load
 from quire.engine.executor.local import wants_drafts
+from quire.engine.executor.shapes import Shapes
 from quire.engine.llm import LLM, Completion
 from quire.engine.loop import build_scheduler
 from quire.engine.wire.messages import Sampling
@@ -142,7 +144,7 @@ def test_right_drafts_save_steps(llm: LLM) -> None:
 
 
 def test_an_executor_that_runs_ahead_waits_for_the_tokens_before_drafts(llm: LLM) -> None:
-    """As on a GPU: two steps in flight, but none beside a step with drafts."""
+    """As on a GPU: two steps in flight, but a step with drafts is alone."""
     before = llm.engine.core.step
     run(llm, PROMPTS, SAMPLINGS, n=2)
     plain = llm.engine.core.step - before
@@ -156,6 +158,18 @@ def test_an_executor_that_runs_ahead_waits_for_the_tokens_before_drafts(llm: LLM
         llm.executor.depth = 1
         llm.engine.core.drafts.run_ahead = False
     assert llm.engine.core.step - before < 5 * plain
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+def test_steps_padded_to_the_sizes_of_graphs_have_the_same_tokens(llm: LLM, streams: int) -> None:
+    """As on a GPU, for up to 16 tokens with one sequence for each, and for more."""
+    batch = llm.executor._worker._batch  # type: ignore[attr-defined]
+    batch.shapes = Shapes(draft_shapes(256, 1024))
+    try:
+        *_, accepted = compare(llm, PROMPTS[:streams], SAMPLINGS[:streams], 4, new=20)
+    finally:
+        batch.shapes = Shapes()
+    assert accepted > 0
 
 
 def test_a_preempted_answer_drafts_on(checkpoint: Checkpoint) -> None:

@@ -1,6 +1,6 @@
 """Drafts on a GPU: two steps in flight without them, graphs of steps with drafts, the kernels of short slices.
 
-Sums on a GPU depend on a step's shape, so logits differ in their last bits with drafts as they do with other batch mates.
+Sums on a GPU depend on a step's shape, so logits differ in their last bits, as they do with other batch mates.
 Most tests therefore sample at a temperature of a million: tokens then depend on seed and position alone, and the
 log-probabilities of equal texts show what was computed.
 """
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gpu
 
 Checkpoint = Callable[[str], Path]
 HOT = 1e6  # a temperature at which every token is as probable as any other
-NOISE = 0.15  # of a log-probability, by the order of sums in 16 bits
+NOISE = 0.15  # maximum difference of a log-probability by the order of sums in 16 bits
 
 
 def words(count: int, seed: int = 0) -> list[int]:
@@ -42,8 +42,8 @@ def words(count: int, seed: int = 0) -> list[int]:
 
 def open_llm(checkpoint: Path, **changes: Any) -> LLM:
     """Drafts are on, so that their graphs are captured; a test chooses the drafter."""
-    options = {"dtype": "bfloat16", "kv_blocks": 600, "max_seqs": 40, "step_tokens": 256, "max_model_len": 400}
-    options |= {"itl_stretch": 0.0, "step_target_s": 0.0, "drafts": "on", "check_books": True}
+    options: dict[str, Any] = {"dtype": "bfloat16", "kv_blocks": 600, "max_seqs": 40, "step_tokens": 256}
+    options |= {"max_model_len": 400, "itl_stretch": 0.0, "step_target_s": 0.0, "drafts": "on", "check_books": True}
     config = EngineConfig(model=str(checkpoint), poison_free_blocks=True, **(options | changes))
     llm = LLM.over(config, load(config))
     assert isinstance(llm.engine.core.drafts.drafter, SuffixDrafter)
@@ -71,7 +71,7 @@ def check_logprobs(plain: list[Any], drafted: list[Any]) -> None:
 def test_each_token_has_the_logits_of_a_step_of_its_own(
     checkpoint: Checkpoint, family: str, dtype: str, seconds: float
 ) -> None:
-    """Drafts that are right, wrong, and right up to some place, of one sequence and of many, beside others without."""
+    """Drafts that are right, wrong, and right up to some place, of one sequence and of many."""
     llm = open_llm(checkpoint(family), dtype=dtype, graph_seconds=seconds)
     for count, n in ((1, 1), (3, 2), (20, 1)):
         prompts = [words(5 + 11 * at % 70, at) for at in range(count)]
@@ -150,6 +150,7 @@ def test_a_failed_step_drops_its_drafts(checkpoint: Checkpoint) -> None:
     fail_next_step(llm)
     while llm.unfinished:
         llm.step()
+    drafts.reset()
     drafts.drafter = None
     assert answers([done]) == answers([plain])
     llm.close()
@@ -179,10 +180,11 @@ def test_the_drafter_and_the_controller_change_no_token(checkpoint: Checkpoint) 
     plain = answers(run(llm, prompts, samplings, new=150))
     core.drafts.drafter = drafter = SuffixDrafter(llm.executor.max_seqs)
     assert answers(run(llm, prompts, samplings, new=150)) == plain
-    with mock.patch.object(DraftController, "pays", lambda *_: True):
+    with mock.patch.object(DraftController, "pays", return_value=True):
         assert answers(run(llm, prompts, samplings, new=150)) == plain
     counts = core.report.totals
     assert counts.accepted_drafts["own"] + counts.accepted_drafts["tenant"] > 0
+    core.drafts.reset()
     core.drafts.drafter = None
     drafter.close()
     llm.close()
@@ -205,6 +207,7 @@ def test_texts_differ_no_more_often_than_by_batch_size(
         said = [ids + done.outputs[0].token_ids for ids, done in zip(prompts, together, strict=True)]
         drafts.drafter, drafts.policy = replaying(said, None), AllDrafts()
         drafted = run(llm, prompts, samplings, new=100)
+        drafts.reset()
         drafts.drafter = None
         rates[temperature] = differences(together, alone), differences(together, drafted)
     with capsys.disabled():

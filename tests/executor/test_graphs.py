@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.executor.batch import Shape
-from quire.engine.executor.graphs import SecondUse, capture_all, ladder, memory_first, mixed_ladder, rung, urgent
+from quire.engine.executor.graphs import (
+    SecondUse,
+    capture_all,
+    draft_shapes,
+    ladder,
+    memory_first,
+    mixed_ladder,
+    rung,
+    urgent,
+)
+from quire.engine.executor.shapes import Shape, Shapes
 
 
 @pytest.mark.parametrize("most", [1, 3, 40, 256, 1000, 1024])
@@ -39,7 +48,7 @@ def test_a_step_with_slices_is_padded_to_the_fewest_tokens(decodes: int, tokens:
     """A few more decoding slots than a size has must not cost the largest size of slices."""
     shapes = mixed_ladder(256, 8192)
     exact = Shape(decodes, tokens, 1, decodes + 1, decodes + 1)
-    padded = exact.padded(shapes)
+    padded = Shapes(shapes).padded(exact)
     if padded == exact:
         assert not any(shape.holds(exact) for shape in shapes)
         return
@@ -74,3 +83,25 @@ def test_launches_are_recorded_at_their_second_use_and_one_size_a_step() -> None
     assert not second.due(4, "model 8", "general 8"), "one of the two has not run yet"
     assert second.due(5, "model 8", "general 8")
     assert second.due(6, "model 16", "greedy 16")
+
+
+@pytest.mark.parametrize(("max_seqs", "step_tokens"), [(8, 64), (40, 256), (256, 2048), (1024, 8192)])
+def test_steps_with_drafts_find_a_shape(max_seqs: int, step_tokens: int) -> None:
+    """1 to 64 sequences with 1, 3 or 7 drafts, and others: padded to at most twice the tokens, and 16 more."""
+    shapes = Shapes(draft_shapes(max_seqs, step_tokens))
+    for shape in shapes:
+        assert shape.decodes + shape.slices == shape.samples <= max_seqs
+        assert shape.logits == shape.total <= step_tokens
+    for slices in (1, 2, 5, 8, 33, 64):
+        for drafts in (1, 3, 7):
+            for decodes in (0, 3, 30, 100, 190):
+                tokens = slices * (1 + drafts)
+                if slices + decodes > max_seqs or tokens + decodes > min(step_tokens, 512):
+                    continue
+                exact = Shape(decodes, tokens, slices, slices + decodes, tokens + decodes)
+                padded = shapes.padded(exact)
+                if padded not in shapes:
+                    # Too few slots or tokens are left for the next larger size.
+                    assert 2 * (tokens + decodes) + 16 > min(max_seqs, step_tokens) - 64
+                else:
+                    assert padded.total <= 2 * exact.total + 16

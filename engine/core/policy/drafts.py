@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
+from math import inf
 
 from quire.engine.core.plan import Draft
 from quire.engine.core.policy.step_cost import FRESH, OUTLIER, StepCostModel
@@ -33,6 +34,7 @@ PROBES = 1 / 200  # part of the time of steps without drafts that probes may tak
 PROBE_TOKENS = 4  # drafts of a probe
 FIRST_RATE, FIRST_WEIGHT = 0.7, 2.0  # assumed rate of a tenant's first drafts; it counts as this many drafts
 TENANT_WEIGHT = 4.0  # drafts that the tenant's rate counts for in a request's
+UNLIKELY = 0.02  # probability up to which an accepted draft is worth no search
 KEPT = 0.97  # weight that earlier drafts keep when one more is judged
 TENANTS = 1024  # tenants with rates: those that drafted last
 MATCHES = (2, 4, 8, 16)  # minimum match of each class of drafts
@@ -79,22 +81,23 @@ class _Extra:
         """Minimum seconds of a draft over the measured numbers of them."""
         return min(seconds / self.tokens[size] for size, seconds in self.seconds.items())
 
-    def of(self, tokens: int, token_s: float) -> float:
-        """Seconds that so many drafts add: by the nearest measured number, in proportion above it."""
+    def line(self, size: int, token_s: float) -> tuple[float, float, float]:
+        """Return a line (drafts, seconds, seconds of each further draft) for numbers of drafts with a bit length.
+
+        It begins at the nearest measured number, and rises in proportion above it."""
         if not self.seconds:
-            return tokens * token_s
-        below = max((size for size in self.seconds if size <= tokens.bit_length()), default=0)
+            return 0.0, 0.0, token_s
+        below = max((known for known in self.seconds if known <= size), default=0)
         if not below:  # fewer than were ever measured: as long as those, at most
-            return self.seconds[min(self.seconds)]
-        above = min((size for size in self.seconds if size > below), default=0)
+            return inf, self.seconds[min(self.seconds)], 0.0
+        above = min((known for known in self.seconds if known > below), default=0)
         extra, count = self.seconds[below], self.tokens[below]
-        if tokens <= count:
-            return extra
         if above and self.tokens[above] > count:
-            slope = max(0.0, self.seconds[above] - extra) / (self.tokens[above] - count)
-        else:
-            slope = max(extra / count, token_s) if count else token_s
-        return extra + (tokens - count) * slope
+            return count, extra, max(0.0, self.seconds[above] - extra) / (self.tokens[above] - count)
+        return count, extra, max(extra / count, token_s) if count else token_s
+
+
+UNKNOWN = _Extra()  # nothing is measured
 
 
 class DraftController:
@@ -167,9 +170,13 @@ class DraftController:
 
     def extra_s(self, seqs: int, tokens: int) -> float:
         """Seconds that `tokens` drafts add to a step of `seqs` sequences, as far as is known."""
-        token_s = self._step_cost.token_s
-        extra = self._extra.get(seqs.bit_length())
-        return extra.of(tokens, token_s) if extra is not None else tokens * token_s
+        count, seconds, each = self._line(seqs, tokens)
+        return seconds + max(0.0, tokens - count) * each
+
+    def _line(self, seqs: int, tokens: int) -> tuple[float, float, float]:
+        """Return the line (drafts, seconds, seconds of each further draft) on which numbers of drafts like this lie."""
+        extra = self._extra.get(seqs.bit_length(), UNKNOWN)
+        return extra.line(tokens.bit_length(), self._step_cost.token_s)
 
     def _best(
         self, rates: list[float], lengths: list[int], seqs: int, most: int, *, waits: bool = False
@@ -186,14 +193,17 @@ class DraftController:
         heapify(ranked)
         expected, tokens, best, best_tokens = float(seqs), 0, MARGIN * seqs / alone, 0
         order = []
-        while tokens < most and ranked[0][0] < 0:
+        while tokens < most and ranked[0][0] < -UNLIKELY:
             survival, at = -ranked[0][0], ranked[0][1]
             order.append(at)
+            if not tokens & (tokens + 1):
+                count, seconds, each = self._line(seqs, tokens + 1)
             counts[at] += 1
             tokens += 1
             expected += survival
             heapreplace(ranked, (-survival * rates[at] if counts[at] < lengths[at] else 0.0, at))
-            if (speed := expected / (alone + idle + self.extra_s(seqs, tokens))) > best:
+            extra = seconds + (tokens - count) * each if tokens > count else seconds
+            if (speed := expected / (alone + idle + extra)) > best:
                 best, best_tokens = speed, tokens
         for at in order[best_tokens:]:
             counts[at] -= 1

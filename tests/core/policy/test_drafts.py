@@ -122,7 +122,9 @@ def test_waiting_for_the_step_in_flight_must_pay_as_well() -> None:
 def test_a_probe_waits_for_the_step_in_flight_seldom() -> None:
     control, (seq, *_) = controller(8, DECODE_S), sequences(1)
     teach(control, seq, 0)
-    waits = sum(control.pays([(seq, draft(0))], 8, 100) and any(control.choose([(seq, draft(0))], 8, 100)) for _ in range(2000))
+    waits = sum(
+        control.pays([(seq, draft(0))], 8, 100) and any(control.choose([(seq, draft(0))], 8, 100)) for _ in range(2000)
+    )
     assert 0 < waits <= 2000 / 200 + 1
 
 
