@@ -18,10 +18,9 @@ from quire.engine.core.policy.jumps import JumpCosts
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.executor.drafter import OWN_TOKENS, SuffixDrafter
 from quire.engine.executor.errors import ModelLoadError
-from quire.engine.executor.graphs import draft_shapes
 from quire.engine.executor.loading import load
 from quire.engine.executor.local import wants_drafts
-from quire.engine.executor.shapes import Shapes
+from quire.engine.executor.shapes import Shape, Shapes
 from quire.engine.llm import LLM, Completion
 from quire.engine.loop import build_scheduler
 from quire.engine.wire.messages import Sampling
@@ -161,14 +160,25 @@ def test_an_executor_that_runs_ahead_waits_for_the_tokens_before_drafts(llm: LLM
 
 
 @pytest.mark.parametrize("streams", [1, 4])
-def test_steps_padded_to_the_sizes_of_graphs_have_the_same_tokens(llm: LLM, streams: int) -> None:
-    """As on a GPU, for up to 16 tokens with one sequence for each, and for more."""
-    batch = llm.executor._worker._batch  # type: ignore[attr-defined]
-    batch.shapes = Shapes(draft_shapes(256, 1024))
+def test_a_size_with_a_sequence_for_each_token_has_the_same_tokens(llm: LLM, streams: int) -> None:
+    """As on a GPU: attention takes each draft for a sequence, and more slots sample than there are.
+
+    The size has no further tokens, which kernels of a CPU refuse."""
+    batch, tokens = llm.executor._worker._batch, 7 * streams  # type: ignore[attr-defined]
+    shape = Shape(0, tokens, tokens, tokens, tokens)
+    batch.shapes = Shapes([shape])
+    fitting: list[Shape] = []
+
+    def padded(_: Shapes, exact: Shape) -> Shape:
+        fitting.extend([exact] if exact.total == exact.tokens == tokens else [])
+        return shape if exact in fitting else exact
+
     try:
-        *_, accepted = compare(llm, PROMPTS[:streams], SAMPLINGS[:streams], 4, new=20)
+        with mock.patch.object(Shapes, "padded", padded):
+            *_, accepted = compare(llm, PROMPTS[:streams], SAMPLINGS[:streams], 4, new=20)
     finally:
         batch.shapes = Shapes()
+    assert len(fitting) > 2
     assert accepted > 0
 
 
