@@ -130,14 +130,12 @@ class Worker:
         # Where graphs leave the logits, which are not rounded to the model's dtype.
         columns = self._divided.columns if self._divided is not None else vocab_size
         shapes = mixed_shapes(max_seqs, step_tokens, drafts=self.draft_tokens > 0) if self._gpu else []
-        rows = max(max_seqs, *(shape.logits for shape in shapes)) if has_graphs else 0
+        rows = max([max_seqs, *(shape.logits for shape in shapes)]) if has_graphs else 0
         graph_logits = torch.zeros(rows, columns, dtype=torch.float32, device=device)
         self._allocate_cache(memory)
         self._launches = self._new_launches(self._batch)
         self._graphs = StepGraphs(
-            self._launches,
-            self._batch,
-            graph_logits,
+            *(self._launches, self._batch, graph_logits),
             sizes=ladder(max_seqs) if self._gpu else [],
             shapes=shapes,
             seconds=config.graph_seconds,
