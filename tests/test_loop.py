@@ -6,6 +6,7 @@ import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from quire.engine.orders import LocalBox, Report, ResetPrefixCache, Resume, merg
 from quire.engine.wire.clock import RedisClock
 from quire.engine.wire.messages import Abort, Delta, EngineLoad, Finish, Generate, Sampling, TokenLogprob
 from quire.engine.wire.records import ExchangeReply
+from tests.core.drafters import AllDrafts, GuessingDrafter
 
 INFO = ModelInfo("scripted", "f00d", 100, 256, [0], 64)
 CONFIG = EngineConfig(max_seqs=8, step_tokens=64, check_books=True)
@@ -433,3 +435,22 @@ def test_a_turn_reports_that_the_engine_drains_whenever_the_signal_arrives() -> 
     engine.run()
     assert signal.reported
     assert box.said[-1].load.draining
+
+
+def test_a_device_that_waits_gets_the_next_step_before_outputs_are_published() -> None:
+    """Two steps in flight, one of them with drafts: the turn that takes its result also submits the next step."""
+    said = [scripted_token(3, 0, at, 100) for at in range(40)]
+    drafter = GuessingDrafter(lambda _, known: said[len(known) - 2 :][:3])
+    records: list[TurnRecord] = []
+    llm = LLM.over(CONFIG, ScriptedExecutor(INFO, 64))
+    engine, core = llm.engine, llm.engine.core
+    assert engine.executor.depth == 2
+    assert core.drafts.run_ahead
+    core.drafts.drafter, core.drafts.policy = drafter, AllDrafts()
+    with mock.patch.object(engine, "_observe", records.append):
+        answer = llm.generate([[5, 6]], [Sampling(seed=3)], max_new_tokens=40)
+    assert answer[0].outputs[0].token_ids == said
+    drafting = [at for at, record in enumerate(records) if record.plan and any(s.drafts for s in record.plan.slices)]
+    assert len(drafting) >= 8
+    for at in drafting[2:-1]:
+        assert records[at].result is not None, "the device waited while outputs were published"
