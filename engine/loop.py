@@ -91,7 +91,8 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     states = StatePool(info.checkpoints) if info.state_bytes else None
     core = Scheduler(pool, limits, HostPool(executor.host_blocks), costs, states)
     core.drafts.drafter = executor.drafter
-    core.drafts.run_ahead, core.drafts.most_drafts = executor.depth > 1, info.draft_tokens
+    core.drafts.run_ahead = executor.depth > 1 and executor.drafter is not None
+    core.drafts.most_drafts = info.draft_tokens
     return core
 
 
@@ -215,7 +216,7 @@ class Engine:
         """Submit the next step before the outputs are published, if the device waits for it.
 
         A device that usually runs ahead waits for a step with drafts: that is planned when all results are in."""
-        if record.result is None or record.plan is not None or self._in_flight or self.executor.depth == 1:
+        if record.result is None or record.plan is not None or self._in_flight or not self.core.drafts.run_ahead:
             return
         if not self._outbox.full and (plan := self.core.plan(record.now_ms)) is not None:
             record.plan, record.running = plan, self.core.running

@@ -445,8 +445,7 @@ def test_a_device_that_waits_gets_the_next_step_before_outputs_are_published() -
     llm = LLM.over(CONFIG, ScriptedExecutor(INFO, 64))
     engine, core = llm.engine, llm.engine.core
     assert engine.executor.depth == 2
-    assert core.drafts.run_ahead
-    core.drafts.drafter, core.drafts.policy = drafter, AllDrafts()
+    core.drafts.drafter, core.drafts.policy, core.drafts.run_ahead = drafter, AllDrafts(), True
     with mock.patch.object(engine, "_observe", records.append):
         answer = llm.generate([[5, 6]], [Sampling(seed=3)], max_new_tokens=40)
     assert answer[0].outputs[0].token_ids == said

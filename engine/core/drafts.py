@@ -105,7 +105,7 @@ class Drafts:
         self._layers = layers
         self.policy = policy
         self.drafter: Drafter | None = None  # None: nothing drafts
-        self.run_ahead = False  # the executor has a step in flight while the next one is planned
+        self.run_ahead = False  # sequences draft, and the executor has a step in flight while the next one is planned
         self.most_drafts = 0  # maximum drafts of a step; 0: as many as it has tokens for
         self._followed: dict[int, Sequence] = {}  # by slot: sequences whose tokens the drafter has
         self._joining: dict[int, Sequence] = {}  # by slot: those whose first token is on its way
