@@ -231,6 +231,25 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def("product_layout(Tensor like) -> (int, int)");
 }
 
+// LoRA adapters on a GPU.
+TORCH_LIBRARY_FRAGMENT(quire, m) {
+  // In bfloat16 or float16, in two launches per site: h = A x, and y += B h for the rows of a step that
+  // have an adapter.  cuda/lora/lora.h has the packed layout of A and B.
+  //   x, y         [T, inner], [T, columns of all parts]; other rows of y are untouched
+  //   weights      [slots, elements] in x's dtype: the packed matrices of the adapter in each slot
+  //   table        [slots, sites, 14] i64: as in `lora`; offsets count from the start of the slot
+  //   order        [>= T] i32: rows with an adapter, sorted by slot
+  //   tiles        [tiles, 4] i32: slot (-1: none), first index into order, rows (up to 32), 0
+  //   slot_of_row  [>= T] i32: -1: no adapter
+  //   h            [splits, T, ranks] f32: partial sums, by index into order; ranks are a multiple of 16
+  //   out          [T, columns of a part] = silu(gate) * up for all T rows, where y + B h is gate, then up; y is not written
+  m.def(
+      "lora_shrink(Tensor x, Tensor weights, Tensor table, Tensor order, Tensor tiles, int site, Tensor(a!) h) -> ()");
+  m.def(
+      "lora_expand(Tensor h, Tensor weights, Tensor table, Tensor order, Tensor tiles, Tensor slot_of_row, int site, "
+      "int[] features, Tensor(a!) y, Tensor(b!)? out) -> ()");
+}
+
 // Layers with a state per slot.  Sequence s owns tokens q_start[s] .. q_start[s + 1] - 1 and the state rows[s], which is
 // updated in place.  No two sequences share a state.  keeps [n, 2] i32, by ascending token: (end, place) copies the state
 // of the sequence to another place of `states` once the tokens before `end` are computed.  A token's result has the same bits in any batch and chunking.

@@ -22,7 +22,7 @@ or `mixed_step`; compute; `finish`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -90,7 +90,8 @@ class StepTensors:
     targets: list[Targets] = field(default_factory=list)
     keeps: Tensor | None = None  # [n, 2] i32: (end, place), copies of recurrent state; None: there are none
     planned: set[tuple[int, ...]] = field(default_factory=set)  # kinds of attention layers that have a plan already
-    adapters: ops.AdapterRows | None = None  # tokens with LoRA adapters; None: none has one
+    # Tokens with LoRA adapters; None: none has one.
+    adapters: ops.AdapterRows | ops.DeviceAdapters | None = None
 
     def attention_plan(self, heads: int, kv_heads: int, head_size: int, window: int) -> Tensor:
         """How this step's attention work is shared out; decided once for all layers of a kind."""
@@ -237,7 +238,7 @@ class Batch:
         self.decoding_slots: tuple[int, ...] = ()  # the same, shared by all steps until it changes
         self._host_slots[:] = -1
         self._changed = True
-        self._adapter_rows: ops.AdapterRows | None = None  # of the staged step
+        self._adapter_rows: ops.AdapterRows | ops.DeviceAdapters | None = None  # of the staged step
         if self._adapters is not None:
             self._adapters.reset()
 
@@ -249,6 +250,7 @@ class Batch:
         self.slots.fill_(-1)
         self._buffers.sample_slots.fill_(-1)
         self._changed = True
+        self._adapter_rows = None
 
     # ---------------------------------------------------------------------------------------------------- on the host
 
@@ -282,7 +284,8 @@ class Batch:
             self.decoding_slots = tuple(self._order)
             slots = staging.stage_array(self._host_slots)
         if self._adapters is not None:
-            self._adapter_rows = self._adapters.rows(plan, self._order[:decoding], self.decoding_slots)
+            padded = (mixed.shape.decodes, mixed.shape.decodes + mixed.shape.tokens) if mixed is not None else None
+            self._adapter_rows = self._adapters.rows(plan, self._order[:decoding], self.decoding_slots, staging, padded)
         self._changed = single is not None  # the device's `slots` then names these, for this step only
         staged = Staged(
             slots,
@@ -437,7 +440,9 @@ class Batch:
     # -------------------------------------------------------------------------------------------------- on the device
 
     def apply(self, staged: Staged) -> None:
-        """Bring the device copy of the block tables up to date."""
+        """Bring the device copy of the block tables, and of the rows with adapters, up to date."""
+        if self._adapters is not None:
+            self._adapters.apply()
         if staged.slots is not None:
             self.slots.copy_(staged.slots)
             self._buffers.sample_slots.copy_(staged.slots)
@@ -450,6 +455,16 @@ class Batch:
             self.position.index_copy_(0, slots, positions)
         if staged.mixed is not None and staged.mixed.joined is not None:
             self.position.index_copy_(0, *staged.mixed.joined)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether the staged step has rows with LoRA adapters."""
+        return self._adapter_rows is not None
+
+    def with_adapters(self, step: StepTensors) -> StepTensors:
+        """Return a step that computes what adapters on a GPU may add; the same step if there are none."""
+        rows = self._adapters.device_rows if self._adapters is not None else None
+        return step if rows is None else replace(step, adapters=rows)
 
     def decode_step(self, size: int) -> StepTensors:
         """A step of the first `size` slots only; slots past the decoding ones are padding.

@@ -24,6 +24,7 @@ from torch import Tensor
 from quire.engine.executor.batch import Batch, Mixed
 from quire.engine.executor.drafts import DraftRows, Verified
 from quire.engine.executor.graphs import Graphs, SecondUse, Where, capture_all, memory_first, rung, urgent
+from quire.engine.executor.lora.adapter_graphs import AdapterGraphs
 from quire.engine.executor.shapes import Shape, Shapes
 from quire.engine.executor.step_launches import StepLaunches
 
@@ -55,6 +56,7 @@ class StepGraphs:
         self._second_use: SecondUse | None = None  # while graphs are recorded as they are needed
         self._postponed: deque[Callable[[], None]] = deque()  # captures that a takeover leaves for idle moments
         self._idle: dict[Shape, Mixed] = {}
+        self.adapted: AdapterGraphs | None = None  # graphs of steps whose rows have LoRA adapters; None: no graphs
 
     def padded(self, count: int) -> int:
         """Number of rows that a step of `count` rows computes, padding included."""
@@ -66,6 +68,8 @@ class StepGraphs:
         """Replay the model's graph of decode step `number` with `size` rows.  False: it has none.
 
         `general`: how the step will sample."""
+        if self._batch.adapted:
+            return self.adapted is not None and self.adapted.decode(number, size)
         if not self._captured and not self._recorded(number, size, general):
             return False
         self._decode_graphs.replay(size)
@@ -73,6 +77,8 @@ class StepGraphs:
 
     def mixed(self, number: int, mixed: Mixed) -> bool:
         """Replay the model's graph of step `number`, which has slices.  False: it has none."""
+        if self._batch.adapted:
+            return self.adapted is not None and self.adapted.mixed(number, mixed)
         if mixed.shape not in self._batch.shapes or not (self._captured or self._recorded_mixed(number, mixed)):
             return False
         self._mixed_graphs.replay(mixed.shape)
@@ -188,6 +194,7 @@ class StepGraphs:
             launches.logits(launches.forward(step), step.logits_at, self.logits[: shape.logits])
 
         where = Where()
+        self.adapted = AdapterGraphs(launches, batch, self.logits, where)
         self._decode_graphs = Graphs(decode, where)
         self._sample_graphs = Graphs(sample(False), where), Graphs(sample(True), where)
         self._mixed_graphs = Graphs(mixed, where)

@@ -96,7 +96,7 @@ class StepLaunches:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         shape = Shape(max_seqs - 1, step_tokens - max_seqs + 1, 1, max_seqs, max_seqs + drafts)
-        step = self._batch.mixed_step(self._batch.idle_step(shape))
+        step = self._batch.with_adapters(self._batch.mixed_step(self._batch.idle_step(shape)))
         forward = self.forward(step)
         logits = self.logits(forward, step.logits_at)
         self.sample(step, logits[:max_seqs], general=True)

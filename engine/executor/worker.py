@@ -33,9 +33,8 @@ from quire.engine.executor.followers import Follower, advance, forced_tokens
 from quire.engine.executor.grammars import Grammars
 from quire.engine.executor.graphs import ladder, mixed_shapes
 from quire.engine.executor.host_memory import HostMemory
-from quire.engine.executor.kv_cache import GIB, KV_DTYPES, Caches, allocate, blocks_that_fit, by_shape, bytes_per_token
+from quire.engine.executor.kv_cache import KV_DTYPES, Caches, allocate, blocks_that_fit, by_shape, bytes_per_token
 from quire.engine.executor.lora.bank import AdapterBank
-from quire.engine.executor.lora.packing import packer_for
 from quire.engine.executor.lora.store import AdapterStore
 from quire.engine.executor.masks import Masks
 from quire.engine.executor.memory_plan import MemoryPlan
@@ -112,9 +111,8 @@ class Worker:
         self.grammars: Grammars | None = None
         self._adapters: AdapterBank | None = None
         if model.sites is not None:
-            pack = packer_for(model.sites.sites, model.dtype).pack
-            store = AdapterStore(pack, int(config.lora_memory_gib * GIB), config.model)
-            self._adapters = AdapterBank(store, max_seqs)
+            sizes = {"max_seqs": max_seqs, "rows": step_tokens}
+            self._adapters = AdapterBank.of(config, model.sites, model.dtype, device, **sizes)
         vocab_size, masks = model.vocab_size, Masks(max_seqs, model.vocab_size, device)
         if Grammars.supported(model.directory, model.eos_ids):
             sizes = {"vocab_size": vocab_size, "kept_bytes": config.grammar_memory_mib << 20}

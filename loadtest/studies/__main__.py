@@ -37,6 +37,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "neighbours": (f"{PACKAGE}.neighbours", "time decode steps on a CPU whose cores other processes use, too"),
     "drafting": (f"{PACKAGE}.drafting", "compare tokens/s with drafts and without, in pairs"),
     "scripted-drafts": (f"{PACKAGE}.scripted_drafts", "compare the same with random weights, by scripted drafts"),
+    "adapters": (f"{PACKAGE}.adapters", "compare decode steps with LoRA adapters and without, in pairs"),
     "quantized": (f"{PACKAGE}.quantized", "compare perplexity and speed of --quantize and --kv-dtype, in pairs"),
 }
 

@@ -247,7 +247,7 @@ def test_the_layout_is_that_of_the_kernels() -> None:
         packer = packer_for([], dtype)
         for out, inner in ((1, 1), (5, 7), (64, 48), (33, 130)):
             weight = torch.randn(out, inner)
-            bits = packer._in_strips(packer._rounded(weight.numpy(), "w"))
+            bits = packer.layout.shrink(packer._rounded(weight.numpy(), "w"))
             packed = ops.pack_weight(weight.to(dtype), ordered=True)
             assert packed is not None
             assert torch.equal(torch.from_numpy(bits).view(dtype), packed.numbers.reshape(-1))

@@ -4,39 +4,74 @@
     Start.adapter, forks ───> batch slot -> adapter slot
     tokens of the step ─ rows ─> AdapterRows: rows sorted by adapter; None: the step has none
 
-On a CPU a slot names an adapter in host memory, so a load copies nothing.
+On a CPU a slot names an adapter in host memory, so a load copies nothing.  On a GPU a load copies the adapter to the
+memory of its slot, and the rows lie in buffers there (`device_slots.py`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from quire.engine.config import EngineConfig
 from quire.engine.core.plan import StepPlan
+from quire.engine.executor.kv_cache import GIB
+from quire.engine.executor.lora.device_slots import MAX_RANK, DeviceSlots
+from quire.engine.executor.lora.packing import gpu_pack, packer_for
+from quire.engine.executor.lora.sites import Sites
 from quire.engine.executor.lora.store import AdapterStore
-from quire.engine.executor.ops import AdapterRows
-from quire.engine.executor.staging import Array
+from quire.engine.executor.ops import AdapterRows, DeviceAdapters
+from quire.engine.executor.staging import Array, Staging
+
+log = logging.getLogger(__name__)
 
 
 class AdapterBank:
     """What one worker knows of adapters."""
 
-    def __init__(self, store: AdapterStore, max_seqs: int) -> None:
-        self.store = store
+    def __init__(self, store: AdapterStore, max_seqs: int, device_slots: DeviceSlots | None = None) -> None:
+        """`device_slots`: of a GPU; None: a CPU."""
+        self.store, self.device_slots = store, device_slots
         self._loaded: dict[int, str] = {}  # adapter slot -> adapter id
         self._of_slot = np.full(max_seqs, -1, dtype=np.int32)  # batch slot -> adapter slot
         self._adapted = 0  # batch slots with an adapter
         self._decoding: tuple[int, ...] | None = None  # the slots that `_decoding_rows` is of
-        self._decoding_rows: AdapterRows | None = None
+        self._decoding_rows: AdapterRows | DeviceAdapters | None = None
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, sites: Sites, dtype: torch.dtype, device: torch.device, *, max_seqs: int, rows: int
+    ) -> AdapterBank:
+        """Return the bank of a worker.  rows: maximum of a step.  The kernels must be loaded."""
+        memory = int(config.lora_memory_gib * GIB)
+        if device.type == "cpu":
+            return cls(AdapterStore(packer_for(sites.sites, dtype).pack, memory, config.model), max_seqs)
+        sizes = {"slots": config.lora_slots, "max_rank": MAX_RANK, "max_rows": max(rows, max_seqs)}
+        slots = DeviceSlots(sites.sites, **sizes, dtype=dtype, device=device)
+        log.info(
+            "%d LoRA slots of rank %d take %.2f GiB on the GPU",
+            config.lora_slots,
+            MAX_RANK,
+            slots.bytes / GIB,
+        )
+        return cls(AdapterStore(gpu_pack(sites.sites, dtype, MAX_RANK), memory, config.model), max_seqs, slots)
+
+    @property
+    def device_rows(self) -> DeviceAdapters | None:
+        """Return the buffers on the GPU, whatever step they describe; None: this is a CPU."""
+        return None if self.device_slots is None else self.device_slots.rows
 
     def take(self, plan: StepPlan) -> None:
         """Take a plan's loads, starts and forks in.  Raises KeyError for an adapter that is not in host memory."""
         for slot in plan.freed_slots:
             self._put(slot, -1)
         for slot, adapter in plan.adapters:
-            self.store.packed(adapter)
+            packed = self.store.packed(adapter)
+            if self.device_slots is not None:
+                self.device_slots.load(slot, packed)
             self._loaded[slot] = adapter
             self._decoding = None
         for start in plan.starts:
@@ -58,27 +93,61 @@ class AdapterBank:
         self._adapted = 0
         self._decoding = None
 
-    def rows(self, plan: StepPlan, decoding: Sequence[int], all_decoding: tuple[int, ...]) -> AdapterRows | None:
+    def rows(
+        self,
+        plan: StepPlan,
+        decoding: Sequence[int],
+        all_decoding: tuple[int, ...],
+        staging: Staging,
+        padded: tuple[int, int] | None = None,
+    ) -> AdapterRows | DeviceAdapters | None:
         """Return the rows of a step in which `decoding` compute one token each, followed by the plan's slices; None: no
-        row has an adapter.
+        row has an adapter.  On a GPU `staging` takes what `apply` copies.
 
-        all_decoding: the same tuple in each step of the same slots without slices, whose rows are found once."""
+        all_decoding: the same tuple in each step of the same slots without slices, whose rows are found once.
+        padded: rows before the slices, and all rows, where the step's tensors are larger than its content."""
         if not self._adapted:
             return None
         if plan.slices:
-            slots = [*decoding, *(piece.slot for piece in plan.slices)]
-            return self._sorted(slots, [*[1] * len(decoding), *(len(piece.token_ids) for piece in plan.slices)])
+            self._decoding = None  # on a GPU its rows are overwritten
+            sizes = [len(piece.token_ids) for piece in plan.slices]
+            before = np.full(padded[0] if padded else len(decoding), -1, dtype=np.int32)
+            before[: len(decoding)] = self._adapters_of(decoding)
+            of_rows = np.concatenate(
+                [before, np.repeat(self._adapters_of([piece.slot for piece in plan.slices]), sizes)]
+            )
+            return self._rows_of(of_rows, padded[1] if padded else len(self._of_slot), staging)
         if all_decoding is not self._decoding:
-            self._decoding_rows, self._decoding = self._sorted(all_decoding, [1] * len(all_decoding)), all_decoding
+            of_rows = self._adapters_of(all_decoding)
+            self._decoding_rows = self._rows_of(of_rows, len(self._of_slot), staging)
+            self._decoding = all_decoding
         return self._decoding_rows
 
-    def _sorted(self, slots: Sequence[int], tokens: Sequence[int]) -> AdapterRows | None:
-        """Return the rows of slots that compute so many tokens each, sorted by adapter."""
-        of_rows = np.repeat(self._of_slot[np.asarray(slots, dtype=np.int64)], tokens)
+    def apply(self) -> None:
+        """On a GPU, bring the rows there up to date."""
+        if self.device_slots is not None:
+            self.device_slots.apply()
+
+    def _adapters_of(self, slots: Sequence[int]) -> Array:
+        """Return the adapter slots of batch slots."""
+        found: Array = self._of_slot[np.asarray(slots, dtype=np.int64)]
+        return found
+
+    def _rows_of(self, of_rows: Array, size: int, staging: Staging) -> AdapterRows | DeviceAdapters | None:
+        """Return the rows with these adapter slots; on a GPU the step computes up to `size` rows."""
+        if not (of_rows >= 0).any():
+            return None
+        if self.device_slots is None:
+            return self._sorted(of_rows)
+        wide = np.full(max(size, len(of_rows)), -1, dtype=np.int32)
+        wide[: len(of_rows)] = of_rows
+        self.device_slots.stage(wide, staging)
+        return self.device_slots.rows
+
+    def _sorted(self, of_rows: Array) -> AdapterRows:
+        """Return rows with these adapter slots, sorted by adapter."""
         order = np.argsort(of_rows, kind="stable").astype(np.int32)
         order = order[np.count_nonzero(of_rows < 0) :]
-        if not len(order):
-            return None
         found, firsts = np.unique(of_rows[order], return_index=True)
         packed = [self.store.packed(self._loaded[slot]) for slot in found.tolist()]
         starts: Array = np.append(firsts, len(order)).astype(np.int32)

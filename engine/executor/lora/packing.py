@@ -1,4 +1,4 @@
-"""An adapter's matrices in the form that `ops.lora` takes: checked against the base, packed into one tensor.
+"""An adapter's matrices in the form that the kernels take: checked against the base, packed into one tensor.
 
 Only numpy computes here: torch would start a second team of threads.
 """
@@ -6,7 +6,7 @@ Only numpy computes here: torch would start a second team of threads.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,8 @@ from quire.engine.adapters.errors import AdapterError
 from quire.engine.adapters.files import AdapterFile, Matrix, Pair
 from quire.engine.adapters.patterns import PLAIN, by_key, full_matches, is_suffix
 from quire.engine.executor import ops
+from quire.engine.executor.lora.layouts import GpuBlocks, Layout, Numbers, Strips
+from quire.engine.executor.lora.pinned import pinned
 from quire.engine.executor.lora.sites import Part, Site
 
 Array = npt.NDArray[np.float32]
@@ -44,20 +46,19 @@ class Packer:
 
     sites: Sequence[Site]
     dtype: torch.dtype  # dtype of the model
-    columns: int  # columns per strip of a packed weight, and inputs that lie together: `ops.packed_layout`
-    together: int
+    layout: Layout
 
     def pack(self, file: AdapterFile) -> PackedAdapter:
         """Raises AdapterError where the adapter does not fit the model."""
         scales = scales_of(file, [part.path for site in self.sites for part in site.parts])
         table = np.zeros((len(self.sites), ops.LORA_FIELDS), dtype=np.int64)
-        pieces: list[npt.NDArray[np.generic]] = []
+        pieces: list[Numbers] = []
         size = 0
 
-        def put(matrix: Array, name: str) -> int:
+        def put(matrix: Array, name: str, packed: Callable[[Numbers], Numbers]) -> int:
             nonlocal size
             first = size
-            pieces.append(self._in_strips(self._rounded(matrix, f"{file.where}: {name}")))
+            pieces.append(packed(self._rounded(matrix, f"{file.where}: {name}")))
             size += pieces[-1].size
             return first
 
@@ -69,12 +70,15 @@ class Packer:
             for at, part in parts:
                 pair = file.pairs[part.path]
                 check_shapes(file.where, pair, site, part)
-                shrinks.append(values(pair.a))
+                if pair.a.rows > self.layout.most_ranks:
+                    allowed = f"slots hold ranks up to {self.layout.most_ranks}"
+                    raise AdapterError(f"{file.where}: {part.path} has rank {pair.a.rows}, {allowed}")
+                shrinks.append(self.layout.with_ranks(values(pair.a)))
                 expand = values(pair.b) * np.float32(scales[part.path])
-                offset = put(expand, f"{part.path}.lora_B")
-                table[number, 2 + 4 * at : 6 + 4 * at] = offset, pair.a.rows, part.first, part.outputs
+                offset = put(expand, f"{part.path}.lora_B", self.layout.expand)
+                table[number, 2 + 4 * at : 6 + 4 * at] = offset, len(shrinks[-1]), part.first, part.outputs
             shrink = np.concatenate(shrinks)
-            table[number, :2] = put(shrink, f"{parts[0][1].path}.lora_A"), len(shrink)
+            table[number, :2] = put(shrink, f"{parts[0][1].path}.lora_A", self.layout.shrink), len(shrink)
         whole = np.concatenate(pieces) if pieces else np.zeros(0, dtype=self._stored)
         weights = torch.from_numpy(whole).view(self.dtype)
         return PackedAdapter(weights, torch.from_numpy(table), max(pair.a.rows for pair in file.pairs.values()))
@@ -88,7 +92,7 @@ class Packer:
         }
         return stored[self.dtype]
 
-    def _rounded(self, matrix: Array, name: str) -> npt.NDArray[np.generic]:
+    def _rounded(self, matrix: Array, name: str) -> Numbers:
         """Return a matrix in the model's dtype; bfloat16 as its bits.  Raises AdapterError for what is not finite."""
         if not np.isfinite(matrix).all():
             raise AdapterError(f"{name}: holds NaN or infinity")
@@ -105,17 +109,22 @@ class Packer:
             np.uint16
         )
 
-    def _in_strips(self, matrix: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-        """Return a weight [out, in] in the layout of `product`, padded with zeros, flat."""
-        out, inner = matrix.shape
-        padded = np.pad(matrix, ((0, -out % self.columns), (0, -inner % self.together)))
-        strips = padded.reshape(-1, self.columns, padded.shape[1] // self.together, self.together)
-        return np.ascontiguousarray(strips.transpose(0, 2, 1, 3)).reshape(-1)
-
 
 def packer_for(sites: Sequence[Site], dtype: torch.dtype) -> Packer:
     """Return the packer of a model on this CPU.  The kernels must be loaded."""
-    return Packer(sites, dtype, *ops.packed_layout(dtype))
+    return Packer(sites, dtype, Strips(*ops.packed_layout(dtype)))
+
+
+def gpu_pack(sites: Sequence[Site], dtype: torch.dtype, max_rank: int) -> Callable[[AdapterFile], PackedAdapter]:
+    """Return what packs adapters for a GPU, up to `max_rank`, into pinned memory."""
+    packer = Packer(sites, dtype, GpuBlocks(max_rank))
+
+    def pack(file: AdapterFile) -> PackedAdapter:
+        packed = packer.pack(file)
+        weights, table = pinned(packed.weights, packed.table)
+        return PackedAdapter(weights, table, packed.rank)
+
+    return pack
 
 
 def values(matrix: Matrix) -> Array:

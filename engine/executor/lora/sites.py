@@ -49,7 +49,9 @@ class Sites:
     """All sites of a model, in the order in which they were made."""
 
     sites: list[Site] = field(default_factory=list)
-    rows: ops.AdapterRows | None = None  # rows of the running step; None: none has an adapter
+    # Rows of the running step; None: none has an adapter.
+    rows: ops.AdapterRows | ops.DeviceAdapters | None = None
+    aligned: int = 1  # divisor of inputs and outputs that the kernels need; other layers take no adapters
     _paths: dict[int, tuple[str, int]] = field(default_factory=dict)  # id of a module -> its path and input size
     _unproved: set[int] = field(default_factory=set)  # sites of layers that the model's own code calls
     _calls: dict[int, list[int]] | None = None  # rows of each call of a site, while they are watched
@@ -58,9 +60,11 @@ class Sites:
     def of(cls, model: PreTrainedModel) -> Sites:
         """Return the sites of a model whose layers are transformers' own still; the head has none."""
         head = model.get_output_embeddings()
-        found = cls()
+        found = cls(aligned=1 if model.device.type == "cpu" else ops.LORA_ALIGNED)
         for path, module in model.named_modules():
-            if type(module) in SERVED and module is not head and "experts" not in path.split("."):
+            if type(module) not in SERVED or module is head or "experts" in path.split("."):
+                continue
+            if not (inputs_of(module) % found.aligned or outputs_of(module) % found.aligned):
                 found._paths[id(module)] = path, inputs_of(module)
         return found
 
@@ -107,7 +111,12 @@ class Sites:
 
     def apply(self, site: int, x: Tensor, y: Tensor) -> None:
         """Add to y [..., out] what the step's adapters make of x [..., in], in place."""
-        if self.rows is not None:
+        if isinstance(self.rows, ops.DeviceAdapters):
+            if not self.sites[site].parts:
+                return
+            h = ops.lora_shrink(x.reshape(-1, x.shape[-1]), self.rows, site)
+            ops.lora_expand(h, self.rows, site, y.view(-1, y.shape[-1]))
+        elif self.rows is not None:
             ops.lora(x.reshape(-1, x.shape[-1]), self.rows, site, y.view(-1, y.shape[-1]))
         elif self._calls is not None:
             self._calls.setdefault(site, []).append(x.numel() // x.shape[-1])

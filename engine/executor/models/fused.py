@@ -302,6 +302,7 @@ class Decoder(nn.Module):
         cos, sin = self.angles.index_select(0, step.position_ids[0]).unbind(1)  # [T, D]
         if self.whole is not None:
             where = step.kv_indices, step.tables, step.rows, step.q_start, step.lens
+            assert not isinstance(step.adapters, ops.DeviceAdapters)
             ops.decoder_layers(x, cos, sin, self.whole, step.caches, *where, step.adapters)
             return x
         normed: Tensor | None = None

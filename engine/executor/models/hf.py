@@ -130,7 +130,7 @@ def load_model(
       quantize       round weights of linear layers to 8 or 4 bits (`quantised.py`); none: as the checkpoint has them
       own_experts    compute experts of every mixture family with our kernels on a GPU (`experts.py`)
       ranks          this process holds one rank's part (`sharding.py`)
-      adapters       prepare it for LoRA adapters, if this device serves them
+      adapters       prepare it for LoRA adapters; ranks take none
 
     The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator."""
     check_options(quantize, deterministic, device)
@@ -188,12 +188,12 @@ def prove(
 ) -> Proved:
     """Prove a model and swap its submodules.  swap: as of `swap_modules`.  Raises UnsupportedModel.
 
-    adapters: on a CPU, find the GEMMs that LoRA adapters may add to; models with recurrent state take none."""
+    adapters: find the GEMMs that LoRA adapters may add to; models with recurrent state take none."""
     if families.is_recurrent(module.config):
         return prove_states(module, max_model_len, swap, rounds_inputs=rounds_inputs)
     proof = probe(module, max_model_len)
     layers = cached_layers(module.config.model_type, proof.layers, module.device)
-    sites = Sites.of(module) if adapters and module.device.type == "cpu" else None
+    sites = Sites.of(module) if adapters else None
     swap_modules(module, max_model_len, decoder=layers == proof.layers, sites=sites, **swap)
     prove_swapped(module, proof._replace(layers=layers), sites, rounds_inputs=rounds_inputs)
     return Proved(layers, [], proof.vocab_size, sites)

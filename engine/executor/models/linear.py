@@ -62,9 +62,12 @@ class GpuLinear(nn.Module):
         self.stored = stored
         self.wide = wide
         self.weight = torch.empty(0, dtype=dtype)  # as in PackedLinear
+        self.adapted: Adapted | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         y = ops.linear(x.reshape(-1, x.shape[-1]), self.stored, self.bias, float32_out=self.wide)
+        if self.adapted is not None:
+            self.adapted.add(x, y)
         return y.view(*x.shape[:-1], self.out_features)
 
 
@@ -108,7 +111,9 @@ class Product(nn.Module):
     ) -> Tensor:
         """plus [T, out]: added, and perhaps overwritten.  out [T, out]: where to write the result.  normed: x after
         the norm, where it was computed before."""
-        if self.adapted is not None and self.adapted.sites.rows is not None:
+        if self.adapted is not None and (rows := self.adapted.sites.rows) is not None:
+            if isinstance(rows, ops.DeviceAdapters):
+                return self._with_device_adapters(self.adapted.number, rows, x, plus, normed)
             return self._with_adapters(self.adapted, x, plus, normed)
         norm, eps = (self.norm.weight, self.norm.eps) if self.norm and normed is None else (None, 0.0)
         x = x if normed is None else normed
@@ -123,13 +128,28 @@ class Product(nn.Module):
         the same bits as in any other step."""
         if self.norm is not None:
             x = ops.rms_norm(x, self.norm.weight, self.norm.eps) if normed is None else normed
-        if self.packed is not None:
-            y = ops.packed_linear(x, self.packed, self.bias, plus)
-        else:
-            assert self.weight is not None
-            y = ops.linear(x, self.weight, self.bias, plus=plus)
+        y = self._gemm(x, plus)
         adapted.add(x, y)
         return ops.silu_mul(y) if self.silu_mul else y
+
+    def _with_device_adapters(
+        self, site: int, rows: ops.DeviceAdapters, x: Tensor, plus: Tensor | None, normed: Tensor | None
+    ) -> Tensor:
+        """The same on a GPU.  The shrink comes first: the GEMM behind it already reads its weights meanwhile.
+
+        Rows without an adapter differ by rounding only where the GEMM has a fused norm or activation of its own."""
+        inner = x if normed is None else normed
+        if self.norm is not None and normed is None:
+            inner = ops.rms_norm(x, self.norm.weight, self.norm.eps)
+        h = ops.lora_shrink(inner, rows, site)
+        return ops.lora_expand(h, rows, site, self._gemm(inner, plus), silu_mul=self.silu_mul)
+
+    def _gemm(self, x: Tensor, plus: Tensor | None) -> Tensor:
+        """The GEMM of an input that is normed, without the activation."""
+        if self.packed is not None:
+            return ops.packed_linear(x, self.packed, self.bias, plus)
+        assert self.weight is not None
+        return ops.linear(x, self.weight, self.bias, plus=plus)
 
     def add(self, x: Tensor, plus: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None]:
         """Return `plus` and the product, added, and None: the norm is left to the product that follows."""
@@ -240,7 +260,7 @@ class Linears:
         """Let adapters add to the layer `plain`.  `served` takes its place; None: it stays."""
         if self.sites is None or (site := self.sites.add_called(plain)) < 0:
             return
-        if isinstance(served, PackedLinear):
+        if isinstance(served, PackedLinear | GpuLinear):
             served.adapted = Adapted(self.sites, site)
         else:
             self.sites.hook(plain, site)

@@ -1,0 +1,66 @@
+// LoRA adapters of a step's rows, on any GPU since Ampere, in two launches per GEMM of the base model (a site):
+//
+//   shrink   h = A x      of the rows with an adapter, A of all linear layers (parts) of the site
+//   expand   y += B h     in place, or with the activation that follows
+//
+// Nothing on the host depends on the rows, so a CUDA graph can hold both.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/common/dtype.h"
+
+namespace quire::cuda {
+
+constexpr int kLoraParts = 3;                    // maximum linear layers of a site
+constexpr int kLoraFields = 2 + 4 * kLoraParts;  // fields of a site in a table
+constexpr int kLoraRows = 32;                    // maximum rows per tile
+constexpr int kLoraRanks = 16;                   // ranks of a part are padded to a multiple
+constexpr int kLoraInputs = 32;                  // inputs per packed block of A
+constexpr int kLoraFeatures = 32;                // features per packed block of B
+
+// The adapters in device slots, and the rows of the step that have them.
+//
+// A is packed in blocks [16 ranks, 32 inputs], B in blocks [32 features, 16 ranks], each 32 lanes times 16 elements:
+//   A  [rank blocks, input blocks]     lane 4 g + t: inputs 8 t .. 8 t + 7 of rank g, then of rank g + 8
+//   B  [feature blocks, rank blocks]   lane 4 g + t, j = 0 .. 3: ranks 4 t .. 4 t + 3 of feature 8 (g / 2) + 2 j + g % 2
+struct LoraRows {
+  Dtype dtype;          // dtype of x, y and weights: bf16 or fp16
+  const void* weights;  // [slots, slot_elements]: per slot the packed matrices of its adapter
+  int64_t slot_elements;
+  // [slots, sites, kLoraFields]: offset of A in the slot, ranks of all parts (0: nothing is added); then per part the
+  // offset of B, its ranks (0: nothing), and two fields that are not read.
+  const int64_t* table;
+  int sites, site;
+  const int32_t* order;  // rows with an adapter, sorted by adapter
+  const int4* tiles;     // [tiles]: slot (-1: no tile), first index into order, rows up to kLoraRows, 0
+  int tile_count;
+  int rows;    // rows of the step
+  int ranks;   // ranks per row of h: the maximum of a site
+  int splits;  // partial sums per element of h
+  float* h;    // [splits, rows, ranks], by index into order
+};
+
+struct LoraShrinkArgs : LoraRows {
+  const void* x;  // [rows, inner], 16-byte aligned rows; inner is a multiple of 8
+  int64_t x_stride;
+  int inner;
+};
+
+void lora_shrink(const LoraShrinkArgs& args, cudaStream_t stream);
+
+struct LoraExpandArgs : LoraRows {
+  void* y;  // [rows, features of all parts], 16-byte aligned rows and parts
+  int64_t y_stride;
+  int parts, features[kLoraParts];
+  // Null: y += B h.  Otherwise out [rows, features] = silu(gate) * up for all rows, where y + B h is gate, then up.
+  void* out;
+  int64_t out_stride;
+  const int32_t* slot_of_row;  // [rows]: -1: no adapter.  Read only with `out`
+};
+
+void lora_expand(const LoraExpandArgs& args, cudaStream_t stream);
+
+}  // namespace quire::cuda

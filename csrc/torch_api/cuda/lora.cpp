@@ -1,0 +1,126 @@
+// Bindings of LoRA adapters on a GPU.
+
+#include "cuda/lora/lora.h"
+
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+
+#include "torch_api/cuda/convert.h"
+
+namespace quire::cuda::torch_api {
+namespace {
+
+constexpr int64_t kAligned = 8;  // elements in 16 bytes
+
+void expect_lora_rows(const char* who, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(in_16_bytes(t.const_data_ptr(), t.stride(0), 2) && t.size(1) % kAligned == 0, who,
+                    ": rows do not start at multiples of 16 bytes, or have a size that is no multiple of ", kAligned);
+}
+
+// Returns the arguments that both operators share, checked.  x_or_y: [rows, .], of the model's dtype.
+LoraRows lora_rows_of(const at::Tensor& x_or_y, const at::Tensor& weights, const at::Tensor& table,
+                      const at::Tensor& order, const at::Tensor& tiles, int64_t site, const at::Tensor& h) {
+  const Place place = on_gpu(x_or_y);
+  Size slots("slots"), elements("elements"), sites("sites"), fields("fields"), rows("rows"), most("rows"),
+      tile_count("tiles"), four("fields"), splits("splits"), ranks("ranks");
+  fields.agree("this operator", kLoraFields);
+  four.agree("this operator", 4);
+  rows.agree("x or y", x_or_y.size(0));
+  TORCH_CHECK_VALUE(x_or_y.scalar_type() == at::kBFloat16 || x_or_y.scalar_type() == at::kHalf, "x or y: dtype is ",
+                    x_or_y.scalar_type(), ", not bfloat16 or float16");
+  expect_plain("weights", weights, {slots, elements}, x_or_y.scalar_type(), place, "x");
+  expect_plain("table", table, {slots, sites, fields}, at::kLong, place);
+  expect_plain("order", order, {most}, at::kInt, place);
+  expect_plain("tiles", tiles, {tile_count, four}, at::kInt, place);
+  expect_plain("h", h, {splits, rows, ranks}, at::kFloat, place);
+  TORCH_CHECK_VALUE(most >= rows, "order: has ", int64_t{most}, " rows, x ", int64_t{rows});
+  TORCH_CHECK_INDEX(site >= 0 && site < sites, "site is ", site, ", not in [0, ", int64_t{sites}, ")");
+  TORCH_CHECK_VALUE(ranks > 0 && ranks % kLoraRanks == 0, "h: ", int64_t{ranks}, " ranks are no multiple of ",
+                    kLoraRanks);
+  TORCH_CHECK_VALUE(splits > 0 && splits <= 65535 && tile_count <= 32768, "h, tiles: over the limits of a grid");
+  TORCH_CHECK_VALUE(rows <= 1 << 20, "x: ", int64_t{rows}, " rows, over ", 1 << 20);
+  TORCH_CHECK_VALUE(elements % kAligned == 0, "weights: ", int64_t{elements}, " elements a slot are no multiple of ",
+                    kAligned);
+  return {
+      .dtype = model_dtype_of("x", x_or_y),
+      .weights = weights.const_data_ptr(),
+      .slot_elements = elements,
+      .table = table.const_data_ptr<int64_t>(),
+      .sites = static_cast<int>(sites),
+      .site = static_cast<int>(site),
+      .order = order.const_data_ptr<int32_t>(),
+      .tiles = reinterpret_cast<const int4*>(tiles.const_data_ptr<int32_t>()),
+      .tile_count = static_cast<int>(tile_count),
+      .rows = static_cast<int>(rows),
+      .ranks = static_cast<int>(ranks),
+      .splits = static_cast<int>(splits),
+      .h = h.data_ptr<float>(),
+  };
+}
+
+void lora_shrink(const at::Tensor& x, const at::Tensor& weights, const at::Tensor& table, const at::Tensor& order,
+                 const at::Tensor& tiles, int64_t site, const at::Tensor& h) {
+  TORCH_CHECK_VALUE(x.dim() == 2, "x: has ", x.dim(), " dimensions, not 2");
+  expect_last_contiguous("x", x);
+  expect_lora_rows("x", x);
+  TORCH_CHECK_VALUE(x.size(1) <= 1 << 20, "x: ", x.size(1), " columns, over ", 1 << 20);
+  LoraShrinkArgs args{lora_rows_of(x, weights, table, order, tiles, site, h), x.const_data_ptr(), x.stride(0),
+                      static_cast<int>(x.size(1))};
+  if (args.rows == 0 || args.tile_count == 0) return;
+  const c10::cuda::CUDAGuard guard(x.device());
+  cuda::lora_shrink(args, stream_of(x));
+}
+
+void lora_expand(const at::Tensor& h, const at::Tensor& weights, const at::Tensor& table, const at::Tensor& order,
+                 const at::Tensor& tiles, const at::Tensor& slot_of_row, int64_t site, at::IntArrayRef features,
+                 const at::Tensor& y, const std::optional<at::Tensor>& out) {
+  TORCH_CHECK_VALUE(y.dim() == 2, "y: has ", y.dim(), " dimensions, not 2");
+  expect_last_contiguous("y", y);
+  expect_lora_rows("y", y);
+  LoraExpandArgs args{lora_rows_of(y, weights, table, order, tiles, site, h)};
+  args.y = y.data_ptr();
+  args.y_stride = y.stride(0);
+  args.parts = static_cast<int>(features.size());
+  TORCH_CHECK_VALUE(args.parts >= 1 && args.parts <= kLoraParts, "features: ", args.parts, " parts, not 1 to ",
+                    kLoraParts);
+  int64_t columns = 0;
+  for (int part = 0; part < args.parts; ++part) {
+    TORCH_CHECK_VALUE(features[part] > 0 && features[part] % kAligned == 0, "features: ", features[part],
+                      " is no multiple of ", kAligned);
+    args.features[part] = static_cast<int>(features[part]);
+    columns += features[part];
+  }
+  TORCH_CHECK_VALUE(columns == y.size(1) && columns <= std::numeric_limits<int>::max(), "y: has ", y.size(1),
+                    " columns, the parts ", columns);
+  args.out = nullptr;
+  if (out) {
+    Size rows("rows"), size("features"), most("rows");
+    rows.agree("y", y.size(0));
+    size.agree("features", features[0]);
+    TORCH_CHECK_VALUE(args.parts == 2 && features[0] == features[1], "features: an activation takes two equal parts");
+    expect_device("out", *out, on_gpu(y));
+    expect("out", *out, {rows, size});
+    expect_dtype("out", *out, y.scalar_type(), "y");
+    expect_last_contiguous("out", *out);
+    expect_lora_rows("out", *out);
+    expect_plain("slot_of_row", slot_of_row, {most}, at::kInt, on_gpu(y));
+    TORCH_CHECK_VALUE(most >= rows, "slot_of_row: has ", int64_t{most}, " rows, y ", int64_t{rows});
+    args.out = out->data_ptr();
+    args.out_stride = out->stride(0);
+    args.slot_of_row = slot_of_row.const_data_ptr<int32_t>();
+  }
+  if (args.rows == 0 || (args.tile_count == 0 && !out)) return;
+  const c10::cuda::CUDAGuard guard(y.device());
+  cuda::lora_expand(args, stream_of(y));
+}
+
+TORCH_LIBRARY_IMPL(quire, CUDA, m) {
+  m.impl("lora_shrink", lora_shrink);
+  m.impl("lora_expand", lora_expand);
+}
+
+}  // namespace
+}  // namespace quire::cuda::torch_api

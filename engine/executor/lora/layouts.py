@@ -1,0 +1,90 @@
+"""Layouts of an adapter's matrices in memory, one for the CPU's kernels and one for the GPU's.  Numpy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.engine.executor import ops
+
+Numbers = npt.NDArray[np.generic]
+MOST_RANKS = 128  # as `engine/adapters` allows
+
+
+class Layout(Protocol):
+    """How A [ranks, in] of a site's layers, joined, and B [out, ranks] of one layer are stored."""
+
+    @property
+    def most_ranks(self) -> int:
+        """Return the maximum rank of a layer."""
+
+    def with_ranks(self, matrix: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return A of one layer with as many ranks as are stored."""
+
+    def shrink(self, matrix: Numbers) -> Numbers:
+        """Return A as it is stored, flat."""
+
+    def expand(self, matrix: Numbers) -> Numbers:
+        """Return B as it is stored, flat."""
+
+
+@dataclass(frozen=True)
+class Strips:
+    """The layout of `product`, padded with zeros."""
+
+    columns: int  # columns per strip, and inputs that lie together: `ops.packed_layout`
+    together: int
+
+    @property
+    def most_ranks(self) -> int:
+        return MOST_RANKS
+
+    def with_ranks(self, matrix: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        return matrix
+
+    def shrink(self, matrix: Numbers) -> Numbers:
+        out, inner = matrix.shape
+        padded = np.pad(matrix, ((0, -out % self.columns), (0, -inner % self.together)))
+        strips = padded.reshape(-1, self.columns, padded.shape[1] // self.together, self.together)
+        return np.ascontiguousarray(strips.transpose(0, 2, 1, 3)).reshape(-1)
+
+    expand = shrink
+
+
+@dataclass(frozen=True)
+class GpuBlocks:
+    """The packed blocks of csrc/cuda/lora/lora.h, each 32 lanes times 16 elements, padded with zeros."""
+
+    max_rank: int
+
+    @property
+    def most_ranks(self) -> int:
+        return self.max_rank
+
+    def with_ranks(self, matrix: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        return np.pad(matrix, ((0, -len(matrix) % ops.LORA_RANKS), (0, 0)))
+
+    def shrink(self, matrix: Numbers) -> Numbers:
+        """Blocks of 16 ranks and 32 inputs: lane 4 g + t has inputs 8 t .. 8 t + 7 of rank g, then of rank g + 8."""
+        padded = np.pad(matrix, ((0, 0), (0, -matrix.shape[1] % ops.LORA_INPUTS)))
+        #                        blocks, half, g,         blocks, t, inputs
+        lanes = padded.reshape(-1, 2, 8, padded.shape[1] // ops.LORA_INPUTS, 4, 8)
+        return np.ascontiguousarray(lanes.transpose(0, 3, 2, 4, 1, 5)).reshape(-1)
+
+    def expand(self, matrix: Numbers) -> Numbers:
+        """Blocks of 32 features and 16 ranks: lane 4 g + t has, for j from 0 to 3, ranks 4 t .. 4 t + 3 of feature
+        8 (g / 2) + 2 j + g % 2."""
+        out, ranks = matrix.shape
+        padded = np.pad(matrix, ((0, -out % ops.LORA_FEATURES), (0, -ranks % ops.LORA_RANKS)))
+        #                        blocks, g / 2, j, g % 2,  blocks, t, ranks
+        lanes = padded.reshape(-1, 4, 4, 2, padded.shape[1] // ops.LORA_RANKS, 4, 4)
+        return np.ascontiguousarray(lanes.transpose(0, 4, 1, 3, 5, 2, 6)).reshape(-1)
+
+    def elements(self, inputs: int, outputs: list[int]) -> int:
+        """Return the elements of a site's matrices at the maximum rank."""
+        ranks = -(-self.max_rank // ops.LORA_RANKS) * ops.LORA_RANKS
+        a = len(outputs) * (-(-inputs // ops.LORA_INPUTS) * ops.LORA_INPUTS)
+        return ranks * (a + sum(-(-size // ops.LORA_FEATURES) * ops.LORA_FEATURES for size in outputs))
