@@ -58,7 +58,8 @@ from quire.service.text.vocabulary import ModelError
 
 log = logging.getLogger("quire.gateway")
 
-LAST_EVENTS_S = 5.0  # for the last events of the streams that `drain_s` has cut off
+# Parts of `drain_s` at its end: last events of the streams that are cut off, and closing all connections.
+LAST_EVENTS_S, CLOSE_S = 5.0, 1.0
 GIL_SWITCH_S = 0.001  # seconds that a thread may keep the event loop waiting for the interpreter; Python's own: 0.005
 
 
@@ -122,7 +123,7 @@ class Gateway:
             ),
         )
 
-    def runner(self, *, shutdown_timeout: float = 1.0) -> web.AppRunner:
+    def runner(self, *, shutdown_timeout: float = CLOSE_S) -> web.AppRunner:
         """Return aiohttp's runner for the API's port."""
         return web.AppRunner(
             self.app(),
@@ -207,22 +208,38 @@ class Gateway:
         self.engine_state.close()
 
     async def drain(self) -> None:
-        """Let running answers finish for `drain_s`; then the rest is handed over, or ends in an error."""
+        """Let running answers finish; then the rest is handed over, or ends in an error, within `drain_s` in all."""
+        answers_s, last_events_s = drain_parts(self._config.drain_s)
+        log.info(
+            "shutting down: %d requests may take %g s more; this process ends within %g s (--drain-s)",
+            self.capacity.answering,
+            answers_s,
+            max(self._config.drain_s, last_events_s + CLOSE_S),
+        )
         try:
-            await asyncio.wait_for(self.capacity.idle.wait(), self._config.drain_s)
+            await asyncio.wait_for(self.capacity.idle.wait(), answers_s)
         except TimeoutError:
             log.warning(
-                "%d requests did not finish in %g s (--drain-s): they end now, or continue at another gateway",
+                "%d requests did not finish in %g s (--drain-s %g): they end now, or continue at another gateway",
                 self.capacity.answering,
+                answers_s,
                 self._config.drain_s,
             )
-            await self.break_off(Finish("cancelled"))
+            await self.break_off(Finish("cancelled"), last_events_s)
 
-    async def break_off(self, finish: Finish) -> None:
+    async def break_off(self, finish: Finish, last_events_s: float = LAST_EVENTS_S) -> None:
         """End every answer with `finish`, but hand over those whose clients may resume."""
         self._streams.end_all(finish)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.capacity.idle.wait(), LAST_EVENTS_S)
+            await asyncio.wait_for(self.capacity.idle.wait(), last_events_s)
+
+
+def drain_parts(drain_s: float) -> tuple[float, float]:
+    """Return how many seconds of a drain running answers have, and then their last events.
+
+    With CLOSE_S they add up to `drain_s`, if that is 2 s or more; last events have a second at least."""
+    last_events_s = min(LAST_EVENTS_S, max(1.0, drain_s / 6))
+    return max(0.0, drain_s - last_events_s - CLOSE_S), last_events_s
 
 
 class StartError(OperatorError):

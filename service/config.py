@@ -329,7 +329,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         ),
     ] = 10.0
     drain_s: Annotated[
-        float, Meta(ge=0, description="Seconds that running answers may take after SIGTERM. Then they end in an error.")
+        float,
+        Meta(
+            ge=0,
+            description="Seconds from SIGTERM to the exit. Running answers have all but the last 6 of them. Then "
+            "resumable streams move to another gateway, and others end in an error.",
+        ),
     ] = 30.0
     fleet_s: Annotated[
         float, Meta(gt=0, description="Seconds between two readings of the engines' leases and of the queue.")
