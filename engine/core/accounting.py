@@ -1,6 +1,7 @@
 """The check of the block accounting: every block against every table.
 
-It takes O(blocks), tens of milliseconds on a large GPU.  So it runs when the engine is idle, in tests, and on demand.
+It takes O(blocks), tens of milliseconds on a large GPU.  So it runs when the engine becomes idle,
+every some seconds while it is busy, in tests, and on demand.
 
 A wrong count is never harmless.  After a Leak, blocks cannot be used until a restart.  A DoubleFree lets two sequences
 write into one block, which would mix the answers of two clients.

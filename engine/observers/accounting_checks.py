@@ -1,8 +1,9 @@
-"""Checks the block accounting of a live engine: when it becomes idle, after every turn in tests, and on demand.
+"""Checks the block accounting of a live engine: when it becomes idle, now and then while it is busy, and on demand.
 
-A full check looks at every block and every block table, tens of milliseconds on a large GPU.  So it runs where no
-request waits for it.  An accounting error is always a bug: a leak costs room until a restart, a double free lets two
-sequences write into one block and would mix two clients' answers.
+A full check looks at every block and every block table, tens of milliseconds on a large GPU.  So a busy engine runs it
+every BUSY_EVERY_S seconds, and less often where checks would take more than MOST_SHARE of the time.  An accounting
+error is always a bug: a leak costs capacity until a restart, a double free lets two sequences write into one block and
+would mix two clients' answers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from quire.engine.config import EngineConfig
@@ -20,14 +22,18 @@ from quire.engine.observers.turn_record import TurnRecord
 log = logging.getLogger("quire.engine")
 
 ALARM_S = 10.0  # shortest time between two log lines about accounting errors: later checks find the same error again
+BUSY_EVERY_S = 10.0  # seconds between two checks of a busy engine, at least
+MOST_SHARE = 0.005  # largest share of the time that checks of a busy engine take
 PATIENCE_S = 10.0  # how long request_check() waits for the loop, which may be in a long step
 
 
 class AccountingChecks:
     """Observer that runs the full checks and keeps their results."""
 
-    def __init__(self, core: Scheduler, config: EngineConfig) -> None:
-        self._core = core
+    def __init__(self, core: Scheduler, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds, monotonic."""
+        self._core, self._clock = core, clock
+        self._due_at = clock() + BUSY_EVERY_S  # monotonic seconds of the next check of a busy engine
         self._each_turn, self._stop = config.check_books, config.bad_books == "stop"
         self._checked = False  # since the engine became idle
         self._alarm_at = 0.0  # monotonic seconds from which the next error is logged
@@ -38,7 +44,8 @@ class AccountingChecks:
         """Check where a check is due.  Never raises: see `fatal`."""
         settled = record.idle and record.was_idle and not record.orders and not self._checked
         requests = [self._requests.popleft() for _ in range(len(self._requests))]
-        if self._each_turn or settled or requests:
+        due = not record.idle and self._clock() >= self._due_at
+        if self._each_turn or settled or due or requests:
             found = self._check()
             self._checked = True
             for request in requests:
@@ -54,6 +61,7 @@ class AccountingChecks:
         return request.result(PATIENCE_S)
 
     def _check(self) -> str:
+        began = self._clock()
         try:
             self._core.auditor.whole()
         except AccountingError as error:
@@ -70,4 +78,7 @@ class AccountingChecks:
             if self._stop:
                 self.fatal = error
             return str(error)
+        finally:
+            now = self._clock()
+            self._due_at = now + max(BUSY_EVERY_S, (now - began) / MOST_SHARE)
         return ""
