@@ -21,7 +21,7 @@ def test_help_lists_every_command_on_one_line(capsys: pytest.CaptureFixture[str]
         main(["--help"])
     lines = capsys.readouterr().out.splitlines()
     for name, (_, text) in COMMANDS.items():
-        assert [line for line in lines if line.split()[:1] == [name]] == [f"  {name:16}{text}"]
+        assert [line for line in lines if line.split()[:1] == [name]] == [f"  {name:14}{text}"]
         assert len(text) < 100
 
 
