@@ -20,9 +20,10 @@ from quire.engine.common.embedded_redis import EmbeddedRedis, server_binaries, s
 from quire.engine.executor.models.sources import demo
 from quire.engine.executor.models.sources.demo import DemoModelUnavailable
 from quire.engine.wire import link
-from tests import pace
-from tests.order import longest_first, pytest_xdist_make_scheduler  # noqa: F401  a hook
+from tests import pace, warm
+from tests.order import longest_first, pytest_collection, pytest_xdist_make_scheduler  # noqa: F401  hooks
 from tests.verdicts import (  # noqa: F401  hooks
+    pytest_collection_finish,
     pytest_runtest_protocol,
     pytest_sessionstart,
     pytest_terminal_summary,
@@ -102,6 +103,19 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis may take as long as a busy machine makes it; it is not what is tested."""
     monkeypatch.setattr(link, "PATIENCE_S", pace.patience(60))
     monkeypatch.setitem(link.Link.run_script.__kwdefaults__ or {}, "patience_s", pace.patience(60))
+
+
+@pytest.fixture(scope="module")
+def warm_processes() -> Iterator[None]:
+    """Engines, gateways and supervisors start as forks of a process that has imported torch (tests/warm.py)."""
+    with warm.everywhere():
+        yield
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test of the start itself: a process is a new interpreter."""
+    monkeypatch.setattr(subprocess, "Popen", warm.COLD)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,52 +6,79 @@ workers are idle.  The summary of a run names its dearest files (verdicts.py): e
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# Seconds on an idle machine of two cores with three workers, roughly.
+# CPU seconds of a run with three workers on two busy cores, roughly.
 SECONDS = {
-    "tests/system/test_survival.py": 120,
-    "tests/executor/test_parallel.py": 100,
-    "tests/system/test_serve.py": 90,
+    "tests/helm/test_runs.py": 90,
+    "tests/system/test_survival.py": 82,
     "tests/system/test_supervisor.py": 80,
-    "tests/helm/test_runs.py": 80,
-    "tests/loadtest/test_replay.py": 80,
-    "tests/executor/test_quantised_ranks.py": 70,
-    "tests/executor/test_determinism.py": 70,
-    "tests/executor/test_demo.py": 60,
-    "tests/executor/test_unequal_layers.py": 60,
-    "tests/service/output/test_linear_answers.py": 60,
-    "tests/system/test_text.py": 60,
-    "tests/core/policy/test_forecast.py": 50,
-    "tests/core/policy/test_jumps.py": 50,
-    "tests/tools/test_models.py": 50,
+    "tests/system/test_serve.py": 73,
+    "tests/executor/test_parallel.py": 68,
+    "tests/executor/test_determinism.py": 64,
+    "tests/system/test_demo.py": 62,
+    "tests/executor/test_quantised_ranks.py": 59,
+    "tests/service/output/test_regions.py": 57,
+    "tests/service/http/test_page.py": 56,
+    "tests/executor/test_multimodal.py": 51,
     "tests/service/delivery/test_admission.py": 50,
-    "tests/executor/test_quantised_towers.py": 50,
-    "tests/service/grammar/test_json_schema.py": 40,
-    "tests/service/http/test_connections.py": 40,
-    "tests/executor/test_text_tower.py": 40,
-    "tests/executor/test_mixtures.py": 40,
-    "tests/executor/test_grammars.py": 40,
-    "tests/helm/test_chart.py": 33,
-    "tests/executor/test_jumps.py": 33,
-    "tests/executor/test_reference_formats.py": 32,
-    "tests/executor/test_quantised.py": 30,
-    "tests/service/chat_templates/test_forging.py": 25,
-    "tests/service/delivery/test_resume.py": 25,
-    "tests/wire/test_bus.py": 22,
-    "tests/wire/test_redis_errors.py": 21,
+    "tests/system/test_text.py": 48,
+    "tests/system/test_fleet.py": 46,
+    "tests/executor/test_quantised_towers.py": 43,
+    "tests/test_image.py": 41,
+    "tests/system/test_failures.py": 41,
+    "tests/executor/test_load_memory.py": 40,
+    "tests/system/test_ranks.py": 40,
+    "tests/executor/test_unequal_layers.py": 36,
+    "tests/core/policy/test_forecast.py": 36,
+    "tests/system/test_starts.py": 34,
+    "tests/loadtest/test_replay.py": 30,
+    "tests/service/test_process.py": 30,
+    "tests/system/test_clocks.py": 29,
+    "tests/system/test_users_directory.py": 29,
+    "tests/system/test_takeover.py": 29,
+    "tests/system/test_hot_prefixes.py": 27,
+    "tests/system/chaos/test_rolling.py": 26,
+    "tests/tools/test_models.py": 25,
+    "tests/grafana/test_dashboards.py": 25,
+    "tests/executor/test_grammars.py": 24,
+    "tests/executor/test_quantised.py": 22,
+    "tests/system/test_client.py": 22,
+    "tests/loadtest/test_burst.py": 22,
+    "tests/executor/test_demo.py": 21,
+    "tests/service/delivery/test_resume.py": 21,
+    "tests/docs/test_project.py": 20,
+    "tests/core/policy/test_jumps.py": 19,
     "tests/service/chat_templates/test_history.py": 19,
+    "tests/core/test_scheduler.py": 19,
     "tests/kernels/test_attention.py": 17,
     "tests/executor/test_fused.py": 16,
     "tests/executor/test_worker.py": 16,
+    "tests/service/output/test_linear_answers.py": 15,
+    "tests/service/grammar/test_json_schema.py": 15,
+    "tests/service/http/test_connections.py": 15,
+    "tests/executor/test_text_tower.py": 15,
+    "tests/executor/test_mixtures.py": 15,
+    "tests/helm/test_chart.py": 15,
+    "tests/executor/test_jumps.py": 15,
+    "tests/executor/test_reference_formats.py": 15,
+    "tests/service/chat_templates/test_forging.py": 15,
+    "tests/wire/test_bus.py": 15,
+    "tests/wire/test_redis_errors.py": 15,
     "tests/executor/test_beams.py": 15,
     "tests/service/api/test_tools.py": 13,
     "tests/service/text/test_vocabulary_files.py": 13,
+    "tests/service/api/test_client_types.py": 12,
+    "tests/service/test_deploys.py": 11,
 }
+CLIENTS = Path(__file__).parent / "clients"  # `make clients` runs them
 PROCESSES_S = 25  # of another file of tests/system, which starts servers
 SPLIT = {  # a function each for a worker: no fixture that more than one of them uses takes long
     "tests/core/policy/test_jumps.py",
@@ -77,6 +104,30 @@ class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no t
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
         return nodeid.split("[")[0] if file in SPLIT else file
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Let each worker begin the imports at another file.
+
+    The first import of a file rewrites its assertions, and keeps the result for the other workers.  If all began at the
+    same file, each would rewrite all of them."""
+    config = session.config
+    if (worker := getattr(config, "workerinput", None)) is None or config.args != config.getini("testpaths"):
+        return
+    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    files = sorted(path for folder in config.args for path in (config.rootpath / folder).rglob("test_*.py"))
+    for path in in_turn(files, number, count):
+        if CLIENTS in path.parents:
+            continue
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection says why
+            importlib.import_module(".".join(path.relative_to(config.rootpath).with_suffix("").parts))
+
+
+def in_turn(files: Sequence[Path], number: int, count: int) -> Sequence[Path]:
+    """Return the files from the beginning of this worker's part on, and then those before it."""
+    begin = len(files) * number // count
+    return [*files[begin:], *files[:begin]]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LongestFirst | None:

@@ -26,3 +26,11 @@ def test_a_unit_is_a_file_or_a_function_of_a_split_file() -> None:
     assert scheduler._split_scope("tests/wire/test_bus.py::test_x[a-b]") == "tests/wire/test_bus.py"
     split = min(order.SPLIT)
     assert scheduler._split_scope(f"{split}::test_x[a::b-c]") == f"{split}::test_x"
+
+
+def test_workers_begin_to_import_at_files_of_their_own() -> None:
+    files = [Path(f"tests/test_{number}.py") for number in range(10)]
+    orders = [order.in_turn(files, number, 3) for number in range(3)]
+    assert [one[0] for one in orders] == [files[0], files[3], files[6]]
+    assert all(sorted(one) == files for one in orders)
+    assert order.in_turn(files, 3, 3) == files  # takes the place of one that has died

@@ -40,6 +40,7 @@ MODULES = {
     "quire.engine.process.rank",
     "quire.service.app",
     "quire.service.cli",
+    "tests.system.deadly",
 }
 IMPORTS = (
     "quire.engine.executor.ranks.parallel",

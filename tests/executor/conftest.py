@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,6 @@ def warm_ranks() -> Iterator[None]:
     """Ranks start as forks of a process that has imported torch (tests/warm.py)."""
     with warm.everywhere():
         yield
-
-
-@pytest.fixture
-def cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test of the start itself: a rank is a new interpreter."""
-    monkeypatch.setattr(subprocess, "Popen", warm.COLD)
 
 
 @pytest.fixture(scope="session")

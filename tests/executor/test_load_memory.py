@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire.engine.executor.models.bars import no_bars
+from tests import warm
+from tests.pace import patience
 from tests.quantised import KINDS
 
 MB = 1e6
@@ -67,11 +68,11 @@ def in_blocks(weight: Tensor) -> dict[str, Tensor]:
 
 
 def measured(directory: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """One load.  Once among some hundred, on a busy machine, one took 16 MB more than all others: two are made."""
+    """One load, in a process that has imported torch and transformers already."""
     words = [sys.executable, "-c", MEASURE, str(directory), json.dumps(options)]
-    root = Path(__file__).parents[2]
-    shown = subprocess.run(words, check=True, capture_output=True, text=True, cwd=root).stdout
-    found: dict[str, Any] = json.loads(shown.splitlines()[-1])
+    done = warm.run(words, timeout=patience(100))
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -137,9 +138,11 @@ def test_a_load_holds_the_model_and_one_shard(checkpoint: Path, kind: str, optio
     if not (directory := checkpoint.with_name(kind)).exists():
         directory = quantised(checkpoint, kind, in_blocks if kind == "fp8-block" else by_rows)
     options = {"dtype": "bfloat16"} | options
-    found = min((measured(directory, options) for _ in range(2)), key=lambda one: one["most"])
     widened = 2 if options["dtype"] == "float32" else 1  # what a shard of bfloat16 becomes
     shard = widened * max(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    found = measured(directory, options)
+    if found["most"] - found["model"] >= shard + OTHERWISE:  # on a busy machine, one load among some hundred
+        found = measured(directory, options)
     assert found["most"] - found["model"] < shard + OTHERWISE, found
     assert found["after"] - found["model"] < OTHERWISE, found
     smaller = {"int8": 0.75, "int4": 0.6}.get(options.get("quantize", "int8" if kind == "ct-int8" else ""), 1.05)

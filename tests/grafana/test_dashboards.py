@@ -179,6 +179,7 @@ def proved(name: tuple[str, str, str], values: list[float]) -> bool:
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("warm_processes")
 @pytest.mark.timeout(500)
 def test_no_query_is_empty_under_load(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     queries = panel_queries() | alert_queries()

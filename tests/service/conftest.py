@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.wire.messages import Sampling
 from quire.service.text.tokenizer import Tokenizer
+from tests import warm
 from tests.ports import free_port
 from tests.service.chat_templates.published import TEMPLATES, tokenizer_in
 from tests.service.fakes import (
@@ -107,13 +109,16 @@ def port() -> int:
     return free_port()
 
 
-class Logged(subprocess.Popen[str]):
+class Logged(warm.Popen[str]):
     """Its stderr goes to a file: a pipe that nobody reads meanwhile would fill with the log, and stop it."""
 
-    def __init__(self, command: list[str], log: Path) -> None:
-        self._log = log
+    def __init__(self, command: list[str], log: Path, *, cold: bool) -> None:
+        self._log, self._cold = log, cold
         with log.open("w") as file:
             super().__init__(command, cwd=ROOT, stderr=file, text=True)
+
+    def _is_warm(self, *start: Any) -> bool:
+        return not self._cold and super()._is_warm(*start)
 
     def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
         super().communicate(input, timeout)
@@ -122,15 +127,21 @@ class Logged(subprocess.Popen[str]):
 
 @pytest.fixture
 def launch(
-    redis_server: EmbeddedRedis, namespace: str, byte_level_dir: Path, port: int, tmp_path: Path
+    redis_server: EmbeddedRedis,
+    namespace: str,
+    byte_level_dir: Path,
+    port: int,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start gateways as processes that share `port`: `launch(*options)`."""
+    """Start gateways as processes that share `port`: `launch(*options)`.  With `cold` each is a new interpreter."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*options: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "quire.service.app", str(byte_level_dir), "--redis-url", redis_server.url]
         command += ["--namespace", namespace, "--port", str(port), "--served-name", "tiny", *options]
-        process = Logged(command, tmp_path / f"gateway-{len(started)}.log")
+        log = tmp_path / f"gateway-{len(started)}.log"
+        process = Logged(command, log, cold="cold" in request.fixturenames)
         started.append(process)
         return process
 

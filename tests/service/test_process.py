@@ -169,6 +169,7 @@ async def test_sigterm_drains(
         assert "Traceback" not in errors
 
 
+@pytest.mark.usefixtures("cold")
 def test_the_process_never_loads_torch(launch: Callable[..., subprocess.Popen[str]], port: int) -> None:
     process = launch()
     asyncio.run(answers(f"http://127.0.0.1:{port}/ping"))

@@ -21,7 +21,7 @@ from tests.checkpoints import VOCAB, tokenizer
 from tests.system.processes import Process, ending
 from tests.system.stack import Stack
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 
 
 class Server:

@@ -10,7 +10,7 @@ import pytest
 from tests.service.fakes import byte_level
 from tests.system.processes import Process, ending
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 
 
 def test_a_second_server_on_one_directory_is_refused(tmp_path: Path) -> None:

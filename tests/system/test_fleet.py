@@ -22,7 +22,7 @@ from tests.pace import paced_ms, patience
 from tests.ports import free_port
 from tests.system.processes import Process, at_rest, ending, fleet_until, metric, sse_events, wait_until_ready
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 
 
 class Deployment:

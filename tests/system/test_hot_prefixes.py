@@ -25,7 +25,7 @@ from tests.system.processes import Process, ending
 from tests.system.restarts import First, Restarts, hit_rate, text
 from tests.system.stack import EngineThread, Stack
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 LIMIT_S = 250.0  # generous: the machine may be busy
 LONG = 960  # tokens of the prefix
 STEP_TOKENS, STEP_S = 48, 0.1

@@ -17,7 +17,7 @@ from quire.engine.common.embedded_redis import EmbeddedRedis
 from tests.pace import patience
 from tests.system.processes import ENVIRONMENT, QUIRE, ROOT
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 TURNS = ThreadPoolExecutor(max_workers=3)
 
 

@@ -27,7 +27,7 @@ from tests.ports import free_port
 from tests.system import processes
 from tests.system.processes import QUIRE, Process, at_rest, ending, fleet_until, wait_until_ready
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 LIMIT_S = 250.0  # generous: the machine may be busy
 
 

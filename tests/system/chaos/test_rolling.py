@@ -10,6 +10,7 @@ from tests.system.chaos.rolling import Rollout, Update, rolling
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("warm_processes")
 @pytest.mark.timeout(400)
 async def test_every_process_is_replaced_and_no_stream_fails(tmp_path: Path) -> None:
     # Without a grace period every resumable stream that is open there has to come back.
