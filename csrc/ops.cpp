@@ -285,6 +285,6 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def("drafter_begin(int drafter, int slot, str owner, int[] tokens, int prompt, int[] predicted) -> ()");
   m.def("drafter_extend(int drafter, int slot, int[] tokens) -> ()");
   m.def("drafter_length(int drafter, int slot) -> int");
-  m.def("drafter_find(int drafter, int[] slots, int[] tokens, int least) -> int[]");
+  m.def("drafter_find(int drafter, Tensor slots, Tensor tokens, int count, int least) -> int[]");
   m.def("drafter_end(int drafter, int slot, bool keep) -> ()");
 }

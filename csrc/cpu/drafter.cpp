@@ -49,16 +49,12 @@ void follow(const Text& text, int32_t* places, int count, bool itself, Continuat
   }
 }
 
-// `own` ends with the last token known; `text` is where its end is looked for.
-Continuation continuation(const Text& own, const Text& text, int least) {
+// The continuation of the end of `own` in `text`.  place: the last place there of the pair that ends `own`; -1: none.
+Continuation continuation(const Text& own, const Text& text, int32_t place, int least) {
   Continuation draft;
-  const bool itself = &own == &text;
   const int64_t end = own.size() - 1;
-  if (end < 1 || text.size() < 2) return draft;
   int32_t places[kPlaces];
   int count = 0;
-  int32_t place = text.last_place(own[end - 1], own[end]);
-  if (itself && place == end) place = text.previous(place);
   for (int looked = 0; place >= 0 && looked < kPlaces; ++looked, place = text.previous(place)) {
     int match = 0;
     while (match < kDepth && match <= place && match <= end && text[place - match] == own[end - match]) ++match;
@@ -67,79 +63,116 @@ Continuation continuation(const Text& own, const Text& text, int least) {
     draft.match = match;
     places[count++] = place;
   }
-  if (count > 0) follow(text, places, count, itself, draft);
+  if (count > 0) follow(text, places, count, &own == &text, draft);
   return draft;
 }
 
 }  // namespace
 
-uint32_t Text::bucket(int32_t first, int32_t second) const {
-  const uint32_t mixed = static_cast<uint32_t>(first) * 2654435761u ^ static_cast<uint32_t>(second) * 2246822519u;
-  return (mixed ^ mixed >> 15) * 2654435761u >> shift_;
+uint64_t pair_hash(int32_t first, int32_t second) {
+  uint64_t hash = (uint64_t{static_cast<uint32_t>(first)} << 32 | static_cast<uint32_t>(second)) * 0x9E3779B97F4A7C15u;
+  hash = (hash ^ hash >> 32) * 0xD6E8FEB86659FD93u;
+  return hash ^ hash >> 32;
 }
 
-int32_t Text::last_place(int32_t first, int32_t second) const {
-  return heads_.empty() ? -1 : heads_[bucket(first, second)];
-}
-
-void Text::prefetch(int32_t first, int32_t second) const {
-  if (!heads_.empty()) __builtin_prefetch(&heads_[bucket(first, second)]);
-}
-
-void Text::append(int32_t token) {
-  if (size() >= most_) {
-    tokens_.erase(tokens_.begin(), tokens_.begin() + std::max<int64_t>(1, most_ / 4));
-    rebuild();
+int32_t Text::last_place(uint64_t pair) const {
+  if (entries_.empty()) return -1;
+  const size_t mask = entries_.size() - 1;
+  for (size_t at = pair >> shift_;; at = (at + 1) & mask) {
+    const Entry& entry = entries_[at];
+    if (entry.place < 0 || entry.tag == static_cast<uint32_t>(pair)) return entry.place;
   }
+}
+
+void Text::prefetch(uint64_t pair) const {
+  if (!entries_.empty()) __builtin_prefetch(&entries_[pair >> shift_]);
+}
+
+void Text::prefetch_end() const {
+  __builtin_prefetch(tokens_.data() + tokens_.size());
+  __builtin_prefetch(previous_.data() + previous_.size());
+}
+
+void Text::make_room(int64_t count) {
+  if (size() + count > most_) {
+    const int64_t forgotten = std::min(size(), std::max(size() + count - most_, std::max<int64_t>(1, most_ / 4)));
+    tokens_.erase(tokens_.begin(), tokens_.begin() + forgotten);
+    rebuild(size() + count);
+  } else if (4 * (size() + count) > 3 * static_cast<int64_t>(entries_.size())) {
+    rebuild(size() + count);
+  }
+}
+
+void Text::append(int32_t token, uint64_t pair) {
+  make_room(1);
   tokens_.push_back(token);
-  if (size() > static_cast<int64_t>(heads_.size())) return rebuild();
-  insert(size() - 1);
+  insert(token, pair);
 }
 
-void Text::insert(int64_t at) {
-  int32_t before = -1;
-  if (at > 0 && tokens_[at - 1] != kEnd && tokens_[at] != kEnd) {
-    int32_t& head = heads_[bucket(tokens_[at - 1], tokens_[at])];
-    before = head;
-    head = static_cast<int32_t>(at);
+void Text::append(const int64_t* tokens, int64_t count) {
+  const int64_t first = std::max<int64_t>(0, count - most_);
+  make_room(count - first);
+  for (int64_t i = first; i < count; ++i) {
+    const auto token = static_cast<int32_t>(tokens[i]);
+    tokens_.push_back(token);
+    insert(token, pair_hash(last_, token));
   }
-  previous_.resize(at);
-  previous_.push_back(before);
 }
 
-void Text::rebuild() {
+// Indexes the token that follows those indexed so far.
+void Text::insert(int32_t token, uint64_t pair) {
+  int32_t before = -1;
+  if (last_ != kEnd && token != kEnd) {
+    const size_t mask = entries_.size() - 1;
+    size_t place = pair >> shift_;
+    while (entries_[place].place >= 0 && entries_[place].tag != static_cast<uint32_t>(pair)) place = (place + 1) & mask;
+    before = entries_[place].place;
+    entries_[place] = {static_cast<uint32_t>(pair), static_cast<int32_t>(previous_.size())};
+  }
+  previous_.push_back(before);
+  last_ = token;
+}
+
+// Indexes the text anew, with entries for `capacity` tokens.
+void Text::rebuild(int64_t capacity) {
   int bits = kFirstBits;
-  while (int64_t{1} << bits < 2 * size()) ++bits;
-  shift_ = 32 - bits;
-  heads_.assign(size_t{1} << bits, -1);
+  while (3 * (int64_t{1} << bits) < 4 * capacity) ++bits;
+  shift_ = 64 - bits;
+  entries_.assign(size_t{1} << bits, Entry{});
   previous_.clear();
-  for (int64_t at = 0; at < size(); ++at) insert(at);
+  last_ = kEnd;
+  for (const int32_t token : tokens_) insert(token, pair_hash(last_, token));
 }
 
 Drafter::Drafter(int64_t slots, int64_t own, int64_t recent, int64_t owners)
-    : own_(own), recent_(recent), owners_(owners), slots_(slots) {}
+    : own_(own), recent_(recent), owners_(owners) {
+  slots_.reserve(slots);
+  for (int64_t i = 0; i < slots; ++i) slots_.emplace_back(own);
+}
 
 void Drafter::begin(int64_t number, const std::string& owner, const int64_t* tokens, int64_t count, int64_t prompt,
                     const int64_t* predicted, int64_t predictions) {
   Slot& slot = slots_[number];
-  slot = Slot{};
-  slot.own = std::make_unique<Text>(own_);
+  slot = Slot(own_);
+  slot.open = true;
   if (recent_ > 0) slot.recent = answers_of(owner);
   if (predictions > 0) {
     slot.predicted = std::make_unique<Text>(predictions);
-    for (int64_t i = 0; i < predictions; ++i) slot.predicted->append(static_cast<int32_t>(predicted[i]));
+    slot.predicted->append(predicted, predictions);
   }
-  const int64_t first = std::max<int64_t>(0, count - own_);
-  for (int64_t i = first; i < count; ++i) {
-    if (i < prompt) {
-      slot.own->append(static_cast<int32_t>(tokens[i]));
-    } else {
-      push(slot, static_cast<int32_t>(tokens[i]));
-    }
+  slot.length = std::min(prompt, count);
+  slot.own.append(tokens, slot.length);
+  if (slot.length > 1) {
+    slot.pair = pair_hash(static_cast<int32_t>(tokens[slot.length - 2]), static_cast<int32_t>(tokens[slot.length - 1]));
   }
-  slot.length = count;
-  slot.changed = true;
-  changed_.push_back(number);
+  extend(number, tokens + slot.length, count - slot.length);
+  note(number);
+}
+
+// Has `find` look for drafts of a slot.
+void Drafter::note(int64_t number) {
+  if (!slots_[number].changed) changed_.push_back(number);
+  slots_[number].changed = true;
 }
 
 std::shared_ptr<Text> Drafter::answers_of(const std::string& owner) {
@@ -157,21 +190,22 @@ std::shared_ptr<Text> Drafter::answers_of(const std::string& owner) {
 }
 
 void Drafter::push(Slot& slot, int32_t token) {
-  slot.own->append(token);
-  const auto at = static_cast<int64_t>(slot.answer.size());
+  slot.own.append(token, slot.pair);
+  const int64_t at = slot.answered++;
   if (slot.predicted && slot.agreed == at && at < slot.predicted->size() && (*slot.predicted)[at] == token) {
     slot.agreed = at + 1;
   }
-  slot.answer.push_back(token);
   slot.length += 1;
 }
 
 void Drafter::extend(int64_t number, const int64_t* tokens, int64_t count) {
   Slot& slot = slots_[number];
-  if (!slot.own) return;
-  for (int64_t i = 0; i < count; ++i) push(slot, static_cast<int32_t>(tokens[i]));
-  if (!slot.changed) changed_.push_back(number);
-  slot.changed = true;
+  if (!slot.open) return;
+  for (int64_t i = 0; i < count; ++i) {
+    slot.pair = pair_hash(slot.own.last(), static_cast<int32_t>(tokens[i]));
+    push(slot, static_cast<int32_t>(tokens[i]));
+  }
+  note(number);
 }
 
 int64_t Drafter::length(int64_t number) const { return slots_[number].length; }
@@ -179,17 +213,22 @@ int64_t Drafter::length(int64_t number) const { return slots_[number].length; }
 std::vector<Draft> Drafter::find(const int64_t* slots, const int64_t* tokens, int64_t count, int least) {
   for (int64_t i = 0; i < count; ++i) {
     Slot& slot = slots_[slots[i]];
-    if (!slot.own) continue;
-    push(slot, static_cast<int32_t>(tokens[i]));
-    if (!slot.changed) changed_.push_back(slots[i]);
-    slot.changed = true;
-    // The look-ups below wait for memory, each for its own: fetch it for all of them at once.
-    const Text& own = *slot.own;
-    if (const int64_t end = own.size() - 1; slot.recent && end > 0) slot.recent->prefetch(own[end - 1], own[end]);
+    if (!slot.open) continue;
+    slot.pair = pair_hash(slot.own.last(), static_cast<int32_t>(tokens[i]));
+    slot.own.prefetch_end();
+    slot.own.prefetch(slot.pair);
+    if (slot.recent) slot.recent->prefetch(slot.pair);
   }
   std::vector<Draft> found;
+  for (int64_t i = 0; i < count; ++i) {
+    Slot& slot = slots_[slots[i]];
+    if (!slot.open) continue;
+    push(slot, static_cast<int32_t>(tokens[i]));
+    slot.changed = false;
+    look(slots[i], std::max(2, least), found);
+  }
   for (int64_t number : changed_) {
-    if (slots_[number].changed && slots_[number].own) look(number, std::max(2, least), found);
+    if (slots_[number].changed && slots_[number].open) look(number, std::max(2, least), found);
     slots_[number].changed = false;
   }
   changed_.clear();
@@ -197,8 +236,13 @@ std::vector<Draft> Drafter::find(const int64_t* slots, const int64_t* tokens, in
 }
 
 void Drafter::look(int64_t number, int least, std::vector<Draft>& found) {
-  Slot& slot = slots_[number];
-  const Text& own = *slot.own;
+  const Slot& slot = slots_[number];
+  const Text& own = slot.own;
+  const int64_t end = own.size() - 1;
+  const auto place_in = [&](const Text& text) { return end > 0 ? text.last_place(slot.pair) : -1; };
+  const int32_t here = end > 0 ? own.previous(static_cast<int32_t>(end)) : -1;
+  const int32_t there = slot.recent ? place_in(*slot.recent) : -1;
+  if (here < 0 && there < 0 && !slot.predicted) return;
   Continuation best;
   int source = 0;
   const auto take = [&](const Continuation& other, int from) {
@@ -206,18 +250,17 @@ void Drafter::look(int64_t number, int least, std::vector<Draft>& found) {
   };
   if (slot.predicted) {
     Continuation draft;
-    const auto said = static_cast<int64_t>(slot.answer.size());
-    if (slot.agreed == said) {  // all of the answer so far is the prediction's beginning
+    if (slot.agreed == slot.answered) {  // all of the answer so far is the prediction's beginning
       draft.match = kDepth;
-      int32_t place = static_cast<int32_t>(said - 1);
+      int32_t place = static_cast<int32_t>(slot.answered - 1);
       follow(*slot.predicted, &place, 1, false, draft);
     } else {
-      draft = continuation(own, *slot.predicted, least);
+      draft = continuation(own, *slot.predicted, place_in(*slot.predicted), least);
     }
     take(draft, 2);
   }
-  take(continuation(own, own, least), 0);
-  if (slot.recent) take(continuation(own, *slot.recent, least), 1);
+  if (here >= 0) take(continuation(own, own, here, least), 0);
+  if (there >= 0) take(continuation(own, *slot.recent, there, least), 1);
   if (best.count > 0) {
     found.push_back({number, best.match, source, std::vector<int32_t>(best.tokens, best.tokens + best.count)});
   }
@@ -225,11 +268,14 @@ void Drafter::look(int64_t number, int least, std::vector<Draft>& found) {
 
 void Drafter::end(int64_t number, bool keep) {
   Slot& slot = slots_[number];
-  if (slot.own && keep && slot.recent && !slot.answer.empty()) {
-    slot.recent->append(kEnd);
-    for (int32_t token : slot.answer) slot.recent->append(token);
+  if (slot.open && keep && slot.recent && slot.answered > 0) {
+    std::vector<int64_t> answer{kEnd};
+    for (int64_t at = std::max<int64_t>(0, slot.own.size() - slot.answered); at < slot.own.size(); ++at) {
+      answer.push_back(slot.own[at]);
+    }
+    slot.recent->append(answer.data(), static_cast<int64_t>(answer.size()));
   }
-  slot = Slot{};
+  slot = Slot(own_);
 }
 
 }  // namespace quire::cpu

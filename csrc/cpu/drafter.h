@@ -1,7 +1,7 @@
 // Drafts without a model: what followed the last tokens of a text where they occurred before.
 //
-// A text is indexed by pairs of tokens, in chains as of LZ77: `heads` has the last place of a pair, `previous` the one
-// before it.  So a token costs one insertion, and the counts of a trie of depth kDepth are read from the places:
+// A text is indexed by pairs of tokens, in chains as of LZ77: a hash table has the last place of each pair, `previous`
+// the one before it.  So a token costs one insertion, and the counts of a trie of depth kDepth are read from the places:
 //
 //   text     .. a b c d .. x b c e .. b c d .. a b c |      the last tokens are [a b c]
 //   places   of the pair (b, c), the newest kPlaces; those with the longest match stay: [a b c] once
@@ -10,6 +10,10 @@
 //
 // A slot has three texts to look in: its own prompt and answer, the recent answers of its owner, and what its client
 // predicted.  The text with the maximum sum of shares gives the drafts.
+//
+// A step's look-ups mostly find nothing, in memory that the model's weights have driven out of the caches since the last
+// step.  So a chain holds one pair only (a miss reads one entry of the table), and `find` fetches the entries of all
+// slots before it reads the first one.
 //
 // After "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications" (arXiv 2411.04975).
 
@@ -29,27 +33,38 @@ constexpr int kPlaces = 32;          // places of a pair that count, the newest
 constexpr float kLeastShare = 0.1f;  // estimated probability of a draft below which it ends
 constexpr int32_t kEnd = -1;         // between the answers of an owner; no token
 
+uint64_t pair_hash(int32_t first, int32_t second);
+
 // A text that forgets its beginning.
 class Text {
  public:
   // most: tokens to keep.  A quarter of them is forgotten at once.
   explicit Text(int64_t most) : most_(most) {}
 
-  void append(int32_t token);
+  void append(int32_t token, uint64_t pair);  // pair: pair_hash(last(), token)
+  void append(const int64_t* tokens, int64_t count);
   int64_t size() const { return static_cast<int64_t>(tokens_.size()); }
   int32_t operator[](int64_t at) const { return tokens_[at]; }
-  int32_t last_place(int32_t first, int32_t second) const;  // place of the pair's second token; -1: none
+  int32_t last_place(uint64_t pair) const;  // place of the second token of a pair with this hash; -1: none
   int32_t previous(int32_t place) const { return previous_[place]; }
-  void prefetch(int32_t first, int32_t second) const;
+  int32_t last() const { return last_; }  // its last token; kEnd: it has none
+  void prefetch(uint64_t pair) const;     // for last_place
+  void prefetch_end() const;              // for append
 
  private:
-  void insert(int64_t at);
-  void rebuild();
-  uint32_t bucket(int32_t first, int32_t second) const;
+  struct Entry {
+    uint32_t tag;        // lower half of the pair's hash
+    int32_t place = -1;  // last place of its second token; -1: the entry is free
+  };
+  void make_room(int64_t count);
+  void insert(int32_t token, uint64_t pair);
+  void rebuild(int64_t capacity);
 
   int64_t most_;
-  int shift_ = 32;  // 32 - bits of a bucket
-  std::vector<int32_t> tokens_, previous_, heads_;
+  int shift_ = 64;  // 64 - log2 of the entries
+  int32_t last_ = kEnd;
+  std::vector<int32_t> tokens_, previous_;
+  std::vector<Entry> entries_;  // open addressing, at most three quarters are used
 };
 
 struct Draft {
@@ -78,15 +93,19 @@ class Drafter {
     std::list<std::string>::iterator place;
   };
   struct Slot {
-    std::unique_ptr<Text> own, predicted;
+    explicit Slot(int64_t most) : own(most) {}
+    Text own;
+    std::unique_ptr<Text> predicted;
     std::shared_ptr<Text> recent;  // answers of the owner
-    std::vector<int32_t> answer;
-    int64_t length = 0;
-    int64_t agreed = 0;  // tokens of the answer that equal the prediction from its start; -1: not all of them
-    bool changed = false;
+    int64_t length = 0;            // tokens that the slot was given
+    int64_t answered = 0;          // those of them behind the prompt
+    int64_t agreed = 0;            // tokens of the answer that equal the prediction from its start
+    uint64_t pair = 0;             // pair_hash of the last two tokens of `own`
+    bool open = false, changed = false;
   };
   std::shared_ptr<Text> answers_of(const std::string& owner);
-  void push(Slot& slot, int32_t token);
+  void push(Slot& slot, int32_t token);  // set `pair` first
+  void note(int64_t number);
   void look(int64_t number, int least, std::vector<Draft>& found);
 
   int64_t own_, recent_, owners_;

@@ -985,9 +985,11 @@ def drafter_extend(drafter: int, slot: int, tokens: list[int]) -> None:
     torch.ops.quire.drafter_extend.default(drafter, slot, tokens[length:])
 
 
-def drafter_find(drafter: int, slots: list[int], tokens: list[int], least: int) -> list[int]:
-    """Append a token to each slot.  Returns slot, match, source, count and drafts, for each slot that has some."""
-    flat: list[int] = torch.ops.quire.drafter_find.default(drafter, slots, tokens, least)
+def drafter_find(drafter: int, slots: torch.Tensor, tokens: torch.Tensor, count: int, least: int) -> list[int]:
+    """Append a token to each slot.  Returns slot, match, source, count and drafts, for each slot that has some.
+
+    slots, tokens  i64 on the host, of which the first `count` are read"""
+    flat: list[int] = torch.ops.quire.drafter_find.default(drafter, slots, tokens, count, least)
     return flat
 
 

@@ -1,16 +1,20 @@
 """Compare an engine's tokens per second with drafts and without, in pairs, on texts that repeat and texts that do not.
 
-    python -m quire.loadtest.studies drafting MODEL --text FILE [--streams 1,4] [--new 96] [--rounds 5]
+    python -m quire.loadtest.studies drafting MODEL --text FILE [--kinds prose,ramp] [--streams 1,4] [--new 96]
+                                              [--rounds 5] [--ramp 256]
 
-and any option of an engine; `--drafts on` is implied.  FILE is plain text; each round takes another part of it:
+and any option of an engine; `--drafts on` is implied.  FILE is plain text; each request takes another part of it:
 
     rewrite   the part, a request to repeat it, and its first words: greedy
     quote     the part, a question, and the first words of a sentence of it: greedy
     prose     the part alone, temperature 1: nothing to repeat
+    ramp      prose with short prompts: requests join until `--ramp` of them run, then they end one after the other
 
 A round runs the same requests without drafts and with them, in either order by turns.  The tokens of both must be
-equal.  Prints one line of JSON: by text and streams, tokens/s with drafts over tokens/s without (median, minimum
-and maximum of the rounds), tokens per step of a stream, and the share of computed drafts that were accepted.
+equal.  Prints one line of JSON: by kind and streams, tokens/s with drafts over tokens/s without (median, minimum and
+maximum of the rounds), `cpu`: the same in tokens per second of the process's CPU time (median), tokens per step of a
+stream, the share of computed drafts that were accepted, and `host`: the share of the CPU time that the drafter and the
+controller took.  Other work on the machine disturbs `cpu` less than the rest.
 """
 
 from __future__ import annotations
@@ -20,9 +24,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+from unittest import mock
 
 import msgspec
 
@@ -31,17 +37,22 @@ from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
 from quire.engine.executor import loading
 from quire.engine.executor.models import hf
-from quire.engine.llm import LLM
+from quire.engine.llm import LLM, Completion
 from quire.engine.loop import ConfigError
 from quire.engine.tokenizers.files import load_tokenizer
 from quire.engine.tools.bench import prefill, say
 from quire.engine.wire.messages import Sampling
 
+T = TypeVar("T")
+
 PART = 1200  # characters
+RAMP_PART = 200  # characters
+JOINS = 4  # requests of a ramp that join in each step
 TEXTS: dict[str, tuple[Callable[[str], str], float]] = {  # (prompt from a part of FILE, temperature)
     "rewrite": (lambda part: f"{part}\n\nThe same text once more, unchanged:\n\n{part[:80]}", 0.0),
     "quote": (lambda part: f"{part}\n\nQuestion: what does the text say? It says:\n{part[400:460]}", 0.0),
     "prose": (lambda part: part, 1.0),
+    "ramp": (lambda part: part[:RAMP_PART], 1.0),
 }
 
 
@@ -49,54 +60,110 @@ class Run(NamedTuple):
     """One run of the requests of a round."""
 
     seconds: float
+    cpu_s: float  # of the process
+    host_s: float  # CPU seconds of the drafter and the controller
+    tokens: int  # computed in that time
     steps: int
     drafted: int
     accepted: int
     answers: list[list[int]]
 
 
-def run(llm: LLM, prompts: list[list[int]], temperature: float, new: int, *, drafts: bool) -> Run:
-    """Answer the prompts at the same time; the time is that of their decode steps."""
+@contextmanager
+def timed_calls(llm: LLM) -> Iterator[list[float]]:
+    """A context in which the CPU seconds of each call of the drafter and the controller are appended to a list."""
+    seconds: list[float] = []
+
+    def timed(call: Callable[..., T]) -> Callable[..., T]:
+        def run(*args: object, **named: object) -> T:
+            began = time.thread_time()
+            try:
+                return call(*args, **named)
+            finally:
+                seconds.append(time.thread_time() - began)
+
+        return run
+
+    drafts = llm.engine.core.drafts
+    with mock.patch.multiple(drafts, take=timed(drafts.take), choose=timed(drafts.choose), settle=timed(drafts.settle)):
+        yield seconds
+
+
+def run(llm: LLM, prompts: list[list[int]], temperature: float, new: int, *, drafts: bool, ramp: bool) -> Run:
+    """Answer the prompts at the same time, or as a ramp.  Times are those of the steps behind the prompts."""
     core, totals = llm.engine.core, llm.engine.core.report.totals
     drafter = core.drafts.drafter
     core.drafts.drafter = drafter if drafts else None
     before = sum(totals.drafted_tokens.values()), sum(totals.accepted_drafts.values())
-    for seed, prompt in enumerate(prompts):
-        llm.submit(prompt, Sampling(temperature=temperature, seed=seed, ignore_eos=True), max_new_tokens=new)
-    completions = list(llm.unfinished.values())
-    prefill(llm)
-    began, first = time.perf_counter(), core.step
-    while llm.unfinished:
-        llm.step()
-    seconds, steps = time.perf_counter() - began, core.step - first
+    completions: list[Completion] = []
+    waiting = list(enumerate(prompts))
+
+    def join(count: int) -> None:
+        for seed, ids in waiting[:count]:
+            sampling = Sampling(temperature=temperature, seed=seed, ignore_eos=True)
+            completions.append(llm.submit(ids, sampling, max_new_tokens=new))
+        del waiting[:count]
+
+    if not ramp:
+        join(len(prompts))
+        prefill(llm)
+    generated, first = totals.generated_tokens, core.step
+    with timed_calls(llm) as host:
+        began, cpu = time.perf_counter(), time.process_time()
+        while waiting or llm.unfinished:
+            join(JOINS)
+            llm.step()
+        seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
     core.drafts.drafter = drafter
     answers = [completion.outputs[0].token_ids for completion in completions]
-    after = sum(totals.drafted_tokens.values()), sum(totals.accepted_drafts.values())
-    return Run(seconds, steps, after[0] - before[0], after[1] - before[1], answers)
+    return Run(
+        seconds,
+        cpu_s,
+        sum(host),
+        totals.generated_tokens - generated,
+        core.step - first,
+        sum(totals.drafted_tokens.values()) - before[0],
+        sum(totals.accepted_drafts.values()) - before[1],
+        answers,
+    )
 
 
-def compare(llm: LLM, rounds: list[list[list[int]]], temperature: float, new: int) -> dict[str, float]:
+def compare(
+    llm: LLM, rounds: list[list[list[int]]], temperature: float, new: int, *, ramp: bool = False
+) -> dict[str, float]:
     """Return what the docstring says; `rounds`: the prompts of each round.  Raises ConfigError if a text differs."""
-    ratios, steps, drafted, accepted = [], 0, 0, 0
+    wall, cpu, drafting = [], [], []
     for at, prompts in enumerate(rounds):
-        pair = {drafts: run(llm, prompts, temperature, new, drafts=drafts) for drafts in (at % 2 == 0, at % 2 == 1)}
-        if pair[True].answers != pair[False].answers:
+        orders = (at % 2 == 0, at % 2 == 1)
+        pair = {drafts: run(llm, prompts, temperature, new, drafts=drafts, ramp=ramp) for drafts in orders}
+        plain, drafted = pair[False], pair[True]
+        if drafted.answers != plain.answers:
             raise ConfigError(
                 "drafts changed a text: use --deterministic, where the start log names a batch dependence"
             )
-        ratios.append(pair[False].seconds / pair[True].seconds)
-        steps, drafted, accepted = (
-            steps + pair[True].steps,
-            drafted + pair[True].drafted,
-            accepted + pair[True].accepted,
-        )
-    return {
-        "median": round(statistics.median(ratios), 3),
-        "minimum": round(min(ratios), 3),
-        "maximum": round(max(ratios), 3),
-        "tokens_per_step": round(new * len(rounds) / steps, 2),
-        "accepted": round(accepted / drafted, 3) if drafted else 0.0,
+        wall.append((drafted.tokens / drafted.seconds) / (plain.tokens / plain.seconds))
+        cpu.append((drafted.tokens / drafted.cpu_s) / (plain.tokens / plain.cpu_s))
+        drafting.append(drafted)
+    computed = sum(one.drafted for one in drafting)
+    slots = sum(one.steps for one in drafting) * (1 if ramp else len(rounds[0]))
+    found = {
+        "median": statistics.median(wall),
+        "minimum": min(wall),
+        "maximum": max(wall),
+        "cpu": statistics.median(cpu),
+        "cpu_minimum": min(cpu),
+        "tokens_per_step": sum(one.tokens for one in drafting) / slots,
+        "accepted": sum(one.accepted for one in drafting) / max(1, computed),
+        "drafts": computed,
+        "step_ms": 1000 * sum(one.seconds for one in drafting) / sum(one.steps for one in drafting),
+        "host": sum(one.host_s for one in drafting) / sum(one.cpu_s for one in drafting),
     }
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def numbers(text: str) -> list[int]:
+    """Parse `1,4`."""
+    return [int(part) for part in text.split(",")]
 
 
 def main(argv: list[str]) -> int:
@@ -104,32 +171,37 @@ def main(argv: list[str]) -> int:
     name = "python -m quire.loadtest.studies drafting"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4])
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=[*TEXTS])
+    parser.add_argument("--streams", type=numbers, default=[1, 4])
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ramp", type=int, default=256)
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
-    config = msgspec.structs.replace(config, drafts="on", prefix_cache=False)
-    text, most = own.text.read_text(encoding="utf-8"), max(own.streams)
+    # Answers are timed, not waits: prompts may take whole steps.
+    config = msgspec.structs.replace(config, drafts="on", prefix_cache=False, itl_stretch=0.0, step_target_s=0.0)
+    text = own.text.read_text(encoding="utf-8")
+    found: dict[str, dict[str, float]] = {}
     try:
-        if len(text) < PART * own.rounds * most:
-            raise ConfigError(
-                f"{own.text}: {len(text)} characters; {own.rounds} rounds need {PART * own.rounds * most}"
-            )
         llm = LLM.over(config, loading.load(config))
         encode = load_tokenizer(str(hf.find(config.model))).encode
-        found: dict[str, dict[str, float]] = {}
-        for kind, (prompt_of, temperature) in TEXTS.items():
-            for streams in own.streams:
+        for kind in own.kinds:
+            prompt_of, temperature = TEXTS[kind]
+            for streams in [own.ramp] if kind == "ramp" else own.streams:
+                size = RAMP_PART if kind == "ramp" else PART
+                if len(text) < size * own.rounds * streams:
+                    raise ConfigError(f"{own.text}: {len(text)} characters, {size * own.rounds * streams} are needed")
                 rounds = [
-                    [encode(prompt_of(text[PART * at :][:PART])) for at in range(first * most, first * most + streams)]
+                    [encode(prompt_of(text[size * at :][:size])) for at in range(first * streams, (first + 1) * streams)]
                     for first in range(own.rounds)
                 ]
-                found[f"{kind}, {streams} streams"] = compare(llm, rounds, temperature, own.new)
-                say(f"{kind}, {streams} streams: {found[f'{kind}, {streams} streams']}")
+                label = f"{kind}, {streams} streams"
+                found[label] = compare(llm, rounds, temperature, own.new, ramp=kind == "ramp")
+                say(f"{label}: {found[label]}")
         llm.close()
     except OperatorError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
-    print(msgspec.json.encode({"model": config.model, "cpus": os.cpu_count(), "texts": found}).decode())
+    load = round(os.getloadavg()[0], 1)
+    print(msgspec.json.encode({"model": config.model, "cpus": os.cpu_count(), "load": load, "texts": found}).decode())
     return 0

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.config import EngineConfig
+from quire.engine.core.plan import DRAFT_SOURCES
 from quire.engine.core.policy.drafts import DraftController
 from quire.engine.core.policy.jumps import JumpCosts
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor
@@ -324,6 +325,27 @@ def test_answers_of_an_owner_are_found_by_that_owner_alone() -> None:
     drafter.close()
 
 
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), min_size=4, max_size=24))
+@settings(max_examples=30, deadline=None)
+def test_drafts_never_come_from_the_answers_of_another_owner(requests: list[tuple[int, int, bool]]) -> None:
+    """All owners ask the same and say the same, but for a token that only one of them uses."""
+    drafter, tenant = SuffixDrafter(4), DRAFT_SOURCES.index("tenant")
+    said: set[int] = set()
+    running: dict[int, int] = {}
+    for owner, slot, keep in requests:
+        if slot in running:
+            drafter.end(slot, keep=keep)
+            said |= {running.pop(slot)} if keep else set()
+        drafter.begin(slot, f"owner {owner}", [5, 6, 7, 8], 4, [])
+        running[slot] = owner
+        found = {one.slot: one for one in drafter.find([], [], 2)}
+        assert all(one.source == tenant and one.tokens[0] == 100 + running[at] for at, one in found.items())
+        assert (slot in found) == (owner in said)
+        drafter.extend(slot, [5, 6, 7, 8, 5, 6, 7, 8, 100 + owner, 5, 6])
+        drafter.find([], [], 2)
+    drafter.close()
+
+
 def test_an_answer_that_was_cut_short_is_not_kept() -> None:
     drafter = SuffixDrafter(2)
     drafter.begin(0, "a", [1, 2, 10, 11, 12, 13], 2, [])
@@ -349,8 +371,9 @@ def test_a_prediction_is_followed_from_its_beginning_and_found_again_behind_a_ch
 def test_a_long_text_forgets_its_beginning() -> None:
     drafter = SuffixDrafter(1)
     drafter.begin(0, "a", [*range(100, 110), *range(1000, 1000 + OWN_TOKENS), 5], 1, [])
-    assert drafter.find([0, 0], [102, 103], 2) == []
-    assert drafter.find([0, 0], [1100 + OWN_TOKENS // 2, 1101 + OWN_TOKENS // 2], 2)[0].match == 2
+    for token in (102, 103, 1100 + OWN_TOKENS // 2):
+        assert drafter.find([0], [token], 2) == []
+    assert drafter.find([0], [1101 + OWN_TOKENS // 2], 2)[0].match == 2
     drafter.close()
 
 

@@ -3,6 +3,7 @@
 #include "cpu/drafter.h"
 
 #include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
@@ -61,15 +62,22 @@ void drafter_extend(int64_t handle, int64_t slot, at::IntArrayRef tokens) {
 
 int64_t drafter_length(int64_t handle, int64_t slot) { return at(handle, slot).drafter.length(slot); }
 
-std::vector<int64_t> drafter_find(int64_t handle, at::IntArrayRef slots, at::IntArrayRef tokens, int64_t least) {
+std::vector<int64_t> drafter_find(int64_t handle, const at::Tensor& slots, const at::Tensor& tokens, int64_t count,
+                                  int64_t least) {
   Open& open = at(handle);
-  TORCH_CHECK_VALUE(slots.size() == tokens.size(), "tokens: ", tokens.size(), " of ", slots.size(), " slots");
-  for (const int64_t slot : slots) {
-    TORCH_CHECK_INDEX(slot >= 0 && slot < open.slots, "slot is ", slot, ", the drafter has ", open.slots);
+  for (const at::Tensor* given : {&slots, &tokens}) {
+    TORCH_CHECK_VALUE(given->is_cpu() && given->scalar_type() == at::kLong && given->is_contiguous() && count >= 0 &&
+                          given->numel() >= count,
+                      "drafter_find: slots and tokens must be contiguous int64 on the host, ", count, " or more");
+  }
+  const int64_t* numbers = slots.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; ++i) {
+    TORCH_CHECK_INDEX(numbers[i] >= 0 && numbers[i] < open.slots, "slot is ", numbers[i], ", the drafter has ",
+                      open.slots);
   }
   std::vector<int64_t> flat;
   for (const Draft& draft :
-       open.drafter.find(slots.data(), tokens.data(), static_cast<int64_t>(slots.size()), static_cast<int>(least))) {
+       open.drafter.find(numbers, tokens.const_data_ptr<int64_t>(), count, static_cast<int>(least))) {
     flat.insert(flat.end(), {draft.slot, draft.match, draft.source, static_cast<int64_t>(draft.tokens.size())});
     flat.insert(flat.end(), draft.tokens.begin(), draft.tokens.end());
   }

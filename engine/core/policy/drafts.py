@@ -145,10 +145,9 @@ class DraftController:
         Shorter matches are frequent in any text.  If they do not pay, their search would cost the host for nothing.
         Every SEARCHES steps all are searched, since a rate may have changed."""
         self._searches += 1
-        alone, extra = self._step_cost.decode_s(seqs), self._extra.get(seqs.bit_length())
-        if not alone or extra is None or self._searches % SEARCHES == 0:
+        worth = self._worth(seqs)
+        if not worth or self._searches % SEARCHES == 0:
             return 2
-        worth = extra.cheapest() * seqs / alone  # the survival that pays for one more draft, at its cheapest
         for least, rate in zip((2, *MATCHES[1:]), self._overall, strict=True):
             if rate.value(FIRST_RATE, FIRST_WEIGHT) >= worth:
                 return least
@@ -173,6 +172,11 @@ class DraftController:
         count, seconds, each = self._line(seqs, tokens)
         return seconds + max(0.0, tokens - count) * each
 
+    def _worth(self, seqs: int) -> float:
+        """Return the survival that pays for one more draft at its cheapest; 0: not known."""
+        alone, extra = self._step_cost.decode_s(seqs), self._extra.get(seqs.bit_length())
+        return 0.0 if not alone or extra is None else extra.cheapest() * seqs / alone
+
     def _line(self, seqs: int, tokens: int) -> tuple[float, float, float]:
         """Return the line (drafts, seconds, seconds of each further draft) on which numbers of drafts like this lie."""
         extra = self._extra.get(seqs.bit_length(), UNKNOWN)
@@ -192,8 +196,8 @@ class DraftController:
         idle = self._idle_s if waits else 0.0
         heapify(ranked)
         expected, tokens, best, best_tokens = float(seqs), 0, MARGIN * seqs / alone, 0
-        order = []
-        while tokens < most and ranked[0][0] < -UNLIKELY:
+        order, least = [], max(UNLIKELY, self._worth(seqs) / 2)  # measured times err: go on to half of what pays
+        while tokens < most and ranked[0][0] < -least:
             survival, at = -ranked[0][0], ranked[0][1]
             order.append(at)
             if not tokens & (tokens + 1):
