@@ -38,6 +38,7 @@ STUDIES: dict[str, tuple[str, str]] = {
     "drafting": (f"{PACKAGE}.drafting", "compare tokens/s with drafts and without, in pairs"),
     "scripted-drafts": (f"{PACKAGE}.scripted_drafts", "compare the same with random weights, by scripted drafts"),
     "adapters": (f"{PACKAGE}.adapters", "compare decode steps with LoRA adapters and without, in pairs"),
+    "drafting-digests": (f"{PACKAGE}.drafting_digests", "compare all token ids with drafts and without, with kills"),
     "quantized": (f"{PACKAGE}.quantized", "compare perplexity and speed of --quantize and --kv-dtype, in pairs"),
 }
 

@@ -1,20 +1,23 @@
 """Compare an engine's tokens per second with drafts and without, in pairs, on texts that repeat and texts that do not.
 
     python -m quire.loadtest.studies drafting MODEL --text FILE [--kinds prose,ramp] [--streams 1,4] [--new 96]
-                                              [--rounds 5] [--ramp 256]
+                                              [--rounds 5] [--part 1200] [--ramp 256]
 
-and any option of an engine; `--drafts on` is implied.  FILE is plain text; each request takes another part of it:
+and any option of an engine; `--drafts on` is implied.  FILE is plain text; each request takes another part of it, of
+`--part` characters:
 
     rewrite   the part, a request to repeat it, and its first words: greedy
     quote     the part, a question, and the first words of a sentence of it: greedy
     prose     the part alone, temperature 1: nothing to repeat
     ramp      prose with short prompts: requests join until `--ramp` of them run, then they end one after the other
 
-A round runs the same requests without drafts and with them, in either order by turns.  The tokens of both must be
-equal.  Prints one line of JSON: by kind and streams, tokens/s with drafts over tokens/s without (median, minimum and
-maximum of the rounds), `cpu`: the same in tokens per second of the process's CPU time (median), tokens per step of a
-stream, the share of computed drafts that were accepted, and `host`: the share of the CPU time that the drafter and the
-controller took.  Other work on the machine disturbs `cpu` less than the rest.
+All streams run until they have `--new` tokens on average, those of a ramp to their end.  One stream runs before
+anything is measured, so that the engine knows its step times.  A round runs the same requests without drafts and with
+them, in either order by turns.  The tokens of both must be equal.  Prints one line of JSON: by kind and streams,
+tokens/s with drafts over tokens/s without (median, minimum and maximum of the rounds), `cpu`: the same in tokens per
+second of the process's CPU time (median), tokens per step of a stream (of a ramp: of all), the share of computed drafts
+that were accepted, and `host`: the share of the CPU time that the drafter and the controller took.  Other work on the
+machine disturbs `cpu` less than the rest.
 """
 
 from __future__ import annotations
@@ -45,12 +48,12 @@ from quire.engine.wire.messages import Sampling
 
 T = TypeVar("T")
 
-PART = 1200  # characters
-RAMP_PART = 200  # characters
-JOINS = 4  # requests of a ramp that join in each step
+RAMP_PART = 200  # characters of a ramp's prompts
+SPARE = 4  # times `--new` that an answer may grow to, so that no stream ends while the others are measured
+JOINS = 8  # requests of a ramp that join in each step
 TEXTS: dict[str, tuple[Callable[[str], str], float]] = {  # (prompt from a part of FILE, temperature)
-    "rewrite": (lambda part: f"{part}\n\nThe same text once more, unchanged:\n\n{part[:80]}", 0.0),
-    "quote": (lambda part: f"{part}\n\nQuestion: what does the text say? It says:\n{part[400:460]}", 0.0),
+    "rewrite": (lambda part: f"{part}\n\nThe same text once more, unchanged:\n\n{part[:60]}", 0.0),
+    "quote": (lambda part: f"{part}\n\nQuestion: what does the text say? It says:\n{part[100:150]}", 0.0),
     "prose": (lambda part: part, 1.0),
     "ramp": (lambda part: part[:RAMP_PART], 1.0),
 }
@@ -101,7 +104,7 @@ def run(llm: LLM, prompts: list[list[int]], temperature: float, new: int, *, dra
     def join(count: int) -> None:
         for seed, ids in waiting[:count]:
             sampling = Sampling(temperature=temperature, seed=seed, ignore_eos=True)
-            completions.append(llm.submit(ids, sampling, max_new_tokens=new))
+            completions.append(llm.submit(ids, sampling, max_new_tokens=new if ramp else SPARE * new))
         del waiting[:count]
 
     if not ramp:
@@ -110,18 +113,20 @@ def run(llm: LLM, prompts: list[list[int]], temperature: float, new: int, *, dra
     generated, first = totals.generated_tokens, core.step
     with timed_calls(llm) as host:
         began, cpu = time.perf_counter(), time.process_time()
-        while waiting or llm.unfinished:
+        while waiting or (llm.unfinished and (ramp or totals.generated_tokens - generated < new * len(prompts))):
             join(JOINS)
             llm.step()
         seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    tokens, steps = totals.generated_tokens - generated, core.step - first
+    llm.cancel()
     core.drafts.drafter = drafter
     answers = [completion.outputs[0].token_ids for completion in completions]
     return Run(
         seconds,
         cpu_s,
         sum(host),
-        totals.generated_tokens - generated,
-        core.step - first,
+        tokens,
+        steps,
         sum(totals.drafted_tokens.values()) - before[0],
         sum(totals.accepted_drafts.values()) - before[1],
         answers,
@@ -137,7 +142,8 @@ def compare(
         orders = (at % 2 == 0, at % 2 == 1)
         pair = {drafts: run(llm, prompts, temperature, new, drafts=drafts, ramp=ramp) for drafts in orders}
         plain, drafted = pair[False], pair[True]
-        if drafted.answers != plain.answers:
+        answers = plain.answers, drafted.answers
+        if any(one[: len(other)] != other[: len(one)] for one, other in zip(*answers, strict=True)):
             raise ConfigError(
                 "drafts changed a text: use --deterministic, where the start log names a batch dependence"
             )
@@ -175,6 +181,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--streams", type=numbers, default=[1, 4])
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--part", type=int, default=1200)
     parser.add_argument("--ramp", type=int, default=256)
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
@@ -185,14 +192,18 @@ def main(argv: list[str]) -> int:
     try:
         llm = LLM.over(config, loading.load(config))
         encode = load_tokenizer(str(hf.find(config.model))).encode
+        compare(llm, [[encode(text[:RAMP_PART])]] * 2, 1.0, own.new)  # so that step times are known
         for kind in own.kinds:
             prompt_of, temperature = TEXTS[kind]
             for streams in [own.ramp] if kind == "ramp" else own.streams:
-                size = RAMP_PART if kind == "ramp" else PART
+                size = RAMP_PART if kind == "ramp" else own.part
                 if len(text) < size * own.rounds * streams:
                     raise ConfigError(f"{own.text}: {len(text)} characters, {size * own.rounds * streams} are needed")
                 rounds = [
-                    [encode(prompt_of(text[size * at :][:size])) for at in range(first * streams, (first + 1) * streams)]
+                    [
+                        encode(prompt_of(text[size * at :][:size]))
+                        for at in range(first * streams, (first + 1) * streams)
+                    ]
                     for first in range(own.rounds)
                 ]
                 label = f"{kind}, {streams} streams"

@@ -31,6 +31,7 @@ from quire.engine.wire.messages import Generate
 
 MARGIN = 1.03  # minimum gain for which drafts are computed: predictions err
 PROBES = 1 / 200  # part of the time of steps without drafts that probes may take
+GROWTH = 2.0  # a step has at most this multiple of the drafts that were measured, since their time is not known
 PROBE_TOKENS = 4  # drafts of a probe
 FIRST_RATE, FIRST_WEIGHT = 0.7, 2.0  # assumed rate of a tenant's first drafts; it counts as this many drafts
 TENANT_WEIGHT = 4.0  # drafts that the tenant's rate counts for in a request's
@@ -38,6 +39,7 @@ UNLIKELY = 0.02  # probability up to which an accepted draft is worth no search
 KEPT = 0.97  # weight that earlier drafts keep when one more is judged
 TENANTS = 1024  # tenants with rates: those that drafted last
 MATCHES = (2, 4, 8, 16)  # minimum match of each class of drafts
+RECHECK = 64  # steps with drafts after which one has none, to measure what such a step takes now
 SEARCHES = 64  # steps after which drafts of any match are looked for once, where short ones have not paid
 
 
@@ -109,6 +111,7 @@ class DraftController:
         self._tenants: OrderedDict[str, dict[tuple[int, int], _Rate]] = OrderedDict()
         self._requests: dict[str, dict[int, _Rate]] = {}  # by source
         self._overall = [_Rate() for _ in MATCHES]  # rates of all tenants together, by class of match
+        self._in_a_row: dict[int, int] = {}  # steps with drafts since one was left without, by bit length of seqs
         self._searches = 0
         self._saved_s = 0.0  # seconds that steps without drafts have put by for probes
         self._idle_s = 0.0  # moving average of the seconds that the device waits for a step with drafts
@@ -157,20 +160,40 @@ class DraftController:
         """Return how many tokens of each draft to compute, in a step of `seqs` sequences and at most `most` drafts."""
         rates = [self._rate(seq, draft) for seq, draft in drafts]
         lengths = [len(draft.tokens) for _, draft in drafts]
-        counts, gain = self._best(rates, lengths, seqs, most)
-        return counts if gain else self._probe(lengths, seqs, most)
+        if self._plain_step_due(seqs):
+            return [0] * len(drafts)
+        counts, gain = self._best(rates, lengths, seqs, min(most, self._measurable(seqs)))
+        counts = counts if gain else self._probe(lengths, seqs, most)
+        size = seqs.bit_length()
+        self._in_a_row[size] = self._in_a_row.get(size, 0) + 1 if any(counts) else 0
+        return counts
 
     def pays(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> bool:
         """Return whether to wait for the step in flight, so that the next one may compute drafts like these."""
         rates = [self._rate(seq, draft) for seq, draft in drafts]
         lengths = [len(draft.tokens) for _, draft in drafts]
-        _, gain = self._best(rates, lengths, seqs, most, waits=True)
+        if self._plain_step_due(seqs):
+            return False
+        _, gain = self._best(rates, lengths, seqs, min(most, self._measurable(seqs)), waits=True)
         return gain or self._probe_size(lengths, seqs, most) > 0
 
     def extra_s(self, seqs: int, tokens: int) -> float:
         """Seconds that `tokens` drafts add to a step of `seqs` sequences, as far as is known."""
         count, seconds, each = self._line(seqs, tokens)
         return seconds + max(0.0, tokens - count) * each
+
+    def _plain_step_due(self, seqs: int) -> bool:
+        """Return whether the next step should have no drafts, so that the time of such a step is known and recent."""
+        size = seqs.bit_length()
+        if self._step_cost.measured(seqs) and self._in_a_row.get(size, 0) < RECHECK:
+            return False
+        self._in_a_row[size] = 0
+        return True
+
+    def _measurable(self, seqs: int) -> int:
+        """Return the maximum drafts of a step: GROWTH times as many as were measured with about so many sequences."""
+        extra = self._extra.get(seqs.bit_length())
+        return PROBE_TOKENS if extra is None else max(PROBE_TOKENS, int(GROWTH * max(extra.tokens.values())))
 
     def _worth(self, seqs: int) -> float:
         """Return the survival that pays for one more draft at its cheapest; 0: not known."""

@@ -56,6 +56,10 @@ class StepCostModel:
         rate = size / seconds
         self.swap_bytes_per_s += FRESH * (rate - self.swap_bytes_per_s) if self.swap_bytes_per_s else rate
 
+    def measured(self, seqs: int) -> bool:
+        """Return whether a step of about `seqs` sequences without prompts was measured."""
+        return seqs.bit_length() in self._decode_s
+
     def decode_s(self, seqs: int) -> float:
         """Seconds of a step with `seqs` sequences and no prompt; of fewer, or else of more, where that is not known.
         0: nothing is known."""

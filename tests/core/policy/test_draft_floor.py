@@ -1,0 +1,112 @@
+"""Drafts never cost throughput: the controller in virtual time, on machines of several kinds, with noisy clocks.
+
+    a step of n sequences and d drafts takes fixed + n * row + d * draft seconds; the engine's clock is off by a factor
+
+A text says how many positions have drafts, how long these are, and how often a token of one is right.  The controller
+sees what an engine would show it.  What counts is true time: tokens per second over n / (fixed + n * row).
+"""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import pytest
+
+from quire.engine.core.plan import Draft
+from quire.engine.core.policy.drafts import DraftController
+from quire.engine.core.policy.step_cost import StepCostModel
+from quire.engine.core.sequence import Sequence
+from quire.engine.wire.messages import Generate, Sampling
+
+
+class Machine(NamedTuple):
+    """Milliseconds of a step."""
+
+    fixed: float
+    row: float
+    draft: float
+
+
+class Text(NamedTuple):
+    """What a drafter finds in it."""
+
+    share: float  # of positions with drafts
+    length: int
+    right: float  # probability that a token of a draft is right if those before it are
+    match: int
+
+
+MACHINES = {
+    "weights from memory": Machine(20, 0.3, 0.3),
+    "a small model": Machine(10, 1, 1),
+    "bound by arithmetic": Machine(2, 2, 2),
+    "a GPU": Machine(8, 0.02, 0.02),
+}
+PROSE, REWRITE = Text(0.15, 2, 0.3, 2), Text(1.0, 16, 0.92, 16)
+RAMP = [*range(1, 257), *range(256, 0, -1)]
+
+
+def gain(machine: Machine, text: Text, loads: list[int], noise: float) -> float:
+    """Return tokens per second over those of plain steps, for a step of each of `loads` sequences."""
+    luck, costs = random.Random(7), StepCostModel()
+    control = DraftController(costs)
+    requests = [Generate(f"r{at}", "gw", [1], 10**6, Sampling(), 2**60) for at in range(max(loads))]
+    seqs = [Sequence(request, 0, (at, 0), frozenset(), 10**6, [1]) for at, request in enumerate(requests)]
+    spent = plain = 0.0
+    for count in loads:
+        found = [
+            (seq, Draft(at, [1] * text.length, text.match, 0))
+            for at, seq in enumerate(seqs[:count])
+            if text.match >= control.least_match(count) and luck.random() < text.share
+        ]
+        counts = control.choose(found, count, 512) if found else []
+        tokens, alone = count, machine.fixed + machine.row * count
+        took = alone + machine.draft * sum(counts)
+        for (seq, draft), computed in zip(found, counts, strict=True):
+            accepted = 0
+            while accepted < computed and luck.random() < text.right:
+                accepted += 1
+            if computed:
+                control.learn(seq, draft, computed, accepted)
+            tokens += accepted
+        measured = took * luck.lognormvariate(0, noise) / 1000
+        if any(counts):
+            control.record(measured, count, sum(counts))
+        else:
+            costs.record_step(measured, count, 0)
+        spent, plain = spent + took, plain + alone * tokens / count
+    return plain / spent
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.3, 0.8])
+@pytest.mark.parametrize("name", MACHINES)
+def test_no_load_is_slower_on_prose(name: str, noise: float) -> None:
+    for count in (1, 8, 64):
+        assert gain(MACHINES[name], PROSE, [count] * 200, noise) >= 0.98, count
+    assert gain(MACHINES[name], PROSE, RAMP[::4], noise) >= 0.98
+
+
+@pytest.mark.parametrize(("noise", "least"), [(0.05, 1.8), (0.3, 1.5)])
+def test_rewriting_gains_where_a_step_has_time_for_drafts(noise: float, least: float) -> None:
+    for name in ("weights from memory", "a GPU"):
+        for count in (1, 8):
+            assert gain(MACHINES[name], REWRITE, [count] * 300, noise) >= least, (name, count)
+    assert gain(MACHINES["bound by arithmetic"], REWRITE, [64] * 60, noise) >= 0.98
+
+
+def test_a_load_with_drafts_in_every_step_still_measures_steps_without() -> None:
+    """Else the time without drafts would never be known, or would be that of another hour."""
+    machine, control = MACHINES["bound by arithmetic"], DraftController(costs := StepCostModel())
+    (seq,) = [Sequence(Generate("r", "gw", [1], 99, Sampling(), 2**60), 0, (0, 0), frozenset(), 99, [1])]
+    found, plain = [(seq, Draft(0, [1] * 4, 16, 0))], 0
+    assert control.choose(found, 64, 100) == [0]
+    for _ in range(300):
+        (count,) = control.choose(found, 64, 100)
+        if count:
+            control.learn(seq, found[0][1], count, count)
+            control.record((machine.fixed + 64 * machine.row) / 1000, 64, count)
+        else:
+            plain += 1
+            costs.record_step((machine.fixed + 64 * machine.row) / 1000, 64, 0)
+    assert 3 <= plain <= 12
