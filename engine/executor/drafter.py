@@ -13,8 +13,8 @@ import torch
 from quire.engine.core.plan import Draft
 from quire.engine.executor import ops
 
-# Tokens that are searched.  A token takes 19 to 30 bytes: 88 MiB for 256 slots with that many tokens each, and 1.5 MiB
-# for an owner.
+# Tokens that are searched.  A token takes 19 to 30 bytes: at most 120 MiB for 256 slots with that many tokens each, and
+# 2 MiB for an owner.
 OWN_TOKENS = 16_384  # the last ones of a sequence's prompt and answer
 RECENT_TOKENS = 65_536  # the last ones of an owner's answers
 OWNERS = 64  # owners with answers: those that asked last

@@ -162,7 +162,7 @@ class DraftController:
         lengths = [len(draft.tokens) for _, draft in drafts]
         if self._plain_step_due(seqs):
             return [0] * len(drafts)
-        counts, gain = self._best(rates, lengths, seqs, min(most, self._measurable(seqs)))
+        counts, gain = self._best(rates, lengths, seqs, most)
         counts = counts if gain else self._probe(lengths, seqs, most)
         size = seqs.bit_length()
         self._in_a_row[size] = self._in_a_row.get(size, 0) + 1 if any(counts) else 0
@@ -174,7 +174,7 @@ class DraftController:
         lengths = [len(draft.tokens) for _, draft in drafts]
         if self._plain_step_due(seqs):
             return False
-        _, gain = self._best(rates, lengths, seqs, min(most, self._measurable(seqs)), waits=True)
+        _, gain = self._best(rates, lengths, seqs, most, waits=True)
         return gain or self._probe_size(lengths, seqs, most) > 0
 
     def extra_s(self, seqs: int, tokens: int) -> float:
@@ -191,9 +191,12 @@ class DraftController:
         return True
 
     def _measurable(self, seqs: int) -> int:
-        """Return the maximum drafts of a step: GROWTH times as many as were measured with about so many sequences."""
+        """Return the maximum drafts of a step: GROWTH times as many as were measured with about so many sequences.
+
+        At first one for each sequence: fewer would take less time than the clock errs by."""
         extra = self._extra.get(seqs.bit_length())
-        return PROBE_TOKENS if extra is None else max(PROBE_TOKENS, int(GROWTH * max(extra.tokens.values())))
+        first = max(PROBE_TOKENS, seqs)
+        return first if extra is None else max(first, int(GROWTH * max(extra.tokens.values())))
 
     def _worth(self, seqs: int) -> float:
         """Return the survival that pays for one more draft at its cheapest; 0: not known."""
@@ -232,7 +235,7 @@ class DraftController:
             extra = seconds + (tokens - count) * each if tokens > count else seconds
             if (speed := expected / (alone + idle + extra)) > best:
                 best, best_tokens = speed, tokens
-        for at in order[best_tokens:]:
+        for at in order[min(best_tokens, self._measurable(seqs)) :]:
             counts[at] -= 1
         return counts, best_tokens > 0
 
