@@ -49,7 +49,7 @@ void follow(const Text& text, int32_t* places, int count, bool itself, Continuat
   }
 }
 
-// The continuation of the end of `own` in `text`.  place: the last place there of the pair that ends `own`; -1: none.
+// Drafts for the end of `own` from `text`.  place: the last place there of the pair that ends `own`; -1: none.
 Continuation continuation(const Text& own, const Text& text, int32_t place, int least) {
   Continuation draft;
   const int64_t end = own.size() - 1;

@@ -63,7 +63,7 @@ class Run(NamedTuple):
     """One run of the requests of a round."""
 
     seconds: float
-    cpu_s: float  # of the process
+    cpu_s: float  # CPU seconds of the process
     host_s: float  # CPU seconds of the drafter and the controller
     tokens: int  # computed in that time
     steps: int
@@ -185,7 +185,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ramp", type=int, default=256)
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
-    # Answers are timed, not waits: prompts may take whole steps.
+    # Answers are timed, not waits: prompts may fill a step.
     config = msgspec.structs.replace(config, drafts="on", prefix_cache=False, itl_stretch=0.0, step_target_s=0.0)
     text = own.text.read_text(encoding="utf-8")
     found: dict[str, dict[str, float]] = {}

@@ -86,10 +86,10 @@ def body(at: int, text: str, tokens: int) -> dict[str, Any]:
 
 @dataclass
 class Outcome:
-    """What one server said."""
+    """The digests and counts of one server."""
 
-    digests: list[str] = field(default_factory=list)  # of each request
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # of all its engines
+    digests: list[str] = field(default_factory=list)  # one for each request
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # sums over its engines
     kills: int = 0
 
     @property
@@ -182,7 +182,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace, command: str) -> int:
-    """Return 0 if both servers said the same."""
+    """Return 0 if both servers gave equal answers."""
     text = args.text.read_text(encoding="utf-8")
     bodies = [body(at, text, args.tokens) for at in range(args.requests)]
     flags = [f"--dtype={args.dtype}", f"--kv-blocks={args.kv_blocks}", "--max-model-len=1024", "--deterministic"]

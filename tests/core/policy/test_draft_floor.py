@@ -31,7 +31,7 @@ class Machine(NamedTuple):
 class Text(NamedTuple):
     """What a drafter finds in it."""
 
-    share: float  # of positions with drafts
+    share: float  # positions with drafts over all
     length: int
     right: float  # probability that a token of a draft is right if those before it are
     match: int
