@@ -28,7 +28,7 @@ class SuffixDrafter:
         # Lists reach the native call through these: torch takes three times as long to convert a list.
         self._last: list[int] = []  # what `_slots` holds
         self._slots, self._tokens = torch.empty(slots, dtype=torch.int64), torch.empty(slots, dtype=torch.int64)
-        self._bytes = [memoryview(one.numpy()).cast("B") for one in (self._slots, self._tokens)]
+        self._bytes = [one.numpy().data.cast("B") for one in (self._slots, self._tokens)]
 
     def begin(self, slot: int, owner: str, tokens: list[int], prompt_len: int, predicted: list[int]) -> None:
         ops.drafter_begin(self._drafter, slot, owner, tokens, prompt_len, predicted)
