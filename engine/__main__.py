@@ -29,7 +29,7 @@ from quire.engine.loop import ConfigError, Engine
 from quire.engine.observers.metrics import Telemetry
 from quire.engine.observers.metrics_page import Page
 from quire.engine.observers.pool_state import PoolObserver
-from quire.engine.observers.prefix_reports import HeldPrefixes
+from quire.engine.observers.prefix_reports import HeldAdapterReports, HeldPrefixes
 from quire.engine.observers.request_log import RequestLog
 from quire.engine.observers.turn_record import Observer
 from quire.engine.process.hot_prefixes import warm
@@ -140,6 +140,8 @@ class Server:
             self._bus.publish_prefixes()
             self._held_prefixes.append(HeldPrefixes(self._engine.core.pool, self._bus))
             self._engine.observers += self._held_prefixes
+            if (store := self._executor.adapter_store) is not None:
+                self._engine.observers.append(HeldAdapterReports(store, self._bus))
         self._watch.lap("engine", self._executor.start_parts)
         if config.metrics_port:
             check = self._engine.checks.request_check

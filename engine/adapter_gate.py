@@ -20,6 +20,11 @@ class AdapterGate(Gate):
         super().__init__(inbox, store, clock)
         self._adapters = store
 
+    @property
+    def loads(self) -> tuple[float, int]:
+        """Seconds until one more adapter is in host memory, 0: not known; and adapters that wait for their load."""
+        return (0.0, 0) if self._adapters is None else (self._adapters.load_s, self._adapters.unloaded)
+
     def counts(self) -> AdapterCounts:
         """Return what is in host memory and what was loaded."""
         return AdapterCounts() if self._adapters is None else self._adapters.counts

@@ -299,7 +299,9 @@ class BusThread:
                     into[digest] = None
         costs = report.costs
         token_us, step_us = 1e6 * costs.token_s, 1e6 * costs.step_s
-        return PrefixReport(list(added), list(removed), token_us, step_us, self._backlog.tokens)
+        return PrefixReport(
+            list(added), list(removed), token_us, step_us, self._backlog.tokens, 1e6 * costs.load_s, costs.loads
+        )
 
     def _pass_on(self, reply: ExchangeReply, bus: EngineSide) -> None:
         """Queue the orders of a reply for the loop."""

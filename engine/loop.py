@@ -238,7 +238,7 @@ class Engine:
         for gate in gates:
             gate.ended(record.outputs.finished)
         record.last_step, record.last_committed, record.idle = core.step, core.committed, core.idle
-        costs = StepCosts(core.step_cost.token_s, core.step_cost.decode_s(core.running))
+        costs = StepCosts(core.step_cost.token_s, core.step_cost.decode_s(core.running), *self._adapters.loads)
         counts = self._accepted, self._dropped
         report = Report(record.load, room_tokens, room_requests, *counts, costs, claim_tokens)
         self._outbox.put(record.outputs, report)

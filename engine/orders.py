@@ -62,6 +62,8 @@ class StepCosts(msgspec.Struct, frozen=True):
 
     token_s: float = 0.0  # seconds of a prompt token, on top of the step that computes it
     step_s: float = 0.0  # seconds of a step without prompts, with the sequences that run now
+    load_s: float = 0.0  # seconds until one more LoRA adapter is in host memory
+    loads: int = 0  # adapters that wait for their load
 
 
 class Report(msgspec.Struct, frozen=True):

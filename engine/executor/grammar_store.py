@@ -93,6 +93,12 @@ class HeldGrammars(HeldResources, Protocol):
 class HeldAdapters(HeldResources, Protocol):
     """A store of LoRA adapters."""
 
+    load_s: float  # seconds until one more is loaded, by the loads so far; 0: not known
+    unloaded: int  # adapters that wait for their load, the one that is loaded now included
+
+    def changes(self) -> tuple[list[str], list[str]]:
+        """Return the ids of adapters that were loaded since the last call, and of those that left."""
+
     @property
     def counts(self) -> AdapterCounts:
         """What is held and kept now, and counts since start."""

@@ -15,8 +15,9 @@ from typing import Protocol
 
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.limits import Event, Outputs
+from quire.engine.executor.grammar_store import HeldAdapters
 from quire.engine.observers.turn_record import TurnRecord
-from quire.engine.wire.prefixes import LENGTHS, MOST_HELD, split
+from quire.engine.wire.prefixes import LENGTHS, MOST_HELD, adapter_digest, split
 
 
 class PrefixSink(Protocol):
@@ -78,6 +79,18 @@ class HeldPrefixes:
 def _move(digest: bytes, into: dict[bytes, None], out_of: dict[bytes, None]) -> None:
     into[digest] = None
     out_of.pop(digest, None)
+
+
+class HeldAdapterReports:
+    """Observer that publishes which LoRA adapters are in host memory, among the prefixes that the engine holds."""
+
+    def __init__(self, store: HeldAdapters, sink: PrefixSink) -> None:
+        self._store, self._sink = store, sink
+
+    def observe(self, record: TurnRecord) -> None:
+        gained, lost = self._store.changes()
+        if gained or lost:
+            self._sink.put_prefixes(list(map(adapter_digest, gained)), list(map(adapter_digest, lost)))
 
 
 class PromptBacklog:

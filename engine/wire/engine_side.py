@@ -150,7 +150,7 @@ class EngineSide:
         received.generates.append(request)
         if claim != Claim():
             received.claims[request.id] = claim
-        self._prefixes.claimed(request.prefixes)
+        self._prefixes.claimed(request.prefixes, request.adapter)
         self._tenants[request.id] = request.tenant
         if listeners != request.gateway:
             self._route(request.id, listeners)
@@ -223,6 +223,8 @@ class EngineSide:
             "token_us": costs.token_us,
             "step_us": costs.step_us,
             "backlog": costs.backlog,
+            "load_us": costs.load_us,
+            "loads": costs.loads,
             "segments": logged.segments,
             "flushes_tail": logged.flushes_tail,
             "keeps_tail": not logged.whole,

@@ -23,6 +23,7 @@ from quire.engine.wire.link import BusDown, Link
 from quire.engine.wire.messages import Generate, TokenBatch
 from quire.engine.wire.operations import Operations
 from quire.engine.wire.pool_state_store import PoolStateStore
+from quire.engine.wire.prefixes import with_adapter
 from quire.engine.wire.quotas import QuotaStore
 from quire.engine.wire.records import (
     LANES,
@@ -153,7 +154,8 @@ class GatewaySide:
         first = requests[0]
         words: list[bytes | str | int] = []
         for request in requests:
-            words += (request.id, self._encode(request), len(request.token_ids), request.n, request.prefixes)
+            words += (request.id, self._encode(request), len(request.token_ids), request.n)
+            words.append(with_adapter(request.prefixes, request.adapter))
         try:
             outcome, ahead, room_tokens, state, duplicate = await self._link.run_script(
                 SUBMIT,

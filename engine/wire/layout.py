@@ -45,6 +45,9 @@ WINDOW = 32  # requests at the head of a tenant's queue among which an engine ch
 # about 20 us, and if each of many tenants has one, all of them would be tried.
 TRIES = 128
 PATIENCE_PERCENT = 75  # % of the TTFT target after which an on-time request that was passed over goes first
+# Loads of a LoRA adapter for which engines without it may pass over a request that needs it.
+LOADS_PASSED = 1
+MOST_LOADS = 2  # loads that wait in an engine, beyond which it claims no request that needs another one
 RECOMPUTE = 2  # what a token costs that another engine holds: its time, and the cached token that it evicts
 PACE_TOKENS = 32  # output tokens for which the step time of an engine counts in its cost
 RESPONSE_BYTES = 1024  # overhead per stored response, besides its input and output

@@ -51,6 +51,16 @@ def prefix_digests(token_ids: Sequence[int], salt: str) -> bytes:
     return bytes(found)
 
 
+def adapter_digest(adapter: str) -> bytes:
+    """Return the digest of a LoRA adapter, `name@digest`: engines publish it among those of prefixes."""
+    return blake2b(f"adapter {adapter}".encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def with_adapter(prefixes: bytes, adapter: str) -> bytes:
+    """Return what Redis keeps of a request: a letter and its adapter's digest, if it has one, and its prefixes."""
+    return b"A" + adapter_digest(adapter) + prefixes if adapter else prefixes
+
+
 def split(digests: bytes) -> list[bytes]:
     """Return the single digests of a string of them."""
     return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
@@ -64,6 +74,8 @@ class PrefixReport(msgspec.Struct, frozen=True):
     token_us: float = 0.0  # microseconds of a prompt token on top of the step that computes it; 0: not known
     step_us: float = 0.0  # microseconds of a step without prompts, with the sequences that run now
     backlog: int = 0  # prompt tokens of its requests that it has still to compute
+    load_us: float = 0.0  # microseconds until it has loaded one more LoRA adapter; 0: not known
+    loads: int = 0  # adapters that wait for their load
 
 
 class PublishedPrefixes:
@@ -106,7 +118,9 @@ class PublishedPrefixes:
         The digests expire with the lease.  An exchange that comes before a gateway notices the lapse is accepted."""
         self._afresh = vanished and bool(self._held)
 
-    def claimed(self, digests: bytes) -> None:
-        """A claim made this engine a holder of a request's prefixes."""
+    def claimed(self, digests: bytes, adapter: str = "") -> None:
+        """A claim made this engine a holder of a request's prefixes and of its adapter."""
         if self._publishes:
             self._held.update(split(digests))
+            if adapter:
+                self._held.add(adapter_digest(adapter))

@@ -68,6 +68,7 @@ class Turn(msgspec.Struct):
     tokens: list[int]
     then: Callable[[], tuple[float, Turn] | None] = lambda: None  # seconds after the answer, and the next turn
     tenant: str = ""
+    adapter: str = ""  # as in Generate.adapter
 
 
 Sessions = Iterator[Turn]
@@ -229,7 +230,9 @@ class _Engine:
         costs, report = self.core.step_cost, None
         if self.locality:
             step_us = 1e6 * costs.decode_s(self.core.running)
-            report = PrefixReport(gained, lost, 1e6 * costs.token_s, step_us, self.backlog.tokens)
+            load_s, loads = self.loads_waiting()
+            figures = 1e6 * costs.token_s, step_us, self.backlog.tokens, 1e6 * load_s, loads
+            report = PrefixReport(gained, lost, *figures)
         batches = [("g", TokenBatch(self.name, merged(self.deltas)))] if self.deltas else []
         finished, self.finished, self.deltas = self.finished, [], []
         self.exchanges += 1
@@ -241,12 +244,23 @@ class _Engine:
             self.backlog.add(request.id, len(request.token_ids) - claim.held_tokens)
             self.claims[claim.reason] += 1
             self.begun += 1
-            self.core.accept(request)
+            self.accept(request)
         return reply.retry_ms / 1000
+
+    def loads_waiting(self) -> tuple[float, int]:
+        """Seconds until one more LoRA adapter would be loaded, 0: not known; and adapters that wait for their load."""
+        return 0.0, 0
+
+    def accept(self, request: Generate) -> None:
+        """Take a claimed request."""
+        self.core.accept(request)
 
 
 class Run:
     """One simulation of a fleet."""
+
+    def engine(self, name: str, blocks: int, step: StepTime, *, locality: bool) -> _Engine:
+        return _Engine(name, self.url, blocks, step, locality=locality)
 
     def __init__(
         self,
@@ -265,7 +279,7 @@ class Run:
         self.url = server.url
         self.client = redis.Redis.from_url(server.url)
         self.client.flushall()
-        self.engines = [_Engine(f"e{at}", self.url, blocks, step, locality=locality) for at in range(engines)]
+        self.engines = [self.engine(f"e{at}", blocks, step, locality=locality) for at in range(engines)]
         self.named = {engine.name: engine for engine in self.engines}
         self.bells: Any = self.client.pubsub()  # type: ignore[no-untyped-call]
         self.bells.psubscribe("{fleet}:bell:*")
@@ -293,7 +307,8 @@ class Run:
         self.open[name] = self.now, turn, counts
         request = Generate(
             name, "g", turn.tokens, self.output, Sampling(ignore_eos=True), self.base_ms + 86_400_000, turn.tenant,
-            tenant=turn.tenant, prefixes=prefix_digests(turn.tokens, turn.tenant),
+            tenant=turn.tenant, adapter=turn.adapter,
+            prefixes=prefix_digests(turn.tokens, f"{turn.adapter} {turn.tenant}" if turn.adapter else turn.tenant),
         )  # fmt: skip
         self.tick()
         await self.gateway.submit(request, bounds=QueueBounds(target_ms=TARGET_MS))

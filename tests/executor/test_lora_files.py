@@ -23,6 +23,8 @@ from quire.engine.executor.lora.packing import PackedAdapter, packer_for, target
 from quire.engine.executor.lora.sites import Sites
 from quire.engine.executor.lora.store import AdapterStore, source
 from quire.engine.executor.models.linear import Linears
+from quire.engine.observers.prefix_reports import HeldAdapterReports
+from quire.engine.wire.prefixes import adapter_digest
 from tests.lora import write_adapter
 
 MOST = 1 << 26
@@ -366,3 +368,53 @@ def test_another_base_is_one_warning(base: PreTrainedModel, tmp_path: Path, capl
         assert store.fault(text) == ""
         assert [one.levelname for one in caplog.records].count("WARNING") == warned
         store.close()
+
+
+def test_what_is_loaded_and_what_leaves_is_published(folders: dict[str, str]) -> None:
+    """With the time until one more is loaded, which grows with the loads that wait."""
+    size = max(Path(text.partition("=")[2], "adapter_model.safetensors").stat().st_size for text in folders.values())
+    loader, sink = Loader(size), Published()
+    store = AdapterStore(loader, size)
+    reports = HeldAdapterReports(store, sink)
+    assert (store.load_s, store.unloaded) == (0.0, 0)
+    store.hold("1", folders["a"])
+    wait_for(store, folders["a"])
+    first = store.load_s
+    reports.observe(RECORD)
+    assert sink.taken() == ([digest(folders["a"])], [])
+    store.release("1")
+    loader.gate.clear()
+    store.hold("2", folders["b"])
+    assert store.unloaded == 1
+    assert 0 < first < store.load_s
+    loader.gate.set()
+    wait_for(store, folders["b"])
+    reports.observe(RECORD)
+    assert sink.taken() == ([digest(folders["b"])], [digest(folders["a"])])
+    reports.observe(RECORD)
+    assert sink.taken() == ([], [])
+    store.close()
+
+
+class Published:
+    """Takes what an observer publishes."""
+
+    def __init__(self) -> None:
+        self._gained: list[bytes] = []
+        self._lost: list[bytes] = []
+
+    def put_prefixes(self, gained: list[bytes], lost: list[bytes]) -> None:
+        self._gained += gained
+        self._lost += lost
+
+    def taken(self) -> tuple[list[bytes], list[bytes]]:
+        found = self._gained, self._lost
+        self._gained, self._lost = [], []
+        return found
+
+
+RECORD: Any = None  # the observer reads the store, not the turn
+
+
+def digest(text: str) -> bytes:
+    return adapter_digest(text.partition("=")[0])

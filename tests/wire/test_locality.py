@@ -9,14 +9,15 @@ import struct
 import time
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 
 from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.wire.engine_side import EngineSide
-from quire.engine.wire.layout import PACE_TOKENS, PREFIX_COUNT, RECOMPUTE, STALE_MS, TRIES, WINDOW
+from quire.engine.wire.layout import MOST_LOADS, PACE_TOKENS, PREFIX_COUNT, RECOMPUTE, STALE_MS, TRIES, WINDOW
 from quire.engine.wire.messages import Generate, Sampling
-from quire.engine.wire.prefixes import LENGTHS, PrefixReport, prefix_digests, split
+from quire.engine.wire.prefixes import LENGTHS, PrefixReport, adapter_digest, prefix_digests, split
 from quire.engine.wire.records import ExchangeReply, QueueBounds
 from quire.engine.wire.scripts import Script
 from tests.wire.sides import LATE, LONG_MS, Bus, generate, ids, load
@@ -175,8 +176,8 @@ async def test_only_an_engine_that_can_take_it_is_waited_for(bus: Bus, redis_ser
         assert await left()
         spare = client.hget(f"{prefix}spare", "e1")
         assert isinstance(spare, bytes)
-        room, heard, *rest = struct.unpack("<5d", spare)
-        client.hset(f"{prefix}spare", "e1", struct.pack("<5d", room, heard - STALE_MS - 1, *rest))
+        room, heard, *rest = struct.unpack("<6d", spare)
+        client.hset(f"{prefix}spare", "e1", struct.pack("<6d", room, heard - STALE_MS - 1, *rest))
         assert not await left()
         await exchange(holder, "e1")
         assert await left()
@@ -509,3 +510,70 @@ async def test_what_an_earlier_release_leaves_behind_is_swept(bus: Bus, redis_se
         assert not client.exists(f"{prefix}passed")
         await gateway.cancel("a")
         assert not client.exists(f"{prefix}prefixes")
+
+
+# ------------------------------------------------------------------------------------------------------ LoRA adapters
+
+
+def adapted(name: str, adapter: str, tokens: int = 20) -> Generate:
+    return msgspec.structs.replace(ask(name, prompt(9, tokens), adapter), adapter=adapter, cache_salt="")
+
+
+def loading(*held: str, load_us: float = 1e9, loads: int = 0) -> PrefixReport:
+    """Report that these adapters are in memory, and that a load takes so long."""
+    return PrefixReport([adapter_digest(one) for one in held], [], SLOW.token_us, SLOW.step_us, 0, load_us, loads)
+
+
+@pytest.mark.parametrize("tokens", [20, 200])
+async def test_an_adapters_request_is_left_to_the_engine_that_holds_it(bus: Bus, tokens: int) -> None:
+    """Prompts too short for a prefix digest, and long ones."""
+    gateway = await bus.gateway("g1")
+    holder, other = await two(bus, loading("a@1"), loading("b@1"))
+    await gateway.submit(adapted("a", "a@1", tokens), bounds=LATE)
+    await gateway.submit(adapted("b", "b@1", tokens), bounds=LATE)
+    assert ids(await exchange(other, "e2", loading())) == ["b"]
+    assert ids(await exchange(other, "e2", loading())) == []
+    assert ids(await exchange(holder, "e1", loading())) == ["a"]
+
+
+async def test_a_request_that_no_engine_holds_the_adapter_of_is_loaded_by_the_one_that_asks(bus: Bus) -> None:
+    """From the claim on it counts as a holder: the next request of the adapter goes there."""
+    gateway = await bus.gateway("g1")
+    one, other = await two(bus, loading(), loading())
+    await gateway.submit(adapted("a1", "a@1"), bounds=LATE)
+    assert ids(await exchange(one, "e1", loading())) == ["a1"]
+    await gateway.submit(adapted("a2", "a@1"), bounds=LATE)
+    assert ids(await exchange(other, "e2", loading())) == []
+    assert ids(await exchange(one, "e1", loading())) == ["a2"]
+    evicted = PrefixReport([], [adapter_digest("a@1")], SLOW.token_us, SLOW.step_us, 0, 1e9)
+    await exchange(one, "e1", evicted)
+    await gateway.submit(adapted("a3", "a@1"), bounds=LATE)
+    assert ids(await exchange(other, "e2", loading())) == ["a3"]
+
+
+async def test_an_engine_that_loads_claims_no_further_loads(bus: Bus) -> None:
+    """Base requests and held adapters pass those that need one more load."""
+    gateway = await bus.gateway("g1")
+    one, _ = await two(bus, loading("a@1"), loading())
+    for at in range(4):
+        await gateway.submit(adapted(f"c{at}", f"c{at}@1"), bounds=LATE)
+    await gateway.submit(adapted("held", "a@1"), bounds=LATE)
+    await gateway.submit(ask("base", prompt(3, 20)), bounds=LATE)
+    got: list[str] = []
+    for _ in range(4):  # a claim is a share of the queue
+        got += ids(await exchange(one, "e1", loading(loads=MOST_LOADS)))
+    assert sorted(got) == ["base", "held"]
+    assert len(ids(await exchange(one, "e1", loading(loads=MOST_LOADS - 1)))) == 1
+
+
+async def test_a_rare_adapter_waits_a_bounded_time(bus: Bus) -> None:
+    """The holder never asks: after LOADS_PASSED loads another engine claims the request."""
+    gateway = await bus.gateway("g1")
+    _, other = await two(bus, loading("a@1", load_us=20_000.0), loading(load_us=20_000.0))
+    await gateway.submit(adapted("a", "a@1"), bounds=LATE)
+    claimed: list[str] = []
+    while not claimed:
+        reply = await exchange(other, "e2", loading(load_us=20_000.0))
+        claimed = ids(reply)
+        assert claimed or 0 < reply.retry_ms <= 1000
+        await asyncio.sleep(reply.retry_ms / 1000)

@@ -73,6 +73,10 @@ class AdapterStore:
         self._finished: deque[str] = deque()
         self._bytes = 0  # bytes of all loaded adapters
         self._loads = self._faults = self._evicted = 0
+        self.load_s = 0.0  # seconds until one more is loaded: mean of the loads so far, times those that wait
+        self.unloaded = 0  # adapters that wait for their load, the one that is loaded now included
+        self._gained: dict[str, None] = {}  # ids, since the last `changes`
+        self._lost: dict[str, None] = {}
         self._load_s = 0.0
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -86,6 +90,7 @@ class AdapterStore:
             if adapter is None:
                 adapter = self._adapters[text] = Adapter(text)
                 self._queue.append(adapter)
+                self._count_waiting()
                 self._start()
             adapter.holders.add(request_id)
             self._by_request[request_id] = adapter
@@ -112,6 +117,25 @@ class AdapterStore:
             found = list(self._finished)
             self._finished.clear()
             return found
+
+    def changes(self) -> tuple[list[str], list[str]]:
+        """Return the ids of adapters that were loaded since the last call, and of those that left."""
+        if not self._gained and not self._lost:
+            return [], []
+        with self._lock:
+            gained, lost = list(self._gained), list(self._lost)
+            self._gained, self._lost = {}, {}
+        return gained, lost
+
+    def _count_waiting(self) -> None:
+        self.unloaded = sum(not adapter.done for adapter in self._adapters.values())
+        self.load_s = self._load_s / self._loads * (1 + self.unloaded) if self._loads else 0.0
+
+    def _note(self, adapter: str) -> None:
+        """Note whether an adapter is there now."""
+        into, out_of = (self._gained, self._lost) if adapter in self._loaded else (self._lost, self._gained)
+        out_of.pop(adapter, None)
+        into[adapter] = None
 
     def fault(self, text: str) -> str:
         """Return why an adapter cannot be served; "": it can, or that is not known yet."""
@@ -233,6 +257,8 @@ class AdapterStore:
             log.info(
                 "loaded adapter %s: rank %d, %.1f MB in %.2f s", adapter.key, packed.rank, packed.bytes / 1e6, seconds
             )
+        self._count_waiting()
+        self._note(adapter.id)
         self._finished.append(adapter.key)
 
     def _evict(self, size: int) -> None:
@@ -254,3 +280,5 @@ class AdapterStore:
             for other in self._adapters.values():  # the same files under another path
                 if other.packed is not None and other.id == adapter.id:
                     self._loaded[adapter.id] = other.packed
+        self._note(adapter.id)
+        self._count_waiting()

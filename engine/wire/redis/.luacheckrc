@@ -8,7 +8,8 @@ local constants = {
   "LAYOUT_VERSION", "EXPIRY_MS", "TOMBSTONE_MS", "TOKEN_CHANNELS", "TAIL", "TAIL_BYTES", "MEMORY_MS", "GATEWAY_MS",
   "OUTPUT_COST", "PLACES", "SIZES", "FRONT", "MOVES", "AWAY_MS", "AMNESTY_MS", "STALE_MS", "MAX_ATTEMPTS", "QUARANTINE",
   "QUARANTINED_MS", "QUOTA_MS", "QUOTA_CHECK_MS", "QUOTA_CHECKS", "DIGEST_BYTES", "PREFIX_BLOCK", "PREFIX_DENSE", "PREFIX_STEPS", "PREFIX_COUNT",
-  "WINDOW", "TRIES", "PATIENCE_PERCENT", "RECOMPUTE", "PACE_TOKENS", "RESPONSE_BYTES", "READING_ENGINES",
+  "WINDOW", "TRIES", "PATIENCE_PERCENT", "LOADS_PASSED", "MOST_LOADS", "RECOMPUTE", "PACE_TOKENS", "RESPONSE_BYTES",
+  "READING_ENGINES",
   "LOAD_BLOCK_SIZE", "LOAD_TOTAL_BLOCKS", "LOAD_CROWD", "RINGS", "RING_TRIES", "TENANTS_SHOWN", "COMMAND_WORDS",
 }
 local shared = {
@@ -22,7 +23,7 @@ local shared = {
   "bury", "withdraw", "unlisten", "end_with", "claimable", "head", "first_suspect",
   "next_request", "count_share",
   "offer", "free_room", "renew_lease", "ring", "hold", "let_go", "condemn", "accuse", "give_back",
-  "prefix_tokens", "prefix_digest", "each_part", "add_prefixes", "chooser", "sweep_prefixes",
+  "prefix_tokens", "prefix_digest", "split_adapter", "each_part", "add_prefixes", "chooser", "sweep_prefixes",
   "bucket_debt", "precise", "shift_bucket", "refund_bucket", "bucket_debts", "prompts_of", "forget_request", "settle_quota",
   "settle_request", "check_quotas",
   "forget_response", "keep_response",

@@ -16,6 +16,7 @@
 --   publishes           '1' if it publishes which prefixes it holds, 'afresh' if `added` are all of them, else ''
 --   token_us, step_us   time per prompt token, 0 if not known; time of a step without prompts
 --   backlog             prompt tokens that it has still to compute
+--   load_us, loads      time until it has loaded one more LoRA adapter, 0 if not known; adapters that wait for a load
 --   extras              how many (id, field or "logprobs INDEX FIRST", value) follow, for the logs
 -- `load`: msgpack EngineLoad.  `tokens`: those of all segments, 4 bytes each.  `added`, `removed`: digests of prefixes.
 -- Then the extras, three words each; then for each token message: its channel ('' for none), the message.

@@ -88,7 +88,8 @@ local function claim_share(x, waiting, engines)
   local most, left_out = math.min(x.room_requests, math.ceil(waiting / math.max(1, engines))), {}
   local choose, note_claim, finish
   if x.publishes ~= '' and engines > 1 and most > 0 and call('EXISTS', P .. 'prefixes') == 1 then
-    local me = {name = x.engine, token_us = x.token_us, step_us = x.step_us, backlog = x.backlog}
+    local me = {name = x.engine, token_us = x.token_us, step_us = x.step_us, backlog = x.backlog,
+                load_us = x.load_us, loads = x.loads}
     choose, note_claim, finish = chooser(me, now_ms())
   end
   while #x.claimed < most and x.claim_tokens > 0 do

@@ -49,7 +49,8 @@ local function offer_capacity(x, left, known, waiting, closed)
     call('ZREM', P .. 'bells', x.engine)
   end
   if x.publishes ~= '' and left > 0 then
-    call('HSET', P .. 'spare', x.engine, struct.pack('<ddddd', left, now_ms(), x.token_us, x.step_us, x.backlog))
+    local costs = struct.pack('<dddddd', left, now_ms(), x.token_us, x.step_us, x.backlog, x.load_us)
+    call('HSET', P .. 'spare', x.engine, costs)
   elseif known ~= '0' then  -- with 0 it is not there
     call('HDEL', P .. 'spare', x.engine)
   end

@@ -21,6 +21,13 @@ local function prefix_digest(digests, at)
   return string.sub(digests, (at - 1) * DIGEST_BYTES + 1, at * DIGEST_BYTES)
 end
 
+-- The digest of the LoRA adapter that a request needs, '' for none, and the digests of its prefixes.  In the field
+-- `prefixes` the adapter's comes first, behind one letter.
+local function split_adapter(digests)
+  if #digests % DIGEST_BYTES == 0 then return '', digests end
+  return string.sub(digests, 2, DIGEST_BYTES + 1), string.sub(digests, DIGEST_BYTES + 2)
+end
+
 local function each_part(command, key, digests)  -- run a command on a key with all digests, some at a time
   local words = {}
   for at = 1, #digests / DIGEST_BYTES do
@@ -34,28 +41,32 @@ local function each_part(command, key, digests)  -- run a command on a key with 
 end
 
 -- An engine that publishes has claimed a request: from now on it counts as a holder of its prefixes, before it has
--- computed them.  `held`: digests that it has published already.
+-- computed them, and of its adapter.  `held`: digests of prefixes that it has published already.
 local function add_prefixes(engine, prefixes, held)
-  each_part('SADD', P .. 'prefixes:' .. engine, string.sub(prefixes, held * DIGEST_BYTES + 1))
+  local adapter, digests = split_adapter(prefixes)
+  each_part('SADD', P .. 'prefixes:' .. engine, adapter .. string.sub(digests, held * DIGEST_BYTES + 1))
 end
 
 -- How an engine that publishes its prefixes claims.  Returns three functions: an exchange calls choose for the tenant
 -- whose turn it is, note_claim after each claim, and finish once at the end.
--- `me`: {name, token_us, step_us, backlog} of the engine.  `now`: unix ms.
+-- `me`: {name, token_us, step_us, backlog, load_us, loads} of the engine; load_us: until it has loaded
+-- one more adapter; loads: adapters that it loads or has still to load.  `now`: unix ms.
 --
 -- They are made here, not among the shared functions: only claims by prefix pay for making them (scripts.py).
 local function chooser(me, now)
   -- The claim so far:
   --   windows      'LANE TENANT' -> what read_window has found
-  --   new_digests  digest -> true, of what the engine has claimed since its last choice
+  --   new_digests  digest -> true, of what the engine has claimed since its last choice; adapters too
+  --   adapters     whether a request of a window needs an adapter
   --   passed_over  lane -> {id = true}, requests that the engine could have claimed and has not
   --   tried        requests that choose has tried in vain
   --   retry_at     unix ms at which the engine should ask again; nil: it has left no request
   --   left_to      engines to which it has left a request now, and not before: finish wakes them
   --   backlog      prompt tokens that it has still to compute, with those of its claims
+  --   loads        adapters that it has still to load, with those of its claims
   --   others       what engines_with_room has found; nil until it is needed
-  local so_far = {windows = {}, new_digests = {}, passed_over = {on_time = {}, late = {}}, tried = 0,
-                  left_to = {}, backlog = me.backlog}
+  local so_far = {windows = {}, new_digests = {}, adapters = false, passed_over = {on_time = {}, late = {}}, tried = 0,
+                  left_to = {}, backlog = me.backlog, loads = me.loads}
 
   -- Of each request of a window: how many of its digests the engine holds.  Most prefixes are held nowhere, which the
   -- shortest one shows.  Then a binary search for all at once: an engine that holds a prefix holds the shorter ones.
@@ -82,13 +93,31 @@ local function chooser(me, now)
     return counts
   end
 
+  -- Of each request of a window: whether it needs an adapter that the engine does not hold.
+  local function lacking_adapters(engine, window)
+    local words, places, lacks = {}, {}, {}
+    for at, adapter in ipairs(window.adapters) do
+      if adapter ~= '' then
+        words[#words + 1] = adapter
+        places[#words] = at
+      end
+    end
+    if #words == 0 then return lacks end
+    for n, found in ipairs(call('SMISMEMBER', P .. 'prefixes:' .. engine, unpack(words))) do
+      lacks[places[n]] = found == 0
+    end
+    return lacks
+  end
+
   local function engines_with_room()  -- other live engines that publish prefixes, with free capacity and a recent sync
     local found, spare = {}, call('HGETALL', P .. 'spare')
     for i = 1, #spare, 2 do
       local left, heard, token_us, step_us, backlog = struct.unpack('<ddddd', spare[i + 1])
       if spare[i] ~= me.name and now - heard <= STALE_MS and token_us > 0
          and call('EXISTS', P .. 'lease:' .. spare[i]) == 1 then
-        found[#found + 1] = {name = spare[i], room = left, token_us = token_us, step_us = step_us, backlog = backlog}
+        local load_us = #spare[i + 1] > 40 and struct.unpack('<d', spare[i + 1], 41) or 0  -- an earlier release: none
+        found[#found + 1] = {name = spare[i], room = left, token_us = token_us, step_us = step_us, backlog = backlog,
+                             load_us = load_us}
       end
     end
     return found
@@ -100,31 +129,33 @@ local function chooser(me, now)
 
   -- What an engine that holds `held` digests has to do for a prompt of `size` tokens, in microseconds: its backlog, the
   -- prompt, and its pace for the first PACE_TOKENS tokens.  A token that it has to compute counts RECOMPUTE times, and
-  -- the busier the engine is the more, since it delays whatever follows.
-  local function start_cost(engine, backlog, size, held)
+  -- the busier the engine is the more, since it delays whatever follows.  `lacks`: it has to load the adapter.
+  local function start_cost(engine, backlog, size, held, lacks)
     local tokens = tokens_to_compute(size, held)
     local waited = RECOMPUTE * tokens + backlog * (1 + tokens / size)
-    return waited * engine.token_us + PACE_TOKENS * engine.step_us
+    return waited * engine.token_us + PACE_TOKENS * engine.step_us + (lacks and engine.load_us or 0)
   end
 
   -- The first requests of a tenant's queue, of the priority class of `first`, its head.  Arrays in their order: ids;
   -- prefixes: their digests; shortest: the first digest of each; entries: what the hash `passed` has of them, or false;
-  -- held: how many digests the engine holds; done: true once tried or claimed.  elsewhere: engine -> held of that one.
-  -- nil if none has a prefix that could be held.
+  -- held: how many digests the engine holds; adapters: digest of the adapter, or ''; lacks: whether the engine does not
+  -- hold it; done: true once tried or claimed.  elsewhere: engine -> {held, lacks} of that one.
+  -- nil if none has a prefix or adapter that could be held.
   local function read_window(lane, tenant, first)
     local queue = P .. 'queue:' .. lane .. ':' .. tenant
     local class = math.floor(call('ZSCORE', queue, first) / PLACES)
     local ids = call('ZRANGE', queue, '-inf', string.format('(%.0f', (class + 1) * PLACES), 'BYSCORE',
                      'LIMIT', 0, WINDOW)
-    local prefixes, shortest, any = call('HMGET', P .. 'prefixes', unpack(ids)), {}, false
+    local prefixes, adapters, shortest, any = call('HMGET', P .. 'prefixes', unpack(ids)), {}, {}, false
     for i = 1, #ids do
-      local digests = prefixes[i] or ''
-      prefixes[i], shortest[i], any = digests, string.sub(digests, 1, DIGEST_BYTES), any or digests ~= ''
+      local adapter, digests = split_adapter(prefixes[i] or '')
+      prefixes[i], adapters[i], shortest[i] = digests, adapter, string.sub(digests, 1, DIGEST_BYTES)
+      any, so_far.adapters = any or digests ~= '' or adapter ~= '', so_far.adapters or adapter ~= ''
     end
     if not any then return nil end
-    local window = {ids = ids, prefixes = prefixes, shortest = shortest, done = {}, elsewhere = {},
+    local window = {ids = ids, prefixes = prefixes, adapters = adapters, shortest = shortest, done = {}, elsewhere = {},
                     entries = call('HMGET', P .. 'passed', unpack(ids))}
-    window.held = held_counts(me.name, window)
+    window.held, window.lacks = held_counts(me.name, window), lacking_adapters(me.name, window)
     return window
   end
 
@@ -133,14 +164,16 @@ local function chooser(me, now)
   local last_overdue = now .. ' ~'
 
   -- The place in a window of the request to try next, and whether it goes first because it was passed over for too
-  -- long: the first such request, else the one of which the engine holds most; nil: all are done.
+  -- long: the first such request, else the one of which the engine holds most, those without its adapter last; nil: all
+  -- are done.
   local function next_place(window)
-    local best
+    local best, most
     for at = 1, #window.ids do
       if not window.done[at] then
         local entry = window.entries[at]
         if entry and entry <= last_overdue then return at, true end
-        if not best or window.held[at] > window.held[best] then best = at end
+        local held = window.held[at] - (window.lacks[at] and PREFIX_COUNT + 1 or 0)
+        if not best or held > most then best, most = at, held end
       end
     end
     return best, false
@@ -148,9 +181,11 @@ local function chooser(me, now)
 
   -- The unix ms from which a request that is first passed over now goes first: it has waited as long again, at least
   -- the time to compute its prompt after the backlog, or on time PATIENCE_PERCENT of what it has left.
+  -- One that needs an adapter waits LOADS_PASSED loads at most: a rarely used adapter does not starve.
   -- `submitted`, `due`: unix ms; `due`: nil in the late lane.
-  local function patience_end(size, submitted, due)
+  local function patience_end(size, submitted, due, adapted)
     local patience = math.max(now - submitted, (size + so_far.backlog) * me.token_us / 1000)
+    if adapted and me.load_us > 0 then patience = math.min(patience, LOADS_PASSED * me.load_us / 1000) end
     if due then patience = math.min(patience, PATIENCE_PERCENT / 100 * (due - now)) end
     return math.min(math.ceil(now + patience), now + MEMORY_MS)
   end
@@ -158,16 +193,17 @@ local function chooser(me, now)
   -- Microseconds by which another engine with free capacity is ahead for a request of a window; 0: none is ahead.  At
   -- most what this engine would need for what it does not hold of the prompt.  And the name of the other engine.
   local function time_ahead(window, at, size)
-    local held = window.held[at]
-    local mine, ahead, name = start_cost(me, so_far.backlog, size, held), 0, nil
-    local most = tokens_to_compute(size, held) * me.token_us
+    local held, lacks = window.held[at], window.lacks[at]
+    local mine, ahead, name = start_cost(me, so_far.backlog, size, held, lacks), 0, nil
+    local most = tokens_to_compute(size, held) * me.token_us + (lacks and me.load_us or 0)
     for _, other in ipairs(so_far.others) do
       if ahead >= most then break end
       if other.room >= size then
         -- Asked once for the complete window: with many engines, one request at a time is what a claim would cost.
-        local theirs = window.elsewhere[other.name] or held_counts(other.name, window)
+        local theirs = window.elsewhere[other.name]
+                       or {held = held_counts(other.name, window), lacks = lacking_adapters(other.name, window)}
         window.elsewhere[other.name] = theirs
-        local by = mine - start_cost(other, other.backlog, size, theirs[at])
+        local by = mine - start_cost(other, other.backlog, size, theirs.held[at], theirs.lacks[at])
         if by > ahead then ahead, name = by, other.name end
       end
     end
@@ -176,7 +212,8 @@ local function chooser(me, now)
 
   -- Until when (unix ms) the engine leaves a request of a window to another one; nil: it does not.
   local function left_until(lane, window, at, size, due)
-    if window.prefixes[at] == '' or me.token_us == 0 then return nil end
+    local adapted = window.adapters[at] ~= ''
+    if window.prefixes[at] == '' and not adapted or me.token_us == 0 then return nil end
     so_far.others = so_far.others or engines_with_room()
     if #so_far.others == 0 then return nil end
     local ahead, name = time_ahead(window, at, size)
@@ -186,7 +223,7 @@ local function chooser(me, now)
       goes_first, since = tonumber(goes_first), tonumber(since)
     else
       since = now
-      goes_first = patience_end(size, tonumber(call('ZSCORE', P .. 'ages:' .. lane, window.ids[at])), due)
+      goes_first = patience_end(size, tonumber(call('ZSCORE', P .. 'ages:' .. lane, window.ids[at])), due, adapted)
     end
     local limit = math.min(since + ahead / 1000, goes_first)
     if limit <= now then return nil end
@@ -198,6 +235,7 @@ local function chooser(me, now)
     if not next(so_far.new_digests) then return end
     for _, window in pairs(so_far.windows) do
       for at, prefixes in ipairs(window.prefixes) do
+        if so_far.new_digests[window.adapters[at]] then window.lacks[at] = false end
         while so_far.new_digests[prefix_digest(prefixes, window.held[at] + 1)] do
           window.held[at] = window.held[at] + 1
         end
@@ -217,7 +255,9 @@ local function chooser(me, now)
       local id, size, due = window.ids[at], first.size, first.due
       if id ~= first.id then size, due = claimable(id, now) end
       local in_lane = lane == 'late' or not due or due > now or id == first.id
-      if size and size <= most and in_lane then
+      -- It would wait here for other loads, while another engine may have its adapter, or be free to load it.
+      local waits = window.lacks[at] and so_far.loads >= MOST_LOADS
+      if size and size <= most and in_lane and not waits then
         local limit = not urgent and left_until(lane, window, at, size, lane == 'on_time' and due or nil)
         if not limit then
           for i = 1, at - 1 do
@@ -225,8 +265,8 @@ local function chooser(me, now)
           end
           window.claims = true
           so_far.tried = so_far.tried - 1
-          return {id = id, size = size, prefixes = window.prefixes[at], held = window.held[at],
-                  waited = window.entries[at] ~= false}
+          return {id = id, size = size, prefixes = window.prefixes[at], adapter = window.adapters[at],
+                  lacks = window.lacks[at], held = window.held[at], waited = window.entries[at] ~= false}
         end
         so_far.retry_at = math.min(so_far.retry_at or limit, limit)
         if not window.entries[at] then passed_over[id] = true end
@@ -257,6 +297,7 @@ local function chooser(me, now)
     so_far.backlog = so_far.backlog
                      + math.max(0, request.size - (request.held > 0 and prefix_tokens(request.held) or 0))
     so_far.passed_over[lane][request.id] = nil
+    if request.lacks then so_far.new_digests[request.adapter], so_far.loads = true, so_far.loads + 1 end
     for at = request.held + 1, #request.prefixes / DIGEST_BYTES do
       so_far.new_digests[prefix_digest(request.prefixes, at)] = true
     end
@@ -266,12 +307,14 @@ local function chooser(me, now)
     local waiting = call('HMGET', P .. 'waiting', unpack(ids))
     local submitted = call('ZMSCORE', P .. 'ages:' .. lane, unpack(ids))
     local dues = lane == 'on_time' and call('ZMSCORE', P .. 'due', unpack(ids)) or {}
+    local prefixes = so_far.adapters and call('HMGET', P .. 'prefixes', unpack(ids)) or {}
     local words = {}
     for i, id in ipairs(ids) do
       if waiting[i] then
         local size = tonumber(string.match(waiting[i], '^%d+'))
         words[#words + 1] = id
-        words[#words + 1] = patience_end(size, tonumber(submitted[i]), tonumber(dues[i] or nil)) .. ' ' .. now
+        local adapted = split_adapter(prefixes[i] or '') ~= ''
+        words[#words + 1] = patience_end(size, tonumber(submitted[i]), tonumber(dues[i] or nil), adapted) .. ' ' .. now
       end
     end
     if #words > 0 then
