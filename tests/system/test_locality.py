@@ -17,7 +17,7 @@ from quire.engine.wire.prefixes import prefix_digests, split
 from tests.pace import paced, paced_ms, patience
 from tests.system.processes import Process, at_rest, ending, fleet_until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 LIMIT_S = 100.0  # generous: the machine may be busy
 
 

@@ -13,7 +13,7 @@ from tests.ports import free_port
 from tests.system.processes import Process, at_rest, ending, fleet_until, wait_until_ready
 from tests.system.tls import PASSWORD, TlsProxy, behind_tls, self_signed, url_of
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.pace import patience, wait_until
 from tests.service.fakes import byte_level
 from tests.system.processes import ENVIRONMENT, QUIRE, ROOT
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 REQUESTS, CLIENTS = 2_000, 8
 
 
