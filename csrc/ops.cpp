@@ -208,14 +208,15 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   //                     input.  Then packed, scale, zero and bias of four linear layers: qkv; o; gate and up, with
   //                     silu(gate) * up; down.  Missing ones are None
   //   caches, scales    per layer, as in kv_write; inner: inputs of down; eps, head_eps: of norms, and of head norms
+  //   kv_indices, tables  per group of layers, as in kv_write and paged_attention; groups: of each layer
   //   windows           per layer, as `window` of paged_attention; widen: as in packed_linear
   //   lora_*            as weights, tables, rows and starts of `lora`, whose site is 4 * layer + linear layer; empty
   //                     lists: no row has an adapter
   m.def(
       "decoder_layers(Tensor(a!) x, Tensor cos, Tensor sin, Tensor?[] weights, Tensor(b!)[] k_caches, "
-      "Tensor(c!)[] v_caches, Tensor?[] scales, Tensor kv_indices, Tensor tables, Tensor rows, Tensor q_start, "
-      "Tensor lens, int heads, int inner, float eps, float head_eps, float scale, int[] windows, bool widen, "
-      "Tensor[] lora_weights, Tensor[] lora_tables, Tensor? lora_rows, Tensor? lora_starts) -> ()");
+      "Tensor(c!)[] v_caches, Tensor?[] scales, Tensor[] kv_indices, Tensor[] tables, int[] groups, Tensor rows, "
+      "Tensor q_start, Tensor lens, int heads, int inner, float eps, float head_eps, float scale, int[] windows, "
+      "bool widen, Tensor[] lora_weights, Tensor[] lora_tables, Tensor? lora_rows, Tensor? lora_starts) -> ()");
   // y[row] += B A x[row] for the rows of each LoRA adapter, on a CPU.  A site is one GEMM with its 1 to 3 linear layers
   // (parts), as q, k and v.
   //   x, y      [T, inner], [T, columns]

@@ -30,6 +30,7 @@ from quire.engine.core.policy.allocation import shares_blocks
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.state_pool import StatePool
+from quire.engine.core.window_reservations import most_sequences
 from quire.engine.executor.base import Executor, StepError
 from quire.engine.grammar_gate import GrammarGate
 from quire.engine.observers.accounting_checks import AccountingChecks
@@ -55,6 +56,10 @@ class ConfigError(OperatorError):
 def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     """Return a scheduler sized for a loaded model.  Raises ConfigError."""
     max_seqs, step_tokens = config.max_seqs or executor.max_seqs, config.step_tokens or executor.step_tokens
+    if windows := executor.info.windows:
+        sizes = {"block_size": config.block_size, "max_model_len": executor.info.max_model_len}
+        fit = most_sequences(windows, step_tokens=step_tokens, full_blocks=executor.blocks, **sizes)
+        max_seqs = min(max_seqs, fit)
     if step_tokens <= max_seqs:
         raise ConfigError(
             f"step_tokens is {step_tokens}; it must exceed max_seqs, {max_seqs}, or no prompt could start"
@@ -89,7 +94,7 @@ def build_scheduler(config: EngineConfig, executor: Executor) -> Scheduler:
     )
     costs = StepCostModel(executor.swap_bytes_per_s)
     states = StatePool(info.checkpoints) if info.state_bytes else None
-    core = Scheduler(pool, limits, HostPool(executor.host_blocks), costs, states)
+    core = Scheduler(pool, limits, HostPool(executor.host_blocks), costs, states, windows)
     core.drafts.drafter = executor.drafter
     core.drafts.run_ahead = executor.depth > 1 and executor.drafter is not None
     core.drafts.most_drafts = info.draft_tokens
@@ -176,6 +181,7 @@ class Engine:
             adapter_counts=self._adapters.counts,
             count_wasted_slots=self.core.occupancy.wasted_positions,
             measure_sharing=self.core.occupancy.shared_fraction,
+            group_bytes=self.core.occupancy.group_bytes,
         )
 
     def _plan(self, record: TurnRecord) -> None:

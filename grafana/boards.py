@@ -242,6 +242,16 @@ engine = Board(
                 text="What forks, beams and cached prefixes save: 1 - blocks held / entries of all tables.",
             ),
             Panel(
+                "Bytes of keys and values, by group of layers",
+                {
+                    "{{group}}, held": "sum by (group) (quire_kv_held_bytes)",
+                    "{{group}}, cached": "sum by (group) (quire_kv_cached_bytes)",
+                },
+                "bytes",
+                text="Layers with a sliding window release what it has passed, so what they hold grows with the number "
+                "of sequences, not with their length. Other models have the group full only.",
+            ),
+            Panel(
                 "Blocks released and copied",
                 {
                     "released": rate("quire_kv_blocks_released_total"),

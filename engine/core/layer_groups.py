@@ -148,7 +148,7 @@ class WindowGroups(LayerGroups):
             host_blocks += group.host_blocks
         self._batch, self._fingerprint, self._size = batch, fingerprint, size
         sizes = {"block_size": size, "max_model_len": max_model_len}
-        capacity = most_sequences(groups, slots=batch.slots.count, step_tokens=step_tokens, **sizes)
+        capacity = most_sequences(groups, step_tokens=step_tokens, full_blocks=pool.total, **sizes)
         self.reservations = WindowReservations([group.blocks_per_sequence(**sizes) for group in groups], capacity, size)
         self._growth: list[tuple[Seq, int, int]] = []  # (sequence, table index, block id)
         self._copies: list[tuple[Seq, int, int]] = []  # (sequence, from id, to id)

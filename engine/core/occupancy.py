@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from quire.engine.core.batch import Batch
 from quire.engine.core.blocks import BlockPool
+from quire.engine.core.layer_groups import LayerGroups
 from quire.engine.core.open_requests import OpenRequests
 
 
 class Occupancy:
     """How full the blocks of all tables are when the next step begins.  O(sequences) or more: ask seldom."""
 
-    def __init__(self, pool: BlockPool, batch: Batch, requests: OpenRequests) -> None:
+    def __init__(
+        self, pool: BlockPool, batch: Batch, requests: OpenRequests, layers: LayerGroups, block_bytes: int
+    ) -> None:
+        """`block_bytes`: keys and values of a block of the layers without a window."""
         self._pool, self._batch, self._requests = pool, batch, requests
+        self._layers, self._block_bytes = layers, block_bytes
+
+    def group_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
+        """(bytes that sequences hold, bytes of cached prefixes that none holds), by group of layers.  O(groups)."""
+        pools = [("full", self._pool, self._block_bytes)]
+        pools += [(f"window {pool.window}", pool, pool.block_bytes) for pool in self._layers.pools]
+        held = {name: (pool.total - pool.available) * size for name, pool, size in pools}
+        return held, {name: pool.idle * size for name, pool, size in pools}
 
     def used_positions(self) -> tuple[int, int]:
         """(KV positions that hold tokens, KV positions allocated) over all tables, shared blocks counted once."""

@@ -67,15 +67,22 @@ class WindowGroup(msgspec.Struct, frozen=True):
     window: int  # tokens, the query's own included; >= 1
     blocks: int
     host_blocks: int = 0  # for preempted sequences; their ids follow those of full layers, too
+    block_bytes: int = 0  # keys and values of a block, all layers of the group
 
     def blocks_per_sequence(self, block_size: int, max_model_len: int) -> int:
         """Return the maximum blocks that a sequence holds between two plans."""
         return min(-(-(self.window - 1) // block_size) + 1, -(-max_model_len // block_size))
 
+    def reserved_blocks(self, block_size: int, max_model_len: int) -> int:
+        """Return the blocks to reserve for a sequence.  One more: a plan's tokens may begin and end within a block."""
+        return self.blocks_per_sequence(block_size, max_model_len) + 1
+
     @staticmethod
-    def blocks_per_plan(block_size: int, slots: int, step_tokens: int) -> int:
-        """Return the maximum blocks that the tokens of a plan add to these, in all sequences together."""
-        return -(-step_tokens // block_size) + slots
+    def blocks_per_plan(block_size: int, step_tokens: int, full_blocks: int) -> int:
+        """Return the maximum blocks that the tokens of a plan add to these, in all sequences together.
+
+        `full_blocks`: of full layers, whose tables grow by as many."""
+        return min(-(-step_tokens // block_size), full_blocks)
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):

@@ -115,7 +115,7 @@ class Scheduler:
             checkpoints=checkpoints,
         )
         self.headroom = self._build_headroom()
-        self.occupancy = Occupancy(pool, self.batch, self.requests)
+        self.occupancy = Occupancy(pool, self.batch, self.requests, layers, limits.block_bytes)
         parts = self.requests, self.batch, self.waiting, self.swapping, self.allocation, self.report
         self.auditor = Auditor(pool, *parts, checkpoints, layers)
 

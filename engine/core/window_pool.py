@@ -28,6 +28,7 @@ class WindowPool(BlockPool):
     def __init__(self, group: WindowGroup, first_id: int, first_host_id: int, full: BlockPool) -> None:
         """`full`: the pool of the layers without a window, which has the same settings."""
         super().__init__(group.blocks, full.block_size, caching=full.caching, note_discarded=full.note_discarded)
+        self.block_bytes = group.block_bytes
         self.window, self.first_id, self.first_host_id = group.window, first_id, first_host_id
         self.host = HostPool(group.host_blocks)
 

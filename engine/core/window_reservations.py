@@ -3,7 +3,7 @@
 A sequence holds at most its windows between two plans, and a plan computes at most `step_tokens`.  So the blocks of a
 group are divided once:
 
-    blocks of a group = sequences * blocks_per_sequence + blocks_per_plan
+    blocks of a group = sequences * reserved_blocks + blocks_per_plan
 
 The unit is one sequence.  All slots fit, or the engine uses fewer slots (`most_sequences`).  Paused sequences keep
 their reservation without a slot.  Beams keep all their window blocks, and reserve several units.
@@ -19,11 +19,11 @@ from quire.engine.core.sequence import Sequence as Seq
 
 
 def most_sequences(
-    groups: Sequence[WindowGroup], *, block_size: int, slots: int, step_tokens: int, max_model_len: int
+    groups: Sequence[WindowGroup], *, block_size: int, step_tokens: int, max_model_len: int, full_blocks: int
 ) -> int:
-    """Return how many sequences fit the smallest group, in a batch of `slots`."""
-    plan = WindowGroup.blocks_per_plan(block_size, slots, step_tokens)
-    return min((group.blocks - plan) // group.blocks_per_sequence(block_size, max_model_len) for group in groups)
+    """Return how many sequences fit the smallest group."""
+    plan = WindowGroup.blocks_per_plan(block_size, step_tokens, full_blocks)
+    return min((group.blocks - plan) // group.reserved_blocks(block_size, max_model_len) for group in groups)
 
 
 class WindowReservations:
@@ -39,9 +39,9 @@ class WindowReservations:
         """Return whether a sequence and its siblings can start, once the sequences in `gone` have left."""
         return self._reserved - sum(other.window_units for other in gone) + self._units_of(seq) <= self.capacity
 
-    def refusal(self, blocks: int) -> str:
-        """Return why beams that take `blocks` blocks together can never run; "": they can."""
-        if (units := self._units_for(blocks)) <= self.capacity:
+    def refusal(self, width: int, blocks: int) -> str:
+        """Return why `width` beams that take `blocks` blocks together can never run; "": they can."""
+        if (units := self._units_for(width, blocks)) <= self.capacity:
             return ""
         return (
             f"the beams keep {blocks} blocks in layers with a sliding window, where {units} other sequences would fit; "
@@ -70,7 +70,8 @@ class WindowReservations:
         request = seq.request
         if request.beams is None:
             return 1 + len(seq.siblings)
-        return self._units_for(request.beams.most_blocks(len(request.token_ids), seq.limit, self._size))
+        blocks = request.beams.most_blocks(len(request.token_ids), seq.limit, self._size)
+        return self._units_for(request.beams.width, blocks)
 
-    def _units_for(self, blocks: int) -> int:
-        return max((-(-blocks // each) for each in self._each), default=0)
+    def _units_for(self, width: int, blocks: int) -> int:
+        return max(width, *(-(-blocks // each) for each in self._each)) if self._each else 0

@@ -49,7 +49,7 @@ def kv_blocks(
     cache = step.caches[module.layer_idx]  # type: ignore[index]  # an int on every attention module
     # The kernels take any strides, as long as a head's vector is contiguous.
     q, k, v = (padded(each[0].transpose(0, 1), cache.k.shape[3]) for each in (query, key, value))
-    ops.kv_write(k, v, cache.k, cache.v, step.kv_indices, cache.scales)
+    ops.kv_write(k, v, cache.k, cache.v, step.places[cache.group].kv_indices, cache.scales)
     out = attend(step, q, cache, scaling, window_of(module, others), softcap or 0.0, s_aux)
     return out[None, ..., : value.shape[3]].contiguous(), None
 
@@ -81,12 +81,14 @@ def attend(
     window 0 and soft_cap 0.0: none.  sinks [H]: a score without a value, added to every softmax of the head.
     """
     heads, size = q.shape[1:]
+    if cache.window and not 0 < window <= cache.window:
+        raise ValueError(f"a layer reads {window or 'all'} tokens of a cache that keeps {cache.window}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     ops.paged_attention(
         q,
         cache.k,
         cache.v,
-        step.tables,
+        step.places[cache.group].tables,
         step.rows,
         step.q_start,
         step.lens,

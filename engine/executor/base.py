@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.plan import Drafter, Sampler, Slice, StepPlan, StepResult
+from quire.engine.core.plan import Drafter, Sampler, Slice, StepPlan, StepResult, WindowGroup
 from quire.engine.executor.constraints import IMPOSSIBLE, Constraints
 from quire.engine.executor.followers import Follower, advance, forced_tokens
 from quire.engine.executor.grammar_store import GrammarStore, HeldAdapters, HeldGrammars
@@ -27,13 +27,14 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     max_model_len: int  # tokens
     eos_ids: list[int]
-    kv_bytes_per_token: int  # keys and values of all layers, all ranks together
+    kv_bytes_per_token: int  # keys and values of all layers but those of `windows`, all ranks together
     grammars: bool = False  # it honours Sampling.grammar
     beams: bool = False  # it reports Slice.candidates
     adapters: bool = False  # it honours Start.adapter
     state_bytes: int = 0  # recurrent state of a sequence; 0: all layers attend
     checkpoints: int = 0  # places for copies of such states
     draft_tokens: int = 0  # maximum drafts of a step; 0: as many as it has tokens for
+    windows: list[WindowGroup] = []  # layers that release what a sliding window has passed
 
 
 class StepError(Exception):

@@ -37,6 +37,7 @@ from quire.engine.executor.kv_cache import Caches
 from quire.engine.executor.lora.bank import AdapterBank
 from quire.engine.executor.shapes import Shape, Shapes
 from quire.engine.executor.staging import Array, Staging
+from quire.engine.executor.window_tables import GroupPlaces, WindowTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,12 @@ class StepTensors:
     planned: set[tuple[int, ...]] = field(default_factory=set)  # kinds of attention layers that have a plan already
     # Tokens with LoRA adapters; None: none has one.
     adapters: ops.AdapterRows | ops.DeviceAdapters | None = None
+    windows: tuple[GroupPlaces, ...] = ()  # indices and tables of window groups, in place of the two above
+
+    @property
+    def places(self) -> tuple[GroupPlaces, ...]:
+        """Indices and tables of keys and values, by the group of a layer."""
+        return GroupPlaces(self.kv_indices, self.tables), *self.windows
 
     def attention_plan(self, heads: int, kv_heads: int, head_size: int, window: int) -> Tensor:
         """How this step's attention work is shared out; decided once for all layers of a kind."""
@@ -153,6 +160,7 @@ class Mixed:
     candidates: tuple[tuple[int, int], ...] = ()  # (slot, how many it wants), in the rows behind all others
     drafts: DraftRows | None = None  # whose rows of logits lie behind those of all slots
     keeps: Tensor | None = None  # as in StepTensors
+    windows: tuple[Tensor, ...] = ()  # per window group [T] i64, as `kv_indices` of the page
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +171,10 @@ class Staged:
     edits: Tensor | None  # [n, 3] i32: slot, index, block
     mixed: Mixed | None  # None: no slices, or only `single`
     single: SingleRows | None  # not with `mixed`
-    poison: Tensor | None  # [n] i64: blocks to fill with NaN
-    copies: Tensor | None  # [n, 2] i64: from block, to block
+    # By group, full layers first; None: there are none.
+    poison: list[Tensor | None]  # [n] i64: blocks to fill with NaN
+    copies: list[Tensor | None]  # [n, 2] i64: from block, to block
+    window_edits: list[Tensor]  # as `edits`, of each window group
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +221,9 @@ class Batch:
         caches: Caches,
         staging: Staging,
         adapters: AdapterBank | None = None,
+        windows: Sequence[range] = (),
     ) -> None:
-        """`adapters`: None: no sequence has an adapter."""
+        """`adapters`: None: no sequence has an adapter.  `windows`: ids of the blocks of each window group."""
         device = caches[0][0].device
         self._caches, self._staging, self._adapters = caches, staging, adapters
         self._block_size = block_size
@@ -229,6 +240,8 @@ class Batch:
         )  # as `tables`, to find where the keys of slices go
         self.shapes = Shapes()  # steps with slices are padded to one of these where one holds them
         self._pages: dict[Shape, Page] = {}  # those of padded steps, which always lie at the same addresses
+        columns = self.tables.shape[1]
+        self._windows = WindowTables(windows, max_seqs=max_seqs, columns=columns, block_size=block_size, device=device)
         self.reset()
 
     def reset(self) -> None:
@@ -264,7 +277,7 @@ class Batch:
             self._leave(slot)
         if self._adapters is not None:
             self._adapters.take(plan)
-        edits = self._edits(plan)
+        edits, window_edits = self._windows.split(self._edits(plan))
         if edits is not None:
             self._host_tables[edits[:, 0], edits[:, 1]] = edits[:, 2]
         for piece in plan.slices:  # one that decodes jumps: it computes its slice instead
@@ -292,11 +305,17 @@ class Batch:
             staging.stage_array(edits) if edits is not None else None,
             mixed,
             single,
-            staging.stage_array(np.array(plan.poison, dtype=np.int64)) if plan.poison else None,
-            staging.stage_array(np.array(plan.copies, dtype=np.int64)) if plan.copies else None,
+            self._stage_blocks(plan.poison),
+            self._stage_blocks(plan.copies),
+            [staging.stage_array(own) for own in window_edits],
         )
         staging.send()
         return staged
+
+    def _stage_blocks(self, blocks: Sequence[int | tuple[int, int]]) -> list[Tensor | None]:
+        """Stage blocks, or pairs of them, by group."""
+        parts = self._windows.split_blocks(np.array(blocks, dtype=np.int64) if blocks else None)
+        return [None if part is None else self._staging.stage_array(part) for part in parts]
 
     def _single_rows(self, plan: StepPlan, decoding: int) -> SingleRows | None:
         """Return the rows of a step whose slices are all one token with candidates; None for any other step."""
@@ -365,7 +384,8 @@ class Batch:
         starts = np.array([piece.start for piece in slices], dtype=np.int64)
         slots = np.array([piece.slot for piece in slices], dtype=np.int64)
         positions = ramps(starts, sizes)
-        blocks = self._host_tables[np.repeat(slots, sizes), positions // self._block_size].astype(np.int64)
+        of_tokens = np.repeat(slots, sizes)
+        blocks = self._host_tables[of_tokens, positions // self._block_size].astype(np.int64)
         fresh = slice(shape.decodes, shape.decodes + exact.tokens)
         page.ids[fresh] = np.fromiter(chain.from_iterable(piece.token_ids for piece in slices), np.int64, exact.tokens)
         page.positions[fresh] = positions
@@ -405,7 +425,9 @@ class Batch:
             last = (starts + sizes - 1 - drafts)[asking]
             joined = staging.stage_array(np.array(self._order[decoding:], dtype=np.int64)), staging.stage_array(last)
         draft_rows = DraftRows.stage(slices, self._order, samples, staging) if rows > samples else None
-        return Mixed(shape, there, joined, targets, candidates, draft_rows, self._keeps(slices, ends.tolist()))
+        windows = self._windows.stage_slices(of_tokens, positions, fresh, len(page.kv_indices), staging)
+        keeps = self._keeps(slices, ends.tolist())
+        return Mixed(shape, there, joined, targets, candidates, draft_rows, keeps, tuple(windows))
 
     def _stage_page(self, memory: Array, shape: Shape) -> Page:
         """Stage a page, before anything else of its step."""
@@ -448,6 +470,7 @@ class Batch:
             self._buffers.sample_slots.copy_(staged.slots)
         if staged.edits is not None:
             ops.apply_edits(staged.edits, self.tables)
+        self._windows.apply(staged.window_edits)
         if (single := staged.single) is not None:
             slots, tokens, positions = single.inputs
             self.slots[single.at : single.at + len(slots)].copy_(slots)
@@ -487,19 +510,23 @@ class Batch:
             sample_slots=buffers.sample_slots[:size],
             known=buffers.known[:size],
             adapters=self._adapter_rows,
+            windows=self._windows.decode_places(size),
         )
 
     def gather(self, step: StepTensors) -> None:
         """Fill a decode_step."""
         ids, positions = step.input_ids[0], step.position_ids[0]
-        self._decode_inputs(self.slots[: step.decodes], ids, positions, step.kv_indices, step.rows, step.lens)
+        for place in step.places:
+            self._decode_inputs(self.slots[: step.decodes], ids, positions, place, step.rows, step.lens)
         torch.add(positions, 1, out=step.known)
 
     def mixed_step(self, mixed: Mixed) -> StepTensors:
         """A step with slices, filled."""
         shape, page = mixed.shape, mixed.page
+        windows = self._windows.mixed_places(mixed.windows)
         if shape.decodes:
-            self._decode_inputs(page.slots, page.ids, page.positions, page.kv_indices, page.rows, page.lens)
+            for place in (GroupPlaces(page.kv_indices, self.tables), *windows):
+                self._decode_inputs(page.slots, page.ids, page.positions, place, page.rows, page.lens)
         known = self._buffers.known[: shape.samples]
         known.copy_(page.lens.index_select(0, page.sample_seqs))
         rows = shape.logits - sum(len(targets.at) for targets in mixed.targets)
@@ -520,6 +547,7 @@ class Batch:
             targets=mixed.targets,
             adapters=self._adapter_rows,
             keeps=mixed.keeps,
+            windows=windows,
         )
 
     def idle_step(self, shape: Shape) -> Mixed:
@@ -541,18 +569,19 @@ class Batch:
         ops.decode_outputs(self.slots[: len(tokens)], tokens, self.token, self.position)
 
     def _decode_inputs(
-        self, slots: Tensor, ids: Tensor, positions: Tensor, kv_indices: Tensor, rows: Tensor, lens: Tensor
+        self, slots: Tensor, ids: Tensor, positions: Tensor, place: GroupPlaces, rows: Tensor, lens: Tensor
     ) -> None:
+        """Fill what decoding slots compute next, and where that goes in one group.  The groups agree on the rest."""
         count = len(slots)
         ops.decode_inputs(
             slots,
             self.token,
             self.position,
-            self.tables,
+            place.tables,
             self._block_size,
             ids=ids[:count],
             positions=positions[:count],
-            kv_indices=kv_indices[:count],
+            kv_indices=place.kv_indices[:count],
             rows=rows[:count],
             lens=lens[:count],
         )

@@ -7,14 +7,14 @@ k[layer], v[layer]   [blocks, Hkv, block_size, D]   dtype of the model, or e4m3 
                         └ block id, the entries of block tables;  kv_index = block id * block_size + offset
 
 Layers may differ in Hkv and D, and one may read the keys and values of an earlier layer.  A block id means the same
-tokens in all of them, so a block's size is the sum over all layers.
+tokens in all layers of a group (kv_groups.py), so a block's size is the sum over these layers.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,6 +52,16 @@ class LayerCache(NamedTuple):
     v: Tensor
     scales: Tensor | None  # [2, Hkv] f32, for keys and for values, if the cache is e4m3: value = stored * scale
     state: LayerState | None = None  # None: the layer keeps no recurrent state
+    group: int = 0  # index of the block tables that it uses (kv_groups.py)
+    window: int = 0  # tokens that its group keeps; 0: all
+
+
+class WindowBlocks(NamedTuple):
+    """Blocks of a layer in a window group."""
+
+    blocks: int
+    group: int
+    window: int  # tokens
 
 
 Caches = list[LayerCache]
@@ -125,30 +135,34 @@ def allocate(
     *,
     on_demand: bool = False,
     scales: Sequence[Tensor | None] | None = None,
+    windows: Mapping[int, WindowBlocks] | None = None,
 ) -> Caches:
     """Allocate the KV cache of all layers and write it once, so that its pages exist before traffic arrives.
 
     on_demand: on a CPU, let the system allocate each zero page at its first write.  An engine that takes over saves
     0.6 s per GiB; the previous engine has shown that the machine has the memory.
-    scales: [2, Hkv] per layer, for e4m3; None: 1, because e4m3's range of 448 suffices for trained models."""
+    scales: [2, Hkv] per layer, for e4m3; None: 1, because e4m3's range of 448 suffices for trained models.
+    windows: by index, layers whose group has blocks of its own; None: there are none."""
 
-    def tensor(layer: KVShape) -> Tensor:
-        shape = blocks, layer.heads, block_size, layer.head_size
+    def tensor(layer: KVShape, count: int) -> Tensor:
+        shape = count, layer.heads, block_size, layer.head_size
         if on_demand and device.type == "cpu" and fill == 0 and layer.heads:
             pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
             return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device).fill_(fill)
 
-    def cache(layer: KVShape, given: Tensor | None) -> LayerCache:
+    def cache(index: int, layer: KVShape, given: Tensor | None) -> LayerCache:
         own = None
         if dtype == torch.float8_e4m3fn:
             own = torch.ones(2, layer.heads, device=device) if given is None else given.to(device)
-        return LayerCache(tensor(layer), tensor(layer), own)
+        of_group = windows.get(index) if windows else None
+        count, group, window = of_group or WindowBlocks(blocks, 0, 0)
+        return LayerCache(tensor(layer, count), tensor(layer, count), own, None, group, window)
 
     caches: Caches = []
     try:
-        for layer, given in zip(layers, scales or [None] * len(layers), strict=True):
-            caches.append(cache(layer, given) if layer.shares is None else caches[layer.shares])
+        for index, (layer, given) in enumerate(zip(layers, scales or [None] * len(layers), strict=True)):
+            caches.append(cache(index, layer, given) if layer.shares is None else caches[layer.shares])
     except (RuntimeError, OSError) as error:  # torch's "can't allocate memory", on either kind of device; mmap's
         total = bytes_per_token(layers, dtype) * block_size * blocks
         raise NotEnoughMemory(f"no memory for a KV cache of {total / GIB:.2f} GiB: lower kv_memory_gib") from error

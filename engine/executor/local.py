@@ -32,7 +32,7 @@ from quire.engine.executor.base import ExecutorLost, ModelInfo, StepError
 from quire.engine.executor.drafter import SuffixDrafter
 from quire.engine.executor.errors import ModelLoadError, one_line
 from quire.engine.executor.grammar_store import GrammarStore
-from quire.engine.executor.kv_cache import GIB, KV_DTYPES, bytes_per_token
+from quire.engine.executor.kv_cache import GIB
 from quire.engine.executor.lora.store import AdapterStore
 from quire.engine.executor.models import fused
 from quire.engine.executor.models.hf import LoadedModel, load_model
@@ -137,7 +137,8 @@ class LocalExecutor:
             vocab_size=model.vocab_size,
             max_model_len=self._worker.max_model_len,
             eos_ids=model.eos_ids,
-            kv_bytes_per_token=ranks.size * bytes_per_token(model.layers, KV_DTYPES.get(config.kv_dtype, model.dtype)),
+            kv_bytes_per_token=ranks.size * self._worker.token_bytes,
+            windows=self._worker.windows,
             grammars=self._worker.grammars is not None,
             beams=True,
             adapters=self._worker.adapters is not None,

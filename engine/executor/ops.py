@@ -850,8 +850,7 @@ def decoder_layers(
     sin: torch.Tensor,
     layers: DecoderLayers,
     caches: Sequence[LayerCache],
-    kv_indices: torch.Tensor,
-    tables: torch.Tensor,
+    places: Sequence[tuple[torch.Tensor, torch.Tensor]],
     rows: torch.Tensor,
     q_start: torch.Tensor,
     lens: torch.Tensor,
@@ -859,11 +858,16 @@ def decoder_layers(
 ) -> None:
     """Compute all layers of a decoder on a CPU, in place of x [T, hidden].  Bit-identical to separate operators.
 
-    caches: per layer the key cache, the value cache and their scales.  adapters: sites are 4 * layer + the linear layer
-    (qkv; o; gate and up; down).  Everything else as in `rope_kv_write` and `paged_attention`.
+    caches: per layer the key cache, the value cache and their scales.  places: (kv_indices, tables) per group of
+    layers.  adapters: sites are 4 * layer + the linear layer (qkv; o; gate and up; down).  Everything else as in
+    `rope_kv_write` and `paged_attention`.  Raises ValueError for a layer that reads more tokens than its group keeps.
     """
     keys, values, scales = zip(*((cache.k, cache.v, cache.scales) for cache in caches), strict=True)
-    step = kv_indices, tables, rows, q_start, lens
+    groups = [cache.group for cache in caches]
+    for cache, window in zip(caches, layers.windows, strict=True):
+        if cache.window and not 0 < window <= cache.window:
+            raise ValueError(f"a layer reads {window or 'all'} tokens of a cache that keeps {cache.window}")
+    step = *zip(*places, strict=True), groups, rows, q_start, lens
     sizes = layers.heads, layers.inner, layers.eps, layers.head_eps, layers.scale, layers.windows, layers.widen
     lora: tuple[object, ...] = ([], [], None, None)
     if adapters is not None:

@@ -50,6 +50,7 @@ class Swap:
         pinned = self._stream is not None
         self.host = [torch.empty(host_blocks, *shape, dtype=torch.uint8, pin_memory=pinned) for shape in shapes]
         self._at_once, self.host_blocks = max(1, staged), host_blocks
+        self.window_host_blocks: list[int] = []  # host blocks of further groups: none here (grouped_swap.py)
         self._block_bytes = sum(count * size for count, size in shapes)
         self._moving: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()  # bytes, begin, end
         self._moved, self._seconds = 0, 0.0  # since the last call

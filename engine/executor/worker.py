@@ -34,6 +34,15 @@ from quire.engine.executor.grammars import Grammars
 from quire.engine.executor.graphs import ladder, mixed_shapes
 from quire.engine.executor.host_memory import HostMemory
 from quire.engine.executor.kv_cache import KV_DTYPES, Caches, allocate, blocks_that_fit, by_shape, bytes_per_token
+from quire.engine.executor.kv_groups import (
+    KVGroup,
+    block_ids,
+    divide,
+    group_layers,
+    report,
+    swap_for,
+    window_layers,
+)
 from quire.engine.executor.lora.bank import AdapterBank
 from quire.engine.executor.lora.store import AdapterStore
 from quire.engine.executor.masks import Masks
@@ -49,7 +58,6 @@ from quire.engine.executor.state_memory import divide_states
 from quire.engine.executor.step_graphs import StepGraphs
 from quire.engine.executor.step_launches import StepLaunches
 from quire.engine.executor.step_output import StepOutput, StepOutputs, Stopwatch
-from quire.engine.executor.swap import Swap
 
 log = logging.getLogger(__name__)
 
@@ -175,17 +183,20 @@ class Worker:
         """Take the KV cache, the host's memory for swapped blocks, and the batch's tensors.  Raises NotEnoughMemory."""
         config, model = self._config, self._loaded
         kv_dtype = KV_DTYPES.get(config.kv_dtype, model.dtype)
-        token_bytes = bytes_per_token(model.layers, kv_dtype)
+        full, *windows = self._divide_groups(memory.kv, kv_dtype)
+        self.token_bytes = token_bytes = full.token_bytes
+        taken = sum(group.blocks * group.token_bytes * config.block_size for group in windows)
+        taken += self._states.bytes if self._states else 0
         # Without a length in the configuration the cache decides: a model's own may be made for a larger machine.
         self.blocks = blocks_that_fit(
             token_bytes=token_bytes,
             block_size=config.block_size,
             max_model_len=model.max_model_len if config.max_model_len else 1,
             kv_blocks=config.kv_blocks,
-            kv_memory_gib=0.0 if self._states else config.kv_memory_gib,  # `memory` contains it, and the states
+            kv_memory_gib=0.0 if taken else config.kv_memory_gib,  # `memory` contains it, and what is taken
             device=self.device,
             activations=self._planned_activations(kv_dtype),
-            cpu_budget=memory.kv - (self._states.bytes if self._states else 0),
+            cpu_budget=memory.kv - taken,
             agree=self._ranks.least,
         )
         if (fits := self.blocks * config.block_size) < model.max_model_len:
@@ -200,19 +211,42 @@ class Worker:
             *(model.layers, self.blocks, config.block_size, kv_dtype, self.device, fill),
             on_demand=config.standby,
             scales=model.kv_scales,
+            windows=window_layers(windows),
         )
+        report(replace(full, blocks=self.blocks), windows, config.block_size, model.max_model_len)
         if model.kv_scales is not None:
             use = "uses" if caches[0].scales is not None else "could use, with kv_dtype e4m3,"
             log.info("the KV cache %s the scales of keys and values that the checkpoint brings", use)
         if self._states:
             self._states.report(self.blocks * token_bytes * config.block_size)
             caches = self._states.attached(caches)
-        self._by_shape = by_shape(caches)  # what operators that move blocks take in one call
-        self._batch = self._new_batch(caches)
-        # No sequence starts while another one is swapped out.  So at most the contents of the cache are swapped out.
-        # It is twice that if most blocks were shared, because each holder takes a copy.
-        swap_blocks = self._ranks.least(memory.swap // (token_bytes * config.block_size))
-        self.swap = Swap(caches, min(swap_blocks, 2 * self.blocks))
+        # What operators that move blocks take in one call.
+        self._by_shape = by_shape([cache for cache in caches if not cache.group])
+        self._window_shapes = [by_shape([c for c in caches if c.group == at]) for at, _ in enumerate(windows, 1)]
+        self._batch = self._new_batch(caches, block_ids(self.blocks, windows))
+        self.swap = swap_for(caches, self._ranks.least(memory.swap), config.block_size)
+        self.windows = [
+            group.spec(blocks, config.block_size)
+            for group, blocks in zip(windows, self.swap.window_host_blocks, strict=True)
+        ]
+
+    def _divide_groups(self, memory: int, kv_dtype: torch.dtype) -> list[KVGroup]:
+        """Return the groups of layers: those that see most tokens, and window groups with their blocks."""
+        config, model = self._config, self._loaded
+        whole = KVGroup(0, tuple(range(len(model.layers))), bytes_per_token(model.layers, kv_dtype))
+        if self._gpu or self._ranks.size > 1 or self._states:  # one block table serves all layers
+            return [whole]
+        groups = group_layers(model.layers, model.windows, kv_dtype.itemsize, model.max_model_len)
+        windows = divide(
+            groups,
+            block_size=config.block_size,
+            longest=model.max_model_len,
+            slots=self.max_seqs,
+            step_tokens=self._step_tokens,
+            memory=memory,
+            kv_blocks=config.kv_blocks,
+        )
+        return [groups[0], *windows] if windows else [whole]
 
     def _planned_activations(self, kv_dtype: torch.dtype) -> int:
         """Bytes to leave free for activations; 0 where the configuration fixes the size of the cache, or on a CPU."""
@@ -231,7 +265,7 @@ class Worker:
             plan.remember(activations)
         return activations
 
-    def _new_batch(self, caches: Caches) -> Batch:
+    def _new_batch(self, caches: Caches, windows: Sequence[range] = ()) -> Batch:
         return Batch(
             max_seqs=self.max_seqs,
             max_model_len=self._loaded.max_model_len,
@@ -240,6 +274,7 @@ class Worker:
             caches=caches,
             staging=self._staging,
             adapters=self._adapters,
+            windows=windows,
         )
 
     def _new_launches(self, batch: Batch) -> StepLaunches:
@@ -325,14 +360,17 @@ class Worker:
         """Launch what the plan does to whole blocks, before the model writes any."""
         if plan.swap_out:
             self.swap.out(plan.swap_out)
-        if staged.poison is not None:
-            for group in self._by_shape:
-                ops.block_fill(group, staged.poison, float("nan"))
+        by_group = self._by_shape, *self._window_shapes
+        for shapes, blocks in zip(by_group, staged.poison, strict=True):
+            if blocks is not None:
+                for tensors in shapes:
+                    ops.block_fill(tensors, blocks, float("nan"))
         if plan.swap_in:
             self.swap.back(plan.swap_in)
-        if staged.copies is not None:
-            for group in self._by_shape:
-                ops.block_copy(group, staged.copies)
+        for shapes, pairs in zip(by_group, staged.copies, strict=True):
+            if pairs is not None:
+                for tensors in shapes:
+                    ops.block_copy(tensors, pairs)
 
     def waits_for_tokens(self, launched: Launched) -> bool:
         """Whether the step before must be collected before `launch_sampling`: a slot's mask needs its tokens."""

@@ -114,8 +114,10 @@ class Canary:
 
     def _compute(self) -> Answer:
         """Return the most probable tokens after each step; an empty dict where the logits are not finite."""
-        pool, answer = self._core.pool, Answer()
-        table = pool.allocate(2)
+        pool, answer, windows = self._core.pool, Answer(), self._core.builder.layers.pools
+        table, tables = pool.allocate(2), [pool.allocate(2) for pool in windows]
+        named = [pool.ids(own) for pool, own in zip(windows, tables, strict=True)]
+        edits = [(SLOT, at, block) for ids in named for at, block in enumerate(ids)]
         try:
             for start, tokens, likeliest in self._pieces:
                 # The scheduler names ended slots in its next plan, too: freeing one twice is harmless.
@@ -125,13 +127,15 @@ class Canary:
                         0,
                         freed_slots=self._core.batch.slots.vacated if first else [],
                         starts=[Start(SLOT, table)] if first else [],
+                        edits=edits if first else [],
                         slices=[Slice(SLOT, start, tokens, candidates=likeliest)],
                     )
                 )
                 ids, logprobs = self._executor.collect().candidates.get(SLOT, ([], []))
                 answer.append(dict(zip(ids, logprobs, strict=True)))
         finally:
-            pool.release(table)
+            for owner, own in zip((pool, *windows), (table, *tables), strict=True):
+                owner.release(own)
         return answer
 
 

@@ -94,6 +94,7 @@ class Telemetry(Collector):
         self.canary = CanaryCounts()
         self.grammars: Callable[[], GrammarCounts] = GrammarCounts
         self.wasted_slots, self.shared_fraction, self._wasted_at = 0, 0.0, 0.0
+        self.group_bytes: tuple[dict[str, int], dict[str, int]] = {}, {}
         self.warming = False  # set from outside: the engine computes hot prefixes and serves no request yet
         self.warm = WarmUp()
         self.start_s: dict[str, float] = {}  # seconds of this start, by part
@@ -146,6 +147,7 @@ class Telemetry(Collector):
         if now - self._wasted_at >= WASTE_S:
             self.wasted_slots, self._wasted_at = record.count_wasted_slots(), now
             self.shared_fraction = record.measure_sharing()
+            self.group_bytes = record.group_bytes()
         if record.resumed_s and self.takeover:
             self.start_s.setdefault("recompute", record.resumed_s)
 
@@ -294,6 +296,20 @@ TABLE: tuple[Row, ...] = (
         "Fraction of the entries of all block tables, 0 to 1, that need no KV block of their own: another entry names "
         "the same block.  Forks, beams and cached prefixes share blocks.",
         lambda t: t.shared_fraction,
+    ),
+    Row(
+        "quire_kv_held_bytes",
+        "gauge",
+        "Bytes of keys and values that sequences hold, by group of layers: full, and each sliding window.",
+        lambda t: t.group_bytes[0],
+        "group",
+    ),
+    Row(
+        "quire_kv_cached_bytes",
+        "gauge",
+        "Bytes of cached prefixes that no sequence holds, by group of layers: full, and each sliding window.",
+        lambda t: t.group_bytes[1],
+        "group",
     ),
     Row(
         "quire_kv_blocks_released",

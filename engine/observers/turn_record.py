@@ -51,6 +51,8 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     # These look at every sequence, so they are not to be called in every turn.
     count_wasted_slots: Callable[[], int]
     measure_sharing: Callable[[], float] = lambda: 0.0  # 1 - KV blocks held / entries of all block tables
+    # By group of layers: bytes that sequences hold, and bytes of cached prefixes that none holds.
+    group_bytes: Callable[[], tuple[dict[str, int], dict[str, int]]] = lambda: ({}, {})
 
 
 class Observer(Protocol):

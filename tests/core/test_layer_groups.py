@@ -28,19 +28,21 @@ def tokens(count: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(1, VOCAB), k=count)
 
 
-def group(window: int, sequences: int, *, step_tokens: int = 64, slots: int = 8, cached: int = 0) -> WindowGroup:
+def group(
+    window: int, sequences: int, *, step_tokens: int = 64, slots: int = 8, full: int = 256, cached: int = 0
+) -> WindowGroup:
     """A group that holds so many sequences, and `cached` blocks more."""
     one = WindowGroup(window, 0)
-    each = one.blocks_per_sequence(SIZE, 10_000)
+    each = one.reserved_blocks(SIZE, 10_000)
     return WindowGroup(
-        window, sequences * each + one.blocks_per_plan(SIZE, slots, step_tokens) + cached, 2 * slots * each
+        window, sequences * each + one.blocks_per_plan(SIZE, step_tokens, full) + cached, 2 * slots * each
     )
 
 
 def rig(*windows: int, sequences: int = 8, cached: int = 0, **options: Any) -> Rig:
     shape: dict[str, Any] = {"blocks": 256, "size": SIZE, "depth": 1, "step_tokens": 64, "chunk_tokens": 64} | options
     step_tokens, slots = shape["step_tokens"], shape.get("max_seqs", 8)
-    sizes = {"step_tokens": step_tokens, "slots": slots, "cached": cached}
+    sizes = {"step_tokens": step_tokens, "slots": slots, "full": shape["blocks"], "cached": cached}
     groups = [group(window, sequences, **sizes) for window in windows]
     return Rig(windows=groups, **shape)
 

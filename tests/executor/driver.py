@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,9 @@ class Driver:
         kernels = os.environ.get("QUIRE_KERNELS", "")
         settings = {"kernels": kernels, "max_seqs": 64, "step_tokens": 2048, "poison_free_blocks": True} | config
         self.config = EngineConfig(kv_blocks=blocks, **settings)  # type: ignore[arg-type]
+        one_table = replace(model, windows=())  # plans here have no tables for window layers
         self.worker = RecordingWorker(
-            self.config, model, max_seqs=self.config.max_seqs, step_tokens=self.config.step_tokens
+            self.config, one_table, max_seqs=self.config.max_seqs, step_tokens=self.config.step_tokens
         )
         self.free_blocks = random.Random(seed).sample(range(blocks), blocks)
         self.running: dict[int, Running] = {}

@@ -27,10 +27,10 @@ constexpr int64_t kTensorsPerLayer = 4 + kLinears * kTensorsPerLinear;
 
 void decoder_layers(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
                     const c10::List<MaybeTensor>& weights, at::TensorList k_caches, at::TensorList v_caches,
-                    const c10::List<MaybeTensor>& scales, const at::Tensor& kv_indices, const at::Tensor& tables,
-                    const at::Tensor& rows, const at::Tensor& q_start, const at::Tensor& lens, int64_t heads,
-                    int64_t inner, double eps, double head_eps, double scale, at::IntArrayRef windows, bool widen,
-                    at::TensorList lora_weights, at::TensorList lora_tables, const MaybeTensor& lora_rows,
+                    const c10::List<MaybeTensor>& scales, at::TensorList kv_indices, at::TensorList tables,
+                    at::IntArrayRef groups, const at::Tensor& rows, const at::Tensor& q_start, const at::Tensor& lens,
+                    int64_t heads, int64_t inner, double eps, double head_eps, double scale, at::IntArrayRef windows,
+                    bool widen, at::TensorList lora_weights, at::TensorList lora_tables, const MaybeTensor& lora_rows,
                     const MaybeTensor& lora_starts) {
   const int64_t layers = windows.size();
   Size tokens("tokens"), hidden("hidden size"), count("layers");
@@ -39,6 +39,9 @@ void decoder_layers(const at::Tensor& x, const at::Tensor& cos, const at::Tensor
   count.agree("k_caches", k_caches.size());
   count.agree("v_caches", v_caches.size());
   count.agree("scales", scales.size());
+  count.agree("groups", groups.size());
+  TORCH_CHECK_VALUE(kv_indices.size() == tables.size(), "tables: has ", tables.size(), " groups, kv_indices has ",
+                    kv_indices.size());
   TORCH_CHECK_VALUE(static_cast<int64_t>(weights.size()) == layers * kTensorsPerLayer, "weights: has ", weights.size(),
                     " tensors, not ", kTensorsPerLayer, " for each of ", layers, " layers");
   TORCH_CHECK_VALUE(lora_weights.empty() || (lora_rows && lora_starts), "lora_rows: adapters without rows");
@@ -70,10 +73,13 @@ void decoder_layers(const at::Tensor& x, const at::Tensor& cos, const at::Tensor
     };
     const at::Tensor &keys = k_caches[layer], &values = v_caches[layer];
     const MaybeTensor of_cache = scales.get(layer);
+    const int64_t group = groups[layer];
+    TORCH_CHECK_VALUE(group >= 0 && group < static_cast<int64_t>(tables.size()), "groups: layer ", layer, " has ",
+                      group, ", of ", tables.size());
     multiply(0, x, weight(0), false, std::nullopt, flat_qkv);
-    rope_kv_write(qkv, cos, sin, keys, values, kv_indices, weight(1), weight(2), head_eps, of_cache);
-    paged_attention(queries, keys, values, tables, rows, q_start, lens, of_cache, std::nullopt, 0, no_plan, scale,
-                    windows[layer], 0.0, attended);
+    rope_kv_write(qkv, cos, sin, keys, values, kv_indices[group], weight(1), weight(2), head_eps, of_cache);
+    paged_attention(queries, keys, values, tables[group], rows, q_start, lens, of_cache, std::nullopt, 0, no_plan,
+                    scale, windows[layer], 0.0, attended);
     multiply(1, flat_attended, std::nullopt, false, x, x);
     multiply(2, x, weight(3), true, std::nullopt, gated);
     multiply(3, gated, std::nullopt, false, x, x);

@@ -139,7 +139,7 @@ class Attention(nn.Module):
             sin,
             cache.k,
             cache.v,
-            step.kv_indices,
+            step.places[cache.group].kv_indices,
             q_norm=self.q_norm.weight if self.q_norm else None,
             k_norm=self.k_norm.weight if self.k_norm else None,
             eps=self.q_norm.eps if self.q_norm else 0.0,
@@ -301,7 +301,7 @@ class Decoder(nn.Module):
         x: Tensor = self.embed_tokens(step.input_ids[0])
         cos, sin = self.angles.index_select(0, step.position_ids[0]).unbind(1)  # [T, D]
         if self.whole is not None:
-            where = step.kv_indices, step.tables, step.rows, step.q_start, step.lens
+            where = step.places, step.rows, step.q_start, step.lens
             assert not isinstance(step.adapters, ops.DeviceAdapters)
             ops.decoder_layers(x, cos, sin, self.whole, step.caches, *where, step.adapters)
             return x

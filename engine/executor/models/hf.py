@@ -13,7 +13,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -82,6 +82,7 @@ class LoadedModel:
     kv_scales: list[Tensor | None] | None  # of each layer, for an e4m3 KV cache (`kv_scales.py`); None: all are 1
     states: list[StateShape]  # recurrent state of layers that have it; none: all layers are attention
     sites: Sites | None = None  # GEMMs that LoRA adapters may add to; None: no adapter is served
+    windows: Sequence[int] = ()  # of each layer, in tokens; 0: it attends to all.  Empty: not known
 
 
 def find(name: str) -> Path:
@@ -149,22 +150,19 @@ def load_model(
     module = placed(module, config.model_type, device)
     fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
     swap = {"ordered": deterministic, "own_experts": own_experts}
-    layers, states, vocab_size, sites = prove(
+    proved = prove(
         module, max_model_len, swap, adapters=adapters and ranks.size == 1, rounds_inputs=quantising.rounds_inputs
     )
     return LoadedModel(
         module=module,
         directory=directory,
         dtype=module.dtype,
-        layers=layers,
-        vocab_size=vocab_size,
         max_model_len=max_model_len,
-        eos_ids=eos_ids(module, directory, vocab_size, changes),
+        eos_ids=eos_ids(module, directory, proved.vocab_size, changes),
         changes=changes | quantising.changes | unstored(fixed, max_model_len, random, ranks),
         batch_dependence=dependence_of(module, deterministic),
-        kv_scales=None if random else read_kv_scales(directory, text.model_type, layers, ranks, names),
-        states=states,
-        sites=sites,
+        kv_scales=None if random else read_kv_scales(directory, text.model_type, proved.layers, ranks, names),
+        **proved._asdict(),
     )
 
 
@@ -181,6 +179,7 @@ class Proved(NamedTuple):
     states: list[StateShape]  # recurrent state of layers that have it
     vocab_size: int  # width of the logits
     sites: Sites | None  # as in LoadedModel
+    windows: Sequence[int]  # likewise
 
 
 def prove(
@@ -196,7 +195,7 @@ def prove(
     sites = Sites.of(module) if adapters else None
     swap_modules(module, max_model_len, decoder=layers == proof.layers, sites=sites, **swap)
     prove_swapped(module, proof._replace(layers=layers), sites, rounds_inputs=rounds_inputs)
-    return Proved(layers, [], proof.vocab_size, sites)
+    return Proved(layers, [], proof.vocab_size, sites, proof.windows)
 
 
 def prove_states(module: PreTrainedModel, max_model_len: int, swap: dict[str, bool], *, rounds_inputs: bool) -> Proved:
@@ -205,7 +204,7 @@ def prove_states(module: PreTrainedModel, max_model_len: int, swap: dict[str, bo
     states = families.replace_layers(module)
     swap_modules(module, max_model_len, decoder=False, sites=None, **swap)
     prove_recurrent(module, proof, states, rounds_inputs=rounds_inputs)
-    return Proved(proof.layers, states, proof.vocab_size, None)
+    return Proved(proof.layers, states, proof.vocab_size, None, ())
 
 
 def swap_modules(

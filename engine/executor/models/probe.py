@@ -168,6 +168,7 @@ class Proof(NamedTuple):
     ids: Tensor  # [1, FIRST + SECOND] of two packed sequences
     positions: Tensor  # [1, FIRST + SECOND]: the second sequence ends where the longest one would
     logits: Tensor  # [1, SECOND, V] of the second sequence
+    windows: list[int]  # of each attention layer, tokens; 0: it sees all
 
 
 FIRST, SECOND = 5, 7  # tokens of the two packed sequences
@@ -229,7 +230,8 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
         if len(logits) > 3 and not (drift := drift_of(logits[3], logits[4])) < most:
             raise UnsupportedModel(f"{kind}: numbers a prompt's positions from another number than 0 ({drift:.0e})")
     layers = [seen.layers[i] for i in range(text.num_hidden_layers)]
-    return Proof(layers, logits[0].shape[2], ids, positions, logits[0])
+    windows = [seen.windows[i] for i in range(text.num_hidden_layers)]
+    return Proof(layers, logits[0].shape[2], ids, positions, logits[0], windows)
 
 
 def lacks(error: Exception, module: nn.Module) -> str:

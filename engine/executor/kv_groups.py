@@ -1,0 +1,160 @@
+"""KV groups: layers with a sliding window get fewer blocks than layers that attend to every token.
+
+    ids of blocks   | 0 ............................. | ......... | ...... |
+    group           0: layers that see most tokens      1: window    2: another window
+    memory          the rest                            max_seqs windows, a plan's tokens, an eighth for cached ones
+
+`core/layer_groups.py` says which blocks a sequence holds.  What all slots may hold is fixed by windows and slots, so it
+is taken first.  With less memory fewer sequences run at once: as many as fit if each has the length of four windows.
+One table serves all layers
+
+  * where they are of one kind, or a window is as long as the longest sequence
+  * on a GPU, with several ranks, and with recurrent layers
+  * where memory is so small that window blocks would not leave more tokens for the other layers than before
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from quire.engine.core.plan import WindowGroup
+from quire.engine.executor.grouped_swap import GroupedSwap
+from quire.engine.executor.kv_cache import GIB, Caches, KVShape, WindowBlocks, by_shape
+from quire.engine.executor.swap import Swap
+
+log = logging.getLogger(__name__)
+
+CACHED = 8  # one in CACHED of the live window blocks is added for cached ones
+REFERENCE = 4  # with little memory: both kinds of blocks are used up by sequences of so many windows
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers that share block tables."""
+
+    window: int  # tokens; 0: all
+    layers: tuple[int, ...]
+    token_bytes: int  # keys and values of all its layers
+    blocks: int = 0
+
+    def spec(self, host_blocks: int = 0, block_size: int = 0) -> WindowGroup:
+        """Return what the scheduler knows of a window group."""
+        return WindowGroup(self.window, self.blocks, host_blocks, block_size * self.token_bytes)
+
+
+def group_layers(layers: list[KVShape], windows: Sequence[int], itemsize: int, longest: int) -> list[KVGroup]:
+    """Return the groups, the one that sees most tokens first.  `windows`: of each layer, 0: none; empty: not known.
+
+    itemsize: bytes per element.  longest: tokens of the longest sequence."""
+    reach = [window if 0 < window < longest else 0 for window in windows] or [0] * len(layers)
+    owned = dict[int, int]()  # layers with a cache of their own -> the window of the queries that read it
+    for index, layer in enumerate(layers):
+        owner = index if layer.shares is None else layer.shares
+        seen = owned.get(owner, reach[index])
+        owned[owner] = max(seen, reach[index]) if seen and reach[index] else 0
+    kinds = sorted(set(owned.values()), key=lambda window: -(window or longest + 1))
+    groups = []
+    for window in kinds:
+        members = [i for i, layer in enumerate(layers) if owned[i if layer.shares is None else layer.shares] == window]
+        values = sum(2 * layers[i].heads * layers[i].head_size for i in members if layers[i].shares is None)
+        groups.append(KVGroup(window, tuple(members), values * itemsize))
+    return groups
+
+
+def window_layers(windows: Sequence[KVGroup]) -> dict[int, WindowBlocks]:
+    """Return where each layer of the window groups has its blocks."""
+    places = [WindowBlocks(group.blocks, at, group.window) for at, group in enumerate(windows, 1)]
+    return {layer: place for group, place in zip(windows, places, strict=True) for layer in group.layers}
+
+
+def block_ids(full_blocks: int, windows: Sequence[KVGroup]) -> list[range]:
+    """Return the ids that plans have for the blocks of each window group."""
+    ids, at = [], full_blocks
+    for group in windows:
+        ids.append(range(at, at + group.blocks))
+        at += group.blocks
+    return ids
+
+
+def swap_for(caches: Caches, host_bytes: int, block_size: int) -> Swap | GroupedSwap:
+    """Return what swaps the blocks of all layers, with each group's part of the host's memory.
+
+    No sequence starts while another one is swapped out.  So at most the contents of the cache are swapped out.  It is
+    twice that if most blocks were shared, because each holder takes a copy."""
+    by_group = [[cache for cache in caches if cache.group == at] for at in range(max(c.group for c in caches) + 1)]
+    tensors = [[tensor for shapes in by_shape(own) for tensor in shapes] for own in by_group]
+    counts = [len(own[0]) if own else 0 for own in tensors]
+    total = sum(tensor.nbytes for own in tensors for tensor in own)
+    sizes = [min(host_bytes * count // total, 2 * count) for count in counts]
+    swaps = [Swap(own, size) for own, size in zip(by_group, sizes, strict=True)]
+    return swaps[0] if len(swaps) == 1 else GroupedSwap(swaps, counts)
+
+
+def blocks_held(group: KVGroup, tokens: int, block_size: int) -> int:
+    """Return the blocks of a group that a decoding sequence of so many tokens holds."""
+    full = -(-tokens // block_size)
+    return min(full, group.spec().blocks_per_sequence(block_size, tokens)) if group.window else full
+
+
+def held_share(groups: Sequence[KVGroup], tokens: int, block_size: int) -> float:
+    """Return what a sequence takes, as a share of what it takes where one table serves all layers."""
+    held = sum(blocks_held(group, tokens, block_size) * group.token_bytes for group in groups)
+    return held / (-(-tokens // block_size) * sum(group.token_bytes for group in groups))
+
+
+def divide(
+    groups: Sequence[KVGroup],
+    *,
+    block_size: int,
+    longest: int,
+    slots: int,
+    step_tokens: int,
+    memory: int,
+    kv_blocks: int,
+) -> list[KVGroup]:
+    """Return the window groups with their blocks; none: one table serves all layers.
+
+    memory: bytes for all groups.  kv_blocks: blocks of the first group, to which those of the others are added; 0: it
+    gets what is left of the memory."""
+    full, *windows = groups
+    if not windows or not full.token_bytes:
+        return []
+    sizes = [group.token_bytes * block_size for group in windows]
+    each = [group.spec().reserved_blocks(block_size, longest) for group in windows]
+    full_bytes = full.token_bytes * block_size
+    plan = WindowGroup.blocks_per_plan(block_size, step_tokens, kv_blocks or memory // full_bytes)
+    if kv_blocks:
+        sequences = min(slots, kv_blocks)
+    else:
+        tokens = min(longest, REFERENCE * max(group.window for group in windows))
+        of_windows = sum(count * size for count, size in zip(each, sizes, strict=True)) * (1 + 1 / CACHED)
+        of_one = of_windows + -(-tokens // block_size) * full_bytes
+        sequences = min(slots, int((memory - plan * sum(sizes)) / of_one))
+    if sequences < 1:
+        return []
+    found = [
+        replace(group, blocks=plan + sequences * count + sequences * count // CACHED)
+        for group, count in zip(windows, each, strict=True)
+    ]
+    taken = sum(group.blocks * size for group, size in zip(found, sizes, strict=True))
+    together = memory // (full_bytes + sum(sizes))
+    return found if kv_blocks or (memory - taken) // full_bytes > together else []
+
+
+def report(full: KVGroup, windows: Sequence[KVGroup], block_size: int, longest: int) -> None:
+    """Log how memory is divided, in one line.  longest: tokens of the longest sequence."""
+    if not windows:
+        return
+    parts = []
+    for group in (full, *windows):
+        kind = f"with a window of {group.window} tokens" if group.window else "that see all tokens"
+        gib = group.blocks * block_size * group.token_bytes / GIB
+        parts.append(f"{len(group.layers)} layers {kind} have {group.blocks} blocks ({gib:.2f} GiB)")
+    log.info(
+        "KV cache: %s: the windows of all sequences that may run at once, the tokens of one step and an eighth for "
+        "cached prefixes, the rest for the other layers; a sequence of %d tokens takes %.2f of what it would take with "
+        "one block table",
+        *("; ".join(parts), longest, held_share([full, *windows], longest, block_size)),
+    )

@@ -1,0 +1,88 @@
+"""Block tables of window groups; those of full layers are in `batch.py`.
+
+    plan.edits  (slot, index, id) ──id──> full layers: Batch.tables      group 1: tables, kv_indices      group 2: ...
+
+Entries that a window has passed are stale, as those past a sequence's length: no kernel reads them.  Models without
+window groups have none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.executor import ops
+from quire.engine.executor.staging import Array, Staging
+
+
+class GroupPlaces(NamedTuple):
+    """Indices and tables of the keys and values of a group's layers, in one step."""
+
+    kv_indices: Tensor  # [T] i64: where each token's key and value go; -1: nowhere
+    tables: Tensor  # [max_seqs, max_blocks] i32: block ids, numbered within the group
+
+
+class WindowTables:
+    """The block tables of all window groups, on the device and on the host."""
+
+    def __init__(
+        self, ids: Sequence[range], *, max_seqs: int, columns: int, block_size: int, device: torch.device
+    ) -> None:
+        """`ids`: of each group's blocks in plans, ascending.  `columns`: maximum blocks of a sequence."""
+        self._ids, self._block_size = ids, block_size
+        self._tables = [torch.zeros(max_seqs, columns, dtype=torch.int32, device=device) for _ in ids]
+        self._host = [np.zeros((max_seqs, columns), dtype=np.int32) for _ in ids]
+        self._decode = [torch.zeros(max_seqs, dtype=torch.int64, device=device) for _ in ids]
+
+    def split(self, edits: Array | None) -> tuple[Array | None, list[Array]]:
+        """Return a plan's edits [n, 3] of full layers, and those of each group, and take these in on the host."""
+        if edits is None or not self._ids:
+            return edits, []
+        found = []
+        for ids, host in zip(self._ids, self._host, strict=True):
+            own = edits[(edits[:, 2] >= ids.start) & (edits[:, 2] < ids.stop)]
+            own[:, 2] -= ids.start
+            host[own[:, 0], own[:, 1]] = own[:, 2]
+            found.append(own)
+        return edits[edits[:, 2] < self._ids[0].start], found
+
+    def split_blocks(self, blocks: Array | None) -> list[Array | None]:
+        """Return a plan's blocks, or pairs of them, by group, full layers first; None: it has none there."""
+        if blocks is None or not self._ids:
+            return [blocks, *([None] * len(self._ids))]
+        first = blocks if blocks.ndim == 1 else blocks[:, 0]
+        found: list[Array | None] = []
+        for ids in (range(self._ids[0].start), *self._ids):
+            own = blocks[(first >= ids.start) & (first < ids.stop)] - ids.start
+            found.append(own if len(own) else None)
+        return found
+
+    def apply(self, edits: Sequence[Tensor]) -> None:
+        """Bring the device copies up to date with the staged edits of each group."""
+        for own, tables in zip(edits, self._tables, strict=False):
+            if len(own):
+                ops.apply_edits(own, tables)
+
+    def stage_slices(self, slots: Array, positions: Array, at: slice, tokens: int, staging: Staging) -> list[Tensor]:
+        """Stage where the slices of a step write: per group [tokens] i64, -1 but for the tokens `at`.
+
+        slots, positions: of each token of the slices."""
+        size, staged = self._block_size, []
+        for host in self._host:
+            indices = np.full(tokens, -1, dtype=np.int64)
+            indices[at] = host[slots, positions // size].astype(np.int64) * size + positions % size
+            staged.append(staging.stage_array(indices))
+        return staged
+
+    def decode_places(self, count: int) -> tuple[GroupPlaces, ...]:
+        """Return the places of a step of `count` decoding slots, to be filled by `Batch.gather`."""
+        pairs = zip(self._decode, self._tables, strict=True)
+        return tuple(GroupPlaces(indices[:count], tables) for indices, tables in pairs)
+
+    def mixed_places(self, kv_indices: Sequence[Tensor]) -> tuple[GroupPlaces, ...]:
+        """Return the places of a step with slices, those of its decoding slots still open."""
+        return tuple(GroupPlaces(*pair) for pair in zip(kv_indices, self._tables, strict=False))
