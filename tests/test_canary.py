@@ -178,7 +178,7 @@ def test_corrupted_keys_and_values_are_noticed(
     def corrupting(self: LocalExecutor, plan: StepPlan) -> None:
         tables.extend(start.table for start in plan.starts)
         if not plan.starts:
-            for tensor in worker._by_shape[0]:
+            for tensor in worker.kv.shapes[0][0]:
                 tensor[tables[0][place]].fill_(value)
         submit(self, plan)
 

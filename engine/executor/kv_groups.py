@@ -18,6 +18,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import Tensor
 
 from quire.engine.core.plan import WindowGroup
 from quire.engine.executor.grouped_swap import GroupedSwap
@@ -42,6 +45,14 @@ class KVGroup:
     def spec(self, host_blocks: int = 0, block_size: int = 0) -> WindowGroup:
         """Return what the scheduler knows of a window group."""
         return WindowGroup(self.window, self.blocks, host_blocks, block_size * self.token_bytes)
+
+
+class KVMemory(NamedTuple):
+    """The KV cache of a worker, by group of layers."""
+
+    token_bytes: int  # keys and values of the first group's layers
+    windows: list[WindowGroup]  # the others
+    shapes: list[list[list[Tensor]]]  # per group what operators that move blocks take in one call
 
 
 def group_layers(layers: list[KVShape], windows: Sequence[int], itemsize: int, longest: int) -> list[KVGroup]:
@@ -78,17 +89,26 @@ def block_ids(full_blocks: int, windows: Sequence[KVGroup]) -> list[range]:
     return ids
 
 
-def swap_for(caches: Caches, host_bytes: int, block_size: int) -> Swap | GroupedSwap:
+def split_caches(caches: Caches) -> list[Caches]:
+    """Return the caches of each group."""
+    return [[cache for cache in caches if cache.group == at] for at in range(max(each.group for each in caches) + 1)]
+
+
+def shapes_by_group(caches: Caches) -> list[list[list[Tensor]]]:
+    """Return the tensors of each group, grouped by shape."""
+    return [by_shape(own) for own in split_caches(caches)]
+
+
+def swap_for(caches: Caches, host_bytes: int) -> Swap | GroupedSwap:
     """Return what swaps the blocks of all layers, with each group's part of the host's memory.
 
     No sequence starts while another one is swapped out.  So at most the contents of the cache are swapped out.  It is
     twice that if most blocks were shared, because each holder takes a copy."""
-    by_group = [[cache for cache in caches if cache.group == at] for at in range(max(c.group for c in caches) + 1)]
-    tensors = [[tensor for shapes in by_shape(own) for tensor in shapes] for own in by_group]
-    counts = [len(own[0]) if own else 0 for own in tensors]
+    tensors = [[tensor for shape in shapes for tensor in shape] for shapes in shapes_by_group(caches)]
+    counts = [len(own[0]) for own in tensors]
     total = sum(tensor.nbytes for own in tensors for tensor in own)
     sizes = [min(host_bytes * count // total, 2 * count) for count in counts]
-    swaps = [Swap(own, size) for own, size in zip(by_group, sizes, strict=True)]
+    swaps = [Swap(own, size) for own, size in zip(split_caches(caches), sizes, strict=True)]
     return swaps[0] if len(swaps) == 1 else GroupedSwap(swaps, counts)
 
 

@@ -33,13 +33,15 @@ from quire.engine.executor.followers import Follower, advance, forced_tokens
 from quire.engine.executor.grammars import Grammars
 from quire.engine.executor.graphs import ladder, mixed_shapes
 from quire.engine.executor.host_memory import HostMemory
-from quire.engine.executor.kv_cache import KV_DTYPES, Caches, allocate, blocks_that_fit, by_shape, bytes_per_token
+from quire.engine.executor.kv_cache import KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token
 from quire.engine.executor.kv_groups import (
     KVGroup,
+    KVMemory,
     block_ids,
     divide,
     group_layers,
     report,
+    shapes_by_group,
     swap_for,
     window_layers,
 )
@@ -184,7 +186,7 @@ class Worker:
         config, model = self._config, self._loaded
         kv_dtype = KV_DTYPES.get(config.kv_dtype, model.dtype)
         full, *windows = self._divide_groups(memory.kv, kv_dtype)
-        self.token_bytes = token_bytes = full.token_bytes
+        token_bytes = full.token_bytes
         taken = sum(group.blocks * group.token_bytes * config.block_size for group in windows)
         taken += self._states.bytes if self._states else 0
         # Without a length in the configuration the cache decides: a model's own may be made for a larger machine.
@@ -220,15 +222,11 @@ class Worker:
         if self._states:
             self._states.report(self.blocks * token_bytes * config.block_size)
             caches = self._states.attached(caches)
-        # What operators that move blocks take in one call.
-        self._by_shape = by_shape([cache for cache in caches if not cache.group])
-        self._window_shapes = [by_shape([c for c in caches if c.group == at]) for at, _ in enumerate(windows, 1)]
         self._batch = self._new_batch(caches, block_ids(self.blocks, windows))
-        self.swap = swap_for(caches, self._ranks.least(memory.swap), config.block_size)
-        self.windows = [
-            group.spec(blocks, config.block_size)
-            for group, blocks in zip(windows, self.swap.window_host_blocks, strict=True)
-        ]
+        self.swap = swap_for(caches, self._ranks.least(memory.swap))
+        hosts = self.swap.window_host_blocks
+        specs = [group.spec(host, config.block_size) for group, host in zip(windows, hosts, strict=True)]
+        self.kv = KVMemory(token_bytes, specs, shapes_by_group(caches))
 
     def _divide_groups(self, memory: int, kv_dtype: torch.dtype) -> list[KVGroup]:
         """Return the groups of layers: those that see most tokens, and window groups with their blocks."""
@@ -360,14 +358,13 @@ class Worker:
         """Launch what the plan does to whole blocks, before the model writes any."""
         if plan.swap_out:
             self.swap.out(plan.swap_out)
-        by_group = self._by_shape, *self._window_shapes
-        for shapes, blocks in zip(by_group, staged.poison, strict=True):
+        for shapes, blocks in zip(self.kv.shapes, staged.poison, strict=True):
             if blocks is not None:
                 for tensors in shapes:
                     ops.block_fill(tensors, blocks, float("nan"))
         if plan.swap_in:
             self.swap.back(plan.swap_in)
-        for shapes, pairs in zip(by_group, staged.copies, strict=True):
+        for shapes, pairs in zip(self.kv.shapes, staged.copies, strict=True):
             if pairs is not None:
                 for tensors in shapes:
                     ops.block_copy(tensors, pairs)

@@ -45,6 +45,14 @@ class WarmUp(NamedTuple):
     seconds: float = 0.0
 
 
+class KVUse(NamedTuple):
+    """How the KV cache is used."""
+
+    shared_fraction: float
+    held: dict[str, int]  # bytes by group of layers
+    cached: dict[str, int]  # bytes by group of layers, held by no sequence
+
+
 class StepTimes:
     """How long steps take, by whether they computed prompts."""
 
@@ -93,8 +101,8 @@ class Telemetry(Collector):
         self.totals = Totals()
         self.canary = CanaryCounts()
         self.grammars: Callable[[], GrammarCounts] = GrammarCounts
-        self.wasted_slots, self.shared_fraction, self._wasted_at = 0, 0.0, 0.0
-        self.group_bytes: tuple[dict[str, int], dict[str, int]] = {}, {}
+        self.wasted_slots, self._wasted_at = 0, 0.0
+        self.kv_use = KVUse(0.0, {}, {})
         self.warming = False  # set from outside: the engine computes hot prefixes and serves no request yet
         self.warm = WarmUp()
         self.start_s: dict[str, float] = {}  # seconds of this start, by part
@@ -146,8 +154,7 @@ class Telemetry(Collector):
         self._turned = now = marks[-1]
         if now - self._wasted_at >= WASTE_S:
             self.wasted_slots, self._wasted_at = record.count_wasted_slots(), now
-            self.shared_fraction = record.measure_sharing()
-            self.group_bytes = record.group_bytes()
+            self.kv_use = KVUse(record.measure_sharing(), *record.group_bytes())
         if record.resumed_s and self.takeover:
             self.start_s.setdefault("recompute", record.resumed_s)
 
@@ -295,20 +302,20 @@ TABLE: tuple[Row, ...] = (
         "gauge",
         "Fraction of the entries of all block tables, 0 to 1, that need no KV block of their own: another entry names "
         "the same block.  Forks, beams and cached prefixes share blocks.",
-        lambda t: t.shared_fraction,
+        lambda t: t.kv_use.shared_fraction,
     ),
     Row(
         "quire_kv_held_bytes",
         "gauge",
         "Bytes of keys and values that sequences hold, by group of layers: full, and each sliding window.",
-        lambda t: t.group_bytes[0],
+        lambda t: t.kv_use.held,
         "group",
     ),
     Row(
         "quire_kv_cached_bytes",
         "gauge",
         "Bytes of cached prefixes that no sequence holds, by group of layers: full, and each sliding window.",
-        lambda t: t.group_bytes[1],
+        lambda t: t.kv_use.cached,
         "group",
     ),
     Row(

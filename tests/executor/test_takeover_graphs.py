@@ -113,7 +113,7 @@ def test_graphs_of_a_takeover_change_no_token(checkpoint: Checkpoint, taken_over
     assert not any(ran for _, ran in in_service), "nothing is run for the sake of a graph while requests are here"
     assert isinstance(taken_over.executor, local.LocalExecutor)
     assert taken_over.executor._worker is not None
-    [cache] = taken_over.executor._worker._by_shape
+    [cache] = taken_over.executor._worker.kv.shapes[0]
     before = [tensor.clone() for tensor in cache]
     for _ in range(9):
         assert taken_over.executor.catch_up()
