@@ -373,11 +373,7 @@ class Batch:
         samples = len(self._order) + len(candidates)
         rows = samples + sum(piece.drafts for piece in slices)
         exact = Shape(decoding, sum(sizes), len(slices), samples, rows + sum(len(piece.targets) for piece in slices))
-        if decoding + exact.tokens > self._most_tokens or decoding + len(slices) > len(self.slots):
-            raise ValueError(
-                f"a step of {decoding + exact.tokens} tokens in {decoding + len(slices)} sequences, "
-                f"the buffers hold {self._most_tokens} in {len(self.slots)}"
-            )
+        self._check_size(decoding + exact.tokens, decoding + len(slices))
         shape = self.shapes.padded(exact) if exact.logits == rows else exact
         memory, page = blank(shape)
         page.slots[:decoding] = self._host_slots[:decoding]
@@ -394,7 +390,7 @@ class Batch:
         page.q_start[shape.decodes + 1 :] = ends[-1]
         if self.shapes.is_split(shape):
             sequences = ends - 1  # sequence of each slice's last token
-            page.rows[fresh], page.lens[fresh] = np.repeat(slots, sizes), positions + 1
+            page.rows[fresh], page.lens[fresh] = of_tokens, positions + 1
             page.q_start[fresh] = np.arange(fresh.start, fresh.stop)
         else:
             sequences = np.arange(shape.decodes, shape.decodes + len(slices))
@@ -428,6 +424,11 @@ class Batch:
         windows = self._windows.stage_slices(of_tokens, positions, fresh, len(page.kv_indices), staging)
         keeps = self._keeps(slices, ends.tolist())
         return Mixed(shape, there, joined, targets, candidates, draft_rows, keeps, tuple(windows))
+
+    def _check_size(self, tokens: int, sequences: int) -> None:
+        if tokens > self._most_tokens or sequences > len(self.slots):
+            limits = f"the buffers hold {self._most_tokens} in {len(self.slots)}"
+            raise ValueError(f"a step of {tokens} tokens in {sequences} sequences, {limits}")
 
     def _stage_page(self, memory: Array, shape: Shape) -> Page:
         """Stage a page, before anything else of its step."""

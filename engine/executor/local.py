@@ -107,7 +107,6 @@ class LocalExecutor:
         """Compile the kernels where this machine has not yet, load the model, take the KV memory, start.
 
         ranks: of several, this process computes one rank's part of each step (`parallel.py`).
-
         Raises ModelLoadError, and KernelBuildError without a compiler.
         """
         began = time.monotonic()

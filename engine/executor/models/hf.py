@@ -82,7 +82,7 @@ class LoadedModel:
     kv_scales: list[Tensor | None] | None  # of each layer, for an e4m3 KV cache (`kv_scales.py`); None: all are 1
     states: list[StateShape]  # recurrent state of layers that have it; none: all layers are attention
     sites: Sites | None = None  # GEMMs that LoRA adapters may add to; None: no adapter is served
-    windows: Sequence[int] = ()  # of each layer, in tokens; 0: it attends to all.  Empty: not known
+    windows: Sequence[int] = ()  # tokens that each layer sees; 0: all.  Empty: not known
 
 
 def find(name: str) -> Path:

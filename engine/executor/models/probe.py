@@ -168,7 +168,7 @@ class Proof(NamedTuple):
     ids: Tensor  # [1, FIRST + SECOND] of two packed sequences
     positions: Tensor  # [1, FIRST + SECOND]: the second sequence ends where the longest one would
     logits: Tensor  # [1, SECOND, V] of the second sequence
-    windows: list[int]  # of each attention layer, tokens; 0: it sees all
+    windows: list[int]  # tokens that each attention layer sees; 0: all
 
 
 FIRST, SECOND = 5, 7  # tokens of the two packed sequences
