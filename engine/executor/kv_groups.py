@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from quire.engine.config import EngineConfig
 from quire.engine.core.plan import WindowGroup
 from quire.engine.executor.grouped_swap import GroupedSwap
 from quire.engine.executor.kv_cache import GIB, Caches, KVShape, WindowBlocks, by_shape
@@ -161,6 +162,17 @@ def divide(
     taken = sum(group.blocks * size for group, size in zip(found, sizes, strict=True))
     together = memory // (full_bytes + sum(sizes))
     return found if kv_blocks or (memory - taken) // full_bytes > together else []
+
+
+def divide_layers(
+    groups: Sequence[KVGroup], config: EngineConfig, *, longest: int, slots: int, step_tokens: int, memory: int
+) -> list[KVGroup]:
+    """Return the groups that have block tables, window groups with their blocks.  Arguments as of `divide`."""
+    sizes = {"block_size": config.block_size, "longest": longest, "slots": slots, "step_tokens": step_tokens}
+    if windows := divide(groups, memory=memory, kv_blocks=config.kv_blocks, **sizes):
+        return [groups[0], *windows]
+    layers = tuple(sorted(layer for group in groups for layer in group.layers))
+    return [KVGroup(0, layers, sum(group.token_bytes for group in groups))]
 
 
 def report(full: KVGroup, windows: Sequence[KVGroup], block_size: int, longest: int) -> None:

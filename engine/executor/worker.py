@@ -35,10 +35,9 @@ from quire.engine.executor.graphs import ladder, mixed_shapes
 from quire.engine.executor.host_memory import HostMemory
 from quire.engine.executor.kv_cache import KV_DTYPES, Caches, allocate, blocks_that_fit, bytes_per_token
 from quire.engine.executor.kv_groups import (
-    KVGroup,
     KVMemory,
     block_ids,
-    divide,
+    divide_layers,
     group_layers,
     report,
     shapes_by_group,
@@ -185,7 +184,16 @@ class Worker:
         """Take the KV cache, the host's memory for swapped blocks, and the batch's tensors.  Raises NotEnoughMemory."""
         config, model = self._config, self._loaded
         kv_dtype = KV_DTYPES.get(config.kv_dtype, model.dtype)
-        full, *windows = self._divide_groups(memory.kv, kv_dtype)
+        # On a GPU, with several ranks and with recurrent layers one block table serves all layers.
+        known = () if self._gpu or self._ranks.size > 1 or self._states else model.windows
+        full, *windows = divide_layers(
+            group_layers(model.layers, known, kv_dtype.itemsize, model.max_model_len),
+            config,
+            longest=model.max_model_len,
+            slots=self.max_seqs,
+            step_tokens=self._step_tokens,
+            memory=memory.kv,
+        )
         token_bytes = full.token_bytes
         taken = sum(group.blocks * group.token_bytes * config.block_size for group in windows)
         taken += self._states.bytes if self._states else 0
@@ -227,24 +235,6 @@ class Worker:
         hosts = self.swap.window_host_blocks
         specs = [group.spec(host, config.block_size) for group, host in zip(windows, hosts, strict=True)]
         self.kv = KVMemory(token_bytes, specs, shapes_by_group(caches))
-
-    def _divide_groups(self, memory: int, kv_dtype: torch.dtype) -> list[KVGroup]:
-        """Return the groups of layers: those that see most tokens, and window groups with their blocks."""
-        config, model = self._config, self._loaded
-        whole = KVGroup(0, tuple(range(len(model.layers))), bytes_per_token(model.layers, kv_dtype))
-        if self._gpu or self._ranks.size > 1 or self._states:  # one block table serves all layers
-            return [whole]
-        groups = group_layers(model.layers, model.windows, kv_dtype.itemsize, model.max_model_len)
-        windows = divide(
-            groups,
-            block_size=config.block_size,
-            longest=model.max_model_len,
-            slots=self.max_seqs,
-            step_tokens=self._step_tokens,
-            memory=memory,
-            kv_blocks=config.kv_blocks,
-        )
-        return [groups[0], *windows] if windows else [whole]
 
     def _planned_activations(self, kv_dtype: torch.dtype) -> int:
         """Bytes to leave free for activations; 0 where the configuration fixes the size of the cache, or on a CPU."""

@@ -142,7 +142,7 @@ def test_beams_have_the_answers_of_one_table(tiny: Tiny, monkeypatch: pytest.Mon
     found = answer(llm, request)
     assert llm.executor.info.windows
     llm.close()
-    monkeypatch.setattr("quire.engine.executor.worker.divide", lambda *_, **__: [])
+    monkeypatch.setattr("quire.engine.executor.kv_groups.divide", lambda *_, **__: [])
     plain = serve(tiny("gpt_oss"))
     assert not plain.executor.info.windows
     assert answer(plain, request) == found
