@@ -73,7 +73,10 @@ def rounded_attention(
 ) -> tuple[torch.Tensor, None]:
     """Plain causal attention that sees keys and values as an e4m3 cache would give them back."""
     group = query.shape[1] // key.shape[1]
-    key, value = (t.float().to(torch.float8_e4m3fn).to(query.dtype).repeat_interleave(group, 1) for t in (key, value))
+    key, value = (
+        t.float().clamp(-448, 448).to(torch.float8_e4m3fn).to(query.dtype).repeat_interleave(group, 1)
+        for t in (key, value)
+    )
     score = query @ key.mT * scaling
     if softcap:
         score = softcap * torch.tanh(score / softcap)
