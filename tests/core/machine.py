@@ -45,6 +45,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             caching=caching,
             bad=2,
         )
+        self.equip()
+
+    def equip(self) -> None:
+        """Give the rig what a machine adds to it.
+
+        An override of `choose` is not called: hypothesis keeps the function that has the decorator."""
 
     @rule(
         prefix=st.sampled_from(PREFIXES),

@@ -20,6 +20,7 @@ from tests.core.drafters import GuessingDrafter
 from tests.core.machine import SchedulerMachine
 from tests.core.oracle import EOS, FORCED, VOCAB, next_token, reference
 from tests.core.rig import FAR, Rig
+from tests.core.test_layer_groups import WindowMachine
 
 PROMPT = list(range(3, 16))
 
@@ -30,6 +31,8 @@ def guesser(rig_of: list[Rig], right: int | None = None, length: int = 6) -> Gue
     def guess(slot: int, known: list[int]) -> list[int]:
         seq = rig_of[0].core.batch.slots.occupants[slot]
         assert seq is not None
+        if seq.slot != slot or rig_of[0].core.drafts._followed[slot] is not seq:
+            return []  # the drafter follows a preempted sequence, whose drafts are not taken
         assert seq.tokens == known, "the drafter follows other tokens"
         luck = blake2b(repr(known).encode(), digest_size=2, salt=b"drafts").digest()
         count, good = (luck[0] % 9, luck[1] % 10) if right is None else (length, right)
@@ -52,15 +55,9 @@ def drafting_rig(right: int | None = None, *, length: int = 6, depth: int = 1, *
 class DraftingMachine(SchedulerMachine):
     """The same runs with drafts, most of them with the result of each step in before the next is planned."""
 
-    def choose(self, **modes: Any) -> None:
-        super().choose(**modes)
-        holder = [self.rig]
-        self.rig._drafter = guesser(holder)
+    def equip(self) -> None:
+        self.rig._drafter = guesser([self.rig])
         self.rig.start()
-
-    vars()["choose"].hypothesis_stateful_initialize_rule = vars(SchedulerMachine.choose)[
-        "hypothesis_stateful_initialize_rule"
-    ]
 
     @rule(steps=st.integers(1, 12))
     def steps_one_by_one(self, steps: int) -> None:
@@ -73,6 +70,17 @@ class DraftingMachine(SchedulerMachine):
 
 TestDraftingMachine = DraftingMachine.TestCase
 TestDraftingMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+class DraftingWindowMachine(WindowMachine):
+    """The same with windows: none releases a block that a token after refused drafts sees."""
+
+    equip = DraftingMachine.equip
+    steps_one_by_one = DraftingMachine.steps_one_by_one
+
+
+TestDraftingWindowMachine = DraftingWindowMachine.TestCase
+TestDraftingWindowMachine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("right", [0, 1, 3, 6])

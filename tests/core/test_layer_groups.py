@@ -71,6 +71,7 @@ class WindowMachine(SchedulerMachine):
         sizes: dict[str, Any] = {"max_seqs": 5, "step_tokens": 16, "chunk_tokens": 7}
         pool: dict[str, Any] = {"blocks": 18, "preempt": preempt, "host_blocks": 40, "bad": 2, "depth": 2}
         self.rig = rig(*windows, sequences=sequences, admission=admission, caching=caching, **sizes, **pool)
+        self.equip()
 
     @invariant()
     def a_sequence_holds_its_windows_and_what_a_plan_computes(self) -> None:
