@@ -864,7 +864,7 @@ def decoder_layers(
     """
     keys, values, scales = zip(*((cache.k, cache.v, cache.scales) for cache in caches), strict=True)
     groups = [cache.group for cache in caches]
-    for cache, window in zip(caches, layers.windows, strict=True):
+    for cache, window in zip(caches, layers.windows, strict=False):  # the operator refuses unequal lengths
         if cache.window and not 0 < window <= cache.window:
             raise ValueError(f"a layer reads {window or 'all'} tokens of a cache that keeps {cache.window}")
     step = *zip(*places, strict=True), groups, rows, q_start, lens

@@ -10,13 +10,14 @@ do not read it: a request carries the adapter's id and folder.  The key: "Adapte
 
 from __future__ import annotations
 
+from quire.engine.common.errors import OperatorError
 from quire.engine.wire.quotas import RunScript
 from quire.engine.wire.scripts import ADAPTER_DROP, ADAPTER_GET, ADAPTER_PUT
 
 MOST_NAMES = 10_000
 
 
-class TooManyAdapters(Exception):
+class TooManyAdapters(OperatorError):
     """MOST_NAMES names are in use."""
 
 

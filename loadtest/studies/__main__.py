@@ -45,7 +45,7 @@ STUDIES: dict[str, tuple[str, str]] = {
 
 
 def main(words: list[str]) -> int:
-    listing = "\n".join(f"  {name:16}{text}" for name, (_, text) in STUDIES.items())
+    listing = "\n".join(f"  {name:18}{text}" for name, (_, text) in STUDIES.items())
     parser = argparse.ArgumentParser(
         prog=f"python -m {PACKAGE}",
         usage=f"python -m {PACKAGE} NAME [options]",

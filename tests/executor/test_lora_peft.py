@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 
 from quire.engine.llm import LLM, Adapter
 from tests.executor.test_lora import GREEDY, NEW, base_of, prompts_of, reference, serve
 
+peft = pytest.importorskip("peft", reason="needs peft, which `.ci/run nightly` installs")
 # PEFT reads what transformers 5.23 calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 

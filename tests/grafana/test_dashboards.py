@@ -66,6 +66,9 @@ MAY_STAY_ZERO = {
     ("Canary runs, by outcome", "{{outcome}}"),
     ("Difference of the canary's last run", "{{engine}}"),
     ("Time of the canary", "{{engine}}"),
+    # The scripted executor keeps no keys and values.
+    ("Bytes of keys and values, by group of layers", "{{group}}, held"),
+    ("Bytes of keys and values, by group of layers", "{{group}}, cached"),
     # No prefix was hot before the start, and the scripted executor has no memory to swap.
     ("Tokens computed by the prefix warm-up", "{{engine}}"),
     ("Duration of the prefix warm-up", "{{engine}}"),

@@ -42,7 +42,7 @@ def test_help_lists_every_study_on_one_line(capsys: pytest.CaptureFixture[str]) 
         studies.main(["--help"])
     lines = capsys.readouterr().out.splitlines()
     for name, (_, text) in studies.STUDIES.items():
-        assert [line for line in lines if line.split()[:1] == [name]] == [f"  {name:16}{text}"]
+        assert [line for line in lines if line.split()[:1] == [name]] == [f"  {name:18}{text}"]
 
 
 @pytest.mark.parametrize("name", studies.STUDIES)

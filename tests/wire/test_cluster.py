@@ -84,6 +84,9 @@ async def use_every_script(bus: Bus) -> None:
     await gateway.pool_states.watch()
     await engine.pool_states.write(PoolState("e1", 1, 1, b"\0", []))
     assert "e1" in await gateway.pool_states.read(["e1"])
+    assert await gateway.adapters.put("sql", b"folder", replace=False)
+    assert await gateway.adapters.get("sql") == b"folder"
+    assert await gateway.adapters.drop("sql")
     await gone.close()
 
 

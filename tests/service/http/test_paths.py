@@ -91,6 +91,7 @@ def test_a_prefix_that_is_no_path_is_refused(path: str, capsys: pytest.CaptureFi
     assert "root-path" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("cold")  # a fork has the umask of its template
 async def test_a_gateway_listens_at_a_unix_socket(launch: Launch, tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
     before = os.umask(0)
