@@ -188,7 +188,10 @@ class Server:
             *(info.name, blocks * size, blocks, size, info.kv_bytes_per_token, info.fingerprint),
         )
         log.info("started: %s", self._watch)
-        self._telemetry.started(self._watch.laps, takeover=self._config.standby)
+        memory = self._executor.memory_parts
+        if memory:
+            log.info("memory: %s", ", ".join(f"{name} {size / (1 << 30):.2f} GiB" for name, size in memory.items()))
+        self._telemetry.started(self._watch.laps, takeover=self._config.standby, memory=memory)
         readiness.notify_ready()
 
     def _drain(self, *_: object) -> None:

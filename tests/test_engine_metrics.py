@@ -256,11 +256,12 @@ def test_the_page_says_what_a_takeover_took() -> None:
     traced = Traced()
     traced.run(a_request())
     assert traced.samples()["quire_start_takeover"] == 0
-    traced.telemetry.started({"weights": 0.5, "queue": 0.1}, takeover=True)
+    traced.telemetry.started({"weights": 0.5, "queue": 0.1}, takeover=True, memory={"weights": 100})
     traced.run(Resume(a_request("again", prompt=10, tokens=6), [[1, 2, 3]]))
     samples = traced.samples()
     assert samples["quire_start_takeover"] == 1
     assert samples["quire_start_seconds weights"] == 0.5
+    assert samples["quire_memory_bytes weights"] == 100
     assert samples["quire_start_seconds recompute"] > 0
 
 

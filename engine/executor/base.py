@@ -56,6 +56,7 @@ class Executor(Protocol):
     host_blocks: int  # of the host's memory, for what preempted sequences computed; 0: none
     swap_bytes_per_s: float  # between the two, as measured at start; 0: not known
     start_parts: dict[str, float]  # seconds that the parts of loading took, by name
+    memory_parts: dict[str, int]  # bytes on the device that the parts of the engine take, all ranks together, by name
     drafter: Drafter | None  # finds drafts for sequences in its slots; None: nothing drafts
     depth: int  # how many plans may be in flight (1: collect before the next submit)
 
@@ -116,6 +117,7 @@ class ScriptedExecutor:
         self.blocks = blocks
         self.host_blocks = host_blocks
         self.start_parts: dict[str, float] = {}
+        self.memory_parts: dict[str, int] = {}
         self.step_seconds = step_seconds  # how long a step takes
         self._plans: deque[StepPlan] = deque()
         self._decoding: dict[int, tuple[Sampler, int]] = {}  # slot -> (sampler, next output position)

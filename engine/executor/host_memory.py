@@ -8,6 +8,8 @@ the limit is killed in the middle of a step.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import logging
 from typing import NamedTuple
 
@@ -33,13 +35,16 @@ class HostMemory(NamedTuple):
     swap: int
 
 
-def weight_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of a model's tensors in host memory.  Tensors that share memory count once."""
+def weight_bytes(model: torch.nn.Module, device: str = "cpu") -> int:
+    """Return the bytes of a model's tensors on a kind of device, those of packed weights included.
+
+    Tensors that share memory count once."""
     sizes: dict[int, int] = {}
     for module in model.modules():
         named = {**module.__dict__, **module._parameters, **module._buffers}
-        for tensor in named.values():
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+        packed = [vars(value).values() for value in named.values() if dataclasses.is_dataclass(value)]
+        for tensor in itertools.chain(named.values(), *packed):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == device:
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())

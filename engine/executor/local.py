@@ -27,7 +27,7 @@ import torch
 from quire.engine.common import host_resources
 from quire.engine.config import EngineConfig
 from quire.engine.core.plan import Drafter, StepPlan, StepResult
-from quire.engine.executor import ops
+from quire.engine.executor import host_memory, ops
 from quire.engine.executor.base import ExecutorLost, ModelInfo, StepError
 from quire.engine.executor.drafter import SuffixDrafter
 from quire.engine.executor.errors import ModelLoadError, one_line
@@ -154,8 +154,7 @@ class LocalExecutor:
             "memory": time.monotonic() - loaded - self._worker.graphs_s,
             "graphs": self._worker.graphs_s,
         }
-        if kind == "cuda":
-            log.info("%.1f GiB of the GPU's memory are left", torch.cuda.mem_get_info()[0] / GIB)
+        self.memory_parts = self._memory_parts(config, model, ranks, kind)
         # A device computes step N while Python plans N+1.  On a CPU both need the same cores, so planning ahead gains
         # nothing.  A token at batch 1 takes 5.5 to 5.8 ms with depth 1, 5.6 to 6.0 ms with 2.  It also computes one
         # token too many after each stop token, and a request that arrives during step N waits for N+1 as well.
@@ -163,6 +162,18 @@ class LocalExecutor:
         self._in_flight: deque[Launched | Pending | Exception] = deque()  # Launched: its sampling waits for masks
         self._begun: deque[float] = deque()  # when each was submitted
         self._ended = 0.0  # when the last one was collected
+
+    def _memory_parts(self, config: EngineConfig, model: LoadedModel, ranks: Ranks, kind: str) -> dict[str, int]:
+        """Return the bytes that weights and KV cache take on the device, and on a GPU all else that torch took."""
+        weights = host_memory.weight_bytes(model.module, kind)
+        kv_cache = self.blocks * config.block_size * self.info.kv_bytes_per_token
+        kv_cache += ranks.size * sum(group.blocks * group.block_bytes for group in self.info.windows)
+        parts = {"weights": ranks.size * weights, "kv_cache": kv_cache}
+        if kind == "cuda":  # CUDA graphs, activations and the batch's tensors
+            others = torch.cuda.memory_reserved() - weights - kv_cache // ranks.size
+            parts["graphs_and_activations"] = ranks.size * max(0, others)
+            log.info("%.1f GiB of the GPU's memory are left", torch.cuda.mem_get_info()[0] / GIB)
+        return parts
 
     def submit(self, plan: StepPlan) -> None:
         """Start one step; on a GPU returns at once.  At most `depth` may be in flight."""

@@ -107,6 +107,7 @@ class Telemetry(Collector):
         self.warm = WarmUp()
         self.start_s: dict[str, float] = {}  # seconds of this start, by part
         self.takeover = False
+        self.memory: dict[str, int] = {}  # bytes, by part
         self.phases_s = dict.fromkeys(PHASES, 0.0)
         self.exchange_s = Tally(histograms.ROUND_TRIP_S)
         self.queue_share = 0.0
@@ -135,9 +136,9 @@ class Telemetry(Collector):
         """Take over what the prefix warm-up did."""
         self.warm = WarmUp(prefixes, tokens, seconds)
 
-    def started(self, parts: Mapping[str, float], *, takeover: bool) -> None:
-        """Take over the seconds of each part of the start, and whether this engine was a spare."""
-        self.start_s, self.takeover = dict(parts), takeover
+    def started(self, parts: Mapping[str, float], *, takeover: bool, memory: Mapping[str, int]) -> None:
+        """Take over the seconds of each part of the start, whether this engine was a spare, and its memory in bytes."""
+        self.start_s, self.takeover, self.memory = dict(parts), takeover, dict(memory)
 
     def observe(self, record: TurnRecord) -> None:
         self.requests.observe(record)
@@ -419,6 +420,13 @@ TABLE: tuple[Row, ...] = (
         "gauge",
         "Seconds of each part of this engine's start; after a takeover also recompute, until every stream resumed.",
         lambda t: dict(t.start_s),
+        "part",
+    ),
+    Row(
+        "quire_memory_bytes",
+        "gauge",
+        "Bytes on the device by what takes them: weights, kv_cache, and on a GPU graphs_and_activations.",
+        lambda t: t.memory,
         "part",
     ),
     Row(

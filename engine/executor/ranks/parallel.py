@@ -334,7 +334,7 @@ class ParallelExecutor:
         self.max_seqs, self.step_tokens, self.depth = local.max_seqs, local.step_tokens, local.depth
         # All move their parts of a block at once.
         self.swap_bytes_per_s = size * min([local.swap_bytes_per_s, *(ready.swap_bytes_per_s for ready in readies)])
-        self.start_parts = local.start_parts
+        self.start_parts, self.memory_parts = local.start_parts, local.memory_parts
         log.info("%d ranks hold the model and %d KV blocks", size, self.blocks)
 
     def _start_processes(self, config: EngineConfig) -> None:
