@@ -12,6 +12,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+# What mixtures cut to a few layers have in common.
+FEW_LAYERS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-8b": {
         "architectures": ["LlamaForCausalLM"],
@@ -148,7 +160,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": 200002,
         "dtype": "bfloat16",
     },
-    "olmoe-8-layers": {
+    "olmoe-8-layers": FEW_LAYERS
+    | {
         "architectures": ["OlmoeForCausalLM"],
         "model_type": "olmoe",
         "hidden_size": 2048,
@@ -158,17 +171,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 16,
         "num_experts": 64,
         "num_experts_per_tok": 8,
-        "vocab_size": 32000,
-        "max_position_embeddings": 4096,
-        "dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "rms_norm_eps": 1e-05,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
     },
-    "qwen2-moe-8-layers": {
+    "qwen2-moe-8-layers": FEW_LAYERS
+    | {
         "architectures": ["Qwen2MoeForCausalLM"],
         "model_type": "qwen2_moe",
         "hidden_size": 2048,
@@ -180,17 +185,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 16,
         "num_experts": 60,
         "num_experts_per_tok": 4,
-        "vocab_size": 32000,
-        "max_position_embeddings": 4096,
-        "dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "rms_norm_eps": 1e-05,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
     },
-    "glm4-moe-6-layers": {
+    "glm4-moe-6-layers": FEW_LAYERS
+    | {
         "architectures": ["Glm4MoeForCausalLM"],
         "model_type": "glm4_moe",
         "hidden_size": 4096,
@@ -209,15 +206,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "norm_topk_prob": True,
         "attention_bias": True,
-        "vocab_size": 32000,
-        "max_position_embeddings": 4096,
-        "dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "rms_norm_eps": 1e-05,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
     },
 }
 

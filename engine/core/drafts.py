@@ -62,7 +62,7 @@ class Policy(Protocol):
         """A request has ended."""
 
 
-PREDICTION = "prediction"  # of DRAFT_SOURCES: the client's own `prediction`
+PREDICTION = "prediction"  # the entry of DRAFT_SOURCES for drafts from a client's `prediction` field
 
 
 class _InFlight(NamedTuple):

@@ -251,7 +251,9 @@ class Batch:
         self.decoding_slots: tuple[int, ...] = ()  # the same, shared by all steps until it changes
         self._host_slots[:] = -1
         self._changed = True
-        self._adapter_rows: ops.AdapterRows | ops.DeviceAdapters | None = None  # of the staged step
+        self._adapter_rows: ops.AdapterRows | ops.DeviceAdapters | None = (
+            None  # rows of the staged step that have adapters
+        )
         if self._adapters is not None:
             self._adapters.reset()
 

@@ -11,7 +11,7 @@ class Shape(NamedTuple):
     """How large the tensors of a step with slices are."""
 
     decodes: int  # slots that decode, one token each
-    tokens: int  # of all slices
+    tokens: int  # number of tokens in all slices
     slices: int
     samples: int  # slots that sample
     logits: int  # wanted, of theirs and of targets

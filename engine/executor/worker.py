@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 # For clients.
 FAILED = "the model's logits for this token are not finite"
 MOST_LOGPROBS = 20  # likeliest tokens of each position in the memory plan; more take a few bytes each
-MOST_DRAFTS = 448  # of a step on a GPU: 64 sequences with 7 each
+MOST_DRAFTS = 448  # maximum drafts of a step on a GPU: 64 sequences with 7 each
 GPU_DEPTH = 2  # steps in flight: the device computes one while the host reads the one before and issues the next
 
 

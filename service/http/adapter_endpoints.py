@@ -7,6 +7,7 @@ POST /v1/unload_lora_adapter  unknown to all gateways; requests that were accept
 from __future__ import annotations
 
 import logging
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -23,6 +24,8 @@ from quire.service.http.middleware import METER, TENANT, Capacity
 log = logging.getLogger("quire.gateway")
 
 VALUES = 64  # most JSON values in a body
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class LoadBody(msgspec.Struct):
@@ -60,9 +63,7 @@ class AdapterEndpoints:
         """POST /v1/load_lora_adapter.  Answers once an engine has the adapter.  Raises Refusal."""
         request[TENANT].require_admin()
         with self._capacity.occupy():
-            async with self._bodies.read(request, VALUES) as body:
-                asked, unknown = api.decode_all(bytes(body.data), LoadBody, "adapters", self._config)
-            request[METER].record_unknown(unknown)
+            asked = await self._read(request, LoadBody)
             name, path = _required("lora_name", asked.lora_name), _required("lora_path", asked.lora_path)
             replace = bool(asked.load_inplace)
             adapter = await self._adapters.read(name, path, replace=replace)
@@ -76,12 +77,17 @@ class AdapterEndpoints:
         """POST /v1/unload_lora_adapter.  Raises Refusal."""
         request[TENANT].require_admin()
         with self._capacity.occupy():
-            async with self._bodies.read(request, VALUES) as body:
-                asked, unknown = api.decode_all(bytes(body.data), UnloadBody, "adapters", self._config)
-            request[METER].record_unknown(unknown)
+            asked = await self._read(request, UnloadBody)
             adapter = await self._adapters.remove(_required("lora_name", asked.lora_name))
         log.info("unloaded LoRA adapter %s (POST /v1/unload_lora_adapter)", adapter.id)
         return web.Response(text=f"unloaded LoRA adapter '{adapter.name}'")
+
+    async def _read(self, request: web.Request, kind: type[T]) -> T:
+        """Return the body, and record its unknown fields for the answer.  Raises Refusal."""
+        async with self._bodies.read(request, VALUES) as body:
+            asked, unknown = api.decode_all(bytes(body.data), kind, "adapters", self._config)
+        request[METER].record_unknown(unknown)
+        return asked
 
 
 def _required(param: str, value: str | None) -> str:

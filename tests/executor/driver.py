@@ -20,7 +20,7 @@ from quire.engine.executor.models.hf import LoadedModel, load_model
 from quire.engine.executor.step_launches import StepLaunches
 from quire.engine.executor.worker import Launched, Worker
 from quire.engine.llm import LLM
-from quire.engine.wire.messages import Sampling
+from quire.engine.wire.messages import Generate, Sampling
 from tests.executor.matchers import hold
 
 GREEDY = Sampling(temperature=0)
@@ -231,3 +231,14 @@ def served(model: LoadedModel | Path, prompt: list[int]) -> list[int]:
     while len(driver.running[0].output) < NEW:
         driver.step()
     return driver.running[0].output[:NEW]
+
+
+def answer(llm: LLM, request: Generate, outputs: list[list[int] | None] | None = None) -> list[int]:
+    """Run one request on the scheduler and executor of an engine.  Returns the tokens that it reports."""
+    core, found = llm.engine.core, list[int]()
+    core.accept(request, outputs)
+    while (plan := core.plan(0)) is not None:
+        llm.executor.submit(plan)
+        core.commit(llm.executor.collect())
+        found += [token for delta in core.outputs().deltas.get(request.gateway, ()) for token in delta.token_ids]
+    return found

@@ -24,6 +24,7 @@ from quire.engine.loop import ConfigError
 from quire.engine.tools.models import GREEDY, own_texts, prompts
 from quire.engine.tools.tiny_checkpoints import VOCAB, make_checkpoint
 from quire.engine.wire.messages import FOREVER_MS, Generate, Sampling
+from tests.executor.driver import answer
 
 KINDS = ("lfm2", "qwen3_5_text", "bamba")  # one of each kind of layer
 CPU = torch.device("cpu")
@@ -63,17 +64,6 @@ def texts(
     outputs = [output for completion in completions for output in completion.outputs]
     assert {output.finish_reason for output in outputs} == {"length"}
     return [output.token_ids for output in outputs]
-
-
-def answer(llm: LLM, request: Generate, outputs: list[list[int] | None] | None = None) -> list[int]:
-    """Run one request on the scheduler and executor of an engine.  Returns the tokens that it reports."""
-    core, found = llm.engine.core, list[int]()
-    core.accept(request, outputs)
-    while (plan := core.plan(0)) is not None:
-        llm.executor.submit(plan)
-        core.commit(llm.executor.collect())
-        found += [token for delta in core.outputs().deltas.get(request.gateway, ()) for token in delta.token_ids]
-    return found
 
 
 @pytest.mark.parametrize("family", KINDS)

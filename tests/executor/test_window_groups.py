@@ -18,6 +18,7 @@ from quire.engine.llm import LLM
 from quire.engine.tools.models import GREEDY, model_class, own_texts, prompts
 from quire.engine.tools.tiny_checkpoints import MORE_LAYERS, VOCAB, make_checkpoint
 from quire.engine.wire.messages import FOREVER_MS, Beams, Generate, Sampling
+from tests.executor.driver import answer
 
 # Windows of 24 tokens next to layers that see everything.  Those of Mistral and of Starcoder are all of one kind.
 FAMILIES = (
@@ -58,17 +59,6 @@ def texts(
     completions = llm.generate(asked, sampling, max_new_tokens=count, n=n)
     llm.engine.core.auditor.whole()
     return [output.token_ids for completion in completions for output in completion.outputs]
-
-
-def answer(llm: LLM, request: Generate, outputs: list[list[int] | None] | None = None) -> list[int]:
-    """Run one request on the scheduler and executor of an engine.  Returns the tokens that it reports."""
-    core, found = llm.engine.core, list[int]()
-    core.accept(request, outputs)
-    while (plan := core.plan(0)) is not None:
-        llm.executor.submit(plan)
-        core.commit(llm.executor.collect())
-        found += [token for delta in core.outputs().deltas.get(request.gateway, ()) for token in delta.token_ids]
-    return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -23,7 +23,7 @@ from quire.engine.executor.lora.packing import PackedAdapter
 from quire.engine.executor.lora.sites import Site
 from quire.engine.executor.staging import Array, Staging
 
-MAX_RANK = 16  # of an adapter, which decides the memory of a slot: 0.08 GiB for all layers of an 8B model
+MAX_RANK = 16  # highest rank of an adapter; a slot has memory for it: 0.08 GiB with all layers of an 8B model
 
 
 class DeviceSlots:

@@ -198,7 +198,9 @@ def test_a_promise_ends_when_its_client_joins_or_does_not_come_back() -> None:
     book.joined(request(1))
     assert len(book) == 0
     assert told(book, 2) == pytest.approx(pause)
-    assert told(book, 3, at_ms=round(1000 * pause) + 60_000) == pytest.approx(pause), "nobody came: no promise is left"
+    assert told(book, 3, at_ms=round(1000 * pause) + 60_000) == pytest.approx(pause), (
+        "no client came back, so no promise is left"
+    )
     assert len(book) == 1
 
 

@@ -93,7 +93,7 @@ local function chooser(me, now)
     return counts
   end
 
-  -- Of each request of a window: whether it needs an adapter that the engine does not hold.
+  -- For each request in the window: whether it needs an adapter that the engine does not hold.
   local function lacking_adapters(engine, window)
     local words, places, lacks = {}, {}, {}
     for at, adapter in ipairs(window.adapters) do
