@@ -428,6 +428,7 @@ async def test_at_the_end_of_a_drain_streams_move_on_and_plain_ones_are_told(
 ) -> None:
     leaving, staying = await serve(drain_s=0.1), await serve()
     found: list[Event] = []
+    begun: list[Event] = []  # of the plain stream: before its first event it is answered with a status
     body = {"model": "tiny", "prompt": "a", "max_tokens": 100, "stream": True}
     async with engine(says(byte_level_tokenizer), step_s=paced(0.02)) as fake:
         await settled(lambda: bool(leaving.streams.fleet.engines) and bool(staying.streams.fleet.engines))
@@ -440,7 +441,7 @@ async def test_at_the_end_of_a_drain_streams_move_on_and_plain_ones_are_told(
             return found + await events(staying.session, "/v1/completions", body, **last)
 
         async def plain() -> list[Event]:
-            return await events(leaving.session, "/v1/completions", body)
+            return await events(leaving.session, "/v1/completions", body, found=begun)
 
         async def whole() -> int:
             ask = {**body, "stream": False}
@@ -452,7 +453,7 @@ async def test_at_the_end_of_a_drain_streams_move_on_and_plain_ones_are_told(
                 return int((await response.json())["usage"]["completion_tokens"])
 
         tasks = asyncio.gather(resuming(), plain(), whole())
-        await settled(lambda: len(fake.seen) == 4 and bool(found))
+        await settled(lambda: len(fake.seen) == 4 and bool(found) and bool(begun))
         leaving.gateway.refuse_new()
         assert (await leaving.session.get("/ready")).status == 503
         await leaving.gateway.drain()
