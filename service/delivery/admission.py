@@ -35,8 +35,11 @@ from quire.service.config import GatewayConfig
 RETRY_CAP_S = 60.0  # clients ignore or refuse to honour longer pauses
 JITTER = 0.25  # pauses are longer by up to this fraction, so that clients spread out
 PROMISE_JITTER = 0.05  # the same for pauses that follow one another already
-# Factors of a lane's longest wait for a promised retry: it is admitted although the pace was not quite as reported.
-KEPT_ON_TIME, KEPT_LATE = 4.0, 2.0
+# Factor of a lane's longest wait for a promised retry: it is admitted although the pace was not quite as reported.
+KEPT = 2.0
+# Without a late lane promises take at most this fraction of the engines' pace, so that new requests find the rest and
+# promised retries start on time.
+PROMISED_PACE = 0.8
 LATE_STEPS = 3  # a report is late after this many steps of its engine
 # Longest wait in the on-time lane, estimated or real, as a fraction of the target: the prompt takes the rest.
 ON_TIME_WAIT = 0.8
@@ -71,6 +74,7 @@ class Promised(NamedTuple):
 
     tokens: int = 0  # their prompt tokens
     due: bool = False  # the request itself is such a retry, and its time has come
+    due_tokens: int = 0  # the part of `tokens` whose clients may come at any moment
 
 
 NO_PROMISES = Promised()
@@ -306,26 +310,29 @@ def decide(
     engines),
     the on-time lane may hold as much as the pools do, and the late lane any number.
 
-    Promises count as queued in the late lane, before this request; without that lane they lengthen the pause alone.
-    The bound of a promised retry, once its time has come, is larger (KEPT_LATE, KEPT_ON_TIME)."""
+    Promises count as queued in the late lane, before this request.  Without that lane those that are due count in the
+    on-time lane, except for other promised retries, and all of them lengthen the pause.  The bound of a promised retry,
+    once its time has come, is larger (KEPT)."""
     if all(load.draining for load in fleet.engines):
         why = "every engine is shutting down" if fleet.engines else "no engine is running"
         raise Refusal(503, "no_engine", why, retry_after_s=5.0 * (1 + jitter * JITTER))
     supply = _supply(fleet, now_ms)
     longest_s = min(config.longest_wait_s, cost.longest_wait_s)
     missing, late_missing = (tokens + cost.prompt_tokens - supply.room for tokens in ahead(cost, fleet))
+    on_time_s, late_s = config.ttft_target_s * ON_TIME_WAIT, longest_s
     if longest_s > 0:
         late_missing += promised.tokens
-    on_time_s = config.ttft_target_s * ON_TIME_WAIT
-    late_s = longest_s
-    if promised.due:
-        on_time_s, late_s = on_time_s * (1.0 if longest_s > 0 else KEPT_ON_TIME), late_s * KEPT_LATE
+        late_s *= KEPT if promised.due else 1.0
+    elif promised.due:
+        on_time_s *= KEPT
+    else:
+        missing += promised.due_tokens
     slack = _slack(cost, supply, missing, on_time_s, supply.pools)
     if now_ms - fleet.time_ms <= STALE_MS:
         slack = max(slack, _preemption_room(cost, fleet, supply.fresh))
     late_slack = _slack(cost, supply, late_missing, late_s, float(ANY_TOKENS)) if longest_s > 0 else -math.inf
     if slack < 0 and late_slack < 0:
-        raise _overloaded(cost, config, supply, late_missing if longest_s > 0 else missing + promised.tokens, jitter)
+        raise _overloaded(cost, config, supply, late_missing if longest_s > 0 else missing, promised, jitter)
     beyond_room = cost.prompt_tokens - supply.room
     bounds = QueueBounds(
         # Smaller requests precede larger ones, so the lane may have free capacity for this one where it seems full.
@@ -354,8 +361,10 @@ def _slack(cost: Cost, supply: _Supply, missing: int, longest_s: float, unknown:
     return max(-missing, min(supply.budget(longest_s, unknown), deadline) - missing - supply.inside)
 
 
-def _overloaded(cost: Cost, config: GatewayConfig, supply: _Supply, missing: int, jitter: float) -> Refusal:
-    """Return the refusal of a request that may join no lane.  `missing`: as for _slack."""
+def _overloaded(
+    cost: Cost, config: GatewayConfig, supply: _Supply, missing: int, promised: Promised, jitter: float
+) -> Refusal:
+    """Return the refusal of a request that may join no lane.  `missing`: as for _slack, in the last lane there is."""
     param: str | None
     wait_s, service = supply.wait_s(missing), cost.least_tokens * supply.token_s
     longest_s = max(config.ttft_target_s * ON_TIME_WAIT, min(config.longest_wait_s, cost.longest_wait_s))
@@ -370,9 +379,11 @@ def _overloaded(cost: Cost, config: GatewayConfig, supply: _Supply, missing: int
         code, bound, message = "rate_limit_exceeded", longest_s, f"overloaded: {estimate}, the limit {longest_s:g} s"
         param = "x-max-queue-wait" if cost.longest_wait_s < config.longest_wait_s else None
     pause_s, spread = 1.0, JITTER
-    if wait_s is not None:  # until the queue and the promises before it are short enough
+    later = 0.0 if min(config.longest_wait_s, cost.longest_wait_s) > 0 else promised.tokens - promised.due_tokens
+    # Until the last lane is short enough, behind the promises before this one.
+    if (ready_s := supply.wait_s(missing + later / PROMISED_PACE)) is not None:
         spread = PROMISE_JITTER
-        pause_s = min(RETRY_CAP_S / (1 + spread), max(1.0, wait_s - longest_s))
+        pause_s = min(RETRY_CAP_S / (1 + spread), max(1.0, ready_s - longest_s))
     return Refusal(
         429,
         code,

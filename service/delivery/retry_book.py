@@ -2,7 +2,7 @@
 
     refused ──> pause until the queue and all earlier promises have started ──> promise in the book
     retry at that time, with the same prompts ──> joins, and the promise leaves
-    new request ──> counts all promises as if they were queued before it
+    new request ──> counts all promises as if they were queued before it; without a late lane those that are due
 
 Without the book each refusal states when today's queue is short enough.  Then all clients retry at once, new requests
 have taken the capacity meanwhile, and most retries are refused.  With it the stated pauses follow one another at the
@@ -45,8 +45,11 @@ class RetryBook:
 
     def __init__(self) -> None:
         self._promises: dict[Key, _Promise] = {}
-        self._ends: list[tuple[int, Key]] = []  # heap of (until_ms, key); entries of promises that changed are stale
-        self._tokens = self._number = 0
+        # Heaps of (until_ms, key) and (due_ms, key); entries of promises that changed are stale.
+        self._ends: list[tuple[int, Key]] = []
+        self._dues: list[tuple[int, Key]] = []
+        self._due: dict[Key, int] = {}  # prompt tokens of the promises whose time has come
+        self._tokens = self._due_tokens = self._number = 0
 
     def __len__(self) -> int:
         return len(self._promises)
@@ -74,9 +77,13 @@ class RetryBook:
 
     def _ahead(self, own: _Promise | None, now_ms: int) -> Promised:
         if own is None:
-            return Promised(self._tokens)
-        before = sum(promise.tokens for promise in self._promises.values() if promise.number < own.number)
-        return Promised(before, due=now_ms >= own.due_ms - EARLY_MS)
+            return Promised(self._tokens, due_tokens=self._due_tokens)
+        before = [promise for promise in self._promises.values() if promise.number < own.number]
+        return Promised(
+            sum(promise.tokens for promise in before),
+            due=now_ms >= own.due_ms - EARLY_MS,
+            due_tokens=sum(promise.tokens for promise in before if promise.due_ms <= now_ms),
+        )
 
     def _promise(self, key: Key, own: _Promise | None, tokens: int, now_ms: int, pause_s: float) -> None:
         """Note the time of a promised retry; a retry before its time keeps its position in the book."""
@@ -91,9 +98,16 @@ class RetryBook:
         self._promises[key] = promise
         self._tokens += tokens
         heapq.heappush(self._ends, (promise.until_ms, key))
+        heapq.heappush(self._dues, (promise.due_ms, key))
 
     def _expire(self, now_ms: int) -> None:
-        """Drop promises that no client has claimed in time."""
+        """Count promises whose time has come, and drop those that no client has claimed in time."""
+        while self._dues and self._dues[0][0] <= now_ms:
+            due_ms, key = heapq.heappop(self._dues)
+            promise = self._promises.get(key)
+            if promise is not None and promise.due_ms == due_ms and key not in self._due:
+                self._due[key] = promise.tokens
+                self._due_tokens += promise.tokens
         while self._ends and self._ends[0][0] < now_ms:
             until_ms, key = heapq.heappop(self._ends)
             promise = self._promises.get(key)
@@ -103,6 +117,7 @@ class RetryBook:
     def _drop(self, key: Key) -> None:
         if promise := self._promises.pop(key, None):
             self._tokens -= promise.tokens
+            self._due_tokens -= self._due.pop(key, 0)
 
 
 def _key(requests: Sequence[Generate]) -> Key:
