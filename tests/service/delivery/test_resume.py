@@ -428,7 +428,7 @@ async def test_at_the_end_of_a_drain_streams_move_on_and_plain_ones_are_told(
 ) -> None:
     leaving, staying = await serve(drain_s=0.1), await serve()
     found: list[Event] = []
-    begun: list[Event] = []  # of the plain stream: before its first event it is answered with a status
+    begun: list[Event] = []  # events of the plain stream; before its first one it is answered with a status
     body = {"model": "tiny", "prompt": "a", "max_tokens": 100, "stream": True}
     async with engine(says(byte_level_tokenizer), step_s=paced(0.02)) as fake:
         await settled(lambda: bool(leaving.streams.fleet.engines) and bool(staying.streams.fleet.engines))

@@ -162,13 +162,13 @@ def test_after_a_burst_obedient_clients_get_in_at_the_first_retry(
     assert statistics.median(burst.errors()) <= 0.2
 
 
-@pytest.mark.parametrize(("stated_rate", "least"), [(300, 0.95), (400, 0.9), (520, 0.5)])
+@pytest.mark.parametrize(("stated_rate", "minimum"), [(300, 0.95), (400, 0.9), (520, 0.5)])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_without_a_late_lane_promised_retries_start_on_time(seed: int, stated_rate: float, least: float) -> None:
+def test_without_a_late_lane_promised_retries_start_on_time(seed: int, stated_rate: float, minimum: float) -> None:
     """Even where the engine overstates its pace by 30 % the queue does not stay beyond its bound."""
     burst = Burst(REFUSING, seed, stated_rate)
     burst.run(base=0.8, times=3, burst_s=20)
-    assert burst.on_time_share() >= least
+    assert burst.on_time_share() >= minimum
     assert burst.first_retry_success() >= 0.9
 
 
