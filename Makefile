@@ -130,7 +130,7 @@ $(INSTALLED): $(SERVING)
 	@mkdir -p $(@D) && cp $^ $(@D) && cd $(@D) && npm ci --silent --no-audit --no-fund
 	@touch $@
 
-$(KERNELS): $(SERVING) engine/executor/ops.py engine/executor/kernels_build.py $(shell find csrc -type f)
+$(KERNELS): $(SERVING) $(wildcard engine/executor/ops/*.py) engine/executor/kernels_build.py $(shell find csrc -type f)
 	@echo "Building the kernels of csrc, unless they are built already"
 	@$(RUN) -m quire.engine.executor.ops >/dev/null
 	@touch $@

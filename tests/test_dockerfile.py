@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.config import EngineConfig
-from quire.engine.executor import ops
+from quire.engine.executor import kernels_build
 from quire.engine.executor.models.sources import demo
 from tests.system import images
 
@@ -63,14 +63,14 @@ def test_the_dockerfile_says_nothing_that_is_not_so() -> None:
         assert re.search(rf"^  {part}\)", script, re.MULTILINE), part
     assert list(STAGES)[-1] == "engine", "what `docker build` makes without --target"
     (gpus,) = re.findall(r'^ARG GPUS="(.*)"', DOCKERFILE, re.MULTILINE)
-    assert tuple(gpus.split()) == ops.AHEAD_GPUS
+    assert tuple(gpus.split()) == kernels_build.AHEAD_GPUS
     for name in re.findall(r"QUIRE_(\w+)=", DOCKERFILE):
         assert name.lower() in EngineConfig.__struct_fields__
     values = (ROOT / "helm" / "values.yaml").read_text()
     assert f"/models/{demo.NAME}/" in DOCKERFILE
     assert f'models.sources.demo "$prefix/models/{demo.NAME}"' in script
     assert f"  name: /opt/quire/models/{demo.NAME}\n" in values
-    assert ops.LIBRARY in DOCKERFILE
+    assert kernels_build.LIBRARY in DOCKERFILE
     ignored = (ROOT / ".dockerignore").read_text().split()
     for name in re.findall(r"cp -r (.*) \"", script)[0].split():
         assert f"!{name}" in ignored

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.common.embedded_redis import EmbeddedRedis
-from quire.engine.executor import ops
+from quire.engine.executor import kernels_build
 from tests.pace import patience
 from tests.ports import free_port
 from tests.service.fakes import byte_level
@@ -49,11 +49,12 @@ def test_the_wheel_holds_every_file_of_ours_and_its_kernels_build(tmp_path: Path
     # Loaded from the wheel, the builder finds the wheel's own sources; what it compiles them to is the same as here.
     code = (
         "import sys; from pathlib import Path; from quire.engine.executor import kernels_build, ops; import torch\n"
-        "assert ops.CSRC == Path(sys.argv[1]) / 'quire' / 'csrc', ops.CSRC\n"
-        "script = kernels_build.build_script(ops.Target()); assert f'{ops.CSRC}/cpu/attention.cpp' in script\n"
+        "assert kernels_build.CSRC == Path(sys.argv[1]) / 'quire' / 'csrc', kernels_build.CSRC\n"
+        "script = kernels_build.build_script(kernels_build.Target())\n"
+        "assert f'{kernels_build.CSRC}/cpu/attention.cpp' in script\n"
         "ops.load(library=Path(sys.argv[2])); print(ops.rms_norm(torch.ones(1, 8), torch.ones(8), 0.0).sum().item())"
     )
-    library = ops.build(ops.default_directory())
+    library = kernels_build.build(kernels_build.default_directory())
     run = subprocess.run(
         [sys.executable, "-c", code, site, library],
         cwd=tmp_path,

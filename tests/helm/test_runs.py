@@ -26,7 +26,7 @@ import pytest
 import yaml
 
 from quire.engine.common.embedded_redis import server_binary
-from quire.engine.executor import ops
+from quire.engine.executor import kernels_build
 from tests.helm.chart import Manifest, config_text, only, pods, rendered, values
 from tests.pace import patience
 from tests.ports import free_port
@@ -256,7 +256,7 @@ def start_engine(node: Node, kernels: Path) -> Process:
 
 @pytest.mark.timeout(400)
 def test_the_cpu_profile_runs_as_rendered(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
-    kernels = ops.build(ops.default_directory())
+    kernels = kernels_build.build(kernels_build.default_directory())
     changes = runnable("cpu", checkpoint("llama"))
     changes["engine"]["keda"] = {"enabled": True}
     changes["monitoring"] = {"enabled": True}
@@ -300,7 +300,7 @@ def test_an_upgrade_on_a_managed_redis_cuts_no_answer(tmp_path: Path, checkpoint
 
 def check_upgrade(name: str, folder: Path, model: Path, secrets: dict[tuple[str, str], str]) -> None:
     """Upgrade a release with one of the files of values while it answers."""
-    kernels = ops.build(ops.default_directory())
+    kernels = kernels_build.build(kernels_build.default_directory())
     changes = runnable(name, model)
     old = Node(folder / "old", rendered(changes), secrets=secrets)
     changes["engine"]["config"] |= {"max_seqs": 16, "kv_blocks": 200}

@@ -67,8 +67,8 @@ def test_cached_start_is_fast() -> None:
 
 def test_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ops.KernelBuildError, match="'no-such-compiler' is not on PATH"):
-        ops.build(tmp_path)
+    with pytest.raises(kernels_build.KernelBuildError, match="'no-such-compiler' is not on PATH"):
+        kernels_build.build(tmp_path)
 
 
 def test_no_compiler_on_path_is_one_line_that_the_engine_catches(
@@ -77,7 +77,7 @@ def test_no_compiler_on_path_is_one_line_that_the_engine_catches(
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ModelLoadError, match=r"^cannot build the kernels: no C\+\+ compiler.*set CXX$") as raised:
-        ops.build(tmp_path)
+        kernels_build.build(tmp_path)
     assert "\n" not in str(raised.value)
     command = [sys.executable, "-m", "quire.engine.executor.ops"]
     env = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -95,15 +95,15 @@ def test_failed_build_names_compiler_error_and_log(
     (csrc / "broken.cpp").write_text("int broken( { }\n")
     monkeypatch.setattr(kernels_build, "CSRC", csrc)
     with pytest.raises(
-        ops.KernelBuildError, match=r"c\+\+ failed: .*broken.cpp:1:.*error.*full log: .*build.log"
+        kernels_build.KernelBuildError, match=r"c\+\+ failed: .*broken.cpp:1:.*error.*full log: .*build.log"
     ) as raised:
-        ops.build(tmp_path)
+        kernels_build.build(tmp_path)
     assert "compiling" in capfd.readouterr().err
     log = Path(str(raised.value).split("full log: ")[1].rstrip(")"))
     assert "broken.cpp:1" in log.read_text()
     # No partial library is left behind, and the corrected source builds.
     (csrc / "broken.cpp").write_text("int mended() { return 1; }\n")
-    assert ops.build(tmp_path).exists()
+    assert kernels_build.build(tmp_path).exists()
 
 
 def test_changed_source_is_a_different_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,11 +111,11 @@ def test_changed_source_is_a_different_build(tmp_path: Path, monkeypatch: pytest
     csrc.mkdir()
     monkeypatch.setattr(kernels_build, "CSRC", csrc)
     (csrc / "a.cpp").write_text("int a() { return 1; }\n")
-    first = ops.build(tmp_path)
+    first = kernels_build.build(tmp_path)
     (csrc / "a.h").write_text("// a new header\n")
-    second = ops.build(tmp_path)
+    second = kernels_build.build(tmp_path)
     assert first.parent != second.parent
-    assert ops.build(tmp_path) == second
+    assert kernels_build.build(tmp_path) == second
 
 
 def test_only_torchs_thread_pool_is_used() -> None:
@@ -139,8 +139,10 @@ def test_a_gpu_without_a_cuda_compiler_is_an_error_that_says_what_to_do(
     monkeypatch.setattr(kernels_build, "CUDA_PLACES", [])
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    with pytest.raises(ops.KernelBuildError, match=r"a GPU but no CUDA compiler: .* CUDA_HOME; .* --device cpu"):
-        ops.build(tmp_path)
+    with pytest.raises(
+        kernels_build.KernelBuildError, match=r"a GPU but no CUDA compiler: .* CUDA_HOME; .* --device cpu"
+    ):
+        kernels_build.build(tmp_path)
 
 
 def test_built_ahead_for_other_machines_is_loaded_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,18 +150,18 @@ def test_built_ahead_for_other_machines_is_loaded_as_it_is(tmp_path: Path, monke
     csrc.mkdir()
     monkeypatch.setattr(kernels_build, "CSRC", csrc)
     (csrc / "a.cpp").write_text("int a() { return 1; }\n")
-    library = ops.build_ahead(tmp_path / "ahead", ops.Target(cpu=ops.AHEAD_CPU))
-    assert f"={ops.AHEAD_CPU} " in (tmp_path / "ahead" / "build" / "build.ninja").read_text()
+    library = kernels_build.build_ahead(tmp_path / "ahead", kernels_build.Target(cpu=kernels_build.AHEAD_CPU))
+    assert f"={kernels_build.AHEAD_CPU} " in (tmp_path / "ahead" / "build" / "build.ninja").read_text()
     ops.load(library=library)
-    with pytest.raises(ops.KernelBuildError, match=r"nowhere.so: no such file; .*--ahead"):
+    with pytest.raises(kernels_build.KernelBuildError, match=r"nowhere.so: no such file; .*--ahead"):
         ops.load(library=tmp_path / "nowhere.so")
 
 
 def test_every_source_is_compiled_once_and_the_bindings_of_a_device_together() -> None:
-    script = kernels_build.build_script(ops.Target())
+    script = kernels_build.build_script(kernels_build.Target())
     lines = [line for line in script.splitlines() if line.startswith("build ")]
     (united,) = [line for line in lines if " unite " in line]
-    for source in ops.CSRC.rglob("*.cpp"):
+    for source in kernels_build.CSRC.rglob("*.cpp"):
         names = sum(line.split().count(str(source)) for line in lines)
         assert names == ("cuda" not in source.parts)
         if "cuda" not in source.parts:
@@ -172,8 +174,8 @@ def test_each_gpu_gets_machine_code_of_its_own(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    script = kernels_build.build_script(ops.Target(gpus=("8.0", "9.0")))
+    script = kernels_build.build_script(kernels_build.Target(gpus=("8.0", "9.0")))
     assert "arch=compute_80,code=sm_80" in script
     assert "arch=compute_90a,code=sm_90a" in script  # wgmma exists in the `a` target alone
-    assert ops.Target().gpus == ()
-    assert "nvcc" not in kernels_build.build_script(ops.Target())
+    assert kernels_build.Target().gpus == ()
+    assert "nvcc" not in kernels_build.build_script(kernels_build.Target())

@@ -1,0 +1,87 @@
+"""LoRA adapters: the rows of a step that have one get B A x added, per site."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AdapterRows:
+    """The rows of a step that have a LoRA adapter, on a CPU: arguments of `lora` that are equal at all sites."""
+
+    weights: list[torch.Tensor]  # per adapter [elements], dtype of the model: its matrices, packed
+    tables: list[torch.Tensor]  # per adapter [sites, 14] int64: where they are (csrc/ops.cpp)
+    rows: torch.Tensor  # [n] int32: rows of the step, ascending within an adapter
+    starts: torch.Tensor  # [adapters + 1] int32: adapter g has rows[starts[g] : starts[g + 1]]
+
+
+LORA_FIELDS, LORA_PARTS = 14, 3  # of a site in a table; linear layers that share a GEMM
+
+
+def lora(x: torch.Tensor, adapters: AdapterRows, site: int, y: torch.Tensor) -> None:
+    """Add to rows of y what their LoRA adapters make of x: y[row] += B A x[row], on a CPU.
+
+    x [T, in], y [T, out] have the model's dtype; rows of y are contiguous.  site: index of the GEMM in the tables.
+    Sums are float32; A x is rounded to the dtype.  A row's bits do not depend on the batch; other rows are untouched.
+    """
+    torch.ops.quire.lora.default(x, adapters.weights, adapters.tables, adapters.rows, adapters.starts, site, y)
+
+
+# On a GPU, as in csrc/cuda/lora/lora.h: rows per tile; ranks, inputs and features per packed block.
+LORA_TILE, LORA_RANKS, LORA_INPUTS, LORA_FEATURES = 32, 16, 32, 32
+LORA_ALIGNED = 8  # divisor of a site's inputs, and of the outputs of its layers
+_LORA_CTA_INPUTS, _LORA_SPLITS = 32, 8  # blocks of inputs per CTA and round; partial sums that many rows still pay for
+_LORA_CTAS = 264  # CTAs that keep a GPU busy: 2 on each of 132 multiprocessors
+
+
+@dataclass(frozen=True)
+class DeviceAdapters:
+    """LoRA adapters in the slots of a GPU, and the rows of the running step that have them: arguments of `lora_shrink`
+    and `lora_expand` that are equal at all sites.  Every tensor keeps its address."""
+
+    weights: torch.Tensor  # [slots, elements], dtype of the model: packed matrices
+    table: torch.Tensor  # [slots, sites, 14] int64: where they are (csrc/ops.cpp)
+    order: torch.Tensor  # [rows] int32: rows with an adapter, sorted by slot
+    tiles: torch.Tensor  # [tiles, 4] int32: slot (-1: none), first index into order, rows, 0
+    slot_of_row: torch.Tensor  # [rows] int32; -1: no adapter
+    features: list[list[int]]  # outputs of each layer, per site
+    ranks: list[int]  # maximum ranks of a site's layers together
+    steps: list[int]  # blocks of inputs, per site
+
+
+def lora_tiles(rows: int, slots: int) -> int:
+    """Return the maximum number of tiles of so many rows."""
+    return min(rows, rows // LORA_TILE + slots)
+
+
+def lora_shrink(x: torch.Tensor, adapters: DeviceAdapters, site: int) -> torch.Tensor:
+    """Return A x of the rows with an adapter, in partial sums, for `lora_expand`.  x [T, in], dtype of the model."""
+    if x.stride(0) % LORA_ALIGNED or x.data_ptr() % 16:
+        x = x.contiguous()
+    rows, ranks, steps = len(x), adapters.ranks[site], adapters.steps[site]
+    tiles = adapters.tiles[: lora_tiles(rows, len(adapters.weights))]
+    at_once = -(-steps // _LORA_CTA_INPUTS)  # splits that leave one round to each CTA
+    if rows > LORA_TILE:
+        wanted = -(-_LORA_CTAS // (max(1, len(tiles)) * ranks // LORA_RANKS))
+        at_once = min(at_once, max(1, min(wanted, _LORA_SPLITS)))
+    h = torch.empty(at_once, rows, ranks, dtype=torch.float32, device=x.device)
+    where = adapters.weights, adapters.table, adapters.order, tiles
+    torch.ops.quire.lora_shrink.default(x, *where, site, h)
+    return h
+
+
+def lora_expand(
+    h: torch.Tensor, adapters: DeviceAdapters, site: int, y: torch.Tensor, *, silu_mul: bool = False
+) -> torch.Tensor:
+    """Add to rows of y [T, out] what their adapters make of x: y[row] += B h, where h is A x.  Returns y.
+
+    Sums are float32, A x is rounded to the dtype of y; rows without an adapter are untouched.
+
+    silu_mul: return silu(gate) * up of the halves of y, for all rows, instead."""
+    out = y.new_empty(len(y), y.shape[1] // 2) if silu_mul else None
+    tiles = adapters.tiles[: lora_tiles(len(y), len(adapters.weights))]
+    where = adapters.weights, adapters.table, adapters.order, tiles, adapters.slot_of_row
+    torch.ops.quire.lora_expand.default(h, *where, site, adapters.features[site], y, out)
+    return y if out is None else out

@@ -1,0 +1,76 @@
+"""Mixtures of experts: on a GPU in bfloat16 or float16; on a CPU in plain loops, which tests compare with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MOST_EXPERTS, MOST_CHOSEN = 512, 32  # experts per layer, and chosen per token
+MOST_PAIRS = 512  # (token, expert) pairs per call of `experts`, unless `takes_all_pairs`
+MOST_TOKENS = 16_384  # tokens per call of the operator, which bounds its memory; more are split
+_HOPPER, _WHOLE_SLABS = 9, 64  # compute capability; divisor of hidden and inner size
+
+
+def takes_all_pairs(hidden: int, inner: int, device: torch.device) -> bool:
+    """Return whether `experts` takes any number of tokens for these sizes; if not, at most MOST_PAIRS pairs T * k."""
+    if hidden % _WHOLE_SLABS or inner % _WHOLE_SLABS or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device)[0] == _HOPPER  # later GPUs have no wgmma
+
+
+def route(logits: torch.Tensor, top: int, *, normalise: bool, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the top-k experts of each token by logits [T, E] -> (expert ids int32, weights float32), both [T, top].
+
+    Weights are the softmax over all experts.
+
+    normalise  a token's weights are divided by their sum
+    rounded    weights are rounded to the dtype of the logits
+    """
+    chosen = torch.empty(logits.shape[0], top, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(logits.shape[0], top, dtype=torch.float32, device=logits.device)
+    torch.ops.quire.route.default(logits, normalise, rounded, chosen, weights)
+    return chosen, weights
+
+
+@dataclass(frozen=True)
+class Clamped:
+    """The activation of gpt-oss: g * sigmoid(alpha * g) * (u + 1), where g is `gate` and u is `up`, both clamped.
+
+    g = min(gate, limit), u = max(-limit, min(up, limit))."""
+
+    alpha: float
+    limit: float  # over 0
+
+
+def experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    plus: torch.Tensor,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    clamped: Clamped | None = None,
+) -> torch.Tensor:
+    """Add the weighted sum of each token's expert outputs to plus, in place: x, plus [T, hidden] -> plus.
+
+    chosen, weights  [T, k] as `route` returns them; T * k is at most MOST_PAIRS unless `takes_all_pairs`
+    gate_up          [E, 2 * inner, hidden]: per expert gate rows, then up rows; both sizes are multiples of 8.
+                     With `clamped` gate and up rows are interleaved
+    gate_up_bias     [E, 2 * inner], in the order of the rows
+    down             [E, hidden, inner]
+    down_bias        [E, hidden]
+    clamped          the activation; None: silu(gate) * up
+
+    Reads each chosen expert once.  The number of pairs chooses the kernel; beyond that a token's result does not depend
+    on the others."""
+    name, alpha, limit = ("silu", 0.0, 0.0) if clamped is None else ("clamped", clamped.alpha, clamped.limit)
+    for first in range(0, len(x), MOST_TOKENS):
+        part = slice(first, first + MOST_TOKENS)
+        routed = x[part], chosen[part], weights[part]
+        biased = gate_up, gate_up_bias, down, down_bias
+        torch.ops.quire.experts.default(*routed, *biased, name, alpha, limit, plus[part])
+    return plus

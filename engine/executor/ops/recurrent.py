@@ -1,0 +1,63 @@
+"""Recurrent layers on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    rows: torch.Tensor,
+    q_start: torch.Tensor,
+    keeps: torch.Tensor | None,
+    silu: bool,
+) -> torch.Tensor:
+    """Convolve the channels of each sequence with its newest inputs, on a CPU: [T, channels] -> [T, channels].
+
+    weight      [taps, channels] float32, the newest token's last;  bias [channels] float32
+    states      [slots, taps - 1, channels], dtype of x: the inputs before the step, updated in place
+    rows        [S] int32, the slot of each sequence; distinct
+    q_start     [S + 1] int32, sequence s owns tokens q_start[s] .. q_start[s + 1] - 1
+    keeps       [n, 2] int32 (end, place), by ascending end: a copy of the state before token `end` goes there
+    silu        applied to the result
+
+    A token's result has the same bits in any batch and any chunking of its prompt.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    torch.ops.quire.causal_conv.default(x, weight, bias, silu, states, rows, q_start, keeps, out)
+    return out
+
+
+def linear_recurrence(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    states: torch.Tensor,
+    rows: torch.Tensor,
+    q_start: torch.Tensor,
+    keeps: torch.Tensor | None,
+    *,
+    q_scale: float = 1.0,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """Run a linear recurrence over each sequence, on a CPU: [T, heads, values] float32.
+
+    q, k        [T, key_heads, keys], any strides as long as rows of keys are contiguous; heads % key_heads == 0
+    v           [T, heads, values], the same dtype
+    decay       [T, heads] float32, logarithm of the factor of the old state
+    beta        [T, heads] float32: the delta rule; None: plain
+    states      [slots, heads, keys, values] float32, updated in place
+    rows, q_start, keeps  as in `causal_conv`
+    q_scale     factor of q;  eps > 0: q and k become x / sqrt(sum(x^2) + eps) first
+
+    Per token: S = exp(decay) S;  w = beta (v - k^T S), or v;  S = S + k w^T;  out = q^T S.  A token's result has the
+    same bits in any batch and any chunking of its prompt.
+    """
+    out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    torch.ops.quire.linear_recurrence.default(q, k, v, decay, beta, q_scale, eps, states, rows, q_start, keeps, out)
+    return out
