@@ -7,7 +7,6 @@ Templates differ in what they read: `template_probe.py` finds it out when the mo
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -16,6 +15,7 @@ from typing import Any
 import msgspec
 
 from quire.service.api.client_tools import custom_arguments
+from quire.service.api.sent_calls import read_call, read_function
 from quire.service.chat_templates import written_numbers
 from quire.service.chat_templates.fit_history import Entry, fit
 from quire.service.chat_templates.template_probe import TEMPLATES_KEPT, Dialect
@@ -42,12 +42,12 @@ class Message(msgspec.Struct):
     role: str
     content: str | list[Part] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, msgspec.Raw]] | None = None  # `sent_calls.py` reads them, with all digits
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    function_call: dict[str, Any] | None = None
+    function_call: dict[str, msgspec.Raw] | None = None
 
 
 def plain_messages(messages: list[Message], config: GatewayConfig) -> list[dict[str, Any]]:
@@ -74,11 +74,12 @@ def _plain(name: str, message: Message) -> dict[str, Any]:
     if (reasoning := message.reasoning_content or message.reasoning) is not None:
         entry["reasoning_content"] = reasoning
     if "tool_calls" in entry:
-        entry["tool_calls"] = [_of_custom(call) for call in entry["tool_calls"]]
+        calls = [read_call(f"{name}.tool_calls[{at}]", call) for at, call in enumerate(entry["tool_calls"])]
+        entry["tool_calls"] = [_of_custom(call) for call in calls]
     for at, call in enumerate(entry.get("tool_calls", ())):
         _check_call(f"{name}.tool_calls[{at}]", call)
     if message.function_call is not None:
-        entry["function_call"] = message.function_call
+        entry["function_call"] = read_function(f"{name}.function_call", message.function_call)
         _check_call(name, entry, "function_call")
     return entry
 
@@ -176,7 +177,7 @@ def _call(call: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
     if dialect.arguments:
         arguments = _object(arguments, dialect)
     elif not isinstance(arguments, str):
-        arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+        arguments = written_numbers.written({} if arguments is None else arguments)
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 

@@ -50,6 +50,13 @@ def _float(text: str) -> float:
     return plain if repr(plain := float(text)) == text else Written(text)
 
 
+def written(value: Any) -> str:
+    """Return a value as JSON text, numbers as they were written."""
+    numbers = _Numbers()
+    text = json.dumps(_mapped(value, numbers.stand_in), ensure_ascii=False)
+    return numbers.revealed(text) or json.dumps(value, ensure_ascii=False)
+
+
 def rendered(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> str:
     """Return the text of messages, the numbers in their calls as they were written.
 
@@ -67,14 +74,15 @@ class _Numbers:
 
     def placed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages with random numbers for those of their calls of which Python would change the text."""
-        return _in_calls(messages, self._random)
+        return _in_calls(messages, self.stand_in)
 
-    def _random(self, number: Written) -> float:
+    def stand_in(self, number: Written) -> float:
+        """Return a random number that stands for another."""
         digits = INT_DIGITS if number.text.lstrip("-").isdecimal() else FLOAT_DIGITS
         drawn = 10 ** (digits - 1) + secrets.randbelow(9 * 10 ** (digits - 1))
-        stand_in: float = drawn if digits == INT_DIGITS else drawn + 0.5
-        self._texts[repr(stand_in)] = number.text
-        return stand_in
+        random: float = drawn if digits == INT_DIGITS else drawn + 0.5
+        self._texts[repr(random)] = number.text
+        return random
 
     def revealed(self, text: str) -> str | None:
         """Return a rendered text with the numbers as they were written; None if the template changed one of them."""

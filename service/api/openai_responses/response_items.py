@@ -246,7 +246,7 @@ class _History:
         self._names[call] = name
         turn = self._turn()
         function = {"name": name, "arguments": arguments}
-        entry = {"id": call.removeprefix(CALL_PREFIX), "type": "function", "function": function}
+        entry: dict[str, Any] = {"id": call.removeprefix(CALL_PREFIX), "type": "function", "function": function}
         turn.tool_calls = [*(turn.tool_calls or ()), entry]
 
     def _result(self, call: str, content: str | list[Part]) -> None:

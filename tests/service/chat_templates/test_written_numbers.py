@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quire.service.api import api
 from quire.service.api.anthropic import messages
 from quire.service.api.api import NO_DEFAULTS
 from quire.service.api.history import Message, plain_messages
@@ -32,7 +33,8 @@ NUMBERS = [
 
 
 def history(arguments: str) -> list[dict[str, Any]]:
-    calls = [{"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    function = {"name": "f", "arguments": arguments}
+    calls: list[dict[str, Any]] = [{"id": "abcdefghi", "type": "function", "function": function}]
     messages = [
         Message("user", "Hi"),
         Message("assistant", "", tool_calls=calls),
@@ -67,6 +69,47 @@ def test_a_number_keeps_its_text_in_an_input_of_messages(tmp_path: Path) -> None
     valid = messages.parse(body.encode(), GatewayConfig(), "m", 600.0, NO_DEFAULTS)
     ids = tokenizer._encode_chat(valid.messages, None, valid.options)
     assert f'"arguments": {{{members}}}}}' in tokenizer.text_of(ids, skip_special=False)
+
+
+def sent(arguments: str, field: str = "tool_calls") -> list[dict[str, Any]]:
+    """A history in which a client sent arguments as they are, not as a text of JSON."""
+    function = f'{{"name": "f", "arguments": {arguments}}}'
+    calls = f'[{{"id": "abcdefghi", "type": "function", "function": {function}}}]'
+    answer = f'{{"role": "assistant", "content": "", "{field}": {calls if field == "tool_calls" else function}}}'
+    body = f'{{"messages": [{{"role": "user", "content": "Hi"}}, {answer}]}}'
+    return plain_messages(api.decode(body.encode(), api.ChatBody).messages, GatewayConfig())
+
+
+@pytest.mark.parametrize("field", ["tool_calls", "function_call"])
+@pytest.mark.parametrize("given", ["objects", "texts"])
+def test_a_number_keeps_its_text_in_arguments_sent_as_an_object(tmp_path: Path, field: str, given: str) -> None:
+    """Clients that keep a parsed call send its arguments back so; some templates read them as text."""
+    template = TOOLS_TEMPLATE
+    if given == "texts":
+        template = template.replace("call.function.arguments | tojson", "call.function.arguments + ''")
+        assert template != TOOLS_TEMPLATE
+    tokenizer = tokenizer_of(tmp_path, template)
+    assert tokenizer.chat.dialect.arguments is (given == "objects")
+    members = ", ".join(f'"n{at}": {text}' for at, text in enumerate(NUMBERS))
+    arguments = f'{{{members}, "all": [{", ".join(NUMBERS)}], "half": "\\ud83d", "empty": {{}}}}'
+    shown = tokenizer.text_of(tokenizer._encode_chat(sent(arguments, field)), skip_special=False)
+    assert f'"arguments": {arguments}}}'.replace("\\ud83d", "\N{REPLACEMENT CHARACTER}") in shown
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (b'{"function": 5}', "function"),
+        (b'{"function": {"name": 5}}', "function.name"),
+        (b'{"function": {"name": "f", "arguments": "\xff"}}', "function"),
+        (b'{"function": {"name": "f", "arguments": {"a": "\xff"}}}', "function"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_a_400_that_names_it(call: bytes, field: str) -> None:
+    body = b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [%s]}]}' % call
+    with pytest.raises(Refusal, match=rf"messages\[0\]\.tool_calls\[0\]\.{field}") as refused:
+        plain_messages(api.decode(body, api.ChatBody).messages, GatewayConfig())
+    assert refused.value.status == 400
 
 
 @pytest.mark.parametrize(("given", "status"), [(b"null", 0), (b"[]", 400), (b'"{}"', 400), (b'{"a": "\xff"}', 400)])
