@@ -65,7 +65,7 @@ class Handlers:
             config, tokenizer, streams, capacity, quotas, work, self.bodies, intake, stored, self.background
         )
         self.responses = ResponseEndpoints(
-            config, tokenizer, capacity, work, self.bodies, intake, stored, self.background, self.answers
+            config, tokenizer, capacity, work, self.bodies, intake, stored, self.background, self.answers, quotas
         )
 
     async def completions(self, request: web.Request) -> web.StreamResponse:

@@ -13,11 +13,12 @@ from quire.service.api.openai_responses.compaction import parse_compaction
 from quire.service.api.openai_responses.output_items import PREFIX as RESPONSE
 from quire.service.common.refusal import renaming
 from quire.service.config import GatewayConfig
+from quire.service.delivery.quotas import Quotas
 from quire.service.http.answers import Answers
 from quire.service.http.background import Background
 from quire.service.http.bodies import Bodies
 from quire.service.http.intake import Intake
-from quire.service.http.middleware import Capacity
+from quire.service.http.middleware import TENANT, Capacity
 from quire.service.http.request_work import RequestWork, cut_after
 from quire.service.http.stored_responses import StoredResponses, holder_of
 from quire.service.text.tokenizer import Tokenizer
@@ -37,10 +38,11 @@ class ResponseEndpoints:
         stored: StoredResponses,
         background: Background,
         answers: Answers,
+        quotas: Quotas,
     ) -> None:
         self._config, self._tokenizer, self._capacity = config, tokenizer, capacity
         self._work, self._bodies, self._intake = work, bodies, intake
-        self._stored, self._background, self._answers = stored, background, answers
+        self._stored, self._background, self._answers, self._quotas = stored, background, answers, quotas
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
@@ -56,6 +58,7 @@ class ResponseEndpoints:
         """POST /v1/responses/input_tokens: the prompt that POST /v1/responses would make, without an answer."""
         timeout_s = self._config.default_timeout_s
         with renaming(responses.NAMES), self._capacity.occupy():
+            await self._quotas.count(request, request[TENANT])
             async with self._bodies.read(request) as body:
                 valid, size = await self._intake.parse(request, body, responses.parse, RESPONSE, timeout_s)
                 [ids] = await self._tokenizer.encode(valid, size, total=self._work.max_tokens())

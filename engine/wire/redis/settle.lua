@@ -1,18 +1,22 @@
 -- Enter in the ledger how many tokens of each choice reached a client, and settle the quotas of those that ended.
 -- For each request: id, tenant, choices, then that many counts of tokens.
 -- Returns for each request {tokens generated, tokens delivered, delivered tokens that no call had entered before}.
+-- A log that is gone (Redis has lost its keys) cannot say what was entered before: then nothing is entered.
 local words = ARGV
 
 local found, i = {}, 1
 while i <= #words do
   local id, tenant, n = unpack(words, i, i + 2)
-  local log, delivered, new = P .. 'log:' .. id, 0, 0
+  local log, known, delivered, new = P .. 'log:' .. id, continuations(id) > 0, 0, 0
   fold_for(id)
   for index = 0, n - 1 do
     local before = tonumber(call('HGET', log, 'delivered:' .. index) or 0)
     local now = math.max(before, words[i + 3 + index])
-    delivered, new = delivered + now, new + now - before
-    if now > before and continuations(id) > 0 then call('HSET', log, 'delivered:' .. index, now) end
+    delivered = delivered + now
+    if known and now > before then
+      new = new + now - before
+      call('HSET', log, 'delivered:' .. index, now)
+    end
   end
   if new > 0 then call('HINCRBY', P .. 'usage:' .. tenant, 'delivered', new) end
   settle_quota(tenant, id)

@@ -28,6 +28,14 @@ Serve = Callable[..., Awaitable[Served]]
 EngineMaker = Callable[..., FakeEngine]
 KEY = {"Authorization": "Bearer a"}
 FREE = {"Authorization": "Bearer b"}
+ANSWERED = {  # an engine answers these: they take all quotas
+    *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations", "/generative_scoring"),
+    *("/v1/messages", "/v1/responses", "/v1/responses/compact"),
+}
+NOT_COUNTED = {  # for administrators, or without work
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache", "/ping"),
+    "/v1/responses/{id}/cancel",
+}
 
 
 def tenants_file(folder: Path, **quotas: int) -> str:
@@ -308,7 +316,11 @@ async def test_counting_tokens_takes_requests_per_minute_and_no_place(serve: Ser
         ("/tokenize", {"model": "tiny", "prompt": "a" * 100}),
         ("/detokenize", {"model": "tiny", "tokens": [40, 41]}),
         ("/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses/input_tokens", {"model": "tiny", "input": "a"}),
     ]
+    async with served.session.get("/openapi.json", headers=FREE) as response:
+        paths = (await response.json())["paths"]
+    assert {path for path in paths if "post" in paths[path]} - ANSWERED - NOT_COUNTED == {path for path, _ in bodies}
     async with served.session.post(bodies[0][0], json=bodies[0][1], headers=KEY) as response:
         assert response.status == 200
     assert (await left(served))[1] == 50
