@@ -8,7 +8,7 @@
     _.guided_regex,
     _.guided_choice,
     _.guided_grammar,
-)  # service/api/api.py: refused fields
+)  # service/api/bodies.py: refused fields
 _.beam_width, _.num_beams, _.bad_words, _.audio, _.logits_processors
 _.tool_call_id, _.reasoning_effort, _.verbosity
 # service/api/anthropic/messages.py, service/api/openai_responses/responses.py: harmless and refused fields of foreign formats.

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 from quire.engine.wire.messages import Predictions
-from quire.service.api.api import ValidRequest
 from quire.service.api.format import Prompted
 from quire.service.api.position import Position
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer
 from quire.service.output.pieces import Piece
 from quire.service.output.regions import CallDelta

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.service.api import api
-from quire.service.api.api import ValidRequest, decode
+from quire.service.api import api, decoding
+from quire.service.api.bodies import ChatBody
+from quire.service.api.decoding import decode
 from quire.service.api.echo import last_answer
 from quire.service.api.history import Message, plain_messages
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import shown
 from quire.service.common.refusal import Refusal, bad_request, check, renamed, renaming
 from quire.service.config import GatewayConfig
@@ -20,7 +22,7 @@ from quire.service.config import GatewayConfig
 UNSERVED = {"stream": False, "tools": [], "use_beam_search": False, "n": 1}  # fields, and the value that is allowed
 
 
-class BatchBody(api.ChatBody, kw_only=True):
+class BatchBody(ChatBody, kw_only=True):
     """Body of POST /v1/chat/completions/batch."""
 
     messages: list[list[Message]]  # type: ignore[assignment]  # a chat each
@@ -30,7 +32,7 @@ def parse(
     body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: api.Served = api.NO_DEFAULTS
 ) -> ValidRequest:
     """Parse the body of POST /v1/chat/completions/batch.  Raises Refusal."""
-    asked, unknown = api.decode_all(body, BatchBody, "chat", config)
+    asked, unknown = decoding.decode_all(body, BatchBody, "chat", config)
     for name, allowed in UNSERVED.items():
         if (value := getattr(asked, name)) not in (None, allowed):
             given = len(value) if isinstance(value, list) else shown(value)
@@ -48,7 +50,7 @@ def parse(
     for at, messages in enumerate(asked.messages):
         try:
             if valid is None:
-                chat = api.ChatBody(**{**fields, "messages": messages})
+                chat = ChatBody(**{**fields, "messages": messages})
                 valid = api.chat_request(chat, config, served_name, timeout_s, served, unknown)
             else:
                 conversations.append(plain_messages(messages, config))

@@ -10,8 +10,8 @@ import msgspec
 
 from quire.engine.wire.messages import Generate
 from quire.engine.wire.prefixes import prefix_digests
-from quire.service.api.api import ValidRequest
 from quire.service.api.trace_context import TraceContext
+from quire.service.api.valid_request import ValidRequest
 
 
 class Envelope(NamedTuple):

@@ -14,12 +14,13 @@ import msgspec
 
 from quire.engine.wire.messages import Predictions, TokenLogprob
 from quire.service.api import beams, best_of, vllm_keys, whole_answers
-from quire.service.api.api import Refusal, ValidRequest
 from quire.service.api.logprobs import Columns, LogprobFormat
 from quire.service.api.position import Position
 from quire.service.api.usage import UsageCount
+from quire.service.api.valid_request import ValidRequest
 from quire.service.api.whole_answers import WholeChoice
 from quire.service.common.pacing import Pacer, Turns
+from quire.service.common.refusal import Refusal
 from quire.service.output.pieces import Piece
 
 ONE_PART_BYTES = 64 * 1024  # a complete answer up to this size is one part

@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 from quire.engine.wire.messages import Sampling
-from quire.service.api import api
-from quire.service.api.api import ValidRequest
+from quire.service.api import api, decoding
+from quire.service.api.bodies import CompletionBody
 from quire.service.api.format import Format
 from quire.service.api.scoring import Scoring
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer, Turns
 from quire.service.common.refusal import bad_request, check, renaming
 from quire.service.config import GatewayConfig
@@ -49,7 +50,7 @@ def parse(
     body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: api.Served = api.NO_DEFAULTS
 ) -> ValidRequest:
     """Parse the body of POST /generative_scoring.  Raises Refusal."""
-    asked, unknown = api.decode_all(body, ScoringBody, "scoring", config)
+    asked, unknown = decoding.decode_all(body, ScoringBody, "scoring", config)
     for name, counted in (("items", "item"), ("label_token_ids", "token id")):
         if not getattr(asked, name):
             raise bad_request("invalid_value", f"{name}: must not be empty, at least 1 {counted}", name, ">= 1", 0)
@@ -59,7 +60,7 @@ def parse(
         for key, count in (("prompt", len(asked.items)), ("logprob_token_ids", len(asked.label_token_ids))):
             check(key, count, config)
         fields = {name: getattr(asked, name) for name in ("model", "priority", "timeout", "cache_salt")}
-        same = api.CompletionBody(prompt=[*asked.items], max_tokens=1, **fields)
+        same = CompletionBody(prompt=[*asked.items], max_tokens=1, **fields)
         valid = api.completion_request(same, config, served_name, timeout_s, served, unknown)
     scoring = Scoring(
         query=asked.query,

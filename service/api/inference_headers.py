@@ -19,9 +19,10 @@ from multidict import CIMultiDictProxy
 
 from quire.engine.common.errors import OperatorError
 from quire.engine.wire.messages import PRIORITIES
-from quire.service.api.api import CLASSES, Refusal
+from quire.service.api.api import CLASSES
 from quire.service.api.tenants import Tenant
 from quire.service.common.limits import shown
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 
 OBJECTIVE, FAIRNESS_ID = "x-gateway-inference-objective", "x-gateway-inference-fairness-id"

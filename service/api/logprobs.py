@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from quire.engine.wire.messages import TokenLogprob
-from quire.service.api.api import ValidRequest
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Turns
 
 TURN_ALTERNATIVES = 4096  # encoded before other requests run: about 3 ms

@@ -30,7 +30,7 @@ import msgspec
 from quire.engine.common.errors import OperatorError
 from quire.engine.wire.messages import PRIORITIES
 from quire.engine.wire.quotas import Quota
-from quire.service.api.api import Refusal
+from quire.service.common.refusal import Refusal
 
 SALT_BYTES = 16  # of a salt's digest
 QUOTAS = Quota.__struct_fields__

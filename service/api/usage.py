@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from quire.engine.wire.messages import Predictions
-from quire.service.api.api import ValidRequest
+from quire.service.api.valid_request import ValidRequest
 from quire.service.output.pieces import Piece
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quire.engine.wire.messages import CONSTRAINT, PRIORITIES, Finish, Generate, Sampling
 from quire.service.api.adapters import ServedAdapter
-from quire.service.api.api import Refusal
+from quire.service.common.refusal import Refusal
 from quire.service.common.refusal import bad_request as _bad
 from quire.service.delivery import admission, resume
 from quire.service.delivery.streams import Streams

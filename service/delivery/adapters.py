@@ -27,9 +27,10 @@ from quire.engine.wire.adapter_list import MOST_NAMES, TooManyAdapters
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import Sampling
 from quire.service.api.adapters import ServedAdapter, read_adapters
-from quire.service.api.api import Refusal, Served, UnknownModel
+from quire.service.api.api import Served, UnknownModel
 from quire.service.api.tenants import Tenant
 from quire.service.common.limits import shown
+from quire.service.common.refusal import Refusal
 from quire.service.common.refusal import bad_request as _bad
 from quire.service.config import GatewayConfig
 from quire.service.delivery.streams import Streams, unavailable

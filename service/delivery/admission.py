@@ -28,8 +28,9 @@ import msgspec
 from quire.engine.wire.layout import STALE_MS
 from quire.engine.wire.messages import ADAPTERS, LATER_FIELDS, PREDICTIONS, Beams, EngineLoad, Sampling
 from quire.engine.wire.records import ANY_TOKENS, SIZE_CLASSES, Fleet, Place, QueueBounds
-from quire.service.api.api import EngineLimits, Refusal
 from quire.service.api.beams import require_beams
+from quire.service.api.fitting import EngineLimits
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 
 RETRY_CAP_S = 60.0  # clients ignore or refuse to honour longer pauses

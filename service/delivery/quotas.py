@@ -22,9 +22,9 @@ from quire.engine.wire.layout import QUOTA_MS
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import Generate
 from quire.engine.wire.quotas import Buckets, Kind, Quota, Taken
-from quire.service.api.api import Refusal
 from quire.service.api.tenants import OverQuota, Tenant
 from quire.service.common.metrics import QUOTA_REFUSALS, Telemetry
+from quire.service.common.refusal import Refusal
 from quire.service.delivery.streams import AlreadySubmitted, Streams, unavailable
 
 BUCKETS = web.RequestKey("buckets", Buckets)  # as of the last script for this request

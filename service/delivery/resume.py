@@ -23,7 +23,6 @@ import msgspec
 from quire.engine.wire.records import IdempotencyKey
 from quire.service.api.anthropic.messages import PREFIX as MESSAGE
 from quire.service.api.anthropic.messages import MessageFormat
-from quire.service.api.api import Refusal, ValidRequest
 from quire.service.api.format import AnswerFormat, Format, Prompted
 from quire.service.api.generative_scoring import ScoreFormat
 from quire.service.api.openai_responses.compaction import OBJECT as COMPACTION
@@ -31,7 +30,9 @@ from quire.service.api.openai_responses.compaction import CompactionFormat
 from quire.service.api.openai_responses.output_items import PREFIX as RESPONSE
 from quire.service.api.openai_responses.response_format import ResponseFormat
 from quire.service.api.tools import ChatOptions
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import KEY_CHARS
+from quire.service.common.refusal import Refusal
 
 _ID_DIGITS = 32  # of a request id, after its prefix
 _ID_TIME = 12  # hexadecimal digits of a request id: when it was made, unix milliseconds

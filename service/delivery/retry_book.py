@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from quire.engine.wire.messages import Generate
 from quire.engine.wire.records import Fleet
-from quire.service.api.api import Refusal
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery import admission
 from quire.service.delivery.admission import Cost, Decision, Promised

@@ -26,8 +26,8 @@ from quire.engine.wire.pool_state_store import PoolStateStore
 from quire.engine.wire.quotas import QuotaStore
 from quire.engine.wire.records import DuplicateRequest, Fleet, IdempotencyKey
 from quire.engine.wire.response_store import ResponseStore
-from quire.service.api.api import Refusal, limit_refusal
 from quire.service.common.metrics import REDIS_SECONDS, Telemetry
+from quire.service.common.refusal import Refusal, limit_refusal
 from quire.service.common.supervision import Supervisor, Task
 from quire.service.config import GatewayConfig
 from quire.service.delivery import admission

@@ -12,8 +12,8 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from quire.service.api import api
-from quire.service.api.api import Refusal
+from quire.service.api import decoding
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery.adapter_check import try_out
 from quire.service.delivery.adapters import Adapters
@@ -85,7 +85,7 @@ class AdapterEndpoints:
     async def _read(self, request: web.Request, kind: type[T]) -> T:
         """Return the body, and record its unknown fields for the answer.  Raises Refusal."""
         async with self._bodies.read(request, VALUES) as body:
-            asked, unknown = api.decode_all(bytes(body.data), kind, "adapters", self._config)
+            asked, unknown = decoding.decode_all(bytes(body.data), kind, "adapters", self._config)
         request[METER].record_unknown(unknown)
         return asked
 

@@ -20,11 +20,12 @@ import msgspec
 from aiohttp import web
 
 from quire.engine.wire.records import DuplicateRequest, IdempotencyKey
-from quire.service.api.api import Refusal, ValidRequest
 from quire.service.api.format import AnswerFormat
 from quire.service.api.openai_responses.response_format import ResponseFormat
 from quire.service.api.position import Position
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import VALUES
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery import resume
 from quire.service.delivery.open_request import HandedOver, OpenRequest

@@ -23,9 +23,10 @@ from aiohttp import web
 
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.response_store import TAKEN
-from quire.service.api.api import Refusal, ValidRequest
 from quire.service.api.openai_responses.response_format import ResponseFormat
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.metrics import Telemetry
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery import resume
 from quire.service.delivery.open_request import HandedOver, OpenRequest

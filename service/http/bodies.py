@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from quire.service.api.api import Refusal, limit_refusal
 from quire.service.common.limits import STRUCTURES, VALUES, shown
+from quire.service.common.refusal import Refusal, limit_refusal
 from quire.service.config import GatewayConfig
 
 FREE_BYTES = 16 * 1024  # of each body that do not count, so that large bodies never keep out small requests

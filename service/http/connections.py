@@ -22,7 +22,7 @@ from typing import cast
 
 from aiohttp import web
 
-from quire.service.api.api import limit_refusal
+from quire.service.common.refusal import limit_refusal
 from quire.service.config import GatewayConfig
 
 PROBES = ("/ping", "/health", "/v1/health", "/healthz", "/ready", "/metrics")

@@ -16,8 +16,8 @@ from collections.abc import AsyncGenerator, Iterator
 from aiohttp import web
 
 from quire.engine.wire.link import BusDown
-from quire.service.api.api import Refusal, limit_refusal
 from quire.service.common.limits import WATCHERS
+from quire.service.common.refusal import Refusal, limit_refusal
 from quire.service.delivery.streams import Streams
 from quire.service.http import sse
 from quire.service.http.middleware import TENANT

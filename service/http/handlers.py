@@ -13,10 +13,9 @@ from aiohttp import web
 
 from quire.service.api import api, generative_scoring
 from quire.service.api.anthropic import messages
-from quire.service.api.api import Refusal
 from quire.service.api.position import ANSWER_ID, Position
 from quire.service.common.metrics import Telemetry
-from quire.service.common.refusal import renaming
+from quire.service.common.refusal import Refusal, renaming
 from quire.service.config import GatewayConfig
 from quire.service.delivery.adapters import Adapters
 from quire.service.delivery.quotas import Quotas

@@ -1,6 +1,6 @@
 """From the body of a new request to orders for engines, step by step.
 
-    body -> api.parse -> tokenizer.encode -> grammar -> api.fit -> cost, orders, record, answer format = Accepted
+    body -> api.parse -> tokenizer.encode -> grammar -> fitting.fit -> cost, orders, record, answer format = Accepted
 
 Nothing is queued here.  `Answers.begin` takes the quotas, and `Streams.open` decides on admission.
 """
@@ -15,10 +15,11 @@ import msgspec
 from aiohttp import web
 
 from quire.engine.wire.messages import Generate
-from quire.service.api import api
+from quire.service.api import api, fitting
 from quire.service.api.anthropic import messages
 from quire.service.api.beams import queue_extra
 from quire.service.api.envelope import Envelope, generates
+from quire.service.api.fitting import EngineLimits
 from quire.service.api.format import AnswerFormat, Prompted
 from quire.service.api.inference_headers import InferenceHeaders
 from quire.service.api.openai_responses import responses
@@ -28,6 +29,7 @@ from quire.service.api.prediction import drafts_nothing
 from quire.service.api.skipped import left_out
 from quire.service.api.tenants import Tenant
 from quire.service.api.trace_context import TraceContext
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.refusal import check
 from quire.service.config import GatewayConfig
 from quire.service.delivery import admission, resume
@@ -43,7 +45,7 @@ from quire.service.http.stored_responses import StoredResponses, holder_of
 from quire.service.text.stop_strings import with_stop_tokens
 from quire.service.text.tokenizer import Tokenizer
 
-Parse = Callable[[bytes, GatewayConfig, str, float, api.Served], api.ValidRequest]
+Parse = Callable[[bytes, GatewayConfig, str, float, api.Served], ValidRequest]
 
 NAMES = {messages.PREFIX: messages.NAMES, RESPONSE: responses.NAMES}  # names of a chat's fields, by format
 MOMENT_S = 0.001  # minimum time that a request has left after it waited for an engine; admission refuses it
@@ -52,7 +54,7 @@ MOMENT_S = 0.001  # minimum time that a request has left after it waited for an 
 class Accepted(NamedTuple):
     """A request that was parsed, encoded and checked: ready for admission."""
 
-    valid: api.ValidRequest
+    valid: ValidRequest
     orders: list[Generate]  # one for each prompt
     cost: admission.Cost
     form: AnswerFormat
@@ -94,8 +96,8 @@ class Intake:
         valid = await self._forbid(valid, size)
         valid = await self._constrain(valid, encoded, size, tenant, request[METER])
         predicted = await self._predicted(valid, size, request[METER])
-        rooms = await self._work.offload(size, api.fit, valid, encoded, limits)
-        rooms = api.bound_logprobs(valid, encoded, rooms, self._config)
+        rooms = await self._work.offload(size, fitting.fit, valid, encoded, limits)
+        rooms = fitting.bound_logprobs(valid, encoded, rooms, self._config)
         prompt_tokens, extra = sum(map(len, encoded)), queue_extra(valid.beams, limits.block_size)
         cost = admission.Cost(
             prompt_tokens=prompt_tokens + extra * len(encoded),
@@ -120,7 +122,7 @@ class Intake:
         orders = generates(valid, encoded, rooms, envelope, self._tokenizer.turns.anchors, predicted)
         return Accepted(valid, orders, cost, form, await self._work.offload(size, record.encode))
 
-    def _envelope(self, valid: api.ValidRequest, tenant: Tenant, prefix: str) -> Envelope:
+    def _envelope(self, valid: ValidRequest, tenant: Tenant, prefix: str) -> Envelope:
         """Return a new request's id, sender and times, without its trace."""
         now_ms = self._streams.redis_ms()
         return Envelope(
@@ -132,9 +134,7 @@ class Intake:
             deadline_ms=now_ms + int(valid.timeout_s * 1000),
         )
 
-    def _record(
-        self, owner: str, valid: api.ValidRequest, prompts: list[Prompted], envelope: Envelope
-    ) -> resume.Record:
+    def _record(self, owner: str, valid: ValidRequest, prompts: list[Prompted], envelope: Envelope) -> resume.Record:
         return resume.Record(
             owner=owner,
             tenant=envelope.tenant,
@@ -150,7 +150,7 @@ class Intake:
 
     async def parse(
         self, request: web.Request, body: Body, parse: Parse, prefix: str, timeout_s: float
-    ) -> tuple[api.ValidRequest, int]:
+    ) -> tuple[ValidRequest, int]:
         """Return a body as a request, and the bytes of all that its prompt is made of.  Raises Refusal."""
         config, size, holder = self._config, len(body.data), holder_of(request)
         if prefix == RESPONSE:
@@ -162,7 +162,7 @@ class Intake:
             parse = partial(cast(Any, parse), earlier=earlier, items=items)
         work, data = self._work, body.data
 
-        async def parsed(served: api.Served) -> api.ValidRequest:
+        async def parsed(served: api.Served) -> ValidRequest:
             return await work.offload(size, parse, data, config, self._model, timeout_s, served)
 
         valid = await self._adapters.chosen(request[TENANT], parsed)
@@ -171,8 +171,8 @@ class Intake:
         return valid, size
 
     async def _wait_for_limits(
-        self, valid: api.ValidRequest, longest_wait_s: float
-    ) -> tuple[api.EngineLimits, api.ValidRequest, float]:
+        self, valid: ValidRequest, longest_wait_s: float
+    ) -> tuple[EngineLimits, ValidRequest, float]:
         """Wait for an engine if none takes requests.  Return what every engine can serve, and what is left of the
         request's time and of the longest wait.  Raises Refusal."""
         waited_s = await self._streams.fleet_watch.engine_wait.wait(min(longest_wait_s, valid.timeout_s))
@@ -180,7 +180,7 @@ class Intake:
         left_s = max(MOMENT_S, valid.timeout_s - waited_s)
         return limits, msgspec.structs.replace(valid, timeout_s=left_s), max(0.0, longest_wait_s - waited_s)
 
-    async def _forbid(self, valid: api.ValidRequest, size: int) -> api.ValidRequest:
+    async def _forbid(self, valid: ValidRequest, size: int) -> ValidRequest:
         """Return a request whose sampling forbids its bad words, and ends at special tokens that `stop` names.
 
         Raises Refusal, also for fields that engines lack."""
@@ -191,7 +191,7 @@ class Intake:
             admission.require_adapters(self._streams.fleet, "model")
         return valid
 
-    async def _predicted(self, valid: api.ValidRequest, size: int, meter: Meter) -> list[int]:
+    async def _predicted(self, valid: ValidRequest, size: int, meter: Meter) -> list[int]:
         """Return the tokens that a client expects in its answer; none where the engines draft nothing for it.
 
         Then a header of the answer names the field.  Raises Refusal if there are too many."""
@@ -205,8 +205,8 @@ class Intake:
         return tokens
 
     async def _constrain(
-        self, valid: api.ValidRequest, prompts: list[list[int]], size: int, tenant: Tenant, meter: Meter
-    ) -> api.ValidRequest:
+        self, valid: ValidRequest, prompts: list[list[int]], size: int, tenant: Tenant, meter: Meter
+    ) -> ValidRequest:
         """Return a request with the reading of its answer, and the grammar that it asks for.  Raises Refusal."""
         tokenizer = self._tokenizer
         reading = await tokenizer.threads.run(size, tokenizer.rules.reading_of_all, valid, prompts)

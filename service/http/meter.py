@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 from quire.engine.common.tracing import Trace, Value
-from quire.service.api.api import Refusal, ValidRequest
 from quire.service.api.tenants import OverQuota
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common import metrics
 from quire.service.common.metrics import NAMELESS, Telemetry
+from quire.service.common.refusal import Refusal
 from quire.service.delivery.queue_updates import Waiting
 from quire.service.output.pieces import Piece
 

@@ -18,9 +18,9 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from quire.service.api import fields
 from quire.service.api.anthropic.messages import REQUEST_ID_HEADER, error_body
-from quire.service.api.api import Refusal, limit_refusal
 from quire.service.api.tenants import Tenant, Tenants
 from quire.service.common.metrics import Telemetry
+from quire.service.common.refusal import Refusal, limit_refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery.open_request import HandedOver
 from quire.service.delivery.quotas import Quotas

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.service.api import api, chat_batch, fields, generative_scoring
+from quire.service.api import chat_batch, fields, generative_scoring
 from quire.service.api.anthropic import messages
+from quire.service.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from quire.service.api.openai_responses import responses
 from quire.service.common.limits import LIMITS
 from quire.service.config import GatewayConfig
@@ -39,8 +40,8 @@ class Operation(NamedTuple):
 
 
 OPERATIONS = (
-    Operation("post", "/v1/completions", "Continue prompts", api.CompletionBody, "completions", (JSON, EVENTS)),
-    Operation("post", "/v1/chat/completions", "Answer a chat", api.ChatBody, "chat", (JSON, EVENTS)),
+    Operation("post", "/v1/completions", "Continue prompts", CompletionBody, "completions", (JSON, EVENTS)),
+    Operation("post", "/v1/chat/completions", "Answer a chat", ChatBody, "chat", (JSON, EVENTS)),
     Operation("post", "/v1/chat/completions/batch", "Answer several chats", chat_batch.BatchBody, "chat"),
     Operation("post", "/invocations", "Answer a chat or continue prompts", answers=(JSON, EVENTS)),
     Operation("post", "/generative_scoring", "Score items by a label", generative_scoring.ScoringBody, "scoring"),
@@ -61,8 +62,8 @@ OPERATIONS = (
     Operation("get", "/v1/responses/{id}/input_items", "What a stored response was asked"),
     Operation("get", "/v1/streams/{id}", "Repeat or resume an answer", answers=(JSON, EVENTS)),
     Operation("delete", "/v1/streams/{id}", "Cancel an answer", answers=()),
-    Operation("post", "/tokenize", "Turn text into token ids", api.TokenizeBody, "tokenize"),
-    Operation("post", "/detokenize", "Turn token ids into text", api.DetokenizeBody, "detokenize"),
+    Operation("post", "/tokenize", "Turn text into token ids", TokenizeBody, "tokenize"),
+    Operation("post", "/detokenize", "Turn token ids into text", DetokenizeBody, "detokenize"),
     Operation("get", "/tokenizer_info", "Describe the tokenizer"),
     Operation("get", "/v1/models", "List the served model's names"),
     Operation("get", "/v1/models/{id}", "Describe one of them"),

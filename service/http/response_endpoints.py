@@ -7,11 +7,10 @@ import re
 import msgspec
 from aiohttp import web
 
-from quire.service.api.api import Refusal
 from quire.service.api.openai_responses import responses
 from quire.service.api.openai_responses.compaction import parse_compaction
 from quire.service.api.openai_responses.output_items import PREFIX as RESPONSE
-from quire.service.common.refusal import renaming
+from quire.service.common.refusal import Refusal, renaming
 from quire.service.config import GatewayConfig
 from quire.service.delivery.quotas import Quotas
 from quire.service.http.answers import Answers

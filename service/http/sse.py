@@ -29,9 +29,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 from aiohttp import web
 
-from quire.service.api.api import Refusal
 from quire.service.api.format import AnswerFormat
 from quire.service.common.pacing import Pacer
+from quire.service.common.refusal import Refusal
 from quire.service.delivery.open_request import HandedOver
 from quire.service.delivery.queue_updates import Waiting
 from quire.service.http.meter import Meter

@@ -14,9 +14,10 @@ from aiohttp import web
 
 from quire.engine.common import histograms
 from quire.service.api.adapters import ServedAdapter
-from quire.service.api.api import Refusal, unknown_model
+from quire.service.api.api import unknown_model
 from quire.service.common.limits import shown
 from quire.service.common.metrics import Telemetry
+from quire.service.common.refusal import Refusal
 from quire.service.delivery.adapters import Adapters
 from quire.service.delivery.streams import Streams
 from quire.service.http.engine_pages import EnginePages

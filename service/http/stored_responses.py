@@ -19,13 +19,14 @@ from aiohttp import web
 
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.response_store import StoredResponse
-from quire.service.api.api import Refusal, ValidRequest
 from quire.service.api.openai_responses.output_items import PREFIX
 from quire.service.api.openai_responses.response_format import ResponseFormat
 from quire.service.api.openai_responses.response_items import Item, listed
 from quire.service.api.openai_responses.responses import Turn, missing
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import shown
 from quire.service.common.pacing import Pacer
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery.streams import Streams, unavailable
 from quire.service.http.middleware import OWNER, TENANT

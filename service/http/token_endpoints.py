@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from quire.service.api import api
+from quire.service.api import api, decoding, fitting
 from quire.service.api.anthropic import messages
-from quire.service.api.api import Refusal
+from quire.service.api.bodies import DetokenizeBody, TokenizeBody
 from quire.service.api.fields import Endpoint
 from quire.service.api.skipped import left_out
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import VALUES
-from quire.service.common.refusal import renaming
+from quire.service.common.refusal import Refusal, renaming
 from quire.service.config import GatewayConfig
 from quire.service.delivery.adapters import Adapters
 from quire.service.delivery.quotas import Quotas
@@ -23,7 +24,7 @@ from quire.service.http.middleware import METER, TENANT, Capacity
 from quire.service.http.request_work import RequestWork, cut_after
 from quire.service.text.tokenizer import Tokenizer
 
-B = TypeVar("B", api.TokenizeBody, api.DetokenizeBody)
+B = TypeVar("B", TokenizeBody, DetokenizeBody)
 
 
 class TokenEndpoints:
@@ -51,7 +52,7 @@ class TokenEndpoints:
         """POST /tokenize."""
         config = self._config
         with self._capacity.occupy():
-            asked, size = await self._read_tokens(request, api.TokenizeBody, "tokenize", VALUES)
+            asked, size = await self._read_tokens(request, TokenizeBody, "tokenize", VALUES)
             if (asked.prompt is None) == (asked.messages is None):
                 raise Refusal(400, "invalid_value", "prompt: give either prompt or messages", param="prompt")
             total = self._work.max_tokens()
@@ -84,7 +85,7 @@ class TokenEndpoints:
         """POST /detokenize."""
         config, most = self._config, self._work.max_tokens()
         with self._capacity.occupy():
-            asked, size = await self._read_tokens(request, api.DetokenizeBody, "detokenize", most)
+            asked, size = await self._read_tokens(request, DetokenizeBody, "detokenize", most)
             text = await self._tokenizer.threads.run(size, self._text, asked.tokens, most)
             encoded = await self._work.offload(size, msgspec.json.encode, {"prompt": text})
             async with cut_after(config.default_timeout_s):
@@ -97,7 +98,9 @@ class TokenEndpoints:
         await self._quotas.count(request, request[TENANT])
         async with self._bodies.read(request, max_values) as body:
             size = len(body.data)
-            asked, unknown = await self._work.offload(size, api.decode_all, body.data, kind, endpoint, self._config)
+            asked, unknown = await self._work.offload(
+                size, decoding.decode_all, body.data, kind, endpoint, self._config
+            )
         request[METER].record_unknown(unknown)
 
         async def check_model(served: api.Served) -> None:
@@ -109,10 +112,10 @@ class TokenEndpoints:
     def _text(self, tokens: list[int], most: int) -> str:
         """Return the text of token ids.  Raises Refusal for more than `most`, and for ids outside the vocabulary."""
         if len(tokens) > most:
-            raise api.too_many_tokens("tokens", most, len(tokens))
+            raise fitting.too_many_tokens("tokens", most, len(tokens))
         vocab = len(self._tokenizer.vocabulary.table)
         if tokens and (min(tokens) < 0 or max(tokens) >= vocab):
-            raise api.no_token("tokens", vocab, next(token for token in tokens if not 0 <= token < vocab))
+            raise fitting.no_token("tokens", vocab, next(token for token in tokens if not 0 <= token < vocab))
         return self._tokenizer.text_of(tokens, skip_special=False)
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
@@ -124,7 +127,7 @@ class TokenEndpoints:
                 size = len(body.data)
                 data, timeout_s = body.data, config.default_timeout_s
 
-                async def parsed(served: api.Served) -> api.ValidRequest:
+                async def parsed(served: api.Served) -> ValidRequest:
                     given = data, config, self._model, timeout_s, served
                     return await self._work.offload(size, messages.parse_count, *given)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from quire.service.api.api import ValidRequest
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.refusal import Refusal
 from quire.service.grammar.grammar import Constraint
 from quire.service.output.regions import Reading, ResponseTemplate

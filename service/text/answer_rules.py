@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.service.api.api import ValidRequest
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.refusal import bad_request
 from quire.service.grammar.grammar import Constraint
 from quire.service.output.argument_types import reduced

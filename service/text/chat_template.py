@@ -11,12 +11,13 @@ import contextlib
 from functools import cached_property, partial
 from typing import Any
 
-from quire.service.api.api import Refusal, ValidRequest
 from quire.service.api.history import for_template, refused
 from quire.service.api.tools import ChatOptions
+from quire.service.api.valid_request import ValidRequest
 from quire.service.chat_templates import written_numbers
 from quire.service.chat_templates.literal import LiteralContent, Span
 from quire.service.chat_templates.template_probe import Dialect, names_in, probe
+from quire.service.common.refusal import Refusal
 from quire.service.output.regions import ResponseTemplate, find
 from quire.service.text.call_form import CallForm, form_of, why_no_form
 from quire.service.text.family_ids import with_family_ids

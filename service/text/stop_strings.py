@@ -15,7 +15,7 @@ from functools import cached_property
 
 import msgspec
 
-from quire.service.api.api import ValidRequest
+from quire.service.api.valid_request import ValidRequest
 
 Arcs = dict[tuple[int, str], int]
 INLINE_CHARS = 1024  # all stop strings together: their automaton is built in a millisecond; longer ones take up to 15

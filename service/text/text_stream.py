@@ -16,8 +16,9 @@ import itertools
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from quire.engine.wire.messages import CONSTRAINT, Finish, TokenLogprob
-from quire.service.api.api import Refusal, ValidRequest
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer
+from quire.service.common.refusal import Refusal
 from quire.service.delivery.mailbox import Mailbox
 from quire.service.delivery.open_request import OpenRequest
 from quire.service.delivery.orders import REQUEST_LOST

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from quire.service.api.api import ValidRequest, too_long, too_many_tokens
+from quire.service.api.fitting import too_long, too_many_tokens
+from quire.service.api.valid_request import ValidRequest
 
 UNLIMITED = 2**62
 

@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 
 from quire.engine.tokenizers.files import TokenizerError, file_of, load_tokenizer
-from quire.service.api.api import Prompt, Refusal, ValidRequest
 from quire.service.api.echo import aligned
 from quire.service.api.format import Prompted
 from quire.service.api.scoring import Scoring
 from quire.service.api.tools import ChatOptions
+from quire.service.api.valid_request import Prompt, ValidRequest
 from quire.service.common.limits import PREDICTED_TOKENS, WORD_TOKENS
-from quire.service.common.refusal import limit_refusal, placing, renamed
+from quire.service.common.refusal import Refusal, limit_refusal, placing, renamed
 from quire.service.config import GatewayConfig
 from quire.service.text import infill
 from quire.service.text.answer_rules import AnswerRules

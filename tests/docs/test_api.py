@@ -14,11 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.service.api import api, fields
+from quire.service.api import api, decoding, fields
 from quire.service.api.anthropic import messages
-from quire.service.api.api import Refusal
+from quire.service.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from quire.service.api.openai_responses import responses
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import LIMITS
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +28,7 @@ PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 MODULES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "service").rglob("*.py"))}
 # callables that make an error -> position of its code
 REFUSALS = {"Refusal": 1, "Overloaded": 1, "UnknownModel": 1, "_bad": 0}
-BODIES = {"completions": api.CompletionBody, "chat": api.ChatBody}
+BODIES = {"completions": CompletionBody, "chat": ChatBody}
 
 
 def section(title: str) -> str:
@@ -146,7 +148,7 @@ def body(endpoint: str, example: str) -> bytes:
     return json.dumps({"model": "tiny", **needed, **json.loads(example)}).encode()
 
 
-def parse(endpoint: str, data: bytes) -> api.ValidRequest:
+def parse(endpoint: str, data: bytes) -> ValidRequest:
     """Parse a body in which no field may be unknown."""
     config = GatewayConfig(strict_fields=True)
     return (api.parse_completion if endpoint == "completions" else api.parse_chat)(data, config, "tiny", 600.0)
@@ -189,7 +191,7 @@ def test_every_example_of_a_field_is_accepted(endpoint: str) -> None:
 def test_every_example_of_tokenize_is_accepted() -> None:
     for field, example in documented("Tokenize and detokenize"):
         assert field in example
-        api.decode(example.encode(), api.DetokenizeBody if field == "tokens" else api.TokenizeBody)
+        decoding.decode(example.encode(), DetokenizeBody if field == "tokens" else TokenizeBody)
 
 
 def test_every_refused_field_is_refused() -> None:

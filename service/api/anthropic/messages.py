@@ -16,15 +16,18 @@ import msgspec
 
 from quire.service.api.anthropic.context_edits import edited
 from quire.service.api.anthropic.message_blocks import TOOL_PREFIX, ContentBlock, Turn, messages_of, system_of
-from quire.service.api.api import ChatBody, Refusal, Served, ValidRequest, chat_request, decode_all
+from quire.service.api.api import Served, chat_request
 from quire.service.api.blocks import Block, BlockFormat
+from quire.service.api.bodies import ChatBody
 from quire.service.api.client_tools import message_tools
+from quire.service.api.decoding import decode_all
 from quire.service.api.format import Prompted, call_id
 from quire.service.api.skipped import Skipped
 from quire.service.api.tools import ToolRules
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import WHOLE, shown
 from quire.service.common.pacing import Pacer, Turns
-from quire.service.common.refusal import bad_request, check, placing
+from quire.service.common.refusal import Refusal, bad_request, check, placing
 from quire.service.common.surrogates import without_escaped_halves
 from quire.service.config import GatewayConfig
 from quire.service.output.pieces import Piece

@@ -14,11 +14,12 @@ from typing import Any
 
 import msgspec
 
-from quire.service.api.api import NO_DEFAULTS, Served, ValidRequest
+from quire.service.api.api import NO_DEFAULTS, Served
 from quire.service.api.openai_responses.output_items import PREFIX
 from quire.service.api.openai_responses.response_format import ResponseFormat
 from quire.service.api.openai_responses.response_items import Item, listed, sealed
 from quire.service.api.openai_responses.responses import missing, parse
+from quire.service.api.valid_request import ValidRequest
 from quire.service.config import GatewayConfig
 
 OBJECT = "response.compaction"

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from quire.service.api.api import ValidRequest
 from quire.service.api.blocks import Block
 from quire.service.api.client_tools import Called, custom_input
 from quire.service.api.format import call_id
 from quire.service.api.openai_responses.response_items import CALL_PREFIX, Item, sealed
 from quire.service.api.openai_responses.response_logprobs import Entry, ResponseLogprobs
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer, Turns
 
 PREFIX = "resp_"  # of the id of a response

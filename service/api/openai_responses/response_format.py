@@ -12,14 +12,15 @@ from typing import Any
 
 import msgspec
 
-from quire.service.api.api import Refusal, ValidRequest
 from quire.service.api.blocks import Block, BlockFormat
 from quire.service.api.client_tools import custom_input
 from quire.service.api.format import Prompted
 from quire.service.api.openai_responses.output_items import OutputItems
 from quire.service.api.openai_responses.raw_messages import RawMessages
 from quire.service.api.openai_responses.response_logprobs import Entry, ResponseLogprobs
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer, Turns
+from quire.service.common.refusal import Refusal
 from quire.service.output.pieces import Piece
 
 ARGUMENTS, CUSTOM = "response.function_call_arguments", "response.custom_tool_call_input"

@@ -11,8 +11,8 @@ from collections import deque
 
 import msgspec
 
-from quire.service.api.api import ValidRequest
 from quire.service.api.logprobs import Columns, LogprobFormat
+from quire.service.api.valid_request import ValidRequest
 from quire.service.output.pieces import Piece
 
 Entry = msgspec.Raw

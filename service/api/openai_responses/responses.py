@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.service.api.api import NO_DEFAULTS, ChatBody, Refusal, Served, ValidRequest, chat_request, decode, decode_all
+from quire.service.api.api import NO_DEFAULTS, Served, chat_request
+from quire.service.api.bodies import ChatBody
 from quire.service.api.client_tools import allowed_tools, functions_of, names_of, tool_choice
+from quire.service.api.decoding import decode, decode_all
 from quire.service.api.history import Message
 from quire.service.api.openai_responses.response_items import (
     Item,
@@ -25,8 +27,9 @@ from quire.service.api.openai_responses.response_items import (
 )
 from quire.service.api.skipped import Skipped
 from quire.service.api.tools import ToolRules
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import shown
-from quire.service.common.refusal import bad_request, check, placing
+from quire.service.common.refusal import Refusal, bad_request, check, placing
 from quire.service.config import GatewayConfig
 
 Turn = tuple[bytes, bytes]  # a stored response: its input items and the response, as JSON

@@ -15,14 +15,17 @@ from hypothesis import strategies as st
 
 from quire.engine.wire.messages import Sampling, TokenLogprob
 from quire.engine.wire.prefixes import prefix_digests
-from quire.service.api import api
+from quire.service.api import api, fitting
 from quire.service.api import fields as body_fields
-from quire.service.api.api import EngineLimits, Refusal, ValidRequest
+from quire.service.api.bodies import CompletionBody
 from quire.service.api.envelope import Envelope, generates
+from quire.service.api.fitting import EngineLimits
 from quire.service.api.format import Format, Prompted
 from quire.service.api.trace_context import tracestate
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import CONTENT_PARTS, TOOL_CALLS
 from quire.service.common.pacing import Pacer
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.output.content_scores import Score
 from quire.service.output.pieces import Piece
@@ -206,7 +209,7 @@ def test_unknown_fields_are_named_or_refused() -> None:
 def test_every_field_is_declared_refused_harmless_or_unknown(extra: dict[str, Any]) -> None:
     with contextlib.suppress(Refusal):
         valid = completion(**extra)
-        known = {*api.CompletionBody.__struct_fields__, *body_fields.HARMLESS, *body_fields.UNSERVED}
+        known = {*CompletionBody.__struct_fields__, *body_fields.HARMLESS, *body_fields.UNSERVED}
         assert set(valid.unknown) >= {name for name in extra if name not in known}
         shown = body_fields.header(valid.unknown)
         assert shown.isascii()
@@ -317,7 +320,7 @@ def test_any_body_is_parsed_or_refused(body: bytes) -> None:
         api.parse_chat(body, CONFIG, "m", 600.0)
 
 
-@given(st.dictionaries(st.sampled_from(api.CompletionBody.__struct_fields__[1:]), JSON, max_size=5))
+@given(st.dictionaries(st.sampled_from(CompletionBody.__struct_fields__[1:]), JSON, max_size=5))
 def test_any_field_value_is_parsed_or_refused(fields: dict[str, Any]) -> None:
     with contextlib.suppress(Refusal):
         valid = completion(**fields)
@@ -359,7 +362,7 @@ def test_defaults_are_openais() -> None:
 def test_minus_one_and_null_mean_what_fits(call: Any) -> None:
     for fields in ({"max_tokens": -1}, {"max_tokens": None}, {"max_tokens": "-1"}):
         assert call(**fields).max_tokens is None, fields
-        assert api.fit(call(**fields), [[1] * 10], LIMITS) == [70]
+        assert fitting.fit(call(**fields), [[1] * 10], LIMITS) == [70]
     assert chat(max_tokens=5, max_completion_tokens=-1).max_tokens is None
     refusal = refused(call, max_tokens=-2)
     assert (refusal.param, refusal.given) == ("max_tokens", -2)
@@ -368,8 +371,8 @@ def test_minus_one_and_null_mean_what_fits(call: Any) -> None:
 def test_a_prompt_may_be_scored_without_an_answer() -> None:
     valid = completion(max_tokens=0, echo=True, logprobs=0)
     assert valid.max_tokens == 0
-    assert api.fit(valid, [[1] * 79], LIMITS) == [1]  # engines compute one token; the gateway drops it
-    assert refused(api.fit, valid, [[1] * 100], LIMITS).code == "context_length_exceeded"
+    assert fitting.fit(valid, [[1] * 79], LIMITS) == [1]  # engines compute one token; the gateway drops it
+    assert refused(fitting.fit, valid, [[1] * 100], LIMITS).code == "context_length_exceeded"
     assert refused(chat, max_tokens=0).param == "max_tokens"
 
 
@@ -461,7 +464,7 @@ def test_fields_arrive() -> None:
 def test_what_only_the_engines_limits_can_tell(
     fields: dict[str, Any], ids: list[int], code: str, limit: Any, given: Any
 ) -> None:
-    refusal = refused(api.fit, completion(**fields), [ids], LIMITS)
+    refusal = refused(fitting.fit, completion(**fields), [ids], LIMITS)
     assert (refusal.status, refusal.code, refusal.limit, refusal.given) == (400, code, limit, given)
     if code == "context_length_exceeded":
         assert "this model's maximum context length is 100 tokens" in refusal.message
@@ -477,13 +480,13 @@ def test_what_only_the_engines_limits_can_tell(
     ],
 )
 def test_a_token_is_left_before_min_tokens(fields: dict[str, Any]) -> None:
-    assert api.fit(completion(**fields), [[1]], LIMITS) == [16]
+    assert fitting.fit(completion(**fields), [[1]], LIMITS) == [16]
 
 
 def test_chat_may_use_the_rest_of_the_context_or_of_the_pool() -> None:
-    assert api.fit(chat(), [[1] * 10], LIMITS) == [70]
-    assert api.fit(chat(), [[1] * 10], msgspec.structs.replace(LIMITS, total_blocks=50)) == [90]
-    assert api.fit(completion(), [[1], [2]], LIMITS) == [16, 16]
+    assert fitting.fit(chat(), [[1] * 10], LIMITS) == [70]
+    assert fitting.fit(chat(), [[1] * 10], msgspec.structs.replace(LIMITS, total_blocks=50)) == [90]
+    assert fitting.fit(completion(), [[1], [2]], LIMITS) == [16, 16]
 
 
 def test_the_order_of_a_chat_names_the_end_of_its_last_turn() -> None:
@@ -712,8 +715,8 @@ def test_tokens_may_be_named_by_their_ids() -> None:
 def test_prompt_logprobs_count_as_entries() -> None:
     config = GatewayConfig(max_logprob_entries=100)
     valid = chat(prompt_logprobs=4, n=2)
-    assert api.bound_logprobs(valid, [[1] * 10], [50], config) == [50]
-    refusal = refused(api.bound_logprobs, valid, [[1] * 11], [50], config)
+    assert fitting.bound_logprobs(valid, [[1] * 10], [50], config) == [50]
+    refusal = refused(fitting.bound_logprobs, valid, [[1] * 11], [50], config)
     assert (refusal.code, refusal.given) == ("too_many_logprobs", 110)
 
 

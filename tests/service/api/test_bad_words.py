@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from quire.engine.wire.messages import Sampling
 from quire.engine.wire.records import Fleet
-from quire.service.api import api
-from quire.service.api.api import EngineLimits, Refusal
+from quire.service.api import api, fitting
+from quire.service.api.fitting import EngineLimits
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common import limits as table
 from quire.service.common.limits import WORD_TOKENS
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery import admission
 from quire.service.text.tokenizer import Tokenizer
@@ -28,7 +30,7 @@ EngineMaker = Callable[..., FakeEngine]
 LIMITS = EngineLimits(512, 500, 16, 1000, frozenset([1]))
 
 
-def parsed(**fields: Any) -> api.ValidRequest:
+def parsed(**fields: Any) -> ValidRequest:
     return api.parse_completion(json.dumps({"prompt": "x", **fields}).encode(), GatewayConfig(), "tiny", 60.0)
 
 
@@ -90,10 +92,10 @@ def test_a_bias_of_the_same_token_cannot_undo_it_and_a_token_must_be_left(byte_l
     valid = byte_level_tokenizer.forbid(parsed(bad_words=["o"], logit_bias={str(token): 100, "7": 1}))
     found = dict(valid.sampling.logit_bias)
     assert (found[token], found[7], len(found)) == (-math.inf, 1, len(valid.sampling.logit_bias))
-    assert api.fit(valid, [[5]], LIMITS)
+    assert fitting.fit(valid, [[5]], LIMITS)
     alone = byte_level_tokenizer.forbid(parsed(bad_words=["o"], allowed_token_ids=[token]))
     with pytest.raises(Refusal, match=r"bad_words: .*must be left") as refused:
-        api.fit(alone, [[5]], LIMITS)
+        fitting.fit(alone, [[5]], LIMITS)
     assert refused.value.param == "bad_words"
 
 

@@ -8,10 +8,13 @@ import msgspec
 import pytest
 
 from quire.engine.wire.messages import Beams, EngineLoad, Sampling
-from quire.service.api import api
-from quire.service.api.api import EngineLimits, Refusal, ValidRequest
+from quire.service.api import api, fitting
 from quire.service.api.beams import NOT_WITH, ONLY_WITH, queue_extra, require_beams
 from quire.service.api.best_of import likeliest
+from quire.service.api.bodies import ChatBody, CompletionBody
+from quire.service.api.fitting import EngineLimits
+from quire.service.api.valid_request import ValidRequest
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from tests.service.fakes import a_load
 
@@ -155,7 +158,7 @@ def test_the_models_repetition_penalty_is_not_dropped() -> None:
 
 
 def test_every_field_that_is_not_served_has_a_case_here() -> None:
-    assert set(NOT_WITH) < {*api.CompletionBody.__struct_fields__, *api.ChatBody.__struct_fields__}
+    assert set(NOT_WITH) < {*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__}
 
 
 LIMITS = EngineLimits(max_model_len=1000, vocab_size=100, block_size=16, total_blocks=20)
@@ -165,19 +168,19 @@ def test_a_search_that_no_pool_holds_is_refused() -> None:
     """3 prompt tokens share no block: 8 beams of 33 tokens take 24 blocks."""
     valid = completion(use_beam_search=True, beam_width=8, max_tokens=30)
     with pytest.raises(Refusal) as refused:
-        api.fit(valid, [[1, 2, 3]], LIMITS)
+        fitting.fit(valid, [[1, 2, 3]], LIMITS)
     refusal = refused.value
     assert (refusal.status, refusal.code, refusal.param) == (400, "kv_cache_exceeded", "beam_width")
     assert (refusal.limit, refusal.given) == (320, 384)
-    assert api.fit(completion(use_beam_search=True, beam_width=8, max_tokens=29), [[1, 2, 3]], LIMITS) == [29]
+    assert fitting.fit(completion(use_beam_search=True, beam_width=8, max_tokens=29), [[1, 2, 3]], LIMITS) == [29]
 
 
 def test_without_max_tokens_the_answers_are_as_long_as_the_pool_allows() -> None:
     """5 beams of 4 blocks each; with 32 tokens of prompt, 2 blocks are shared and 5 x 3 are not."""
     valid = chat(use_beam_search=True, beam_width=5)
-    assert api.fit(valid, [[1, 2, 3]], LIMITS) == [64 - 3]
-    assert api.fit(valid, [[1] * 32], LIMITS) == [80 - 32]
-    rooms = api.fit(valid, [[1] * 32], LIMITS)
+    assert fitting.fit(valid, [[1, 2, 3]], LIMITS) == [64 - 3]
+    assert fitting.fit(valid, [[1] * 32], LIMITS) == [80 - 32]
+    rooms = fitting.fit(valid, [[1] * 32], LIMITS)
     assert Beams(5).most_blocks(32, 32 + rooms[0], 16) <= 20 < Beams(5).most_blocks(32, 33 + rooms[0], 16)
 
 

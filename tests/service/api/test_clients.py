@@ -10,8 +10,9 @@ import openai
 import pytest
 
 from quire.engine.wire.messages import Sampling
-from quire.service.api import api
-from quire.service.api.api import Refusal
+from quire.service.api import api, fitting
+from quire.service.api.fitting import EngineLimits
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.text.tokenizer import Tokenizer
 from tests.service.delivery.test_late import TARGET_S, full
@@ -79,16 +80,16 @@ async def test_the_official_client_scores_a_prompt(
 async def test_an_empty_prompt_is_the_begin_token_where_there_is_one(
     byte_level_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
 ) -> None:
-    limits = api.EngineLimits(max_model_len=100, vocab_size=700, block_size=16, total_blocks=50)
+    limits = EngineLimits(max_model_len=100, vocab_size=700, block_size=16, total_blocks=50)
     body = json.dumps({"model": "m", "prompt": "", "echo": True, "logprobs": 0}).encode()
     valid = api.parse_completion(body, GatewayConfig(), "m", 600.0)
     encoded = await sentencepiece_tokenizer.encode(valid)
     assert encoded == [[1]]
-    assert api.fit(valid, encoded, limits) == [16]
+    assert fitting.fit(valid, encoded, limits) == [16]
     [prompted] = sentencepiece_tokenizer.prompted(valid, encoded)
     assert (prompted.text, prompted.offsets) == ("", [0])
     with pytest.raises(Refusal) as refused:
-        api.fit(valid, await byte_level_tokenizer.encode(valid), limits)
+        fitting.fit(valid, await byte_level_tokenizer.encode(valid), limits)
     assert refused.value.code == "empty_prompt"
 
 

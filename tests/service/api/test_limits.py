@@ -14,14 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.wire.messages import Delta, Finish, Generate, TokenLogprob
-from quire.service.api import api
-from quire.service.api.api import EngineLimits, Refusal
+from quire.service.api import api, fitting
+from quire.service.api.bodies import ChatBody, CompletionBody
 from quire.service.api.envelope import Envelope, generates
+from quire.service.api.fitting import EngineLimits
 from quire.service.api.format import Format, Prompted
 from quire.service.api.tenants import Tenant
 from quire.service.common import limits
 from quire.service.common.limits import LIMITS, shown
 from quire.service.common.pacing import Pacer
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery.resume import Record
 from quire.service.output.pieces import Piece
@@ -38,7 +40,7 @@ def walk(body: bytes, *, chat: bool = False) -> list[Generate]:
     encoded = [p if isinstance(p, list) else [1, 2, 3] for p in valid.prompts] or [[1, 2, 3]]
     if valid.truncate_prompt_tokens is not None:
         encoded = [ids[-valid.truncate_prompt_tokens :] for ids in encoded]
-    rooms = api.bound_logprobs(valid, encoded, api.fit(valid, encoded, ENGINES), CONFIG)
+    rooms = fitting.bound_logprobs(valid, encoded, fitting.fit(valid, encoded, ENGINES), CONFIG)
     deadline_ms = 1_700_000_000_000 + int(valid.timeout_s * 1000)
     orders = generates(valid, encoded, rooms, Envelope("r", "g", deadline_ms))
     for order in orders:
@@ -72,7 +74,7 @@ def raw(name: str, digits: str, *, chat: bool = False) -> list[bytes]:
 @pytest.mark.parametrize("chat", [False, True])
 def test_an_absurd_number_is_refused_in_every_field(digits: str, chat: bool) -> None:
     taken = []
-    for name in numeric(api.ChatBody if chat else api.CompletionBody):
+    for name in numeric(ChatBody if chat else CompletionBody):
         for body in raw(name, digits, chat=chat):
             found = outcome(body, chat=chat)
             if not isinstance(found, Refusal):
@@ -86,7 +88,7 @@ def test_an_absurd_number_is_refused_in_every_field(digits: str, chat: bool) -> 
     assert set(taken) <= {"user", "prompt", "cache_salt", "stop", "suffix"}  # texts of digits
 
 
-FIELDS = sorted({*numeric(api.CompletionBody), *numeric(api.ChatBody)})
+FIELDS = sorted({*numeric(CompletionBody), *numeric(ChatBody)})
 NUMBERS = st.integers() | st.floats(allow_nan=False) | st.integers(min_value=10**300, max_value=10**330)
 
 
@@ -155,7 +157,7 @@ def bounded(prompts: list[int], rooms: list[int], *, chat: bool = False, **field
     start = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": ["x"] * len(prompts)}
     parse = api.parse_chat if chat else api.parse_completion
     valid = parse(json.dumps({"model": "m", **start, **fields}).encode(), CONFIG, "m", 600.0)
-    return api.bound_logprobs(valid, [[1] * length for length in prompts], rooms, CONFIG)
+    return fitting.bound_logprobs(valid, [[1] * length for length in prompts], rooms, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -221,9 +223,9 @@ def test_an_entry_takes_little_memory_everywhere(alternatives: int, count: int) 
     body = {"model": "m", "prompt": ["x"] * count, "max_tokens": 1, "echo": True, "logprobs": alternatives}
     valid = api.parse_completion(json.dumps(body).encode(), config, "m", 600.0)
     encoded = [list(range(1000, 1000 + length))] * count
-    assert api.bound_logprobs(valid, encoded, [1] * count, config) == [1] * count
+    assert fitting.bound_logprobs(valid, encoded, [1] * count, config) == [1] * count
     with pytest.raises(Refusal):
-        api.bound_logprobs(valid, [[1] * (length + 2)] * count, [1] * count, config)
+        fitting.bound_logprobs(valid, [[1] * (length + 2)] * count, [1] * count, config)
 
     scored = [TokenLogprob(-1.25 - at, [(at + i, -0.5 - at) for i in range(alternatives)]) for at in range(length - 1)]
     sent = msgspec.msgpack.encode(Delta("r", 0, [1], Finish("length"), 0, scored[:1], 0, scored))

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from quire.engine.wire.messages import Finish
 from quire.service.api.anthropic.messages import NAMES, MessageFormat, parse, parse_count
-from quire.service.api.api import NO_DEFAULTS, Refusal, ValidRequest
+from quire.service.api.api import NO_DEFAULTS
 from quire.service.api.format import Prompted
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer
-from quire.service.common.refusal import renamed
+from quire.service.common.refusal import Refusal, renamed
 from quire.service.config import GatewayConfig
 from quire.service.output.pieces import Piece
 from quire.service.text.tokenizer import Tokenizer

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from quire.engine.wire.messages import Sampling, TokenLogprob
-from quire.service.api import api
-from quire.service.api.api import EngineLimits, Refusal
+from quire.service.api import api, fitting
+from quire.service.api.fitting import EngineLimits
 from quire.service.api.logprobs import Columns, LogprobFormat
+from quire.service.api.valid_request import ValidRequest
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 
 LIMITS = EngineLimits(512, 500, 16, 1000, frozenset([1]))
@@ -18,13 +20,13 @@ VOCABULARY = [b"", b"a", b"b", b"b", b"c"]
 CONFIG = GatewayConfig(max_logprob_entries=100)
 
 
-def parsed(*, chat: bool, **fields: Any) -> api.ValidRequest:
+def parsed(*, chat: bool, **fields: Any) -> ValidRequest:
     needed = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
     parse = api.parse_chat if chat else api.parse_completion
     return parse(json.dumps({**needed, **fields}).encode(), CONFIG, "tiny", 60.0)
 
 
-def asking(*, chat: bool, **fields: Any) -> api.ValidRequest:
+def asking(*, chat: bool, **fields: Any) -> ValidRequest:
     return parsed(chat=chat, **{"logprobs": True if chat else 1, **fields})
 
 
@@ -55,12 +57,12 @@ def test_what_is_not_served_is_refused_by_name(chat: bool, fields: dict[str, Any
 def test_token_ids_are_of_the_vocabulary_and_entries_are_bounded() -> None:
     for token in (-1, 500):
         with pytest.raises(Refusal) as refused:
-            api.fit(asking(chat=False, logprob_token_ids=[token]), [[5]], LIMITS)
+            fitting.fit(asking(chat=False, logprob_token_ids=[token]), [[5]], LIMITS)
         assert (refused.value.code, refused.value.param) == ("invalid_token_id", "logprob_token_ids")
     valid = asking(chat=False, logprob_token_ids=list(range(1, 10)), max_tokens=10)
-    assert api.bound_logprobs(valid, [[5]], [10], CONFIG) == [10]
+    assert fitting.bound_logprobs(valid, [[5]], [10], CONFIG) == [10]
     with pytest.raises(Refusal) as refused:
-        api.bound_logprobs(valid, [[5]], [11], CONFIG)
+        fitting.bound_logprobs(valid, [[5]], [11], CONFIG)
     assert refused.value.code == "too_many_logprobs"
 
 

@@ -13,8 +13,9 @@ from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.wire.messages import Delta, Finish, Generate
 from quire.engine.wire.records import Fleet
 from quire.service.api import api
-from quire.service.api.api import Refusal
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import LIMITS, PREDICTED_TOKENS
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery import admission, resume
 from quire.service.text.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ def predicts(content: Any = TEXT) -> dict[str, Any]:
     return {"prediction": {"type": "content", "content": content}}
 
 
-def parsed(**fields: Any) -> api.ValidRequest:
+def parsed(**fields: Any) -> ValidRequest:
     return api.parse_chat(json.dumps({**CHAT, **fields}).encode(), GatewayConfig(), "tiny", 60.0)
 
 

@@ -10,8 +10,10 @@ import pytest
 from aiohttp import ClientSession
 
 from quire.service.api.anthropic import messages
-from quire.service.api.api import NO_DEFAULTS, Refusal, ValidRequest, parse_chat
+from quire.service.api.api import NO_DEFAULTS, parse_chat
 from quire.service.api.openai_responses import responses
+from quire.service.api.valid_request import ValidRequest
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.text.tokenizer import Tokenizer
 from tests.service.api.test_responses import events, folded

@@ -17,14 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.wire.messages import Finish
-from quire.service.api.api import Refusal, ValidRequest, parse_chat
+from quire.service.api.api import parse_chat
 from quire.service.api.format import Prompted
 from quire.service.api.openai_responses.response_format import ResponseFormat
 from quire.service.api.openai_responses.response_items import messages_of
 from quire.service.api.openai_responses.responses import NAMES, ChatFields, parse
 from quire.service.api.skipped import Skipped
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer
-from quire.service.common.refusal import renamed
+from quire.service.common.refusal import Refusal, renamed
 from quire.service.config import GatewayConfig
 from quire.service.output.pieces import Piece
 from quire.service.text.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.service.api.api import Refusal
 from quire.service.api.tenants import Tenant, Tenants, TenantsError
+from quire.service.common.refusal import Refusal
 from quire.service.delivery.tenants_watch import TenantsWatch
 from tests.service.fakes import settled
 

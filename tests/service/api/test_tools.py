@@ -12,9 +12,10 @@ import pytest
 from aiohttp import ClientSession
 
 from quire.engine.wire.messages import Finish, Generate
-from quire.service.api.api import Refusal, parse_chat
+from quire.service.api.api import parse_chat
 from quire.service.api.format import call_id
 from quire.service.api.tools import ChatOptions
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.output.regions import Reading
 from quire.service.text.tokenizer import Tokenizer

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from quire.service.api import api
-from quire.service.api.api import EngineLimits, Refusal
+from quire.service.api import api, decoding, fitting
+from quire.service.api.bodies import ChatBody
+from quire.service.api.fitting import EngineLimits
 from quire.service.api.history import for_template, plain_messages
 from quire.service.chat_templates.template_probe import probe
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.output.pieces import Piece
 from quire.service.text.tokenizer import Tokenizer
@@ -48,7 +50,7 @@ def test_every_bad_key_of_logit_bias_is_named() -> None:
 def test_a_token_id_beyond_the_vocabulary_is_told_its_size(field: str) -> None:
     limits = EngineLimits(max_model_len=100, vocab_size=731, block_size=16, total_blocks=50)
     given: Any = {"732": 1.0} if field == "logit_bias" else [732]
-    refusal = refused(api.fit, completion(**{field: given}, logprobs=1), [[1]], limits)
+    refusal = refused(fitting.fit, completion(**{field: given}, logprobs=1), [[1]], limits)
     assert (refusal.status, refusal.param) == (400, field)
     assert "732" in refusal.message
     assert "731 tokens" in refusal.message
@@ -175,7 +177,7 @@ def rendered(template: str, role: str, content: Any = "what is 1+1?") -> str:
         return compiled.render(messages=messages, tools=tools, **variables)
 
     sent = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": role, "content": content}]}).encode()
-    messages = plain_messages(api.decode(sent, api.ChatBody).messages, GatewayConfig())
+    messages = plain_messages(decoding.decode(sent, ChatBody).messages, GatewayConfig())
     entries = for_template(messages, probe(render, template), template)
     return render([message for message, _ in entries])
 
@@ -204,7 +206,7 @@ def test_tokens_are_named_by_ids_where_the_gateway_says_so(on: bool, asked: bool
     valid = api.parse_chat(json.dumps(body).encode(), config, "m", 600.0)
     entry = whole_answer(form(valid), [scored_a()])["choices"][0]["logprobs"]["content"][0]
     assert entry["token"] == ("token_id:1" if named else "a")
-    assert api.fit(valid, [[1]], LIMITS)
+    assert fitting.fit(valid, [[1]], LIMITS)
 
 
 async def test_a_model_card_is_one_of_anthropic_too(serve: Serve) -> None:

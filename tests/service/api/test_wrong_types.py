@@ -15,8 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.service.api import api, chat_batch, generative_scoring
+from quire.service.api import api, chat_batch, fitting, generative_scoring
 from quire.service.api.anthropic import messages
+from quire.service.api.bodies import ChatBody, CompletionBody
+from quire.service.api.fitting import EngineLimits
 from quire.service.api.format import Prompted
 from quire.service.api.openai_responses import responses
 from quire.service.api.openai_responses.compaction import parse_compaction
@@ -66,10 +68,10 @@ MORE_ITEMS = [
 ]
 # Bodies by parser: each alone, and with every field that its endpoint has.
 BODIES: dict[str, tuple[Any, type[msgspec.Struct], list[dict[str, Json]]]] = {
-    "completions": (api.parse_completion, api.CompletionBody, [{"prompt": ["a", "b"]}, {"prompt": [[5], [6]]}]),
+    "completions": (api.parse_completion, CompletionBody, [{"prompt": ["a", "b"]}, {"prompt": [[5], [6]]}]),
     "chat": (
         api.parse_chat,
-        api.ChatBody,
+        ChatBody,
         [
             *({"messages": chat} for chat in CHATS),
             {"messages": HELLO, "tools": TOOLS["chat"], "tool_choice": NAMED, "response_format": FORM},
@@ -174,8 +176,8 @@ async def prepare(tokenizer: Tokenizer, kind: str, body: bytes, config: GatewayC
     prompts = await tokenizer.encode(valid, len(body), total=config.max_prompt_tokens)
     valid = tokenizer.forbid(tokenizer.end_infill(valid))
     valid = msgspec.structs.replace(valid, reading=tokenizer.rules.reading_of_all(valid, prompts))
-    rooms = api.fit(valid, prompts, api.EngineLimits(4096, len(tokenizer.vocabulary.table), 16, 10_000))
-    api.bound_logprobs(valid, prompts, rooms, config)
+    rooms = fitting.fit(valid, prompts, EngineLimits(4096, len(tokenizer.vocabulary.table), 16, 10_000))
+    fitting.bound_logprobs(valid, prompts, rooms, config)
     if (constraint := tokenizer.rules.constraint(valid, valid.reading)) is not None:
         key = msgspec.json.encode(constraint)
         if key not in GRAMMARS:

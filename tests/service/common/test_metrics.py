@@ -18,9 +18,10 @@ from quire.engine.common import logs
 from quire.engine.common.tracing import Tracing
 from quire.engine.wire.records import Fleet, Lane, LaneQueue, Usage
 from quire.service.api import api
-from quire.service.api.api import Refusal, ValidRequest
 from quire.service.api.tenants import OverQuota
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.metrics import REFUSALS, REQUESTS, Telemetry
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery.queue_updates import Waiting
 from quire.service.delivery.usage_ledger import record_usage

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quire.engine.wire.messages import EngineLoad
 from quire.engine.wire.records import ANY_TOKENS, Fleet, LaneQueue, Place, TenantQueue
-from quire.service.api.api import Refusal
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery.admission import NEVER, Cost, Decision, ahead, decide, limits, wait_estimator
 from tests.pace import python_s

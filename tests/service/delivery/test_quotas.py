@@ -17,8 +17,8 @@ from aiohttp import ClientSession
 from quire.engine.wire.link import BusDown
 from quire.engine.wire.messages import Finish, Generate
 from quire.engine.wire.quotas import Quota, QuotaStore, Taken
-from quire.service.api.api import Refusal
 from quire.service.api.tenants import Tenant, Tenants, TenantsError
+from quire.service.common.refusal import Refusal
 from quire.service.delivery import admission
 from quire.service.delivery.quotas import duration
 from tests.pace import Patience

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.wire.messages import Finish, Generate
-from quire.service.api.api import Refusal
 from quire.service.api.position import Position
+from quire.service.common.refusal import Refusal
 from quire.service.delivery import resume
 from quire.service.text.tokenizer import Tokenizer
 from tests.pace import paced

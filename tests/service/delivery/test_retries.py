@@ -13,7 +13,7 @@ import pytest
 
 from quire.engine.wire.messages import EngineLoad, Generate, Sampling
 from quire.engine.wire.records import Fleet, LaneQueue, TenantQueue
-from quire.service.api.api import Refusal
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery.admission import Cost
 from quire.service.delivery.retry_book import MOST, RetryBook

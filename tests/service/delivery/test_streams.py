@@ -29,9 +29,9 @@ from quire.engine.wire.records import (
     Usage,
 )
 from quire.engine.wire.token_log import LoggedOutput
-from quire.service.api.api import Refusal
 from quire.service.common import supervision
 from quire.service.common.metrics import Telemetry
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery import admission, queue_updates
 from quire.service.delivery.admission import JITTER, Cost, Decision, Promised

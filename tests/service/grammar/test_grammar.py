@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from quire.engine.wire.messages import EngineLoad
 from quire.engine.wire.records import Fleet
 from quire.service.api import api
-from quire.service.api.api import Refusal
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import CHOICES, GRAMMAR_BYTES
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery import admission
 from quire.service.grammar.grammar import AfterReasoning, Constraint, asked, compile_grammar
@@ -83,7 +84,7 @@ RIGHT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def completion(**fields: Any) -> api.ValidRequest:
+def completion(**fields: Any) -> ValidRequest:
     body = msgspec.json.encode({"model": "m", "prompt": "x", **fields})
     return api.parse_completion(body, CONFIG, "m", 600.0)
 

@@ -9,7 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quire.service.api import api, fields
+from quire.service.api import decoding, fields
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.http.openapi import OPERATIONS, document
 from tests.docs.test_api import BODIES, body, documented, routes
@@ -54,8 +55,8 @@ def test_the_schema_of_a_body_accepts_what_the_gateway_accepts(endpoint: str) ->
 )
 def test_the_schema_of_a_body_refuses_what_the_gateway_refuses(endpoint: str, wrong: dict[str, Any]) -> None:
     data = body(endpoint, json.dumps(wrong))
-    with pytest.raises(api.Refusal):
-        api.decode(data, BODIES[endpoint])
+    with pytest.raises(Refusal):
+        decoding.decode(data, BODIES[endpoint])
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(json.loads(data), schema(BODIES[endpoint].__name__))
 

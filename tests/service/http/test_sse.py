@@ -10,9 +10,9 @@ import pytest
 from aiohttp import ClientSession, web
 
 from quire.service.api import api
-from quire.service.api.api import Refusal
 from quire.service.api.format import Format, Prompted
 from quire.service.common.metrics import Telemetry
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.http import sse
 from quire.service.http.meter import Meter

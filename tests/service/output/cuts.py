@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from quire.engine.wire.messages import Delta, Finish
-from quire.service.api.api import ValidRequest
+from quire.service.api.valid_request import ValidRequest
 from quire.service.delivery.mailbox import Backlog, Mailbox
 from quire.service.output.pieces import Piece
 from quire.service.text.text_stream import _read, _singly, stream_of

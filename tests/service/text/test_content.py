@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from quire.engine.wire.messages import Delta, Finish, Generate, TokenLogprob
 from quire.engine.wire.token_log import LoggedOutput
 from quire.service.api import api
-from quire.service.api.api import ValidRequest
+from quire.service.api.valid_request import ValidRequest
 from quire.service.config import GatewayConfig
 from quire.service.delivery.mailbox import Backlog, Mailbox
 from quire.service.output.pieces import Piece

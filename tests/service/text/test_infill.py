@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from quire.service.api.api import Refusal, ValidRequest, parse_completion
+from quire.service.api.api import parse_completion
+from quire.service.api.valid_request import ValidRequest
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.text.infill import FORMS, Form
 from quire.service.text.tokenizer import Tokenizer

@@ -14,7 +14,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from quire.service.api import api
-from quire.service.api.api import Refusal, ValidRequest
+from quire.service.api.valid_request import ValidRequest
+from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.text.text_threads import INLINE_BYTES
 from quire.service.text.token_decoder import TextStream

@@ -21,8 +21,8 @@ from typing import Any
 
 from quire.service.api import api
 from quire.service.api.anthropic import messages
-from quire.service.api.api import ValidRequest
 from quire.service.api.openai_responses import responses
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.text.tokenizer import Tokenizer

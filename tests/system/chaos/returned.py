@@ -23,9 +23,9 @@ import msgspec
 
 from quire.engine.wire.messages import Finish
 from quire.service.api.anthropic.messages import MessageFormat
-from quire.service.api.api import ValidRequest
 from quire.service.api.format import Format, Prompted
 from quire.service.api.openai_responses.response_format import ResponseFormat
+from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer
 from quire.service.common.refusal import Refusal
 from quire.service.text.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 """Hostile requests, each a function of its seed: bytes to send, and what the client does with the connection.
 
-Bodies begin as valid ones, made from the fields of the structs in service/api/api.py, so that a new field is tried
+Bodies begin as valid ones, made from the fields of the structs in service/api/bodies.py, so that a new field is tried
 without a change here.  Then some are mutated: wrong types, absurd numbers, missing and doubled fields, broken bytes.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from quire.service.api.api import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from quire.service.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tests.service.http.hostile import corpus
 
 VOCAB = 100
