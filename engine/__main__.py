@@ -41,7 +41,7 @@ from quire.engine.wire.link import BusDown
 log = logging.getLogger("quire.engine")
 
 ORPHAN_S = 15.0  # beyond grace_s, to hand requests back to a Redis that may be away
-CLOSE_S = 10.0  # that an executor which failed gets to let go of its device
+CLOSE_S = 10.0  # seconds for a failed executor to release its device
 
 
 class Stopwatch:
@@ -130,7 +130,7 @@ class Server:
         self._executor = load(config)
         keep_what_is_loaded()
         self._open_logs()
-        if not config.standby:  # after all that ends a process with one line
+        if not config.standby:  # only after every check that ends a process with one line
             log.info("%s", host_resources.read())
         self._telemetry.describe_model(self._executor.info, config)
         observers = [each for each in (self._telemetry, self._requests) if each is not None]

@@ -55,7 +55,7 @@ class BusThread:
         self._config = config
         self._telemetry = telemetry or Telemetry(config.engine_id)
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self._outputs: deque[tuple[Outputs, int]] = deque()  # and how many requests had been dropped by then
+        self._outputs: deque[tuple[Outputs, int]] = deque()  # outputs, and how many requests had been dropped by then
         # Lost requests whose tokens the loop may still publish, because it has not taken the abort yet: id -> number of
         # the loss.  Those tokens must not be sent: this engine has its lease again, perhaps even the same request.
         self._lost: dict[str, int] = {}
@@ -65,7 +65,7 @@ class BusThread:
         self._hot: tuple[str, Sequence[HotPrefix]] | None = None  # hot prefixes to write, and their fingerprint
         self._prefixes: deque[tuple[list[bytes], list[bytes]]] | None = None  # gained, lost; None: none are published
         self._backlog = PromptBacklog()
-        self._retry_s: float | None = None  # until this engine should ask for what it has left to another one
+        self._retry_s: float | None = None  # seconds until other engines may claim what it has left
         self._claimed: deque[tuple[int, int]] = deque()  # (number of the claim, prompt tokens), not yet in a report
         self._claims = 0
         self._stopping = False

@@ -30,7 +30,7 @@ class Gate:
         """`store`: None: nothing waits here, and the scheduler refuses what the executor cannot serve.
         `clock`: unix time in ms that deadlines are compared with."""
         self._inbox, self._store, self._clock = inbox, store, clock
-        self._waiting: dict[str, list[Order]] = {}  # by id: a request, then the aborts of single choices
+        self._waiting: dict[str, list[Order]] = {}  # orders by id: a request, then aborts of its choices
         self._by_need: dict[str, dict[str, None]] = {}  # the ids that wait for each, in the order of their arrival
         self._deadlines: list[tuple[int, str]] = []  # heap of (deadline_ms, id); those that left drop out lazily
         self._queue: FairList[str] = FairList()  # ids of those that hold nothing yet

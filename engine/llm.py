@@ -37,7 +37,7 @@ class Output(msgspec.Struct):
     finish_reason: FinishReason = "error"
     message: str = ""  # why, when finish_reason is "error"
     logprobs: list[TokenLogprob] = []  # one a token, where asked for
-    score: float = 0.0  # of an answer that beam search found: engine.wire.messages.Beams
+    score: float = 0.0  # score of a beam-search answer: engine.wire.messages.Beams
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -79,7 +79,7 @@ class LLM:
 
     def _open(self, config: EngineConfig, executor: Executor, tokenizer: Any) -> None:
         self.config, self.executor, self.tokenizer = config, executor, tokenizer
-        self.unfinished: dict[str, Completion] = {}  # by request id, unfinished ones
+        self.unfinished: dict[str, Completion] = {}  # unfinished completions by request id
         self._open_outputs: dict[str, int] = {}  # how many of its outputs
         self._box = LocalBox(self._take)
         self.engine = Engine(config, executor, self._box, self._box)

@@ -134,7 +134,7 @@ class Engine:
         self._load = LoadReport(config.engine_id, executor.info)
         self._in_flight = 0  # steps submitted and not collected
         self._accepted = self._dropped = 0  # requests since start
-        self._idle = False  # after the last turn
+        self._idle = False  # whether the last turn left nothing to do
         self._behind_since = 0.0  # monotonic seconds of the first resume order not computed again; 0: none
 
     def run(self) -> None:

@@ -60,7 +60,7 @@ class Answer:
     event.  Several events may share a block: their gaps are then 0, as a reader sees them."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []  # of the events with text
+        self.times: list[float] = []  # arrival times of the events with text
         self.gaps: list[float] = []  # between events with text of the same choice
         self.text: list[str] = []
         self.tokens: int | None = None  # as the server counts them; None until it reports usage

@@ -41,7 +41,7 @@ Serve = Callable[..., AbstractContextManager[Server]]  # called with a model and
 MODES: dict[str, Serve] = {"threshold": serve}  # admission modes other than the default, and what starts a server
 LOADS = ("known", "cold", "warm")
 BLOCK = 16
-START_S, VLLM_START_S, DRAIN_S, STOP_S = 8, 60, 70, 2  # of a run, for the estimate of the time it takes
+START_S, VLLM_START_S, DRAIN_S, STOP_S = 8, 60, 70, 2  # seconds of a run's phases, for the estimate of its duration
 WARM_SEED = 1000  # added to the seed of a warm-up, whose prompts must differ from the run's
 CALIBRATION_SEED = 9999
 CALIBRATION_JOBS = 4000
@@ -55,7 +55,7 @@ class Run:
     server: str  # the command that starts it, for display and to recognise a result of the same server
     start: Callable[[], AbstractContextManager[Server]]
     words: tuple[str, ...]  # options of `replay`, without the URL
-    warm_words: tuple[str, ...] = ()  # of the replay before it; (): none
+    warm_words: tuple[str, ...] = ()  # words of the replay before it; (): none
 
     @property
     def file(self) -> str:

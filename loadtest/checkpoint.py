@@ -19,7 +19,7 @@ VOCAB = 16_000
 SOURCES = 200  # source files that train the tokenizer: enough for VOCAB tokens
 COUNTDOWN = "countdown.json"  # file of a model's directory: see countdown_heads()
 LONGEST = 4096  # tokens of the longest answer that a countdown can end
-EMBEDDING_STD = 8.0  # of countdown models; the layers of a random model add at most about 10 to it
+EMBEDDING_STD = 8.0  # standard deviation of countdown models; the layers of a random model add at most about 10 to it
 HEAD_STD = 0.02
 
 

@@ -25,7 +25,7 @@ class ClientProfile:
     """What a request's client sends besides its prompt.  An empty field is not sent."""
 
     tenant: str = ""  # selects the API key; "": the key of --api-key-env, if any
-    priority: str | int | None = None  # of PRIORITIES or PRIORITY_RANGE, lower first
+    priority: str | int | None = None  # one of PRIORITIES or PRIORITY_RANGE, lower first
     timeout_s: float | None = None  # seconds from when the request is due to when its answer must be complete
     retry: Retry = "obey"  # the reaction to a refusal
 

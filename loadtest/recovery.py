@@ -39,7 +39,7 @@ from quire.loadtest import command_line, machine, shapes
 from quire.loadtest.checkpoint import make_llama_42m, prepare
 from quire.loadtest.server import MODEL_NAME, Server, engine_processes, serve
 
-LIMIT_S = 120.0  # for each condition that is waited for
+LIMIT_S = 120.0  # seconds for each condition to become true
 CONTEXT = 8192  # tokens, of the shapes
 POLL_S = 0.005
 PART = re.compile(r"([a-zA-Z][a-zA-Z ]*?) (\d+\.\d+) s")
@@ -49,8 +49,8 @@ PART = re.compile(r"([a-zA-Z][a-zA-Z ]*?) (\d+\.\d+) s")
 class Stream:
     """One client: the tokens it has received, their times, and every wrong position."""
 
-    tokens: int = 0  # of all answers
-    position: int = 0  # in the current answer
+    tokens: int = 0  # tokens of all answers
+    position: int = 0  # token position in the current answer
     # Monotonic seconds of received tokens: the last one before `forget_times()`, and all since.
     times: list[float] = field(default_factory=lambda: [0.0])
     lost: int = 0

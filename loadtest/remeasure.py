@@ -32,7 +32,7 @@ class Measurement:
     words: str  # module and its options
     minutes: float  # about, on the machine of its device
     device: str = "cpu"
-    written: str = ""  # where the command leaves its result, if not in loadtest/results/
+    written: str = ""  # path of the command's result, if not in loadtest/results/
 
 
 ALL = (

@@ -70,7 +70,7 @@ class Machine:
     """Measured ceilings of a device."""
 
     read_gbps: float  # GB/s of the best plain reader
-    tflops: float  # of a large square bf16 product
+    tflops: float  # TFLOP/s of a large square bf16 GEMM
 
     def seconds(self, size: float, flops: float) -> float:
         return max(size / self.read_gbps / 1e9, flops / self.tflops / 1e12)

@@ -47,7 +47,7 @@ class Record:
     phase: str
     prompt_len: int  # tokens
     output_len: int  # tokens requested
-    lag_s: float = 0.0  # from due to first sent: delay of this client, not of the server
+    lag_s: float = 0.0  # send delay in seconds of this client, not of the server
     attempts: list[Attempt] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # arrivals of the events with text
     end_s: float = 0.0
@@ -80,7 +80,7 @@ class Sample:
     kv: float | None = None  # KV-cache utilisation, 0 to 1
     running: float | None = None
     waiting: float | None = None
-    preemptions: float | None = None  # since the server started
+    preemptions: float | None = None  # preemptions since the server started
     recomputed: float | None = None  # tokens, since the server started
     filled: float | None = None  # token slots with a token, of those in held blocks, 0 to 1; None where none is held
     eta: float | None = None  # held blocks over those of static allocation; None where no sequence runs

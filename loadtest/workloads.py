@@ -21,7 +21,7 @@ Shape = Literal["steady", "ramp", "burst", "soak"]
 class Arrival:
     """One request of a run."""
 
-    at_s: float  # since the run began
+    at_s: float  # arrival time in seconds since the run began
     phase: str
     job: Job
     client: ClientProfile = ANONYMOUS

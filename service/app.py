@@ -397,7 +397,7 @@ def main(argv: Sequence[str]) -> None:
     logging.getLogger("aiohttp.server").addFilter(drop_broken_http)
     # transformers would load an installed torch (1.3 s, 200 MB) only to define models that a gateway does not use.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # and would log its absence
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # transformers would log its absence
 
     heartbeat = Heartbeat()
 

@@ -60,7 +60,7 @@ INCLUDED = {
 }
 CHAT_TEMPLATE = "chat_template.jinja"  # a file of checkpoints that can chat
 ENGINE_GRACE_S = 5.0  # the gateways have ended by then: requests that are left have no client and can wait
-ENGINE_STOP_S = 15.0  # from SIGTERM to SIGKILL
+ENGINE_STOP_S = 15.0  # seconds between SIGTERM and SIGKILL
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -29,7 +29,7 @@ CONFIG_ERROR = 2  # exit status of a child that another start cannot mend: a bad
 FAILURES = 5  # failed starts in a row after which a child that was never up is given up
 BACKOFF_S = (0.5, 30.0)  # first and longest pause before a restart; a child that was up restarts at once
 POLL_S = 0.2
-KEEPERS_S = 5.0  # for each keeper to end its spare, after its child has ended
+KEEPERS_S = 5.0  # seconds for each keeper to end its spare, after its child has ended
 
 Children = list["Child"]
 Process = asyncio.subprocess.Process | ForkedProcess

@@ -14,7 +14,7 @@ class AdapterCounts:
     kept: int = 0
     kept_bytes: int = 0
     waiting: int = 0  # held ones that are not loaded
-    loads: int = 0  # since start, like the next ones
+    loads: int = 0  # loads since start; the next counts likewise
     load_s: float = 0.0  # seconds of these loads
     faults: int = 0
     evicted: int = 0

@@ -58,7 +58,7 @@ class AdapterFile(msgspec.Struct, frozen=True):
     where: str  # its folder, for errors
     digest: str  # digest of both files
     config: AdapterConfig
-    pairs: dict[str, Pair]  # by the module's path in the base model
+    pairs: dict[str, Pair]  # pairs per module path of the base model
 
 
 def read_adapter(folder: Path, most_bytes: int) -> AdapterFile:

@@ -29,7 +29,7 @@ from quire.engine.common.errors import OperatorError
 from quire.engine.common.private_files import DirectoryRefused, LockedDirectory, open_private
 
 START_S = 15.0  # longest start until PING is answered; generous, because it includes loading the append-only file
-STOP_S = 5.0  # from SIGTERM to SIGKILL
+STOP_S = 5.0  # seconds between SIGTERM and SIGKILL
 SOCKET_PATH_BYTES = 100  # sockaddr_un holds 108 on Linux and 104 on macOS, with a closing zero byte
 FOLDER = "quire-"  # prefix of the names of our temporary folders
 LOCK = "owner"  # a file in each folder, locked for as long as the folder's owner lives

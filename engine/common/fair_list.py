@@ -17,7 +17,7 @@ class FairList(Generic[Key]):
     """Work of tenants, as keys.  Not thread-safe."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, dict[Key, None]] = {}  # by tenant, in order of arrival
+        self._waiting: dict[str, dict[Key, None]] = {}  # items per tenant, in order of arrival
         # By tenant: virtual time at which its next turn comes.  A turn takes 1 / weight.
         self._next: dict[str, float] = {}
         self._weights: dict[str, float] = {}

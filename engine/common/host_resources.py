@@ -79,7 +79,7 @@ def _limits(root: Path, controller: str, limit_of: Callable[[Path], float]) -> I
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, Path]]:
     """Yield mount points of cgroup file systems for a controller, with the path of this process's group below each."""
-    paths: dict[str, str] = {}  # by controller of version 1; "": that of version 2
+    paths: dict[str, str] = {}  # cgroup path per version 1 controller; "": path of version 2
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         names, _, path = rest.partition(":")

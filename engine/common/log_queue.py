@@ -50,7 +50,7 @@ class QueuedWriter:
         self._queue: deque[bytes] = deque()
         self._bytes = 0
         self._writing = False  # the thread has taken lines that are not written yet
-        self._full = False  # until half of the queue is free, all lines are dropped
+        self._full = False  # true from a full queue until half of it is free: all lines are dropped
         self._unreported = 0  # dropped lines that no notice has reported
         self._failing = False  # the last write failed: no notice until one succeeds
         self._thread: threading.Thread | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 
-MOST = 1_048_576  # where the hard limit is infinite
+MOST = 1_048_576  # descriptors if the hard limit is infinite
 
 
 def raise_limit() -> tuple[int, int]:

@@ -18,7 +18,7 @@ from typing import BinaryIO, Self
 from quire.engine.common.errors import OperatorError
 
 DIRECTORY, FILE = 0o700, 0o600
-LOCK = "quire.lock"  # in a locked directory: names the holder
+LOCK = "quire.lock"  # file in a locked directory that names the holder
 ENDING_S = 15.0  # longest wait for the children of a holder that was killed
 POLL_S = 0.05
 

@@ -24,9 +24,9 @@ class IssuedPlan(NamedTuple):
     """What the scheduler remembers of a plan until its result arrives."""
 
     decoding: int  # sequences that decode in it
-    prompt_tokens: int  # of all slices
+    prompt_tokens: int  # prompt tokens of all slices
     jumps: int  # sequences that compute forced tokens in a slice
-    jump_tokens: int  # of these slices
+    jump_tokens: int  # jump-forward tokens among them
     swaps: bool  # it copies blocks to or from the host
     sealed: list[int]  # blocks that entered the prefix index before they were written
     drafting: int = 0  # sequences that compute drafts
@@ -40,8 +40,8 @@ class Batch:
         self.slots = Slots(max_seqs)
         self.step = 0  # the last plan issued
         self.committed = 0  # the last step whose result arrived
-        self.prefilling: list[Sequence] = []  # by rank
-        self.paused: list[Sequence] = []  # by rank
+        self.prefilling: list[Sequence] = []  # sequences in prefill, by rank
+        self.paused: list[Sequence] = []  # paused sequences, by rank
         self.decoding = 0  # sequences that compute one token each step without being named in a plan
         self.reserved_blocks = 0  # what static allocation would hold for all of these
         self._block_size = block_size

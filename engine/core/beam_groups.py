@@ -60,10 +60,10 @@ class BeamGroup:
         self.search = search
         self._pool, self._batch, self._layers = pool, batch, layers
         self._unsent = set(range(self.request.n)) - answered  # answers that the client waits for
-        self._withdrawn: set[int] = set()  # of these, answers that it has cancelled
+        self._withdrawn: set[int] = set()  # answers among them that this group has cancelled itself
         self._order = list(beams)  # as in `search.running`
         self._computed = 0  # beams' tokens that no Finish has reported
-        self._entries = self._blocks = 0  # of all tables, and blocks among them: see `_count_blocks`
+        self._entries = self._blocks = 0  # block-table entries of all members, and distinct blocks: see `_count_blocks`
         self._rows: dict[int, Row] = {}  # candidates of this step that have arrived, by the index of the sequence
         # Sequences whose tables the executor does not know, with the tables that it does; None: the slot has none.
         self._moved: dict[int, list[int] | None] = {}
@@ -195,7 +195,7 @@ class BeamGroup:
         self._count_blocks()
         parents = self._order
         stays: dict[int, Sequence] = {}  # child -> the member that it stays in
-        taken: set[int] = set()  # of members that have a child, their indices
+        taken: set[int] = set()  # indices of members that have a child
         for at, (parent, _) in enumerate(children):
             if (seq := parents[parent]).index not in taken:
                 taken.add(seq.index)

@@ -72,13 +72,13 @@ class BlockPool:
         self.total = total
         self.block_size = block_size  # tokens
         self.caching = caching
-        self.discarded: list[int] = []  # with note_discarded: blocks whose content became garbage, until taken
+        self.discarded: list[int] = []  # with note_discarded: blocks whose content is garbage since the last take
         self.note_evicted = False  # set from outside by the one that takes `evicted`
-        self.evicted: list[bytes] = []  # with note_evicted: digests that find no block any more, until taken
+        self.evicted: list[bytes] = []  # with note_evicted: digests that find no block since the last take
         self.note_discarded = note_discarded
         self._refs = array("i", bytes(total * array("i").itemsize))
         self._free = list(range(total - 1, -1, -1))  # a stack: the block used last is warm in cache
-        self._idle: OrderedDict[int, None] = OrderedDict()  # in the order of eviction, see FairEviction.choose
+        self._idle: OrderedDict[int, None] = OrderedDict()  # idle blocks in eviction order, see FairEviction.choose
         self._eviction = FairEviction(total)
         self._digest: list[bytes | None] = [None] * total
         self._sealed = bytearray(total)  # 1 where `_digest` has one

@@ -34,7 +34,7 @@ MOSTLY_FREE = 2  # most: more than 1/MOSTLY_FREE of the places
 class CheckpointPolicy(Protocol):
     """Decides which states to keep, and the one that a sequence begins with."""
 
-    counts: StateCounts  # for metrics
+    counts: StateCounts  # counters for metrics
 
     def hit(self, seq: Sequence, blocks: list[int]) -> list[int]:
         """Return those of the cached blocks of a prefix that the sequence can begin with."""

@@ -107,10 +107,10 @@ class Drafts:
         self.drafter: Drafter | None = None  # None: nothing drafts
         self.run_ahead = False  # sequences draft, and the executor has a step in flight while the next one is planned
         self.most_drafts = 0  # maximum drafts of a step; 0: as many as it has tokens for
-        self._followed: dict[int, Sequence] = {}  # by slot: sequences whose tokens the drafter has
-        self._joining: dict[int, Sequence] = {}  # by slot: those whose first token is on its way
+        self._followed: dict[int, Sequence] = {}  # sequences whose tokens the drafter has, by slot
+        self._joining: dict[int, Sequence] = {}  # sequences whose first token is on its way, by slot
         self._found: list[Draft] = []
-        self._in_flight: dict[int, _InFlight] = {}  # by slot
+        self._in_flight: dict[int, _InFlight] = {}  # step in flight, by slot
 
     # ------------------------------------------------------------------------------------------------------------ plan
 

@@ -39,7 +39,7 @@ class ForcedTokens:
         self.costs = costs
         self.jumps = 0  # sequences that jump in the plan in the making
         self.jump_tokens = 0  # tokens of their slices
-        self._ahead: dict[int, Sequence] = {}  # by id: sequences with forced tokens that a plan may compute
+        self._ahead: dict[int, Sequence] = {}  # sequences with forced tokens that a plan may compute, by id
 
     def append(self, seq: Sequence, sampled: Tokens[int], forced: Tokens[int]) -> list[int]:
         """Take a result of a sequence: append what it adds to the known tokens.  Returns these tokens.

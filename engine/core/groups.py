@@ -24,7 +24,7 @@ class Groups:
         self._batch = batch
         self._kinds: list[GroupKind] = [kind(pool, batch, limits, layers) for kind in KINDS]
         self._independent = IndependentSequences(pool)
-        self._stepped: dict[str, SteppedGroup] = {}  # by request
+        self._stepped: dict[str, SteppedGroup] = {}  # stepped groups by request
 
     def outputs(self, request: Generate, outputs: Outputs | None) -> Outputs:
         """Return what each sequence of a request begins with.  `outputs`: emitted by an earlier engine, per choice."""

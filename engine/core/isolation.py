@@ -25,14 +25,14 @@ from collections.abc import Iterable, Set
 
 from quire.engine.core.sequence import Sequence, State
 
-FAILED_TWICE = "the engine failed on this request twice at the same position"  # for clients
+FAILED_TWICE = "the engine failed on this request twice at the same position"  # message for clients
 
 
 class Isolation:
     """Decides which sequences may start after failed steps, and which request ends."""
 
     def __init__(self) -> None:
-        self._groups: deque[list[Sequence]] = deque()  # of suspects; only members of the first may start
+        self._groups: deque[list[Sequence]] = deque()  # groups of suspects; only members of the first may start
 
     def failed(self, sequences: Iterable[Sequence], departed: Set[str]) -> str | None:
         """A step with these sequences failed.  Returns the id of the request that must end; None: every one continues.

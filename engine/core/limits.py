@@ -46,13 +46,14 @@ class Event(msgspec.Struct, frozen=True):
     tokens: int = 0  # started: prompt tokens found in the cache; resumed: to compute again; ended: of its output
     reason: FinishReason | None = None  # ended: why; None: another engine answers the request now
     step: int = 0  # the plan it belongs to; first, ended: the last plan made
-    digests: list[bytes] = []  # of its full blocks: started: of those found; ended: as far as the prefix cache asked
+    # Digests of full blocks.  At start: of the blocks found.  At the end: of all that the prefix cache was asked for.
+    digests: list[bytes] = []
 
 
 class Outputs(msgspec.Struct):
     """Everything that the engine loop takes from the scheduler after a step."""
 
-    deltas: dict[str, list[Delta]]  # by gateway
+    deltas: dict[str, list[Delta]]  # deltas by gateway
     finished: list[str]  # ids of requests all of whose continuations have ended
     events: list[Event] = []  # in the order they happened
 
@@ -69,21 +70,21 @@ class Totals(msgspec.Struct):
     blocks_cached_prompt_tokens: int = 0  # prompt tokens in cached blocks, with or without a checkpoint behind them
     states: StateCounts = msgspec.field(default_factory=StateCounts)  # counts for models with recurrent state
     generated_tokens: int = 0
-    forced_tokens: int = 0  # of these, known before a step sampled them, because a grammar allowed no other token
-    jumped_tokens: int = 0  # of these, computed together with the token before them instead of in a step of their own
+    forced_tokens: int = 0  # output tokens known before a step sampled them, because a grammar allowed no other
+    jumped_tokens: int = 0  # output tokens computed together with the token before them, not in a step of their own
     drafted_tokens: dict[str, int] = msgspec.field(default_factory=_per_source)  # drafts computed
     accepted_drafts: dict[str, int] = msgspec.field(default_factory=_per_source)  # those that equal what was sampled
     refused_drafts: int = 0  # drafts found that steps did not compute, because they would not have paid
     recomputed_tokens: int = 0  # computed again after a preemption
     preemptions: int = 0
-    yields: int = 0  # of these, for fairness between tenants
+    yields: int = 0  # preemptions for fairness between tenants
     pauses: int = 0  # times a sequence paused with its blocks because the pool was full
-    swap_preemptions: int = 0  # of these, with what was computed kept in the host's memory
+    swap_preemptions: int = 0  # preemptions that kept the computed KV in host memory
     swapped_out_blocks: int = 0  # copied to the host's memory
-    swapped_in_blocks: int = 0  # and back: fewer, where the prefix cache still had them or the sequence ended
+    swapped_in_blocks: int = 0  # blocks copied back; fewer if the prefix cache still had them
     copied_blocks: int = 0
     released_blocks: int = 0  # by sequences that finished
     audits: int = 0  # full checks of the block accounting
-    leaks: int = 0  # of these, those that found blocks which are neither held nor available
+    leaks: int = 0  # checks that found blocks which are neither held nor available
     double_frees: int = 0  # those that found a held block released
     other_alarms: int = 0  # those that found something else wrong

@@ -46,7 +46,7 @@ import msgspec
 
 from quire.engine.wire.messages import Sampling, TokenLogprob
 
-DRAFT_SOURCES = ("own", "tenant", "prediction")  # where drafts come from: `Draft.source` is an index
+DRAFT_SOURCES = ("own", "tenant", "prediction")  # sources of drafts: `Draft.source` is an index
 
 
 class Draft(NamedTuple):
@@ -66,7 +66,7 @@ class WindowGroup(msgspec.Struct, frozen=True):
 
     window: int  # tokens, the query's own included; >= 1
     blocks: int
-    host_blocks: int = 0  # for preempted sequences; their ids follow those of full layers, too
+    host_blocks: int = 0  # host blocks for preempted sequences; their ids follow those of full layers, too
     block_bytes: int = 0  # keys and values of a block, all layers of the group
 
     def blocks_per_sequence(self, block_size: int, max_model_len: int) -> int:
@@ -111,7 +111,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]  # never empty
     sampler: Sampler | None = None
     targets: list[int] = []  # report the logprob of targets[i] after token_ids[i] (prompt logprobs)
-    top: int = 0  # and of this many likeliest tokens
+    top: int = 0  # number of top-k tokens to report, too
     candidates: int = 0  # report this many likeliest tokens after the last one; then there is no sampler
     # The last so many of `token_ids` are drafts: guesses that no step has sampled.  The slot samples after each of them
     # and after the token before them.  It accepts drafts while they equal these samples.
@@ -149,14 +149,14 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     step: int
     slots: list[int]
     tokens: list[int]
-    logprobs: dict[int, TokenLogprob] = {}  # by slot, where asked for
-    prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # by slot, for this step's targets
-    failed: dict[int, str] = {}  # by slot: the model's logits are not finite, so nothing it computed is to be trusted
+    logprobs: dict[int, TokenLogprob] = {}  # log probabilities by slot, if requested
+    prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # log probabilities of this step's prompt tokens, by slot
+    failed: dict[int, str] = {}  # error by slot: non-finite logits, so nothing it computed is to be trusted
     step_s: float = 0.0  # seconds from when it could begin until it was done; 0: not measured
     device_s: float = 0.0  # seconds from the device's first work for it to its last; 0: not measured
     swapped_bytes: int = 0  # moved between device and host by copies that ended since the last result
     swap_s: float = 0.0  # seconds they took
-    impossible: dict[int, str] = {}  # by slot: its request's own settings leave no token; what it computed is sound
+    impossible: dict[int, str] = {}  # error by slot: the request's settings leave no token; what it computed is sound
     # By slot: the tokens that must follow the sampled one, because its grammar allows no others.  A slot that samples
     # them one by one gets the same ones.
     forced: dict[int, list[int]] = {}
@@ -165,7 +165,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     # By slot, for slices with drafts: how many of them equal the samples before them.  `tokens` has the sample that
     # follows the last accepted one.
     accepted: dict[int, int] = {}
-    draft_logprobs: dict[int, list[TokenLogprob]] = {}  # by slot, where asked for: of the accepted drafts
+    draft_logprobs: dict[int, list[TokenLogprob]] = {}  # log probabilities of the accepted drafts by slot, if requested
 
 
 class Drafter(Protocol):

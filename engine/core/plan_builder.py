@@ -67,7 +67,7 @@ class PlanBuilder:
         self._preemption, self._swapping, self._groups = preemption, swapping, groups
         self._forced, self._drafts, self.checkpoints = forced, drafts, checkpoints
         self._adapters = adapters
-        self._step = 0  # of the plan in the making
+        self._step = 0  # number of the plan in the making
         self._chunk_tokens = 0
         self._decoding = 0  # sequences that decode in it
         self._budget = 0  # prompt tokens that the plan can still take

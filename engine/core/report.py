@@ -18,7 +18,7 @@ class SchedulerReport:
 
     def __init__(self, batch: Batch, block_size: int) -> None:
         self.totals = Totals()
-        self.deltas: defaultdict[str, list[Delta]] = defaultdict(list)  # by gateway
+        self.deltas: defaultdict[str, list[Delta]] = defaultdict(list)  # deltas by gateway
         self._finished: list[str] = []
         self._events: list[Event] = []
         self._batch, self._block_size = batch, block_size

@@ -50,7 +50,7 @@ class Sequence(msgspec.Struct, eq=False):
     """One choice of one request.  Only the scheduler changes it."""
 
     request: Generate
-    index: int  # which of the request's n choices
+    index: int  # index among the request's n choices
     arrival: tuple[int, int]  # (order of the request, index): older compares less
     stops: frozenset[int]  # tokens that end it
     limit: int  # most tokens, prompt included
@@ -70,9 +70,9 @@ class Sequence(msgspec.Struct, eq=False):
     sampled_in: int = 0  # the last step planned that samples for it: its token may still be on the way
     unconfirmed: int = 0  # forced tokens at the end that results in flight may still report as sampled
     predictions: Predictions | None = None  # its drafts from the client's prediction; None: none was computed
-    drafts: int = 0  # of the step in flight: tokens behind the known ones that it computes, unproved
+    drafts: int = 0  # unverified draft tokens that the step in flight computes
     jumped_in: int = 0  # the step of its last jump: results of earlier steps report tokens that it computes
-    digests: list[bytes] = []  # of the full blocks of `tokens`, as far as they were needed
+    digests: list[bytes] = []  # digests of the full blocks of `tokens`, as far as they were needed
     host: list[int] = []  # while swapped: host blocks with the computed tokens, in the order of its table
     started_before: bool = False  # it has run; if it waits now, it was preempted
     reassigned: bool = False  # an earlier engine began it: its client waits for the next token, not for a first one
@@ -86,8 +86,8 @@ class Sequence(msgspec.Struct, eq=False):
     kept_at: int = 0  # the last position with a checkpoint of its own
     junction: int = 0  # tokens in cached blocks when its prefix was looked up last, with or without a checkpoint
     checkpoint: bytes = b""  # digest of the checkpoint that moves along its answer; empty: none
-    siblings: list[Sequence] = []  # of a leader: those that fork from it when its prompt is done
-    fork_blocks: int = 1  # of a sibling: blocks that it takes then, behind those that it shares
+    siblings: list[Sequence] = []  # only in a leader: sequences that fork from it when its prompt is done
+    fork_blocks: int = 1  # only in a sibling: blocks of its own that it takes at the fork
     prompt_logprobs: list[TokenLogprob] = []
 
     @property

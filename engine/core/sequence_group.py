@@ -45,8 +45,8 @@ class Choice(NamedTuple):
     seq: Sequence  # the member with the index of the choice
     finish: Finish
     tokens: list[int]
-    logprobs: list[TokenLogprob] | None = None  # of `tokens`, if the request asked for them
-    cached_tokens: int = 0  # of the prompt
+    logprobs: list[TokenLogprob] | None = None  # log probabilities of `tokens`, if the request asked for them
+    cached_tokens: int = 0  # prompt tokens that the prefix cache had
 
 
 class SequenceGroup(Protocol):

@@ -21,7 +21,7 @@ class Slots:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.occupants: list[Sequence | None] = [None] * count  # by slot: the sequence whose tokens it reports
+        self.occupants: list[Sequence | None] = [None] * count  # sequence per slot whose tokens the slot reports
         self._free = list(range(count - 1, -1, -1))
         self._vacated: list[int] = []  # the next plan names them
         self._cooling: deque[tuple[int, int]] = deque()  # (last step that may report it, slot)

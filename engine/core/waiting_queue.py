@@ -16,7 +16,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self.tokens = 0  # known tokens of all waiting sequences, as they were when they joined or grew
-        self.fork_blocks = 0  # that their siblings take as they start, likewise
+        self.fork_blocks = 0  # blocks that siblings of waiting leaders take at their forks
         self._queue: deque[Sequence] = deque()
 
     def __len__(self) -> int:

@@ -35,8 +35,8 @@ class Trie:
     """The sequences that continue one end of the generated text."""
 
     last: list[int] = field(default_factory=list)  # tokens that would complete a sequence here
-    before: dict[int, Trie] = field(default_factory=dict)  # by the token before that end
-    depth: int = 0  # of the root: most tokens that a look-up reads
+    before: dict[int, Trie] = field(default_factory=dict)  # longer sequences, by the token before this end
+    depth: int = 0  # only in the root: maximum tokens that a look-up reads
 
     def forbidden(self, generated: Sequence[int]) -> list[int]:
         """Return the tokens that would complete a sequence after `generated`; some may be there twice."""

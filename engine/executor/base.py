@@ -53,7 +53,7 @@ class Executor(Protocol):
     max_seqs: int  # slots of the batch, where the configuration leaves it open
     step_tokens: int  # tokens of a step at most, likewise
     blocks: int  # KV blocks in the pool, fixed at start
-    host_blocks: int  # of the host's memory, for what preempted sequences computed; 0: none
+    host_blocks: int  # blocks in host memory for the KV of preempted sequences; 0: none
     swap_bytes_per_s: float  # between the two, as measured at start; 0: not known
     start_parts: dict[str, float]  # seconds that the parts of loading took, by name
     memory_parts: dict[str, int]  # bytes on the device that the parts of the engine take, all ranks together, by name

@@ -158,7 +158,7 @@ class Mixed:
     joined: tuple[Tensor, Tensor] | None  # slots i64 that begin to decode, and the position i64 of their last token
     targets: list[Targets]
     candidates: tuple[tuple[int, int], ...] = ()  # (slot, how many it wants), in the rows behind all others
-    drafts: DraftRows | None = None  # whose rows of logits lie behind those of all slots
+    drafts: DraftRows | None = None  # draft rows, whose logits follow those of all slots
     keeps: Tensor | None = None  # as in StepTensors
     windows: tuple[Tensor, ...] = ()  # per window group [T] i64, as `kv_indices` of the page
 

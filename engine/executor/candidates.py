@@ -22,7 +22,7 @@ class Candidates:
     """Candidates on the host, or on their way there: read them once the step that they belong to is done."""
 
     asked: Sequence[tuple[int, int]]  # slot, and how many candidates to report
-    pieces: list[tuple[Tensor, Tensor]]  # of ROWS slots each: token ids [., most] i64, log-probabilities f32
+    pieces: list[tuple[Tensor, Tensor]]  # pairs per chunk of ROWS slots: token ids [., most] i64, log-probabilities f32
 
     def by_slot(self) -> dict[int, tuple[list[int], list[float]]]:
         """(token ids, log-probabilities) of each slot, likeliest first.  Slots whose logits are not finite are left

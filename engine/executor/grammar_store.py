@@ -56,7 +56,7 @@ class GrammarCounts:
     kept: int = 0
     kept_bytes: int = 0
     waiting: int = 0  # held ones whose compilation has not begun
-    compiled: int = 0  # since start, like the next ones
+    compiled: int = 0  # grammars compiled since start; the next counts likewise
     faults: int = 0
     evicted: int = 0
 
@@ -126,7 +126,7 @@ class Grammar:
     fault: str = ""
     tenants: Counter[str] = field(default_factory=Counter)  # holders
     tokens: int = 0  # consumed by all copies
-    copies: int = 0  # in use
+    copies: int = 0  # copies in use
     held_bytes: int = 0  # its part of the store's sum
 
     def bytes(self) -> int:
@@ -162,7 +162,7 @@ class GrammarStore:
         self._kept: OrderedDict[str, int] = OrderedDict()  # text -> its bytes when it was released, oldest first
         self._kept_bytes = self._held_bytes = 0  # sums, unscaled
         self._finished: deque[str] = deque()
-        self._evicted: deque[Grammar] = deque()  # to be freed by a thread: it takes up to a millisecond
+        self._evicted: deque[Grammar] = deque()  # grammars that a thread will free: it takes up to a millisecond
         self._running = 0  # threads that compile
         self._measured, self._estimated = PRIOR_BYTES, PRIOR_BYTES
         self._compiled = self._faults = self._evictions = self._freed = 0

@@ -31,7 +31,7 @@ PROCESS_BYTES = int(1.1 * GIB)
 class HostMemory(NamedTuple):
     """Bytes of one rank."""
 
-    kv: int  # on a GPU 0: its own memory holds the cache
+    kv: int  # bytes of KV cache; 0 on a GPU, whose own memory holds it
     swap: int
 
 

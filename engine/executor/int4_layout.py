@@ -16,7 +16,7 @@ ROWS, INPUTS = 16, 128  # rows and inputs per packed block; a weight has multipl
 GROUPS = (128, 64, 32)  # inputs that share a scale; larger groups repeat their scales
 NO_ZERO = 8  # zero point of symmetric weights
 LARGEST_EXPONENT = 15  # the scales of a row are below 2 to this power
-LEAST_EXPONENT = -100  # of a row's maximum scale: below it, the row scale would be subnormal
+LEAST_EXPONENT = -100  # minimum exponent of a row's maximum scale: below it, the row scale would be subnormal
 CHUNK = 1 << 24  # weights packed at a time
 
 

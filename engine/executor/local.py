@@ -111,7 +111,7 @@ class LocalExecutor:
         """
         began = time.monotonic()
         threads = config.threads or max(1, host_resources.usable_cpus() // ranks.size)
-        torch.set_num_threads(threads)  # of this thread's team
+        torch.set_num_threads(threads)  # threads of this thread's own OpenMP team
         ops.load(library=Path(config.kernels) if config.kernels else None)
         kind = device_kind(config)
         self.max_seqs, self.step_tokens = config.max_seqs or SIZES[kind][0], config.step_tokens or SIZES[kind][1]
@@ -160,7 +160,7 @@ class LocalExecutor:
         # token too many after each stop token, and a request that arrives during step N waits for N+1 as well.
         self.depth = 1 if kind == "cpu" else GPU_DEPTH
         self._in_flight: deque[Launched | Pending | Exception] = deque()  # Launched: its sampling waits for masks
-        self._begun: deque[float] = deque()  # when each was submitted
+        self._begun: deque[float] = deque()  # submit time of each step in flight
         self._ended = 0.0  # when the last one was collected
 
     def _memory_parts(self, config: EngineConfig, model: LoadedModel, ranks: Ranks, kind: str) -> dict[str, int]:

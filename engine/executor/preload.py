@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 # Tokens that stand for images and the like: never computed here, and config classes allow no null for them.
 OTHER_TOKENS = ("image_", "video_", "vision_", "audio_", "boi_", "eoi_", "boa_", "eoa_")
-TINY_VOCAB, TINY_LEN = 1024, 256  # of the model that is rehearsed with
+TINY_VOCAB, TINY_LEN = 1024, 256  # vocabulary and context of the tiny model for the rehearsal
 
 
 def prepare(config: EngineConfig) -> Iterator[str]:

@@ -352,8 +352,8 @@ class Logprobs:
 
     asked: Sequence[Report]  # [L]
     chosen: list[Tensor]  # the tokens' own, in chunks: [.] f32
-    likeliest: list[tuple[Tensor, Tensor]]  # in the same chunks: token ids [., most] i64, log-probabilities f32
-    named: list[Tensor]  # in the same chunks: the tokens that the reports name, concatenated, [.] f32
+    likeliest: list[tuple[Tensor, Tensor]]  # per chunk: top-k token ids [., most] i64, log-probabilities f32
+    named: list[Tensor]  # per chunk: the tokens that the reports name, concatenated, [.] f32
 
     def entries(self) -> list[TokenLogprob]:
         """One entry per token."""

@@ -22,7 +22,7 @@ MOST_CHECKPOINTS = 1024  # the search for the one to evict takes O(checkpoints)
 class StateMemory(NamedTuple):
     """Places for states."""
 
-    slots: int  # with a live state each
+    slots: int  # slots with a live state each
     checkpoints: int
     bytes: int  # all of them together
 

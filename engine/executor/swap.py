@@ -53,7 +53,7 @@ class Swap:
         self.window_host_blocks: list[int] = []  # host blocks of further groups: none here (grouped_swap.py)
         self._block_bytes = sum(count * size for count, size in shapes)
         self._moving: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()  # bytes, begin, end
-        self._moved, self._seconds = 0, 0.0  # since the last call
+        self._moved, self._seconds = 0, 0.0  # blocks and seconds since the last call
 
     def out(self, pairs: list[tuple[int, int]]) -> torch.cuda.Event | None:
         """Copy block -> host block for each pair.  Returns the event of completion; None: complete already."""

@@ -74,12 +74,12 @@ class Pending:
     """A launched step.  Its host memory may be read after the step, until GPU_DEPTH further launches."""
 
     step: int
-    slots: tuple[int, ...] = ()  # that sample
-    output: StepOutput | None = None  # of these slots, in their order
+    slots: tuple[int, ...] = ()  # slots that sample
+    output: StepOutput | None = None  # output of these slots, in their order
     clock: Stopwatch | None = None
-    logprobs: Logprobs | None = None  # of the sampled tokens, where asked for
+    logprobs: Logprobs | None = None  # log probabilities of the sampled tokens, if requested
     prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one slot
-    followers: Sequence[Follower] = ()  # of `slots`, those with a grammar or bad_words
+    followers: Sequence[Follower] = ()  # members of `slots` with a grammar or bad_words
     candidates: Candidates | None = None
     look_ahead: bool = True  # as in its plan
     verified: Verified | None = None  # verdict on its drafts
@@ -148,7 +148,7 @@ class Worker:
             seconds=config.graph_seconds,
             agree=ranks.least,
         )
-        self._look_ahead = True  # of the last plan
+        self._look_ahead = True  # value of the last plan
         started = time.monotonic()
         if has_graphs and config.standby:
             self._graphs.postpone()
@@ -156,7 +156,7 @@ class Worker:
             self._graphs.capture()
         if self.draft_tokens:
             self._launches.warm_drafts(vocab_size)
-        self.graphs_s = time.monotonic() - started  # that graphs took at the start
+        self.graphs_s = time.monotonic() - started  # seconds of graph capture at the start
 
     def _new_states(self, memory: HostMemory, max_seqs: int) -> tuple[States | None, int]:
         """Allocate recurrent states, if layers have them.  Returns them, and for how many slots there are live ones."""

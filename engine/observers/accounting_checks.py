@@ -35,9 +35,9 @@ class AccountingChecks:
         self._core, self._clock = core, clock
         self._due_at = clock() + BUSY_EVERY_S  # monotonic seconds of the next check of a busy engine
         self._each_turn, self._stop = config.check_books, config.bad_books == "stop"
-        self._checked = False  # since the engine became idle
+        self._checked = False  # whether the accounting was checked since the engine became idle
         self._alarm_at = 0.0  # monotonic seconds from which the next error is logged
-        self._requests: deque[Future[str]] = deque()  # of other threads
+        self._requests: deque[Future[str]] = deque()  # requests of other threads
         self.fatal: AccountingError | None = None  # the engine must report its counts once more and end
 
     def observe(self, record: TurnRecord) -> None:

@@ -25,8 +25,8 @@ class AdapterUse:
     """Counts of the adapters of one engine.  O(sequences that ended) per turn, without adapters nothing."""
 
     def __init__(self) -> None:
-        self.requests: dict[str, int] = {OTHER: 0}  # by name: requests that ended
-        self.tokens: dict[str, int] = {OTHER: 0}  # by name: their output tokens
+        self.requests: dict[str, int] = {OTHER: 0}  # ended requests by adapter name
+        self.tokens: dict[str, int] = {OTHER: 0}  # output tokens by adapter name
         self._unnamed: Counter[str] = Counter()  # requests of names without a series
 
     def follow(self, outputs: Outputs) -> None:

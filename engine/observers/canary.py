@@ -31,17 +31,17 @@ from quire.engine.executor.base import Executor, StepError
 log = logging.getLogger("quire.engine")
 
 QUIET_S = 1.0  # the engine must have been idle for so long: between two requests of a client it does not run
-MOST_SHARE = 0.005  # of the time that the canary may take; a slow model's runs are further apart
+MOST_SHARE = 0.005  # maximum fraction of the time for the canary; a slow model's runs are further apart
 LIKELIEST = 8  # tokens whose log-probabilities are compared, after each step
 TAIL = 3  # tokens of the first step in its second block
-SLOT = 0  # of the batch; an idle engine uses none
+SLOT = 0  # slot in the batch; an idle engine uses none
 # In nats.  Two runs differ in their blocks only, and on a GPU perhaps in whether a graph launches the kernels.  Logits
 # in bfloat16 lie 0.125 apart from 16 to 32, so sums in another order move a log-probability by at most two such steps.
 # On a CPU the runs are equal bit for bit.  A most probable token that leads by twice the tolerance cannot change within
 # it.
 TOLERANCE = 0.25
 
-Answer = list[dict[int, float]]  # after each step: token id -> log-probability of the LIKELIEST
+Answer = list[dict[int, float]]  # per step: token id -> log-probability of the LIKELIEST
 
 
 class CanaryCounts(msgspec.Struct):
@@ -50,7 +50,7 @@ class CanaryCounts(msgspec.Struct):
     equal: int = 0  # the first run included
     different: int = 0
     failed: int = 0  # the step failed
-    seconds: float = 0.0  # that all runs took
+    seconds: float = 0.0  # total seconds of all runs
     difference: float = 0.0  # largest of the last run, nats; inf: no finite logits
 
 

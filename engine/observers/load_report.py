@@ -19,8 +19,8 @@ class Rate:
     def __init__(self, seconds: float = 5.0) -> None:
         self._seconds = seconds
         self._count = 0
-        self._at: float | None = None  # of the last update; None: nothing waited then
-        self._weight = 0.0  # of all that is in `value`; 1 after long
+        self._at: float | None = None  # time of the last update; None: nothing waited then
+        self._weight = 0.0  # weight of all samples in `value`; 1 after long
         self.value = 0.0
 
     def update(self, count: int, now: float, *, queued: bool) -> float:

@@ -39,7 +39,7 @@ class LogFile:
         self._path, self._max_bytes = path, max_bytes
         self._queue: queue.Queue[tuple[Callable[[], bytes], int] | None] = queue.Queue(QUEUE)
         self.dropped = 0  # records since start, because the queue was full
-        self._queued_bytes = self._taken_bytes = 0  # since start; only write() and only the thread change them
+        self._queued_bytes = self._taken_bytes = 0  # bytes since start; only write() and only the thread change them
         if path.exists() and not path.is_file():
             raise FileExistsError(errno.EEXIST, "not a regular file", str(path))  # a pipe could stop the start
         if path.exists():

@@ -34,7 +34,7 @@ from quire.engine.wire.messages import EngineLoad
 
 WASTE_S = 1.0  # shortest time between two counts of wasted slots, which look at every sequence
 STALLED_S = 60.0  # a loop that has not turned for this long counts as dead; the longest step of a CPU takes seconds
-NO_LOAD = EngineLoad("", "", "", 0, 0, 0, 1, 1, 0, 0, 0, 0, 0)  # before the first turn
+NO_LOAD = EngineLoad("", "", "", 0, 0, 0, 1, 1, 0, 0, 0, 0, 0)  # load before the first turn
 
 
 class WarmUp(NamedTuple):
@@ -57,7 +57,7 @@ class StepTimes:
     """How long steps take, by whether they computed prompts."""
 
     def __init__(self) -> None:
-        self._kinds: deque[str] = deque()  # of the steps in flight
+        self._kinds: deque[str] = deque()  # kinds of the steps in flight
         self._last_result = 0.0  # monotonic seconds; 0: the next result does not follow it
         self.seconds = {"decode": Tally(histograms.STEP_S), "mixed": Tally(histograms.STEP_S)}
         self.tokens = Tally(histograms.TOKENS)
@@ -113,10 +113,10 @@ class Telemetry(Collector):
         self.queue_share = 0.0
         self.idle_pool_s, self._exchanged = 0.0, time.monotonic()
         self.resumes = 0
-        self.claims = dict.fromkeys(("held", "waited", "none"), 0)  # by Claim.reason
+        self.claims = dict.fromkeys(("held", "waited", "none"), 0)  # claims by Claim.reason
         self.clock_skew_s = 0.0  # set by the bus thread
         self._turned = time.monotonic()
-        self.dropped_lines: dict[str, Callable[[], int]] = {"stderr": log_queue.dropped_lines}  # by log
+        self.dropped_lines: dict[str, Callable[[], int]] = {"stderr": log_queue.dropped_lines}  # counters by log
         self._tables = TABLE + (VLLM_TABLE if vllm else ())
         self.registry = CollectorRegistry()  # has this collector only
         self.registry.register(self)
@@ -201,8 +201,8 @@ class Row(NamedTuple):
     kind: Kind
     help: str
     read: Callable[[Telemetry], Any]  # a number or Tally; a dict of them by value of `label`; info: labels and values
-    label: str = ""  # besides engine and model_name
-    bounds: tuple[float, ...] = ()  # of a histogram: a part of its own ones
+    label: str = ""  # label besides engine and model_name
+    bounds: tuple[float, ...] = ()  # only of a histogram: the bounds shown, a subset of its own
 
     def family(self, telemetry: Telemetry) -> Metric:
         """Return the metric with its present values."""

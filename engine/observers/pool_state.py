@@ -36,14 +36,14 @@ REPEAT_S = 1.0  # the last state is written again after so long, because it expi
 MOST_CELLS = 16_384  # maximum of a state; in a larger pool a cell stands for several blocks
 MOST_REFS = 254  # maximum reference count of a cell
 MOST_SEQUENCES = 256  # maximum of sequences with block tables in a state
-MOST_RUNS = 4_096  # of neighbouring blocks, of all sequences that a state names
-MOST_NEW_BLOCKS = 4_096  # of tables that one snapshot reads, under 1 ms: the rest follows in the next ones
+MOST_RUNS = 4_096  # maximum runs of consecutive blocks in one state, over all sequences
+MOST_NEW_BLOCKS = 4_096  # maximum entries of block tables per snapshot, under 1 ms: the rest follows in the next ones
 
 
 class PoolSnapshot(NamedTuple):
     """Copies of what a state is made of."""
 
-    refs: npt.NDArray[np.int32]  # of each block
+    refs: npt.NDArray[np.int32]  # reference count per block
     sealed: npt.NDArray[np.uint8]  # 1 for each block that the prefix index has
     sequences: list[SequenceBlocks]
     left_out: int  # sequences with blocks that are not among `sequences`

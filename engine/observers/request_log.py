@@ -29,13 +29,13 @@ class RequestLine(msgspec.Struct):
     unix_s: float  # the same as unix time on the engine's clock
     prompt_len: int  # tokens
     output_len: int = 0  # tokens of its longest choice
-    max_tokens: int = 0  # of each choice
+    max_tokens: int = 0  # maximum output tokens per choice
     n: int = 1  # choices
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    outcome: FinishReason | None = None  # of the choice that ended last
-    queue_s: float | None = None  # until it started in the batch; null: it never did here
-    ttft_s: float | None = None  # until its first token; null: none here
-    e2e_s: float = 0.0  # until its last choice ended
+    outcome: FinishReason | None = None  # finish reason of the choice that ended last
+    queue_s: float | None = None  # seconds until it started in the batch; null: it never did here
+    ttft_s: float | None = None  # seconds until its first token; null: none here
+    e2e_s: float = 0.0  # seconds until its last choice ended
     priority: int = 0
     tenant: str = ""  # digest; "": none
 
@@ -47,7 +47,7 @@ class RequestLog:
         """Raises OSError."""
         self._file = LogFile(path, max_bytes)
         self._began = 0.0  # unix seconds of the first turn
-        self._open: dict[str, RequestLine] = {}  # by request id
+        self._open: dict[str, RequestLine] = {}  # lines by request id
 
     def observe(self, record: TurnRecord) -> None:
         self._began = self._began or record.unix_ms / 1000

@@ -53,10 +53,10 @@ class RequestTimes:
         self.preempted_s = Tally(histograms.FINE_REQUEST_S)
         self.prompt_tokens = Tally(histograms.TOKENS)
         self.output_tokens = Tally(histograms.TOKENS)
-        self.longest_tokens = Tally(histograms.TOKENS)  # of each request: output tokens of its longest choice
+        self.longest_tokens = Tally(histograms.TOKENS)  # output tokens of the longest choice, per request
         self.preemptions = Tally(histograms.PREEMPTIONS)  # per request
         self.prefilled_tokens = 0  # prompts whose first token was sampled, cached tokens included
-        self.computed_tokens = Tally(histograms.TOKENS)  # of each request: prompt tokens that no prefix cache had
+        self.computed_tokens = Tally(histograms.TOKENS)  # prompt tokens that no prefix cache had, per request
 
     def observe(self, record: TurnRecord) -> None:
         for order in record.orders:

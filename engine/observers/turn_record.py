@@ -18,7 +18,7 @@ from quire.engine.observers.canary import CanaryCounts
 from quire.engine.orders import Order
 from quire.engine.wire.messages import EngineLoad
 
-PHASES = ("accept", "plan", "execute", "commit", "publish")  # of a turn, in this order
+PHASES = ("accept", "plan", "execute", "commit", "publish")  # phases of a turn, in this order
 
 
 class TurnRecord(msgspec.Struct, kw_only=True):
@@ -33,7 +33,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     stalled: bool = False  # no plan was made, because the outbox was full
     plan: StepPlan | None = None  # the step that was submitted
     running: int = 0  # sequences in that step
-    result: StepResult | None = None  # of the step that was collected
+    result: StepResult | None = None  # result of the step that was collected
     failed: bool = False  # the executor lost every step in flight
     gated: int = 0  # waiting sequences that wait for a grammar or an adapter
     gated_by_adapters: int = 0  # sequences that wait for an adapter

@@ -29,7 +29,7 @@ from quire.engine.wire.token_log import TOKEN_BYTES
 log = logging.getLogger("quire.warming")
 
 WRITE_S = 5.0  # shortest time between two writes
-FADE = 0.99  # of a count, at each write: a prefix that one request found is forgotten after 69 writes, or 6 minutes
+FADE = 0.99  # factor of a count at each write: a prefix that one request found is forgotten after 69 writes (6 minutes)
 LONGEST = 32_768  # tokens of one prefix; of a longer one its beginning is kept
 AHEAD = "ahead "  # begins the id of a request that computes a prefix
 

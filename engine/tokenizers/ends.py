@@ -47,7 +47,7 @@ def vocabularies(directory: Path, described: dict[str, Any]) -> Iterator[dict[An
     known = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(known, dict):
         yield known
-    elif isinstance(known, list):  # of a unigram model: pieces and their scores
+    elif isinstance(known, list):  # unigram model: texts of tokens and their scores
         yield {text_of(entry[0]): at for at, entry in enumerate(known) if isinstance(entry, list) and entry}
     yield read_json(str(directory / "added_tokens.json"))
     yield read_json(str(directory / "vocab.json"))

@@ -15,7 +15,7 @@ from quire.engine.tokenizers.pipeline import difference
 
 log = logging.getLogger(__name__)
 
-READ_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # which transformers reads
+READ_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # files that transformers reads
 # SentencePiece models and tiktoken files, by the names that transformers has for them: convert.py reads them.
 CONVERTED_FILES = ("tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model")
 TEKKEN = "tekken.json"
@@ -34,7 +34,7 @@ def load_tokenizer(source: str) -> Any:
     file says: those settings are left over from calibration or training.  Raises TokenizerError, also for files of
     which transformers makes a tokenizer that gives other ids."""
     here = Path(source).is_dir()
-    name = vocabulary_file(source) if here else ""  # of a hub name that is wrong, each file would be asked for in vain
+    name = vocabulary_file(source) if here else ""  # for a wrong hub name each file would be requested in vain
     if name in CONVERTED_FILES:
         raise unconverted(source, name)
     try:

@@ -119,7 +119,7 @@ def judge(family: str, directory: Path, ranks: int = 1) -> Verdict:
     except Exception as error:
         return Verdict(family, NOT_MADE, f"transformers.generate: {one_line(error)}")
     if all(texts != wanted and texts == ours["whole"] for texts in ours.values()):
-        with contextlib.suppress(Exception):  # of models that cannot run without a cache
+        with contextlib.suppress(Exception):  # models that cannot run without a cache raise
             if ours["whole"] == own_texts(directory, use_cache=False, model_class=model_class(family)):
                 differ = sum(own != our for own, our in zip(wanted, ours["whole"], strict=True))
                 reason = f"with its cache, {differ} of {len(wanted)} texts of transformers.generate differ"

@@ -36,7 +36,7 @@ class StepTime(msgspec.Struct, frozen=True):
     """How long a step takes, seconds."""
 
     fixed: float = 0.010
-    row: float = 0.0002  # for each row that decodes
+    row: float = 0.0002  # seconds per decoding row
     prompt_token: float = 0.00005
 
     def __call__(self, rows: int, prompt_tokens: int) -> float:
@@ -131,9 +131,7 @@ class _Run:
         self.jobs, self.core, self.executor = jobs, core, _Script(jobs, blocks)
         self.coming = deque(enumerate(jobs))
         self.leaving: list[tuple[float, int]] = []  # heap: when a client leaves, and its job
-        self.in_flight: deque[tuple[float, float]] = (
-            deque()
-        )  # of each step: when it will be done, seconds that it takes
+        self.in_flight: deque[tuple[float, float]] = deque()  # (time when it is done, seconds that it takes) per step
         self.planned: StepPlan | None = None
         self.now = self.device = 0.0  # clocks, seconds
         self.full = self.contended = self.filled = self.eta = self.busy = 0.0  # sums over time

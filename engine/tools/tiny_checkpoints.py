@@ -201,7 +201,7 @@ def changes(config: PretrainedConfig) -> dict[str, Any]:
         layers = max(2, len(distinct))
         found["layer_types"] = [distinct[i % len(distinct)] for i in range(layers)]
         found["num_hidden_layers"] = layers
-        for name in settable:  # of one entry a layer
+        for name in settable:  # fields of layer lists with one entry per layer
             value = own.get(name)
             if name != "layer_types" and isinstance(value, list) and len(value) == len(kinds):
                 found[name] = [value[kinds.index(kind)] for kind in found["layer_types"]]

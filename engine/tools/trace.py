@@ -21,12 +21,12 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     prompt_len: int  # tokens
     output_len: int  # tokens of its output
-    at_s: float = 0.0  # when it arrives
+    at_s: float = 0.0  # arrival time in seconds
     max_tokens: int = 0  # limit of its output; 0: read_trace() sets one
-    prompt_seed: int = 0  # of its token ids; 0: its place in the trace
-    prefix_len: int = 0  # of the prompt, equal in all jobs
+    prompt_seed: int = 0  # seed of its token ids; 0: its index in the trace
+    prefix_len: int = 0  # first prompt tokens, equal in all jobs
     tenant: str = ""  # shares prefixes only with its own requests
-    weight: float = 1.0  # of the tenant
+    weight: float = 1.0  # weight of the tenant
     salt: str = ""  # prefixes are shared under an equal salt; "": the tenant is the salt
     priority: int = 0
     ends_known: bool = False  # it ends at max_tokens, and the scheduler knows (ignore_eos)

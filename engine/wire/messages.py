@@ -59,8 +59,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 # Fields of Sampling that engines of earlier releases ignore.  An engine names those that it honours in its reports, and
 # only then gets them.
 LATER_FIELDS = ("bad_words", "logprob_token_ids")
-PREDICTIONS = "predicted"  # in EngineLoad.honours of an engine that takes drafts from Generate.predicted
-ADAPTERS = "adapter"  # in EngineLoad.honours of an engine that honours Generate.adapter
+PREDICTIONS = "predicted"  # name in EngineLoad.honours if the engine takes drafts from Generate.predicted
+ADAPTERS = "adapter"  # name in EngineLoad.honours if the engine honours Generate.adapter
 
 
 class Beams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -141,7 +141,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
 
     reason: FinishReason
     stop_token: int = -1  # the token that ended it, when reason is "stop"; it is the last of the delta's token_ids
-    message: str = ""  # for "error": one line a client may see
+    message: str = ""  # only for "error": one line a client may see
     score: float = 0.0  # score of a beam-search answer, as defined by Beams
     # Tokens that a beam search computed besides those of its answers; on one Finish of each of its requests.
     searched: int = 0
@@ -173,7 +173,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     index: int = 0  # index among the n choices
     logprobs: list[TokenLogprob] | None = None  # one for each token id
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; set on the delta with first == 0
-    prompt_logprobs: list[TokenLogprob] | None = None  # for prompt tokens 1.., on the delta with first == 0
+    prompt_logprobs: list[TokenLogprob] | None = None  # those of prompt tokens 1.., if first == 0
     predictions: Predictions | None = None  # set on deltas of steps that computed drafts from Generate.predicted
 
 
@@ -195,7 +195,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     time_ms: int  # unix time of this reading on the engine's own clock: other processes may only see that it changes
     tokens_per_s: float = 0.0  # output tokens, moving average over the time in which requests wait
     blocks_per_s: float = 0.0  # drain rate: blocks given back by finished sequences, average over the same time
-    preemptions: int = 0  # since start, like all counts below
+    preemptions: int = 0  # preemptions since start; all counts below likewise
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0

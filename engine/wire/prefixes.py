@@ -19,7 +19,7 @@ import msgspec
 from quire.engine.wire.layout import DIGEST_BYTES, PREFIX_BLOCK, PREFIX_COUNT, PREFIX_DENSE, PREFIX_STEPS
 
 MOST_HELD = 8192  # digests of ended requests that an engine publishes at most: about 0.6 MB in Redis
-MOST_PUBLISHED = 2**17  # with those of its open requests: beyond this it forgets them until these requests end
+MOST_PUBLISHED = 2**17  # digests with those of open requests: beyond this it forgets them until these requests end
 
 
 def _lengths() -> list[int]:

@@ -32,8 +32,8 @@ class Buckets(msgspec.Struct, frozen=True):
     """What is left of a tenant's quotas a minute, at one moment."""
 
     quota: Quota
-    requests_ms: float  # until the bucket of requests is full
-    tokens_ms: float  # until the bucket of tokens is full
+    requests_ms: float  # ms until the bucket of requests is full
+    tokens_ms: float  # ms until the bucket of tokens is full
 
     @property
     def requests(self) -> int:
@@ -50,7 +50,7 @@ class Taken(msgspec.Struct, frozen=True):
     """The outcome of a take."""
 
     used_up: Kind | None  # None: taken; else nothing was taken
-    wait_ms: float  # until the bucket that is used up has enough; 0 for "concurrent"
+    wait_ms: float  # ms until the exhausted bucket has enough; 0 for "concurrent"
     buckets: Buckets
 
 

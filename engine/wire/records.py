@@ -11,7 +11,7 @@ from quire.engine.wire.messages import Abort, EngineLoad, Generate
 from quire.engine.wire.token_log import LoggedOutput
 
 Lane = Literal["on_time", "late"]
-LANES: tuple[Lane, ...] = ("on_time", "late")  # in the order in which engines claim
+LANES: tuple[Lane, ...] = ("on_time", "late")  # lanes in the order in which engines claim
 
 ANY_TOKENS = 2**53  # a bound in tokens that nothing exceeds
 SIZE_CLASSES = PLACES // SIZES
@@ -31,7 +31,7 @@ class LaneQueue(msgspec.Struct, frozen=True):
 
     requests: int = 0
     tokens: int = 0  # their prompt tokens, counted once for all choices of a prompt
-    oldest_ms: int = 0  # since the oldest was submitted
+    oldest_ms: int = 0  # ms since the oldest was submitted
     tenants: int = 0  # number of tenants with requests queued in it
 
 
@@ -44,7 +44,7 @@ class QueueBounds(msgspec.Struct, frozen=True):
 
     on_time_excess: int = ANY_TOKENS  # prompt tokens
     late_excess: int = ANY_TOKENS  # prompt tokens
-    target_ms: int = 3_600_000  # after so long in the on-time lane a request moves to the late lane
+    target_ms: int = 3_600_000  # ms in the on-time lane after which a request moves to the late lane
     most_requests: int = 2**53  # limit of waiting requests, one per prompt
     most_bytes: int = 2**53  # limit of their payload bytes
     size_class: int = 0  # 0 to SIZE_CLASSES - 1: smaller ones are first in a tenant's on-time lane

@@ -66,7 +66,7 @@ class LoggedLogprobs(Sequence[TokenLogprob]):
 class LoggedOutput(msgspec.Struct, frozen=True):
     """One choice as the log has it: everything that its clients can have seen, and no token more."""
 
-    token_ids: list[int]  # from output position 0
+    token_ids: list[int]  # token ids from output position 0
     finish: Finish | None = None  # None: it is being computed, or waits for an engine
     logprobs: Sequence[TokenLogprob] | None = None  # one for each token id, if asked for
     cached_tokens: int = 0  # the next two as in the Delta with first == 0
@@ -92,7 +92,7 @@ class _Output:
     def __init__(self, request_id: str, index: int, base: int) -> None:
         self.id, self.index = request_id, index
         self.base = self.logged = self.end = base  # output positions
-        self.tokens = array("I")  # from `base` on
+        self.tokens = array("I")  # token ids from position `base`
         self.logprobs: list[bytes] = []  # log-probabilities of the same tokens, if requested
         self.fields: list[tuple[str, bytes]] = []  # (field, value) pairs for its log in Redis
         self.fields_logged = 0

@@ -25,7 +25,7 @@ from quire.engine.core.policy.admission_forecast import AdmissionForecast
 from quire.engine.core.sequence import Sequence
 from quire.engine.core.waiting_queue import WaitingQueue
 
-WATERMARK = 0.05  # of the pool stays free after a start in mode "watermark"
+WATERMARK = 0.05  # fraction of the pool that stays free after a start in mode "watermark"
 Mode = Literal["forecast", "threshold", "watermark", "reserve", "none", "static"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 

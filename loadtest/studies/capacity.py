@@ -100,7 +100,7 @@ class Trial:
     failed: int
     refused: int  # at least once
     ttft_p95_s: float | None
-    itl_p95_s: float | None  # of the requests' means
+    itl_p95_s: float | None  # p95 over the requests' means
     stall_p95_s: float | None
     requests_per_s: float
     tokens_per_s: float

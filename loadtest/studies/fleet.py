@@ -58,7 +58,7 @@ from quire.engine.wire.records import QueueBounds
 STEP = StepTime(fixed=0.00404, row=0.000022, prompt_token=0.000023)
 BLOCK = 16
 TARGET_MS = 1600  # in the on-time lane
-WARM_RATE = 0.3  # of the rate, in the warm-up: caches fill before the queue does
+WARM_RATE = 0.3  # fraction of the request rate during the warm-up: caches fill before the queue does
 TIME = "local time = call('TIME')\n    NOW = time[1] * 1000 + math.floor(time[2] / 1000)"
 
 
@@ -77,7 +77,7 @@ Sessions = Iterator[Turn]
 class Shape(msgspec.Struct, frozen=True):
     """How large a workload is."""
 
-    prefixes: int = 600  # that requests share
+    prefixes: int = 600  # prefixes that requests share
     own: int = 100  # tokens after the prefix
     output: int = 64  # tokens of each answer
 
@@ -124,7 +124,7 @@ class _Count(msgspec.Struct):
 
     at: float
     scripts: int
-    cpu_us: float  # of Redis
+    cpu_us: float  # CPU time of Redis
     exchanges: int
     steps: int
     requests: int
@@ -139,7 +139,7 @@ class _Count(msgspec.Struct):
             "exchanges_per_s": exchanges / seconds,
             "exchanges_per_request": exchanges / requests,
             "exchanges_per_step": exchanges / max(1, steps),
-            "steps_per_s": steps / seconds,  # of all engines
+            "steps_per_s": steps / seconds,  # all engines together
             # Redis' CPU time, which depends on the machine.
             "cpu_us_per_request": cpu_us / requests,
             "cores": cpu_us / 1e6 / seconds,  # above 1, one Redis is not enough

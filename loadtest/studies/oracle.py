@@ -42,7 +42,8 @@ from quire.loadtest.studies.lane_policies import POLICIES, WITHOUT_LENGTHS
 from quire.loadtest.studies.pool_model import Capacity, Goal, Outcome, Pool, Request, Work, run
 
 GRID_S = 1.0  # ends of the intervals of the bound
-SHARES = (0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0)  # of the requests, cheapest first, that may start
+# Fractions of the requests that may start, cheapest first.
+SHARES = (0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0)
 # Rounding errors may put a token inside an interval that it just misses; the interval is longer by more than that.
 ROUNDING, SLACK_S = 1e-9, 1e-6
 

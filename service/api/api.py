@@ -119,7 +119,7 @@ class Served(msgspec.Struct, frozen=True):
     """What requests need to know of the model, besides its name."""
 
     aliases: tuple[str, ...] = ()  # further names by which clients may ask for it
-    defaults: Sampling = Sampling()  # of the parameters that a request does not name
+    defaults: Sampling = Sampling()  # values of the parameters that a request does not name
     adapters: dict[str, ServedAdapter] = {}  # LoRA adapters by the name that clients give as `model`
 
 

@@ -78,7 +78,7 @@ def _unknown_fields(
     Raises Refusal for those that would change the answer and are not served, and for any with `strict_fields`."""
     try:
         refused, unknown = undeclared(body, frozenset(kind.__struct_fields__), endpoint, INNER)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # in what the struct has skipped
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # error in a part that the struct has skipped
         raise _bad("invalid_json", f"body is not valid JSON: {error}", None) from None
     if refused is not None:
         raise _bad("unsupported", f"{refused[0]}: {refused[1]} is not served", refused[0])

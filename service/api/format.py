@@ -323,7 +323,7 @@ class Format:
         if self._valid.chat and self._valid.return_token_ids:
             parts += [b',"prompt_token_ids":', msgspec.json.encode(self._prompts[0].token_ids)]
         if self._valid.chat and self._valid.prompt_logprobs:
-            parts += [b',"prompt_logprobs":', scores]  # of the last choice: all have one prompt
+            parts += [b',"prompt_logprobs":', scores]  # last choice's scores: all choices have one prompt
         parts.append(self._answer_nulls() + b"}")
         return parts if sum(map(len, parts)) > ONE_PART_BYTES else [b"".join(parts)]
 

@@ -24,7 +24,7 @@ from quire.service.common.refusal import Refusal, bad_request, check
 from quire.service.common.surrogates import without_surrogates
 from quire.service.config import GatewayConfig
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # of OpenAI's API; a template may know more
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's; templates may know more
 ROLE = rf"[A-Za-z][A-Za-z0-9_-]{{0,{ROLE_CHARS - 1}}}"  # what a role of a template may be
 
 

@@ -22,7 +22,7 @@ class Columns(NamedTuple):
     """Tokens of one choice, or of a prompt and one choice."""
 
     tokens: list[int]
-    found: list[TokenLogprob | None]  # of each token; None: nothing precedes it, so it has no probability
+    found: list[TokenLogprob | None]  # entry per token; None: nothing precedes it, so it has no probability
     offsets: list[int]  # characters before each token; empty for chats
     texts: Sequence[bytes | None] = ()  # chats: the part of each token that is content; None: all of it
 

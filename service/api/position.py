@@ -22,7 +22,7 @@ class Position(msgspec.Struct, frozen=True):
     of the tokens.  So nothing else is needed to continue at exactly the next character."""
 
     request_id: str
-    tokens: tuple[int | None, ...]  # of each choice; None: not begun
+    tokens: tuple[int | None, ...]  # tokens per choice; None: not begun
     ended: frozenset[int] = frozenset()  # choices whose last event was sent
     usage: bool = False  # the usage chunk was sent
     done: bool = False  # [DONE] was sent

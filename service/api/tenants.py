@@ -32,7 +32,7 @@ from quire.engine.wire.messages import PRIORITIES
 from quire.engine.wire.quotas import Quota
 from quire.service.common.refusal import Refusal
 
-SALT_BYTES = 16  # of a salt's digest
+SALT_BYTES = 16  # bytes of a salt's digest
 QUOTAS = Quota.__struct_fields__
 MOST_QUOTA = 10**9  # beyond it a bucket would miscount single tokens
 SETTINGS = ("weight", "key_sha256", "admin", "highest_priority", "key_priority", "adapters", *QUOTAS)

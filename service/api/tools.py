@@ -33,7 +33,7 @@ class ToolRules(NamedTuple):
 
     name: str = "tool name"  # the row of LIMITS for the length of a name
     bounded: bool = True  # the number of tools has the limit `tools`
-    paths: tuple[str, ...] = ()  # where each tool is in the body; without it `tools[0]`, `tools[1]` ...
+    paths: tuple[str, ...] = ()  # path of each tool in the body; (): `tools[0]`, `tools[1]` ...
 
 
 OPENAI = ToolRules()
@@ -43,9 +43,9 @@ class ChatOptions(msgspec.Struct, frozen=True):
     """What the chat template gets besides the messages."""
 
     tools: list[dict[str, Any]] = []  # those that the answer may call
-    demanded: list[str] = []  # of these tools one must be called
+    demanded: list[str] = []  # tools of which one must be called
     strict: str = ""  # the field that asks for arguments that fit their schema
-    paths: tuple[str, ...] = ()  # where each tool is in the body; without it `tools[0]`, `tools[1]` ...
+    paths: tuple[str, ...] = ()  # path of each tool in the body; (): `tools[0]`, `tools[1]` ...
     parallel: bool = True  # more than one call in an answer
     documents: list[dict[str, Any]] = []
     arguments: dict[str, Any] = {}  # further variables

@@ -25,7 +25,7 @@ def traceparent(header: str) -> str:
     return header if re.fullmatch(form, header) else ""
 
 
-TRACESTATE_CHARS = 512  # that a W3C trace state must be passed on with; members beyond are left out
+TRACESTATE_CHARS = 512  # length of a W3C trace state that must be passed on; members beyond it are left out
 TRACESTATE_MEMBERS = 32
 _STATE_KEY = r"(?:[a-z][a-z0-9_\-*/]{0,255}|[a-z0-9][a-z0-9_\-*/]{0,240}@[a-z][a-z0-9_\-*/]{0,13})"
 _STATE_MEMBER = re.compile(_STATE_KEY + r"=[ -+\--<>-~]{0,255}[!-+\--<>-~]")

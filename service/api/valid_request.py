@@ -24,7 +24,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]  # chat: what the template renders; completions: empty
     sampling: Sampling
     n: int
-    max_tokens: int | None  # of each choice; None: the rest of the context; 0: none, the prompt is echoed
+    max_tokens: int | None  # maximum output tokens per choice; None: the rest of the context; 0: the prompt is echoed
     seeded: bool  # the client chose the seed
     stop: tuple[str, ...]
     include_stop: bool
@@ -43,24 +43,24 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_ids: bool = False  # the client reads event ids and comments
     prompt_logprobs: bool = False  # the answer shows those of the prompt
     names_are_ids: bool = False  # tokens of log probabilities are named `token_id:N`
-    at_most: bool = False  # where max_tokens does not fit into the context, the answer has what fits
+    at_most: bool = False  # if max_tokens does not fit into the context, the answer has what fits
     suffix: str = ""  # what follows the answer; "": nothing is known
     keep_first: bool = False  # truncate_prompt_tokens keeps the first tokens, not the last ones
     special: bool = True  # the tokenizer adds its special tokens to a text
     unknown: tuple[str, ...] = ()  # fields of the body that nothing reads
     adapter: ServedAdapter | None = None  # LoRA adapter that `model` names; None: the base model
-    options: ChatOptions = msgspec.field(default_factory=ChatOptions)  # of the chat template
+    options: ChatOptions = msgspec.field(default_factory=ChatOptions)  # options of the chat template
     reading: Reading | None = None  # how a chat answer is cut into regions; None: all of it is content
     constraint: Constraint | None = None  # what the answer must match, until `sampling.grammar` says it
     grammar_param: str = ""  # the field that `sampling.grammar` stands for
-    bad_words: tuple[str, ...] = ()  # until `sampling` forbids them
+    bad_words: tuple[str, ...] = ()  # texts, until the tokenizer has encoded them into `sampling`
     shown: dict[str, Any] = {}  # /v1/responses: fields of the request that the answer repeats
     items: list[dict[str, Any]] = []  # /v1/responses: its input
     seals: bool = False  # /v1/responses: reasoning items have `encrypted_content`
     raw_messages: bool = False  # /v1/responses: the response has the text and ids of all tokens
     called: dict[str, Called] = {}  # /v1/responses: tools that the chat names otherwise than the client
     beams: Beams | None = None  # the answers are searched, not sampled
-    best: int = 0  # of the `n` choices of a prompt, the most probable that are returned; 0: all
+    best: int = 0  # number of most probable choices among `n` that are returned; 0: all
     hide_logprobs: bool = False  # log probabilities only rank the choices
     hide_reasoning: bool = False  # reasoning is left out of the answer
     repeated: list[str] = []  # chats with `echo`: of each the text that its answers begin with

@@ -37,7 +37,7 @@ Span = tuple[int, int]  # first character and end in the rendered text
 class _Reading(NamedTuple):
     """What a template looks for in content."""
 
-    exempt: dict[str, tuple[str, ...]]  # by their first character: strings of the template that begin no special token
+    exempt: dict[str, tuple[str, ...]]  # strings of the template that begin no special token, by their first character
     constants: frozenset[str]  # all of its strings, in lower case
     marks: re.Pattern[str] | None  # those of them that are markup; None: there are none
 

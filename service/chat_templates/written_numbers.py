@@ -15,9 +15,9 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-INT_DIGITS, FLOAT_DIGITS = 15, 12  # of a number that stands for another: written in full by Python and by JSON
+INT_DIGITS, FLOAT_DIGITS = 15, 12  # digits of a placeholder number: written in full by Python and by JSON
 _STAND_IN = re.compile(rf"(?<![\d.])(?:\d{{{INT_DIGITS}}}|\d{{{FLOAT_DIGITS}}}\.5)(?!\.?\d)")
-SAFE_DIGITS = 18  # of integers of 64 bits; longer ones are Written
+SAFE_DIGITS = 18  # digits that every 64-bit integer may have; longer ones are Written
 
 
 class Written(float):
@@ -70,7 +70,7 @@ class _Numbers:
     """The numbers of one rendering."""
 
     def __init__(self) -> None:
-        self._texts: dict[str, str] = {}  # of a random number -> of the one that it stands for
+        self._texts: dict[str, str] = {}  # placeholder number -> text of the number that it stands for
 
     def placed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages with random numbers for those of their calls of which Python would change the text."""

@@ -17,31 +17,31 @@ import msgspec
 from quire.engine.wire.messages import LENGTH_PENALTIES, PRIORITIES
 from quire.service.config import GatewayConfig
 
-WHOLE = 2**31 - 1  # of counts of tokens: more than any context, and safe in every encoding
-WORD_CHARS = 256  # of each of bad_words
-WORD_TOKENS = 4096  # of all bad_words; an engine reads them when an answer starts: 3 ms for so many
-NAMED_TOKENS = 128  # of logprob_token_ids, as at vLLM
-SALT_CHARS = 256  # of cache_salt; only its digest travels
-KEY_CHARS = 255  # of Idempotency-Key
-DIGITS = 10  # of a token id that is a key of logit_bias
+WHOLE = 2**31 - 1  # maximum of token counts: more than any context, and safe in every encoding
+WORD_CHARS = 256  # characters per entry of bad_words
+WORD_TOKENS = 4096  # tokens of all bad_words; an engine reads them when an answer starts: 3 ms for this many
+NAMED_TOKENS = 128  # entries of logprob_token_ids, as in vLLM
+SALT_CHARS = 256  # characters of cache_salt; only its digest travels
+KEY_CHARS = 255  # characters of Idempotency-Key
+DIGITS = 10  # digits of a token id that is a key of logit_bias
 CONTENT_PARTS = 16_384  # per request, all messages together
 TOOL_CALLS = 4096  # per request, all messages together
 ROLE_CHARS = 32  # length of a message's role
 TOOLS = 128  # per request, OpenAI's limit
 TOOL_NAME_CHARS = 64  # OpenAI's limit
-MESSAGE_TOOL_NAME_CHARS = 128  # as at Anthropic
+MESSAGE_TOOL_NAME_CHARS = 128  # limit of Anthropic
 TOOLS_BYTES = 2**20  # all tools as JSON: templates write them into the prompt in up to 20 ms, on a thread
-TEMPLATE_BYTES = 16 * 1024  # of chat_template_kwargs as JSON
+TEMPLATE_BYTES = 16 * 1024  # bytes of chat_template_kwargs as JSON
 DOCUMENTS = 1024
-METADATA_ENTRIES, METADATA_NAME_CHARS, METADATA_CHARS = 16, 64, 512  # of a response, as at OpenAI
+METADATA_ENTRIES, METADATA_NAME_CHARS, METADATA_CHARS = 16, 64, 512  # metadata of a response, as at OpenAI
 # Strings (keys included), objects and lists of one body.  4,096 messages with one content part each have 57,000, and
 # msgspec decodes 65,536 in 10 ms.
 STRUCTURES = 65_536
 VALUES = 65_536  # further values (numbers, true, false, null) of a body that carries no list of token ids
-WATCHERS = 16  # of GET /engine/state, at one gateway
+WATCHERS = 16  # maximum streams of GET /engine/state per gateway
 # Of a schema, regex, list of choices or grammar, as JSON.  One of 64 KiB takes up to 0.3 s to compile, on a thread.
 GRAMMAR_BYTES = 65_536
-GRAMMAR_DEPTH = 64  # of schemas within schemas
+GRAMMAR_DEPTH = 64  # nesting depth of schemas
 # To compile a regular expression takes up to the square of its length: 2,000 optional letters take 65 ms.
 REGEX_CHARS = 4096
 PREDICTED_TOKENS = 16_384  # maximum of `prediction`; a drafter keeps as many of a sequence
@@ -60,7 +60,7 @@ class Limit(msgspec.Struct, frozen=True):
     low: float | None = None
     high: float | None = None
     above_low: bool = False  # `low` itself is refused
-    option: str = ""  # of GatewayConfig: it holds `high`
+    option: str = ""  # option of GatewayConfig that holds `high`
     entries: bool = False  # the number is a length, so the message is "at most"
     set_by: str = ""  # what sets the limit, if neither this table nor a gateway's option does
     code: str = "invalid_value"

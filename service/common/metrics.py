@@ -157,7 +157,7 @@ TENANT_SERVICE = _gauge(
 )
 
 # The shared queue
-NO_ENGINE = "no_engine"  # in place of a lane: requests of this gateway that wait for an engine before they join one
+NO_ENGINE = "no_engine"  # label in place of a lane: requests that wait for the first engine
 QUEUE_REQUESTS = _gauge(
     "quire_queue_requests",
     "Requests in the shared queue, by lane; no_engine: of this gateway, waiting until an engine takes requests.",
@@ -329,7 +329,7 @@ class Telemetry(Collector):
         self._tallies: dict[Metric, dict[Labels, Tally]] = {}
         self._tenants: set[str] = set()  # those that have series of their own
         self._engines: dict[str, EngineLoad] = {}  # as of the last reading
-        self._fingerprint = ""  # of the model that answers now
+        self._fingerprint = ""  # fingerprint of the model that answers now
         self._dropped_lines = 0  # lines of the log, as of the last scrape
         for metric in TABLE:
             self._create(metric)

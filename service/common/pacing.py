@@ -62,9 +62,9 @@ class Pacer:
         self._timers: list[tuple[float, int, Timer]] = []  # heap ordered by due time, on the event loop's clock
         self._numbers = itertools.count()
         self._cancelled = 0  # timers in the heap
-        self._handle: asyncio.Handle | None = None  # for the first timer
+        self._handle: asyncio.Handle | None = None  # handle of the first timer
         self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._left = TURN_CALLS  # in this turn
+        self._left = TURN_CALLS  # calls left in this turn
         self._armed = False
         self._slices: deque[asyncio.Future[None]] = deque()  # long works, in the order of their requests
         self._slicing = False

@@ -78,7 +78,7 @@ class Spares:
         """`words`: arguments of Python that start the fork server."""
         self._words, self._environment = words, environment
         self._server: asyncio.subprocess.Process | None = None
-        self._line: socket.socket | None = None  # to the server
+        self._line: socket.socket | None = None  # socket to the server
         self._ready = False  # the server has imported everything
         self._spare: asyncio.Task[ForkedProcess | None] | None = None
 

@@ -57,7 +57,7 @@ class Cost(msgspec.Struct, frozen=True):
     weight: float = 1.0
     longest_wait_s: float = math.inf  # >= 0: how long its client lets it wait; 0: not longer than the on-time lane
     continuations: int = 1  # over all its prompts; beams count, returned or not
-    extra_tokens: int = 0  # of each prompt, included in `prompt_tokens`: see QueueBounds
+    extra_tokens: int = 0  # tokens added to each prompt, included in `prompt_tokens`: see QueueBounds
 
     @property
     def size_class(self) -> int:

@@ -16,7 +16,7 @@ from quire.engine.wire.token_log import LoggedOutput
 
 MAILBOX_BYTES = 8 * 1024  # waiting for a slow reader of one choice; a first delta may be larger
 TOKEN_BYTES = 4
-LOGPROB_BYTES = 128  # of one alternative with its token, as Python keeps it
+LOGPROB_BYTES = 128  # bytes of one alternative with its token, as Python keeps it
 REFILL_TOKENS = 64  # read from the log at a time, at least, even if their logprobs pass MAILBOX_BYTES
 LOST = Finish("error", message="tokens were lost on the way from the engine")
 

@@ -47,7 +47,7 @@ class Order:
 
     def __init__(self, order_id: str, n: int, tenant: str) -> None:
         self.id, self.n, self.tenant = order_id, n, tenant
-        self.readers: list[tuple[OpenRequest, int]] = []  # with the number of the prompt within that reader's request
+        self.readers: list[tuple[OpenRequest, int]] = []  # (reader, number of the prompt within its request)
         self.unfinished = set(range(n))  # choices whose Finish has not arrived
         self.running = set(range(n))  # those of them that no withdrawal was sent for
         self.delivered = [0] * n  # output tokens of each that were sent to a client; the furthest reader counts
@@ -86,12 +86,12 @@ class OpenRequest:
         self.delivered = [0] * len(self.mailboxes)  # output tokens of each choice that were sent to this client, in all
         self._unfinished = len(self.mailboxes)
         self._heartbeat_s = math.inf
-        self._changed: dict[Mailbox, None] = {}  # in the order in which they changed
+        self._changed: dict[Mailbox, None] = {}  # changed mailboxes, in order of their first change
         self._given: list[Mailbox] = []  # what the last iteration returned
         self._wake: asyncio.Future[None] | None = None
         self._nudged = False  # `_wake` is done, or a call that sets it is scheduled
         self._handed_over = False
-        self.waiting: Waiting | None = None  # where it stands in the queue; None: a client resumed it
+        self.waiting: Waiting | None = None  # position in the queue; None: a client resumed it
         self._announced = True  # whether its handler has run since announce()
         self._last_byte = self.loop.time()  # when this client was sent something
         self._timers: list[Timer] = []

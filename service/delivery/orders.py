@@ -29,7 +29,7 @@ from quire.service.delivery.usage_ledger import UsageLedger
 
 SETTLE_S = 10.0  # how long a withdrawn order waits for its engine's last delta, before it enters the ledger
 ATTACH_COUNT = 64  # orders whose logs are read at once, after Redis may have lost something
-RESEND_S = 10.0  # after Redis lost tokens: how long to wait for their engine's next exchange
+RESEND_S = 10.0  # seconds to wait for an engine's next sync after Redis lost its tokens
 REQUEST_LOST = Finish("error", message="Redis has lost this request: send it again")
 
 
@@ -39,7 +39,7 @@ class Orders:
     def __init__(self, bus: GatewaySide, config: GatewayConfig, telemetry: Telemetry, ledger: UsageLedger) -> None:
         self._bus, self._config, self._telemetry, self._ledger = bus, config, telemetry, ledger
         self.backlog = Backlog(config.backlog_mib * 2**20)
-        self.pacer = Pacer()  # for everything that may concern all open requests at once
+        self.pacer = Pacer()  # pacer of work that may concern all open requests at once
         self._orders: dict[str, Order] = {}
         self.reading = 0  # orders that have a reader
         self.leaving = False  # shutting down: resumable requests stay in Redis for another gateway

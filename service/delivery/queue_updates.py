@@ -30,7 +30,7 @@ class Waiting:
         """`ahead`: requests that are served before.  `wait_s`: estimated seconds; None: not known."""
         self.lane, self.ahead, self.wait_s = lane, ahead, wait_s
         self.since = asyncio.get_running_loop().time()
-        self.waited_s: float | None = None  # until its first token; None: no token has arrived
+        self.waited_s: float | None = None  # seconds until the first token; None: no token has arrived
 
     def end(self) -> None:
         """Record that the first token has arrived."""
@@ -72,7 +72,7 @@ class QueueUpdates:
 
     def __init__(self, bus: GatewaySide, fleet: Callable[[], Fleet]) -> None:
         self._bus, self._fleet = bus, fleet
-        self._waiters: dict[str, Waiter] = {}  # by the id of the first prompt
+        self._waiters: dict[str, Waiter] = {}  # waiters by the id of the first prompt
         self._read = 0.0  # when the places were last read, in the event loop's time
 
     def add(self, order_id: str, waiter: Waiter) -> None:

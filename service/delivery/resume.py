@@ -34,7 +34,7 @@ from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import KEY_CHARS
 from quire.service.common.refusal import Refusal
 
-_ID_DIGITS = 32  # of a request id, after its prefix
+_ID_DIGITS = 32  # digits of a request id, after its prefix
 _ID_TIME = 12  # hexadecimal digits of a request id: when it was made, unix milliseconds
 
 
@@ -49,7 +49,7 @@ class Record(msgspec.Struct, frozen=True):
     created: int  # unix seconds
     fingerprint: str | None
     deadline_ms: int  # unix time on Redis' clock
-    traceparent: str = ""  # of the request: a client that resumes continues the same trace
+    traceparent: str = ""  # trace of the request: a client that resumes continues it
     tracestate: str = ""  # beside it
     shown: bytes = b""  # `valid.shown` as JSON, if it holds numbers that msgpack cannot; that one lacks them then
 

@@ -41,7 +41,7 @@ from quire.service.delivery.usage_ledger import UsageLedger
 
 T = TypeVar("T")
 
-ATTEMPTS = 5  # to decide and submit before others did; each works on the reading that the last one returned
+ATTEMPTS = 5  # tries to decide and submit before others did; each works on the reading that the last one returned
 
 # Submits in flight.  Further ones wait here, not for a connection of the bus, where their wait would count as Redis'
 # own and end in a 503.  The bus has two connections more, for readings of the fleet.

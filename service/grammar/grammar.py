@@ -38,8 +38,8 @@ BOUNDS = LLParserLimits(
 )
 # Between the parts of a JSON text: one space, or a new line and its indentation.  So no answer runs on in spaces.
 WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
-ANY_TEXT = "/(?s:.*)/"  # in Lark
-SPACES = "/[ \\n]{0,4}/"  # after reasoning, before a call
+ANY_TEXT = "/(?s:.*)/"  # Lark pattern of any text
+SPACES = "/[ \\n]{0,4}/"  # spaces allowed after reasoning and before a call
 PROBES = 4  # first bytes of an answer that a check tries
 BLAMED_BYTES = 8192  # JSON of the parts that are compiled alone to find the one at fault
 

@@ -239,7 +239,7 @@ class Answers:
             if refusal.code not in FAILED:
                 raise
             await self._streams.release(key, duplicate)
-            if refusal.code == "engine_error":  # to try again may kill another engine: the client decides
+            if refusal.code == "engine_error":  # a retry may kill another engine: the client decides
                 raise
             raise NoAnswer from None
 

@@ -39,10 +39,10 @@ from quire.service.text.tokenizer import Tokenizer
 
 log = logging.getLogger("quire.gateway")
 
-ENDPOINT = "/v1/responses in the background"  # of a job, in metrics and in the log
-LEASE_MS = 6000  # after which another gateway takes over
+ENDPOINT = "/v1/responses in the background"  # endpoint of a background job, in metrics and in the log
+LEASE_MS = 6000  # ms without renewal until another gateway takes over
 RENEW_S = 1.5
-STORE_TRIES = 60  # to store the end of a response while Redis is away, a second apart
+STORE_TRIES = 60  # attempts, a second apart, to store the end of a response while Redis is away
 
 Running = AbstractAsyncContextManager[OpenRequest]
 

@@ -20,7 +20,7 @@ from quire.service.common.limits import STRUCTURES, VALUES, shown
 from quire.service.common.refusal import Refusal, limit_refusal
 from quire.service.config import GatewayConfig
 
-FREE_BYTES = 16 * 1024  # of each body that do not count, so that large bodies never keep out small requests
+FREE_BYTES = 16 * 1024  # bytes per body that do not count, so that large bodies never keep out small requests
 PIECE_BYTES = 64 * 1024  # unzipped and scanned at a time
 
 

@@ -18,9 +18,9 @@ import aiohttp
 log = logging.getLogger("quire.gateway")
 
 PREFIX = "vllm:"
-TIMEOUT_S = 2.0  # for one page; Prometheus itself waits 10 s
+TIMEOUT_S = 2.0  # seconds per page; Prometheus itself waits 10 s
 FRESH_S = 1.0  # a page read a shorter time ago is shown again, so that requests for metrics cost engines little
-MAX_BYTES = 4 << 20  # of one page; an engine's has 60 KB
+MAX_BYTES = 4 << 20  # maximum bytes of one page; an engine's has 60 KB
 
 
 class EnginePagesError(ValueError):

@@ -27,9 +27,9 @@ log = logging.getLogger("quire.gateway")
 
 PERIOD_S = 0.2  # shortest time between two events
 KEEP_S = 1.0  # longest time between two events, or comments; also between two renewals of the watch in Redis
-BYTES_PER_S = 16_000  # of one watcher's events: larger ones are further apart
-BURST_BYTES = 64_000  # that it may have at once
-SLOWEST_S = 30.0  # that a watcher may take to read what is in its socket; then its connection is cut
+BYTES_PER_S = 16_000  # rate of one watcher's events: larger ones are further apart
+BURST_BYTES = 64_000  # bytes that one watcher may receive at once
+SLOWEST_S = 30.0  # seconds for a watcher to read what is in its socket; then its connection is cut
 RETRY_S = 5.0  # Retry-After of a watcher beyond the limit
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -57,7 +57,7 @@ class EngineStateFeed:
         self._reader: asyncio.Task[None] | None = None  # runs while there are watchers
         self._state: FleetState | None = None  # the newest; None: none was read yet
         self._failed_at = 0.0  # first failure since the last reading, in the event loop's time; 0: the last one worked
-        self._encoded: dict[FleetState | None, bytes] = {}  # by the state before: events that lead to the newest state
+        self._encoded: dict[FleetState | None, bytes] = {}  # events that lead to the newest state, by the state before
         self._news = asyncio.Event()  # the next reading sets it
         self._closing = asyncio.Event()
 

@@ -58,7 +58,7 @@ class Accepted(NamedTuple):
     orders: list[Generate]  # one for each prompt
     cost: admission.Cost
     form: AnswerFormat
-    record: bytes  # for a client that resumes: see resume.Record
+    record: bytes  # record for a client that resumes: see resume.Record
 
 
 class Intake:

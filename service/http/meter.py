@@ -45,10 +45,10 @@ class Meter:
         """`started`: when the request arrived, in `time.monotonic` seconds.  `request_id`: the id its client knows."""
         self._telemetry, self._started, self._request_id = telemetry, started, request_id
         self._answer_id = ""
-        self._first_s: float | None = None  # from its arrival to its first token
+        self._first_s: float | None = None  # seconds from arrival to the first token
         self._last: dict[int, float] = {}  # choice -> when its last tokens arrived
         self._gaps_s, self._gaps = 0.0, 0
-        self._code: str | None = None  # of the error it was answered with
+        self._code: str | None = None  # code of the error response
         self._retry_after_s: float | None = None
         self._finishes: set[str] = set()
         self._cached_tokens = 0

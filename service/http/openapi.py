@@ -35,7 +35,7 @@ class Operation(NamedTuple):
     path: str
     summary: str
     body: type[msgspec.Struct] | None = None
-    endpoint: fields.Endpoint | None = None  # in `fields.py`
+    endpoint: fields.Endpoint | None = None  # endpoint's name in `fields.py`
     answers: tuple[str, ...] = (JSON,)  # content types of a 200; empty: the answer is a 204
 
 

@@ -19,9 +19,9 @@ from quire.service.http.middleware import Capacity
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LAST_READ_S = 30.0  # after its deadline, how long a client may read the end of its answer; then its connection is cut
+LAST_READ_S = 30.0  # seconds after the deadline for a client to read its answer's end; then its connection is cut
 INLINE_BYTES = 64 * 1024  # larger bodies are parsed on a thread: Python switches threads every GIL_SWITCH_S (app.py)
-WRITE_BYTES = 256 * 1024  # of a long answer, written before other requests run
+WRITE_BYTES = 256 * 1024  # bytes of a long answer that are written before other requests run
 
 
 class RequestWork:

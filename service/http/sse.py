@@ -48,7 +48,7 @@ RETRY = b"retry: 100\n"  # milliseconds before a reader that was handed over ask
 # How much a socket may buffer for a slow reader, plus one event: in this process, and in the kernel, which doubles the
 # value and would buffer megabytes by itself.  The rest waits as tokens, which take a fiftieth of the space.
 WRITE_BUFFER_BYTES, SEND_BUFFER_BYTES = 16 * 1024, 32 * 1024
-TURN_BYTES = 64 * 1024  # of one request's events, built before other requests run: 1 to 3 ms
+TURN_BYTES = 64 * 1024  # bytes of one request's events that are built before other requests run: 1 to 3 ms
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",

@@ -24,7 +24,7 @@ RANDOM_DIGITS, SHOWN_DIGITS = 20, 8
 FEW = 256  # patches up to which the complete map is not considered instead
 # (kind, references) of each value of a cell: free, cached, owned by one table, shared by several.
 KINDS = [(0, 0), (1, 0), (2, 1), *((3, refs) for refs in range(2, 255))]
-RUN_BYTES = 8  # of a run of blocks in SequenceBlocks.runs
+RUN_BYTES = 8  # bytes per run of blocks in SequenceBlocks.runs
 
 Json = dict[str, Any]
 
@@ -149,7 +149,8 @@ def _cell_changes(before: bytes, cells: bytes) -> Json:
         else:
             patches.append([at, 1, *KINDS[value]])
         end, last = at + 1, value
-    if len(patches) > FEW and 3 * len(whole := _runs(cells)) < 4 * len(patches):  # of three numbers instead of four
+    # A run has three numbers, a patch four.
+    if len(patches) > FEW and 3 * len(whole := _runs(cells)) < 4 * len(patches):
         return {"cells": whole}
     return {"changed": patches}
 

@@ -25,7 +25,7 @@ from quire.service.http.middleware import METER, TENANT, Capacity
 
 log = logging.getLogger("quire.gateway")
 
-RESET_PARAMETERS = {  # of vLLM's endpoint
+RESET_PARAMETERS = {  # parameters of vLLM's endpoint
     "reset_running_requests": "requests that run are not stopped: they keep their blocks",
     "reset_external": "there is no external cache",
 }
@@ -67,7 +67,7 @@ class Status:
         self._names, self._adapters = names, adapters
         self._telemetry, self._capacity = telemetry, capacity
         self._created = int(time.time())
-        self._logged_trouble: str | None = None  # so that each reason is logged once
+        self._logged_trouble: str | None = None  # last reason logged, so that each is logged once
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models.  Codex, which sends its version, wants a list of its own kind beside OpenAI's."""

@@ -35,7 +35,7 @@ log = logging.getLogger("quire.gateway")
 
 T = TypeVar("T")
 
-EARLY_MS = 10_000  # that a running response stays stored beyond its deadline, for its last state
+EARLY_MS = 10_000  # ms beyond its deadline that a running response stays stored, for its last state
 ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{4}")  # id of an output item: its response, its place in the output
 PAGE, PAGES = 20, 100  # items of one answer to GET .../input_items: by default and at most
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from quire.engine.wire.messages import TokenLogprob
 from quire.service.output.regions import Part, RegionReader, TextDelta
 
-Released = tuple[int, str]  # where in the raw text, in characters; a part of the content
+Released = tuple[int, str]  # (offset in the raw text in characters, a part of the content)
 
 
 class Score(NamedTuple):

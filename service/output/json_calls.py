@@ -19,7 +19,7 @@ from quire.service.output.calls import (
 from quire.service.output.lenient_json import Event, JsonReader
 
 _BEFORE_KEY = " \t\r\n{,;"  # what may stand before a key of an object
-_NOTHING = re.compile(r"\s*(\{\s*\}|null|\"\s*\")?\s*")  # as arguments
+_NOTHING = re.compile(r"\s*(\{\s*\}|null|\"\s*\")?\s*")  # empty arguments
 
 
 class JsonCalls:

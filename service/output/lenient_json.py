@@ -28,7 +28,7 @@ from quire.service.output.markers import Markers
 
 DEPTH = 256  # nested objects and lists: parsers of clients read 500 and more
 RUN = 256  # characters of a bare word that are looked at together
-_NO_KEY = re.compile(r"[{\[\"']")  # in text between values, not in a bare key
+_NO_KEY = re.compile(r"[{\[\"']")  # text between values, not a bare key
 _SPACES = re.compile(r"[ \t\r\n]+")
 _ODD_SPACES = re.compile(r"[^\S \t\r\n]+")
 _RUN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}

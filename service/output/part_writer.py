@@ -32,7 +32,7 @@ class TextDelta(msgspec.Struct):
     reasoning: bool = False
 
 
-Part = TextDelta | CallDelta  # in the order in which the model wrote them
+Part = TextDelta | CallDelta  # parts in the order in which the model wrote them
 
 
 class PartWriter:

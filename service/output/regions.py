@@ -105,7 +105,7 @@ class RegionReader:
         self.out = PartWriter(keeps_text=template.keeps_text, strips_content=template.strips)
         self.ended = False  # no more calls are wanted: the answer is complete
         self._text, self._at = "", 0  # text that was not dealt with yet, from a position on; one character before it
-        self._zero = -1  # where a marker without characters was found
+        self._zero = -1  # offset of a marker without characters
         self._clear = 0  # up to there the reasoning is known not to be closed
         self._tail = ""  # end of the text that may begin the marker which closes the reasoning
         self._call: CallReader | None = None

@@ -107,7 +107,7 @@ class TagCalls(SteppedCalls):
 
         A marker within a string of JSON is text; the place of the first one is `_marker`."""
         place = at + self._searched
-        skipped = place - 1 if self._searched else 0  # so that no text is searched twice while the reader waits
+        skipped = place - 1 if self._searched else 0  # no text is searched twice while the reader waits
         window = text[skipped:] if skipped else text
         while True:
             match, upto = self._context.value_ends.next(window, place - skipped, final=bool(end))

@@ -31,9 +31,9 @@ LEFT = 130  # exit status of a pipe that Ctrl-C stopped
 class Outcome(msgspec.Struct):
     """What became of one answer."""
 
-    text: str = ""  # of the content, without reasoning
+    text: str = ""  # content without reasoning
     error: str = ""  # one line; "": none
-    stopped: bool = False  # by Ctrl-C
+    stopped: bool = False  # whether Ctrl-C stopped it
 
 
 def main(words: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -27,7 +27,7 @@ from quire.service.terminal.server import ServerError
 RESUME_S = 30.0  # a gateway keeps the request of a client that left for so long (--resume-s)
 PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)  # between tries to resume; the last one repeats
 SILENCE_S = 60.0  # Quire sends a keep-alive every 10 s: a longer silence is a broken connection
-STOP_S = 5.0  # for the server to confirm that it cancelled an answer
+STOP_S = 5.0  # seconds for the server to confirm that it cancelled an answer
 MAX_LINE = 2**22  # bytes of one event, as in a server's limit of bodies
 QUEUED = re.compile(r": queued place=(\d+)(?: wait_s=([\d.]+))?$")
 
@@ -56,7 +56,7 @@ class Ended(msgspec.Struct, frozen=True):
     """The answer is complete."""
 
     finish: str
-    tokens: int | None  # of the output, as the server counts
+    tokens: int | None  # output tokens as the server counts them
 
 
 Event = Waits | Piece | Lost | Ended
@@ -71,9 +71,9 @@ class Answer:
 
     def __init__(self, client: aiohttp.ClientSession, base: str, config: ChatConfig, model: str) -> None:
         self._client, self._base, self._config, self._model = client, base, config, model
-        self.id = ""  # of the answer; "": not known, or not of Quire
+        self.id = ""  # id of the answer; "": not known, or not from Quire
         self._last_event = ""  # id of the last event whose data were read; "": none was
-        self._event_id = ""  # of the event that is read now
+        self._event_id = ""  # id of the event that is read now
         self._finish, self._done = "", False
         self._tokens: int | None = None
         self._started = False  # the server has begun to answer

@@ -32,7 +32,7 @@ class Reading(NamedTuple):
     """The samples of one or more pages at one moment."""
 
     at_s: float
-    samples: Mapping[str, Mapping[Labels, float]]  # by the sample's name, then by its labels
+    samples: Mapping[str, Mapping[Labels, float]]  # values by the sample's name, then by its labels
 
     def of(self, metric: Metric, end: str = "") -> Mapping[Labels, float]:
         """Return the series of a metric.  `end`: of the sample's name, such as _total."""
@@ -116,8 +116,8 @@ class EngineRow(msgspec.Struct, frozen=True):
     cached: float  # fraction of the pool that only the prefix cache holds
     tokens_per_s: float | None
     hit_rate: float | None
-    preemptions: float  # since the engine started
-    silent_s: float  # since its last exchange
+    preemptions: float  # preemptions since the engine started
+    silent_s: float  # seconds since its last sync
 
 
 class TenantRow(msgspec.Struct, frozen=True):
@@ -128,7 +128,7 @@ class TenantRow(msgspec.Struct, frozen=True):
     service: float | None  # virtual tokens; None while nothing of the tenant is queued
     requests_per_s: float | None
     tokens_per_s: float | None  # prompts and outputs of requests that ended
-    refused: float  # since the gateways started: for want of room or quota
+    refused: float  # requests refused since the gateways started, for lack of capacity or quota
 
 
 class Lane(msgspec.Struct, frozen=True):
@@ -151,8 +151,8 @@ class Figures(msgspec.Struct, frozen=True):
     tokens_per_s: float | None
     requests_per_s: float | None
     hit_rate: float | None
-    preemptions: float  # since the engines started
-    preempted: float | None  # of them in the window
+    preemptions: float  # preemptions since the engines started
+    preempted: float | None  # preemptions in the window
     first_token: Percentiles
     inter_token: Percentiles
     refusals: dict[str, float]  # error code -> in the window, or since the start without an earlier reading

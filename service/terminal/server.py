@@ -17,8 +17,8 @@ import aiohttp
 from quire.engine.common.errors import OperatorError
 
 CONNECT_S = 10.0  # a server that does not accept a connection for so long cannot be reached
-ANSWER_S = 30.0  # for a short answer, such as the list of models
-FAILURES = (aiohttp.ClientError, TimeoutError, OSError)  # of a request without an answer
+ANSWER_S = 30.0  # seconds for a short answer, such as the list of models
+FAILURES = (aiohttp.ClientError, TimeoutError, OSError)  # errors of a request without an answer
 KEY_HINT = "set --api-key, QUIRE_API_KEY or OPENAI_API_KEY"
 
 

@@ -41,7 +41,7 @@ from quire.service.terminal.readings import (
 )
 
 PROG = "quire top"
-PAGE_S = 5.0  # for a page of metrics
+PAGE_S = 5.0  # seconds for a page of metrics
 PLAIN_WIDTH = 120  # columns of plain text
 NONE = "-"  # a figure that is not known
 

@@ -11,7 +11,7 @@ from quire.service.text.answer_grammar import Model, constraint_of
 from quire.service.text.chat_template import ChatTemplate
 from quire.service.text.vocabulary import Vocabulary
 
-TAIL_TOKENS = 64  # of a prompt: they nearly always hold the beginning of the assistant's message
+TAIL_TOKENS = 64  # last prompt tokens to look at: they nearly always hold the beginning of the assistant's message
 
 
 class AnswerRules:

@@ -268,7 +268,7 @@ def _read_regions(
             stream.count_hidden()
         stream.finish(cut=finish.reason == "length")
         _add_finish(piece, finish, valid, stream)
-        if stream.matched is not None:  # by text that was held back
+        if stream.matched is not None:  # a stop string within the text held back
             piece.finish, piece.stop_reason = "stop", stream.matched
     if piece.finish == "stop" and stream.called:
         piece.finish = "tool_calls"

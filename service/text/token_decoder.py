@@ -51,7 +51,7 @@ class TextStream:
         self._stops, self._min_tokens = StopSearch(stops, include=include_stop), min_tokens
         self.chars = 0  # decoded so far, those that are held back included
         self._offsets: list[int] | None = [] if track_offsets else None
-        self.scores: ContentScores | None = None  # for the log probabilities of a chat's content
+        self.scores: ContentScores | None = None  # scores for the log probabilities of a chat's content
         self.tokens = 0  # consumed; after a match, up to and including the token that completed it
 
     @property

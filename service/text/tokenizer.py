@@ -225,7 +225,7 @@ class Tokenizer:
         """Return the token ids of a text that a client expects in its answer.  Raises Refusal if it is too long."""
         if self._longest_token is not None:
             least = -(-len(text) // self._longest_token)
-            if least > PREDICTED_TOKENS:  # before it is encoded
+            if least > PREDICTED_TOKENS:  # refused before it is encoded
                 message = f"prediction: at most {PREDICTED_TOKENS} tokens, got at least {least}"
                 raise limit_refusal("prediction", message, PREDICTED_TOKENS, param="prediction", given=least)
         return self._encode(text, special=False)

@@ -38,7 +38,7 @@ struct ExpertsArgs {
   const void* gate_up_bias;  // [experts, 2 * inner], in the order of the rows; or null
   const void* down;          // [experts, hidden, inner]
   const void* down_bias;     // [experts, hidden], or null
-  void* between;             // for the call's own use, like the next three: `memory_of` says how many bytes each needs
+  void* between;             // scratch memory, like the next three: `memory_of` says how many bytes each needs
   void* sums;
   void* order;
   void* gathered;

@@ -80,7 +80,7 @@ class AdapterSlots:
 
     def _startable(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
         yielding = self._yielding()
-        has_room: bool | None = None  # for one more adapter
+        has_room: bool | None = None  # whether one more adapter fits
         for seq in waiting:
             adapter = seq.request.adapter
             if not adapter:

@@ -179,7 +179,7 @@ class Forecast(PeakBound):
 
     def __init__(self, pool: BlockPool, limits: Limits, batch: Batch, allocation: AllocationPolicy) -> None:
         super().__init__(pool, limits, batch, allocation)
-        self._sizes, self._sizes_step = GrowthPolicy(()), 0  # and the step from which they are sorted again
+        self._sizes, self._sizes_step = GrowthPolicy(()), 0  # growth policy, and the step of the next sort by size
         self._uncrowded = 0  # the last step in which enough sequences ran
 
     def may_grow(self, seq: Sequence) -> bool:

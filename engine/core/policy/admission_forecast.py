@@ -26,12 +26,12 @@ class AdmissionForecast:
 
     def __init__(self, pool: BlockPool, *, worst_case: bool = False) -> None:
         """`worst_case`: count every sequence at its greatest length."""
-        self.lengths = LengthModel()  # of outputs, by tenant
+        self.lengths = LengthModel()  # output lengths by tenant
         self.calibration = ForecastAccuracy()
         self.ask_again = 0  # the forecast refused; it is not asked again before this step
         self.step_tokens = 1 << 62  # prompt tokens that a step may have
         self._pool, self._worst_case = pool, worst_case
-        self._demand: Demand | None = None  # of the holders, while a plan is made
+        self._demand: Demand | None = None  # demand of the running sequences, while a plan is made
         self._rows = 0  # how many were summed up last
         self._peak, self._peak_step = 0, -1  # peak() and the step it was computed in
         self._cohort: Cohort | None = None

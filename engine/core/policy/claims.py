@@ -16,7 +16,7 @@ from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.waiting_queue import WaitingQueue
 
 STEPS = 2  # steps whose prompt tokens are claimed ahead: the next exchange with the queue comes with the next step
-SECONDS = 0.2  # of steps whose prompt tokens are claimed ahead, where that is more: claims need no haste
+SECONDS = 0.2  # seconds of steps whose prompt tokens are claimed ahead, if these are more steps: claims need no haste
 MEMORY = 8  # claimed requests whose prompts count in the usual length
 
 

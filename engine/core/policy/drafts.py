@@ -107,9 +107,9 @@ class DraftController:
 
     def __init__(self, step_cost: StepCostModel) -> None:
         self._step_cost = step_cost
-        self._extra: dict[int, _Extra] = {}  # by bit length of the sequences in a step
+        self._extra: dict[int, _Extra] = {}  # extra seconds of drafts, by bit length of the sequences in a step
         self._tenants: OrderedDict[str, dict[tuple[int, int], _Rate]] = OrderedDict()
-        self._requests: dict[str, dict[int, _Rate]] = {}  # by source
+        self._requests: dict[str, dict[int, _Rate]] = {}  # acceptance rates by source
         self._overall = [_Rate() for _ in MATCHES]  # rates of all tenants together, by class of match
         self._in_a_row: dict[int, int] = {}  # steps with drafts since one was left without, by bit length of seqs
         self._searches = 0

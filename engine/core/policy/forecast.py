@@ -28,11 +28,11 @@ BUCKETS = STEPS * (OCTAVES + 1)
 LONGEST = STEPS << OCTAVES  # tokens; longer outputs count as this long
 MEMORY = 512.0  # observations after which an old one weighs 1/e
 PRIOR = 1.0  # sequences that every bucket has seen before any history
-PRIOR_HAZARD = 1 - 0.5 ** (1 / STEPS)  # of these, half end while their length doubles: a heavy tail, on the safe side
+PRIOR_HAZARD = 1 - 0.5 ** (1 / STEPS)  # half of the outputs end before their length doubles: a heavy tail, to be safe
 PRIOR_FROM = 16  # tokens: shorter outputs count as rare until some were seen
 TENANT_ENOUGH = 64.0  # observations (weighted) from which a tenant's own table is used
 TENANTS = 1024  # tables kept; beyond it the one not updated for longest is forgotten
-REFRESH = 1 / 64  # of a table's weight must be new before its curve is computed again
+REFRESH = 1 / 64  # fraction of a table's weight that must be new before its curve is computed again
 NEGLIGIBLE = 1e-4  # probability to live on that counts as none
 SKEWEST = 4.0  # beyond it the transformation fails
 RESCALE = 1e9  # weights are divided by it when they pass it
@@ -65,7 +65,7 @@ class Lengths:
     add() takes O(1); the first question after enough of them takes O(BUCKETS)."""
 
     def __init__(self, parent: Lengths | None = None) -> None:
-        self._parent = parent  # whose hazards serve as the prior
+        self._parent = parent  # model whose hazards serve as the prior
         self._ended = [0.0] * BUCKETS
         self._lost = [0.0] * BUCKETS
         self._unit = 1.0  # weight of the next observation; growing it ages all others at once
@@ -189,7 +189,7 @@ class LengthModel:
 class Held(NamedTuple):
     """One sequence whose end is known."""
 
-    tokens: int  # whose keys and values it holds now
+    tokens: int  # tokens whose keys and values it holds now
     remaining: int  # steps it still runs, a token each; with the last one it gives everything back
 
 
@@ -233,7 +233,7 @@ class Demand:
         self._groups: dict[Lengths, dict[int, list[float]]] = {}
         self._known: list[Held] = []
         self._all = [0.0] * len(HORIZONS)  # blocks held if no sequence ends before its cap
-        self._mean = [0.0] * len(HORIZONS)  # of what is held
+        self._mean = [0.0] * len(HORIZONS)  # mean of the blocks held, per horizon
         self._variance = [0.0] * len(HORIZONS)
         self._third = [0.0] * len(HORIZONS)  # central moment
 

@@ -42,7 +42,7 @@ class JumpCosts:
 
     def __init__(self, step_cost: StepCostModel) -> None:
         self._step_cost = step_cost
-        self._sizes: dict[int, _Size] = {}  # by bit length of the sequences that compute in a step
+        self._sizes: dict[int, _Size] = {}  # measurements by bit length of the sequences in a step
 
     def record(self, seconds: float, seqs: int) -> None:
         """Learn from a step with jumps, without prompts.  `seqs`: sequences that decode or jump in it."""

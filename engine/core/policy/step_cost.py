@@ -15,7 +15,7 @@ STEADY = 1 / 8  # weight of a new step without prompts
 FRESH = 1 / 4  # weight of a new step with ROUND prompt tokens, or with prompts for half its time; of a new swap
 ROUND = 64
 OUTLIER = 3.0  # a reading counts as at most this multiple of the average: other work on the machine delays steps, too
-AIM = 0.7  # of the time that prompts may take; the rest is for what the averages miss
+AIM = 0.7  # fraction of the time limit that prompts may take; the rest is for what the averages miss
 LEAST = 1  # prompt tokens a step may always have, or a prompt would never end
 CROWD = 4  # with more than 1 / CROWD as many sequences waiting for a first token as for the next, prompts get more
 FIRST = 128  # prompt tokens of the steps before anything was measured: of an 8B model on two cores, seconds
@@ -29,9 +29,9 @@ class StepCostModel:
     def __init__(self, swap_bytes_per_s: float = 0.0) -> None:
         """`swap_bytes_per_s`: a first estimate; 0: not known."""
         self.swap_bytes_per_s = swap_bytes_per_s
-        self.token_s = 0.0  # of a prompt token, on top of the decode-only step; 0: not known
+        self.token_s = 0.0  # seconds per prompt token, on top of the decode-only step; 0: not known
         self._decode_s: dict[int, float] = {}  # bit length of seqs -> seconds of a step without prompts
-        self.mixed_steps = 0  # with slices and decoding sequences, since the last one without slices
+        self.mixed_steps = 0  # steps with slices and decoding sequences since the last one without slices
 
     def record_step(self, seconds: float, seqs: int, prompt_tokens: int) -> None:
         """Learn from a step without a swap.  `seqs`: sequences that decoded in it."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from quire.engine.executor import ops
 
 Numbers = npt.NDArray[np.generic]
-MOST_RANKS = 128  # as `engine/adapters` allows
+MOST_RANKS = 128  # maximum rank, as in `engine/adapters`
 
 
 class Layout(Protocol):

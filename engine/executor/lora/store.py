@@ -26,7 +26,7 @@ from quire.engine.executor.lora.packing import PackedAdapter
 
 log = logging.getLogger(__name__)
 
-DIED = "the adapter could not be loaded; the engine's log has the reason"  # for clients
+DIED = "the adapter could not be loaded; the engine's log has the reason"  # message for clients
 
 
 @dataclass(slots=True)
@@ -65,9 +65,9 @@ class AdapterStore:
         base model; "": not compared."""
         self._pack, self._most_bytes, self._base = pack, most_bytes, base
         self._lock = threading.Condition()
-        self._adapters: dict[str, Adapter] = {}  # by key
+        self._adapters: dict[str, Adapter] = {}  # adapters by key
         self._by_request: dict[str, Adapter] = {}
-        self._loaded: dict[str, PackedAdapter] = {}  # by adapter id
+        self._loaded: dict[str, PackedAdapter] = {}  # packed adapters by adapter id
         self._kept: OrderedDict[str, None] = OrderedDict()  # keys without holders, least recently used first
         self._queue: deque[Adapter] = deque()
         self._finished: deque[str] = deque()

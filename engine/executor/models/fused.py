@@ -86,7 +86,7 @@ class MixtureFamily(NamedTuple):
     """A family whose layers may be mixtures of experts."""
 
     router: str  # what a layer calls its router
-    routing: Callable[[Any], Routing]  # of a router
+    routing: Callable[[Any], Routing]  # routing of a router module
     clamped: bool = False  # as gpt_oss: `ops.Clamped`, biases in router and experts, weights [experts, in, out]
 
 
@@ -292,7 +292,7 @@ class Decoder(nn.Module):
             layers.append(Layer(layer, window(layer.self_attn), linears, type(model)))
             plain.layers[i] = nn.Identity()  # lets go of its weights: both copies exist of one layer at a time
         self.layers, self.whole = nn.ModuleList(layers), one_operator(layers)
-        self.norms = [*(layer.norm for layer in layers[1:]), None]  # after each layer; the head has its own
+        self.norms = [*(layer.norm for layer in layers[1:]), None]  # norm after each layer; the head has its own
         # Logits in 16 bits would make likely tokens ties: at 20, neighbours in bfloat16 are an eighth apart.
         self.head = linears.product(model.lm_head, norm=RMSNorm(plain.norm), float32_out=True)
 

@@ -79,7 +79,7 @@ class LoadedModel:
     eos_ids: list[int]
     changes: dict[str, Any]  # what makes it compute something else than its files say, for the fingerprint
     batch_dependence: str  # why logits may depend, in the last bit, on the rest of the step; empty: they do not
-    kv_scales: list[Tensor | None] | None  # of each layer, for an e4m3 KV cache (`kv_scales.py`); None: all are 1
+    kv_scales: list[Tensor | None] | None  # KV scales per layer, for an e4m3 KV cache (`kv_scales.py`); None: all are 1
     states: list[StateShape]  # recurrent state of layers that have it; none: all layers are attention
     sites: Sites | None = None  # GEMMs that LoRA adapters may add to; None: no adapter is served
     windows: Sequence[int] = ()  # tokens that each layer sees; 0: all.  Empty: not known

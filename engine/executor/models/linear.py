@@ -162,7 +162,7 @@ SHARD = "shard"  # attribute of a linear layer of which this rank holds a part t
 class Shard(Protocol):
     """What becomes of the outputs of a layer of which this rank computes a part (`sharding.py`)."""
 
-    out_features: int  # of the whole layer
+    out_features: int  # outputs of the unsharded layer
     adds: bool  # this rank's part is the one that other numbers may be added to before `combine`
 
     def combine(self, part: Tensor, out: Tensor | None = None) -> Tensor:
@@ -211,7 +211,7 @@ class Linears:
     """Makes the linear layers of one model."""
 
     ordered: bool  # on a CPU: products whose bits do not depend on the batch even where others are faster
-    dtype: torch.dtype  # of the model
+    dtype: torch.dtype  # dtype of the model
     sites: Sites | None = None  # places of LoRA adapters; None: the model serves none
 
     def product(

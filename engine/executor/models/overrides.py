@@ -116,7 +116,7 @@ def _merge(described: dict[str, Any], changes: dict[str, Any], config: Pretraine
             at = next((each for each in ROPE if described.get(each)), name)
             found[at] = _merge_rope(found.get(at) or {}, value, config, f"{path}{name}")
         elif name == "rope_theta" and (angles := found.get("rope_parameters")) and "rope_theta" in angles:
-            found["rope_parameters"] = angles | {name: value}  # where it wins over the field of this name
+            found["rope_parameters"] = angles | {name: value}  # the override wins over the field of this name
         elif isinstance(inner, PretrainedConfig):
             if not isinstance(value, dict):
                 raise ModelLoadError(f"{OPTION}: {path}{name} must be an object")

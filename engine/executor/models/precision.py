@@ -59,7 +59,7 @@ def other_tensors(config: PretrainedConfig) -> Callable[[str], bool]:
             model = own(copy.deepcopy(config))
     except Exception as error:  # model classes raise whatever their authors liked
         raise ModelLoadError(f"{config.model_type}: {one_line(error)}") from error
-    prefix = own.base_model_prefix + "."  # which names in files may lack
+    prefix = own.base_model_prefix + "."  # prefix that names in files may lack
     parameters = {name.removeprefix(prefix) for name, _ in model.named_parameters()}
     buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     dropped = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]

@@ -27,7 +27,7 @@ from quire.engine.executor.models.fused import Forward
 
 PROBE = "kv_blocks_probe"
 SLIDING = "sliding_attention"  # a kind of layer, in the words of transformers
-MAX_HEAD_SIZE = 512  # of the kernels for a CPU
+MAX_HEAD_SIZE = 512  # maximum of the CPU kernels
 # How far logits may differ, as a share of the largest, between two runs of the same shapes: dense models don't differ.
 LEAK = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 # How far logits of the served model may be from those of the probe, as a share of the largest: rounding, not a mistake.
@@ -45,9 +45,9 @@ class Probe:
     """Packed sequences for one recording forward, and what each attention layer asked for."""
 
     starts: list[int]  # first token of each sequence, then the total
-    layers: dict[int, KVShape] = field(default_factory=dict)  # by layer index
+    layers: dict[int, KVShape] = field(default_factory=dict)  # KV shapes by layer index
     windows: dict[int, int] = field(default_factory=dict)
-    cached: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of layers with a cache of their own
+    cached: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # keys and values of layers with own caches
 
     def record(self, index: int, key: Tensor, value: Tensor, window: int) -> None:
         """Note what a layer caches: keys and values [1, Hkv, T, D] of its own, or those of an earlier layer.
@@ -206,7 +206,7 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
             logits.append(out.logits)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{kind}: {error}") from error
-    except Exception as error:  # of the model's own code
+    except Exception as error:  # any error of the model's own code
         if lacking := lacks(error, module):
             raise UnsupportedModel(f"{kind}: its class computes no text without {lacking}") from error
         raise UnsupportedModel(f"{kind}: a packed forward fails: {one_line(error)}") from error
@@ -290,7 +290,7 @@ def prove_served(module: PreTrainedModel, proof: Proof, block_size: int = 16, *,
     keep = torch.arange(FIRST, FIRST + SECOND, device=device)
     try:
         logits = Forward(module, step).logits(keep)
-    except Exception as error:  # of the model's own code, with modules that it may not expect
+    except Exception as error:  # any error of the model's own code, with modules that it may not expect
         raise UnsupportedModel(f"{kind}: fails as it would be served: {one_line(error)}") from error
     if not logits.isfinite().all():
         raise UnsupportedModel(f"{kind}: as it would be served some of its logits are not finite")

@@ -64,8 +64,8 @@ class StoredTensor(NamedTuple):
     """What a weight file's header says of one tensor."""
 
     file: Path
-    name: str  # in the file
-    dtype: str  # in the words of safetensors
+    name: str  # name in the file
+    dtype: str  # dtype as safetensors names it
     shape: tuple[int, ...]
     bytes: int
 

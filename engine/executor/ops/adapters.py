@@ -17,7 +17,7 @@ class AdapterRows:
     starts: torch.Tensor  # [adapters + 1] int32: adapter g has rows[starts[g] : starts[g + 1]]
 
 
-LORA_FIELDS, LORA_PARTS = 14, 3  # of a site in a table; linear layers that share a GEMM
+LORA_FIELDS, LORA_PARTS = 14, 3  # int64 fields per site of a table; maximum linear layers that share a GEMM
 
 
 def lora(x: torch.Tensor, adapters: AdapterRows, site: int, y: torch.Tensor) -> None:

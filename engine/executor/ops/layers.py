@@ -35,7 +35,7 @@ class DecoderLayers:
     weights: list[torch.Tensor | None]  # 20 per layer, in the order of csrc/ops.cpp
     heads: int
     inner: int  # inputs of the down projection
-    eps: float  # of the layer norms; head_eps: of the norms of query and key heads
+    eps: float  # epsilon of the layer norms; head_eps: of the norms of query and key heads
     head_eps: float
     scale: float
     windows: list[int]

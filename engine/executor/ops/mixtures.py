@@ -40,7 +40,7 @@ class Clamped:
     g = min(gate, limit), u = max(-limit, min(up, limit))."""
 
     alpha: float
-    limit: float  # over 0
+    limit: float  # positive
 
 
 def experts(

@@ -65,16 +65,16 @@ from quire.engine.executor.ranks.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-BEATS = 5  # in a lease: a rank that leaves out more is lost
+BEATS = 5  # heartbeats per lease: a rank that misses more is lost
 # A rank beats from its first message on, by a thread, so only a call that holds the interpreter silences it.  While the
 # model loads some do: the first one that uses a GPU, one that maps a library, the meeting of ranks that share GPU
 # memory.  Most release it: reading weights, exchanges, graphs, a compiler.  Before its first message a rank
 # imports torch: it reads gigabytes of libraries, perhaps from a slow disk, and sends nothing.
-START_SILENCE_S = 300.0  # until the first message
-LOAD_SILENCE_S, LEASES_OF_SILENCE = 60.0, 10  # from then on until the model is loaded: whichever is longer
-SHARED, SHARED_BYTES = Path("/dev/shm"), 32 << 20  # where NCCL keeps buffers, and what a rank may need of it
-END_S = 2.0  # that a call which uses a lost rank gets to return before the process ends without it
-CLOSE_S = 20.0  # that an executor which lost a rank gets to let go of its GPU, whose kernels may wait for that rank
+START_SILENCE_S = 300.0  # seconds of silence until the first message
+LOAD_SILENCE_S, LEASES_OF_SILENCE = 60.0, 10  # the longer one, after that until the model is loaded
+SHARED, SHARED_BYTES = Path("/dev/shm"), 32 << 20  # directory of NCCL's buffers; bytes that a rank may need
+END_S = 2.0  # seconds for a call on a lost rank to return, before the process ends without it
+CLOSE_S = 20.0  # seconds to release the GPU after a lost rank, for which kernels may wait
 GRACE_S = 2.0  # more, where not even the thread that would end the process gets to run
 
 
@@ -188,7 +188,7 @@ class Watch:
             self.lost = self.lost or str(error)
             self.kill()
             raise
-        except (OSError, EOFError, RuntimeError) as error:  # of a socket, or of an exchange
+        except (OSError, EOFError, RuntimeError) as error:  # socket error, or error of a collective
             self.wait_for_loss()
             if not self.lost and isinstance(error, RuntimeError):
                 raise

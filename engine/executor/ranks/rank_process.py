@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 PREPARE, BEGIN, SUBMIT, COLLECT, CLOSE = b"P", b"T", b"S", b"C", b"X"
 HERE = b"here"  # a rank's first message, before it meets the others
 WELL, FAILING = b".", b"!"  # a beat; `FAILING` while a step that failed here has not been collected
-START_TIMEOUT_S = 1800.0  # that a rank waits for another one which reads a larger part of the weights
+START_TIMEOUT_S = 1800.0  # seconds that a rank waits for another one which reads a larger shard of the weights
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +74,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True):
 class Reply(msgspec.Struct, frozen=True, array_like=True):
     """A rank's answer to `COLLECT`."""
 
-    digest: int  # of the step's result
+    digest: int  # digest of the step's result
     error: str = ""  # why the step failed
 
 

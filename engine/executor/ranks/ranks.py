@@ -112,7 +112,7 @@ class Ranks:
             return self._sum_in_order(part)
         if self.size > 1:
             options = c10d.AllreduceOptions()
-            options.asyncOp = False  # on the stream that computes
+            options.asyncOp = False  # run on the stream that computes
             _finish(self._device.allreduce([part], options))
         return part
 
@@ -220,7 +220,7 @@ class Ranks:
     def leave(self) -> None:
         """Let go of the others.  Harmless when called twice."""
         for group in self._groups():
-            with contextlib.suppress(RuntimeError):  # of ranks that are lost
+            with contextlib.suppress(RuntimeError):  # ranks that are lost raise it
                 group.shutdown()
         self._host = self._device = self.one_shot = None
 

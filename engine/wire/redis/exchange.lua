@@ -30,7 +30,7 @@
 local packed, load, tokens, added, removed = unpack(ARGV, 1, 5)
 local x = cmsgpack.unpack(packed)
 x.load, x.claimed, x.works, x.orders = load, {}, {}, {}
-local EXTRAS, MESSAGES = 6, 6 + 3 * x.extras  -- where they begin in ARGV
+local EXTRAS, MESSAGES = 6, 6 + 3 * x.extras  -- first index in ARGV of extras and of messages
 local state, tail = P .. 'engine:' .. x.engine, P .. 'tail:' .. x.engine
 
 local known_session, known_seq, known_epoch, suspect, known_left = unpack(

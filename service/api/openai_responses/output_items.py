@@ -14,7 +14,7 @@ from quire.service.api.openai_responses.response_logprobs import Entry, Response
 from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer, Turns
 
-PREFIX = "resp_"  # of the id of a response
+PREFIX = "resp_"  # prefix of a response's id
 PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_", "custom": "ctc_"}  # prefixes of the ids of output items
 
 

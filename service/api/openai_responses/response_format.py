@@ -43,7 +43,7 @@ class ResponseFormat(BlockFormat):
     ) -> None:
         super().__init__(valid, request_id=request_id, model=model, prompt=prompt)
         self._created = created
-        self._number = 0  # of the next event
+        self._number = 0  # number of the next event
         self._reasoning = 0  # output tokens of the reasoning
         self._logprobs = ResponseLogprobs(valid, vocabulary) if valid.sampling.logprobs >= 0 else None
         self._items = OutputItems(valid, request_id, self._logprobs)

@@ -23,7 +23,7 @@ class ResponseLogprobs:
 
     def __init__(self, valid: ValidRequest, vocabulary: list[bytes]) -> None:
         self._format = LogprobFormat(valid, vocabulary)
-        self._waiting: deque[tuple[Entry, int]] = deque()  # with the bytes of its text
+        self._waiting: deque[tuple[Entry, int]] = deque()  # entries with the bytes of their text
         self._due: deque[list[int]] = deque()  # [block, bytes of its text without an entry]
         self._found: dict[int, list[Entry]] = {}
 

@@ -36,7 +36,7 @@ from quire.engine.executor.models.quantised.quantised import BLOCK, Quantised
 PIECE = 1 << 22  # numbers
 WORD = 32  # bits that hold packed numbers
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # place, within a word, of each of 8 consecutive columns
-E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # by their three low bits; the fourth is the sign
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # values by their three low bits; the fourth is the sign
 SIGNED_E2M1 = [*E2M1, *(-number for number in E2M1)]
 NEEDED: dict[Format, set[str]] = {
     "scaled": {"weight", "scale"},

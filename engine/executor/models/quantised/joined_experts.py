@@ -38,7 +38,7 @@ def joined_name(kind: str, name: str) -> str:
 class JoinedExperts:
     """The weights [out, in] of all experts of a layer, read one after another when `weights[...]` asks for them."""
 
-    of_experts: list[list[Any]]  # by expert: gate and up, or down
+    of_experts: list[list[Any]]  # tensors by expert: gate and up, or down
     dtype: torch.dtype
 
     def __getitem__(self, everything: EllipsisType) -> Tensor:

@@ -30,9 +30,9 @@ FP4_FORMATS: dict[str, tuple[str, int, frozenset[str]]] = {
     "nvfp4-pack-quantized": ("tensor_group", 16, frozenset({"global_scale"})),
     "mxfp4-pack-quantized": ("group", 32, frozenset()),
 }
-RULE_FIELDS = {"bits", "group_size", "sym", "desc_act"}  # of GPTQ's `dynamic`
+RULE_FIELDS = {"bits", "group_size", "sym", "desc_act"}  # fields of a rule in GPTQ's `dynamic`
 MODELOPT_STRATEGIES: dict[str, Strategy] = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel"}
-MODELOPT_FP4 = {"NVFP4", "W4A16_NVFP4"}  # with inputs in e2m1, too, and without
+MODELOPT_FP4 = {"NVFP4", "W4A16_NVFP4"}  # ModelOpt's names for NVFP4, with e2m1 activations and without
 MODELOPT_FP4_GROUP = 16  # columns that share a scale, unless the config says otherwise
 
 
@@ -44,7 +44,7 @@ class Unread(Exception):
 class Quantisation:
     """How the quantised weights of a checkpoint are stored.  A weight is [out, in]."""
 
-    method: str  # in the words of the config
+    method: str  # quantisation method, as the config names it
     format: Format  # scaled: numbers of 8 bits, one by one; the others pack several numbers into one
     strategy: Strategy  # what shares a scale: the tensor, a row, `group` columns of a row, or a block
     bits: int

@@ -33,7 +33,7 @@ from quire.engine.executor.ranks.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
-GPU_CAPABILITY = (9, 0)  # of a GPU that multiplies with quantised weights: Hopper
+GPU_CAPABILITY = (9, 0)  # minimum compute capability for quantised GEMMs: Hopper
 # Last parts of the names of layers that choose experts.  They are small, and a rounding may choose another expert.
 ROUTERS = {"gate", "router", "shared_expert_gate"}
 
@@ -107,9 +107,9 @@ class Awaiting(nn.Module):
         largest_of_rows: for `Quantised.of`, where this is a part of the columns."""
         super().__init__()
         self.dtype, self.to_device, self.largest_of_rows = dtype, device, largest_of_rows
-        self.served_dtype = plain.weight.dtype  # of the model
+        self.served_dtype = plain.weight.dtype  # dtype of the model
         self.bias = plain.bias
-        self.scales: Scales | None = None  # of the weight that was rounded here
+        self.scales: Scales | None = None  # scales of a weight that was quantised here
         weight = plain.weight.detach()
         if weight.device.type == "meta":  # transformers casts what it reads to the dtype of what it replaces
             out, columns = weight.shape

@@ -72,7 +72,7 @@ class QuantisedWeight:
     how: Quantisation
     module: str
     parts: dict[str, Any]  # slices of files, which read nothing until they are indexed
-    shape: Shape  # of the whole weight
+    shape: Shape  # shape of the unsharded weight
     dtype: torch.dtype
     quantising: Quantising
     cut: Cut | None = None  # None: all of it
@@ -104,8 +104,8 @@ class QuantisedWeight:
         parts, inner = self._read(where)
         quantised = as_stored(self.how, parts)
         if self.how.strategy == "block":
-            return quantised  # of whole blocks, by `exact_modules`
-        if self.how.bits == 4:  # of whole groups, by `exact_modules`
+            return quantised  # `exact_modules` keeps shards at block borders
+        if self.how.bits == 4:  # `exact_modules` keeps shards at group borders
             rows = inner[:1]
             return quantised.to(lambda tensor: tensor[rows].contiguous())
         return Quantised(quantised.numbers[inner].contiguous(), quantised.scale[inner[:1]].contiguous())
@@ -125,7 +125,7 @@ class StoredWeights:
         plain = {name: tensors[name] for name in self._plain}
         check_plain(plain, config, ", and its scales are not in the weight files")
         self._numbers: dict[str, tuple[str, Shape]] = {}  # dtype and shape of each weight's numbers
-        self._shapes: dict[str, Shape] = {}  # of each of the model's tensors
+        self._shapes: dict[str, Shape] = {}  # shape per tensor of the model
         for weight, parts in self._weights.items():
             self._check(weight, parts)
             named = [parts[part] for part in ("weight", "packed", "qweight") if part in parts]

@@ -33,7 +33,7 @@ NO_KV = KVShape(0, 0)  # a layer without attention
 class StateProof(NamedTuple):
     """What transformers' own forward computes of one sequence."""
 
-    layers: list[KVShape]  # by layer; NO_KV: it has no attention
+    layers: list[KVShape]  # KV shapes by layer; NO_KV: it has no attention
     vocab_size: int  # width of the logits
     ids: Tensor  # [FIRST + CHUNK * CHUNKS] i64: another sequence, then this one
     positions: Tensor  # the same length, i64: the sequence ends where the longest one would

