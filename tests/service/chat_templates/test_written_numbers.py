@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from quire.service.api import api
+from quire.service.api import decoding
 from quire.service.api.anthropic import messages
 from quire.service.api.api import NO_DEFAULTS
+from quire.service.api.bodies import ChatBody
 from quire.service.api.history import Message, plain_messages
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
@@ -77,7 +78,7 @@ def sent(arguments: str, field: str = "tool_calls") -> list[dict[str, Any]]:
     calls = f'[{{"id": "abcdefghi", "type": "function", "function": {function}}}]'
     answer = f'{{"role": "assistant", "content": "", "{field}": {calls if field == "tool_calls" else function}}}'
     body = f'{{"messages": [{{"role": "user", "content": "Hi"}}, {answer}]}}'
-    return plain_messages(api.decode(body.encode(), api.ChatBody).messages, GatewayConfig())
+    return plain_messages(decoding.decode(body.encode(), ChatBody).messages, GatewayConfig())
 
 
 @pytest.mark.parametrize("field", ["tool_calls", "function_call"])
@@ -108,7 +109,7 @@ def test_a_number_keeps_its_text_in_arguments_sent_as_an_object(tmp_path: Path, 
 def test_a_call_that_cannot_be_read_is_a_400_that_names_it(call: bytes, field: str) -> None:
     body = b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [%s]}]}' % call
     with pytest.raises(Refusal, match=rf"messages\[0\]\.tool_calls\[0\]\.{field}") as refused:
-        plain_messages(api.decode(body, api.ChatBody).messages, GatewayConfig())
+        plain_messages(decoding.decode(body, ChatBody).messages, GatewayConfig())
     assert refused.value.status == 400
 
 
