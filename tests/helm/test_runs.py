@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,12 +225,11 @@ def released(node: Node, kernels: Path) -> Iterator[tuple[Process, Process]]:
     with bundled_redis(node) if "redis" in node.pods else nullcontext(), ending([]) as processes:
         gateway = node.start("gateway")
         processes.append(gateway)
-        wait(lambda: node.probe("gateway", "startup"), gateway)
-        assert node.probe("gateway", "liveness")
+        for probe in ("startup", "liveness"):
+            wait(partial(node.probe, "gateway", probe), gateway)
         assert not node.probe("gateway", "readiness")  # no model is loaded yet
         assert not node.probe("engine", "startup")
-        engine = start_engine(node, kernels)
-        processes.append(engine)
+        engine = start_engine(node, kernels, processes)
         wait(lambda: node.probe("gateway", "readiness"), engine, gateway)
         yield engine, gateway
 
@@ -238,19 +238,20 @@ def released(node: Node, kernels: Path) -> Iterator[tuple[Process, Process]]:
 def bundled_redis(node: Node) -> Iterator[None]:
     redis = node.start_redis()
     try:
-        wait(lambda: node.probe("redis", "startup"))
-        assert node.probe("redis", "readiness")
+        for probe in ("startup", "readiness"):
+            wait(partial(node.probe, "redis", probe))
         yield
     finally:
         redis.send_signal(signal.SIGTERM)
         assert redis.wait(patience(30)) == 0
 
 
-def start_engine(node: Node, kernels: Path) -> Process:
-    engine = node.start("engine", QUIRE_KERNELS=str(kernels))  # which the image sets
-    wait(lambda: node.probe("engine", "startup"), engine)
-    assert node.probe("engine", "liveness")
-    assert node.probe("engine", "readiness")
+def start_engine(node: Node, kernels: Path, processes: list[Process]) -> Process:
+    """Start an engine, add it to `processes`, and wait for its probes: on a busy machine one may be late."""
+    engine = node.start("engine", QUIRE_KERNELS=str(kernels))  # the image sets this variable
+    processes.append(engine)
+    for probe in ("startup", "liveness", "readiness"):
+        wait(partial(node.probe, "engine", probe), engine)
     return engine
 
 
@@ -308,8 +309,7 @@ def check_upgrade(name: str, folder: Path, model: Path, secrets: dict[tuple[str,
     new.ports["redis"] = old.ports["redis"]
     with released(old, kernels) as (engine, gateway), ending([]) as processes, ThreadPoolExecutor(1) as client:
         assert helm_test(old).returncode == 0
-        second = start_engine(new, kernels)
-        processes.append(second)
+        start_engine(new, kernels, processes)
         processes.append(new.start("gateway"))
         wait(lambda: new.probe("gateway", "readiness"), *processes)
         begun: list[str] = []
