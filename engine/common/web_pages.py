@@ -8,11 +8,17 @@ DNS name leaves as it was (the class of CVE-2024-28224), and `Origin` or `Sec-Fe
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # they change nothing (RFC 9110, section 9.2.1)
 LOCAL = "localhost"
+# Schemes of the origins that web pages have.  Programs that embed a page have one of their own, such as app://.
+PAGE_SCHEMES = frozenset(
+    {"http", "https", "ws", "wss", "file", "ftp", "data", "blob", "filesystem", "content", "about", "null"}
+)
+NOT_IN_HOST = re.compile(r"[@/?#\\]")  # a URL may have them around its host, the header Host may not
 
 
 def is_loopback(host: str) -> bool:
@@ -27,9 +33,9 @@ def is_loopback(host: str) -> bool:
 
 
 def name_of(host: str) -> str:
-    """Return the name in a Host header, lower case, without port; "" for one that is none."""
+    """Return the name in a Host header, lower case, without port; "" for one that is none (RFC 9110, section 7.2)."""
     try:
-        return urlsplit(f"//{host}").hostname or ""
+        return "" if NOT_IN_HOST.search(host) else urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
 
@@ -50,7 +56,7 @@ def is_foreign(method: str, host: str | None, origin: str | None, site: str | No
     host, origin, site: the headers Host, Origin and Sec-Fetch-Site.  No web page has an origin such as app://."""
     if method in SAFE_METHODS:
         return False
-    if origin is None:
-        return site in ("cross-site", "same-site")
-    scheme, _, place = origin.lower().partition("://")
-    return origin.lower() == "null" or (scheme in ("http", "https") and place != (host or "").lower())
+    if not origin:
+        return (site or "").lower() in ("cross-site", "same-site")
+    scheme, _, place = origin.lower().partition(":")
+    return scheme in PAGE_SCHEMES and (scheme not in ("http", "https") or place != f"//{(host or '').lower()}")
