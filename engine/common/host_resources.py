@@ -123,12 +123,12 @@ def _cpu_quota(group: Path) -> float:
 
 
 def _memory_limit(group: Path) -> float:
-    """Return the bytes that a group may take; infinity if it has no limit, or none that can be read."""
-    text = _text(group / "memory.max") or _text(group / "memory.limit_in_bytes")
-    try:
-        return int(text) if 0 < int(text) < UNLIMITED else math.inf
-    except ValueError:  # "max", or no such file
-        return math.inf
+    """Return the bytes that a group may take; infinity if it has no limit, or none that can be read.
+
+    `memory.high` counts: beyond it the kernel slows processes down until they hardly run."""
+    texts = (_text(group / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes"))
+    sizes = (int(text) for text in texts if re.fullmatch(r"\d{1,30}", text, re.ASCII))  # else "max", or no such file
+    return min((size for size in sizes if 0 < size < UNLIMITED), default=math.inf)
 
 
 def _text(path: Path) -> str:

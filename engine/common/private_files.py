@@ -6,6 +6,7 @@ They hold prompts, answers, or what was asked when.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -28,8 +29,16 @@ class DirectoryRefused(OperatorError):
 
 
 def open_private(path: Path) -> BinaryIO:
-    """Open a new, empty file that only this user can read.  An existing one is emptied.  Raises OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE)
+    """Open a new, empty file that only this user can read.  An existing one is emptied.
+
+    Raises OSError, also for a symbolic link and for anything else that is no regular file."""
+    # Non-blocking: to open a pipe that has no reader would wait for one.  Files ignore it.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, FILE)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileExistsError(errno.EEXIST, "not a regular file", str(path))
+    os.truncate(descriptor, 0)
     with contextlib.suppress(PermissionError):  # another user's file, which that user lets us write
         os.fchmod(descriptor, FILE)
     return os.fdopen(descriptor, "wb")

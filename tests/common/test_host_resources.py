@@ -74,6 +74,13 @@ def test_the_smallest_limit_of_all_ancestors_counts(tmp_path: Path) -> None:
     assert str(found) == "using 3 of 64 CPUs (cgroup quota), memory limit 3.0 GiB"
 
 
+@pytest.mark.parametrize(("high", "most"), [("max", 4), (str(2 * GIB), 2), (str(6 * GIB), 4), ("", 4)])
+def test_memory_high_is_a_limit_too(tmp_path: Path, high: str, most: int) -> None:
+    """Beyond it the kernel slows the processes down until they stand still."""
+    files = {"memory.max": str(4 * GIB), "memory.high": high}
+    assert read(v2(tmp_path, files), affinity=8, host_cpus=8).memory_bytes == most * GIB
+
+
 @pytest.mark.parametrize("own", ["0::/", "0::/../other", "0::/kubepods/pod1/x", "0::/gone"])
 def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path, own: str) -> None:
     """With and without a namespace of cgroups; a path that leads nowhere means the mounted group."""

@@ -91,6 +91,28 @@ def test_no_symbolic_link_is_followed(tmp_path: Path) -> None:
         LockedDirectory(folder, "--x", [])
 
 
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "directory"])
+def test_a_file_is_opened_only_as_a_regular_file_of_the_directory(tmp_path: Path, kind: str) -> None:
+    """Another member of the group may have put something else there: a link to a file of ours would be emptied."""
+    outside, path = tmp_path / "outside", tmp_path / "redis.log"
+    if kind == "link":
+        outside.write_text("kept")
+    if kind.endswith("link"):
+        path.symlink_to(outside)
+    elif kind == "pipe":
+        os.mkfifo(path)
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without one, to open it would block
+    else:
+        path.mkdir()
+    with pytest.raises(OSError, match=r"symbolic link|not a regular file|[Ii]s a directory"):
+        open_private(path).close()
+    if kind == "pipe":
+        os.close(reader)
+        with pytest.raises(OSError, match="No such device"):  # at once, though nothing reads
+            open_private(path).close()
+    assert (outside.read_text() if outside.exists() else "") == ("kept" if kind == "link" else "")
+
+
 def test_a_second_user_is_refused_with_the_first_ones_name(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "data") as first:
         with pytest.raises(EmbeddedRedisError) as caught, EmbeddedRedis(tmp_path / "data"):
