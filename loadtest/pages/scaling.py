@@ -35,6 +35,7 @@ def redis(result: dict[str, Any]) -> Iterator[str]:
     yield f"load average {v(result['load_average'])}"
     queued = next(run["queued_bytes"] for run in runs if run["sequences"] == 256)
     yield f"A queued request takes {v(queued / 1000, '.1f')} KB of memory"
+    yield from per_gateway(runs)
     for run in runs:
         if run["sequences"] == 64 and run["engines"] == 1 and run["tenants"] == 1:
             step = run["step"]
@@ -50,3 +51,11 @@ def redis(result: dict[str, Any]) -> Iterator[str]:
                 f"| {run['engines']:,} × {run['tenants']:,} | {v(run['submit']['cpu_us'], ',.0f')} | "
                 f"{v(run['submit']['commands'], '.0f')} | {v(run['reading']['cpu_us'], ',.0f')} | {busy} | {quiet} |"
             )
+
+
+def per_gateway(runs: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield what each further gateway adds to a step of 64 sequences."""
+    steps = {run["gateways"]: run["step"] for run in runs if (run["engines"], run["sequences"]) == (1, 64)}
+    added, inside = ((steps[64][key] - steps[1][key]) / 63 for key in ("cpu_us", "script_us"))
+    yield f"{v(added, '.1f')} us per gateway and step, of which {v(inside, '.1f')} us are `PUBLISH`"
+    yield f"take {v(steps[64]['cpu_us'] / steps[1]['cpu_us'], '.1f')} times the time of one"
