@@ -26,7 +26,13 @@ LOCAL = ["localhost", "LOCALHOST:8000", "localhost.", "a.localhost", "127.0.0.1"
 FOREIGN = ["attacker.example", "attacker.example:8000", "localhost.attacker.example", "127.0.0.1.attacker.example"]
 FOREIGN += ["192.168.0.1", "0.0.0.0", "[::2]", "", "@127.0.0.1", "127.0.0.1@attacker.example", "[", "a b", "1270.0.1"]
 # Not what RFC 9110 calls a Host; a proxy and this server may read another name in it.
-MALFORMED = ["attacker.example@localhost", "user:a@127.0.0.1:80", "localhost/attacker.example", "localhost?a", "localhost#a"]
+MALFORMED = [
+    "attacker.example@localhost",
+    "user:a@127.0.0.1:80",
+    "localhost/attacker.example",
+    "localhost?a",
+    "localhost#a",
+]
 MALFORMED += ["localhost\\@attacker.example", "[::1]/a", "localhost:80/", "@localhost"]
 
 
