@@ -347,9 +347,9 @@ def problem(grammar: str) -> str:
         matcher = _after_a_byte(matcher, first)
     if not matcher.is_error():
         return "" if any(first) else NO_ANSWER
-    if matcher.stop_reason() in ("NoExtension", "NoExtensionBias"):
-        return NO_ANSWER
     lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()]
+    if {matcher.stop_reason(), *lines[:1]} & {"NoExtension", "NoExtensionBias"}:
+        return NO_ANSWER
     # The cause of a broken regex stands behind a drawing of it.
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (named or lines or ["it cannot be followed"])[0][:256]

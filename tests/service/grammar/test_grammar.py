@@ -21,7 +21,7 @@ from quire.service.common.limits import CHOICES, GRAMMAR_BYTES
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery import admission
-from quire.service.grammar.grammar import AfterReasoning, Constraint, asked, compile_grammar
+from quire.service.grammar.grammar import NO_ANSWER, AfterReasoning, Constraint, asked, compile_grammar
 from quire.service.grammar.grammar_checks import GrammarChecks
 from quire.service.grammar.grammar_errors import NotServed
 from quire.service.grammar.json_schema import ANNOTATIONS, ENFORCED, PARTNERS
@@ -440,3 +440,12 @@ def test_only_engines_that_can_get_a_grammar(able: list[bool], status: int) -> N
 def test_an_engine_that_leaves_does_not_count() -> None:
     fleet = a_fleet(a_load("old", grammars=False, draining=True), a_load("new", grammars=True))
     admission.require_grammars(fleet, "response_format")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("grammar", "start: start"), ("grammar", "start: A\nA: /a/ & /b/"), ("regex", r"[^\x00-\x{10FFFF}]")],
+)
+def test_what_no_text_matches_is_refused_in_the_words_of_a_schema_without_answer(kind: Any, value: str) -> None:
+    with pytest.raises(NotServed, match=f"^x: {NO_ANSWER}$"):
+        compile_grammar(Constraint("x", kind, value))
