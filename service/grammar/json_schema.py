@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from quire.service.common.limits import GRAMMAR_DEPTH, LIMITS, REGEX_CHARS
 from quire.service.grammar.grammar_errors import NotServed
 from quire.service.grammar.large_numbers import check_values, move_bounds
+from quire.service.grammar.look_ahead import without_look_ahead
 from quire.service.grammar.schema_algebra import DEEPEST, Schemas, identity, names, type_of
 
 TOO_LARGE = LIMITS["grammar"].code
@@ -70,7 +71,6 @@ PATTERNS = {
     "time": f"^{TIME}$",
     "date-time": f"^{DATE}[Tt]{TIME}$",
 }
-_LOOK_AHEAD = re.compile(r"\^\(\?!\^?\[(?P<not>(?:[^\]\\]|\\.)+)\]\*\$\)(?P<rest>.*)", re.DOTALL)
 ARRANGEMENTS = 256  # arrays that stand for `uniqueItems` of few values
 BRANCHES = 16  # maximum branches of a oneOf that are compared with each other
 PARTS = 5000  # schemas inside one schema, those of rewritten assertions included
@@ -192,10 +192,11 @@ class _Walk:
             self.passed_over.setdefault(f"format {str(name)[:64]}", f"{at}.format")
 
     def _pattern(self, one: dict[str, Any], at: str) -> None:
-        """Write a pattern that excludes texts of some characters only, as pydantic's of a Decimal, as two patterns."""
-        if isinstance(one["pattern"], str) and (found := _LOOK_AHEAD.fullmatch(one["pattern"])):
-            one["pattern"] = "^" + found["rest"]
-            self._require(one, {"pattern": f"[{found['not'][1:] if found['not'][0] == '^' else '^' + found['not']}]"})
+        """Write a pattern with look-ahead, as zod's of an email and pydantic's of a Decimal, as several without."""
+        if isinstance(one["pattern"], str) and len(one["pattern"]) <= REGEX_CHARS:
+            *more, one["pattern"] = without_look_ahead(one["pattern"])
+            for pattern in more:
+                self._require(one, {"pattern": pattern})
 
     def _not(self, one: dict[str, Any], at: str) -> None:
         excluded = one.pop("not")

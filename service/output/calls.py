@@ -18,6 +18,7 @@ from quire.service.output.notations import Notation
 
 _BESIDE = "id|type|index|tool_call_id"  # keys of a call that are no arguments
 BESIDE = frozenset(_BESIDE.split("|"))
+_NO_ITEMS = re.compile(r"\[\s*\]")
 _ID_MEMBER = re.compile(rf"""["']?(?:{_BESIDE})["']?\s*[:=]\s*(?:"[\w.:-]*"|'[\w.:-]*'|[\w.:-]+)\s*""")
 
 End = Literal["", "cut", "whole"]  # end of the answer: not reached; cut by a limit; ended by the model
@@ -71,7 +72,7 @@ def arguments_of(text: str) -> str | None:
 
     An object within a string is repaired."""
     text = text.strip()
-    if text in ("", "null"):
+    if text in ("", "null") or _NO_ITEMS.fullmatch(text):  # PHP writes an object without members as a list
         return ""
     if (within := string_of(text)) is not None:
         if not within.strip():

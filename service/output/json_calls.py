@@ -19,7 +19,7 @@ from quire.service.output.calls import (
 from quire.service.output.lenient_json import Event, JsonReader
 
 _BEFORE_KEY = " \t\r\n{,;"  # what may stand before a key of an object
-_NOTHING = re.compile(r"\s*(\{\s*\}|null|\"\s*\")?\s*")  # empty arguments
+_NOTHING = re.compile(r"\s*(\{\s*\}|\[\s*\]|null|\"\s*\")?\s*")  # empty arguments
 
 
 class JsonCalls:
@@ -53,6 +53,9 @@ class JsonCalls:
             match, pending = self._context.ends.at(text, at, final=bool(end))
             if pending:
                 return at, Status.MORE
+            if match is not None and self._first and not self._context.name and match.marker.field is self._notation:
+                at = match.found.end()  # the opening marker, written twice
+                continue
             if match is not None and match.marker.kind in ("close", "call"):
                 closes = match.marker.kind == "close"
                 return match.found.end() if closes else at, self._end(closed=closes)

@@ -231,6 +231,8 @@ class RegionReader:
             return self.out.after_marker
         if kind == "stray":
             return self.out.calls > 0
+        if kind == "closed":  # the reasoning is closed already
+            return self.out.after_marker or self.out.empty
         if kind != "call" or not notation.bare:
             return True
         name = found.groupdict().get(notation.captured) if notation.captured else None

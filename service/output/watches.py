@@ -24,7 +24,12 @@ class Watches:
         regions = [_marker("region", field.open, field) for field in template.fields]
         calling = [_marker("call", one.open, one) for one in self.notations]
         stray = [_marker("stray", one.close, one) for one in self.notations if one.close is not None]
-        self.outside = Markers([*calling, *regions, *drop, *stray])
+        closed = [
+            _marker("closed", field.close, empty=False)
+            for field in template.fields
+            if field.kind == "reasoning" and field.close is not None
+        ]
+        self.outside = Markers([*calling, *regions, *drop, *stray, *closed])
         marked = [_marker("call", one.open, one) for one in self.notations if not one.bare]
         self.drafts = Markers([*marked, *drop, *stray])
         self.within: dict[Field, Markers] = {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from quire.service.grammar import grammar as grammars
 from quire.service.grammar.grammar import Constraint, byte_tokenizer, compile_grammar
 from quire.service.grammar.grammar_errors import NotServed
 from quire.service.grammar.json_schema import ASSERTIONS, BRANCHES, ENFORCED, PARTNERS, PARTS, rewrite
+from quire.service.grammar.look_ahead import without_look_ahead
 from quire.service.grammar.schema_algebra import Schemas
 
 VALUES: st.SearchStrategy[Any] = st.sampled_from([None, True, False, 0, 1, 1.0, 2, 2.5, "", "a", "b", "abc", [], {}])
@@ -269,6 +272,9 @@ def test_the_work_of_rewriting_is_bounded() -> None:
     assert (refused.value.code, refused.value.limit) in {("grammar_too_large", PARTS), ("unsupported", None)}
 
 
+# As zod writes them for `z.email()` and `z.iso.duration()`.
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+DURATION = r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
 GENERATED: dict[str, dict[str, Any]] = {
     "zod": {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -278,7 +284,8 @@ GENERATED: dict[str, dict[str, Any]] = {
             "age": {"type": "integer", "minimum": -9007199254740991, "maximum": 9007199254740991},
             "tags": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}},
             "when": {"type": "string", "format": "date-time"},
-            "mail": {"type": "string", "format": "email", "pattern": "^[a-z]+@[a-z]+$"},
+            "mail": {"type": "string", "format": "email", "pattern": EMAIL},
+            "for": {"type": "string", "format": "duration", "pattern": DURATION},
             "kind": {"oneOf": [{"type": "string", "const": "a"}, {"type": "string", "const": "b"}]},
             "phone": {"type": "string", "format": "e164", "pattern": r"^\+[1-9]\d{6,14}$"},
         },
@@ -400,6 +407,47 @@ def test_a_refusal_compiles_little_more_than_the_schema(odd: dict[str, Any], com
     assert sum(compiled_bytes) < 2.5 * whole
 
 
+LOOKING_AHEAD = [
+    EMAIL,
+    DURATION,
+    r"^(?=.*[A-Z])(?=.*\d).{2,}$",
+    r"^(?=.{1,4}\.?$)[a-z](?:[a-z-]{0,3}[a-z])?\.?$",
+    r"^(?!\s*$).+",
+    r"^(?!abc$|T)[a-zA-Z]*",
+    r"^(?!\d\d-)[\s\S]*$",
+    r"^(?!.*-)[a-z-]+$",
+    r"^(?!.*[ab])[a-d\n]+$",
+    r"^(?!.*aa)[Ab1a]*$",
+    r"^(?![^a]).*$",
+    r"^(?![.])(?!.*@@)[a.@]*$",
+]
+
+
+@pytest.mark.parametrize("pattern", LOOKING_AHEAD)
+def test_patterns_without_look_ahead_hold_for_the_same_texts(pattern: str) -> None:
+    patterns = without_look_ahead(pattern)
+    assert "(?=" not in "".join(patterns)
+    assert "(?!" not in "".join(patterns)
+    rng, words = random.Random(pattern), [*"aAb1.-@\nPTWDS0cYM", "a@b.co", "P1D", "abc", "11-"]
+    texts = {"".join(rng.choice(words) for _ in range(rng.randrange(7))) for _ in range(4000)}
+
+    def says(one: str, text: str) -> bool:
+        return re.search(one.replace("$", r"\Z"), text) is not None
+
+    assert [text for text in texts if says(pattern, text) != all(says(one, text) for one in patterns)] == []
+    assert len({says(pattern, text) for text in texts}) == 2  # some hold and some don't
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"^(?!a)b|c$", r"^a(?!b)", r"^(?!.*\s\s)a", r"^(?!(a|b)c)a", r"^(?!a)*b", r"(?<=a)b", r"^(?!.*ab)b", "^(?!a"],
+)
+def test_look_ahead_without_a_short_opposite_is_left_to_the_refusal(pattern: str) -> None:
+    assert without_look_ahead(pattern) == [pattern]
+    with pytest.raises(NotServed, match=r"^s\.pattern: "):
+        compile_grammar(Constraint("s", "json", {"type": "string", "pattern": pattern}))
+
+
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # of pydantic
 
 
@@ -413,6 +461,13 @@ DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # of pydantic
         ({"format": "json-pointer"}, [None, "/a", [1]], ["a"]),
         ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": DECIMAL}]}, [1.5, "1.5", "-.5"], ["-", "+.", ""]),
         ({"type": "string", "pattern": "^(?!^[^ab]*$)[a-d]{2}$"}, ["ad", "bb"], ["cd", "abc"]),
+        (
+            {"type": "string", "format": "email", "pattern": EMAIL},
+            ["a.b@c.de", "x_y+1@d-e.f.org"],
+            [".a@c.de", "a..b@c.de", "a@c", "a.@c.de"],
+        ),
+        ({"type": "string", "format": "duration", "pattern": DURATION}, ["P1D", "P2W", "PT5M"], ["P", "PT", "P1DT"]),
+        ({"type": "string", "pattern": r"^(?=.*[A-Z])(?=.*\d).{3,}$"}, ["aB1", "1zzZ"], ["ab1", "AB", "ABC"]),
     ],
 )
 def test_a_format_or_pattern_asserts_of_texts_only_what_it_says(

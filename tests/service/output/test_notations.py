@@ -128,6 +128,25 @@ WRITTEN: list[tuple[str, str, str, str, list[Any]]] = [
     ("a section without begin", "kimi-k2", '<|tool_call_begin|>functions.weather:3<|tool_call_argument_begin|>{"city": "Paris"}', "", [PARIS]),
     ("JSON instead", "lfm2", f"<|tool_call_start|>[{HERMES_CALL}]<|tool_call_end|>", "", [PARIS]),
     ("a link, no call", "lfm2", "See [weather](https://a.b) [1].", "See [weather](https://a.b) [1].", []),
+    ("the opening marker twice", "hermes", f"<tool_call>\n<tool_call>\n{HERMES_CALL}\n</tool_call>\n</tool_call>", "", [PARIS]),
+    ("the opening marker twice", "function-tags", "<tool_call>\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>", "", [PARIS]),
+    ("the opening marker twice", "glm", "<tool_call><tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>", "", [PARIS]),
+    ("no arguments, as PHP writes them", "hermes", '<tool_call>{"name": "time", "arguments": []}</tool_call>', "", [("time", {})]),
+    ("no arguments, as PHP writes them", "mistral-list", '[TOOL_CALLS] [{"name": "time", "arguments": [ ]}]', "", [("time", {})]),
+    ("no marker, in a code fence", "hermes", f"Look.\n\n```json\n{HERMES_CALL}\n```", "Look.", [PARIS]),
+    ("no marker, a list", "hermes", f"[{HERMES_CALL}, {ROME_CALL}]", "", [PARIS, ROME]),
+    ("no marker, a list", "mistral-list", f"[{HERMES_CALL}, {ROME_CALL}]", "", [PARIS, ROME]),
+    ("code, no call", "hermes", f"```json\n{HERMES_CALL.replace('weather', 'w')}\n```", f"```json\n{HERMES_CALL.replace('weather', 'w')}\n```", []),
+    ("code about a call", "mistral-list", f"Write\n```json\n[{HERMES_CALL}]\n```\nfor it.", f"Write\n```json\n[{HERMES_CALL}]\n```\nfor it.", []),
+    ("spaces around the marker", "mistral", '[TOOL_CALLS] weather [ARGS] {"city": "Paris"}', "", [PARIS]),
+    ("names in quotes", "function-tags", '<tool_call>\n<function="weather">\n<parameter="city">\nParis\n</parameter>\n</function>\n</tool_call>', "", [PARIS]),
+    ("names as attributes", "function-tags", "<tool_call>\n<function name='weather'>\n<parameter name=\"city\">Paris</parameter>\n</function>\n</tool_call>", "", [PARIS]),
+    ("names as attributes, no marker", "function-tags", '<function name="weather">\n<parameter name="city">\nParis\n</parameter>\n</function>', "", [PARIS]),
+    ("the notation of V3", "deepseek-v3.1", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', "", [PARIS]),
+    ("the notation of V3.1", "deepseek", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>', "", [PARIS]),
+    ("another channel", "harmony", '<|channel|>commentary to=functions.weather<|channel|>json<|message|>{"city": "Paris"}<|call|>', "", [PARIS]),
+    ("another constraint", "harmony", '<|channel|>commentary to=functions.weather <|constrain|>response<|message|>{"city": "Paris"}<|call|>', "", [PARIS]),
+    ("a result made up", "harmony", "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>sunny<|end|>", "sunny", []),
     ("positions, no names", "lfm2", '<|tool_call_start|>[weather("Paris")]<|tool_call_end|>', '<|tool_call_start|>[weather("Paris")]<|tool_call_end|>', []),
 ]  # fmt: skip
 
@@ -171,6 +190,29 @@ def test_a_call_in_open_reasoning_counts_if_the_answer_ends_with_it(name: str) -
     assert says(name, f"{draft}\n{call}", opening=opening) == ("", draft, [PARIS])
     assert says(name, f"I look.\n{call}", opening=opening, cut=True)[2] == [], "the reasoning may have gone on"
     assert says(name, f"hm</think>\n{call}", opening=opening) == ("", "hm", [PARIS])
+
+
+@pytest.mark.parametrize(
+    "name", ["hermes-thinking", "function-tags", "glm", "deepseek-thinking", "minimax-m2", "thinking"]
+)
+@pytest.mark.parametrize(
+    ("opening", "text", "said"),
+    [
+        ("<think>\n", "hm</think></think>Hi", ("Hi", "hm")),
+        ("<think>\n", "hm\n</think>\n</think>\n\nHi", ("Hi", "hm")),
+        ("<think>\n\n</think>\n\n", "</think>\n\nHi", ("Hi", "")),
+        ("", "</think>", ("", "")),
+        ("", "<think></think>Hi", ("Hi", "")),
+        ("", "<think>hm</think>\n<think></think>Hi", ("Hi", "hm")),
+        ("", "Close with `</think>`", ("Close with `</think>`", "")),
+        ("<think>", "hm</think>Hi</think>x", ("Hi</think>x", "hm")),
+    ],
+)
+def test_reasoning_that_is_closed_again_leaves_no_marker(
+    name: str, opening: str, text: str, said: tuple[str, str]
+) -> None:
+    """Text before a marker stays as it is: the marker may be what the text is about."""
+    assert says(name, text, opening=opening)[:2] == said
 
 
 def test_an_opening_marker_that_the_model_writes_again_is_no_reasoning() -> None:

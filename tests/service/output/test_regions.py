@@ -275,7 +275,7 @@ ANSWERS: dict[str, list[tuple[str, str, str, Calls]]] = {
         (
             '</think>a<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
             "<｜tool▁calls▁end｜>",
-            "</think>a",
+            "a",
             "",
             [("f", {"a": 1})],
         )

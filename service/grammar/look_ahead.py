@@ -1,0 +1,115 @@
+"""Patterns with look-ahead, as generators of schemas write them -> patterns without it that hold together.
+
+    ^(?=.{1,9}$)[a-z.]+$        -> ^.{1,9}$    and  ^[a-z.]+$
+    ^(?!\\.)(?!.*\\.\\.)[a-z.]+$  -> ^($|[^.])   and  no two dots in the first line  and  ^[a-z.]+$
+
+llguidance knows no look-ahead.  One at the beginning of an anchored pattern is an assertion about all of the text, so a
+positive one is a pattern of its own.  Of negative ones those are served whose opposite is short.
+"""
+
+from __future__ import annotations
+
+import re
+
+_CHAR = r"(?:\\[^\w\s]|\\[sSdDwW]|[\w @#%&=~:;,<>/\"'!-])"  # one literal character, or a class
+_SET = r"\[(?:[^\]\\]|\\.)+\]"
+_ATOM = re.compile(rf"{_CHAR}|{_SET}")
+_TEXT = re.compile(rf"(?P<atoms>(?:{_CHAR}|{_SET})+)(?P<end>\$?)")
+_CONTAINS = re.compile(rf"\.\*(?P<first>{_CHAR}|{_SET})(?P<again>{_CHAR}|{_SET})?")
+_ONLY = re.compile(rf"(?P<one>{_CHAR}|{_SET})\*\$")
+# A generator's pattern with look-ahead in its middle -> the same texts without.
+_TIME = r"T(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
+_DAYS = r"(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)"
+EQUAL = {
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(?:\d+W|{_DAYS}(?:{_TIME})?|{_TIME})$"  # zod's of a duration
+    ),
+}
+
+
+def without_look_ahead(pattern: str) -> list[str]:
+    """Return patterns that hold for a text together exactly if `pattern` does; only itself if none is known."""
+    if pattern in EQUAL:
+        return [EQUAL[pattern]]
+    if not pattern.startswith(("^(?=", "^(?!")) or "|" in _outside(pattern[1:]):
+        return [pattern]
+    found, rest = list[str](), pattern[1:]
+    while rest.startswith(("(?=", "(?!")):
+        end = _closing(rest)
+        inner, negative = rest[3 : end - 1], rest[2] == "!"
+        opposites = _opposites(inner) if negative else [f"^(?:{inner.removeprefix('^')})"]
+        if end < 0 or not opposites or rest[end : end + 1] in tuple("*+?{"):
+            return [pattern]
+        found += opposites
+        rest = rest[end:]
+    return [*found, f"^{rest}"]
+
+
+def _opposites(inner: str) -> list[str]:
+    """Return patterns that hold together for the texts that do not begin as `inner` says; none if none are known."""
+    branches = inner.split("|") if "(" not in inner and "[" not in inner and "\\|" not in inner else [inner]
+    found = [_opposite(branch.removeprefix("^")) for branch in branches]
+    return [] if None in found else [one for one in found if one is not None]
+
+
+def _opposite(inner: str) -> str | None:
+    if match := _TEXT.fullmatch(inner):
+        atoms = _ATOM.findall(match["atoms"])
+        after = r"[\s\S]" if match["end"] else None  # more than the excluded text
+        for atom in reversed(atoms):
+            after = f"(?:$|{_other(atom)}{f'|{atom}{after}' if after else ''})"
+        return f"^{after}"
+    if match := _ONLY.fullmatch(inner):
+        return _other(match["one"])
+    if (match := _CONTAINS.fullmatch(inner)) is None:
+        return None
+    first, again = match["first"], match["again"]
+    if re.match(first, "\n"):
+        return None
+    within, line = _other(first, "\\n"), r"(?:\n[\s\S]*)?$"  # `.` is no line end, so a second line holds anything
+    if again is None:
+        return f"^{within}*{line}"
+    return rf"^(?:{first}?{within})*{first}?{line}" if again == first else None
+
+
+def _other(one: str, more: str = "") -> str:
+    """Return the set of all characters but those of a character or set, and but `more`."""
+    if one.startswith("[^"):
+        return f"[{one[2:-1]}]"
+    return f"[^{one[1:-1] if one.startswith('[') else one}{more}]"
+
+
+def _closing(text: str) -> int:
+    """Return where the group that a pattern begins with ends; -1: nowhere."""
+    depth = at = 0
+    while at < len(text):
+        if text[at] == "\\":
+            at += 1
+        elif text[at] == "[":
+            at = _set_end(text, at)
+        elif text[at] in "()":
+            depth += 1 if text[at] == "(" else -1
+            if not depth:
+                return at + 1
+        at += 1
+    return -1
+
+
+def _set_end(text: str, at: int) -> int:
+    match = re.compile(r"\[\^?(?:[^\]\\]|\\.)*\]").match(text, at)
+    return match.end() - 1 if match else len(text)
+
+
+def _outside(text: str) -> str:
+    """Return the characters of a pattern that are in no group and no set."""
+    found, at = "", 0
+    while at < len(text):
+        if text[at] == "(":
+            end = _closing(text[at:])
+            at = len(text) if end < 0 else at + end
+        elif text[at] == "[":
+            at = _set_end(text, at) + 1
+        else:
+            step = 2 if text[at] == "\\" else 1
+            found, at = found + text[at : at + step], at + step
+    return found
