@@ -3,7 +3,7 @@
 A file of tenants is TOML, one table for each tenant.  It holds SHA-256 digests of keys, so that it reveals no key:
 
     [acme]
-    weight = 2.0                    # > 0: its share of a busy fleet, relative to the others
+    weight = 2.0                    # 1e-9 to 1e9: its share of a busy fleet, relative to the others
     adapters = ["sql", "acme-*"]    # LoRA adapters that it may use, * for any characters; all if left out, [] for none
     highest_priority = -10          # the lowest number that `priority` of its requests may have; see --highest-priority
     admin = true                    # its keys have the admin scope: they may watch the engines; false if left out
@@ -19,7 +19,6 @@ A file of tenants is TOML, one table for each tenant.  It holds SHA-256 digests 
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 import tomllib
 from collections.abc import Iterable
@@ -34,6 +33,7 @@ from quire.service.common.refusal import Refusal
 
 SALT_BYTES = 16  # bytes of a salt's digest
 QUOTAS = Quota.__struct_fields__
+WEIGHTS = (1e-9, 1e9)  # least and most: tokens / weight stay far from the limits of a double
 MOST_QUOTA = 10**9  # beyond it a bucket would miscount single tokens
 SETTINGS = ("weight", "key_sha256", "admin", "highest_priority", "key_priority", "adapters", *QUOTAS)
 
@@ -122,7 +122,7 @@ class Tenants:
                 tables = tomllib.load(file)
         except OSError as error:
             raise TenantsError(f"{path}: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, numbers or nesting beyond Python's limits
             raise TenantsError(f"{path}: {error}") from None
         for name, table in tables.items():
             where = f"{path}: tenant '{name}'"
@@ -172,8 +172,9 @@ def _weight(table: dict[str, object], where: str) -> float:
     weight = table.get("weight")
     if weight is None:
         raise TenantsError(f"{where} has no weight; it must be a number > 0")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        raise TenantsError(f"{where}: weight is {weight!r}; it must be a number > 0")
+    least, most = WEIGHTS
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not least <= weight <= most:
+        raise TenantsError(f"{where}: weight is {weight!r}; it must be a number > 0, from {least:g} to {most:g}")
     return float(weight)
 
 

@@ -89,6 +89,11 @@ KEY = f"key_sha256 = ['{'0' * 64}']"
         (f"[acme]\nweight = 1\nwieght = 1\n{KEY}", "tenant 'acme': wieght is not a setting"),
         (f"[acme]\nweight = 1\n{KEY}\n[b]\nweight = 1\n{KEY}", "tenant 'b': the key with digest 00000000... is given"),
         (f"['a b']\nweight = 1\n{KEY}", "tenant 'a b': a name is 1 to 64 of"),
+        (f"[acme]\nweight = 1e-310\n{KEY}", "tenant 'acme': weight is 1e-310; it must be"),  # tokens / it is infinite
+        (f"[acme]\nweight = 1{'0' * 400}\n{KEY}", "; it must be a number > 0"),
+        (f"[acme]\nweight = {'1' * 5000}\n{KEY}", "tenants.toml: "),
+        (f"[acme]\nweight = {'[' * 5000}{']' * 5000}\n{KEY}", "tenants.toml: "),
+        (f"[acme]\nweight = 2026-02-30\n{KEY}", "tenants.toml: "),
         ("acme = 1", "tenant 'acme' must be a table"),
         ("[acme", "tenants.toml: "),
     ],
@@ -149,9 +154,11 @@ async def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(
             return False
 
     async with TenantsWatch(tenants, path, look_s=0.01).watching():
-        write(tmp_path, "[acme]\nweight = 0\n")
-        await settled(lambda: "is not used" in caplog.text)
-        assert known("old")
+        for broken in ("[acme]\nweight = 0\n", f"a = {'[' * 5000}", f"a = {'1' * 5000}"):
+            caplog.clear()
+            write(tmp_path, broken)
+            await settled(lambda: "is not used" in caplog.text)
+            assert known("old")
         os.remove(path)
         await settled(lambda: "No such file" in caplog.text)
         assert known("old")
