@@ -209,7 +209,7 @@ def _read_file(path: str, table: str) -> list[tuple[str, str, Any]]:
             read = tomllib.load(file)
     except OSError as error:
         raise SettingsError(f"--config {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, numbers or nesting beyond Python's limits
         raise SettingsError(f"--config {path}: {error}") from None
     tables = {name: value for name, value in read.items() if isinstance(value, dict) or name in TABLES}
     for name, value in tables.items():

@@ -174,7 +174,7 @@ def _weight(table: dict[str, object], where: str) -> float:
         raise TenantsError(f"{where} has no weight; it must be a number > 0")
     least, most = WEIGHTS
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not least <= weight <= most:
-        raise TenantsError(f"{where}: weight is {weight!r}; it must be a number > 0, from {least:g} to {most:g}")
+        raise TenantsError(f"{where}: weight is {weight!r:.60}; it must be a number > 0, from {least:g} to {most:g}")
     return float(weight)
 
 

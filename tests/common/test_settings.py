@@ -74,6 +74,8 @@ def test_a_bad_setting_is_one_line_and_status_2(argv: list[str], says: str, caps
         ("[engin]\nb=1", r"\[engin\] is not a table; did you mean engine\?"),
         ("engine = 3", r"engine is 3; must be a table, \[engine\]"),
         ("=", "--config"),
+        (f"max_seqs = {'1' * 5000}", "--config"),  # beyond Python's limits of digits and of nesting
+        (f"max_seqs = {'[' * 5000}", "--config"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
