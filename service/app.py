@@ -51,7 +51,7 @@ from quire.service.http.handlers import Handlers
 from quire.service.http.middleware import Capacity, Middleware, drop_broken_http
 from quire.service.http.playground import Playground
 from quire.service.http.status import Status
-from quire.service.http.web_guard import WebGuard
+from quire.service.http.web_guard import WebGuard, metrics_guard
 from quire.service.text import generation_config
 from quire.service.text.tokenizer import Tokenizer, served_name, served_names
 from quire.service.text.vocabulary import ModelError
@@ -196,7 +196,7 @@ class Gateway:
 
     def page(self) -> web.Application:
         """Return what `metrics_port` serves: the metrics of this process, even if others share the API's port."""
-        app = web.Application()
+        app = web.Application(middlewares=[metrics_guard(self._config.host, self._config.allowed_hosts)])
         app.add_routes([web.get("/metrics", self._status.metrics), web.get("/health", self._status.health)])
         return app
 

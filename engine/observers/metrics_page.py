@@ -55,7 +55,10 @@ class Page:
         self._thread.join()
 
     def _answer(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        path = environ["PATH_INFO"]
+        path, host = environ["PATH_INFO"], environ.get("HTTP_HOST")
+        if is_loopback(self._host) and not allows_host(host, ()):
+            why = "Host: on loopback this page answers to names of this machine only; see --metrics-host"
+            return _json(start, "403 Forbidden", {"error": why})
         if path == "/metrics":
             page: Iterable[bytes] = self._metrics(environ, start)
             return page
@@ -64,9 +67,7 @@ class Page:
             ill = "warming" if self._telemetry.warming else alive
             return _json(start, "503 Service Unavailable" if ill else "200 OK", {"status": ill or "ok"})
         if path == "/debug/accounting" and environ["REQUEST_METHOD"] == "POST" and self._check is not None:
-            host, origin, site = (environ.get(f"HTTP_{name}") for name in ("HOST", "ORIGIN", "SEC_FETCH_SITE"))
-            rebound = is_loopback(self._host) and not allows_host(host, ())
-            if rebound or is_foreign("POST", host, origin, site):
+            if is_foreign("POST", host, environ.get("HTTP_ORIGIN"), environ.get("HTTP_SEC_FETCH_SITE")):
                 return _json(start, "403 Forbidden", {"error": "web pages may not ask for a check"})
             try:
                 finding = self._check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from aiohttp import web
 
@@ -35,3 +35,22 @@ class WebGuard:
         if is_foreign(request.method, host, origin, headers.get("Sec-Fetch-Site")):
             message = "Origin: web pages of other origins may not use this server; see --cors-origins"
             raise Refusal(403, "origin_not_allowed", message, param="Origin")
+
+
+def metrics_guard(host: str, allowed_hosts: Iterable[str]) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """Return a middleware for a page without keys that listens at `host`: on loopback it checks names as WebGuard does.
+
+    At other addresses a scraper may use any name, also where `allowed_hosts` bounds those of the API."""
+    guard = WebGuard(host=host, guarded=False, allowed_hosts=allowed_hosts if is_loopback(host) else ())
+
+    @web.middleware
+    async def check(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            guard.check(request)
+        except Refusal as refusal:
+            return web.json_response({"error": str(refusal)}, status=refusal.status)
+        return await handler(request)
+
+    return check

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -139,6 +140,43 @@ async def test_pages_of_allowed_origins_may_change_things(serve: Serve) -> None:
         body = {"model": "tiny", "prompt": "a"}
         async with served.session.post("/v1/completions", json=body, headers={"Origin": origin}) as response:
             assert response.status == status
+
+
+@pytest.mark.parametrize(("listens_at", "status"), [("127.0.0.1", 403), ("0.0.0.0", 200)])
+@pytest.mark.parametrize("path", ["/metrics", "/health"])
+def test_a_rebound_name_reads_no_metrics_of_an_engine(listens_at: str, status: int, path: str) -> None:
+    page = Page(Telemetry("e0"), listens_at, port := free_port(), None)
+    try:
+        for host, expected in (("attacker.example", status), (f"localhost:{port}", 200)):
+            connection = http.client.HTTPConnection("127.0.0.1", port)
+            connection.request("GET", path, headers={"Host": host})
+            answer = connection.getresponse()
+            assert answer.status == expected, answer.read()
+            assert expected == 200 or "--metrics-host" in json.loads(answer.read())["error"]
+            connection.close()
+    finally:
+        page.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ({}, 403),
+        ({"api_keys": ["k"]}, 403),  # this page needs no key
+        ({"allowed_hosts": ["any.example"]}, 200),
+        ({"host": "0.0.0.0"}, 200),
+    ],
+    ids=str,
+)
+async def test_a_rebound_name_reads_no_metrics_of_a_gateway(serve: Serve, options: dict[str, Any], status: int) -> None:
+    served = await serve(**options)
+    async with TestClient(TestServer(served.gateway.page())) as client:
+        for host, expected in (("any.example", status), ("localhost:1", 200)):
+            async with client.get("/metrics", headers={"Host": host}) as response:
+                assert response.status == expected
+                assert expected == 200 or "--allowed-hosts" in (await response.json())["error"]
+        async with client.get("/health", headers={"Host": "any.example"}) as response:
+            assert (response.status == 403) == (status == 403)
 
 
 @pytest.mark.parametrize(
