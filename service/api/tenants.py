@@ -33,7 +33,7 @@ from quire.service.common.refusal import Refusal
 
 SALT_BYTES = 16  # bytes of a salt's digest
 QUOTAS = Quota.__struct_fields__
-WEIGHTS = (1e-9, 1e9)  # least and most: tokens / weight stay far from the limits of a double
+WEIGHTS = (1e-9, 1e9)  # smallest and largest: tokens / weight stay far from the limits of a double
 MOST_QUOTA = 10**9  # beyond it a bucket would miscount single tokens
 SETTINGS = ("weight", "key_sha256", "admin", "highest_priority", "key_priority", "adapters", *QUOTAS)
 
@@ -43,7 +43,7 @@ class TenantsError(OperatorError):
 
 
 class OverQuota(Refusal):
-    """A quota of the tenant is used up: no want of room."""
+    """A quota of the tenant is used up, whatever free capacity the engines have."""
 
 
 class Tenant(msgspec.Struct, frozen=True):
@@ -172,9 +172,11 @@ def _weight(table: dict[str, object], where: str) -> float:
     weight = table.get("weight")
     if weight is None:
         raise TenantsError(f"{where} has no weight; it must be a number > 0")
-    least, most = WEIGHTS
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not least <= weight <= most:
-        raise TenantsError(f"{where}: weight is {weight!r:.60}; it must be a number > 0, from {least:g} to {most:g}")
+    smallest, largest = WEIGHTS
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not smallest <= weight <= largest:
+        raise TenantsError(
+            f"{where}: weight is {weight!r:.60}; it must be a number > 0, from {smallest:g} to {largest:g}"
+        )
     return float(weight)
 
 
