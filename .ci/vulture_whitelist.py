@@ -100,6 +100,5 @@ _._is_hf_initialized, _.__class__
 _.convert_to_native_format  # engine/tokenizers/conversion.py: called by transformers' from_pretrained
 
 # Used by tests only today. Remove the code, or say here why it stays.
-_.rms_norm_  # engine/executor/ops/layers.py
 _.weight_bytes  # loadtest/roofline.py
 _.__getattr__  # quire/__init__.py: called by Python

@@ -1,6 +1,6 @@
 """The engine's end of the bus, on a thread of its own: inbox and outbox of an Engine.
 
-    Redis <==exchange==> BusThread ==orders==> drain()   the loop's thread
+    Redis <==sync==> BusThread ==orders==> drain()   the loop's thread
                                    <=outputs== put()
 
 Two plain queues join the threads, so a slow Redis never delays a step and a long step never delays a lease.
@@ -43,9 +43,9 @@ BELL_PAUSE_S = 1.0  # pause after an error on the bell's connection
 
 
 class BusThread:
-    """Exchanges outputs and orders with Redis.
+    """Syncs outputs and orders with Redis.
 
-    An exchange sends the outputs that have gathered and claims what the engine has free capacity for.  It happens after
+    A sync sends the outputs that have gathered and claims what the engine has free capacity for.  It happens after
     each turn that published, when the bell rings, and after a third of STALE_MS (1 s) or of a shorter lease in any
     case."""
 
@@ -136,7 +136,7 @@ class BusThread:
         return self._ask(self._bus.hot_prefixes.take(fingerprint))
 
     def write_hot_prefixes(self, fingerprint: str, prefixes: Sequence[HotPrefix]) -> None:
-        """Have the hot prefixes of a model stored after the next exchange.  Never blocks."""
+        """Have the hot prefixes of a model stored after the next sync.  Never blocks."""
         self._hot = fingerprint, prefixes
         self._ring()
 
@@ -145,7 +145,7 @@ class BusThread:
         self._prefixes = deque()
 
     def put_prefixes(self, gained: list[bytes], lost: list[bytes]) -> None:
-        """See PrefixSink; they go with the next exchange."""
+        """See PrefixSink; they go with the next sync."""
         if self._prefixes is not None:
             self._prefixes.append((gained, lost))
 
@@ -184,7 +184,7 @@ class BusThread:
         self._opened.put(None)
         bell = asyncio.create_task(self._listen(bus))
         watched = asyncio.create_task(self.pool.run(bus.pool_states))
-        writing = asyncio.create_task(self._write_hot(bus))  # alongside the exchanges, so that it never delays one
+        writing = asyncio.create_task(self._write_hot(bus))  # alongside the syncs, so that it never delays one
         try:
             while not (self._stopping and not self._outputs):
                 usual = min(config.lease_ms, STALE_MS) / 3000
@@ -229,7 +229,7 @@ class BusThread:
         while True:
             try:
                 await bus.bell()
-            except Exception:  # exchanges continue without the bell, at a third of the lease, and log errors of Redis
+            except Exception:  # syncs continue without the bell, at a third of the lease, and log errors of Redis
                 log.exception("lost the connection of the queue's bell, trying again in %g s", BELL_PAUSE_S)
                 await asyncio.sleep(BELL_PAUSE_S)
             self._wake.set()
@@ -252,7 +252,7 @@ class BusThread:
         self._pass_on(reply, bus)
 
     def _gather(self) -> tuple[dict[str, list[Delta]], list[str], int]:
-        """Take the outputs of all turns since the last exchange: deltas by gateway, finished ids, number of deltas."""
+        """Take the outputs of all turns since the last sync: deltas by gateway, finished ids, number of deltas."""
         deltas: dict[str, list[Delta]] = {}
         finished: list[str] = []
         turns, count = len(self._outputs), 0
@@ -286,7 +286,7 @@ class BusThread:
         return load, room_tokens, max(0, report.room_requests - len(self._claimed)), claim_tokens
 
     def _prefix_report(self, report: Report) -> PrefixReport | None:
-        """Return what the prefix cache gained and lost since the last exchange; None if this engine publishes none."""
+        """Return what the prefix cache gained and lost since the last sync; None if this engine publishes none."""
         if self._prefixes is None:
             return None
         added: dict[bytes, None] = {}

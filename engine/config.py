@@ -85,7 +85,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         bool,
         Meta(
             description="Make a request's tokens independent of its batch, bit for bit: greedy or sampled, and after a "
-            "preemption or an engine's death. Works on a CPU; the engine refuses to start where it can't hold this. "
+            "preemption or an engine's death. Works on a CPU; the engine refuses to start if it can't hold this. "
             "Engines that take over from each other need the same tensor_parallel for it."
         ),
     ] = False
@@ -98,7 +98,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ),
     ] = "safetensors"
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], Meta(description="Device of the model. auto: cuda where there is a GPU.")
+        Literal["auto", "cpu", "cuda"], Meta(description="Device of the model. auto: cuda if there is a GPU.")
     ] = "auto"
     tensor_parallel: Annotated[
         int,

@@ -82,7 +82,7 @@ class Sample:
     waiting: float | None = None
     preemptions: float | None = None  # preemptions since the server started
     recomputed: float | None = None  # tokens, since the server started
-    filled: float | None = None  # token slots with a token, of those in held blocks, 0 to 1; None where none is held
+    filled: float | None = None  # token slots with a token, of those in held blocks, 0 to 1; None if none is held
     eta: float | None = None  # held blocks over those of static allocation; None where no sequence runs
 
 

@@ -304,7 +304,7 @@ def free_port(host: str, port: int) -> int:
 def find_model(name: str) -> str:
     """Return the directory of a model that Quire makes by itself, made on first use; any other name as it is.
 
-    Ends the process where it cannot be made; the reason is on stderr then."""
+    Ends the process if it cannot be made; the reason is on stderr then."""
     if name not in INCLUDED:
         return name
     made = subprocess.run(

@@ -110,7 +110,7 @@ def test_the_number_of_digests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         rig.finish()
     assert len(rig.known) == 20
     assert set(split(prefix_digests(tokens(3, 1000), ""))) <= rig.known
-    assert prefixes.MOST_HELD * DIGEST_BYTES <= 2**16  # of one exchange that sends all
+    assert prefixes.MOST_HELD * DIGEST_BYTES <= 2**16  # of one sync that sends all
 
 
 @given(
@@ -175,7 +175,7 @@ def _chain(prompt: list[int], size: int) -> list[bytes]:
     return found
 
 
-# -------------------------------------------------------------------------------------------------------- exchanges
+# -------------------------------------------------------------------------------------------------------- syncs
 
 
 def test_an_exchange_sends_what_changed_and_everything_after_a_lapse() -> None:
@@ -205,7 +205,7 @@ def test_an_exchange_sends_what_changed_and_everything_after_a_lapse() -> None:
 
 
 class ExchangingRig(Rig):
-    """A rig whose reports reach Redis by exchanges: `known` is what Redis has after them."""
+    """A rig whose reports reach Redis by syncs: `known` is what Redis has after them."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__(blocks)
@@ -259,7 +259,7 @@ def test_a_request_with_digests_survives_the_wire() -> None:
 
 
 class FakeSide:
-    """Takes exchanges down, and claims one request in the first."""
+    """Takes syncs down, and claims one request in the first."""
 
     queue_share, watched = 0.0, False
 

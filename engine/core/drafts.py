@@ -14,7 +14,7 @@ Only the first token of such a slice is certain, so:
   * Blocks with drafts are sealed when the result has proved their tokens.  Those that hold none are given back.
   * No plan is made while a step with drafts is in flight (`Batch.verifying`): lengths are not known before its result.
   * Drafts follow the last token, which must be known.  An executor that runs ahead has a step in flight when the next
-    one is planned.  Where drafts pay for its idle time, the plan waits for that step's result (`wait_for_tokens`).
+    one is planned.  If drafts pay for its idle time, the plan waits for that step's result (`wait_for_tokens`).
   * A draft takes no block from another sequence.  Without a free one the draft is shorter, or none.
 
 The method: "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications" (arXiv 2411.04975) for drafts

@@ -115,7 +115,7 @@ class PlanBuilder:
         `budget`: prompt tokens that the step may have; 0: it measures steps without slices.  `free`: tokens that it can
         hold.  Sequences that do not jump are protected from long steps as they are from prompts, and half of the budget
         is left to prompts.  A jump preempts no sequence: where it gets no block, it is shorter, or the sequence decodes
-        as ever.  Where the step has no prompts, jumps have to pay for the slices (JumpCosts).  Returns the tokens in
+        as ever.  If the step has no prompts, jumps have to pay for the slices (JumpCosts).  Returns the tokens in
         addition to the one that each of them computes in any case."""
         ready = self._forced.ready(self._step)
         if not ready or budget <= 0:
@@ -217,7 +217,7 @@ class PlanBuilder:
                 self._advance(seq)
 
     def resume_paused(self) -> None:
-        """Let paused sequences continue, oldest first.  Where all of them wait for each other, preempt the newest."""
+        """Let paused sequences continue, oldest first.  If all of them wait for each other, preempt the newest."""
         batch = self._batch
         self._admission.begin_starts()
         if batch.paused and not batch.running and not batch.late:

@@ -95,7 +95,7 @@ def _mask(max_seqs: int, vocab_size: int) -> npt.NDArray[np.int32]:
 class ScriptedExecutor:
     """Says a known text at a known pace, with no model and no torch: for tests and load tests of everything else.
 
-    Where a grammar or bad_words forbid the next token of that text, the first token that they allow takes its place."""
+    If a grammar or bad_words forbid the next token of that text, the first token that they allow takes its place."""
 
     depth = 2
     max_seqs, step_tokens = 256, 1024

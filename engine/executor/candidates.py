@@ -37,7 +37,7 @@ class Candidates:
 
 
 def find_candidates(logits: Tensor, first: int, asked: Sequence[tuple[int, int]]) -> Candidates | None:
-    """Launch the search for the candidates of rows first, first + 1, ... of logits [N, V]; None where none are asked.
+    """Launch the search for the candidates of rows first, first + 1, ... of logits [N, V]; None if none are requested.
 
     `asked`: the slot of each row, and how many candidates it wants, at most V."""
     if not asked:

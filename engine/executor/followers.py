@@ -46,6 +46,6 @@ def advance(followers: Iterable[Follower], tokens: Sequence[int]) -> dict[int, s
 
 
 def forced_tokens(followers: Iterable[Follower]) -> dict[int, list[int]]:
-    """Find the tokens that must follow what each slot sampled, where there are some.  `advance` comes before."""
+    """Find the tokens that must follow what each slot sampled, if there are some.  `advance` comes before."""
     found = ((follower.slot, follower.row.find_forced()) for follower in followers)
     return {slot: list(forced) for slot, forced in found if forced}

@@ -146,7 +146,7 @@ class SecondUse:
         self._step = -1
 
     def due(self, step: int, *launches: object) -> bool:
-        """Whether to record these now.  Notes their use in `step` where not all of them were used before."""
+        """Whether to record these now.  Notes their use in `step` if not all of them were used before."""
         if not self._used.issuperset(launches):
             self._used.update(launches)
             return False

@@ -4,7 +4,7 @@ On a GPU `submit` only queues a step's work, and `collect` waits for an event wi
 in between would add a hand-over per step and gain nothing.  On a CPU torch computes inside `submit` and releases the
 interpreter there, so the bus thread runs meanwhile.
 
-Where masks depend on tokens, a step's sampling waits for those of the step before.  Threads compute the masks while
+If masks depend on tokens, a step's sampling waits for those of the step before.  Threads compute the masks while
 the loop commits that step and plans the next one:
 
     device   sample N | model of step N+1            | sample N+1 | model of step N+2
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 # have not run on a GPU: "cuda" joins when tests/executor/test_lora_gpu.py has passed on one.
 ADAPTER_DEVICES = {"cpu"}
 
-# Where the configuration leaves it open: (max_seqs, step_tokens).  A GPU needs many sequences in a step.  By a roofline
+# If the configuration leaves it open: (max_seqs, step_tokens).  A GPU needs many sequences in a step.  By a roofline
 # of 1,000 prompts at once with an 8B model, 256 slots are 6 % slower than 1024. 1024 tokens a step are 1.5 % slower
 # than 8192.
 SIZES = {"cpu": (256, 1024), "cuda": (1024, 8192)}

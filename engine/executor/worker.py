@@ -417,7 +417,7 @@ class Worker:
         )
 
     def _decode(self, number: int, candidates: tuple[tuple[int, int], ...]) -> Launched:
-        """Compute one more token for every slot, and of `candidates`, with two graph launches where there are
+        """Compute one more token for every slot, and of `candidates`, with two graph launches if there are
         graphs."""
         graphs, launches, general = self._graphs, self._launches, self._samplers.general
         count = len(self._batch.decoding_slots)

@@ -160,12 +160,12 @@ class Telemetry(Collector):
             self.start_s.setdefault("recompute", record.resumed_s)
 
     def exchanged(self, seconds: float, queue_share: float, resumed: int) -> None:
-        """Record one exchange with Redis, on the bus thread.
+        """Record one sync with Redis, on the bus thread.
 
         `queue_share`: requests that wait in the queue, over the engines that share it.  `resumed`: claimed requests
         that an earlier engine began."""
         now = time.monotonic()
-        if self.queue_share or self.load.waiting:  # since the last exchange
+        if self.queue_share or self.load.waiting:  # since the last sync
             self.idle_pool_s += (now - self._exchanged) * self.load.free_blocks / self.load.total_blocks
         self._exchanged = now
         self.exchange_s.add(seconds)
@@ -349,7 +349,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "quire_waiting_oldest_seconds",
         "gauge",
-        "Seconds since the longest-waiting request of this engine was queued; 0 where none waits.",
+        "Seconds since the longest-waiting request of this engine was queued; 0 if none waits.",
         lambda t: t.requests.oldest_wait_s(time.monotonic()),
     ),
     Row("quire_draining", "gauge", "1 while this engine takes no new requests, else 0.", lambda t: t.load.draining),

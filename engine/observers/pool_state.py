@@ -3,7 +3,7 @@
     loop's thread   PoolObserver.observe: copies of counts, new blocks of tables --PoolSnapshot--+
     bus thread      Redis <--PoolState-- PoolPublisher.run <--describe: one byte a cell----------+
 
-The bus thread learns in an exchange whether a gateway watches.  Until then a turn costs one look at a flag.  While one
+The bus thread learns in a sync whether a gateway watches.  Until then a turn costs one look at a flag.  While one
 watches, a snapshot is taken at most every PERIOD_S, and so seldom that it takes at most MOST_SHARE of the loop's time.
 It copies the reference counts as a whole, and reads of each table only what that has grown by: 0.03 ms for 512 blocks
 and 8 sequences, 0.5 to 0.9 ms for 100,000 blocks and 256 sequences.
@@ -157,7 +157,7 @@ class PoolPublisher:
     """Writes the newest snapshot to Redis.  Belongs to the bus thread; offer() is for the loop's thread."""
 
     def __init__(self, engine: str, loop: asyncio.AbstractEventLoop) -> None:
-        self.wanted = False  # a gateway watches; the bus thread sets it after each exchange
+        self.wanted = False  # a gateway watches; the bus thread sets it after each sync
         self._engine, self._loop = engine, loop
         self._newest: PoolSnapshot | None = None
         self._wake = asyncio.Event()
@@ -189,7 +189,7 @@ class PoolPublisher:
             try:
                 await store.write(state)
                 failing = False
-            except Exception as error:  # the next one follows; exchanges report that Redis is away
+            except Exception as error:  # the next one follows; syncs report that Redis is away
                 if not failing:
                     log.warning("could not publish the state of %d blocks: %s", state.blocks, error)
                 failing = True

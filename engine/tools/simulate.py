@@ -154,7 +154,7 @@ class _Run:
             self.core.abort(str(heapq.heappop(self.leaving)[1]))
 
     def submit(self, step_time: StepTime) -> None:
-        """Plan a step and start it, where there is anything to plan."""
+        """Plan a step and start it, if there is anything to plan."""
         self.planned = self.core.plan(0)
         if self.planned is not None:
             self.executor.submit(self.planned)

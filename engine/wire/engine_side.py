@@ -1,4 +1,4 @@
-"""An engine's side of the bus: one exchange a step, the bell, and what the engine holds.
+"""An engine's side of the bus: one sync a step, the bell, and what the engine holds.
 
 step's batches, load ---> exchange() ---> Redis: token channels, tail and logs, lease, queue
 requests, aborts     <---     |
@@ -51,8 +51,8 @@ class EngineSide:
         self.pool_states = PoolStateStore(self._link)
         self._session = uuid.uuid4().hex  # id of this process; an earlier engine of the same name has another
         self._seq = 0  # sequence number of the last sync with Redis
-        self.queue_share = 0.0  # requests that waited after the last exchange, divided by the engines
-        self.watched = False  # as of the last exchange, a gateway watches the engines' blocks
+        self.queue_share = 0.0  # requests that waited after the last sync, divided by the engines
+        self.watched = False  # as of the last sync, a gateway watches the engines' blocks
         self._epoch = "0"  # lease epoch; another epoch in Redis means that the lease lapsed
         self._registered = False
         self._tenants: dict[str, str] = {}  # request id -> tenant, of what this engine believes to hold
@@ -65,7 +65,7 @@ class EngineSide:
     async def open(self) -> None:
         """Connect and check versions; return what an earlier process of this name held to the queue's head.
 
-        The engine belongs to the fleet from its first exchange on.  Raises BusDown.
+        The engine belongs to the fleet from its first sync on.  Raises BusDown.
         """
         await self._link.check()
         self._epoch = (await self._link.run_script(OPEN, self._engine, self._session)).decode()
@@ -84,7 +84,7 @@ class EngineSide:
         await self._bell.aclose()  # type: ignore[no-untyped-call]
         await self._link.close()
 
-    # -------------------------------------------------------------------------------------------------- exchange
+    # -------------------------------------------------------------------------------------------------- sync
     async def exchange(
         self,
         batches: list[tuple[str, TokenBatch]],
@@ -167,7 +167,7 @@ class EngineSide:
         room: tuple[int, int, int],
         prefixes: PrefixReport | None,
     ) -> Any:
-        """Run one exchange under a sequence number of its own; return Redis' reply, None if it was refused."""
+        """Run one sync under a sequence number of its own; return Redis' reply, None if it was refused."""
         self._seq += 1
         produced: dict[str, int] = {}
         for _, batch in batches:

@@ -17,7 +17,7 @@ import msgspec
 from quire.engine.wire.messages import EngineLoad
 
 PASS_MS = 1_000  # a reading continues until all pages are read, if the first one was read so long ago
-LEASE_HEAD = struct.Struct(">dd")  # number of the change, unix ms of the exchange; the load follows
+LEASE_HEAD = struct.Struct(">dd")  # number of the change, unix ms of the sync; the load follows
 
 _decode = msgspec.msgpack.Decoder(EngineLoad).decode
 
@@ -37,7 +37,7 @@ class FleetPages:
     """The engines with a lease, as of the readings so far."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, tuple[EngineLoad, int]] = {}  # name -> load, unix ms of the exchange that brought it
+        self._known: dict[bytes, tuple[EngineLoad, int]] = {}  # name -> load, unix ms of the sync that brought it
         self.start_afresh()
 
     def start_afresh(self) -> None:
@@ -90,7 +90,7 @@ class FleetPages:
         return [load for load, _ in self._known.values()]
 
     def exchanged_ms(self) -> dict[str, int]:
-        """Return the unix time of the exchange that brought each load."""
+        """Return the unix time of the sync that brought each load."""
         return {load.engine: time_ms for load, time_ms in self._known.values()}
 
 

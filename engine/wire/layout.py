@@ -13,7 +13,7 @@ TOMBSTONE_MS = 10_000  # how long a request's end is remembered: longer than any
 # Channels that gateways share for tokens.  One more costs Redis 3 us per step; with fewer, a gateway reads more that is
 # not its own.
 TOKEN_CHANNELS = 4
-TAIL = 16  # exchanges after which an engine enters its tokens in the logs
+TAIL = 16  # syncs after which an engine enters its tokens in the logs
 # Bytes of unflushed messages after which the engine enters them in the logs at once: that keeps Redis busy for ms.
 TAIL_BYTES = 2**20
 MEMORY_MS = 3_600_000  # how long a silent engine is remembered
@@ -41,7 +41,7 @@ PREFIX_DENSE = 16  # so many lengths are one PREFIX_BLOCK apart, beginning with 
 PREFIX_STEPS = 8  # lengths in each doubling after them
 PREFIX_COUNT = 64  # most lengths, up to 65,536 tokens
 WINDOW = 32  # requests at the head of a tenant's queue among which an engine chooses by prefix
-# Requests that one exchange tries and does not claim, after which it claims in the queue's order.  Each takes Redis
+# Requests that one sync tries and does not claim, after which it claims in the queue's order.  Each takes Redis
 # about 20 us, and if each of many tenants has one, all of them would be tried.
 TRIES = 128
 PATIENCE_PERCENT = 75  # % of the TTFT target after which an on-time request that was passed over goes first

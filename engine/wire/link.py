@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 PATIENCE_S = 2.0  # how long a gateway-side call, and open() on both sides, retries before it raises BusDown
 PROBE_S = 0.2  # how long a probe for writes retries: the next probe follows soon
-REPLY_S = 3.0  # an engine's exchange takes a silent connection for dead after this, and retries on a new one
+REPLY_S = 3.0  # an engine's sync takes a silent connection for dead after this, and retries on a new one
 BACKOFF_S = (0.02, 1.0)  # first and longest pause between two attempts; half of each is random
 GIVE_UP_S = 30.0  # a retry without a deadline raises BusDown after this much of one error that time may never mend
 BLOCK_MS = 5_000  # longest wait in one command: a gateway's for the next batch, and an engine's for the bell

@@ -178,7 +178,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine reports of itself in each exchange, for every gateway's readings of the fleet."""
+    """What an engine reports of itself in each sync, for every gateway's readings of the fleet."""
 
     engine: str
     model: str

@@ -1,6 +1,6 @@
 """The pool-state store: what each engine's blocks hold, for the gateways whose clients watch it.
 
-    gateway  --watch()--> `watch` (WATCH_MS) ----the engine's next exchange----> EngineSide.watched
+    gateway  --watch()--> `watch` (WATCH_MS) ----the engine's next sync----> EngineSide.watched
              <--read()--- `pool_state:ENGINE` (STATE_MS) <---write()------------ the engine, a few times per second
 
 While no gateway watches, neither key exists.

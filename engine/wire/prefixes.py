@@ -67,7 +67,7 @@ def split(digests: bytes) -> list[bytes]:
 
 
 class PrefixReport(msgspec.Struct, frozen=True):
-    """What an engine says in one exchange about its prefix cache, and about what a prompt costs it."""
+    """What an engine says in one sync about its prefix cache, and about what a prompt costs it."""
 
     added: list[bytes] = []  # digests of prefixes that its cache would find since the last report
     removed: list[bytes] = []  # those that it would not find any more; applied before `added`
@@ -79,7 +79,7 @@ class PrefixReport(msgspec.Struct, frozen=True):
 
 
 class PublishedPrefixes:
-    """What Redis should know of one engine's prefixes, and what an exchange has to send so that it does."""
+    """What Redis should know of one engine's prefixes, and what a sync has to send so that it does."""
 
     def __init__(self) -> None:
         self._held: set[bytes] = set()
@@ -88,7 +88,7 @@ class PublishedPrefixes:
         self._publishes = False  # the last report was one
 
     def start_afresh(self) -> None:
-        """Send everything in the next exchange: it follows a rejoin."""
+        """Send everything in the next sync: it follows a rejoin."""
         self._afresh = True
 
     def update(self, report: PrefixReport | None) -> tuple[str, bytes, bytes]:
@@ -113,9 +113,9 @@ class PublishedPrefixes:
         return "1", b"".join(added), b"".join(removed)
 
     def sent(self, *, vanished: bool) -> None:
-        """Redis has what update() returned.  `vanished`: it had nothing before, so the next exchange sends everything.
+        """Redis has what update() returned.  `vanished`: it had nothing before, so the next sync sends everything.
 
-        The digests expire with the lease.  An exchange that comes before a gateway notices the lapse is accepted."""
+        The digests expire with the lease.  A sync that comes before a gateway notices the lapse is accepted."""
         self._afresh = vanished and bool(self._held)
 
     def claimed(self, digests: bytes, adapter: str = "") -> None:

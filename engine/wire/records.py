@@ -80,7 +80,7 @@ class Fleet(msgspec.Struct, frozen=True):
     # Redis may have lost data: it was restarted, or a replica was promoted, so its data has a new history.
     forgotten: bool = False
     quarantined: int = 0  # requests in the quarantine, because they killed their engines
-    # Unix time of each engine's last exchange, on the clock of `time_ms`.  The engine's bus thread keeps it fresh while
+    # Unix time of each engine's last sync, on the clock of `time_ms`.  The engine's bus thread keeps it fresh while
     # a step runs.  EngineLoad.time_ms is the end of the last step.
     exchanged_ms: dict[str, int] = {}
     on_time: LaneQueue = LaneQueue()
@@ -163,12 +163,12 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class ExchangeReply(msgspec.Struct, frozen=True):
-    """What an engine receives in one exchange."""
+    """What an engine receives in one sync."""
 
     generates: list[Generate]
     aborts: list[Abort]  # carry these out after `generates` are accepted: both may concern the same request
     # Another engine took them over, or a client withdrew them, after this engine's lease had lapsed.  Drop them without
-    # a Delta and without `finished`.  Redis ignored what this exchange reported of them.
+    # a Delta and without `finished`.  Redis ignored what this sync reported of them.
     reassigned: list[str] = []
     # Every choice so far of those `generates` that an earlier engine has begun, by id.  The next Delta of one
     # without a Finish has first == len(token_ids); one with a Finish sends nothing more.

@@ -3,8 +3,8 @@
 log:ID:I            | 4 bytes | 4 bytes | ...       token ids, little endian, from output position 0
 log:ID:I:logprobs   [msgpack TokenLogprob, ...]     one for each token, if asked for
 
-An exchange's tokens first stand in the engine's tail, as they were sent, which costs next to nothing.  After TAIL
-exchanges all tokens of a choice are entered in its log as one segment ("The token log" in `redis/KEYS.md`).
+A sync's tokens first stand in the engine's tail, as they were sent, which costs next to nothing.  After TAIL
+syncs all tokens of a choice are entered in its log as one segment ("The token log" in `redis/KEYS.md`).
 
     0 ............ base ............ logged .................. end
     | earlier engines'  | in the log       | in the tail, or to be sent now |
@@ -74,7 +74,7 @@ class LoggedOutput(msgspec.Struct, frozen=True):
 
 
 class Entries(msgspec.Struct, frozen=True):
-    """What one exchange enters in the logs."""
+    """What one sync enters in the logs."""
 
     segments: list[str | int]  # request id, choice, output position of the first token, how many tokens, ...
     tokens: bytes  # the tokens of all segments, TOKEN_BYTES each
@@ -130,7 +130,7 @@ class Journal:
         self._outputs: dict[tuple[str, int], _Output] = {}
         self._counts: dict[str, int] = {}  # choices of each request
         self._due: dict[_Output, None] = {}  # outputs that belong in the log at once
-        self._tail = self._tail_bytes = 0  # exchanges in the tail, and the bytes of their batches
+        self._tail = self._tail_bytes = 0  # syncs in the tail, and the bytes of their batches
 
     def hold(self, request_id: str, lengths: list[int]) -> None:
         """Add a claimed request; `lengths`: tokens of each choice that are in its log."""
@@ -157,7 +157,7 @@ class Journal:
         return True
 
     def add(self, batches: list[tuple[str, TokenBatch]], finished: list[str]) -> None:
-        """Record the batches of one exchange and its `finished` requests; ignore requests that are not held."""
+        """Record the batches of one sync and its `finished` requests; ignore requests that are not held."""
         outputs, due = self._outputs, self._due
         for _, batch in batches:
             for delta in batch.deltas:
@@ -169,7 +169,7 @@ class Journal:
                 due[outputs[request_id, index]] = None
 
     def due(self, batches: list[tuple[str, TokenBatch]]) -> Entries:
-        """Return what the exchange that sends these batches enters in the logs.  add() them first."""
+        """Return what the sync that sends these batches enters in the logs.  add() them first."""
         whole = not batches or self._tail >= TAIL or self._tail_bytes >= TAIL_BYTES
         outputs = [
             output
@@ -193,7 +193,7 @@ class Journal:
         return Entries(segments, tokens.tobytes(), extras, whole, outputs, flushes_tail)
 
     def entered(self, entries: Entries, tail_bytes: int) -> None:
-        """Record that the exchange with these entries succeeded and has messages of `tail_bytes` bytes."""
+        """Record that the sync with these entries succeeded and has messages of `tail_bytes` bytes."""
         self._tail_bytes = 0 if entries.whole else self._tail_bytes + tail_bytes
         for output in entries.outputs:
             output.logged, output.fields_logged = output.end, len(output.fields)

@@ -1,6 +1,6 @@
-"""Token messages: what one exchange of an engine publishes to the gateways that listen.
+"""Token messages: what one sync of an engine publishes to the gateways that listen.
 
-Gateways share TOKEN_CHANNELS channels.  An exchange publishes one message per channel that has a listener, however
+Gateways share TOKEN_CHANNELS channels.  A sync publishes one message per channel that has a listener, however
 many gateways listen; each gateway takes its own part.
 
     [engine, [[gateway, [delta, ...]], ...]]

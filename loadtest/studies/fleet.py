@@ -194,7 +194,7 @@ class _Engine:
         self.changes[1].extend(lost)
 
     def submit(self) -> float:
-        """Start a step; return its seconds, 0 where there is nothing to do."""
+        """Start a step; return its seconds, 0 if there is nothing to do."""
         plan = self.core.plan(0)
         self.running = 0.0
         if plan is not None:

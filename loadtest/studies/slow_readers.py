@@ -123,7 +123,7 @@ def value(page: str, name: str) -> float:
 
 
 def kernel_bytes() -> int:
-    """Return the kernel's memory of all TCP sockets of this machine; 0 where there is no /proc."""
+    """Return the kernel's memory of all TCP sockets of this machine; 0 if there is no /proc."""
     try:
         text = Path("/proc/net/sockstat").read_text(encoding="utf-8")
     except OSError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -34,20 +34,14 @@ from quire.service.config import GatewayConfig
 from quire.service.grammar.grammar import Constraint, asked
 from quire.service.grammar.grammar_errors import NotServed
 
+N = TypeVar("N", int, float)
+
 BAD_KEYS = 8  # keys of `logit_bias` that are no token ids, which a refusal names
 CLASSES = {"high": -1, "normal": 0, "low": 1}  # named priorities; within a tenant lower numbers are served first
 
 
-def _float(key: str, value: float | None, default: float, config: GatewayConfig) -> float:
+def _checked(key: str, value: N | None, default: N, config: GatewayConfig) -> N:
     """Return a checked field of a request, or its default.  Raises Refusal."""
-    if value is None:
-        return default
-    check(key, value, config)
-    return value
-
-
-def _int(key: str, value: int | None, default: int, config: GatewayConfig) -> int:
-    """The same for whole numbers."""
     if value is None:
         return default
     check(key, value, config)
@@ -74,7 +68,7 @@ def _header_seconds(name: str, header: str, config: GatewayConfig) -> float:
     if not re.fullmatch(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", header):
         limit, given = LIMITS[name].text(config), shown(header)
         raise _bad("invalid_value", f"{name}: must be a number of seconds {limit}, got '{given}'", name, limit, given)
-    return _float(name, float(header), 0.0, config)
+    return _checked(name, float(header), 0.0, config)
 
 
 def _priority(given: int | str, config: GatewayConfig) -> int:
@@ -151,22 +145,22 @@ def _sampling(body: CommonBody, config: GatewayConfig, default: Sampling) -> Sam
     for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         check(name, len(getattr(body, name) or ()), config)
     return Sampling(
-        temperature=_float("temperature", body.temperature, default.temperature, config),
-        top_p=_float("top_p", body.top_p, default.top_p, config),
+        temperature=_checked("temperature", body.temperature, default.temperature, config),
+        top_p=_checked("top_p", body.top_p, default.top_p, config),
         top_k=0
         if body.top_k == -1
-        else _int("top_k", body.top_k, default.top_k, config),  # -1 means "all" in other servers
-        min_p=_float("min_p", body.min_p, default.min_p, config),
-        seed=_int("seed", body.seed, 0, config) & (2**63 - 1),
-        min_tokens=_int("min_tokens", body.min_tokens, 0, config),
-        presence_penalty=_float("presence_penalty", body.presence_penalty, 0.0, config),
-        frequency_penalty=_float("frequency_penalty", body.frequency_penalty, 0.0, config),
-        repetition_penalty=_float("repetition_penalty", body.repetition_penalty, default.repetition_penalty, config),
+        else _checked("top_k", body.top_k, default.top_k, config),  # -1 means "all" in other servers
+        min_p=_checked("min_p", body.min_p, default.min_p, config),
+        seed=_checked("seed", body.seed, 0, config) & (2**63 - 1),
+        min_tokens=_checked("min_tokens", body.min_tokens, 0, config),
+        presence_penalty=_checked("presence_penalty", body.presence_penalty, 0.0, config),
+        frequency_penalty=_checked("frequency_penalty", body.frequency_penalty, 0.0, config),
+        repetition_penalty=_checked("repetition_penalty", body.repetition_penalty, default.repetition_penalty, config),
         logit_bias=_bias(body.logit_bias or {}, config),
         allowed_token_ids=body.allowed_token_ids or [],
         stop_token_ids=body.stop_token_ids or [],
         ignore_eos=bool(body.ignore_eos),
-        prompt_logprobs=_int("prompt_logprobs", body.prompt_logprobs, -1, config),
+        prompt_logprobs=_checked("prompt_logprobs", body.prompt_logprobs, -1, config),
         logprob_token_ids=list(dict.fromkeys(body.logprob_token_ids or ())),
     )
 
@@ -218,7 +212,11 @@ def _common(
     if body.truncate_prompt_tokens not in (None, -1):
         check("truncate_prompt_tokens", body.truncate_prompt_tokens, config)
     options = body.stream_options or StreamOptions()
-    sampling, n, constraint = _sampling(body, config, served.defaults), _int("n", body.n, 1, config), _constraint(body)
+    sampling, n, constraint = (
+        _sampling(body, config, served.defaults),
+        _checked("n", body.n, 1, config),
+        _constraint(body),
+    )
     if (beams := beams_of(body, n, config)) is not None:
         sampling = searched(sampling, constraint.param if constraint is not None else "")
     made = n if beams is not None else best_of.computed(body.best_of, n, stream=bool(body.stream), config=config)
@@ -242,7 +240,7 @@ def _common(
         "prompt_logprobs": body.prompt_logprobs is not None,
         "cache_salt": body.cache_salt or "",
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
-        "timeout_s": _float("timeout", body.timeout, timeout_s, config),
+        "timeout_s": _checked("timeout", body.timeout, timeout_s, config),
         "priority": _priority(_or(body.priority, "normal"), config),
         "constraint": constraint,
         "adapter": served.adapters.get(body.model or ""),
@@ -303,7 +301,7 @@ def completion_request(
         name = "echo" if asked.echo else "truncate_prompt_tokens"
         raise _bad("unsupported", f"{name}: not together with suffix", name, "absent")
     if asked.logprobs is not None:
-        logprobs = _int("logprobs", asked.logprobs, 0, config)
+        logprobs = _checked("logprobs", asked.logprobs, 0, config)
         prompt_logprobs = fields["sampling"].prompt_logprobs
         if asked.echo and prompt_logprobs < 0:
             if fields["beams"] is not None:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from quire.service.api.skipped import Skipped
 from quire.service.api.tools import ToolRules, check_length
 from quire.service.common.limits import shown
-from quire.service.common.refusal import Refusal, bad_request
+from quire.service.common.refusal import bad_request, wrong_type
 from quire.service.common.surrogates import without_escaped_halves
 from quire.service.config import GatewayConfig
 
@@ -54,15 +54,15 @@ def _each(
     for at, tool in enumerate(tools):
         here = f"{path}[{at}]"
         if not isinstance(tool, dict):
-            raise _wrong(here, "an object")
+            raise wrong_type(here, "an object")
         if tool.get("type") != "namespace" or namespace is not None:
             yield here, namespace, tool
             continue
         inner = tool.get("tools")
         if not isinstance(inner, list):
-            raise _wrong(f"{here}.tools", "a list")
+            raise wrong_type(f"{here}.tools", "a list")
         if not isinstance(tool.get("name"), str) or not tool["name"]:
-            raise _wrong(f"{here}.name", "a string")
+            raise wrong_type(f"{here}.name", "a string")
         yield from _each(inner, f"{here}.tools", tool["name"])
 
 
@@ -109,7 +109,7 @@ def function_tool(tool: Tool, parameters: Any) -> Tool:
 
 
 def _custom_description(tool: Tool) -> str:
-    """Return the description of a custom tool, with the grammar of its input where it has one."""
+    """Return the description of a custom tool, with the grammar of its input if it has one."""
     description, form = tool.get("description"), tool.get("format")
     parts = [description] if isinstance(description, str) else []
     if isinstance(form, dict) and isinstance(form.get("definition"), str):
@@ -144,7 +144,7 @@ def allowed_tools(given: Any, functions: Any, rules: ToolRules) -> tuple[Any, An
         given = given["allowed_tools"]
     tools, mode = given.get("tools"), given.get("mode", "auto")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise _wrong("tool_choice.tools", "a list of tools")
+        raise wrong_type("tool_choice.tools", "a list of tools")
     if mode not in ("auto", "required"):
         value = str(shown(str(mode)))
         message = f"tool_choice.mode: must be one of auto, required, got '{value}'"
@@ -162,9 +162,9 @@ def _chat_name(field: str, tool: Tool) -> str:
     """Return the chat's name of a tool that a choice names.  Raises Refusal."""
     name, namespace = tool.get("name"), tool.get("namespace")
     if not isinstance(name, str):
-        raise _wrong(f"{field}.name", "a string")
+        raise wrong_type(f"{field}.name", "a string")
     if not isinstance(namespace, str | None):
-        raise _wrong(f"{field}.namespace", "a string")
+        raise wrong_type(f"{field}.namespace", "a string")
     return joined(name, namespace)
 
 
@@ -232,7 +232,3 @@ def message_tools(
             raise bad_request("unsupported", message, "tool_choice.name", "a tool of the client", value)
         skipped.add(f"tools[{at}].{value}")
     return found, ToolRules(name="message tool name", bounded=False, paths=tuple(paths))
-
-
-def _wrong(param: str, wanted: str) -> Refusal:
-    return bad_request("invalid_type", f"{param}: must be {wanted}", param, wanted)

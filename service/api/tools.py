@@ -53,7 +53,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
     generation_prompt: bool = True
     continue_final: bool = False
     thinking_budget: int | None = None  # most tokens of reasoning; None: unbounded
-    thinking_target: bool = False  # the budget is a target: where it cannot be held, nothing bounds the reasoning
+    thinking_target: bool = False  # the budget is a target: if it cannot be held, nothing bounds the reasoning
     thinking: bool | None = None  # whether the model shall think; None: as its template has it
 
     def path(self, at: int) -> str:

@@ -210,7 +210,7 @@ _engine_gauge(
 )
 _engine_gauge(
     "quire_engine_kv_slots_filled",
-    "Token slots with a token, of those in KV blocks that sequences hold, 0 to 1; 0 where none is held.",
+    "Token slots with a token, of those in KV blocks that sequences hold, 0 to 1; 0 if none is held.",
     lambda load: load.slots_filled,
 )
 ENGINE_RUNNING = _engine_gauge("quire_engine_requests_running", "Sequences in the batch.", lambda load: load.running)

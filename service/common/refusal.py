@@ -75,6 +75,16 @@ def bad_request(code: str, message: str, param: str | None, limit: Any = None, g
     return Refusal(400, code, message, param=param, limit=limit, given=given)
 
 
+def wrong_type(param: str, wanted: str) -> Refusal:
+    """Return the refusal of a field that must be `wanted`, a type in words."""
+    return bad_request("invalid_type", f"{param}: must be {wanted}", param, wanted)
+
+
+def unsupported(param: str, reason: str, limit: Any = None, given: Any = None) -> Refusal:
+    """Return the refusal of a field or value that is not served."""
+    return bad_request("unsupported", f"{param}: {reason}", param, limit, given)
+
+
 def field_name(name: str, names: tuple[tuple[str, str], ...]) -> str:
     """Return a field of a chat as another format names it: see `renamed`."""
     patterns = ((_bounded(old), new) for old, new in names)

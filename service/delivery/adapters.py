@@ -33,7 +33,7 @@ from quire.service.common.limits import shown
 from quire.service.common.refusal import Refusal
 from quire.service.common.refusal import bad_request as _bad
 from quire.service.config import GatewayConfig
-from quire.service.delivery.streams import Streams, unavailable
+from quire.service.delivery.streams import Streams, ask
 
 log = logging.getLogger("quire.gateway")
 
@@ -151,7 +151,7 @@ class Adapters:
             message = "lora_name: an adapter of --lora is served until the gateways restart without it"
             raise _bad("unsupported", message, "lora_name", None, name)
         listed = await self._read(name)
-        if listed is None or not await self._ask(self._streams.adapters.drop(name)):
+        if listed is None or not await ask(self._streams.adapters.drop(name)):
             message = "lora_name: no adapter of this name is loaded"
             raise Refusal(404, "adapter_not_found", message, param="lora_name", given=name)
         self._listed.pop(name, None)
@@ -160,26 +160,19 @@ class Adapters:
     # ----------------------------------------------------------------------------------------------- Redis and files
 
     async def _read(self, name: str) -> ServedAdapter | None:
-        value = await self._ask(self._streams.adapters.get(name))
+        value = await ask(self._streams.adapters.get(name))
         return None if value is None else _decoded(value)
 
     async def _enter(self, adapter: ServedAdapter, *, replace: bool = True) -> bool:
         """Store an adapter in the fleet's list.  Returns False if its name is taken.  Raises Refusal."""
         try:
             value = msgspec.msgpack.encode(adapter)
-            return await self._ask(self._streams.adapters.put(adapter.name, value, replace=replace))
+            return await ask(self._streams.adapters.put(adapter.name, value, replace=replace))
         except TooManyAdapters:
             if adapter.looked_up:  # it is served, and not listed
                 return True
             message = f"lora_name: at most {MOST_NAMES} adapters are loaded at a time; unload others"
             raise _bad("too_many", message, "lora_name", MOST_NAMES, MOST_NAMES + 1) from None
-
-    async def _ask(self, reply: Awaitable[T]) -> T:
-        """Await a reply of Redis.  Raises Refusal(503)."""
-        try:
-            return await reply
-        except BusDown:
-            raise unavailable() from None
 
     async def _run(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)

@@ -242,7 +242,7 @@ class _Supply(NamedTuple):
     room: int  # prompt tokens that they would claim at once
     inside: int  # prompt tokens claimed and not started: ahead of the queue
     tokens_per_s: float  # prompt tokens that they start; 0: not known, or they stand still
-    stand_still: bool  # engines with a known pace have stopped to exchange
+    stand_still: bool  # engines with a known pace have stopped syncing
     pools: float  # tokens that the engines' pools hold
     token_s: float  # seconds between two output tokens of a sequence; 0: not known
 
@@ -305,8 +305,8 @@ def decide(
     Raises Refusal(503) when no engine lives or all are draining.
     Never waits.  Costs O(engines + tenants that the reading names).
 
-    An engine whose last exchange is older than STALE_MS counts as full and standing still; so do all engines when this
-    reading is as old.  A stale view errs on the safe side.  An engine in a long step still exchanges, so its free
+    An engine whose last sync is older than STALE_MS counts as full and standing still; so do all engines when this
+    reading is as old.  A stale view errs on the safe side.  An engine in a long step still syncs, so its free
     capacity counts, while its rates count less and less (`_trust`).  While the pace is unknown (idle or just started
     engines),
     the on-time lane may hold as much as the pools do, and the late lane any number.

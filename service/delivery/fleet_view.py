@@ -1,6 +1,6 @@
 """What this gateway knows of the engines and of the shared queue.
 
-    exchanges (token batches) --record_load--> +-----------+
+    syncs (token batches) --record_load--> +-----------+
     readings of Redis --------record_reading-> | FleetView | --fleet()--> admission, /ready, metrics
     replies to submits --------record_queue--> +-----------+
 
@@ -21,7 +21,7 @@ class FleetView:
 
     def __init__(self) -> None:
         self._loads: dict[str, tuple[int, EngineLoad]] = {}  # engine -> its own time_ms, load with this process's
-        self._exchanged_ms: dict[str, int] = {}  # engine -> unix time of its last exchange, on this process's clock
+        self._exchanged_ms: dict[str, int] = {}  # engine -> unix time of its last sync, on this process's clock
         self._queue = Queue(queued=0, queued_tokens=0, room_tokens=0, tenants={})
         self._queue_ms = 0  # when `_queue` was read, on this process's clock
         self._quarantined = 0  # as of the last full reading

@@ -153,7 +153,7 @@ class Streams:
         """Return the record of a request of any gateway, by the id its client knows; None: unknown, or expired.
 
         Raises Refusal(503)."""
-        found = await self._ask(self._bus.attach(f"{request_id}.0", listen=False))
+        found = await ask(self._bus.attach(f"{request_id}.0", listen=False))
         return found.record if found is not None else None
 
     async def cancel(self, order_ids: list[str]) -> None:
@@ -164,15 +164,15 @@ class Streams:
         """Order all engines to empty their prefix caches.  Returns how many there are.  Raises Refusal(503)."""
         if self.trouble is not None:
             raise unavailable()
-        return len(await self._ask(self._bus.operations.reset_prefix_caches()))
+        return len(await ask(self._bus.operations.reset_prefix_caches()))
 
     async def find_duplicate(self, key: IdempotencyKey) -> DuplicateRequest | None:
         """Return the first request with this idempotency key, if there is one.  Raises Refusal(503)."""
-        return await self._ask(self._bus.find_duplicate(key))
+        return await ask(self._bus.find_duplicate(key))
 
     async def release(self, key: IdempotencyKey, duplicate: DuplicateRequest) -> None:
         """Free an idempotency key whose first request, `duplicate`, has no answer.  Raises Refusal(503)."""
-        await self._ask(self._bus.release(key, duplicate.request_id))
+        await ask(self._bus.release(key, duplicate.request_id))
 
     @contextlib.asynccontextmanager
     async def join(
@@ -199,7 +199,7 @@ class Streams:
 
     async def _attach(self, opened: OpenRequest, prompt: int, order: Order, counts: Sequence[int]) -> None:
         """Read the log of one prompt, and begin its choices after `counts` tokens.  Raises Refusal as `join` says."""
-        found = await self._ask(self._bus.attach(order.id))
+        found = await ask(self._bus.attach(order.id))
         if found is None:
             raise Refusal(410, "stream_gone", "this answer is not kept any longer")
         logged = found.continuations
@@ -248,13 +248,6 @@ class Streams:
                 return Waiting(queue.lane, queue.ahead, decision.late_wait_s if late else decision.on_time_wait_s)
         raise Refusal(429, "rate_limit_exceeded", "overloaded: the queue fills faster than it is read", retry_after_s=1)
 
-    async def _ask(self, reply: Awaitable[T]) -> T:
-        """Await a reply of Redis.  Raises Refusal(503)."""
-        try:
-            return await reply
-        except BusDown:
-            raise unavailable() from None
-
     # -- tokens
 
     async def _read(self) -> None:
@@ -301,6 +294,14 @@ class Streams:
     def redis_ms(self) -> int:
         """Return the unix time in ms on Redis' clock, on which deadlines and request ids are."""
         return self._bus.clock.redis_ms()
+
+
+async def ask(reply: Awaitable[T]) -> T:
+    """Await a reply of Redis.  Raises Refusal(503)."""
+    try:
+        return await reply
+    except BusDown:
+        raise unavailable() from None
 
 
 def unavailable() -> Refusal:

@@ -1,6 +1,6 @@
 """The usage ledger: how many tokens of each finished order were delivered, written to Redis in batches.
 
-Redis itself counts what was generated, in the exchange that brings the tokens.  This side adds what was delivered.
+Redis itself counts what was generated, in the sync that brings the tokens.  This side adds what was delivered.
 """
 
 from __future__ import annotations

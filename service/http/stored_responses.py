@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,7 +27,7 @@ from quire.service.common.limits import shown
 from quire.service.common.pacing import Pacer
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
-from quire.service.delivery.streams import Streams, unavailable
+from quire.service.delivery.streams import Streams, ask
 from quire.service.http.middleware import OWNER, TENANT
 
 log = logging.getLogger("quire.gateway")
@@ -83,7 +82,7 @@ class StoredResponses:
         self, holder: str, valid: ValidRequest, response: dict[str, Any], lease_ms: int, timeout_s: float
     ) -> None:
         """Store a response that will run in the background.  Raises Refusal."""
-        outcome = await _ask(
+        outcome = await ask(
             self._store.put(
                 holder,
                 response["id"],
@@ -128,14 +127,14 @@ class StoredResponses:
             )
         if found.ended:
             return found.body
-        await _ask(self.update(holder, {**response, "status": "cancelled"}, ended=True))
+        await ask(self.update(holder, {**response, "status": "cancelled"}, ended=True))
         return (await self.load(holder, response_id)).body
 
     # -- reading
 
     async def load(self, holder: str, response_id: str) -> StoredResponse:
         """Return a response.  Raises Refusal: 404 if there is none of this holder."""
-        found = await _ask(self._store.get(holder, response_id)) if self._ttl_ms else None
+        found = await ask(self._store.get(holder, response_id)) if self._ttl_ms else None
         if found is None:
             raise missing(response_id)
         return found
@@ -151,7 +150,7 @@ class StoredResponses:
             message = f"{field}: this server stores no responses (--responses-ttl-s)"
             raise Refusal(400, "unsupported", message, param=field)
         most = self._config.max_body_bytes
-        chain = await _ask(self._store.chain(holder, response_id, most_bytes=most, ttl_ms=self._ttl_ms))
+        chain = await ask(self._store.chain(holder, response_id, most_bytes=most, ttl_ms=self._ttl_ms))
         size = sum(len(one.input) + len(one.body) for one in chain.found)
         if size > most:
             message = f"{field}: the responses that it continues have more than {most} bytes (--max-body-bytes)"
@@ -171,7 +170,7 @@ class StoredResponses:
         found: dict[str, Item] = {}
         size, most = 0, self._config.max_body_bytes
         for response_id in sorted(wanted):
-            if (stored := await _ask(self._store.get(holder, response_id))) is None:
+            if (stored := await ask(self._store.get(holder, response_id))) is None:
                 continue
             size += len(stored.body)
             if size > most:
@@ -182,7 +181,7 @@ class StoredResponses:
 
     async def drop(self, holder: str, response_id: str) -> None:
         """Delete a response.  Raises Refusal: 404 if there is none of this holder."""
-        if not self._ttl_ms or not await _ask(self._store.drop(holder, response_id)):
+        if not self._ttl_ms or not await ask(self._store.drop(holder, response_id)):
             raise missing(response_id)
 
     async def input_items(self, request: web.Request) -> bytes:
@@ -205,11 +204,3 @@ class StoredResponses:
         page = [listed(item) for item in items[: int(limit)]]
         ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
         return msgspec.json.encode({"object": "list", "data": page, **ends, "has_more": len(page) < len(items)})
-
-
-async def _ask(reply: Awaitable[T]) -> T:
-    """Await a reply of Redis.  Raises Refusal(503)."""
-    try:
-        return await reply
-    except BusDown:
-        raise unavailable() from None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from quire.service.api.valid_request import ValidRequest
-from quire.service.common.refusal import Refusal
+from quire.service.common.refusal import Refusal, unsupported
 from quire.service.grammar.grammar import Constraint
 from quire.service.output.regions import Reading, ResponseTemplate
 from quire.service.text.call_form import NO_FORM, CallForm
@@ -77,18 +77,14 @@ def _with_calls(
     field = "tool_choice" if options.demanded else asked.param if asked is not None else options.strict
     form = model.call_form()
     if form is None or reading is None:
-        raise _unsupported(field, f"{NO_FORM}, so it is not served together with tools")
+        raise unsupported(field, f"{NO_FORM}, so it is not served together with tools")
     if reading.opening and form.head.startswith(reading.opening):  # the prompt has begun what may be a call
         form = msgspec.structs.replace(form, head=form.head[len(reading.opening) :], marker="")
         if not options.demanded and asked is None:
-            raise _unsupported(field, "the prompt begins the call, so arguments are not held to their schema")
+            raise unsupported(field, "the prompt begins the call, so arguments are not held to their schema")
     if asked is not None and asked.kind != "json":
-        raise _unsupported(asked.param, "with tools, only JSON schemas are served")
+        raise unsupported(asked.param, "with tools, only JSON schemas are served")
     if valid.sampling.ignore_eos:
-        raise _unsupported("ignore_eos", f"with {field} an answer ends where its grammar does")
+        raise unsupported("ignore_eos", f"with {field} an answer ends where its grammar does")
     answer = None if options.demanded else asked
     return Constraint(field, "calls", call_rules(form, options, model.special, thinks, answer, budget))
-
-
-def _unsupported(field: str, reason: str) -> Refusal:
-    return Refusal(400, "unsupported", f"{field}: {reason}", param=field)

@@ -17,7 +17,7 @@ from quire.service.api.valid_request import ValidRequest
 from quire.service.chat_templates import written_numbers
 from quire.service.chat_templates.literal import LiteralContent, Span
 from quire.service.chat_templates.template_probe import Dialect, names_in, probe
-from quire.service.common.refusal import Refusal
+from quire.service.common.refusal import Refusal, unsupported
 from quire.service.output.regions import ResponseTemplate, find
 from quire.service.text.call_form import CallForm, form_of, why_no_form
 from quire.service.text.family_ids import with_family_ids
@@ -115,17 +115,13 @@ class ChatTemplate:
     def _check_options(self, options: ChatOptions) -> None:
         """Raise Refusal for what the chat template does not know, or the model's answers cannot keep."""
         if options.tools and not self.dialect.tools:
-            raise _unsupported("tools", "the model's chat template knows no tools")
+            raise unsupported("tools", "the model's chat template knows no tools")
         if options.tools and (self.responses is None or not self.responses.has_calls):
-            raise _unsupported("tools", "no response template is known for this model, so its calls cannot be read")
+            raise unsupported("tools", "no response template is known for this model, so its calls cannot be read")
         if options.demanded and self.call_form is None:
-            raise _unsupported("tool_choice", f"{why_no_form(self.responses)}, so only 'none' and 'auto' are served")
+            raise unsupported("tool_choice", f"{why_no_form(self.responses)}, so only 'none' and 'auto' are served")
         if options.strict and not options.demanded and (self.call_form is None or not self.call_form.marker):
             reason = f"{why_no_form(self.responses)}, so arguments are not held to their schema"
-            raise _unsupported(options.strict, reason)
+            raise unsupported(options.strict, reason)
         if options.documents and "documents" not in names_in(self.text):
-            raise _unsupported("documents", "the model's chat template does not read them")
-
-
-def _unsupported(field: str, reason: str) -> Refusal:
-    return Refusal(400, "unsupported", f"{field}: {reason}", param=field)
+            raise unsupported("documents", "the model's chat template does not read them")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from quire.service.common.refusal import Refusal
+from quire.service.common.refusal import Refusal, unsupported
 from quire.service.grammar.grammar import ANY_TEXT, SPACES, AfterReasoning, Constraint
 from quire.service.text.lark_text import LarkText
 
@@ -83,4 +83,4 @@ def budgeted(markers: tuple[str, str] | None, special: Mapping[str, int]) -> tup
 
 def unserved(reason: str) -> Refusal:
     """Return the refusal of a budget."""
-    return Refusal(400, "unsupported", f"{FIELD}: {reason}", param=FIELD)
+    return unsupported(FIELD, reason)

@@ -26,7 +26,7 @@ from quire.service.api.scoring import Scoring
 from quire.service.api.tools import ChatOptions
 from quire.service.api.valid_request import Prompt, ValidRequest
 from quire.service.common.limits import PREDICTED_TOKENS, WORD_TOKENS
-from quire.service.common.refusal import Refusal, limit_refusal, placing, renamed
+from quire.service.common.refusal import Refusal, limit_refusal, placing, renamed, unsupported
 from quire.service.config import GatewayConfig
 from quire.service.text import infill
 from quire.service.text.answer_rules import AnswerRules
@@ -122,7 +122,7 @@ class Tokenizer:
     def _encode_infill(self, prompt: Prompt, suffix: str, budget: TokenBudget, *, special: bool) -> list[int]:
         """Return the prompt for the text between `prompt` and `suffix`.  Raises Refusal if the model has no such."""
         if self._infill is None:
-            raise _unsupported("suffix", "the model's tokenizer has no tokens for text insertion that are known here")
+            raise unsupported("suffix", "the model's tokenizer has no tokens for text insertion that are known here")
         for text in (prompt, suffix):
             if isinstance(text, str):
                 self._check_length(text, budget)
@@ -294,10 +294,6 @@ class Tokenizer:
         first, last = self._added
         yield from range(min(first, len(ids)))
         yield from range(max(first, len(ids) - last), len(ids))
-
-
-def _unsupported(field: str, reason: str) -> Refusal:
-    return Refusal(400, "unsupported", f"{field}: {reason}", param=field)
 
 
 def served_name(model: str) -> str:

@@ -42,7 +42,7 @@ async def test_an_engine_publishes_what_it_has_cached_until_it_dies(
         await fleet_until(redis_server.url, namespace, lambda fleet: fleet.queued == 0 and at_rest(fleet), LIMIT_S)
         expected = set(split(digests)) if locality else set()
         assert client.smembers(key) == expected
-        await asyncio.sleep(paced(1.5))  # an idle engine exchanges every second: it has asked its cache by now
+        await asyncio.sleep(paced(1.5))  # an idle engine syncs every second: it has asked its cache by now
         assert client.smembers(key) == expected
         await gateway.operations.reset_prefix_caches()
         async with asyncio.timeout(patience(LIMIT_S)):

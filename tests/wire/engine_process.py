@@ -1,6 +1,6 @@
 """One EngineSide in a process of its own: `python -m tests.wire.engine_process URL NAMESPACE NAME`.
 
-Each line on stdin is one exchange: {"gains": prompts of which its cache now has 1,024 tokens, "token_us"}.  The answer
+Each line on stdin is one sync: {"gains": prompts of which its cache now has 1,024 tokens, "token_us"}.  The answer
 is a line on stdout: {"ids", "held": tokens held of each, "retry_ms", "clock_s": how far its clock is ahead}."""
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ async def read(gateway: GatewaySide, count: int) -> list[TokenBatch]:
 
 
 async def read_deltas(gateway: GatewaySide, count: int) -> list[Delta]:
-    """Read until so many Deltas have come: one exchange's for a gateway come in one batch."""
+    """Read until so many Deltas have come: one sync's for a gateway come in one batch."""
     found: list[Delta] = []
     async with asyncio.timeout(patience(100)), contextlib.aclosing(gateway.batches()) as batches:
         async for one in batches:

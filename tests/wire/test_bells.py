@@ -117,7 +117,7 @@ async def test_what_a_dead_engine_held_wakes_others(bus: Bus) -> None:
 
 
 class Idle(RuleBasedStateMachine):
-    """Engines exchange when they are woken or a step ends, and never by themselves."""
+    """Engines sync when they are woken or a step ends, and never by themselves."""
 
     server: EmbeddedRedis
 
@@ -151,7 +151,7 @@ class Idle(RuleBasedStateMachine):
             self.held[name][request.id] = self.waiting.pop(request.id)
 
     def settle(self) -> None:
-        """Let woken engines exchange until none is woken."""
+        """Let woken engines sync until none is woken."""
         for _ in range(200):
             rung = self.bells.rung()
             if not rung:
@@ -185,7 +185,7 @@ class Idle(RuleBasedStateMachine):
 
     @rule(count=st.integers(2, 6), tokens=st.integers(1, 50))
     def submit_many(self, count: int, tokens: int) -> None:
-        """Before any engine that was woken exchanges."""
+        """Before any engine that was woken syncs."""
         for _ in range(count):
             self.number += 1
             self.waiting[f"r{self.number}"] = tokens
@@ -218,7 +218,7 @@ class Idle(RuleBasedStateMachine):
         self.check()
 
     def check(self) -> None:
-        """No idle engine could claim the request that is next.  One that is busy exchanges after its step."""
+        """No idle engine could claim the request that is next.  One that is busy syncs after its step."""
         self.settle()
         prefix = f"{{{self.namespace}}}:"
         for name in self.quarantined():

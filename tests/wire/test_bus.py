@@ -65,7 +65,7 @@ async def test_a_request_goes_down_and_its_tokens_come_up(bus: Bus) -> None:
     again = await gateway.fleet()
     assert again.exchanged_ms == fleet.exchanged_ms  # reading the fleet is no sign of an engine's life
     await engine.exchange([], [], last, 0, 0)
-    # An exchange is, whatever its load.
+    # A sync is, whatever its load.
     assert (await gateway.fleet()).exchanged_ms["e1"] >= fleet.exchanged_ms["e1"] + 50
 
 
@@ -115,7 +115,7 @@ async def test_a_submit_beyond_the_room_and_its_excess_queues_nothing(bus: Bus) 
         assert (full.accepted, full.queued, full.queued_tokens, full.room_tokens) == (False, 2, 100, 100)
     assert (await gateway.submit(generate("b", 40), bounds=within(0))).accepted  # a retry of what is queued
     assert ids(await take(engine, tokens=100)) == ["a", "b"]
-    assert (await gateway.fleet()).room_tokens == 0  # what an exchange claims is not offered a second time
+    assert (await gateway.fleet()).room_tokens == 0  # what a sync claims is not offered a second time
     await take(engine, tokens=50)
     assert (await gateway.fleet()).room_tokens == 50
     await take(engine, tokens=50, requests=0)
@@ -431,7 +431,7 @@ async def test_a_reply_lost_after_the_work_was_done_repeats_nothing(redis_server
     async with CuttingProxy(redis_server) as proxy:
         gateway, engine = await bus.gateway(), await bus.engine(url=proxy.url)
         cut_gateway = await bus.gateway("g2", proxy.url)
-        await take(engine)  # scripts are loaded: from here on one request is one exchange
+        await take(engine)  # scripts are loaded: from here on one request is one sync
         proxy.cut_after = b"submitted-once"
         await cut_gateway.submit(generate("submitted-once"))
         assert (await gateway.fleet()).queued == 1
@@ -583,7 +583,7 @@ async def test_the_bell_rings_at_once(bus: Bus) -> None:
     gateway, engine = await bus.gateway(), await bus.engine()
     delays, writes = [], []
     for i in range(20):
-        await take(engine)  # an engine is woken once between two exchanges
+        await take(engine)  # an engine is woken once between two syncs
         ringing = asyncio.create_task(engine.bell())
         await asyncio.sleep(0.002)
         began = time.perf_counter()

@@ -266,7 +266,7 @@ class BusModel(RuleBasedStateMachine):
     def talk(
         self, name: str, finished: list[str], talking: list[str], said: list[int], room: int, requests: int
     ) -> None:
-        """One exchange, and what must come of it."""
+        """One sync, and what must come of it."""
         batch = TokenBatch(name, [Delta(one, self.at[name, one], said) for one in talking])
         self.at.update({(name, one): self.at[name, one] + len(said) for one in talking})
         claimed = self.run(self.engines[name].exchange([("g", batch)], finished, load(name), room, requests))

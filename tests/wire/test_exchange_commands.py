@@ -1,4 +1,4 @@
-"""How many Redis commands an exchange takes: what it costs Redis, as a number that does not depend on the machine."""
+"""How many Redis commands a sync takes: what it costs Redis, as a number that does not depend on the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.wire.test_locality import SLOW, ask, prompt
 
 QUEUED = 600  # more than Redis keeps as one list
 # Commands that keep the sums which submits read in place of all engines and tenants.
-OFFER = 2  # commands of an exchange whose engine has other free capacity than before
+OFFER = 2  # commands of a sync whose engine has other free capacity than before
 CLAIM = 1  # commands per claimed request
 LEASE = 1  # the number of the change, by which readings of the fleet see it
 BELLS = 1  # the engine may be woken, or no more
@@ -117,7 +117,7 @@ def tenants_read(client: redis.Redis, waiting: int) -> Iterator[list[int]]:
 
 
 async def test_requests_of_many_tenants_that_are_left_to_another_engine(own_bus: Bus, client: redis.Redis) -> None:
-    """What one exchange tries is bounded, and it goes through the tenants once."""
+    """What one sync tries is bounded, and it goes through the tenants once."""
     gateway, engine, other = await own_bus.gateway(), await own_bus.engine("e1"), await own_bus.engine("e2")
     await engine.exchange([], [], load("e1"), 0, 0, SLOW)
     busy = PrefixReport(token_us=1e6, step_us=10_000.0, backlog=1_000_000)
@@ -146,13 +146,13 @@ async def test_claims_outside_a_crowd_go_through_the_tenants_once(own_bus: Bus, 
         got, count = await commands(client, engine.exchange([], [], full, 0, 0))
     assert ids(got) == [f"quiet {at:02}" for at in range(20)]
     assert sum(read) <= 2 * (len(crowd) + 1) + 20  # of both lanes
-    assert count <= 9 + OFFER + 20 * 24  # an exchange, and each claim; Redis 6.2 counts four commands more than 7.0
+    assert count <= 9 + OFFER + 20 * 24  # a sync, and each claim; Redis 6.2 counts four commands more than 7.0
 
 
 async def test_output_of_many_sequences_takes_no_more_commands_than_that_of_one(
     own_bus: Bus, client: redis.Redis
 ) -> None:
-    """But for the ledger of each tenant, and the logs, which are entered once in TAIL exchanges."""
+    """But for the ledger of each tenant, and the logs, which are entered once in TAIL syncs."""
     gateway, engine = await own_bus.gateway(), await own_bus.engine()
     names = [f"r{at}" for at in range(64)]
     for name in names:

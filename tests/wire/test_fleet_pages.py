@@ -177,7 +177,7 @@ def test_a_pass_that_takes_long_is_finished_by_one_reading() -> None:
 
 
 class Readings(RuleBasedStateMachine):
-    """Engines exchange, die, leave and return; Redis goes back in time or loses its scripts; heartbeats expire."""
+    """Engines sync, die, leave and return; Redis goes back in time or loses its scripts; heartbeats expire."""
 
     server: EmbeddedRedis
     page: int  # engines per reading

@@ -128,7 +128,7 @@ class LocalityModel(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(ENGINES))
     def silent_release(self, name: str) -> None:
-        """An exchange of an engine that does not publish claims what is first."""
+        """A sync of an engine that does not publish claims what is first."""
         self.check_in_order(name, self.run(self.engines[name].exchange([], [], load(name), 2**40, 1)))
 
     @rule(name=st.sampled_from(ENGINES))
@@ -171,7 +171,7 @@ class LocalityModel(RuleBasedStateMachine):
     # ------------------------------------------------------------------------------------------------------ checks
 
     def snapshot(self) -> dict[str, Any]:
-        """What Redis says before an exchange: queues, counters, passed requests."""
+        """What Redis says before a sync: queues, counters, passed requests."""
         return {
             "queues": {
                 (lane, tenant): [

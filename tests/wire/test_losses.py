@@ -128,7 +128,7 @@ async def test_a_log_that_lost_more_than_its_engine_ever_said_is_computed_again(
         key = f"{{{bus.namespace}}}:log:a:0"
         client.set(key, client.get(key)[:12])
     lost: list[str] = []
-    while not lost:  # within TAIL exchanges
+    while not lost:  # within TAIL syncs
         lost += (await engine.say()).reassigned
         assert engine.at or lost
     async with asyncio.timeout(patience(100)):

@@ -154,7 +154,7 @@ async def lapse(bus: Bus, gateway: GatewaySide, server: EmbeddedRedis, *, away: 
 async def test_a_lease_that_lapses_because_redis_was_away_counts_as_no_death(
     own_server: EmbeddedRedis, own_bus: Bus, away: bool
 ) -> None:
-    """Two short outages with no exchange between them put an innocent request in quarantine."""
+    """Two short outages with no sync between them put an innocent request in quarantine."""
     gateway = await own_bus.gateway()
     await gateway.submit(generate("innocent"))
     await gateway.fleet()

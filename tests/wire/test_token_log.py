@@ -110,7 +110,7 @@ async def test_an_attached_gateway_misses_nothing(bus: Bus) -> None:
     assert (await third.attach("a")) == Attached(
         b"r", [LoggedOutput([1], None, probs, 8), LoggedOutput([2], None, probs)]
     )
-    # In the exchange that brings the engine the news, tokens go past the third: it hears how far they went.
+    # In the sync that brings the engine the news, tokens go past the third: it hears how far they went.
     await say(engine, Delta("a", 1, [3], Finish("length"), 0, probs), Delta("a", 1, [4], None, 1, probs))
     await say(engine, Delta("a", 2, [5], Finish("length"), 1, probs), finished=("a",))
     missed, after = await read(third, 2)
@@ -329,7 +329,7 @@ async def test_what_a_tail_has_of_a_withdrawn_request_counts_and_is_read(bus: Bu
 
 
 async def test_a_beam_search_is_charged_for_all_its_beams(bus: Bus) -> None:
-    """Four beams of three tokens; two answers are sent.  A retry of the exchange charges nothing twice."""
+    """Four beams of three tokens; two answers are sent.  A retry of the sync charges nothing twice."""
     gateway, engine = await bus.gateway(), await bus.engine()
     await gateway.submit(generate("a", n=2, tenant="t", beams=Beams(4)), bounds=QueueBounds(extra_tokens=48))
     await take(engine)
@@ -409,7 +409,7 @@ async def test_who_attaches_while_the_last_tokens_are_under_way_hears_the_end(bu
 
 @pytest.mark.parametrize("gateways", [1, TAIL + 4])
 async def test_the_tail_spares_the_logs_however_many_gateways_there_are(bus: Bus, gateways: int) -> None:
-    """With a batch for each of many gateways, an exchange still enters nothing in the logs until TAIL exchanges."""
+    """With a batch for each of many gateways, a sync still enters nothing in the logs until TAIL syncs."""
     engine, names = await bus.engine(), [f"g{at}" for at in range(gateways)]
     for name in names:
         gateway = await bus.gateway(name)

@@ -3,7 +3,7 @@
     shared queue: lanes, fairness, priority ──claim──> prompts of this engine, in order of arrival ──> first tokens
                   '-- requests that wait here can still be overtaken, and leave the on-time lane --'
 
-What is claimed is computed in the order of its claim, whatever arrives later.  Where prompts are slow, the KV cache has
+What is claimed is computed in the order of its claim, whatever arrives later.  If prompts are slow, the KV cache has
 room for more of them than can be computed within the target of the time to first token.  So an engine claims what its
 next steps compute, and no more.  At least one prompt is claimed when none is left to compute, however long it is.
 """
@@ -15,7 +15,7 @@ from quire.engine.core.policy.adapters import AdapterSlots
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.waiting_queue import WaitingQueue
 
-STEPS = 2  # steps whose prompt tokens are claimed ahead: the next exchange with the queue comes with the next step
+STEPS = 2  # steps whose prompt tokens are claimed ahead: the next sync with the queue comes with the next step
 SECONDS = 0.2  # seconds of steps whose prompt tokens are claimed ahead, if these are more steps: claims need no haste
 MEMORY = 8  # claimed requests whose prompts count in the usual length
 

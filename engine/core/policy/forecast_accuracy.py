@@ -1,7 +1,7 @@
 """Forecast accuracy: counts since the engine started.
 
 Two predictions are judged.  For each output, when its sequence starts: the lengths within which it stays with the
-probabilities of `LEVELS`.  Where the life table is right, these shares of the outputs do.  And for the sequences that
+probabilities of `LEVELS`.  If the life table is right, these shares of the outputs do.  And for the sequences that
 hold blocks at some moment, a cohort: the bound on what they hold at once, without sequences that join later.  A bound
 should be passed rarely (forecast.py has the rate) and not lie far above.
 """

@@ -2,7 +2,7 @@
 
 Admission starts what will *probably* fit.  When unusually few outputs end, the pool fills up, and sequences have to
 pause.  A paused sequence keeps its blocks and loses nothing, as long as others end.  So it matters which ones continue.
-A token takes 1/block_size of a block, whatever the sequence, and an end gives back all that a sequence holds.  Where
+A token takes 1/block_size of a block, whatever the sequence, and an end gives back all that a sequence holds.  If
 large and small sequences end equally often, a token of a large one is more likely to free many blocks.  So the smaller
 a sequence, the more blocks have to be left over when it takes one.  The last blocks belong to the largest one.
 

@@ -20,7 +20,7 @@ stream, which the last product of each half updates in place:
     silu, product                    part of the product before it
     down projection, addition        one product, added to x                    linear: product, plus
 
-Where ranks add up their parts of the o and down projections on GPUs, one kernel sums them, adds the sum to x and
+If ranks add up their parts of the o and down projections on GPUs, one kernel sums them, adds the sum to x and
 computes the norm that follows (`Residual.normed`).
 
 A mixture of experts routes its tokens with one operator and computes them with another (`Mixture`).  Weights of experts
@@ -28,7 +28,7 @@ stay where they are.  Those of gpt_oss are turned in place at load (`store_rows`
 own experts, which compute many tokens where ours do not take them, read them by rows.
 
 On a CPU with packed weights a product is one operator, packed_linear, or where the library's is faster up to three.
-Where all products are ours, all layers together are one operator, decoder_layers.
+If all products are ours, all layers together are one operator, decoder_layers.
 A model is taken apart only if all its modules have exactly the expected names and types; any other runs as it is.
 """
 

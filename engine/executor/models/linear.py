@@ -286,7 +286,7 @@ class Linears:
 
 
 def _let_go(linears: Sequence[nn.Linear | QuantisedLinear]) -> None:
-    """Take their weights from these layers.  Where one is an embedding's, too, the embedding keeps it."""
+    """Take their weights from these layers.  If one is an embedding's, too, the embedding keeps it."""
     for linear in linears:
         if isinstance(linear, nn.Linear):
             linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)

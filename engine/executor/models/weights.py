@@ -33,7 +33,7 @@ NOT_MATHEMATICS = {"transformers_version", "_name_or_path"}
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint, sorted.  Raises ModelLoadError when there is none or a shard is absent.
 
-    Where several would do, the choice is that of transformers: `model.safetensors`, else the shards that the index
+    If several would do, the choice is that of transformers: `model.safetensors`, else the shards that the index
     names.  Without either, all files count."""
     whole = directory / "model.safetensors"  # a directory may have another copy, such as consolidated.safetensors
     if whole.is_file():

@@ -75,7 +75,7 @@ LOAD_SILENCE_S, LEASES_OF_SILENCE = 60.0, 10  # the longer one, after that until
 SHARED, SHARED_BYTES = Path("/dev/shm"), 32 << 20  # directory of NCCL's buffers; bytes that a rank may need
 END_S = 2.0  # seconds for a call on a lost rank to return, before the process ends without it
 CLOSE_S = 20.0  # seconds to release the GPU after a lost rank, for which kernels may wait
-GRACE_S = 2.0  # more, where not even the thread that would end the process gets to run
+GRACE_S = 2.0  # more, if not even the thread that would end the process gets to run
 
 
 @dataclass
@@ -351,7 +351,7 @@ class ParallelExecutor:
         """Return why a rank failed or was lost for a reason of its own; empty: none was.
 
         Such a rank breaks the others' exchanges, so rank 0's `error` is then a consequence: of an exchange, or that its
-        part of the model does not work.  Where all fail alike, rank 0's own error is the one to print."""
+        part of the model does not work.  If all fail alike, rank 0's own error is the one to print."""
         if isinstance(error, ModelLoadError):
             self._watch.wait_for_loss()
         lines = [*(rank.start_error() for rank in self._others), self._watch.lost]

@@ -1,8 +1,8 @@
--- One exchange of an engine: enter and publish its tokens, end requests, claim requests, take orders, renew the lease.
+-- One sync of an engine: enter and publish its tokens, end requests, claim requests, take orders, renew the lease.
 -- ARGV: packed, load, tokens, added, removed, ...
 -- `packed`: msgpack map:
 --   engine, session     the engine's name; its process
---   seq, epoch          number of this exchange of the process; epoch of the lease (text)
+--   seq, epoch          number of this sync of the process; epoch of the lease (text)
 --   lease_ms            length of the lease
 --   room_tokens, room_requests   free capacity: prompt tokens and requests it may claim
 --   claim_tokens        prompt tokens to claim at once; the prompt that exceeds them is the last one
@@ -43,7 +43,7 @@ if not repeated then
   if leaves_hole(x.segments) then return false end
 end
 
-call('PEXPIRE', state, MEMORY_MS)  -- a first write that full memory never refuses: exchanges are what empties Redis
+call('PEXPIRE', state, MEMORY_MS)  -- a first write that full memory never refuses: syncs are what empties Redis
 renew_lease(x.engine, load, x.lease_ms)
 local waiting, engines = call('HLEN', P .. 'waiting'), call('ZCARD', P .. 'engines')
 -- The digests are renewed with the lease.  The engine sends differences, so it must learn if there are none.
@@ -73,7 +73,7 @@ if x.publishes == 'afresh' or vanished == 1 and (added ~= '' or #x.claimed > 0) 
   if x.publishes == 'afresh' then vanished = 0 end
 end
 offer_capacity(x, left, known_left, waiting, closed)
--- What a retry of this exchange gets, and for submits and other engines how many prompt tokens it would still claim.
+-- What a retry of this sync gets, and for submits and other engines how many prompt tokens it would still claim.
 call('HSET', state, 'seq', x.seq, 'reply', cmsgpack.pack({x.claimed, x.orders, retry, vanished}), 'room', left)
 if x.seq == 1 then engines = engines + call('ZADD', P .. 'engines', 0, x.engine) end  -- REJOIN does it later
 return {x.works, x.orders, waiting - LEFT, engines, now_ms(), rare and call('EXISTS', P .. 'watch') or 0, retry,

@@ -1,5 +1,5 @@
--- An engine whose exchange was refused names what it holds: "The token log" in KEYS.md.
--- `seq`: of its last exchange.  Then the ids that it holds.
+-- An engine whose sync was refused names what it holds: "The token log" in KEYS.md.
+-- `seq`: of its last sync.  Then the ids that it holds.
 -- Returns {epoch, {{id, listeners, {tokens in the log of each choice}} for each id that it keeps}}.
 local engine, session, seq, lease_ms, load = unpack(ARGV, 1, 5)
 local FIRST = 6  -- first id in ARGV

@@ -20,7 +20,7 @@ from quire.service.api.history import Message, Part
 from quire.service.api.openai_responses.response_items import NOTE, SUMMARY
 from quire.service.api.skipped import Skipped
 from quire.service.common.limits import shown
-from quire.service.common.refusal import Refusal, bad_request
+from quire.service.common.refusal import bad_request, unsupported, wrong_type
 
 TOOL_PREFIX = "toolu_"  # prefix of call ids; chat templates get the rest, which some bound to nine characters
 BILLING = "x-anthropic-billing-header:"  # begins a line at the head of a coding agent's system prompt
@@ -164,7 +164,7 @@ def _answer(param: str, blocks: list[ContentBlock], names: dict[str, str], skipp
         elif block.type in SKIPPED:
             skipped.add(f"{here}.{block.type}")
         else:
-            raise _unsupported(f"{here}.type", f"only {OF_ASSISTANT} are served", OF_ASSISTANT, str(shown(block.type)))
+            raise unsupported(f"{here}.type", f"only {OF_ASSISTANT} are served", OF_ASSISTANT, str(shown(block.type)))
     if texts or thoughts or calls or not blocks:
         flush()
     return found
@@ -173,12 +173,12 @@ def _answer(param: str, blocks: list[ContentBlock], names: dict[str, str], skipp
 def _call(here: str, block: ContentBlock, names: dict[str, str]) -> dict[str, Any]:
     given = bytes(block.input) or b"{}"
     if block.id is None or block.name is None or not given.startswith((b"{", b"null")):
-        raise _wrong(here, "a tool_use with id, name and an object as input")
+        raise wrong_type(here, "a tool_use with id, name and an object as input")
     names[block.id] = block.name
     try:
         arguments = given.decode() if given.startswith(b"{") else "{}"
     except UnicodeDecodeError:
-        raise _wrong(f"{here}.input", "valid UTF-8") from None
+        raise wrong_type(f"{here}.input", "valid UTF-8") from None
     function = {"name": block.name, "arguments": arguments}
     return {"id": _bare(block.id), "type": "function", "function": function}
 
@@ -186,7 +186,7 @@ def _call(here: str, block: ContentBlock, names: dict[str, str]) -> dict[str, An
 def _result(here: str, block: ContentBlock, names: dict[str, str], skipped: Skipped) -> Message:
     """Return a tool's result."""
     if block.tool_use_id is None:
-        raise _wrong(f"{here}.tool_use_id", "a string")
+        raise wrong_type(f"{here}.tool_use_id", "a string")
     name = names.get(block.tool_use_id)
     content = _inner(f"{here}.content", block.content, skipped, notes=True)
     return Message("tool", content, name=name, tool_call_id=_bare(block.tool_use_id))
@@ -201,7 +201,7 @@ def _inner(param: str, given: Any, skipped: Skipped, *, notes: bool = False) -> 
     try:
         blocks = msgspec.convert(given, list[ContentBlock])
     except msgspec.ValidationError:
-        raise _wrong(param, "a string or a list of blocks") from None
+        raise wrong_type(param, "a string or a list of blocks") from None
     return _content([_text_part(f"{param}[{at}]", block, skipped, notes=notes) for at, block in enumerate(blocks)])
 
 
@@ -219,13 +219,13 @@ def _text_part(here: str, block: ContentBlock, skipped: Skipped, *, notes: bool 
             return Part("text", NOTE.format("image" if block.type == "image" else "file"))
         return Part("text", f"[tool {block.name or ''}]".replace(" ]", "]"))
     if block.type != "text":
-        raise _unsupported(f"{here}.type", "this server takes text only", OF_USER, str(shown(block.type)))
+        raise unsupported(f"{here}.type", "this server takes text only", OF_USER, str(shown(block.type)))
     return Part("text", _text(here, block))
 
 
 def _text(here: str, block: ContentBlock) -> str:
     if block.text is None:
-        raise _wrong(f"{here}.text", "a string")
+        raise wrong_type(f"{here}.text", "a string")
     return block.text
 
 
@@ -237,7 +237,7 @@ def _document(here: str, block: ContentBlock, skipped: Skipped) -> str | None:
         head = [block.title, source if isinstance(source, str) else None]
     else:
         if not isinstance(source, dict):
-            raise _wrong(f"{here}.source", "an object")
+            raise wrong_type(f"{here}.source", "an object")
         kind, media, data = source.get("type"), str(source.get("media_type")), source.get("data")
         if kind == "content":
             body = _inner(f"{here}.source.content", source.get("content"), skipped)
@@ -261,11 +261,3 @@ def _decoded(data: Any) -> str | None:
 
 def _bare(tool_id: str) -> str:
     return tool_id.removeprefix(TOOL_PREFIX)
-
-
-def _unsupported(param: str, reason: str, allowed: str | None = None, given: str | None = None) -> Refusal:
-    return bad_request("unsupported", f"{param}: {reason}", param, allowed, given)
-
-
-def _wrong(param: str, wanted: str) -> Refusal:
-    return bad_request("invalid_type", f"{param}: must be {wanted}", param, wanted)

@@ -27,7 +27,7 @@ from quire.service.api.tools import ToolRules
 from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import WHOLE, shown
 from quire.service.common.pacing import Pacer, Turns
-from quire.service.common.refusal import Refusal, bad_request, check, placing
+from quire.service.common.refusal import Refusal, bad_request, check, placing, unsupported, wrong_type
 from quire.service.common.surrogates import without_escaped_halves
 from quire.service.config import GatewayConfig
 from quire.service.output.pieces import Piece
@@ -140,7 +140,7 @@ def chat_of(asked: CountBody, skipped: Skipped) -> tuple[ChatBody, ToolRules, li
     Raises Refusal."""
     for name, feature in UNSERVED.items():
         if getattr(asked, name) not in (None, [], {}):
-            raise _unsupported(name, f"{feature} is not served")
+            raise unsupported(name, f"{feature} is not served")
     turns = edited(asked.messages, asked.context_management, skipped)
     messages, sources = messages_of(turns, skipped)
     # An answer continues a last message of the assistant's, as at Anthropic.
@@ -161,14 +161,6 @@ def chat_of(asked: CountBody, skipped: Skipped) -> tuple[ChatBody, ToolRules, li
         continue_final_message=continued or None,
     )
     return chat, rules, ["system"] * len(system) + sources
-
-
-def _unsupported(param: str, reason: str, allowed: str | None = None, given: str | None = None) -> Refusal:
-    return bad_request("unsupported", f"{param}: {reason}", param, allowed, given)
-
-
-def _wrong(param: str, wanted: str) -> Refusal:
-    return bad_request("invalid_type", f"{param}: must be {wanted}", param, wanted)
 
 
 def _tool_choice(given: dict[str, Any] | None) -> tuple[Any, bool | None]:
@@ -200,7 +192,7 @@ def _thinking(given: dict[str, Any] | None) -> tuple[bool | None, int | None]:
         return False, None
     budget = given.get("budget_tokens")
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
-        raise _wrong("thinking.budget_tokens", "a whole number >= 0")
+        raise wrong_type("thinking.budget_tokens", "a whole number >= 0")
     return True, None if budget is None else min(budget, WHOLE)
 
 
@@ -209,14 +201,14 @@ def _output_config(given: dict[str, Any] | None) -> tuple[str | None, dict[str, 
     given = given or {}
     for name in given:
         if name not in ("effort", "format"):
-            raise _unsupported(f"output_config.{shown(name)}", "there is no such setting", "effort, format")
+            raise unsupported(f"output_config.{shown(name)}", "there is no such setting", "effort, format")
     effort, form = given.get("effort"), given.get("format")
     if not isinstance(effort, str | None):
-        raise _wrong("output_config.effort", "a string")
+        raise wrong_type("output_config.effort", "a string")
     if form is None:
         return effort, None
     if not isinstance(form, dict) or form.get("type") != "json_schema":
-        raise _unsupported("output_config.format.type", "only json_schema is served", "json_schema")
+        raise unsupported("output_config.format.type", "only json_schema is served", "json_schema")
     return effort, {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}
 
 

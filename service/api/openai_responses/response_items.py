@@ -26,7 +26,7 @@ from quire.service.api.client_tools import custom_arguments, joined
 from quire.service.api.history import Message, Part
 from quire.service.api.skipped import Skipped
 from quire.service.common.limits import shown
-from quire.service.common.refusal import Refusal, bad_request
+from quire.service.common.refusal import Refusal, bad_request, unsupported, wrong_type
 
 CALL_PREFIX = "call_"  # prefix of call ids; chat templates get the rest, which some bound to nine characters
 Item = dict[str, Any]  # one item of an input or an output, as JSON
@@ -92,7 +92,7 @@ def with_ids(given: str | list[Item]) -> list[Item]:
         if item_id is None:
             item_id = ID_PREFIXES.get(kind, "msg_") + secrets.token_hex(16)
         elif not isinstance(item_id, str):
-            raise _wrong(f"input[{at}].id", "a string")
+            raise wrong_type(f"input[{at}].id", "a string")
         found.append({**item, "id": item_id, "type": kind})
     return found
 
@@ -218,7 +218,7 @@ class _History:
             self._skipped.add(f"{param}.{kind}")
         else:
             allowed = ", ".join((*SERVED, *CLIENT_CALLS, *OUTPUTS, *PROVIDER_CALLS))
-            raise _unsupported(f"{param}.type", "there is no such item here", allowed, str(shown(kind)))
+            raise unsupported(f"{param}.type", "there is no such item here", allowed, str(shown(kind)))
 
     def _message(self, param: str, item: Item) -> None:
         role = item.get("role")
@@ -286,7 +286,7 @@ class _History:
             if item.get(field):
                 parts = item[field]
                 if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-                    raise _wrong(f"{param}.{field}", "a list of parts")
+                    raise wrong_type(f"{param}.{field}", "a list of parts")
                 return "\n\n".join(_string(f"{param}.{field}[{at}]", part, "text") for at, part in enumerate(parts))
         if sealed := item.get("encrypted_content"):
             if (text := opened(sealed)) is not None:
@@ -312,12 +312,12 @@ def texts(param: str, given: Any, skipped: Skipped | None = None) -> str | list[
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
-        raise _wrong(param, "a string or a list of parts")
+        raise wrong_type(param, "a string or a list of parts")
     parts = []
     for at, part in enumerate(given):
         here = f"{param}[{at}]"
         if not isinstance(part, dict):
-            raise _wrong(here, "an object")
+            raise wrong_type(here, "an object")
         kind = str(part.get("type"))
         if kind in TEXT_PARTS or kind == "refusal":
             parts.append(Part("text", _string(here, part, "refusal" if kind == "refusal" else "text")))
@@ -328,7 +328,7 @@ def texts(param: str, given: Any, skipped: Skipped | None = None) -> str | list[
             parts.append(Part("text", NOTE.format("image" if "image" in kind or "screenshot" in kind else "file")))
         else:
             allowed = ", ".join((*TEXT_PARTS, "refusal"))
-            raise _unsupported(f"{here}.type", "this server takes text only", allowed, str(shown(kind)))
+            raise unsupported(f"{here}.type", "this server takes text only", allowed, str(shown(kind)))
     return (parts[0].text or "") if len(parts) == 1 else parts if parts else ""
 
 
@@ -381,13 +381,5 @@ def _call_id(param: str, item: Item) -> str:
 
 def _string(param: str, item: Item, field: str) -> str:
     if not isinstance(value := item.get(field), str):
-        raise _wrong(f"{param}.{field}", "a string")
+        raise wrong_type(f"{param}.{field}", "a string")
     return value
-
-
-def _unsupported(param: str, reason: str, allowed: Any = None, given: Any = None) -> Refusal:
-    return bad_request("unsupported", f"{param}: {reason}", param, allowed, given)
-
-
-def _wrong(param: str, wanted: str) -> Refusal:
-    return bad_request("invalid_type", f"{param}: must be {wanted}", param, wanted)

@@ -29,7 +29,7 @@ from quire.service.api.skipped import Skipped
 from quire.service.api.tools import ToolRules
 from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import shown
-from quire.service.common.refusal import Refusal, bad_request, check, placing
+from quire.service.common.refusal import Refusal, bad_request, check, placing, unsupported, wrong_type
 from quire.service.config import GatewayConfig
 
 Turn = tuple[bytes, bytes]  # a stored response: its input items and the response, as JSON
@@ -182,20 +182,12 @@ def parse(
 # ------------------------------------------------------------------------------------------------------------- requests
 
 
-def _unsupported(param: str, reason: str, allowed: Any = None, given: Any = None) -> Refusal:
-    return bad_request("unsupported", f"{param}: {reason}", param, allowed, given)
-
-
-def _wrong(param: str, wanted: str) -> Refusal:
-    return bad_request("invalid_type", f"{param}: must be {wanted}", param, wanted)
-
-
 def _stored(asked: ResponsesBody, config: GatewayConfig) -> bool:
     """Return whether the response will be stored.  Raises Refusal for what needs a store that there is not."""
     stored = config.responses_ttl_s > 0 and asked.store is not False
     needed = "store" if asked.store else "background" if asked.background else ""
     if needed and not config.responses_ttl_s:
-        raise _unsupported(needed, "this server stores no responses (--responses-ttl-s)", False, True)
+        raise unsupported(needed, "this server stores no responses (--responses-ttl-s)", False, True)
     if needed and not stored:
         raise bad_request(
             "invalid_value", "background can only be used when `store` is true", "background", False, True
@@ -213,7 +205,7 @@ def chat_of(
     _check_metadata(asked.metadata or {}, config)
     effort = (asked.reasoning or {}).get("effort")
     if not isinstance(effort, str | None):
-        raise _wrong("reasoning.effort", "a string")
+        raise wrong_type("reasoning.effort", "a string")
     if (summary := (asked.reasoning or {}).get("summary")) not in (None, *SUMMARIES):
         allowed, value = ", ".join(SUMMARIES), str(shown(str(summary)))
         message = f"reasoning.summary: must be one of {allowed}, got '{value}'"
@@ -251,12 +243,12 @@ def chat_of(
 def _refuse_unserved(asked: ResponsesBody) -> None:
     for name, feature in UNSERVED.items():
         if getattr(asked, name) not in (None, [], {}, ""):
-            raise _unsupported(name, f"{feature} is not served")
+            raise unsupported(name, f"{feature} is not served")
     if asked.truncation not in (None, "disabled"):
-        raise _unsupported("truncation", "items are not dropped", "disabled", str(shown(asked.truncation)))
+        raise unsupported("truncation", "items are not dropped", "disabled", str(shown(asked.truncation)))
     for at, name in enumerate(asked.include or ()):
         if name not in INCLUDED:
-            raise _unsupported(f"include[{at}]", "is not served", ", ".join(INCLUDED), str(shown(name)))
+            raise unsupported(f"include[{at}]", "is not served", ", ".join(INCLUDED), str(shown(name)))
 
 
 def _check_metadata(metadata: dict[str, str], config: GatewayConfig) -> None:
@@ -270,9 +262,9 @@ def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
     given = given or {}
     for name in given:
         if name not in ("format", "verbosity"):
-            raise _unsupported(f"text.{shown(name)}", "there is no such setting", "format, verbosity")
+            raise unsupported(f"text.{shown(name)}", "there is no such setting", "format, verbosity")
     if not isinstance(given.get("verbosity"), str | None):
-        raise _wrong("text.verbosity", "a string")
+        raise wrong_type("text.verbosity", "a string")
     form = given.get("format")
     if form is None or not isinstance(form, dict) or form.get("type") != "json_schema":
         return form

@@ -90,7 +90,7 @@ def _read(name: str, stored: StoredTensor, layer: KVShape, kind: str, ranks: Ran
         scales: Tensor = file.get_tensor(stored.name).float().flatten()
     if scales.numel() == 1:
         scales = scales.expand(layer.heads)
-    else:  # ranks have heads of their own, or where there are more ranks than heads some share one
+    else:  # ranks have heads of their own, or if there are more ranks than heads some share one
         first = ranks.rank * scales.numel() // ranks.size
         mine = scales[first : first + max(1, scales.numel() // ranks.size)]
         if len(mine) != layer.heads:

@@ -26,7 +26,7 @@ DTYPE: dict[Kind, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn
 BITS = {torch.int8: 8, torch.float8_e4m3fn: 8, torch.uint8: 4}
 BLOCK = 128  # rows and columns of a block that has one scale
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what the largest number of a row becomes
-MIDDLE = 8  # the zero point of 4 bits where there is none
+MIDDLE = 8  # the zero point of 4 bits if there is none
 PIECE = 1 << 15  # numbers of a weight that are rounded or widened at a time: in float32 less than the heap returns
 PIECE_ON_GPU = 1 << 18
 

@@ -5,7 +5,7 @@
     returned    these parts, as if the file held no more, and where the wanted area lies in them
 
 Every format can be cut at its units: the block that shares a scale, the group, the word.  An area that ends within a
-unit is read up to the unit's end, and the caller drops the rest.  Where g_idx names each column's group, the scales of
+unit is read up to the unit's end, and the caller drops the rest.  If g_idx names each column's group, the scales of
 all groups are read.
 """
 

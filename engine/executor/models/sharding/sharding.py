@@ -10,7 +10,7 @@ config, `_tp_plan` of a class).  For N ranks and a layer of weight [out, in]:
     colwise_gather_output   the head: vocabulary / N rows             all-gather: every rank has all logits
     replicate, replicated_* all of it                                 -
 
-KV heads are divided, or each is held by N / heads ranks where there are fewer heads than ranks.  Other words of the
+KV heads are divided, or each is held by N / heads ranks if there are fewer heads than ranks.  Other words of the
 table, and architectures without one, are refused by name.  For gpt_oss and gpt2 the tables are here (OWN_TABLES), with
 words of their own, most of them for transposes [.., in, out]:
 
@@ -53,7 +53,7 @@ EXPERT_PARTS = {
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up_proj"),
     **dict.fromkeys(("down_proj", "w2"), "down_proj"),
 }
-# Where transformers has none.  Paths are those of the base model.
+# Tables of ours for architectures without one in transformers.  Paths are those of the base model.
 OWN_TABLES = {
     "gpt_oss": {
         "layers.*.self_attn.q_proj": "colwise",

@@ -11,7 +11,7 @@ The model's own chat template knows no tools.  The one here, `demo_chat_template
 tools.  Functions and calls look as in the models of the Hermes family.  Their markers are plain text here, so a string
 of a call could hold one: the response template takes a line end into the closing marker, which no JSON string holds.
 
-Where it exists already, this takes milliseconds: torch and transformers are imported for the conversion only.
+If it exists already, this takes milliseconds: torch and transformers are imported for the conversion only.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("directory", nargs="?", type=Path, help="where; by default in the cache directory")
     parser.add_argument(
-        "--or-builtin", action="store_true", help="print the built-in model's directory where it cannot be fetched"
+        "--or-builtin", action="store_true", help="print the built-in model's directory if it cannot be fetched"
     )
     options = parser.parse_args(words)
     try:

@@ -1,6 +1,6 @@
--- Claims in an exchange: isolated suspects first, then a share of the lanes, then tenants below their share.
+-- Claims in a sync: isolated suspects first, then a share of the lanes, then tenants below their share.
 --
--- `x` is the exchange: its arguments by name (exchange.lua), the bytes `load`, and what the claims have come to:
+-- `x` is the sync: its arguments by name (exchange.lua), the bytes `load`, and what the claims have come to:
 --   claimed   {id, prompt tokens held, 1 if it was passed over before} of each claimed request
 --   works     what the engine receives of each of them
 --   orders    orders for the engine
@@ -77,8 +77,8 @@ local function isolates(x, suspect)
   return true
 end
 
--- Claims this engine's share of what waits.  All engines share a burst, whichever asks first: each exchange claims a
--- fair part of it, and the next exchange follows with the next step.  A request that does not fit ends the claim:
+-- Claims this engine's share of what waits.  All engines share a burst, whichever asks first: each sync claims a
+-- fair part of it, and the next sync follows with the next step.  A request that does not fit ends the claim:
 -- smaller ones would keep it waiting.  So does one that exceeds `claim_tokens`: what this engine cannot compute yet
 -- stays in the lanes, in their order.
 --

@@ -1,4 +1,4 @@
--- The token logs in an exchange: what the engine appends to them, and the messages that it publishes.
+-- The token logs in a sync: what the engine appends to them, and the messages that it publishes.
 
 -- Whether a segment begins beyond the end of its log, so that appending it would leave a hole.
 local function leaves_hole(segments)

@@ -1,7 +1,7 @@
--- What an exchange renews: the lease, the published digests, and what the engine offers to claim.  `x`: as in
+-- What a sync renews: the lease, the published digests, and what the engine offers to claim.  `x`: as in
 -- exchange_claim.lua.
 
--- The reply to an exchange that was done already and whose reply was lost: read again, claims nothing.
+-- The reply to a sync that was done already and whose reply was lost: read again, claims nothing.
 local function repeated_reply(x, waiting, engines, vanished)
   local retry, before
   x.claimed, x.orders, retry, before = unpack(cmsgpack.unpack(call('HGET', P .. 'engine:' .. x.engine, 'reply')))
@@ -23,7 +23,7 @@ local function publish_digests(x, added, removed)
 end
 
 -- Give the engine the orders that wait for it.  Whom an order routes to a new listener gets the ends of its logs: the
--- tokens of this exchange, perhaps the last ones, went to the earlier listeners.
+-- tokens of this sync, perhaps the last ones, went to the earlier listeners.
 local function collect_orders(x)
   local key, routed = P .. 'orders:' .. x.engine, {}
   for _, text in ipairs(call('LRANGE', key, 0, -1)) do
@@ -37,7 +37,7 @@ local function collect_orders(x)
 end
 
 -- Say what the engine would still claim, `left` prompt tokens, and wake others if it leaves requests waiting: see
--- "Bells" in KEYS.md.  `known`: what its last exchange left, as text; nil: not known.  `closed`: it runs a suspect.
+-- "Bells" in KEYS.md.  `known`: what its last sync left, as text; nil: not known.  `closed`: it runs a suspect.
 local function offer_capacity(x, left, known, waiting, closed)
   offer(x.engine, left, now_ms() + math.min(STALE_MS, x.lease_ms), known or '0')
   local claims_more = left > 0 and x.claim_tokens > 0

@@ -8,7 +8,7 @@
 --                                           no:  claimed
 --                                           yes: left, for as long as that engine is ahead; then the next one is tried
 --
--- After TRIES requests tried in vain an exchange claims in the queue's order.
+-- After TRIES requests tried in vain a sync claims in the queue's order.
 
 local function prefix_tokens(count)  -- tokens of the `count`-th length at which prefixes have digests
   if count <= PREFIX_DENSE then return count * PREFIX_BLOCK end
@@ -47,7 +47,7 @@ local function add_prefixes(engine, prefixes, held)
   each_part('SADD', P .. 'prefixes:' .. engine, adapter .. string.sub(digests, held * DIGEST_BYTES + 1))
 end
 
--- How an engine that publishes its prefixes claims.  Returns three functions: an exchange calls choose for the tenant
+-- How an engine that publishes its prefixes claims.  Returns three functions: a sync calls choose for the tenant
 -- whose turn it is, note_claim after each claim, and finish once at the end.
 -- `me`: {name, token_us, step_us, backlog, load_us, loads} of the engine; load_us: until it has loaded
 -- one more adapter; loads: adapters that it loads or has still to load.  `now`: unix ms.
@@ -337,7 +337,7 @@ local function chooser(me, now)
   end
 
   -- Enter the requests that were passed over, and wake the engines to which they were left.  Returns the ms after which
-  -- the engine should ask again, 0 where it has left none, and its backlog with what it has claimed.
+  -- the engine should ask again, 0 if it has left none, and its backlog with what it has claimed.
   local function finish()
     for lane, found in pairs(so_far.passed_over) do
       local ids = {}
