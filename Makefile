@@ -3,6 +3,7 @@
 #   make serve [MODEL=org/name or ./dir] [ARGS='--port 9000']   serve a model; the small demo model without MODEL
 #   make test  [ARGS='tests/wire -x']                           all tests that need no GPU
 #   make test NIGHTLY=1                                         the rest of the matrices of which that runs a sample
+#   make test GPU=1                                             tests that need a GPU, or two; prints what it skipped and why
 #   make test COVERAGE=1                                        all tests, and the share of lines that they run
 #   make clients [ARGS='-k stream']                             other clients against a server: LangChain, Claude Code and more
 #   make lint                                                   format, lint, types, length of functions, dead code, words
@@ -49,6 +50,7 @@ serve: $(KERNELS)
 HERE := not gpu and not multi_gpu and not perf
 ALONE = $(sort $(shell grep -rlw --include='test_*.py' 'mark\.alone' tests --exclude-dir=clients))
 NIGHTLY ?=
+GPU ?=
 COVERAGE ?=
 ERASE_COVERAGE := $(if $(COVERAGE),$(RUN) -m coverage erase;)
 SHOW_COVERAGE := $(if $(COVERAGE),$(RUN) -m coverage combine -q && $(RUN) -m coverage report;)
@@ -56,6 +58,8 @@ PYTEST := $(RUN) -m $(if $(COVERAGE),coverage run -m )pytest
 test: $(INSTALLED) $(KERNELS)
 ifneq ($(NIGHTLY),)
 	@$(PYTEST) -m "nightly and $(HERE)" -n auto --dist loadfile $(ARGS)
+else ifneq ($(GPU),)
+	@$(PYTEST) -m "(gpu or multi_gpu) and not nightly and not perf" $(or $(ARGS),tests/kernels tests/executor)
 else ifeq ($(ARGS),)
 	@failed=0; $(ERASE_COVERAGE) $(PYTEST) -q -m "alone and not nightly and $(HERE)" $(ALONE) || failed=1; \
 	  $(PYTEST) -m "not alone and not nightly and $(HERE)" -n auto --dist loadfile || failed=1; $(SHOW_COVERAGE) exit $$failed

@@ -20,7 +20,7 @@ from quire.engine.orders import Inbox, Order, Refused, Resume, request_of
 from quire.engine.wire.clock import steady_ms
 from quire.engine.wire.messages import Abort, Generate
 
-POLL_S = 0.002  # how often an engine with nothing else to do asks for what it waits for
+POLL_S = 0.002  # seconds between polls of the awaited grammar or adapter while the engine is idle
 
 
 class Gate:

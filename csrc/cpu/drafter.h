@@ -48,8 +48,8 @@ class Text {
   int32_t last_place(uint64_t pair) const;  // place of the second token of a pair with this hash; -1: none
   int32_t previous(int32_t place) const { return previous_[place]; }
   int32_t last() const { return last_; }  // its last token; kEnd: it has none
-  void prefetch(uint64_t pair) const;     // for last_place
-  void prefetch_end() const;              // for append
+  void prefetch(uint64_t pair) const;     // reads ahead for last_place
+  void prefetch_end() const;              // reads ahead for append
 
  private:
   struct Entry {

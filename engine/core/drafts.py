@@ -54,7 +54,7 @@ class Policy(Protocol):
         """`accepted` of the first `computed` tokens of a draft were right."""
 
     def record(self, seconds: float, seqs: int, tokens: int, idle_s: float) -> None:
-        """A step of `seqs` sequences, without prompts, took so long with so many drafts.
+        """A step of `seqs` sequences, without prompts, took `seconds` with `tokens` drafts.
 
         For `idle_s` of these seconds the device waited for the step."""
 

@@ -113,7 +113,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     targets: list[int] = []  # report the logprob of targets[i] after token_ids[i] (prompt logprobs)
     top: int = 0  # number of top-k tokens to report, too
     candidates: int = 0  # report this many likeliest tokens after the last one; then there is no sampler
-    # The last so many of `token_ids` are drafts: guesses that no step has sampled.  The slot samples after each of them
+    # Number of drafts at the end of `token_ids`: guesses that no step has sampled.  The slot samples after each of them
     # and after the token before them.  It accepts drafts while they equal these samples.
     drafts: int = 0
     # (position, checkpoint): copy the slot's recurrent state there once every token before the position is computed.

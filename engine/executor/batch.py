@@ -81,7 +81,7 @@ class StepTensors:
     rows: Tensor  # [S] i32: the slot of each sequence, as an index into `tables`
     q_start: Tensor  # [S + 1] i32: its first token; the last entry is T
     lens: Tensor  # [S] i32: its length with this step's tokens; 0: padding
-    decodes: int  # the first so many sequences have one token each
+    decodes: int  # leading sequences with one token each
     caches: Caches
     plans: Plans
     # [N + R] i64: tokens that the N slots sample after, then the R drafts of the step, then padding; None: all T

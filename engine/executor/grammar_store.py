@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 # grammars, 42 to 84 per byte of large schemas and lists of choices, 120 to 8,000 per token of different grammars.
 FIXED, PER_BYTE, PER_TOKEN = 60_000, 80, 2_000
 LEXER_BYTES = 24 << 20  # at most in a lexer: 20,000 states (grammars.LIMITS) of about 1.1 KiB
-MEASURED = 16  # one eviction in so many is measured: malloc counts its free chunks for that, up to about 1 ms
+MEASURED = 16  # evictions per measurement: malloc counts its free chunks for one, up to about 1 ms
 PRIOR_BYTES = 4 << 20  # measured bytes that weigh as much as the constants above
 SCALES = (0.25, 16.0)  # bounds of the ratio
 CORES_PER_THREAD, MOST_THREADS = 4, 4  # compile threads: few, since steps need the cores
@@ -242,7 +242,7 @@ class GrammarStore:
             return grammar.compiled.deep_copy()
 
     def used(self, text: str, tokens: int) -> None:
-        """Note that a copy is freed, which has taken in so many tokens."""
+        """Note that a copy is freed, and how many tokens it had taken in."""
         with self._lock:
             if (grammar := self._grammars.get(text)) is None:
                 return

@@ -105,7 +105,7 @@ class _Row:
     end: int = -1  # the only end token; -1: there are several
     taken: list[int] = field(default_factory=list)  # the tokens that the matcher has taken in
     behind: bool = False  # but for the last of them, which `catch_up` gives it
-    ahead: int = 0  # the last so many of them are forced, and sampled one by one or not at all
+    ahead: int = 0  # forced tokens at the end, which are sampled one by one or not at all
     reported: bool = True  # whether those ahead have been
 
     def take(self, token: int) -> None:

@@ -31,7 +31,7 @@ from quire.engine.executor.swap import Swap
 log = logging.getLogger(__name__)
 
 CACHED = 8  # one in CACHED of the live window blocks is added for cached ones
-REFERENCE = 4  # with little memory: both kinds of blocks are used up by sequences of so many windows
+REFERENCE = 4  # windows of a sequence for which both kinds of blocks run out together, if memory is scarce
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def swap_for(caches: Caches, host_bytes: int) -> Swap | GroupedSwap:
 
 
 def blocks_held(group: KVGroup, tokens: int, block_size: int) -> int:
-    """Return the blocks of a group that a decoding sequence of so many tokens holds."""
+    """Return the blocks of a group that a decoding sequence of this length holds."""
     full = -(-tokens // block_size)
     return min(full, group.spec().blocks_per_sequence(block_size, tokens)) if group.window else full
 

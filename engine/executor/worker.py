@@ -93,7 +93,7 @@ class Launched:
     logits: Tensor | None = None  # [N, V] of the slots that sample, or a rank's own columns; None: nothing is computed
     sample: Callable[[], Verified | None] | None = None  # launches their sampling; None: no slot samples
     prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one slot
-    candidates: tuple[tuple[int, int], ...] = ()  # (slot, how many it wants), of the rows behind those
+    candidates: tuple[tuple[int, int], ...] = ()  # (slot, candidates requested) of the following rows
 
 
 class Worker:

@@ -292,7 +292,7 @@ def percentiles(seconds: list[float], name: str) -> dict[str, float]:
 
 
 def decode(llm: LLM, rows: int, seed: int) -> None:
-    """Have so many sequences decode for as long as they can."""
+    """Let `rows` sequences decode for as long as they can."""
     vocab, most = llm.executor.info.vocab_size, llm.executor.info.max_model_len - PROMPT
     for row in range(rows):
         llm.submit(prompt(PROMPT, vocab, seed=seed * 1000 + row), GREEDY, max_new_tokens=most)

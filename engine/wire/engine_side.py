@@ -52,7 +52,7 @@ class EngineSide:
         self._session = uuid.uuid4().hex  # id of this process; an earlier engine of the same name has another
         self._seq = 0  # sequence number of the last sync with Redis
         self.queue_share = 0.0  # requests that waited after the last sync, divided by the engines
-        self.watched = False  # as of the last sync, a gateway watches the engines' blocks
+        self.watched = False  # whether a gateway watched the engines' blocks at the last sync
         self._epoch = "0"  # lease epoch; another epoch in Redis means that the lease lapsed
         self._registered = False
         self._tenants: dict[str, str] = {}  # request id -> tenant, of what this engine believes to hold

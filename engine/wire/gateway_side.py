@@ -205,7 +205,7 @@ class GatewaySide:
     async def find_duplicate(self, key: IdempotencyKey) -> DuplicateRequest | None:
         """Return the request that came first under this key, as submit() would find it; None: there is none.
 
-        Spares a retry the admission.  Raises BusDown after PATIENCE_S."""
+        A retry that has a first request skips admission.  Raises BusDown after PATIENCE_S."""
         return _read_duplicate(await self._link.run_script(FIND_DUPLICATE, key.key), key)
 
     async def release(self, key: IdempotencyKey, request_id: str) -> None:

@@ -17,7 +17,7 @@ class Remedy(enum.Enum):
 
     WAIT = enum.auto()  # the same server will serve again: it is full, loading, busy, or its disk fails
     RECONNECT = enum.auto()  # new connections: another server may answer at this address by now
-    UNKNOWN = enum.auto()  # perhaps time, perhaps nothing: retry for a bounded time, and log it
+    UNKNOWN = enum.auto()  # unknown error: retry for a bounded time, and log it
     OPERATOR = enum.auto()  # a valid password, or more rights for this user
     NONE = enum.auto()  # nothing: the program has a bug, or another process has taken its place
 

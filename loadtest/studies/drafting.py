@@ -65,7 +65,7 @@ class Run(NamedTuple):
     seconds: float
     cpu_s: float  # CPU seconds of the process
     host_s: float  # CPU seconds of the drafter and the controller
-    tokens: int  # computed in that time
+    tokens: int  # tokens computed in that time
     steps: int
     drafted: int
     accepted: int

@@ -37,7 +37,7 @@ PROMPT = 64  # tokens
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    """A context in which so many other processes compute."""
+    """A context in which `count` other processes compute."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -48,7 +48,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def decode_steps(llm: LLM, streams: int, new: int) -> list[float]:
-    """Return the seconds of each step in which so many sequences decode."""
+    """Return the seconds of each step in which `streams` sequences decode."""
     for seed in range(streams):
         llm.submit(prompt(PROMPT, llm.executor.info.vocab_size, seed), GREEDY, max_new_tokens=new)
     prefill(llm)

@@ -71,7 +71,7 @@ class Run(msgspec.Struct):
 
 
 def ends_after(tokens: int, end: int) -> Sampling:
-    """Return how to sample so that an answer ends with the end token after so many, as if by itself."""
+    """Return how to sample so that an answer ends with the EOS token after `tokens`, as if by itself."""
     return Sampling(temperature=0.0, min_tokens=tokens - 1, logit_bias=[(end, END_BIAS)])
 
 

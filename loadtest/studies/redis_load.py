@@ -228,7 +228,7 @@ class _Deployment:
         await self.gateways[gateway].submit(request)
 
     async def fill(self, sequences: int) -> None:
-        """Queue and claim, until each engine runs so many."""
+        """Queue and claim, until each engine runs `sequences` sequences."""
         while any(len(engine.held) < sequences for engine in self.engines):
             for engine in self.engines:
                 await engine.exchange(room=sequences - len(engine.held))

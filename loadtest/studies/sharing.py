@@ -59,7 +59,7 @@ def draw_jobs(text: list[int], means: tuple[float, float], count: int, most: int
 
 
 def shared(llm: LLM, jobs: list[Job], ways: int, *, beams: bool) -> float:
-    """Return the share of blocks that sharing saves while these jobs run, each with so many answers."""
+    """Return the share of blocks that sharing saves while these jobs run, each with `ways` answers."""
     for seed, job in enumerate(jobs):
         sampling = Sampling(temperature=0.0 if beams else 1.0, seed=seed, ignore_eos=True)
         search = Beams(ways) if beams else None

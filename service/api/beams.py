@@ -173,7 +173,7 @@ def fit_beams(
 
 
 def require_beams(beams: Beams | None, engines: list[EngineLoad]) -> None:
-    """Raise Refusal unless every engine that may claim the request can search with so many beams.
+    """Raise Refusal unless every engine that may claim the request can search with this beam width.
 
     400 if none can: to ask again would not help.  503 if some can, as during an upgrade."""
     if beams is None:

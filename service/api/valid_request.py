@@ -63,7 +63,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     best: int = 0  # number of most probable choices among `n` that are returned; 0: all
     hide_logprobs: bool = False  # log probabilities only rank the choices
     hide_reasoning: bool = False  # reasoning is left out of the answer
-    repeated: list[str] = []  # chats with `echo`: of each the text that its answers begin with
+    repeated: list[str] = []  # text that answers begin with, per chat with `echo`
     conversations: list[list[dict[str, Any]]] = []  # further chats, each a prompt of its own; `messages` is the first
     scoring: Scoring | None = None  # each of `prompts` is an item whose score the answer is
     prediction: str | None = None  # text that the client expects in its answer; None: it names none

@@ -22,7 +22,7 @@ def beginnings(pattern: str) -> list[str]:
 
 
 def fixed(patterns: Iterable[str], least: int = 3) -> list[str]:
-    """Return the beginnings that have at least so many characters; a shorter one may be any text."""
+    """Return the beginnings of at least this length in characters; a shorter one may be any text."""
     return list(dict.fromkeys(text for one in patterns for text in beginnings(one) if len(text) >= least))
 
 

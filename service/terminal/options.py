@@ -70,7 +70,7 @@ class ChatConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Meta(ge=0, le=1, description="Keep the likeliest tokens up to this probability. 0: the server's default."),
     ] = 0.0
     top_k: Annotated[
-        int, Meta(ge=-1, description="Keep so many of the likeliest tokens. -1: the server's default.")
+        int, Meta(ge=-1, description="Sample from the N most probable tokens. -1: the server's default.")
     ] = -1
     min_p: Annotated[
         float,

@@ -33,7 +33,7 @@ from quire.service.text.tokenizer import Tokenizer
 
 Taken = tuple[list[int], list[TokenLogprob] | None, Finish | None]  # what a mailbox held
 SLICE_TOKENS = 64  # decoded between two looks at the clock; fewer, as a running answer has them, need no slice
-TOKEN_WEIGHT = 8  # bytes; a token counts as so many at least
+TOKEN_WEIGHT = 8  # minimum bytes that a token counts as
 # Bytes decoded between two looks at the clock: vocabularies have long tokens.
 SLICE_WEIGHT = SLICE_TOKENS * TOKEN_WEIGHT
 

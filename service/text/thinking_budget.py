@@ -3,8 +3,8 @@
     an answer that must match something, after reasoning    thought @answer
     any answer, after a budget of reasoning tokens          thought rest, or rest <opening> thought rest
 
-`thought` is any text, of so many tokens at most if there is a budget, and the closing marker.  `rest` is any tokens but
-the opening marker, so the model cannot think again.
+`thought` is any text, of at most `budget` tokens if there is a budget, and the closing marker.  `rest` is any tokens
+but the opening marker, so the model cannot think again.
 Engines need nothing else for it: they follow grammars anyway, and the log of tokens restores their state.
 """
 

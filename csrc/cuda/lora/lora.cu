@@ -13,7 +13,7 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kBlocksAtOnce = 8;                               // packed blocks of A that a warp holds in registers
 constexpr int kCtaBlocks = kWarps * kBlocksAtOnce;             // packed blocks of A that a CTA holds
 constexpr int kBlockElements = 32 * 16;                        // elements of a packed block
-constexpr int kTokens = 8, kTokenTiles = kLoraRows / kTokens;  // columns of an mma; of them per tile
+constexpr int kTokens = 8, kTokenTiles = kLoraRows / kTokens;  // tokens per mma; mmas per tile
 
 __device__ const int64_t* fields_of(const LoraRows& a, int slot) {
   return a.table + (static_cast<int64_t>(slot) * a.sites + a.site) * kLoraFields;

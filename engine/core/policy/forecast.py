@@ -262,7 +262,7 @@ class Demand:
         self._known.append(held)
 
     def bound(self) -> int:
-        """Blocks that the peak stays at or below, except for unusual luck."""
+        """Predicted peak KV usage of the running sequences if no other starts, in blocks: a high quantile."""
         self._fold()
         curve = [self._constant + self._quantile(h) for h in range(len(HORIZONS))]
         if not self._known:

@@ -26,7 +26,7 @@ class Cut:
     dim: int  # -1 or -2
     first: int
     end: int  # past the last
-    halves: int = 1  # the parameter is so many equal tensors along `dim`, of each of which this is the part
+    halves: int = 1  # equal tensors along `dim` that the parameter joins; the cut applies to each
     padding: int = 0  # zeros behind the part
 
     @property

@@ -100,7 +100,7 @@ MIXTURES: dict[type[PreTrainedModel], MixtureFamily] = {
 READS_LAYOUT = {"grouped_mm", "batched_mm"}
 ON_A_GPU = "on a GPU products and attention are cut into shares that depend on the other sequences of the step"
 LINEAR = (nn.Linear, QuantisedLinear)  # what `Linears.product` takes
-VECTOR = 64  # torch takes so many numbers, or half, at a time through an activation on a CPU; the rest one by one
+VECTOR = 64  # elements of a vector step of torch's activations on a CPU; the rest go one by one
 
 
 class Residual(NamedTuple):

@@ -169,7 +169,7 @@ class Shard(Protocol):
         """Return the layer's output [T, out_features] from what this rank computed, in `out` where given."""
 
     def fuses_norm(self, rows: int, dtype: torch.dtype) -> bool:
-        """Return whether `add_and_norm` takes so many rows.  The same on all ranks."""
+        """Return whether `add_and_norm` takes this number of rows.  The same on all ranks."""
 
     def add_and_norm(self, x: Tensor, part: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Return x [T, out_features] plus the layer's output, in place of x, and that after `norm`."""
@@ -272,7 +272,7 @@ class Linears:
 
     def _pack(self, weight: Tensor | Quantised, float32_out: bool) -> ops.Packed | ops.Fp8 | ops.Int4 | None:
         if isinstance(weight, Quantised):
-            ordered = self.ordered or self.dtype != torch.bfloat16  # only rows of bfloat16 have two ways
+            ordered = self.ordered or self.dtype != torch.bfloat16  # only bfloat16 rows have an unordered GEMM
             if weight.numbers.dtype == torch.uint8:
                 if weight.numbers.device.type != "cpu":
                     return ops.pack_int4_gpu(weight.numbers, weight.scale, weight.zero)
@@ -286,7 +286,7 @@ class Linears:
 
 
 def _let_go(linears: Sequence[nn.Linear | QuantisedLinear]) -> None:
-    """Take their weights from these layers.  If one is an embedding's, too, the embedding keeps it."""
+    """Release the weights of these layers.  A weight shared with the embedding stays there."""
     for linear in linears:
         if isinstance(linear, nn.Linear):
             linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)

@@ -52,7 +52,7 @@ class DeviceAdapters:
 
 
 def lora_tiles(rows: int, slots: int) -> int:
-    """Return the maximum number of tiles of so many rows."""
+    """Return the maximum number of tiles for `rows` rows."""
     return min(rows, rows // LORA_TILE + slots)
 
 

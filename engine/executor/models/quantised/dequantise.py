@@ -95,7 +95,7 @@ def _grids(how: Quantisation, lead: Shape, out: int, columns: int) -> list[Shape
 
 
 def check_packed(how: Quantisation, shape: Sequence[int], words: Sequence[int]) -> None:
-    """Raise ValueError unless a weight of `shape`, as its file says, is packed into so many words."""
+    """Raise ValueError unless a weight of `shape`, as its file says, is packed into this number of words."""
     rows, columns = shape
     if (rows, math.ceil(columns * how.bits / WORD)) != tuple(words):
         raise ValueError(f"its packed has shape {list(words)}, for a weight of {[rows, columns]}")

@@ -1,6 +1,6 @@
 -- What engines have free capacity for, what they hold, and what becomes of it when they end: "Suspects" in KEYS.md.
 
--- From now until `ends`, unix ms, the engine offers so many prompt tokens.  `before`: what its last sync offered,
+-- From now until `ends`, unix ms, the engine offers `tokens` prompt tokens.  `before`: what its last sync offered,
 -- nil: not known.  The sum of all offers is kept, so that a submit does not depend on the number of engines.
 local function offer(engine, tokens, ends, before)
   if before == '0' and tokens == 0 then return end
@@ -28,7 +28,7 @@ local function renew_lease(engine, load, lease_ms)
   call('SET', P .. 'lease:' .. engine, value, 'PX', lease_ms)
 end
 
--- Wake RINGS of the engines with the most free capacity, of those with enough for a request of so many prompt tokens.
+-- Wake RINGS of the engines with the most free capacity, of those with enough for a request of `tokens` prompt tokens.
 -- An engine is not woken again before its next sync, which finds whatever waits by then.  If the process of an
 -- engine does not listen, another engine is woken.  "Bells" in KEYS.md.
 local function ring(tokens)

@@ -123,7 +123,7 @@ local function chooser(me, now)
     return found
   end
 
-  local function tokens_to_compute(size, held)  -- cost of a prompt for an engine that holds so many of its digests
+  local function tokens_to_compute(size, held)  -- cost of a prompt for an engine that holds `held` of its digests
     return math.max(PREFIX_BLOCK, size - (held > 0 and prefix_tokens(held) or 0))
   end
 
