@@ -1,8 +1,8 @@
 # Three images from one file; what they install is in .ci/image.sh.
 #
-#   docker build --target gateway    -t quire-gateway:0.2.0 .
-#   docker build --target engine     -t quire-engine:0.2.0 .      (GPU, or CPU where there is none)
-#   docker build --target engine-cpu -t quire-engine-cpu:0.2.0 .  (CPU only: needs no CUDA image)
+#   docker build --target gateway    -t quire-gateway:0.3.0 .
+#   docker build --target engine     -t quire-engine:0.3.0 .      (GPU, or CPU where there is none)
+#   docker build --target engine-cpu -t quire-engine-cpu:0.3.0 .  (CPU only: needs no CUDA image)
 #   docker run --gpus 2 --shm-size 1g ... --tensor-parallel 2   divides a model among two GPUs
 #   --build-arg GPUS='9.0' compiles for some GPUs only: minutes instead of a quarter of an hour
 #   --secret id=pip,src=$HOME/.config/pip/pip.conf installs from your own package index; no layer holds the file

@@ -1,8 +1,8 @@
 """Which HTTP requests web pages may send to a server that asks for no key.  Shared by gateway and engine.
 
 A page of any site can make its reader's browser send requests to 127.0.0.1.  Two headers show it: `Host`, which a
-rebound DNS name leaves as it was (the class of CVE-2024-28224), and `Origin` or `Sec-Fetch-Site`, which a page cannot change
-(https://fetch.spec.whatwg.org/#origin-header, https://www.w3.org/TR/fetch-metadata/).
+rebound DNS name leaves as it was (the class of CVE-2024-28224), and `Origin` or `Sec-Fetch-Site`, which a page cannot
+change (https://fetch.spec.whatwg.org/#origin-header, https://www.w3.org/TR/fetch-metadata/).
 """
 
 from __future__ import annotations
