@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import Any, Final, cast
+from wsgiref.simple_server import WSGIServer
 
 import msgspec
 import pytest
@@ -20,7 +21,7 @@ from quire.engine.core.limits import Event, Outputs
 from quire.engine.core.plan import StepPlan, StepResult
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor, StepError
 from quire.engine.loop import Engine
-from quire.engine.observers.metrics import Telemetry
+from quire.engine.observers.metrics import STALLED_S, Telemetry
 from quire.engine.observers.metrics_page import Page
 from quire.engine.orders import LocalBox, Report
 from quire.engine.process.hot_prefixes import LONGEST, WRITE_S, PrefixCounts, warm
@@ -386,3 +387,29 @@ def test_an_engine_is_not_healthy_before_it_is_warm() -> None:
         assert b'quire_warmed_tokens{engine="e",model_name="scripted"} 128.0' in telemetry.expose()
     finally:
         page.close()
+
+
+def test_a_page_answers_nothing_before_its_own_paths_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's application answers /health with the metrics, and a probe took that for a started engine."""
+    apps: list[object] = []
+    serve_forever = WSGIServer.serve_forever
+
+    def serve(server: WSGIServer, poll_s: float = 0.5) -> None:
+        apps.append(server.get_app())
+        serve_forever(server, poll_s)
+
+    monkeypatch.setattr(WSGIServer, "serve_forever", serve)
+    page = Page(Telemetry("e"), "127.0.0.1", free_port())
+    page.close()
+    assert apps == [page._answer]
+
+
+def test_a_start_that_takes_minutes_is_no_loop_that_stands() -> None:
+    telemetry = Telemetry("e")
+    telemetry._turned -= 2 * STALLED_S
+    healthy = [telemetry.alive]
+    telemetry.describe_model(INFO, CONFIG)
+    healthy.append(telemetry.alive)
+    telemetry._turned -= 2 * STALLED_S
+    telemetry.started({}, takeover=False, memory={})
+    assert [*healthy, telemetry.alive] == [False, True, True]

@@ -38,6 +38,8 @@ MODULES = {
     "quire.engine",
     "quire.engine.process.fork_server",
     "quire.engine.process.rank",
+    "quire.engine.executor.models.sources.builtin",
+    "quire.engine.executor.models.sources.demo",
     "quire.service.app",
     "quire.service.cli",
     "tests.system.deadly",

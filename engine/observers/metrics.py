@@ -122,7 +122,8 @@ class Telemetry(Collector):
         self.registry.register(self)
 
     def describe_model(self, info: ModelInfo, config: EngineConfig) -> None:
-        """Take over the labels of the loaded model."""
+        """Take over the labels of the loaded model.  From now on the loop is due to turn."""
+        self._turned = time.monotonic()
         self.model, self.lora.slots = info.name, config.lora_slots if info.adapters else 0
         self.info = {
             "fingerprint": info.fingerprint[:16],
@@ -138,6 +139,7 @@ class Telemetry(Collector):
 
     def started(self, parts: Mapping[str, float], *, takeover: bool, memory: Mapping[str, int]) -> None:
         """Take over the seconds of each part of the start, whether this engine was a spare, and its memory in bytes."""
+        self._turned = time.monotonic()
         self.start_s, self.takeover, self.memory = dict(parts), takeover, dict(memory)
 
     def observe(self, record: TurnRecord) -> None:

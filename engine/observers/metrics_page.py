@@ -9,13 +9,15 @@ The port opens once the model is loaded.  A probe that finds it closed, or `warm
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterable
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIEnvironment
 
 import msgspec
-from prometheus_client import make_wsgi_app, start_http_server
+from prometheus_client import make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from quire.engine.common.addresses import host_and_port
 from quire.engine.common.errors import OperatorError
@@ -37,17 +39,17 @@ class Page:
 
         Raises PageError when the port is taken."""
         self._telemetry, self._check, self._host = telemetry, check, host
-        self._server: WSGIServer
-        self._thread: threading.Thread
-        try:
-            self._server, self._thread = start_http_server(port, host, telemetry.registry)
+        self._metrics = make_wsgi_app(telemetry.registry)
+        try:  # with our paths from the first request on: the library's own server answers every path with 200
+            self._server = _bound(host, port)
         except OSError as error:
             reason = error.strerror or str(error)
             raise PageError(
                 f"cannot serve metrics on {host_and_port(host, port)}: {reason}; see --metrics-port"
             ) from None
-        self._metrics = make_wsgi_app(telemetry.registry)
         self._server.set_app(self._answer)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         self._server.shutdown()
@@ -77,6 +79,24 @@ class Page:
             return _json(start, status, {"balanced": not finding, "finding": finding})
         start("404 Not Found", [("Content-Type", "text/plain")])
         return [b"GET /metrics, GET /health and POST /debug/accounting are served here\n"]
+
+
+class _Silent(WSGIRequestHandler):
+    """Logs no request."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Do nothing."""
+
+
+def _bound(host: str, port: int) -> WSGIServer:
+    """Return a server that listens there and answers nothing yet: a connection waits for serve_forever()."""
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, *_, address = infos[0]
+
+    class Server(ThreadingWSGIServer):
+        address_family = family
+
+    return Server((str(address[0]), port), _Silent)
 
 
 def _json(start: StartResponse, status: str, body: dict[str, str | bool]) -> list[bytes]:

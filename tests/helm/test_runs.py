@@ -28,6 +28,7 @@ import yaml
 
 from quire.engine.common.embedded_redis import server_binary
 from quire.engine.executor import kernels_build
+from tests import warm
 from tests.helm.chart import Manifest, config_text, only, pods, rendered, values
 from tests.pace import patience
 from tests.ports import free_port
@@ -68,9 +69,12 @@ class Node:
         *,
         pod: str = "0",
         secrets: dict[tuple[str, str], str] | None = None,
+        forked: bool = False,
     ) -> None:
-        """`pod`: the end of the pods' names.  `secrets`: further ones of the cluster, as GIVEN."""
-        self.folder, self._pod, self._secrets = folder, pod, GIVEN | (secrets or {})
+        """`pod`: the end of the pods' names.  `secrets`: further ones of the cluster, as GIVEN.
+
+        `forked`: processes are forks (tests/warm.py), with Quire's variables and none that an import reads."""
+        self.folder, self._pod, self._secrets, self._forked = folder, pod, GIVEN | (secrets or {}), forked
         self.manifests = manifests
         self.pods = pods(manifests)
         self.ports = {name: free_port() for name in ("http", "metrics", "gateway-metrics", "redis")}
@@ -151,6 +155,9 @@ class Node:
             **more,
         }
         words = [self.here(word) for word in container["args"]]
+        if self._forked:
+            own = {name: value for name, value in env.items() if name.startswith(warm.READ_LATE)}
+            env = {**os.environ, **own}
         return Process(self.folder / f"{component}.log", *words, env=env)
 
     def start_redis(self) -> subprocess.Popen[bytes]:
@@ -278,6 +285,7 @@ def test_the_cpu_profile_runs_as_rendered(tmp_path: Path, checkpoint: Callable[[
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("warm_processes")
 @pytest.mark.parametrize("name", ["default", "minimal", "everything"])
 def test_an_upgrade_cuts_no_answer(name: str, tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     """`helm upgrade` with other options: new pods become ready, old ones get SIGTERM while they answer.
@@ -287,6 +295,7 @@ def test_an_upgrade_cuts_no_answer(name: str, tmp_path: Path, checkpoint: Callab
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("warm_processes")
 def test_an_upgrade_on_a_managed_redis_cuts_no_answer(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     """Its URL, certificate, the clients' keys and the tenants are secrets of the cluster."""
     certificate = self_signed(tmp_path)
@@ -303,9 +312,9 @@ def check_upgrade(name: str, folder: Path, model: Path, secrets: dict[tuple[str,
     """Upgrade a release with one of the files of values while it answers."""
     kernels = kernels_build.build(kernels_build.default_directory())
     changes = runnable(name, model)
-    old = Node(folder / "old", rendered(changes), secrets=secrets)
+    old = Node(folder / "old", rendered(changes), secrets=secrets, forked=True)
     changes["engine"]["config"] |= {"max_seqs": 16, "kv_blocks": 200}
-    new = Node(folder / "new", rendered(changes), pod="1", secrets=secrets)
+    new = Node(folder / "new", rendered(changes), pod="1", secrets=secrets, forked=True)
     new.ports["redis"] = old.ports["redis"]
     with released(old, kernels) as (engine, gateway), ending([]) as processes, ThreadPoolExecutor(1) as client:
         assert helm_test(old).returncode == 0

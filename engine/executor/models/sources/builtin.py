@@ -4,6 +4,8 @@ Its text makes no sense, but it is a checkpoint like any other: config, safetens
 made in seconds from what is on the machine.  Tests use it, and `quire serve` where the demo model cannot be fetched:
 
     python -m quire.engine.executor.models.sources.builtin [DIRECTORY]     makes it if need be, prints where it is
+
+Where it exists already, this takes milliseconds: torch and transformers are imported to make it only.
 """
 
 from __future__ import annotations
@@ -13,15 +15,14 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
-
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from quire.engine.common.errors import OperatorError
 from quire.engine.executor.disk_cache import cache_directory, describe_failure, make_readable
 from quire.engine.executor.errors import ModelLoadError
-from quire.engine.executor.models.bars import no_bars
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 NAME = "quire-builtin"
 VERSION = 1  # part of the directory's name: raise it when what is made here changes
@@ -37,6 +38,9 @@ CHAT_TEMPLATE = (
 
 def train_tokenizer(vocab_size: int, corpus_bytes: int = CORPUS_BYTES) -> PreTrainedTokenizerFast:
     """Byte-level BPE over the standard library, special tokens first (ids 0, 1, 2), then the 256 bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -74,6 +78,10 @@ def _corpus(size: int) -> list[str]:
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Write everything `from_pretrained` reads.  The directory is complete or absent, even with several writers."""
+    from transformers import GenerationConfig
+
+    from quire.engine.executor.models.bars import no_bars
+
     directory.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", dir=directory.parent))
     try:
@@ -108,6 +116,9 @@ def builtin(directory: Path | None = None) -> Path:
 
 def _make(directory: Path) -> None:
     """Write the checkpoint into `directory`."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     tokenizer = train_tokenizer(VOCAB)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
