@@ -30,6 +30,17 @@ def each_pair(*axes: Sequence[Any]) -> list[Any]:
     return _marked(axes, sample)
 
 
+def sampled(values: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+    """Return all values as parameters: `make test` runs those in `kept`, a few that differ in what they reach."""
+    assert all(value in values for value in kept)
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=[] if value in kept else pytest.mark.nightly
+        )
+        for value in values
+    ]
+
+
 def _pairs(combination: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
     return set(itertools.combinations(enumerate(combination), 2))
 

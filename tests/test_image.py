@@ -66,6 +66,7 @@ def test_the_wheel_holds_every_file_of_ours_and_its_kernels_build(tmp_path: Path
     assert (run.returncode, run.stdout) == (0, "8.0\n"), run.stderr
 
 
+@pytest.mark.nightly  # it fetches a hundred packages from the index
 @pytest.mark.system
 @pytest.mark.timeout(600)
 def test_the_gateways_image_serves_without_torch(tmp_path: Path) -> None:

@@ -127,10 +127,10 @@ def quantised(plain: Path, kind: str, quantise: Callable[[Tensor], dict[str, Ten
     [
         ("plain", {}),
         ("plain", {"dtype": "float32"}),
-        ("plain", {"quantize": "int8"}),
+        pytest.param("plain", {"quantize": "int8"}, marks=pytest.mark.nightly),
         ("plain", {"quantize": "int4"}),
         ("ct-int8", {}),  # its numbers are kept
-        ("fp8-block", {}),  # dequantised
+        pytest.param("fp8-block", {}, marks=pytest.mark.nightly),  # dequantised
         ("fp8-block", {"quantize": "int8"}),
     ],
 )

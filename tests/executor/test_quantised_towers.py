@@ -120,10 +120,12 @@ WIDE_TEXT = WIDE | {"num_key_value_heads": 2, "intermediate_size": 512}
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("order", ["old", "new"])
-@pytest.mark.parametrize(("family", "kind"), [("qwen3_vl", "fp8-block"), ("mistral3", "ct-fp8-channel")])
-def test_fp8_stays_as_it_is_stored(family: str, kind: str, order: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stored", "order"), each_value([("qwen3_vl", "fp8-block"), ("mistral3", "ct-fp8-channel")], ["old", "new"])
+)
+def test_fp8_stays_as_it_is_stored(stored: tuple[str, str], order: str, tmp_path: Path) -> None:
     """As a GPU would keep it; read on the host."""
+    family, kind = stored
     directory, exact = make_quantised(tmp_path, family, kind, text_config=WIDE_TEXT)
     quantising = Quantising("none", GPU)
     found = kept(reorder(directory, order), "bfloat16", quantising)
@@ -156,10 +158,10 @@ def test_a_head_that_is_quantised(tmp_path: Path) -> None:
     assert not model.module.config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("family", "kind"), [("qwen2_5_vl", "awq-32"), ("gemma3", "w4-32")])
-def test_a_module_of_the_text_that_is_not_quantised(family: str, kind: str, order: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stored", "order"), each_value([("qwen2_5_vl", "awq-32"), ("gemma3", "w4-32")], list(ORDERS)))
+def test_a_module_of_the_text_that_is_not_quantised(stored: tuple[str, str], order: str, tmp_path: Path) -> None:
     """The config names it as one version of transformers did, the files as another."""
+    family, kind = stored
     directory, exact = make_quantised(tmp_path, family, kind, keep=("lm_head", "layers.1.mlp.up_proj"))
     named = ["lm_head", in_order(UP, order), "visual", "re:.*vision_tower.*"]
     describe(directory, kind, ignore=named, modules_to_not_convert=named)
@@ -167,9 +169,12 @@ def test_a_module_of_the_text_that_is_not_quantised(family: str, kind: str, orde
     assert len(kept(directory, "bfloat16", Quantising("none", CPU))) == 13
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    "entry", [*(in_order(UP, order) for order in ORDERS), r"re:.*layers\.1\.mlp\.up_proj", r"re:.*\.1\..*up_proj$"]
+    ("entry", "order"),
+    each_value(
+        [*(in_order(UP, order) for order in ORDERS), r"re:.*layers\.1\.mlp\.up_proj", r"re:.*\.1\..*up_proj$"],
+        list(ORDERS),
+    ),
 )
 def test_a_module_that_is_quantised_and_ignored_is_refused(entry: str, order: str, tmp_path: Path) -> None:
     """By a name of any version, and by an expression that means it under the names of the files and of today."""
@@ -179,15 +184,17 @@ def test_a_module_that_is_quantised_and_ignored_is_refused(entry: str, order: st
     assert refusal(directory) == f"mistral: {UP}.weight {reason}"
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    "ignore",
-    [
-        ["visual", "re:.*lm_head", "re:visual.*", "re:model.visual.*"],
-        ["re:.*lm_head", "re:^(?!.*language_model).*"],
-        ["re:model\\.(?!language_model).*", "lm_head"],
-        ["model.visual.blocks.0.attn.qkv", "visual.blocks.0.mlp.up_proj", "up_proj", "model.layers.1.mlp.up"],
-    ],
+    ("ignore", "order"),
+    each_value(
+        [
+            ["visual", "re:.*lm_head", "re:visual.*", "re:model.visual.*"],
+            ["re:.*lm_head", "re:^(?!.*language_model).*"],
+            ["re:model\\.(?!language_model).*", "lm_head"],
+            ["model.visual.blocks.0.attn.qkv", "visual.blocks.0.mlp.up_proj", "up_proj", "model.layers.1.mlp.up"],
+        ],
+        list(ORDERS),
+    ),
 )
 def test_lists_that_ignore_other_towers(ignore: list[str], order: str, tmp_path: Path) -> None:
     """The second and third would be all of the model where the files say `model.layers`."""
@@ -196,18 +203,26 @@ def test_lists_that_ignore_other_towers(ignore: list[str], order: str, tmp_path:
     assert len(kept(directory, "bfloat16", Quantising("none", CPU))) == 14
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    ("family", "kind", "part", "reason"),
-    [
-        ("qwen2_5_vl", "awq-32", ".scales", "is quantised by awq, but its scales is not in the files"),
-        ("gemma3", "gptq-32", ".qzeros", "is quantised by gptq, but its qzeros is not in the files"),
-        ("mistral3", "w4-32", ".weight_scale", "is quantised by compressed-tensors, but its scale is not in the files"),
-        ("mistral3", "ct-fp8-channel", ".weight_scale", "is F8_E4M3, and its scales are not in the weight files"),
-        ("qwen3_vl", "fp8-block", ".weight_scale_inv", "is F8_E4M3, and its scales are not in the weight files"),
-    ],
+    ("case", "order"),
+    each_value(
+        [
+            ("qwen2_5_vl", "awq-32", ".scales", "is quantised by awq, but its scales is not in the files"),
+            ("gemma3", "gptq-32", ".qzeros", "is quantised by gptq, but its qzeros is not in the files"),
+            (
+                "mistral3",
+                "w4-32",
+                ".weight_scale",
+                "is quantised by compressed-tensors, but its scale is not in the files",
+            ),
+            ("mistral3", "ct-fp8-channel", ".weight_scale", "is F8_E4M3, and its scales are not in the weight files"),
+            ("qwen3_vl", "fp8-block", ".weight_scale_inv", "is F8_E4M3, and its scales are not in the weight files"),
+        ],
+        list(ORDERS),
+    ),
 )
-def test_a_missing_part_is_refused(family: str, kind: str, part: str, reason: str, order: str, tmp_path: Path) -> None:
+def test_a_missing_part_is_refused(case: tuple[str, str, str, str], order: str, tmp_path: Path) -> None:
+    family, kind, part, reason = case
     directory, _ = make_quantised(tmp_path, family, kind)
     rewrite(reorder(directory, order), lambda tensors: tensors.pop(in_order(f"{UP}{part}", order)))
     assert refusal(directory).endswith(f": {UP}.weight {reason}")
@@ -394,8 +409,7 @@ def make_llama4(directory: Path, kind: str) -> tuple[Path, dict[str, Tensor]]:
     return describe(directory / kind, kind, ignore=ignored), exact
 
 
-@pytest.mark.parametrize("order", ["old", "new"])
-@pytest.mark.parametrize("kind", ["ct-fp8-channel", "w4-32"])
+@pytest.mark.parametrize(("kind", "order"), each_value(["ct-fp8-channel", "w4-32"], ["old", "new"]))
 def test_experts_of_llama4(kind: str, order: str, tmp_path: Path) -> None:
     """The model holds all experts of a layer in two tensors, transposed."""
     directory, exact = make_llama4(tmp_path, kind)

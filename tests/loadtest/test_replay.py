@@ -302,9 +302,9 @@ def test_locust(stack: Stack, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "words", "users"),
     [
-        ("ramp", ["--users", "4", "--base-seconds", "2", "--run-time", "6"], 4),
+        pytest.param("ramp", ["--users", "4", "--base-seconds", "2", "--run-time", "6"], 4, marks=pytest.mark.nightly),
         ("burst", ["--users", "2", "--base-seconds", "1", "--run-time", "5"], 6),
-        ("soak", ["--users", "3", "--spawn-rate", "3", "--run-time", "3"], 3),
+        pytest.param("soak", ["--users", "3", "--spawn-rate", "3", "--run-time", "3"], 3, marks=pytest.mark.nightly),
     ],
 )
 def test_locust_shapes(stack: Stack, tmp_path: Path, shape: str, words: list[str], users: int) -> None:

@@ -22,6 +22,7 @@ from quire.engine.wire.records import Fleet
 from quire.loadtest.server import engine_processes
 from quire.service.api.position import Position
 from tests.checkpoints import VOCAB, tokenizer
+from tests.matrix import sampled
 from tests.pace import paced, paced_ms, patience
 from tests.ports import free_port
 from tests.system import processes
@@ -367,7 +368,7 @@ DEATHS = {  # kind, see tests/system/deadly.py -> exit status, and what the oper
 }
 
 
-@pytest.mark.parametrize("kind", DEATHS)
+@pytest.mark.parametrize("kind", sampled(list(DEATHS), ["kill", "bus", "hang"]))
 async def test_a_request_that_kills_its_engine_is_quarantined_and_its_mates_live(
     engines: Engines, client: aiohttp.ClientSession, tmp_path: Path, kind: str
 ) -> None:
