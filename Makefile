@@ -57,14 +57,15 @@ SHOW_COVERAGE := $(if $(COVERAGE),$(RUN) -m coverage combine -q && $(RUN) -m cov
 PYTEST := $(RUN) -m $(if $(COVERAGE),coverage run -m )pytest
 test: $(INSTALLED) $(KERNELS)
 ifneq ($(NIGHTLY),)
-	@$(PYTEST) -m "nightly and $(HERE)" -n auto --dist loadfile $(ARGS)
+	@failed=0; $(ERASE_COVERAGE) $(PYTEST) -m "nightly and $(HERE)" -n auto --dist loadfile $(ARGS) || failed=1; \
+	  $(SHOW_COVERAGE) exit $$failed
 else ifneq ($(GPU),)
 	@$(PYTEST) -m "(gpu or multi_gpu) and not nightly and not perf" $(or $(ARGS),tests/kernels tests/executor)
 else ifeq ($(ARGS),)
 	@failed=0; $(ERASE_COVERAGE) $(PYTEST) -q -m "alone and not nightly and $(HERE)" $(ALONE) || failed=1; \
 	  $(PYTEST) -m "not alone and not nightly and $(HERE)" -n auto --dist loadfile || failed=1; $(SHOW_COVERAGE) exit $$failed
 else
-	@$(PYTEST) -m "$(HERE)" $(ARGS)
+	@failed=0; $(ERASE_COVERAGE) $(PYTEST) -m "$(HERE)" $(ARGS) || failed=1; $(SHOW_COVERAGE) exit $$failed
 endif
 
 clients: $(INSTALLED) $(KERNELS) $(CLIENTS)
