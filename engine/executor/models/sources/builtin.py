@@ -5,7 +5,7 @@ made in seconds from what is on the machine.  Tests use it, and `quire serve` wh
 
     python -m quire.engine.executor.models.sources.builtin [DIRECTORY]     makes it if need be, prints where it is
 
-Where it exists already, this takes milliseconds: torch and transformers are imported to make it only.
+Milliseconds if it exists already: torch and transformers are imported to make it only.
 """
 
 from __future__ import annotations
