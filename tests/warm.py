@@ -58,6 +58,9 @@ READ_LATE = (
     "OMP_NUM_THREADS",
     "NOTIFY_SOCKET",
     "QUIRE_",
+    "XDG_CACHE_HOME",  # the hub's client reads it when it is imported; no test of warm processes loads from a hub
+    "PIP_",
+    "NO_PROXY",
     "PYTEST_",
     "COLUMNS",
     "TERM",

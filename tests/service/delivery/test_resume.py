@@ -289,9 +289,10 @@ async def test_an_answer_is_cancelled_at_any_gateway_by_its_owner_alone(
     async with engine(says(byte_level_tokenizer), step_s=0.02) as fake:
         await settled(lambda: bool(first.streams.fleet.engines) and bool(other.streams.fleet.engines))
         for leave_first in (True, False):
-            count = len(fake.aborted)
+            count, fake.burst = len(fake.aborted), 1
             async with first.session.post("/v1/completions", json=body, headers=mine) as response:
                 answer = response.headers["x-answer-id"]
+                fake.burst = 0  # the answer has begun, and never ends by itself
                 await settled(lambda: fake.busy)
                 if leave_first:
                     response.close()
@@ -454,9 +455,11 @@ async def test_at_the_end_of_a_drain_streams_move_on_and_plain_ones_are_told(
 
         tasks = asyncio.gather(resuming(), plain(), whole())
         await settled(lambda: len(fake.seen) == 4 and bool(found) and bool(begun))
+        fake.burst = 0  # no answer comes to its end before the drain does
         leaving.gateway.refuse_new()
         assert (await leaving.session.get("/ready")).status == 503
         await leaving.gateway.drain()
+        fake.burst = 1
         moved, told, tokens = await tasks
         assert moved[-1][1] == "[DONE]"
         assert merged(moved)["text 0"] == expected["text 0"]

@@ -109,6 +109,7 @@ async def test_a_deleted_one_stops(serve: Serve, engine: EngineMaker, tools_toke
     served = await serve(tools_tokenizer)
     async with model(engine, lambda *_: ([60] * 300, None), step_s=0.02) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
+        fake.burst = 0  # the answer never ends by itself
         made = await begin(served)
         async with served.session.delete(f"{PATH}/{made['id']}") as response:
             assert (await response.json())["deleted"] is True

@@ -161,6 +161,7 @@ async def test_only_probes_are_answered_when_every_connection_has_a_request(serv
     served = await serve(max_connections=3)
     async with engine(lambda generate, index: ([5] * 500, None), step_s=0.05) as fake:
         await settled(lambda: bool(served.streams.fleet.engines))
+        fake.burst = 0  # no answer ends before all others are refused
         body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 500, "stream": True}).encode()
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(3):
