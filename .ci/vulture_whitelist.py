@@ -99,6 +99,8 @@ _._is_hf_initialized, _.__class__
 
 _.convert_to_native_format  # engine/tokenizers/conversion.py: called by transformers' from_pretrained
 
+_.log_message, _.address_family  # engine/observers/metrics_page.py: read by Python's HTTP server
+
 # Used by tests only today. Remove the code, or say here why it stays.
 _.weight_bytes  # loadtest/roofline.py
 _.__getattr__  # quire/__init__.py: called by Python
