@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-QUIRE_READY_S, VLLM_READY_S = 120.0, 300.0
+READY_S = 600.0  # a server that ends earlier is not waited for
 STOP_S = 60.0  # a drain may take 30 s
 MODEL_NAME = "bench"
 FORKED_ENGINE = "quire-engine"  # process name of an engine that a fork server forked
@@ -71,7 +71,7 @@ def serve(
     `program`: module and words in front of `serve`.  Raises ServerError."""
     command = [sys.executable, "-m", *program, "serve", model, "--served-name", MODEL_NAME, *flags]
     shown = " ".join(["quire serve", model, *flags])
-    with _serving(command, shown, "/ready", QUIRE_READY_S, checkout=checkout, kept=log) as server:
+    with _serving(command, shown, "/ready", READY_S, checkout=checkout, kept=log) as server:
         yield server
 
 
@@ -83,7 +83,7 @@ def serve_vllm(python: str, model: str, kv_tokens: int, *flags: str) -> Iterator
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", *words, "--served-model-name", MODEL_NAME]
     # By default it searches for its model on the hub, and reserves the pool's memory before it reads the pool's size.
     given = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
-    with _serving(command, " ".join(["vllm serve", *words]), "/health", VLLM_READY_S, given) as server:
+    with _serving(command, " ".join(["vllm serve", *words]), "/health", READY_S, given) as server:
         yield server
 
 

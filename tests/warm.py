@@ -40,6 +40,8 @@ MODULES = {
     "quire.engine.process.rank",
     "quire.engine.executor.models.sources.builtin",
     "quire.engine.executor.models.sources.demo",
+    "quire.loadtest",
+    "quire.loadtest.studies",
     "quire.service.app",
     "quire.service.cli",
     "tests.system.deadly",
@@ -280,7 +282,7 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     if "PYTHONUNBUFFERED" in os.environ:
         sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8", write_through=True)
     words = [word for word in words[1:] if word != "-P"]
-    own = {"serve", "--tensor-parallel"} & set(re.split("[= ]", " ".join(words)))
+    own = {"serve", "--tensor-parallel", "quire.loadtest"} & set(re.split("[= ]", " ".join(words)))
     if words[0] == "-c" or (
         own and "quire.engine.process.fork_server" not in words
     ):  # whose forks could not share a template

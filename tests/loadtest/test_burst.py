@@ -192,12 +192,14 @@ def burst_run(model: Path, into: Path, *extra: str, status: int = 0) -> str:
     return done.stdout
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_no_run_starts_that_would_end_too_late(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     said = burst_run(checkpoint("llama"), tmp_path, "--minutes", "0.5", status=1)
     assert "left to do: known fifo, seed 1\nleft to do: warm fifo, seed 1" in said
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("warm_processes")
 def test_the_command(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     said = burst_run(checkpoint("llama"), tmp_path)
     assert "2 of 2 runs to do" in said
@@ -222,6 +224,7 @@ def test_the_command(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("warm_processes")
 def test_a_server_that_does_not_start_is_reported_and_does_not_end_the_others(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from quire.loadtest.workloads import Arrival, Phase, synthetic
 from tests.pace import paced, patience
 from tests.system.stack import Stack
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -223,7 +223,7 @@ def test_two_tenants_at_ten_to_one(
     ) as stack:
         words = ["--workload", "alpaca", "--rate", "50", "--seconds", "2", "--keys", str(keys), "--out", str(out)]
         mix = ["--tenants", "loud=10,quiet=1", "--priorities", "high=1,low=1", "--retry", "obey=1,never=1"]
-        done = run("loadtest", "replay", stack.url, *words, *mix)
+        done = run("quire.loadtest", "replay", stack.url, *words, *mix)
         assert done.returncode == 0, done.stderr
         both = json.loads(out.read_text())
         groups = both["figures"]["groups"]
@@ -232,7 +232,7 @@ def test_two_tenants_at_ten_to_one(
         assert sum(group["completed"] for group in groups["tenant"].values()) == both["figures"]["completed"]
         assert both["figures"]["completed"] == both["figures"]["requests"]
         assert "tenant quiet: " in done.stdout
-        done = run("loadtest", "replay", stack.url, *words, *mix, "--only", "quiet")
+        done = run("quire.loadtest", "replay", stack.url, *words, *mix, "--only", "quiet")
         assert done.returncode == 0, done.stderr
         alone = json.loads(out.read_text())["figures"]
         assert alone["requests"] == alone["completed"] == groups["tenant"]["quiet"]["requests"]
@@ -253,7 +253,7 @@ def run(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
 def test_the_command_writes_a_result_and_the_report_takes_it(stack: Stack, tmp_path: Path) -> None:
     out, lines = tmp_path / "r.json", tmp_path / "raw.jsonl"
     words = ["--workload", "alpaca", "--rate", "5", "--seconds", "1", "--peak", "20", "--peak-seconds", "1", "--seed=3"]
-    done = run("loadtest", "replay", stack.url, *words, "--out", str(out), "--raw", str(lines))
+    done = run("quire.loadtest", "replay", stack.url, *words, "--out", str(out), "--raw", str(lines))
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     assert result["config"]["model"] == "tiny"
@@ -263,7 +263,7 @@ def test_the_command_writes_a_result_and_the_report_takes_it(stack: Stack, tmp_p
     raw = [json.loads(line) for line in lines.read_text().splitlines()]
     assert len(raw) == result["figures"]["requests"]
     assert sum(line["tokens"] for line in raw) == result["config"]["work"]["output_tokens"]
-    report = run("loadtest", "report", str(out), "--out", str(tmp_path / "r.svg"))
+    report = run("quire.loadtest", "report", str(out), "--out", str(tmp_path / "r.svg"))
     assert report.returncode == 0, report.stderr
     assert "<svg" in (tmp_path / "r.svg").read_text()
 
@@ -271,15 +271,15 @@ def test_the_command_writes_a_result_and_the_report_takes_it(stack: Stack, tmp_p
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"prompt_len": 1, "output_len": 0}\n')
-    done = run("loadtest", "replay", "http://127.0.0.1:9", "--trace", str(trace))
+    done = run("quire.loadtest", "replay", "http://127.0.0.1:9", "--trace", str(trace))
     assert (done.returncode, done.stderr) == (
         1,
         "t.jsonl, line 1: output_len is 0; must be a whole number, >= 1, <= 10000000\n",
     )
-    done = run("loadtest", "replay", "http://127.0.0.1:9", "--rate", "0")
+    done = run("quire.loadtest", "replay", "http://127.0.0.1:9", "--rate", "0")
     assert done.returncode == 2
     assert "argument --rate: 0 is not a number > 0" in done.stderr
-    done = run("loadtest", "replay", "http://127.0.0.1:9")
+    done = run("quire.loadtest", "replay", "http://127.0.0.1:9")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "http://127.0.0.1:9/v1/models: " in done.stderr
 

@@ -20,7 +20,7 @@ from tests.pace import patience
 from tests.system.processes import at_rest, ending, fleet_until, wait_until_ready
 from tests.system.test_survival import LIMIT_S, Served
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 NAMESPACE = "beams"
 SLOTS = 16
 PROMPT = [20, 30, 40] * 7

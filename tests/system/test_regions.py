@@ -27,7 +27,7 @@ from tests.service.fakes import TOOLS_TEMPLATE
 from tests.system.processes import QUIRE, Process, ending, wait_until_ready
 from tests.system.test_survival import LIMIT_S, Engines
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 
 THOUGHT = [f"step {at}; " for at in range(150)]
 ARGUMENTS = ["{", *(f'"key{at}": "value {at}", ' for at in range(150)), '"end": 1}']

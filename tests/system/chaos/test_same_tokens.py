@@ -10,6 +10,7 @@ from tests.system.chaos.same_tokens import Answers, equal, requests, same_tokens
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("warm_processes")
 @pytest.mark.timeout(400)
 async def test_one_digest_alone_in_a_crowd_and_through_a_kill(tmp_path: Path) -> None:
     runs = await same_tokens(tmp_path, 20, [1, 8], 1, seed=3)
