@@ -142,7 +142,10 @@ def test_same_text_however_it_was_computed(checkpoint: Checkpoint, family: str, 
     assert shared == wanted
 
 
-@pytest.mark.parametrize(("family", "dtype", "ranks"), [("llama", "bfloat16", 4), ("gemma2", "float32", 2)])
+@pytest.mark.parametrize(
+    ("family", "dtype", "ranks"),
+    sampled([("llama", "bfloat16", 4), ("gemma2", "float32", 2)], [("gemma2", "float32", 2)]),
+)
 def test_same_text_of_several_ranks(tmp_path: Path, family: str, dtype: str, ranks: int) -> None:
     """A sum of the ranks' parts has one order, so it does not depend on the batch either."""
     directory = make_checkpoint(tmp_path / family, family, intermediate_size=256)
