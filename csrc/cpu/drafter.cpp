@@ -6,6 +6,7 @@ namespace quire::cpu {
 namespace {
 
 constexpr int kFirstBits = 8;
+constexpr int64_t kAhead = 8;  // slots that `find` fetches ahead of the one it looks at
 
 // Drafts from one text, for the end of another one (or of the same).
 struct Continuation {
@@ -88,49 +89,52 @@ void Text::prefetch(uint64_t pair) const {
   if (!entries_.empty()) __builtin_prefetch(&entries_[pair >> shift_]);
 }
 
-void Text::prefetch_end() const {
-  __builtin_prefetch(tokens_.data() + tokens_.size());
-  __builtin_prefetch(previous_.data() + previous_.size());
+void Text::flush() {
+  places_.insert(places_.end(), newest_, newest_ + fresh_);
+  fresh_ = 0;
 }
 
 void Text::make_room(int64_t count) {
   if (size() + count > most_) {
     const int64_t forgotten = std::min(size(), std::max(size() + count - most_, std::max<int64_t>(1, most_ / 4)));
-    tokens_.erase(tokens_.begin(), tokens_.begin() + forgotten);
+    flush();
+    places_.erase(places_.begin(), places_.begin() + forgotten);
     rebuild(size() + count);
   } else if (4 * (size() + count) > 3 * static_cast<int64_t>(entries_.size())) {
+    flush();
     rebuild(size() + count);
   }
 }
 
 void Text::append(int32_t token, uint64_t pair) {
   make_room(1);
-  tokens_.push_back(token);
-  insert(token, pair);
+  if (fresh_ == kNewest) flush();
+  newest_[fresh_] = {token, index(token, pair, static_cast<int32_t>(size()))};
+  ++fresh_;
 }
 
 void Text::append(const int64_t* tokens, int64_t count) {
   const int64_t first = std::max<int64_t>(0, count - most_);
   make_room(count - first);
+  flush();
   for (int64_t i = first; i < count; ++i) {
     const auto token = static_cast<int32_t>(tokens[i]);
-    tokens_.push_back(token);
-    insert(token, pair_hash(last_, token));
+    places_.push_back({token, index(token, pair_hash(last_, token), static_cast<int32_t>(places_.size()))});
   }
 }
 
-// Indexes the token that follows those indexed so far.
-void Text::insert(int32_t token, uint64_t pair) {
+// Makes `place`, where `token` follows those indexed so far, the last one of its pair.  Returns the one before; -1: none.
+int32_t Text::index(int32_t token, uint64_t pair, int32_t place) {
   int32_t before = -1;
   if (last_ != kEnd && token != kEnd) {
     const size_t mask = entries_.size() - 1;
-    size_t place = pair >> shift_;
-    while (entries_[place].place >= 0 && entries_[place].tag != static_cast<uint32_t>(pair)) place = (place + 1) & mask;
-    before = entries_[place].place;
-    entries_[place] = {static_cast<uint32_t>(pair), static_cast<int32_t>(previous_.size())};
+    size_t at = pair >> shift_;
+    while (entries_[at].place >= 0 && entries_[at].tag != static_cast<uint32_t>(pair)) at = (at + 1) & mask;
+    before = entries_[at].place;
+    entries_[at] = {static_cast<uint32_t>(pair), place};
   }
-  previous_.push_back(before);
   last_ = token;
+  return before;
 }
 
 // Indexes the text anew, with entries for `capacity` tokens.
@@ -139,9 +143,9 @@ void Text::rebuild(int64_t capacity) {
   while (3 * (int64_t{1} << bits) < 4 * capacity) ++bits;
   shift_ = 64 - bits;
   entries_.assign(size_t{1} << bits, Entry{});
-  previous_.clear();
   last_ = kEnd;
-  for (const int32_t token : tokens_) insert(token, pair_hash(last_, token));
+  int32_t place = 0;
+  for (Place& one : places_) one.previous = index(one.token, pair_hash(last_, one.token), place++);
 }
 
 Drafter::Drafter(int64_t slots, int64_t own, int64_t recent, int64_t owners)
@@ -212,10 +216,13 @@ int64_t Drafter::length(int64_t number) const { return slots_[number].length; }
 
 std::vector<Draft> Drafter::find(const int64_t* slots, const int64_t* tokens, int64_t count, int least) {
   for (int64_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) {  // a slot takes three cache lines
+      const char* ahead = reinterpret_cast<const char*>(&slots_[slots[i + kAhead]]);
+      for (size_t at = 0; at < sizeof(Slot); at += 64) __builtin_prefetch(ahead + at);
+    }
     Slot& slot = slots_[slots[i]];
     if (!slot.open) continue;
     slot.pair = pair_hash(slot.own.last(), static_cast<int32_t>(tokens[i]));
-    slot.own.prefetch_end();
     slot.own.prefetch(slot.pair);
     if (slot.recent) slot.recent->prefetch(slot.pair);
   }

@@ -30,6 +30,7 @@ namespace quire::cpu {
 
 constexpr int kDepth = 24;           // most tokens of a match, and so of a draft
 constexpr int kPlaces = 32;          // places of a pair that count, the newest
+constexpr int kNewest = 8;           // places that a text keeps apart
 constexpr float kLeastShare = 0.1f;  // estimated probability of a draft below which it ends
 constexpr int32_t kEnd = -1;         // between the answers of an owner; no token
 
@@ -43,27 +44,37 @@ class Text {
 
   void append(int32_t token, uint64_t pair);  // pair: pair_hash(last(), token)
   void append(const int64_t* tokens, int64_t count);
-  int64_t size() const { return static_cast<int64_t>(tokens_.size()); }
-  int32_t operator[](int64_t at) const { return tokens_[at]; }
+  int64_t size() const { return static_cast<int64_t>(places_.size()) + fresh_; }
+  int32_t operator[](int64_t at) const { return at_place(at).token; }
   int32_t last_place(uint64_t pair) const;  // place of the second token of a pair with this hash; -1: none
-  int32_t previous(int32_t place) const { return previous_[place]; }
+  int32_t previous(int32_t place) const { return at_place(place).previous; }
   int32_t last() const { return last_; }  // its last token; kEnd: it has none
-  void prefetch(uint64_t pair) const;     // reads ahead for last_place
-  void prefetch_end() const;              // reads ahead for append
+  void prefetch(uint64_t pair) const;     // reads ahead for append and last_place
 
  private:
   struct Entry {
     uint32_t tag;        // lower half of the pair's hash
     int32_t place = -1;  // last place of its second token; -1: the entry is free
   };
+  struct Place {
+    int32_t token;
+    int32_t previous = -1;  // the place before of the pair that ends here; -1: none
+  };
+  const Place& at_place(int64_t at) const {
+    const auto kept = static_cast<int64_t>(places_.size());
+    return at < kept ? places_[at] : newest_[at - kept];
+  }
+  void flush();
   void make_room(int64_t count);
-  void insert(int32_t token, uint64_t pair);
+  int32_t index(int32_t token, uint64_t pair, int32_t place);
   void rebuild(int64_t capacity);
 
   int64_t most_;
   int shift_ = 64;  // 64 - log2 of the entries
   int32_t last_ = kEnd;
-  std::vector<int32_t> tokens_, previous_;
+  std::vector<Place> places_;
+  Place newest_[kNewest];  // those behind `places_`: most appends then touch no other memory than a Text and its table
+  int fresh_ = 0;          // number of them
   std::vector<Entry> entries_;  // open addressing, at most three quarters are used
 };
 
