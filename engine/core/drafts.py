@@ -53,8 +53,8 @@ class Policy(Protocol):
     def learn(self, seq: Sequence, draft: Draft, computed: int, accepted: int) -> None:
         """`accepted` of the first `computed` tokens of a draft were right."""
 
-    def record(self, seconds: float, seqs: int, tokens: int, idle_s: float) -> None:
-        """A step of `seqs` sequences, without prompts, took `seconds` with `tokens` drafts.
+    def record(self, seconds: float, seqs: int, tokens: int, accepted: int, idle_s: float) -> None:
+        """A step of `seqs` sequences, without prompts, took `seconds` with `tokens` drafts, `accepted` of them right.
 
         For `idle_s` of these seconds the device waited for the step."""
 

@@ -363,7 +363,8 @@ class Scheduler:
         if result.step_s and not issued.swaps:
             if issued.drafting and issued.prompt_tokens == issued.drafting + issued.drafts:
                 idle_s = max(0.0, result.step_s - result.device_s) if self.drafts.run_ahead else 0.0
-                self.drafts.policy.record(result.step_s, issued.decoding + issued.drafting, issued.drafts, idle_s)
+                seqs, accepted = issued.decoding + issued.drafting, sum(result.accepted.values())
+                self.drafts.policy.record(result.step_s, seqs, issued.drafts, accepted, idle_s)
             elif issued.jumps and issued.prompt_tokens == issued.jump_tokens:
                 self.forced.costs.record(result.step_s, issued.decoding + issued.jumps)
             else:

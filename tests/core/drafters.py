@@ -33,7 +33,7 @@ class AllDrafts:
     def learn(self, seq: Sequence, draft: Draft, computed: int, accepted: int) -> None:
         self.learnt.append((computed, accepted))
 
-    def record(self, seconds: float, seqs: int, tokens: int, idle_s: float) -> None:
+    def record(self, seconds: float, seqs: int, tokens: int, accepted: int, idle_s: float) -> None:
         pass
 
     def forget(self, request: Generate) -> None:

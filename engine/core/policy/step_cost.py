@@ -31,6 +31,7 @@ class StepCostModel:
         self.swap_bytes_per_s = swap_bytes_per_s
         self.token_s = 0.0  # seconds per prompt token, on top of the decode-only step; 0: not known
         self._decode_s: dict[int, float] = {}  # bit length of seqs -> seconds of a step without prompts
+        self._nearby: dict[tuple[int, int], tuple[float, int]] = {}  # (seconds, steps) by load_class of seqs
         self.mixed_steps = 0  # steps with slices and decoding sequences since the last one without slices
 
     def record_step(self, seconds: float, seqs: int, prompt_tokens: int) -> None:
@@ -40,6 +41,10 @@ class StepCostModel:
             size = seqs.bit_length()
             average = self._decode_s.get(size, seconds)
             self._decode_s[size] = average + STEADY * (min(seconds, OUTLIER * average) - average)
+            average, count = self._nearby.get(load_class(seqs), (seconds, 0))
+            # At first the mean of all: the first step must not count for more than the next ones.
+            average += max(STEADY, 1 / (count + 1)) * (min(seconds, OUTLIER * average) - average)
+            self._nearby[load_class(seqs)] = average, count + 1
             return
         self.mixed_steps += seqs > 0
         alone = self.decode_s(max(1, seqs))
@@ -56,9 +61,9 @@ class StepCostModel:
         rate = size / seconds
         self.swap_bytes_per_s += FRESH * (rate - self.swap_bytes_per_s) if self.swap_bytes_per_s else rate
 
-    def measured(self, seqs: int) -> bool:
-        """Return whether a step of about `seqs` sequences without prompts was measured."""
-        return seqs.bit_length() in self._decode_s
+    def readings(self, seqs: int) -> int:
+        """Return how many steps of `seqs` sequences, give or take an eighth, and no prompt were measured."""
+        return self._nearby.get(load_class(seqs), (0.0, 0))[1]
 
     def decode_s(self, seqs: int) -> float:
         """Seconds of a step with `seqs` sequences and no prompt; of fewer, or else of more, where that is not known.
@@ -67,6 +72,13 @@ class StepCostModel:
             return 0.0
         size = seqs.bit_length()
         return self._decode_s[max((s for s in self._decode_s if s <= size), default=min(self._decode_s))]
+
+    def exact_decode_s(self, seqs: int) -> float:
+        """Seconds of a step with `seqs` sequences, give or take an eighth, and no prompt; else as `decode_s`.
+
+        That counts 65 like 127, which is too coarse to compare with while the load rises or falls."""
+        average, _ = self._nearby.get(load_class(seqs), (0.0, 0))
+        return average or self.decode_s(seqs)
 
     def prompt_tokens(self, seqs: int, pending: int, stretch: float, exposed: int | None = None) -> int | None:
         """Most prompt tokens with `seqs` that decode, so that the step takes up to `stretch` times as long as without.
@@ -100,3 +112,9 @@ class StepCostModel:
         if not self.swap_bytes_per_s or not self.token_s:
             return False
         return swap_bytes / self.swap_bytes_per_s < recompute_tokens * self.token_s
+
+
+def load_class(seqs: int) -> tuple[int, int]:
+    """Return what numbers of sequences have in common that differ by less than an eighth: their first four bits."""
+    shift = max(0, seqs.bit_length() - 4)
+    return seqs >> shift, shift

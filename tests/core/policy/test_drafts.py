@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.core.plan import Draft
-from quire.engine.core.policy.drafts import MATCHES, PROBE_TOKENS, SEARCHES, DraftController
+from quire.engine.core.policy.drafts import (
+    MATCHES,
+    MOST_CREDIT,
+    PROBE_TOKENS,
+    PROBES,
+    SEARCHES,
+    DraftController,
+)
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.sequence import Sequence
 from quire.engine.wire.messages import Generate, Sampling
@@ -23,15 +30,18 @@ def draft(slot: int, match: int = 16, length: int = LENGTH) -> Draft:
     return Draft(slot, list(range(length)), match, 0)
 
 
-def controller(seqs: int, draft_s: float, fixed_s: float = 0.0) -> DraftController:
-    """A controller that knows what a step takes, alone and with 1 to 64 drafts."""
+def controller(seqs: int, draft_s: float, fixed_s: float = 0.0, *, right: bool = True) -> DraftController:
+    """A controller that knows what a step takes, alone and with 1 to 64 drafts.
+
+    `right`: all drafts were; else as many as it takes to lose no time, so that the account of losses is as at first."""
     costs = StepCostModel()
     for _ in range(40):
         costs.record_step(DECODE_S, seqs, 0)
     made = DraftController(costs)
     for _ in range(40):
         for tokens in (1, 2, 4, 8, 16, 32, 64):
-            made.record(DECODE_S + fixed_s + tokens * draft_s, seqs, tokens, 0.0)
+            extra_s = fixed_s + tokens * draft_s
+            made.record(DECODE_S + extra_s, seqs, tokens, tokens if right else round(seqs * extra_s / DECODE_S), 0.0)
     return made
 
 
@@ -45,8 +55,10 @@ def test_drafts_are_computed_while_each_gives_more_than_it_takes(seqs: int) -> N
     """Right drafts are all computed if each costs a tenth of what it is worth; at twice a token's worth, none is."""
     worth = DECODE_S / seqs
     for cost, want in ((worth / 10, LENGTH), (2 * worth, 0)):
-        control, (seq, *_) = controller(seqs, cost), sequences(1)
+        control, (seq, *_) = controller(seqs, cost, right=want > 0), sequences(1)
         teach(control, seq, LENGTH)
+        if not want:
+            control.record(2 * DECODE_S, seqs, 1024, 0, 0.0)  # nothing is left for a probe
         assert control.choose([(seq, draft(0))], seqs, 100) == [want]
 
 
@@ -62,6 +74,7 @@ def test_the_drafts_of_the_better_sequence_come_first() -> None:
 
 def test_a_request_is_judged_by_its_tenant_until_it_has_drafts_of_its_own() -> None:
     control, (first, second, third) = controller(1, DECODE_S / 4), sequences(3)
+    control.record(2 * DECODE_S, 1, 1024, 0, 0.0)  # nothing is left for a probe
     teach(control, first, 0)
     assert control.choose([(second, draft(0))], 1, 100) == [0]
     teach(control, third, LENGTH, times=10)
@@ -72,14 +85,16 @@ def test_a_request_is_judged_by_its_tenant_until_it_has_drafts_of_its_own() -> N
 
 
 def test_where_drafts_do_not_pay_probes_take_a_small_part_of_the_time() -> None:
-    control, (seq,) = controller(1, 4 * DECODE_S), sequences(1)
+    control, (seq,) = controller(1, 4 * DECODE_S, right=False), sequences(1)
     teach(control, seq, 0)
     spent = steps = 0.0
     for _ in range(20_000):
         (count,) = control.choose([(seq, draft(0))], 1, 100)
         assert count <= PROBE_TOKENS
         steps += DECODE_S
-        spent += control.extra_s(1, count) if count else 0.0
+        if count:
+            spent += control.extra_s(1, count)
+            control.record(DECODE_S + count * 4 * DECODE_S, 1, count, 0, 0.0)
     assert 0 < spent < 0.01 * steps
 
 
@@ -114,17 +129,20 @@ def test_waiting_for_the_step_in_flight_must_pay_as_well() -> None:
     teach(control, seq, LENGTH)
     assert control.pays([(seq, draft(0))], 8, 100)
     for _ in range(60):
-        control.record(DECODE_S, 8, 4, idle_s=DECODE_S)
+        control.record(DECODE_S, 8, 4, 4, idle_s=DECODE_S)
+    control.record(2 * DECODE_S, 8, 1024, 0, idle_s=DECODE_S)  # half of what the account can hold
     assert control.choose([(seq, draft(0))], 8, 100) == [LENGTH]
     assert not control.pays([(seq, draft(0))], 8, 100)
 
 
 def test_a_probe_waits_for_the_step_in_flight_seldom() -> None:
-    control, (seq, *_) = controller(8, DECODE_S), sequences(1)
+    control, (seq, *_) = controller(8, DECODE_S, right=False), sequences(1)
     teach(control, seq, 0)
-    waits = sum(
-        control.pays([(seq, draft(0))], 8, 100) and any(control.choose([(seq, draft(0))], 8, 100)) for _ in range(2000)
-    )
+    waits = 0
+    for _ in range(2000):
+        if control.pays([(seq, draft(0))], 8, 100) and (count := control.choose([(seq, draft(0))], 8, 100)[0]):
+            control.record(2 * DECODE_S, 8, count, 0, idle_s=DECODE_S / 2)
+            waits += 1
     assert 0 < waits <= 2000 / 200 + 1
 
 
@@ -138,5 +156,25 @@ def test_a_first_reading_that_is_far_too_long_is_corrected_at_once() -> None:
     for seconds in (100 * DECODE_S, 1.1 * DECODE_S):
         counts = control.choose([(seq, draft(0))], 4, 100)
         assert any(counts)
-        control.record(seconds, 4, sum(counts), 0.0)
+        control.record(seconds, 4, sum(counts), sum(counts), 0.0)
     assert any(control.choose([(seq, draft(0))], 4, 100))
+
+
+def test_wrong_drafts_lose_no_more_than_the_account_holds() -> None:
+    """The rates say that drafts are right, and from one moment on none is: what that loses is bounded."""
+    control, (seq,) = controller(1, DECODE_S / 4), sequences(1)
+    lost, steps = 0.0, 400
+    for _ in range(steps):
+        teach(control, seq, LENGTH)
+        (count,) = control.choose([(seq, draft(0))], 1, 100)
+        if count:
+            control.record(DECODE_S * (1 + count / 4), 1, count, 0, 0.0)
+            lost += count / 4
+    assert 0 < lost <= MOST_CREDIT + 2 * PROBES * steps
+
+
+def test_a_step_that_only_drafts_can_pay_for_is_shortened() -> None:
+    control, (seq,) = controller(1, DECODE_S / 4), sequences(1)
+    teach(control, seq, LENGTH)
+    control.record(2 * DECODE_S, 1, 1024, 0, 0.0)  # the account holds one step's time of two
+    assert control.choose([(seq, draft(0))], 1, 100) == [4]

@@ -294,3 +294,22 @@ def test_no_reading_takes_a_step_below_its_floor(steps: list[tuple[float, int, i
         if rows + tokens:
             costs.record_step(seconds, rows, tokens)
         assert (budget := costs.tokens_within(rows, 2.0)) is None or budget >= FLOOR
+
+
+def test_the_time_of_a_plain_step_follows_the_load_within_a_power_of_two() -> None:
+    costs = StepCostModel()
+    for seqs in (64, 96, 127):
+        for _ in range(4):
+            costs.record_step(seqs / 1000, seqs, 0)
+    for seqs, measured in ((65, 64), (100, 96), (120, 127)):
+        assert costs.exact_decode_s(seqs) == pytest.approx(measured / 1000)
+        assert costs.readings(seqs) == 4
+    assert costs.exact_decode_s(80) == costs.decode_s(80)
+    assert costs.readings(80) == 0
+
+
+def test_the_first_step_counts_no_more_than_the_next_ones() -> None:
+    costs = StepCostModel()
+    for seconds in (0.03, 0.01, 0.01, 0.01):
+        costs.record_step(seconds, 8, 0)
+    assert costs.exact_decode_s(8) == pytest.approx(0.015)
