@@ -1,36 +1,39 @@
-"""Compare an engine's tokens per second with drafts and without, in pairs, on texts that repeat and texts that do not.
+"""Compare an engine's tokens per second with drafts and without, step by step, on texts that repeat and others.
 
-    python -m quire.loadtest.studies drafting MODEL --text FILE [--kinds prose,ramp] [--streams 1,4] [--new 96]
-                                              [--rounds 5] [--part 1200] [--ramp 256]
+    python -m quire.loadtest.studies drafting MODEL --text FILE [--kinds prose,ramp] [--streams 1,8,64,256] [--new 64]
+                                              [--rounds 2] [--part 1200] [--ramp 256] [--name NAME]
 
-and any option of an engine; `--drafts on` is implied.  FILE is plain text; each request takes another part of it, of
-`--part` characters:
+and any option of an engine.  FILEs are plain text, `--text` once for each; a request takes a part of it, of `--part`
+characters (of fewer in loads of more than 64 streams):
 
     rewrite   the part, a request to repeat it, and its first words: greedy
     quote     the part, a question, and the first words of a sentence of it: greedy
     prose     the part alone, temperature 1: nothing to repeat
     ramp      prose with short prompts: requests join until `--ramp` of them run, then they end one after the other
 
-All streams run until they have `--new` tokens on average, those of a ramp to their end.  One stream runs before
-anything is measured, so that the engine knows its step times.  A round runs the same requests without drafts and with
-them, in either order by turns.  The tokens of both must be equal.  Prints one line of JSON: by kind and streams,
-tokens/s with drafts over tokens/s without (median, minimum and maximum of the rounds), `cpu`: the same in tokens per
-second of the process's CPU time (median), tokens per step of a stream (of a ramp: of all), the share of computed drafts
-that were accepted, and `host`: the share of the CPU time that the drafter and the controller took.  Other work on the
-machine disturbs `cpu` less than the rest.
+Two engines in this process answer the same requests, one without drafts.  After the prompts they take turns, a step
+each, so that other work on the machine delays both alike.  All streams run until they have `--new` tokens on average,
+those of a ramp to their end.  A round runs other requests, and the other engine drafts: weights and caches of one of
+them may lie better in memory.  So `--rounds` is even.  The tokens of both engines must be equal.  One stream runs
+before anything is measured, so that the engines know their step times.
+
+Prints one line of JSON: by kind and streams, tokens/s with drafts over tokens/s without (of all rounds, and the minimum
+and maximum of a round), `cpu`: the same in tokens per second of the process's CPU time, tokens per step of a stream (of
+a ramp: of all), the share of computed drafts that were accepted, and `host`: the share of the CPU time that the drafter
+and the controller took.  With --name they are written to loadtest/results/NAME.json as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 from unittest import mock
 
 import msgspec
@@ -38,6 +41,7 @@ import msgspec
 from quire.engine.common import settings
 from quire.engine.common.errors import OperatorError
 from quire.engine.config import EngineConfig
+from quire.engine.core.limits import Totals
 from quire.engine.executor import loading
 from quire.engine.executor.models import hf
 from quire.engine.llm import LLM, Completion
@@ -45,12 +49,15 @@ from quire.engine.loop import ConfigError
 from quire.engine.tokenizers.files import load_tokenizer
 from quire.engine.tools.bench import prefill, say
 from quire.engine.wire.messages import Sampling
+from quire.loadtest import machine
 
 T = TypeVar("T")
 
 RAMP_PART = 200  # characters of a ramp's prompts
+FULL_PARTS = 64  # streams up to which each has a part of `--part` characters
 SPARE = 4  # times `--new` that an answer may grow to, so that no stream ends while the others are measured
 JOINS = 8  # requests of a ramp that join in each step
+KV_GIB = 4.0  # of each engine
 TEXTS: dict[str, tuple[Callable[[str], str], float]] = {  # (prompt from a part of FILE, temperature)
     "rewrite": (lambda part: f"{part}\n\nThe same text once more, unchanged:\n\n{part[:60]}", 0.0),
     "quote": (lambda part: f"{part}\n\nQuestion: what does the text say? It says:\n{part[100:150]}", 0.0),
@@ -59,17 +66,51 @@ TEXTS: dict[str, tuple[Callable[[str], str], float]] = {  # (prompt from a part 
 }
 
 
-class Run(NamedTuple):
-    """One run of the requests of a round."""
+@dataclass(slots=True)
+class Run:
+    """The requests of one round on one of the engines: sums over its steps behind the prompts."""
 
-    seconds: float
-    cpu_s: float  # CPU seconds of the process
-    host_s: float  # CPU seconds of the drafter and the controller
-    tokens: int  # tokens computed in that time
-    steps: int
-    drafted: int
-    accepted: int
-    answers: list[list[int]]
+    llm: LLM
+    seconds: float = 0.0
+    cpu_s: float = 0.0  # CPU seconds of the process
+    host_s: float = 0.0  # CPU seconds of the drafter and the controller
+    tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    waiting: list[tuple[int, list[int]]] = field(default_factory=list)  # seed, prompt
+    completions: list[Completion] = field(default_factory=list)
+
+    def join(self, count: int, temperature: float, tokens: int) -> None:
+        """Submit the next `count` requests."""
+        for seed, ids in self.waiting[:count]:
+            sampling = Sampling(temperature=temperature, seed=seed, ignore_eos=True)
+            self.completions.append(self.llm.submit(ids, sampling, max_new_tokens=tokens))
+        del self.waiting[:count]
+
+    def step(self) -> None:
+        """Run one step of the engine and measure it."""
+        totals = self.llm.engine.core.report.totals
+        before = self._counts(totals)
+        with timed_calls(self.llm) as host:
+            began, cpu = time.perf_counter(), time.process_time()
+            self.llm.step()
+            self.seconds += time.perf_counter() - began
+            self.cpu_s += time.process_time() - cpu
+        self.host_s += sum(host)
+        tokens, drafted, accepted = (now - then for now, then in zip(self._counts(totals), before, strict=True))
+        self.tokens += tokens
+        self.drafted += drafted
+        self.accepted += accepted
+        self.steps += 1
+
+    @staticmethod
+    def _counts(totals: Totals) -> tuple[int, int, int]:
+        return totals.generated_tokens, sum(totals.drafted_tokens.values()), sum(totals.accepted_drafts.values())
+
+    def answers(self) -> list[list[int]]:
+        """Return the tokens of each request so far."""
+        return [completion.outputs[0].token_ids for completion in self.completions]
 
 
 @contextmanager
@@ -92,77 +133,72 @@ def timed_calls(llm: LLM) -> Iterator[list[float]]:
         yield seconds
 
 
-def run(llm: LLM, prompts: list[list[int]], temperature: float, new: int, *, drafts: bool, ramp: bool) -> Run:
-    """Answer the prompts at the same time, or as a ramp.  Times are those of the steps behind the prompts."""
-    core, totals = llm.engine.core, llm.engine.core.report.totals
-    drafter = core.drafts.drafter
-    core.drafts.drafter = drafter if drafts else None
-    before = sum(totals.drafted_tokens.values()), sum(totals.accepted_drafts.values())
-    completions: list[Completion] = []
-    waiting = list(enumerate(prompts))
+@contextmanager
+def without_drafts(llm: LLM) -> Iterator[None]:
+    """A context in which an engine, idle when it begins and ends, computes no drafts."""
+    with mock.patch.object(llm.engine.core.drafts, "drafter", None):
+        yield
 
-    def join(count: int) -> None:
-        for seed, ids in waiting[:count]:
-            sampling = Sampling(temperature=temperature, seed=seed, ignore_eos=True)
-            completions.append(llm.submit(ids, sampling, max_new_tokens=new if ramp else SPARE * new))
-        del waiting[:count]
 
+def race(llms: Sequence[LLM], prompts: list[list[int]], temperature: float, new: int, *, ramp: bool) -> list[Run]:
+    """Answer the prompts on both engines, a step of each in turn; the first one drafts nothing.
+
+    Raises ConfigError if a text differs."""
+    runs = [Run(llm, waiting=list(enumerate(prompts))) for llm in llms]
+    most = new if ramp else SPARE * new
     if not ramp:
-        join(len(prompts))
-        prefill(llm)
-    generated, first = totals.generated_tokens, core.step
-    with timed_calls(llm) as host:
-        began, cpu = time.perf_counter(), time.process_time()
-        while waiting or (llm.unfinished and (ramp or totals.generated_tokens - generated < new * len(prompts))):
-            join(JOINS)
-            llm.step()
-        seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
-    tokens, steps = totals.generated_tokens - generated, core.step - first
-    llm.cancel()
-    core.drafts.drafter = drafter
-    answers = [completion.outputs[0].token_ids for completion in completions]
-    return Run(
-        seconds,
-        cpu_s,
-        sum(host),
-        tokens,
-        steps,
-        sum(totals.drafted_tokens.values()) - before[0],
-        sum(totals.accepted_drafts.values()) - before[1],
-        answers,
-    )
+        for one in runs:
+            one.join(len(prompts), temperature, most)
+            prefill(one.llm)
+    turns = runs
+    while turns := [
+        one
+        for one in reversed(turns)  # each goes first by turns
+        if one.waiting or (one.llm.unfinished and (ramp or one.tokens < new * len(prompts)))
+    ]:
+        for one in turns:
+            one.join(JOINS, temperature, most)
+            one.step()
+    for one in runs:
+        one.llm.cancel()
+    if any(
+        one[: len(other)] != other[: len(one)] for one, other in zip(*(each.answers() for each in runs), strict=True)
+    ):
+        raise ConfigError("drafts changed a text: use --deterministic, where the start log names a batch dependence")
+    return runs
 
 
 def compare(
-    llm: LLM, rounds: list[list[list[int]]], temperature: float, new: int, *, ramp: bool = False
+    llms: Sequence[LLM], rounds: list[list[list[int]]], temperature: float, new: int, *, ramp: bool = False
 ) -> dict[str, float]:
     """Return what the docstring says; `rounds`: the prompts of each round.  Raises ConfigError if a text differs."""
-    wall, cpu, drafting = [], [], []
+    pairs = []
     for at, prompts in enumerate(rounds):
-        orders = (at % 2 == 0, at % 2 == 1)
-        pair = {drafts: run(llm, prompts, temperature, new, drafts=drafts, ramp=ramp) for drafts in orders}
-        plain, drafted = pair[False], pair[True]
-        answers = plain.answers, drafted.answers
-        if any(one[: len(other)] != other[: len(one)] for one, other in zip(*answers, strict=True)):
-            raise ConfigError(
-                "drafts changed a text: use --deterministic, where the start log names a batch dependence"
-            )
-        wall.append((drafted.tokens / drafted.seconds) / (plain.tokens / plain.seconds))
-        cpu.append((drafted.tokens / drafted.cpu_s) / (plain.tokens / plain.cpu_s))
-        drafting.append(drafted)
-    computed = sum(one.drafted for one in drafting)
-    slots = sum(one.steps for one in drafting) * (1 if ramp else len(rounds[0]))
+        order = llms if at % 2 == 0 else llms[::-1]
+        with without_drafts(order[0]):
+            pairs.append(race(order, prompts, temperature, new, ramp=ramp))
+    plain, drafted = zip(*pairs, strict=True)
+
+    def total(runs: Sequence[Run], name: str) -> float:
+        return float(sum(getattr(one, name) for one in runs))
+
+    def ratio(plain: Sequence[Run], drafted: Sequence[Run], name: str) -> float:
+        with_drafts, without = (total(runs, "tokens") / total(runs, name) for runs in (drafted, plain))
+        return with_drafts / without
+
+    slots = total(drafted, "steps") * (1 if ramp else len(rounds[0]))
+    each = [ratio([pair[0]], [pair[1]], "seconds") for pair in pairs]
     found = {
-        "median": statistics.median(wall),
-        "minimum": min(wall),
-        "maximum": max(wall),
-        "cpu": statistics.median(cpu),
-        "cpu_minimum": min(cpu),
-        "tokens_per_step": sum(one.tokens for one in drafting) / slots,
-        "accepted": sum(one.accepted for one in drafting) / max(1, computed),
-        "drafts": computed,
-        "step_ms": 1000 * sum(one.seconds for one in drafting) / sum(one.steps for one in drafting),
-        "host": sum(one.host_s for one in drafting) / sum(one.cpu_s for one in drafting),
+        "ratio": ratio(plain, drafted, "seconds"),
+        "minimum": min(each),
+        "maximum": max(each),
+        "cpu": ratio(plain, drafted, "cpu_s"),
+        "tokens_per_step": total(drafted, "tokens") / slots,
+        "accepted": total(drafted, "accepted") / max(1.0, total(drafted, "drafted")),
+        "drafts": total(drafted, "drafted"),
+        "plain_tokens": total(plain, "tokens"),
+        "plain_step_ms": 1000 * total(plain, "seconds") / total(plain, "steps"),
+        "host": total(drafted, "host_s") / total(drafted, "cpu_s"),
     }
     return {name: round(value, 4) for name, value in found.items()}
 
@@ -172,47 +208,60 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def parts_of(text: str, size: int, count: int) -> list[str]:
+    """Return `count` parts of a text.  Raises ConfigError if it is too short."""
+    if len(text) < size * count:
+        raise ConfigError(f"the texts have {len(text)} characters, {size * count} are needed")
+    return [text[size * at :][:size] for at in range(count)]
+
+
+def open_engines(config: EngineConfig) -> tuple[LLM, LLM]:
+    """Return two engines that draft.  Raises OperatorError."""
+    # Answers are timed, not waits: prompts may fill a step.
+    config = msgspec.structs.replace(config, drafts="on", prefix_cache=False, itl_stretch=0.0, step_target_s=0.0)
+    if not config.kv_blocks and not config.kv_memory_gib:
+        config = msgspec.structs.replace(config, kv_memory_gib=KV_GIB)
+    return LLM.over(config, loading.load(config)), LLM.over(config, loading.load(config))
+
+
 def main(argv: list[str]) -> int:
     """2 with one line on stderr when the model can't be loaded, the text is too short, or a text differs."""
     name = "python -m quire.loadtest.studies drafting"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
-    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True, action="append")
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=[*TEXTS])
     parser.add_argument("--streams", type=numbers, default=[1, 4])
-    parser.add_argument("--new", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--part", type=int, default=1200)
     parser.add_argument("--ramp", type=int, default=256)
+    parser.add_argument("--name", type=machine.result_name)
     own, rest = parser.parse_known_args(argv)
+    if own.rounds % 2 or own.rounds < 2:
+        parser.error(f"--rounds is {own.rounds}, it must be even")
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
-    # Answers are timed, not waits: prompts may fill a step.
-    config = msgspec.structs.replace(config, drafts="on", prefix_cache=False, itl_stretch=0.0, step_target_s=0.0)
-    text = own.text.read_text(encoding="utf-8")
+    text = "\n\n".join(path.read_text(encoding="utf-8") for path in own.text)
     found: dict[str, dict[str, float]] = {}
     try:
-        llm = LLM.over(config, loading.load(config))
+        llms = open_engines(config)
         encode = load_tokenizer(str(hf.find(config.model))).encode
-        compare(llm, [[encode(text[:RAMP_PART])]] * 2, 1.0, own.new)  # so that step times are known
+        compare(llms, [[encode(text[:RAMP_PART])]] * 2, 1.0, own.new)  # so that step times are known
         for kind in own.kinds:
             prompt_of, temperature = TEXTS[kind]
             for streams in [own.ramp] if kind == "ramp" else own.streams:
-                size = RAMP_PART if kind == "ramp" else own.part
-                if len(text) < size * own.rounds * streams:
-                    raise ConfigError(f"{own.text}: {len(text)} characters, {size * own.rounds * streams} are needed")
-                rounds = [
-                    [
-                        encode(prompt_of(text[size * at :][:size]))
-                        for at in range(first * streams, (first + 1) * streams)
-                    ]
-                    for first in range(own.rounds)
-                ]
+                size = RAMP_PART if kind == "ramp" else own.part * FULL_PARTS // max(FULL_PARTS, streams)
+                prompts = [encode(prompt_of(part)) for part in parts_of(text, size, own.rounds * streams)]
+                rounds = [prompts[first :: own.rounds] for first in range(own.rounds)]
                 label = f"{kind}, {streams} streams"
-                found[label] = compare(llm, rounds, temperature, own.new, ramp=kind == "ramp")
+                found[label] = compare(llms, rounds, temperature, own.new, ramp=kind == "ramp")
                 say(f"{label}: {found[label]}")
-        llm.close()
+        for llm in llms:
+            llm.close()
     except OperatorError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
-    load = round(os.getloadavg()[0], 1)
-    print(msgspec.json.encode({"model": config.model, "cpus": os.cpu_count(), "load": load, "texts": found}).decode())
+    figures = {"model": config.model, "texts": found}
+    if own.name:
+        machine.write(own.name, " ".join([name, *argv]), figures)
+    print(msgspec.json.encode({**machine.describe(), **figures}).decode())
     return 0
