@@ -59,10 +59,13 @@ def device_kind(config: EngineConfig) -> str:
     return auto if config.device == "auto" else config.device
 
 
-def wants_drafts(config: EngineConfig, recurrent: bool = False) -> bool:
-    """Return whether sequences draft.  Raises ModelLoadError.
+def wants_drafts(config: EngineConfig, kind: str, recurrent: bool = False, dependence: str = "") -> bool:
+    """Return whether sequences draft on a device, "cpu" or "cuda".  Raises ModelLoadError.
 
-    `recurrent`: the model has layers whose state cannot go back to the last accepted token."""
+    `recurrent`: the model has layers whose state cannot go back to the last accepted token.  `dependence`: why the bits
+    of a token's logits depend on the rest of its step, so that drafts could change a text at a near-tie."""
+    if config.drafts == "auto":
+        return kind == "cpu" and config.tensor_parallel == 1 and not recurrent and not dependence
     if config.drafts == "off":
         return False
     why = "the model has recurrent layers" if recurrent else ""
@@ -144,8 +147,8 @@ class LocalExecutor:
             draft_tokens=self._worker.draft_tokens,
             **self._worker.state_facts(),
         )
-        recurrent = self.info.state_bytes > 0
-        self.drafter: Drafter | None = SuffixDrafter(self.max_seqs) if wants_drafts(config, recurrent) else None
+        drafts = wants_drafts(config, kind, self.info.state_bytes > 0, dependence)
+        self.drafter: Drafter | None = SuffixDrafter(self.max_seqs) if drafts else None
         self.blocks, self.host_blocks = self._worker.blocks, self._worker.swap.host_blocks
         self.swap_bytes_per_s = self._worker.swap.measure()
         self.start_parts = {
