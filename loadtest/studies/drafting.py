@@ -57,7 +57,7 @@ RAMP_PART = 200  # characters of a ramp's prompts
 FULL_PARTS = 64  # streams up to which each has a part of `--part` characters
 SPARE = 4  # times `--new` that an answer may grow to, so that no stream ends while the others are measured
 JOINS = 8  # requests of a ramp that join in each step
-KV_GIB = 4.0  # of each engine
+KV_GIB = 4.0  # GiB of KV cache per engine
 TEXTS: dict[str, tuple[Callable[[str], str], float]] = {  # (prompt from a part of FILE, temperature)
     "rewrite": (lambda part: f"{part}\n\nThe same text once more, unchanged:\n\n{part[:60]}", 0.0),
     "quote": (lambda part: f"{part}\n\nQuestion: what does the text say? It says:\n{part[100:150]}", 0.0),
@@ -179,26 +179,26 @@ def compare(
             pairs.append(race(order, prompts, temperature, new, ramp=ramp))
     plain, drafted = zip(*pairs, strict=True)
 
-    def total(runs: Sequence[Run], name: str) -> float:
-        return float(sum(getattr(one, name) for one in runs))
+    def tokens_per_s(runs: Sequence[Run]) -> float:
+        return sum(one.tokens for one in runs) / sum(one.seconds for one in runs)
 
-    def ratio(plain: Sequence[Run], drafted: Sequence[Run], name: str) -> float:
-        with_drafts, without = (total(runs, "tokens") / total(runs, name) for runs in (drafted, plain))
-        return with_drafts / without
+    def tokens_per_cpu_s(runs: Sequence[Run]) -> float:
+        return sum(one.tokens for one in runs) / sum(one.cpu_s for one in runs)
 
-    slots = total(drafted, "steps") * (1 if ramp else len(rounds[0]))
-    each = [ratio([pair[0]], [pair[1]], "seconds") for pair in pairs]
+    steps = sum(one.steps for one in drafted)
+    computed = sum(one.drafted for one in drafted)
+    each = [tokens_per_s([pair[1]]) / tokens_per_s([pair[0]]) for pair in pairs]
     found = {
-        "ratio": ratio(plain, drafted, "seconds"),
+        "ratio": tokens_per_s(drafted) / tokens_per_s(plain),
         "minimum": min(each),
         "maximum": max(each),
-        "cpu": ratio(plain, drafted, "cpu_s"),
-        "tokens_per_step": total(drafted, "tokens") / slots,
-        "accepted": total(drafted, "accepted") / max(1.0, total(drafted, "drafted")),
-        "drafts": total(drafted, "drafted"),
-        "plain_tokens": total(plain, "tokens"),
-        "plain_step_ms": 1000 * total(plain, "seconds") / total(plain, "steps"),
-        "host": total(drafted, "host_s") / total(drafted, "cpu_s"),
+        "cpu": tokens_per_cpu_s(drafted) / tokens_per_cpu_s(plain),
+        "tokens_per_step": sum(one.tokens for one in drafted) / (steps * (1 if ramp else len(rounds[0]))),
+        "accepted": sum(one.accepted for one in drafted) / max(1, computed),
+        "drafts": computed,
+        "plain_tokens": sum(one.tokens for one in plain),
+        "plain_step_ms": 1000 * sum(one.seconds for one in plain) / sum(one.steps for one in plain),
+        "host": sum(one.host_s for one in drafted) / sum(one.cpu_s for one in drafted),
     }
     return {name: round(value, 4) for name, value in found.items()}
 
