@@ -245,9 +245,17 @@ class Drafts:
 
     def leave(self, seq: Sequence, *, complete: bool) -> None:
         """A sequence ends; `complete`: by itself, so that later answers may resemble it."""
-        if self._followed.get(seq.slot) is seq:
-            self._leave(seq.slot, keep=complete)
+        # One that ended at its length may have given back its slot before its last token arrived.
+        if (slot := next((slot for slot, other in self._followed.items() if other is seq), -1)) >= 0:
+            self._leave(slot, keep=complete)
         self.policy.forget(seq.request)
+
+    def vacate(self, slots: list[int]) -> None:
+        """Let go of sequences that gave back these slots and have not ended: they join again when they decode on."""
+        for slot in slots:
+            seq = self._followed.get(slot)
+            if seq is not None and seq.slot != slot and seq.state is not State.ENDING:
+                self._leave(slot, keep=False)
 
     def _leave(self, slot: int, *, keep: bool) -> None:
         self._joining.pop(slot, None)

@@ -273,6 +273,7 @@ class PlanBuilder:
             )
         )
         vacated, swaps = self._batch.slots.take_vacated(), swapping.take_copies()
+        self._drafts.vacate(vacated)
         look_ahead = self._forced.costs.look_ahead(
             self._decoding + self._forced.jumps + drafts[0], bool(self._batch.prefilling)
         )

@@ -31,8 +31,8 @@ def guesser(rig_of: list[Rig], right: int | None = None, length: int = 6) -> Gue
     def guess(slot: int, known: list[int]) -> list[int]:
         seq = rig_of[0].core.batch.slots.occupants[slot]
         assert seq is not None
-        if seq.slot != slot or rig_of[0].core.drafts._followed[slot] is not seq:
-            return []  # the drafter follows a preempted sequence, whose drafts are not taken
+        if seq.slot != slot:
+            return []  # it has ended at its length
         assert seq.tokens == known, "the drafter follows other tokens"
         luck = blake2b(repr(known).encode(), digest_size=2, salt=b"drafts").digest()
         count, good = (luck[0] % 9, luck[1] % 10) if right is None else (length, right)
@@ -181,6 +181,31 @@ def test_drafts_take_no_block_from_another_sequence() -> None:
         plain.add(PROMPT, 30, seed=seed, ignore_eos=True)
     plain.run()
     assert rig.core.report.totals.preemptions <= plain.core.report.totals.preemptions
+
+
+def test_the_drafter_forgets_a_sequence_that_is_preempted() -> None:
+    """It finds drafts for the sequences that hold slots alone, and takes a preempted one up again when it returns."""
+    rig = drafting_rig(1, length=6, blocks=16, size=4, admission="none")
+    for seed in range(3):
+        rig.add(PROMPT, 30, seed=seed, ignore_eos=True)
+    drafter = rig.core.drafts.drafter
+    assert isinstance(drafter, GuessingDrafter)
+    while rig.submit():
+        assert drafter.known.keys() <= {seq.slot for seq in rig.core.live()}
+        rig.commit()
+    assert rig.core.report.totals.preemptions > 0
+    assert len(drafter.kept) == 3
+
+
+def test_an_answer_that_ends_at_its_length_is_kept_by_an_executor_that_runs_ahead() -> None:
+    rig = drafting_rig(0, depth=2)
+    rig.core.drafts.run_ahead = True
+    rig.add(PROMPT, 9, seed=1, ignore_eos=True)
+    rig.run()
+    drafter = rig.core.drafts.drafter
+    assert isinstance(drafter, GuessingDrafter)
+    assert len(drafter.kept) == 1
+    assert not drafter.known
 
 
 def test_a_refused_token_is_never_found_in_the_prefix_cache() -> None:
