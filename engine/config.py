@@ -281,12 +281,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(
             description="Speculative decoding: guess the next tokens from the request's own text and the "
             "tenant's recent answers, compute them together and keep those that decoding would sample. The text stays "
-            "the same, and drafts are computed where they pay by the times measured so far. auto, the default: on for "
+            "the same, and drafts are computed where they pay by the times measured so far. auto: on for "
             "a CPU where the bits of a token's logits do not depend on the rest of its step (the start log says so), "
             "off on a GPU, with several ranks and with recurrent layers. on: on a GPU too, for edits, quotes and agent "
-            "loops; several ranks and recurrent layers are then refused. off: no drafts, as to compare with."
+            "loops; several ranks and recurrent layers are then refused. off, the default: no drafts."
         ),
-    ] = "auto"
+    ] = "off"
     itl_stretch: Annotated[
         float,
         Meta(

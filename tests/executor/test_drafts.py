@@ -402,15 +402,15 @@ def test_drafts_of_the_drafter_change_no_token_and_find_repetitions(checkpoint: 
     ("ranks", "recurrent", "why"), [(2, False, "tensor_parallel is 2"), (1, True, "recurrent layers")]
 )
 def test_what_cannot_draft_is_refused_by_name(ranks: int, recurrent: bool, why: str) -> None:
-    assert not wants_drafts(EngineConfig(tensor_parallel=ranks), "cpu", recurrent)
+    assert not wants_drafts(EngineConfig(drafts="auto", tensor_parallel=ranks), "cpu", recurrent)
     with pytest.raises(ModelLoadError, match=why):
         wants_drafts(EngineConfig(drafts="on", tensor_parallel=ranks), "cpu", recurrent)
     assert wants_drafts(EngineConfig(drafts="on"), "cpu")
 
 
-def test_drafts_are_on_by_default_where_they_change_no_text() -> None:
-    assert wants_drafts(EngineConfig(), "cpu")
-    assert not wants_drafts(EngineConfig(), "cuda")
-    assert not wants_drafts(EngineConfig(), "cpu", dependence="in the last bits")
+def test_drafts_are_on_where_they_change_no_text() -> None:
+    assert wants_drafts(EngineConfig(drafts="auto"), "cpu")
+    assert not wants_drafts(EngineConfig(drafts="auto"), "cuda")
+    assert not wants_drafts(EngineConfig(drafts="auto"), "cpu", dependence="in the last bits")
     assert wants_drafts(EngineConfig(drafts="on"), "cuda", dependence="in the last bits")
     assert not wants_drafts(EngineConfig(drafts="off"), "cpu")
