@@ -164,10 +164,9 @@ class Scheduler:
         self.claims.note(len(request.token_ids))
         self.requests.open(request, sequences)
         self.groups.open(request, sequences, outputs)
-        if fault:
+        fault = fault or refusal(request, outputs, self.limits, room)
+        if fault := fault or self.groups.refusal(request, sequences[0].limit):
             self._end_request(request.id, "error", fault, code=CONSTRAINT)
-        elif why := refusal(request, outputs, self.limits, room) or self.groups.refusal(request, sequences[0].limit):
-            self._end_request(request.id, "error", why)
         else:
             self._enqueue(sequences)
 

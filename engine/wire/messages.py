@@ -152,7 +152,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     predictions: Predictions | None = None  # drafts of the choice; None: none came from `predicted`
 
 
-# The grammar or the other constraints of a request cannot be followed, or leave no token: the request is at fault.
+# The request is at fault: its grammar or other constraints cannot be followed, or leave no token, or the engine's
+# settings do not allow what it asks for, such as more choices than `max_seqs`.
 CONSTRAINT = "constraint"
 
 

@@ -13,7 +13,7 @@ import pytest
 from quire.engine.core.beam_groups import BeamGroup
 from quire.engine.core.plan_builder import PlanBuilder
 from quire.engine.core.sequence import Sequence, State
-from quire.engine.wire.messages import Beams, Finish
+from quire.engine.wire.messages import CONSTRAINT, Beams, Finish
 from tests.core.rig import Rig
 
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -214,7 +214,7 @@ def test_refusals_name_limit_and_value(request_: dict[str, Any], message: str) -
     rig = Rig()
     name = rig.add(PROMPT, request_.pop("new", 4), **request_)
     assert [rig.finishes[name, i] for i in range(rig.requests[name].n)] == [
-        Finish("error", message=message) for _ in range(rig.requests[name].n)
+        Finish("error", message=message, code=CONSTRAINT) for _ in range(rig.requests[name].n)
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.core.plan import StepResult
-from quire.engine.wire.messages import Finish
+from quire.engine.wire.messages import CONSTRAINT, Finish
 from tests.core.oracle import VOCAB
 from tests.core.rig import Rig
 
@@ -20,6 +20,7 @@ def test_requests_that_cannot_run_are_refused_with_both_numbers() -> None:
     assert messages[0] == "the prompt has 16 tokens; this engine holds 16, output included"
     assert messages[1] == f"the prompt must hold token ids from 0 to {VOCAB - 1}, at least one"
     assert messages[2] == "n is 5; this engine runs at most 4 sequences"
+    assert {finish.code for finish in rig.finishes.values()} == {CONSTRAINT}, "the request is at fault: 400, not 500"
     assert rig.over == {"r0", "r1", "r2"}
 
 
