@@ -27,7 +27,7 @@ def lines(results: Results) -> Iterator[str]:
     )
     yield f"Redis: {v(large['redis']['cores'], '.1f')} cores and {v(small['redis']['cores'], '.1f')}."
     often = results["scale"]["runs"][4]["redis"]
-    yield f"With 2 ms a cell of eight makes {v(often['exchanges_per_request'], '.1f')} exchanges per request"
+    yield f"With 2 ms a cell of eight makes {v(often['exchanges_per_request'], '.1f')} syncs per request"
 
 
 def redis(result: dict[str, Any]) -> Iterator[str]:
