@@ -1,8 +1,9 @@
 """Compare the token ids of requests with drafts and without: over HTTP, in a full pool, with engines that are killed.
 
 Two servers of the demo model answer the same requests, one with `--drafts off`, one with `--drafts on`.  Both get
-`--deterministic` and a pool that is too small for all streams, so sequences are preempted.  The second one's engine is
-killed with SIGKILL, `--kills` times, while it computes drafts; its requests resume from the token log in Redis.
+`--deterministic` and a pool that is too small for all streams: requests wait, since the forecast avoids preemption.
+tests/executor/test_drafts.py preempts.  The second one's engine is killed with SIGKILL, `--kills` times, while it
+computes drafts; its requests resume from the token log in Redis.
 
     edit     repeat a text with one change: greedy or sampled, a third with the text as its `prediction`
     quote    a question about a text
@@ -176,7 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=32, help="maximum tokens of an answer")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--kv-blocks", type=int, default=120, help="too few for all streams: sequences are preempted")
+    parser.add_argument("--kv-blocks", type=int, default=120, help="too few for all streams at once")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--name", type=machine.result_name, default="drafting_digests", help="of the result file")
 
