@@ -110,7 +110,7 @@ def test_the_number_of_digests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         rig.finish()
     assert len(rig.known) == 20
     assert set(split(prefix_digests(tokens(3, 1000), ""))) <= rig.known
-    assert prefixes.MOST_HELD * DIGEST_BYTES <= 2**16  # of one sync that sends all
+    assert prefixes.MOST_HELD * DIGEST_BYTES <= 2**16  # bytes of one sync that sends all digests
 
 
 @given(

@@ -114,8 +114,8 @@ class PlanBuilder:
 
         `budget`: prompt tokens that the step may have; 0: it measures steps without slices.  `free`: tokens that it can
         hold.  Sequences that do not jump are protected from long steps as they are from prompts, and half of the budget
-        is left to prompts.  A jump preempts no sequence: where it gets no block, it is shorter, or the sequence decodes
-        as ever.  If the step has no prompts, jumps have to pay for the slices (JumpCosts).  Returns the tokens in
+        is left to prompts.  A jump preempts no sequence: if it gets no block, it is shorter, or the sequence decodes
+        one token.  If the step has no prompts, jumps have to pay for the slices (JumpCosts).  Returns the tokens in
         addition to the one that each of them computes in any case."""
         ready = self._forced.ready(self._step)
         if not ready or budget <= 0:

@@ -174,7 +174,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     index: int = 0  # index among the n choices
     logprobs: list[TokenLogprob] | None = None  # one for each token id
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; set on the delta with first == 0
-    prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt; set if first == 0
+    prompt_logprobs: list[TokenLogprob] | None = None  # log probabilities of the prompt; set if first == 0
     predictions: Predictions | None = None  # set on deltas of steps that computed drafts from Generate.predicted
 
 

@@ -48,7 +48,7 @@ class RetryBook:
         # Heaps of (until_ms, key) and (due_ms, key); entries of promises that changed are stale.
         self._ends: list[tuple[int, Key]] = []
         self._dues: list[tuple[int, Key]] = []
-        self._due: dict[Key, int] = {}  # prompt tokens of the promises whose time has come
+        self._due: set[Key] = set()  # promises whose time has come
         self._tokens = self._due_tokens = self._number = 0
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class RetryBook:
             due_ms, key = heapq.heappop(self._dues)
             promise = self._promises.get(key)
             if promise is not None and promise.due_ms == due_ms and key not in self._due:
-                self._due[key] = promise.tokens
+                self._due.add(key)
                 self._due_tokens += promise.tokens
         while self._ends and self._ends[0][0] < now_ms:
             until_ms, key = heapq.heappop(self._ends)
@@ -117,7 +117,9 @@ class RetryBook:
     def _drop(self, key: Key) -> None:
         if promise := self._promises.pop(key, None):
             self._tokens -= promise.tokens
-            self._due_tokens -= self._due.pop(key, 0)
+            if key in self._due:
+                self._due.remove(key)
+                self._due_tokens -= promise.tokens
 
 
 def _key(requests: Sequence[Generate]) -> Key:

@@ -1,7 +1,7 @@
 -- Enter in the ledger how many tokens of each choice reached a client, and settle the quotas of those that ended.
 -- For each request: id, tenant, choices, then that many counts of tokens.
 -- Returns for each request {tokens generated, tokens delivered, delivered tokens that no call had entered before}.
--- A log that is gone (Redis has lost its keys) cannot say what was entered before: then nothing is entered.
+-- If Redis has lost the log, what was entered before is unknown: then nothing is entered.
 local words = ARGV
 
 local found, i = {}, 1
