@@ -75,7 +75,7 @@ def python_functions(path: str, text: str) -> list[Function]:
 
 def cpp_functions(path: str, text: str) -> list[Function]:
     """Every function body outside other functions; a function is a `{` after a `)` that opens no class or namespace."""
-    # Comments and strings become blanks of the same shape, so that offsets and lines stay.
+    # Comments and strings become spaces of the same shape, so that offsets and lines stay.
     code = _CODE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
     found, at = [], 0
     statement = 0  # where the statement that may be a signature begins

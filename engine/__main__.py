@@ -184,7 +184,7 @@ class Server:
     def _report_ready(self) -> None:
         info, blocks, size = self._executor.info, self._executor.blocks, self._config.block_size
         log.info(
-            "%s ready: the KV cache holds %d tokens (%d blocks of %d, %d bytes a token), model fingerprint %.12s",
+            "%s ready: the KV cache holds %d tokens (%d blocks of %d, %d bytes per token), model fingerprint %.12s",
             *(info.name, blocks * size, blocks, size, info.kv_bytes_per_token, info.fingerprint),
         )
         log.info("started: %s", self._watch)
@@ -226,7 +226,7 @@ def main(argv: list[str] | None = None, options: type[EngineConfig] = EngineConf
     failed, a step hung, or a bug; it counts as a death for the requests that the engine held.  130: interrupted while
     it started."""
     watch = Stopwatch()
-    watch.laps["interpreter"] = time.process_time()  # CPU seconds: no portable call tells when the process began
+    watch.laps["interpreter"] = time.process_time()  # CPU seconds: no portable call returns the process's start time
     words = sys.argv[1:] if argv is None else argv
     config = settings.load(options, words, os.environ, prog="quire engine", positional="model", table="engine")
     logs.start(config.log_format)

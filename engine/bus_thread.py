@@ -39,14 +39,14 @@ T = TypeVar("T")
 
 BUFFER_TOKENS = 2**18  # tokens that may wait for Redis, of all requests together: some 70 MB
 STOP_S = 5.0  # how long stop() waits for a Redis that is away
-BELL_PAUSE_S = 1.0  # pause after an error on the bell's connection
+BELL_PAUSE_S = 1.0  # pause after an error on the wake-up channel's connection
 
 
 class BusThread:
     """Syncs outputs and orders with Redis.
 
     A sync sends the outputs that have gathered and claims what the engine has free capacity for.  It happens after
-    each turn that published, when the bell rings, and after a third of STALE_MS (1 s) or of a shorter lease in any
+    each turn that published, on each wake-up, and after a third of STALE_MS (1 s) or of a shorter lease in any
     case."""
 
     def __init__(self, config: EngineConfig, telemetry: Telemetry | None = None) -> None:
@@ -141,7 +141,7 @@ class BusThread:
         self._ring()
 
     def publish_prefixes(self) -> None:
-        """From now on tell the other engines what put_prefixes() says."""
+        """Report prefixes to the other engines from now on, as put_prefixes() passes them in."""
         self._prefixes = deque()
 
     def put_prefixes(self, gained: list[bytes], lost: list[bytes]) -> None:
@@ -229,8 +229,8 @@ class BusThread:
         while True:
             try:
                 await bus.bell()
-            except Exception:  # syncs continue without the bell, at a third of the lease, and log errors of Redis
-                log.exception("lost the connection of the queue's bell, trying again in %g s", BELL_PAUSE_S)
+            except Exception:  # syncs continue without wake-ups, at a third of the lease, and log errors of Redis
+                log.exception("lost the connection of the wake-up channel, trying again in %g s", BELL_PAUSE_S)
                 await asyncio.sleep(BELL_PAUSE_S)
             self._wake.set()
 

@@ -152,7 +152,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_dtype: Annotated[
         Literal["auto", "e4m3"],
         Meta(
-            description="Data type of the KV cache. auto: that of the weights. e4m3: 8 bits a number, so the "
+            description="Data type of the KV cache. auto: that of the weights. e4m3: 8 bits per number, so the "
             "same memory holds twice the tokens of bfloat16, and a step reads half the bytes. Keys and values "
             "are rounded more coarsely; scales of a checkpoint that was calibrated for it are used."
         ),
@@ -301,7 +301,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(
             ge=0,
             description="Most seconds that a step with prompts should take, by the times measured so far. A slow "
-            "machine then computes fewer prompt tokens a step, so that new requests, cancellations and deadlines take "
+            "machine then computes fewer prompt tokens per step, so that new requests, cancels and deadlines take "
             "effect in time; GPUs and small models never reach it. Lower it for quicker starts among long prompts, "
             "raise it for throughput. 0: only step_tokens limits a step.",
         ),
@@ -326,7 +326,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(
             ge=0,
             lt=1,
-            description="Least share of the claimed prompt tokens that come from the queue's late lane while both "
+            description="Minimum share of the claimed prompt tokens that come from the queue's late lane while both "
             "lanes wait. It keeps a lasting overload from starving late requests. 0: the late lane gets only what the "
             "on-time lane leaves. Give all engines of a deployment the same.",
         ),
@@ -410,7 +410,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Meta(
             ge=0,
             description="Seconds between two runs of the canary: an idle engine computes a fixed prompt and compares "
-            "the likeliest tokens with those of its first run, which notices weights, KV memory or a device that went "
+            "the top tokens with those of its first run, which notices weights, KV memory or a device that went "
             "wrong. A difference is logged, counted and alerted. A run takes two short steps, and all runs together "
             "at most 0.5 % of the time, so runs of a slow model are further apart. 0: no canary.",
         ),

@@ -36,7 +36,7 @@ class Output(msgspec.Struct):
     token_ids: list[int] = []
     finish_reason: FinishReason = "error"
     message: str = ""  # why, when finish_reason is "error"
-    logprobs: list[TokenLogprob] = []  # one a token, where asked for
+    logprobs: list[TokenLogprob] = []  # one per output token, if requested
     score: float = 0.0  # score of a beam-search answer: engine.wire.messages.Beams
 
 

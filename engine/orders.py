@@ -43,7 +43,7 @@ Order = Generate | Resume | Refused | Abort | ResetPrefixCache
 
 
 class Inbox(Protocol):
-    """Where orders come from."""
+    """The source of orders."""
 
     @property
     def relieved(self) -> bool:
@@ -80,7 +80,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Outbox(Protocol):
-    """Where tokens go."""
+    """The receiver of tokens."""
 
     @property
     def full(self) -> bool:

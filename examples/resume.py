@@ -2,7 +2,7 @@
 
 python examples/resume.py [PROMPT]
 
-`X-Resumable: 1` asks for an id with every event, and tells the server not to cancel the request when its client leaves.
+`X-Resumable: 1` asks for an id with every event, and keeps the request running when its client leaves.
 A client that sends the last id as `Last-Event-ID`, to any gateway, gets the rest of the answer: nothing is lost or
 repeated.
 This program cuts its own connection once, after five events.

@@ -33,7 +33,7 @@ class Board:
 
 
 def rate(metric: str, by: str = "", where: str = "") -> str:
-    """Return PromQL for events a second, summed over all labels except `by`."""
+    """Return PromQL for events per second, summed over all labels except `by`."""
     grouped = f" by ({by})" if by else ""
     return (
         f"sum{grouped} (rate({metric}{{{where}}}[{WINDOW}]))" if where else f"sum{grouped} (rate({metric}[{WINDOW}]))"

@@ -100,7 +100,7 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
         "--scale", type=float, default=0.48, help="factor on ShareGPT-like lengths; default 0.48: 77 tokens in, 162 out"
     )
     parser.add_argument("--use", type=float, default=0.8, help="pool use at the base rate, 0 to 1; default 0.8")
-    parser.add_argument("--rate", type=float, help="base requests a second; default: calibrated for --use")
+    parser.add_argument("--rate", type=float, help="base requests per second; default: calibrated for --use")
     parser.add_argument("--peak-factor", type=float, default=3.0, help="rate of the burst over the base; default 3")
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds before the burst; default 20")
     parser.add_argument("--peak-seconds", type=float, default=30.0, help="seconds of the burst; default 30")

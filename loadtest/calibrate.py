@@ -24,7 +24,7 @@ RAMP_S, MEASURE_S = 12.0, 20.0
 
 @dataclass(frozen=True)
 class Calibration:
-    rate: float  # requests a second
+    rate: float  # requests per second
     clients: int
     kv: float | None  # mean use of the pool that was measured, 0 to 1
     tokens_per_s: float

@@ -170,7 +170,7 @@ class Completion(Person):
 
 
 class Samples(Person):
-    """Four continuations of one prompt, which share its blocks until they differ."""
+    """Four sequences of one prompt, which share its blocks until they differ."""
 
     @task
     def sample(self) -> None:

@@ -1,6 +1,6 @@
 """The cheapest reader of an answer: one socket, no HTTP client, no JSON.
 
-Measurements of the gateway read 50,000 events a second on the cores that they measure, where parsing would cost more
+Measurements of the gateway read 50,000 events per second on the cores that they measure, where parsing would cost more
 than the gateway itself.  Everything else reads through loadtest/replay.py.
 """
 
@@ -35,7 +35,7 @@ class RawStream:
 
 
 def encode_request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
-    """Return the bytes of a whole request."""
+    """Return the bytes of a complete HTTP request."""
     data = json.dumps(body).encode()
     return HEAD % (path.encode(), len(data)) + data
 

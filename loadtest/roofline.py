@@ -1,9 +1,9 @@
-"""The least time a step needs: bytes over the memory's speed, or operations over the matrix units' speed.
+"""The minimum time of a step: bytes over the memory's speed, or operations over the matrix units' speed.
 
     python -m quire.loadtest.studies roofline llama-8b --read-gbps 4601 --tflops 790
 
 The floor assumes that nothing else takes time: no launch, no gap, no host.  Activations never leave the chip, and every
-product has the speed of a large square one.  No system reaches it; the distance to it is the figure of interest.
+GEMM has the speed of a large square one.  No system reaches it; the distance to it is the figure of interest.
 `python -m quire.loadtest kernels --only ceilings` measures a GPU's two ceilings.
 """
 

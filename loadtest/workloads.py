@@ -32,7 +32,7 @@ class Phase:
     """A stretch of time with one rate of arrivals."""
 
     name: str
-    rate: float  # requests a second
+    rate: float  # requests per second
     seconds: float
 
 
@@ -64,7 +64,7 @@ SHARED = {
     "translation": Shared(341, 1, 30, 30),
 }
 # agents: TALKS conversations at a time under one system prompt.  A turn's prompt repeats the whole turn before it, so
-# it grows by TURN tokens a turn, of which ANSWER are the answer.
+# it grows by TURN tokens per turn, of which ANSWER are the answer.
 SYSTEM, TALKS, TURNS, TURN, ANSWER = 300, 8, 6, 140, 80
 WORKLOADS = (*MEANS, "uniform-50", *SHARED, "agents")
 

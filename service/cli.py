@@ -338,7 +338,7 @@ async def check_redis(url: str, namespace: str) -> None:
 
 
 def quarantine(words: Sequence[str]) -> int:
-    """Run `list`, `show ID` or `drop ID` (`drop all`).  Prints a JSON line a request.  Returns 1 for an unknown id."""
+    """Run `list`, `show ID` or `drop ID` (`drop all`).  Prints a JSON line per request.  Returns 1 for unknown ids."""
     prog = "quire quarantine"
     action, *rest = [*words, ""]
     wanted = rest.pop(0) if action in ("show", "drop") else ""

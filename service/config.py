@@ -275,13 +275,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         ),
     ] = 262_144
     max_prompts: Annotated[int, Meta(ge=1, description="Prompts in one completions request.")] = 1024
-    max_n: Annotated[int, Meta(ge=1, description="Continuations of one prompt.")] = 128
+    max_n: Annotated[int, Meta(ge=1, description="Choices of one prompt.")] = 128
     max_choices: Annotated[
         int,
         Meta(
             ge=1,
             le=65_536,
-            description="Continuations of all prompts of one request: prompts x n. Each takes memory of a "
+            description="Choices of all prompts of one request: prompts x n. Each takes memory of a "
             "gateway and 2 to 6 characters of every event id, which a client that resumes sends in a header.",
         ),
     ] = 1024
@@ -403,7 +403,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         int,
         Meta(
             ge=1,
-            description="MiB of waiting requests in Redis, of all gateways. A prompt takes 1 to 5 bytes a token. "
+            description="MiB of waiting requests in Redis, of all gateways. A prompt takes 1 to 5 bytes per token. "
             "Beyond it the answer is 503.",
         ),
     ] = 256
@@ -430,7 +430,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         float,
         Meta(
             ge=15,
-            description="Seconds that an answer's token log stays in Redis after its end: 4 bytes a token, "
+            description="Seconds that an answer's token log stays in Redis after its end: 4 bytes per token, "
             "plus logprobs "
             "if asked for. A request that never ends is removed a minute after its deadline.",
         ),

@@ -218,7 +218,7 @@ void sample(const T* logits, const SampleArgs& a, int threads) {
       adjust(logits + row * a.row_stride, settings, position, a.size, space.x);
       const float peak = largest(space.x);
       if (!std::isfinite(peak)) {
-        plain(row, 1, 1);  // retry on raw logits, to tell whether the model or the settings left none
+        plain(row, 1, 1);  // retry on raw logits: did the model leave none, or the settings?
         if (a.outcome[row] == sampling::kChosen && (settings.marks || settings.bias || settings.mask))
           a.outcome[row] = sampling::kNothingAllowed;
         a.tokens[row] = 0;

@@ -46,7 +46,7 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     base_model_name_or_path: str | None = None  # compared, and only warned about: shapes decide
 
     def is_for(self, model: str) -> bool:
-        """Return whether the adapter was trained on `model`, a hub name or path, as far as the last words tell."""
+        """Return whether the adapter was trained on `model`, a hub name or path.  Compares last parts only."""
         named = self.base_model_name_or_path
         return not named or not model or last_word(named) == last_word(model)
 

@@ -3,7 +3,7 @@
 A group is one request with `beams.width` sequences.  The first one leads: it waits in the queue for all of them, and
 computes the prompt.  A beam never decodes on its own, since its next token and its past are chosen for all beams
 together.  So each step computes it as a prompt that has grown by one token.  Its slice asks for candidates, the
-likeliest next tokens, in place of a sample:
+most probable next tokens, in place of a sample:
 
     plan      Slice(token, candidates) for every beam · edits of tables · copies of last blocks that are shared
     result    candidates of every slot
@@ -252,7 +252,7 @@ class BeamGroups:
         return request.beams is not None
 
     def outputs(self, request: Generate, outputs: Outputs) -> Outputs:
-        """Begin again if an answer is open: answers are sent whole."""
+        """Begin again if an answer is open: an answer is sent only when it is complete."""
         assert request.beams is not None
         return [[]] * max(request.n, request.beams.width) if outputs.count(None) < request.n else []
 

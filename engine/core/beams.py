@@ -1,4 +1,4 @@
-"""Beam search, as transformers defines it: which continuations live on, and which answers are the best so far.
+"""Beam search, as transformers defines it: which sequences live on, and which answers are the best so far.
 
     rows: the likeliest next tokens of every running beam, with log-probabilities
       |  + score of the beam
@@ -10,7 +10,7 @@
     the best `width`:    answers: score / length ** length_penalty,
     the next beams       the best `width` of old and new
 
-`kept` is large enough that `width` candidates are left when every beam ends with every end token.
+`kept` is large enough that `width` candidates are left when every beam ends with every EOS token.
 
 Scores are sums in float32, rounded after each token, because transformers adds tensors of float32.  Python's floats
 are float64.  A sum of two float32 that is rounded to float64 first, then to float32, is the float32 sum.
@@ -31,7 +31,7 @@ from typing import NamedTuple
 from quire.engine.wire.messages import Beams
 
 NEVER = -1e9  # the score of what cannot be chosen
-Row = tuple[Sequence[int], Sequence[float]]  # token ids and log-probabilities in float32, likeliest first
+Row = tuple[Sequence[int], Sequence[float]]  # token ids and log-probabilities in float32, most probable first
 
 
 class Path(NamedTuple):
@@ -53,7 +53,7 @@ class Path(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """A continuation that has not ended."""
+    """A sequence that has not ended."""
 
     score: float  # sum of its log-probabilities
     path: Path | None  # None: no token yet
@@ -62,9 +62,9 @@ class Beam(NamedTuple):
 class Answer(NamedTuple):
     """A beam that has ended."""
 
-    score: float  # sum of its log-probabilities / length ** length_penalty; the end token counts
+    score: float  # sum of its log-probabilities / length ** length_penalty; the EOS token counts
     path: Path
-    stopped: bool  # its last token is an end token; else it reached the greatest length
+    stopped: bool  # its last token is an EOS token; else it reached the maximum length
 
 
 class Child(NamedTuple):
@@ -80,7 +80,7 @@ class BeamSearch:
     def __init__(
         self, beams: Beams, stops: frozenset[int], most_tokens: int, *, min_tokens: int = 0, vocab_size: int = 0
     ) -> None:
-        """`stops`: tokens that end a continuation, not before it has `min_tokens`.  `most_tokens`: its greatest length.
+        """`stops`: tokens that end a sequence, not before it has `min_tokens`.  `most_tokens`: its maximum length.
         `vocab_size` bounds `row_size`; 0: it is not known."""
         self.width = beams.width
         self.length = 0  # tokens of every running beam
@@ -89,10 +89,10 @@ class BeamSearch:
         self.answers: list[Answer] = []  # best first, `width` at most
         self._stops, self._most_tokens, self._min_tokens = stops, most_tokens, min_tokens
         self._length_penalty = beams.length_penalty
-        # One beam is greedy search, which transformers ends at the first end token.
+        # One beam is greedy search, which transformers ends at the first EOS token.
         self._early_stopping = beams.early_stopping if beams.width > 1 else True
         self._kept = max(2, 1 + len(stops)) * beams.width
-        # Before `min_tokens` the end tokens of a row are passed over.
+        # Before `min_tokens` the EOS tokens of a row are passed over.
         wanted = self._kept + (len(stops) if min_tokens else 0)
         self.row_size = min(wanted, vocab_size) if vocab_size else wanted  # candidates that each row must have
 

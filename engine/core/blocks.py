@@ -50,7 +50,7 @@ class DoubleFree(AccountingError):
 
 
 def root_digest(fingerprint: str, salt: str, adapter: str = "") -> bytes:
-    """Where every chain of one model, tenant and adapter starts: other weights or salts share no digest.
+    """The first digest of every chain of one model, tenant and adapter: other weights or salts share no digest.
 
     `adapter`: digest of a LoRA adapter's files, which change keys and values as other weights do; "": none."""
     key = blake2b(adapter.encode(), digest_size=32).digest() if adapter else b""
@@ -152,7 +152,7 @@ class BlockPool:
         are free but scattered."""
         first = self._first_run(count)
         if first < 0:
-            raise OutOfBlocks(f"{count} blocks in a row wanted, {len(self._free)} of {self.total} free in all")
+            raise OutOfBlocks(f"{count} consecutive blocks wanted, {len(self._free)} of {self.total} free in all")
         run = range(first, first + count)
         self._free = [block for block in self._free if block not in run]
         for block in run:

@@ -1,4 +1,4 @@
-"""What the engine could take on beside what it runs: how much to claim from the shared queue, what gateways are told.
+"""The engine's free capacity: how much to claim from the shared queue, and what gateways read about it.
 
 KV cache    | running: predicted peak | waiting here |  startable: prompt tokens, requests  |
                                                       `-- claimable: what the next steps compute

@@ -54,7 +54,7 @@ class Outputs(msgspec.Struct):
     """Everything that the engine loop takes from the scheduler after a step."""
 
     deltas: dict[str, list[Delta]]  # deltas by gateway
-    finished: list[str]  # ids of requests all of whose continuations have ended
+    finished: list[str]  # ids of requests all of whose sequences have ended
     events: list[Event] = []  # in the order they happened
 
 

@@ -1,4 +1,4 @@
-"""Open requests: the continuations that have not finished, and the deadlines."""
+"""Open requests: the sequences that have not finished, and the deadlines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self.tenants: Counter[str] = Counter()  # open requests of each tenant
-        self._groups: dict[str, list[Sequence]] = {}  # id -> its unfinished continuations
+        self._groups: dict[str, list[Sequence]] = {}  # id -> its unfinished sequences
         self._deadlines: list[tuple[int, str]] = []  # heap of (deadline_ms, id); ended requests drop out lazily
         self._reassigned: list[Sequence] = []  # not caught up with when last looked at
         self._arrivals = 0
@@ -53,14 +53,14 @@ class OpenRequests:
         ]
 
     def open(self, request: Generate, group: list[Sequence]) -> None:
-        """Register a request with its unfinished continuations, at least one."""
+        """Register a request with its unfinished sequences, at least one."""
         self._groups[request.id] = list(group)
         self.tenants[request.tenant] += 1
         heapq.heappush(self._deadlines, (request.deadline_ms, request.id))
         self._reassigned += [seq for seq in group if seq.reassigned]
 
     def close(self, seq: Sequence) -> bool:
-        """Remove one continuation.  Returns True when it was the last of its request."""
+        """Remove one sequence.  Returns True when it was the last of its request."""
         group, request = self._groups[seq.request.id], seq.request
         group.remove(seq)
         if group:
@@ -72,7 +72,7 @@ class OpenRequests:
         return True
 
     def unfinished(self, request_id: str) -> list[Sequence]:
-        """The continuations of a request that have not finished; empty for an unknown id."""
+        """The sequences of a request that have not finished; empty for an unknown id."""
         return list(self._groups.get(request_id, ()))
 
     def live(self) -> Iterator[Sequence]:

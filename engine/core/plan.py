@@ -100,7 +100,7 @@ class Sampler(msgspec.Struct, frozen=True, array_like=True):
     stop_ids: list[int]  # end-of-sequence and stop tokens, masked while fewer than min_tokens are out; else empty
     # Every token before the one to sample, prompt first; only when a penalty, a grammar or bad_words read it.
     history: list[int] = []
-    sibling: int = 0  # mixed into the seed, so that n continuations differ
+    sibling: int = 0  # mixed into the seed, so that n sequences differ
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
@@ -112,7 +112,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     sampler: Sampler | None = None
     targets: list[int] = []  # report the logprob of targets[i] after token_ids[i] (prompt logprobs)
     top: int = 0  # number of top-k tokens to report, too
-    candidates: int = 0  # report this many likeliest tokens after the last one; then there is no sampler
+    candidates: int = 0  # report this many most probable tokens after the last one; then there is no sampler
     # Number of drafts at the end of `token_ids`: guesses that no step has sampled.  The slot samples after each of them
     # and after the token before them.  It accepts drafts while they equal these samples.
     drafts: int = 0
@@ -160,7 +160,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     # By slot: the tokens that must follow the sampled one, because its grammar allows no others.  A slot that samples
     # them one by one gets the same ones.
     forced: dict[int, list[int]] = {}
-    # By slot, for slices with `candidates`: (token ids, log-probabilities of the raw logits), likeliest first; float32.
+    # By slot, for slices with `candidates`: (token ids, log-probabilities of raw logits), most probable first; float32.
     candidates: dict[int, tuple[list[int], list[float]]] = {}
     # By slot, for slices with drafts: how many of them equal the samples before them.  `tokens` has the sample that
     # follows the last accepted one.

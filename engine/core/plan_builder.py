@@ -317,13 +317,13 @@ class PlanBuilder:
             return True
         if not self._preemption.make_room(seq, 1):
             return False
-        if self._edits.is_shared(seq.table[index]):  # making room may have ended the sharing
+        if self._edits.is_shared(seq.table[index]):  # a preemption may have ended the sharing
             self._edits.copy(seq, index)
             self._report.totals.copied_blocks += 1
         return True
 
     def _grow(self, seq: Sequence, count: int) -> bool:
-        """Append blocks to a table.  False: the sequence itself was preempted to make room."""
+        """Append blocks to a table.  False: the sequence itself was preempted to free blocks."""
         if count <= 0:
             return True
         if not self._preemption.make_room(seq, count):

@@ -32,7 +32,7 @@ class PlanEdits:
         self.layers.grow(seq, count)
 
     def set_entry(self, seq: Sequence, index: int, block: int) -> None:
-        """Tell the executor an entry of a table that has changed already."""
+        """Add an entry of a table that has changed already to the plan, for the executor."""
         self._growth.append((seq, index, block))
 
     def is_shared(self, block: int) -> bool:

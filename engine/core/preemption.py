@@ -35,7 +35,7 @@ class Preemption:
         plan, since this one names another member of its group already.
 
         The victim is the newest sequence of the least urgent class.  If tenants contend, only tenants that hold
-        their share or more are asked first.  The newest has computed least, so the least is recomputed, and the others
+        their share or more are asked first.  The newest has computed the fewest tokens to recompute, and the others
         keep the order in which they were promised service.  The same rank decides which sequence is planned first and
         which returns first.  So a victim never blocks one that was preempted before it, and can never drive out the
         sequence that drove it out."""

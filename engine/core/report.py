@@ -40,7 +40,7 @@ class SchedulerReport:
         self.deltas[seq.request.gateway].append(delta)
 
     def finish_whole(self, choice: Choice) -> None:
-        """Add a choice that is reported whole, with its Finish and both milestones."""
+        """Add a complete choice, with its Finish and both milestones."""
         seq, finish, tokens, logprobs, cached_tokens = choice
         delta = Delta(seq.request.id, 0, tokens, finish, seq.index, logprobs, cached_tokens)
         self.deltas[seq.request.gateway].append(delta)
@@ -48,7 +48,7 @@ class SchedulerReport:
         self.record("ended", seq, len(tokens), finish.reason)
 
     def finish_request(self, request_id: str) -> None:
-        """Add a request whose continuations have all ended."""
+        """Add a request whose sequences have all ended."""
         self._finished.append(request_id)
 
     def take_outputs(self) -> Outputs:

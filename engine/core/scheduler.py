@@ -1,6 +1,6 @@
 """The scheduler: which tokens of which sequences are computed in the next step.
 
-START HERE: `plan()` and `commit()` are the whole policy.  Everything obeys one rule: *computed catches up with known*.
+START HERE: `plan()` and `commit()` are the policy.  Everything obeys one rule: *computed catches up with known*.
 A prompt, a chunk of it, a cache hit, a decode and a resume after preemption differ only in the distance between the
 two.
 
@@ -151,7 +151,7 @@ class Scheduler:
 
         `fault`: why what the answer must match cannot be followed; the request then ends with that.
 
-        `outputs`: what an earlier engine has emitted, one entry for each continuation; None: that one has finished.
+        `outputs`: what an earlier engine has emitted, one entry for each sequence; None: that one has finished.
         These sequences wait here as if they had been preempted: known tokens are computed again, and new ones follow.
         A request that is delivered twice runs once."""
         if request.id in self.requests:
@@ -171,7 +171,7 @@ class Scheduler:
             self._enqueue(sequences)
 
     def abort(self, request_id: str, index: int = -1) -> None:
-        """End one continuation of a request now, or every one (-1).  Unknown and finished ones are ignored."""
+        """End one sequence of a request now, or every one (-1).  Unknown and finished ones are ignored."""
         if index < 0:
             self._end_request(request_id, "cancelled")
             return
@@ -189,7 +189,7 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache: no sequence that starts from now on finds a block that was sealed before.
 
-        Sequences that run keep their blocks; the blocks that they fill from now on are sealed as ever.  O(cached
+        Sequences that run keep their blocks; the blocks that they fill from now on are still sealed.  O(cached
         blocks)."""
         self.pool.forget_all()
         self.builder.layers.forget_all()
@@ -358,7 +358,7 @@ class Scheduler:
                 self.waiting.add(seq)
 
     def _record_times(self, result: StepResult, issued: IssuedPlan) -> None:
-        """Tell the cost models what a step took."""
+        """Pass a step's measured time to the cost models."""
         if result.step_s and not issued.swaps:
             if issued.drafting and issued.prompt_tokens == issued.drafting + issued.drafts:
                 idle_s = max(0.0, result.step_s - result.device_s) if self.drafts.run_ahead else 0.0
@@ -388,14 +388,14 @@ class Scheduler:
                 self._end_request(seq.request.id, "error", message, code=CONSTRAINT)
 
     def _end_request(self, request_id: str, reason: FinishReason, message: str = "", code: str = "") -> None:
-        """End every continuation that is still open, with a Finish each."""
+        """End every sequence that is still open, with a Finish each."""
         for seq in self.requests.unfinished(request_id):
             self._cut_short(seq, Finish(reason, message=message, code=code))
 
     def _advance_groups(self, result: StepResult) -> int:
         """Choose the next tokens of each stepped group whose candidates have arrived.  Returns the number of tokens.
 
-        A group that is done reports its choices, each whole, and ends."""
+        A group that is done reports its complete choices and ends."""
         tokens = 0
         for group in self.groups.take(result):
             tokens += group.advance()

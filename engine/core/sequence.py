@@ -76,7 +76,7 @@ class Sequence(msgspec.Struct, eq=False):
     host: list[int] = []  # while swapped: host blocks with the computed tokens, in the order of its table
     started_before: bool = False  # it has run; if it waits now, it was preempted
     reassigned: bool = False  # an earlier engine began it: its client waits for the next token, not for a first one
-    preempted_for_fairness: bool = False  # it made room for another tenant: that happens at most once
+    preempted_for_fairness: bool = False  # preempted for another tenant, at most once
     failed_at: int = -1  # tokens known when a step with it last failed; -1: none has
     recompute_tokens: int = 0  # tokens it had computed when a preemption kept nothing
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at its first start
@@ -96,7 +96,7 @@ class Sequence(msgspec.Struct, eq=False):
 
     @property
     def rank(self) -> tuple[int, tuple[int, int]]:
-        """Order of starts, least first, and of preemptions, greatest first: the more urgent class, then the older."""
+        """Sort key, ascending for starts, descending for preemptions: the more urgent class, then the older."""
         return self.request.priority, self.arrival
 
     @property
@@ -114,7 +114,7 @@ class Sequence(msgspec.Struct, eq=False):
         return sum(sibling.fork_blocks for sibling in self.siblings)
 
     def greatest_blocks(self, block_size: int) -> int:
-        """Blocks that it holds at its greatest length."""
+        """Blocks that it holds at its maximum length."""
         return -(-self.limit // block_size)
 
     def computed_before(self, step: int) -> int:

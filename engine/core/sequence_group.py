@@ -40,7 +40,7 @@ Moves = tuple[bool, list[tuple[int, int]]]  # (no table is known, entries (index
 
 
 class Choice(NamedTuple):
-    """A choice of a stepped group, reported whole when the group is done."""
+    """A choice of a stepped group, reported when the group is done."""
 
     seq: Sequence  # the member with the index of the choice
     finish: Finish
@@ -80,7 +80,7 @@ class SequenceGroup(Protocol):
     # --------------------------------------------------------------------------------------------------------- plans
 
     def join(self, leader: Sequence) -> Iterator[Sequence]:
-        """All known tokens of the leader are planned: yield the siblings that can go on now, with their tables.
+        """All known tokens of the leader are planned: yield the siblings that can continue now, with their tables.
 
         Each is yielded before the next one looks for blocks to share."""
 

@@ -59,8 +59,8 @@ class Swapping:
         return copies
 
     def pays(self, seq: Sequence) -> bool:
-        """Whether to copy what a victim has computed to the host: there is room, and in mode "auto" the copies take
-        less time than recomputing.  The victim has no slot any more, but still its table."""
+        """Whether to copy a victim's KV blocks to the host: free blocks are left there, and in mode "auto" the copies
+        take less time than recomputing.  The victim has no slot any more, but still its table."""
         blocks = self._blocks(seq)
         room = 0 < blocks <= self.host.available and self._layers.fits_host(seq)
         if self._preempt == "recompute" or not room:

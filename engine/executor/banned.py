@@ -26,7 +26,7 @@ import numpy.typing as npt
 from quire.engine.core.plan import Sampler
 from quire.engine.executor.followers import Follower, following
 
-KEPT = 64  # tries of the last requests: the continuations of one request share theirs
+KEPT = 64  # tries of the last requests: the sequences of one request share theirs
 EVERY = np.int32(-1)  # a word of a mask that allows all of its 32 tokens
 
 
@@ -51,7 +51,7 @@ class Trie:
 
 @lru_cache(maxsize=KEPT)
 def trie_of(sequences: tuple[tuple[int, ...], ...]) -> Trie:
-    """Return the trie of sequences, each of one token at least.  Takes 0.7 us a token."""
+    """Return the trie of sequences, each of one token at least.  Takes 0.7 us per token."""
     root = Trie(depth=max(map(len, sequences)) - 1)
     for *beginning, last in sequences:
         node = root

@@ -62,7 +62,7 @@ class Executor(Protocol):
 
     @property
     def grammar_store(self) -> HeldGrammars | None:
-        """Where requests hold their grammars, each compiled before its first plan; None: it follows none."""
+        """The store of the requests' grammars, each compiled before its first plan; None: it follows none."""
 
     @property
     def adapter_store(self) -> HeldAdapters | None:
@@ -84,7 +84,7 @@ class Executor(Protocol):
 
 
 def scripted_token(seed: int, sibling: int, position: int, vocab_size: int) -> int:
-    """The token ScriptedExecutor samples at an output position; never 0 or 1, so those can serve as end tokens."""
+    """The token ScriptedExecutor samples at an output position; never 0 or 1, so those can serve as EOS tokens."""
     return 2 + (seed * 31 + sibling * 7 + position) % (vocab_size - 2)
 
 

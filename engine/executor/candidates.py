@@ -25,7 +25,7 @@ class Candidates:
     pieces: list[tuple[Tensor, Tensor]]  # pairs per chunk of ROWS slots: token ids [., most] i64, log-probabilities f32
 
     def by_slot(self) -> dict[int, tuple[list[int], list[float]]]:
-        """(token ids, log-probabilities) of each slot, likeliest first.  Slots whose logits are not finite are left
+        """(token ids, log-probabilities) of each slot, most probable first.  Slots whose logits are not finite are left
         out."""
         rows = [row for ids, logprobs in self.pieces for row in zip(ids.tolist(), logprobs.tolist(), strict=True)]
         # A log-softmax of NaN, of +inf or of nothing but -inf is NaN everywhere.

@@ -1,4 +1,4 @@
-"""Where Quire keeps what it makes once: compiled kernels, digests of weights, the built-in and the demo model."""
+"""The directory of files that are made once: compiled kernels, digests of weights, the built-in and the demo model."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 A held grammar is never evicted, so a step finds it at once: `copy` never waits.  Tenants take turns (fair_list.py).
 A grammar that several requests hold is compiled once.  A fault is kept like a compiled grammar.
 
-Sizes of kept grammars are estimates, because llguidance tells none.  All copies of a matcher share its lexer, which
+Sizes of kept grammars are estimates, because llguidance reports none.  All copies of a matcher share its lexer, which
 grows with each mask.  So a size is FIXED bytes, and some more per byte of text and per token that copies took in.
 When evicted grammars are freed, the bytes that malloc gets back are compared with their estimates.  The ratio scales
 the other estimates.
@@ -109,7 +109,7 @@ class GrammarError(Exception):
 
 
 class State(Enum):
-    """Where a grammar is on its way."""
+    """The state of a grammar between request and answer."""
 
     WAITING = 0
     COMPILING = 1
@@ -372,7 +372,7 @@ class GrammarStore:
 
 
 def compile_threads() -> int:
-    """Return how many threads may compile beside the steps: one per CORES_PER_THREAD cores that are usable here."""
+    """Return how many threads may compile while steps run: one per CORES_PER_THREAD cores that are usable here."""
     return max(1, min(MOST_THREADS, host_resources.usable_cpus() // CORES_PER_THREAD))
 
 
@@ -389,7 +389,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def malloc_bytes() -> Callable[[], int] | None:
-    """Return what tells the bytes that malloc has handed out; None without glibc 2.33 or later."""
+    """Return the function that reads how many bytes malloc has handed out; None without glibc 2.33 or later."""
     library = ctypes.PyDLL(None)  # it keeps the interpreter's lock: no other Python thread runs between two calls
     try:
         read = library.mallinfo2

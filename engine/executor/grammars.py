@@ -20,7 +20,7 @@ Masks and forced tokens are functions of the grammar and of the tokens emitted s
 after a preemption or on another engine, gets the same masks, and with them the same tokens.
 
 llguidance does the work: https://github.com/guidance-ai/llguidance.  Its matchers never raise.  One that fails stays
-failed and allows only end tokens.  Here such a slot allows nothing, so that its request ends with an error.
+failed and allows only EOS tokens.  Here such a slot allows nothing, so that its request ends with an error.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
-# Sets of tokens that a mask takes in or leaves out as a whole: blanks, and text inside a JSON string of up to so many
+# Sets of tokens that a mask takes in or leaves out at once: white space, and text inside a JSON string of up to so many
 # characters.  A string that may hold n more characters takes the sets up to n, and only tokens of the next set are
 # tried one by one.  llguidance's own sets end at 10, 30 and any number.  With these, the masks of schemas whose strings
 # have at most 40 characters take 1.2 ms at p99 instead of 1.7, and no others take longer (151,643 tokens).
@@ -74,7 +74,7 @@ NO_ANSWER = "it allows no answer"
 REASON_CHARS = 256  # maximum length of llguidance's reason
 KEPT_BYTES = 256 << 20  # compiled grammars that no request holds, as `grammar_memory_mib` has it by default
 # llguidance is asked for forced tokens again after each of them, so that they are the tokens of the masks that it would
-# write.  Each answer has all that are left and takes 2 us a token.  So this bounds the tokens of all answers of a step:
+# write.  Each answer has all that are left and takes 2 us per token.  This bounds the tokens of all answers of a step:
 # a run of up to 63 tokens is found as a whole, a longer one in parts.
 MOST_FOUND = 2048
 
@@ -102,7 +102,7 @@ class _Row:
     early: int = 0  # outputs for which they are held back, where the grammar allows another token
     error: str = ""
     jumps: bool = False
-    end: int = -1  # the only end token; -1: there are several
+    end: int = -1  # the only EOS token; -1: there are several
     taken: list[int] = field(default_factory=list)  # the tokens that the matcher has taken in
     behind: bool = False  # but for the last of them, which `catch_up` gives it
     ahead: int = 0  # forced tokens at the end, which are sampled one by one or not at all
@@ -205,7 +205,7 @@ class Grammars:
 
     @staticmethod
     def supported(directory: Path, eos_ids: list[int]) -> bool:
-        """Return whether answers of this model can follow grammars: it needs a tokenizer.json and an end token."""
+        """Return whether answers of this model can follow grammars: it needs a tokenizer.json and an EOS token."""
         return (directory / "tokenizer.json").is_file() and bool(eos_ids)
 
     def _read(self, directory: Path) -> None:
@@ -235,7 +235,7 @@ class Grammars:
         """Give a slot the grammar of the sequence that starts or jumps in it, advanced by what that has emitted before.
 
         Its request holds the grammar in `store`, where it is compiled: this never waits.
-        A sequence that jumps keeps its matcher.  Steps in flight have another row, which tells of no token any more."""
+        A sequence that jumps keeps its matcher.  Steps in flight use another row, which allows no token any more."""
         sampling, emitted = sampler.sampling, sampler.history[sampler.prompt_len :]
         held = self._bits(sampler.stop_ids) if sampler.stop_ids else None
         before = self._rows.get(slot)

@@ -30,7 +30,7 @@ Key = TypeVar("Key")
 
 
 def ladder(most: int) -> list[int]:
-    """Sizes worth a graph: close rungs waste little on padding, but each rung takes time at the start."""
+    """Sizes worth a graph: close sizes waste little on padding, but each one takes time at the start."""
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 64), most}
     return sorted(size for size in sizes if size <= most)
 
@@ -83,7 +83,7 @@ def memory_first(shapes: Iterable[Shape]) -> list[Shape]:
     """The order of captures of mixed steps: the one with most tokens, so that all others find their memory in the pool,
     then from the smallest on, in case time runs out.
 
-    From the smallest to the largest, those of a mixture of 30B parameters did not fit beside it in 80 GB."""
+    From the smallest to the largest, those of a mixture of 30B parameters did not fit into 80 GB with its weights."""
     by_tokens = sorted(shapes, key=lambda shape: shape.total)
     return [*by_tokens[-1:], *by_tokens[:-1]]
 

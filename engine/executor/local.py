@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 ADAPTER_DEVICES = {"cpu"}
 
 # If the configuration leaves it open: (max_seqs, step_tokens).  A GPU needs many sequences in a step.  By a roofline
-# of 1,000 prompts at once with an 8B model, 256 slots are 6 % slower than 1024. 1024 tokens a step are 1.5 % slower
+# of 1,000 prompts at once with an 8B model, 256 slots are 6 % slower than 1024. 1024 tokens per step are 1.5 % slower
 # than 8192.
 SIZES = {"cpu": (256, 1024), "cuda": (1024, 8192)}
 
@@ -254,7 +254,7 @@ class LocalExecutor:
 
     @property
     def grammar_store(self) -> GrammarStore | None:
-        """Where requests hold their grammars; None: the model's answers can follow none."""
+        """The store of the requests' grammars; None: the model's answers can follow none."""
         return None if self._worker is None or self._worker.grammars is None else self._worker.grammars.store
 
     @property

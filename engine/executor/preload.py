@@ -77,7 +77,7 @@ def read_ahead(files: list[Path]) -> None:
 
 
 def rehearse(config: EngineConfig, directory: Path) -> None:
-    """Compute a few tokens with one layer of the model and made-up weights.
+    """Compute a few tokens with one layer of the model and random weights.
 
     This imports the model's code, loads the CUDA modules of its kernels and makes the handles of the libraries."""
     changes = overrides.parse(config.hf_overrides)

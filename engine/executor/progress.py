@@ -1,4 +1,4 @@
-"""Reports how far a long piece of work is, in whole lines, because several processes share one terminal."""
+"""Reports the progress of a long job, in complete lines, because several processes share one terminal."""
 
 from __future__ import annotations
 

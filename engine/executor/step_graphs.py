@@ -145,14 +145,14 @@ class StepGraphs:
         log.info("%d CUDA graphs in %.1f s", done, time.monotonic() - started)
 
     def postpone(self) -> None:
-        """Leave all captures to idle moments and to the second use of their launches."""
+        """Capture lazily: in idle moments, or when a launch is made a second time."""
         self._make_graphs()
         self._second_use = SecondUse()
         self._postponed.extend(itertools.chain(*self._captures()))
 
     @torch.inference_mode()
     def catch_up(self) -> bool:
-        """Capture one of the graphs that were postponed.  Returns whether more are left.
+        """Capture one of the graphs left to lazy capture.  Returns whether more are left.
 
         Call it only while no request runs: it frees the slots of ended sequences, and a capture runs an empty step."""
         if not self._postponed:

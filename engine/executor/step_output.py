@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Stopwatch:
-    """Times a step on its device and waits for its end.  On a CPU the step has ended when `stop` is called."""
+    """Measures a step's time on its device, awaits its end.  On a CPU the step has ended when `stop` is called."""
 
     def __init__(self, gpu: bool) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if gpu else []

@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 # For clients.
 FAILED = "the model's logits for this token are not finite"
-MOST_LOGPROBS = 20  # likeliest tokens of each position in the memory plan; more take a few bytes each
+MOST_LOGPROBS = 20  # most probable tokens of each position in the memory plan; more take a few bytes each
 MOST_DRAFTS = 448  # maximum drafts of a step on a GPU: 64 sequences with 7 each
 GPU_DEPTH = 2  # steps in flight: the device computes one while the host reads the one before and issues the next
 
@@ -130,11 +130,11 @@ class Worker:
         self._divided = DividedLogits(ranks, vocab_size, columns) if columns else None
         following = Constraints(masks.host, vocab_size, self.grammars), masks
         self._samplers = SamplerBank(max_seqs=max_seqs, vocab_size=vocab_size, device=device, following=following)
-        # Room for a full prompt step (at most 56 bytes a token) and for some thousands of table entries.
+        # Sized for a full prompt step (at most 56 bytes per token) and for some thousands of table entries.
         self._staging = Staging(capacity=64 * max(step_tokens, max_seqs) + (1 << 18), steps=GPU_DEPTH, device=device)
         self._outputs = StepOutputs(max_seqs, device, GPU_DEPTH)
         has_graphs = self._gpu and config.graph_seconds > 0
-        # Where graphs leave the logits, which are not rounded to the model's dtype.
+        # The graphs' output buffer: logits, not rounded to the model's dtype.
         columns = self._divided.columns if self._divided is not None else vocab_size
         shapes = mixed_shapes(max_seqs, step_tokens, drafts=self.draft_tokens > 0) if self._gpu else []
         rows = max([max_seqs, *(shape.logits for shape in shapes)]) if has_graphs else 0
@@ -293,7 +293,7 @@ class Worker:
         return {} if self._states is None else self._states.facts()
 
     def catch_up(self) -> bool:
-        """Capture a graph that a takeover postponed, while no request runs.  Returns whether more are left."""
+        """Capture a graph that a takeover left for later, while no request runs.  Returns whether more are left."""
         return self._graphs.catch_up()
 
     def reset(self) -> None:
@@ -345,7 +345,7 @@ class Worker:
         return self._decode(plan.step, candidates) if batch.decoding_slots or candidates else Launched(plan.step)
 
     def _move_blocks(self, plan: StepPlan, staged: Staged) -> None:
-        """Launch what the plan does to whole blocks, before the model writes any."""
+        """Launch the plan's copies and swaps of blocks, before the model writes any."""
         if plan.swap_out:
             self.swap.out(plan.swap_out)
         for shapes, blocks in zip(self.kv.shapes, staged.poison, strict=True):

@@ -14,7 +14,7 @@ class Rate:
     """Growth of a count, per second of the time in which requests wait: what the engine does when it has all it can do.
 
     An average over that time; what happened `seconds` of it ago weighs 1/e of what happens now.  0: nothing has waited
-    yet.  An average over all time would take an engine with little to do for a slow one, and refuse a crowd."""
+    yet.  An average over all time would take an engine with little to do for a slow one, and refuse a burst."""
 
     def __init__(self, seconds: float = 5.0) -> None:
         self._seconds = seconds

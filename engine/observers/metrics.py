@@ -86,7 +86,7 @@ class StepTimes:
 
 
 class Telemetry(Collector):
-    """All figures of one engine.  The loop's thread observes, the bus thread writes its own few, any thread scrapes."""
+    """All metrics of one engine.  The loop's thread observes, the bus thread writes its own few, any thread scrapes."""
 
     def __init__(self, engine: str = "", *, vllm: bool = False, tracing: Tracing | None = None) -> None:
         """`vllm`: also serve what vLLM serves under vLLM's names, for dashboards and autoscalers made for it."""
@@ -281,7 +281,7 @@ TABLE: tuple[Row, ...] = (
         "quire_idle_pool_seconds",
         "counter",
         "Seconds during which requests waited in the shared queue or in this engine, each times the unused fraction of "
-        "the KV cache.  An empty pool adds 1 a second.",
+        "the KV cache.  An empty pool adds 1 per second.",
         lambda t: t.idle_pool_s,
     ),
     Row(
@@ -688,7 +688,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "quire_canary_difference",
         "gauge",
-        "Greatest difference of a log-probability between the canary's last run and its first, nats.",
+        "Maximum difference of a log-probability between the canary's last run and its first, nats.",
         lambda t: t.canary.difference,
     ),
     Row("quire_canary_seconds", "counter", "Seconds that the canary's runs took.", lambda t: t.canary.seconds),
@@ -845,7 +845,7 @@ VLLM_TABLE: tuple[Row, ...] = (
     Row(
         "vllm:request_max_num_generation_tokens",
         "histogram",
-        "Output tokens of a request's longest continuation.",
+        "Output tokens of a request's longest sequence.",
         lambda t: t.requests.longest_tokens,
     ),
     Row(

@@ -21,7 +21,7 @@ from quire.engine.wire.prefixes import LENGTHS, MOST_HELD, adapter_digest, split
 
 
 class PrefixSink(Protocol):
-    """Where changes of the prefix cache go."""
+    """The receiver of changes of the prefix cache."""
 
     def put_prefixes(self, gained: list[bytes], lost: list[bytes]) -> None:
         """Publish that the cache finds `gained` and does not find `lost`.  Never blocks."""

@@ -132,7 +132,7 @@ def warm(
 
 
 def fit(prefix: HotPrefix, engine: Engine) -> list[int]:
-    """Return the tokens of a prefix that fill whole blocks of the warm-up's share; none where it is unusable."""
+    """Return the tokens of a prefix that fill whole blocks of the warm-up's share; none if it is unusable."""
     pool, limits = engine.core.pool, engine.core.limits
     left = max(0, int(pool.total * engine.config.warm_share) - pool.idle) * pool.block_size
     count = min(len(prefix.tokens) // TOKEN_BYTES, limits.max_model_len - 1, left) // pool.block_size * pool.block_size

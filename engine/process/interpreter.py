@@ -15,7 +15,7 @@ GC_THRESHOLDS = (10_000, 10, 5)
 
 
 def tune_interpreter() -> None:
-    """Set how often threads change and when garbage is collected.  Call it once a process."""
+    """Set how often threads change and when garbage is collected.  Call it once per process."""
     sys.setswitchinterval(SWITCH_S)
     gc.set_threshold(*GC_THRESHOLDS)
 

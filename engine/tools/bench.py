@@ -254,7 +254,7 @@ def stall_sampled(config: EngineConfig, length: int, window: int, rows: int = 32
     core, vocab = llm.engine.core, llm.executor.info.vocab_size
     configured = core.limits
     decode(llm, rows, seed=0)
-    # A first prompt is to warm up, and tells the scheduler what tokens cost.
+    # The first prompt warms up, and the scheduler learns from it what tokens cost.
     llm.submit(prompt(max(1, length // 8), vocab, seed=-1), GREEDY, max_new_tokens=1)
     while len(llm.unfinished) > rows:
         llm.step()

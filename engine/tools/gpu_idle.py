@@ -36,7 +36,7 @@ MOST = 12  # kernels named
 
 
 class Idle(msgspec.Struct):
-    """Of one batch size; milliseconds a step, medians."""
+    """Times of one batch size: milliseconds per step, medians."""
 
     batch: int
     step_ms: float

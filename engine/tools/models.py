@@ -149,7 +149,7 @@ def prompts() -> list[list[int]]:
 
 
 def our_texts(directory: Path, **options: Any) -> dict[str, list[list[int]]]:
-    """The continuations of all prompts, by how they were computed.  `options`: further ones of EngineConfig.
+    """The sequences of all prompts, by how they were computed.  `options`: further ones of EngineConfig.
 
     Raises ModelLoadError, RuntimeError."""
     settings = EngineConfig(model=str(directory), device="cpu", kv_blocks=128, max_seqs=8, threads=1, **options)
@@ -176,7 +176,7 @@ def own_texts(
     model_class: Any = AutoModelForCausalLM,
     **config: Any,
 ) -> list[list[int]]:
-    """The continuations that transformers makes.
+    """The sequences that transformers makes.
 
     config  changes of the model's config
     warm    tokens of a sequence that is computed before each: angles of some models depend on the longest one so far

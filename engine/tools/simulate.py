@@ -76,7 +76,7 @@ class _Script(ScriptedExecutor):
 
 
 def efficiency(held_blocks: int, reserved_blocks: int) -> float:
-    """eta: what paging holds of what contiguous allocation at the greatest length would hold for the same sequences,
+    """eta: what paging holds of what contiguous allocation at the maximum length would hold for the same sequences,
     at one moment.  1 where nothing runs."""
     return held_blocks / reserved_blocks if reserved_blocks else 1.0
 
@@ -275,7 +275,7 @@ def options() -> argparse.ArgumentParser:
     )
     source.add_argument("--burst", action="store_true", help="5 requests a second, 15 for 30 s, 5 again")
     parser.add_argument("--seeds", type=int, default=3, help="of --burst: run with seeds 0, 1, ... below this")
-    parser.add_argument("--peak", type=float, default=15.0, help="of --burst: requests a second at its peak")
+    parser.add_argument("--peak", type=float, default=15.0, help="of --burst: requests per second at its peak")
     parser.add_argument("--max-tokens", type=int, default=1024, help="limit of outputs; --trace: of lines without one")
     parser.add_argument("--rate", type=float, default=0.0, help="of --trace: Poisson arrivals a second, not at_s")
     parser.add_argument("--known", action="store_true", help="of --burst: outputs end at max_tokens (ignore_eos)")

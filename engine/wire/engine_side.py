@@ -1,4 +1,4 @@
-"""An engine's side of the bus: one sync a step, the bell, and what the engine holds.
+"""An engine's side of the bus: one sync per step, the wake-up channel, and what the engine holds.
 
 step's batches, load ---> exchange() ---> Redis: token channels, tail and logs, lease, queue
 requests, aborts     <---     |

@@ -130,7 +130,7 @@ class Journal:
         self._outputs: dict[tuple[str, int], _Output] = {}
         self._counts: dict[str, int] = {}  # choices of each request
         self._due: dict[_Output, None] = {}  # outputs that belong in the log at once
-        self._tail = self._tail_bytes = 0  # syncs in the tail, and the bytes of their batches
+        self._tail = self._tail_bytes = 0  # syncs in the unflushed tail, and the bytes of their batches
 
     def hold(self, request_id: str, lengths: list[int]) -> None:
         """Add a claimed request; `lengths`: tokens of each choice that are in its log."""

@@ -351,11 +351,11 @@ def sampling(top: Ceilings, *, quick: bool) -> Iterator[Row]:
 
 
 TABLES: dict[str, tuple[str, Callable[..., Iterator[Row]]]] = {
-    "layers": ("between the products, against the bytes moved (torch: its own operators)", layers),
+    "layers": ("between the GEMMs, against the bytes moved (torch: its own operators)", layers),
     "cache": ("blocks of all layers (torch: one copy after another)", cache),
-    "linear": ("products, against reading the weights or multiplying (torch: the product alone, by cuBLAS)", linear),
-    "fp8": ("products with weights in e4m3, with scales of blocks", fp8),
-    "int4": ("products with weights of 4 bits, in groups of 128", int4),
+    "linear": ("GEMMs, against reading the weights or multiplying (torch: the GEMM alone, by cuBLAS)", linear),
+    "fp8": ("GEMMs with weights in e4m3, with scales of blocks", fp8),
+    "int4": ("GEMMs with weights of 4 bits, in groups of 128", int4),
     "experts": ("experts of a mixture, against reading those that are chosen or computing", experts),
     "sampling": ("sampling, against one reading of the logits (torch: softmax and multinomial)", sampling),
 }

@@ -81,9 +81,9 @@ async def by_resubmission(ask: Ask, prompt: list[int], width: int, length: int) 
 
 
 def survivors(beams: list[Beam], likeliest: list[dict[str, float]], width: int) -> list[Beam]:
-    """Return the `width` best continuations of `beams` by one token, the best first.
+    """Return the `width` best sequences of `beams` by one token, the best first.
 
-    `likeliest`: for each beam its likeliest next tokens, written as TOKEN and an id -> log probability."""
+    `likeliest`: for each beam its most probable next tokens, written as TOKEN and an id -> log probability."""
     grown = (
         Beam((*beam.tokens, int(token.removeprefix(TOKEN))), beam.score + logprob)
         for beam, candidates in zip(beams, likeliest, strict=True)

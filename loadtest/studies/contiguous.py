@@ -1,4 +1,4 @@
-"""Where paging does not help: one request at a time, and short jobs of equal length, against contiguous allocation.
+"""Loads that paging does not help: single requests, and short jobs of equal length, against contiguous allocation.
 
     python -m quire.loadtest.studies contiguous DIR [--pairs 7] [--alone 4] [--jobs 32]
 
@@ -10,7 +10,7 @@ both are without a prefix cache.  They take turns, and the first of a pair alter
     alone     `--alone` requests, one after the other, 128 tokens in, 128 out
     uniform   `--jobs` requests at once, 50 tokens in, 50 out
 
-For each, milliseconds a token on the clock (alone: between two tokens; uniform: until the last token, over all tokens),
+For each, milliseconds per token on the clock (alone: between two tokens; uniform: until the last one, over all tokens),
 and CPU milliseconds of the engine's process a token, which other programs on the machine disturb less.  Each pair gives
 a ratio, paged over static; the figure is the median of the ratios.  Paging costs nothing where it is 1.  Writes
 loadtest/results/contiguous_<device>.json.
@@ -58,7 +58,7 @@ def send(options: Options, jobs: Sequence[Job]) -> list[Record]:
 
 
 def alone_ms(options: Options, count: int, seed: int) -> float:
-    """Return the median of the requests' mean milliseconds a token, each sent when the one before has ended."""
+    """Return the median of the requests' mean milliseconds per token, each sent when the one before has ended."""
     means = [send(options, [Job(*ALONE, seed + at)])[0].mean_itl_s for at in range(count)]
     return statistics.median(means) * 1e3
 
@@ -73,7 +73,7 @@ def pairs(measure: Callable[[str, int], Sequence[float]], names: Sequence[str], 
     """Measure both modes `count` times in turn, as `measure(mode, seed)`; the first of a pair alternates.
 
     `names` of the values that it returns.  Returns for each name all values, and the ratios paged / static: their
-    median, least and greatest."""
+    median, minimum and maximum."""
     rows: dict[str, list[Sequence[float]]] = {mode: [] for mode in MODES}
     for pair in range(count):
         for mode in MODES if pair % 2 == 0 else reversed(MODES):

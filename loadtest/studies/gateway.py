@@ -43,7 +43,7 @@ def request_of(tokens: int, *, chat: bool, tools: bool) -> bytes:
 async def measure(
     port: int, streams: int, tokens: int, gateway: psutil.Process, *, chat: bool = False, tools: bool = False
 ) -> dict[str, Any]:
-    """Read `streams` answers of `tokens` tokens at once; return tokens a second and the gateway's CPU time a token."""
+    """Read `streams` answers of `tokens` tokens at once; return tokens/s and the gateway's CPU time per token."""
     request = request_of(tokens, chat=chat, tools=tools)
     before, began = gateway.cpu_times(), time.monotonic()
     read = await asyncio.gather(*(read_stream(port, request) for _ in range(streams)))

@@ -1,4 +1,4 @@
-"""Where KV memory is the limit: what paging, admission and the prefix cache make of the same 12 GB.
+"""KV memory as the limit: what paging, admission and the prefix cache make of the same 12 GB.
 
     python -m quire.loadtest.studies memory-limit [--shape llama-13b] [--kv-memory-gib 11.2] [--workload chat|prefix]
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-memory-gib", default="11.2", help="for the KV cache; default 11.2, which is 12 GB")
     parser.add_argument("--workload", choices=["chat", "prefix"], default="chat", help="see above; default chat")
     parser.add_argument("--prefix", type=int, default=1024, help="tokens of the shared system prompt; default 1024")
-    parser.add_argument("--rates", default="1,2,3,6,9,12,15", help="requests a second, of the workload chat")
+    parser.add_argument("--rates", default="1,2,3,6,9,12,15", help="requests per second, of the workload chat")
     parser.add_argument("--seconds", default="20", help="how long requests arrive at each rate; default 20")
     parser.add_argument("--at-once", default="120", help="requests that arrive together; default 120")
     parser.add_argument("--options", default="", help="more options of the engine, in one string")

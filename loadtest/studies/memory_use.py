@@ -3,7 +3,7 @@
     python -m quire.loadtest.studies memory-use DIR [--seconds 30] [--rates sharegpt=1.5,alpaca=6,...]
 
 The 42M model is made in DIR if the directory holds no model.  One server gets each workload in turn, open-loop, at its
-own rate; between two of them it becomes idle.  The server's own metrics are read four times a second:
+own rate; between two of them it becomes idle.  The server's own metrics are read four times per second:
 
     slots filled   token slots with a token, of those in blocks that sequences hold
     eta            blocks held, of those that static allocation would hold: prompt and max_tokens of each sequence
@@ -26,7 +26,7 @@ from quire.loadtest.clients import ProfileError, parse_shares
 from quire.loadtest.server import MODEL_NAME, serve
 from quire.loadtest.workloads import WORKLOADS
 
-# Workload -> requests a second: two slow cores keep up.
+# Workload -> requests per second: two slow cores keep up.
 RATES = "sharegpt=1.2,alpaca=5,uniform-50=5,chat=1.2,rag=2,agents=2,translation=6"
 SEEDS = 1_000_000  # between the seeds of two workloads: no prompt of one begins like one of another
 

@@ -1,4 +1,4 @@
-"""What Redis, gateway and HTTP cost, compared with the same engine offline: time to first token, tokens a second.
+"""What Redis, gateway and HTTP cost, compared with the same engine offline: time to first token, tokens per second.
 
     python -m quire.loadtest.studies overhead [--rate 10] [--requests 200] [--rounds 3] [--threads 1]
 
@@ -32,7 +32,7 @@ from quire.loadtest.workloads import Arrival
 
 
 def peak_concurrency(records: list[Record]) -> int:
-    """Return the most requests that were open at once, from when each was due to its end."""
+    """Return the maximum number of requests that were open at once, from when each was due to its end."""
     changes = sorted([(record.due_s, 1) for record in records] + [(record.end_s, -1) for record in records])
     return max(accumulate(change for _, change in changes))
 

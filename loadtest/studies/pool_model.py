@@ -54,7 +54,7 @@ class Work:
     """The requests of a run, their block needs and their costs."""
 
     def __init__(self, requests: Sequence[Request], capacity: Capacity) -> None:
-        """Raises ValueError for a request that the whole pool cannot hold."""
+        """Raises ValueError for a request that is larger than the pool."""
         self.requests, self.capacity = sorted(requests, key=lambda request: request.at_s), capacity
         size = capacity.block_size
         # In its j-th step (0, 1, ...) a sequence holds the prompt and j tokens of its output.
@@ -66,11 +66,11 @@ class Work:
 
     @cached_property
     def costs(self) -> list[float]:
-        """The least seconds of the engine that each request takes (`token_costs`)."""
+        """The minimum engine seconds of each request (`token_costs`)."""
         return [float(self.token_costs(number).sum()) for number in range(len(self.requests))]
 
     def token_costs(self, number: int) -> npt.NDArray[np.float64]:
-        """Return the least seconds of the engine that each token of a request takes.
+        """Return the minimum engine seconds of each token of a request.
 
         A step with rows R that hold b_i blocks each takes fixed + row * |R| + prompt_token * prompts.  As the b_i add
         up to `blocks` at most, fixed >= fixed * sum(b_i) / blocks.  So a step takes at least the sum over its rows of
@@ -88,7 +88,7 @@ class Pool:
         self._work = work
         self._usage: Array = np.zeros(1 << 14, dtype=np.int64)  # blocks held in each step
         self._ends: list[int] = []  # heap: of each running sequence, the step after its last
-        self._retry: dict[int, int] = {}  # request -> no earlier step has room for it
+        self._retry: dict[int, int] = {}  # request -> no earlier step has free blocks for it
         self.step = 0
         self.started: list[int] = []  # in this step
         self.prompt_tokens = 0  # in this step

@@ -43,7 +43,7 @@ DECODED = 65  # tokens of a timed answer
 
 
 def score(llm: LLM, tokens: list[int]) -> tuple[float, list[int]]:
-    """The perplexity of a text, and the likeliest token at each scored position."""
+    """The perplexity of a text, and the most probable token at each scored position."""
     windows = [tokens[at : at + WINDOW] for at in range(0, len(tokens), WINDOW)]
     sampling = Sampling(temperature=0.0, ignore_eos=True, prompt_logprobs=1)
     positions = []
@@ -56,7 +56,7 @@ def score(llm: LLM, tokens: list[int]) -> tuple[float, list[int]]:
 
 
 def answers(llm: LLM, tokens: list[int]) -> list[list[int]]:
-    """Greedy answers to pieces of a text."""
+    """Greedy answers to excerpts of a text."""
     size = max(2, min(64, len(tokens) // ANSWERS))
     pieces = [tokens[at : at + size] for at in range(0, size * ANSWERS, size) if tokens[at : at + size]]
     return [found.outputs[0].token_ids for found in llm.generate(pieces, GREEDY, max_new_tokens=ANSWER)]

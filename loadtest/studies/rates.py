@@ -54,7 +54,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "admission": {"admission": "forecast", "prefix_cache": False},
     "prefix-cache": {"admission": "forecast", "prefix_cache": True},
 }
-END_BIAS = 100.0  # added to the logit of the end token: no other is larger
+END_BIAS = 100.0  # added to the logit of the EOS token: no other is larger
 SEED = 20231023
 
 
@@ -135,7 +135,7 @@ def sweep(config: EngineConfig, jobs: list[Job], own: argparse.Namespace) -> dic
         chosen = msgspec.structs.replace(config, **WAYS[way])
         llm = LLM.over(chosen, loading.load(chosen))  # its slots belong to one scheduler
         if not llm.executor.info.eos_ids:
-            raise ConfigError(f"{config.model} has no end token, with which answers could end")
+            raise ConfigError(f"{config.model} has no EOS token, with which answers could end")
         measure(llm, jobs[:8], None, own.ask)  # to warm up
         llm.engine.core.pool.forget_all()
         counts = [(rate, int(rate * own.seconds)) for rate in own.rates] + [(None, own.at_once)]

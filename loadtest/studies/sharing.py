@@ -3,7 +3,7 @@
     python -m quire.loadtest.studies sharing MODEL --text FILE [--lengths alpaca|sharegpt]
                                              [--requests 20] [--ways 2,4,6]
 
-and any option of an engine.  MODEL needs a tokenizer: prompts are pieces of FILE, because beams of made-up prompts
+and any option of an engine.  MODEL needs a tokenizer: prompts are excerpts of FILE, because beams of made-up prompts
 would part at once.  The prefix cache is off, so that requests share nothing with each other.  Lengths of prompts and
 outputs are drawn from exponential distributions with the means of two sets of the paper: Alpaca 19 and 58 tokens,
 ShareGPT 161 and 338.  Prints one line of JSON:
@@ -47,7 +47,7 @@ class Job(msgspec.Struct):
 
 
 def draw_jobs(text: list[int], means: tuple[float, float], count: int, most: int) -> list[Job]:
-    """Return pieces of a text; prompt and output have at least a token each and together at most `most`."""
+    """Return excerpts of a text; prompt and output have at least a token each and together at most `most`."""
     rng = random.Random(SEED)
     jobs: list[Job] = []
     while len(jobs) < count:

@@ -184,7 +184,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slow-tokens", type=int, default=1200, help="tokens of each slow client's answer; default 1200"
     )
     parser.add_argument(
-        "--bytes-per-s", type=int, default=1, help="bytes a second that each slow client reads; default 1"
+        "--bytes-per-s", type=int, default=1, help="bytes per second that each slow client reads; default 1"
     )
     parser.add_argument("--fast", type=int, default=64, help="fast clients; default 64")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""What grammars cost: tokens a second with and without them, in pairs on one loaded model, and the time of the masks.
+"""What grammars cost: tokens per second with and without them, in pairs on one loaded model, and the time of the masks.
 
     python -m quire.loadtest.studies structured MODEL [--batch 1,64,256] [--tokens 256] [--rounds 5] [--max-length 40]
 
@@ -166,7 +166,7 @@ def main(argv: list[str]) -> int:
     try:
         llm = LLM.over(config, loading.load(config))
         if not llm.executor.info.grammars:
-            raise ConfigError("this model cannot follow grammars: it has no tokenizer.json or no end token")
+            raise ConfigError("this model cannot follow grammars: it has no tokenizer.json or no EOS token")
         figures: dict[str, float] = {}
         for batch in own.batch:
             figures |= measure(llm, batch, own.tokens, own.rounds, own.max_length)

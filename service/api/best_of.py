@@ -25,7 +25,7 @@ def computed(best_of: int | None, n: int, *, stream: bool, config: GatewayConfig
     most = int(LIMITS["n"].bounds(config)[1])
     if not n <= best_of <= most:
         limit = f">= {n} and <= {most}"
-        message = f"best_of: must be {limit}, n and the most continuations of a prompt, got {shown(best_of)}"
+        message = f"best_of: must be {limit}, n and the maximum of choices per prompt, got {shown(best_of)}"
         raise bad_request("invalid_value", message, NAME, limit, shown(best_of))
     if stream:
         raise bad_request("unsupported", "best_of: only a value equal to n with stream=true", NAME, n, best_of)

@@ -3,7 +3,7 @@
     pieces --Blocks.add--> (open, block, "") (grow, block, "more") ... (close, block, "") --a format--> its events
 
 The blocks of `/v1/messages` and the output items of `/v1/responses` are these.  They depend on what the model wrote,
-not on how it was cut into pieces.
+not on how it was cut into deltas.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Blocks:
         self.found: list[Block] = []
 
     def add(self, piece: Piece) -> Iterator[tuple[Step, Block, str]]:
-        """Yield what a piece adds: a block opens, grows by a text that is not empty, or closes."""
+        """Yield what a delta adds: a block opens, grows by a text that is not empty, or closes."""
         for part in piece.ordered():
             if isinstance(part, CallDelta):
                 kind: Kind = "call"

@@ -93,7 +93,7 @@ def functions_of(tools: list[Tool] | None, skipped: Skipped, config: GatewayConf
         else:
             form = tool.get("format")
             if isinstance(form, dict) and form.get("type") not in (None, "text"):
-                skipped.add(f"{path}.format")  # told to the model, not enforced
+                skipped.add(f"{path}.format")  # described to the model, not enforced
             described = {"name": chat_name, "description": _custom_description(tool)}
             found.append(function_tool(described, CUSTOM_PARAMETERS))
         paths.append(path)

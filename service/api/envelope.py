@@ -15,7 +15,7 @@ from quire.service.api.valid_request import ValidRequest
 
 
 class Envelope(NamedTuple):
-    """Id, sender and times of a request: what its orders carry beside prompt and sampling."""
+    """Id, sender and times of a request: what its orders carry besides prompt and sampling."""
 
     request_id: str
     gateway: str  # id of the process that reads the tokens

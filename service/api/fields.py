@@ -44,7 +44,7 @@ HARMLESS: dict[str, Harmless] = {
     "store": Harmless("asks to keep the answer for later reading; it is not kept beyond `--retain-s`"),
     "service_tier": Harmless("`priority` orders requests"),
     "prompt_cache_key": Harmless("prefixes are shared without it; `cache_salt` separates them"),
-    "prompt_cache_retention": Harmless("a prefix stays cached while there is room"),
+    "prompt_cache_retention": Harmless("a prefix stays cached until its blocks are needed"),
     "request_id": Harmless("`X-Request-Id` names a request"),
     "mm_processor_kwargs": Harmless("for images, which are refused themselves"),
     "media_io_kwargs": Harmless("for images, which are refused themselves", ("chat",)),

@@ -31,7 +31,7 @@ class AnswerFormat(Protocol):
 
     request_id: str
     ids: bool  # events have ids, and silence is filled with comments
-    each_token: bool  # each piece must hold one token: see text_stream.decode
+    each_token: bool  # each delta must hold one token: see text_stream.decode
 
     @property
     def tokens(self) -> list[int]:
@@ -41,10 +41,10 @@ class AnswerFormat(Protocol):
         """Continue after what a client already has."""
 
     async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
-        """Do the slow part of a piece's `chunk`, while other requests run."""
+        """Do the slow part of a delta's `chunk`, while other requests run."""
 
     def chunk(self, piece: Piece) -> bytes:
-        """Return the events of a piece; empty when it holds nothing that a client can see yet."""
+        """Return the events of a delta; empty when it holds nothing that a client can see yet."""
 
     def idle(self) -> bytes:
         """Return the events for a silent stream; none: a keep-alive will do."""
@@ -62,7 +62,7 @@ class AnswerFormat(Protocol):
         """Do the slow part of `done`, and of the answer that is stored, while other requests run."""
 
     async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
-        """Return the body of an answer that is not streamed, in parts, from all its pieces.  Other requests run."""
+        """Return the body of a non-streaming answer, in parts, from all its deltas.  Other requests run."""
 
 
 class Prompted(msgspec.Struct, frozen=True):
@@ -181,7 +181,7 @@ class Format:
         return b"id: %s:%s%s\n" % (self._id, ",".join(counts).encode(), self._stage)
 
     def chunk(self, piece: Piece) -> bytes:
-        """Return the events of a piece; empty when it holds nothing that a client can see yet."""
+        """Return the events of a delta; empty when it holds nothing that a client can see yet."""
         choice, valid = piece.choice, self._valid
         begins, self._started[choice] = not self._started[choice], True
         role = (
@@ -210,7 +210,7 @@ class Format:
         return self._valid.repeated[choice // self._valid.n] if self._valid.repeated else ""
 
     def _chat_event(self, piece: Piece) -> bytes:
-        """Return the event of a piece after the role; the last one holds text and `finish_reason`, as vLLM's does."""
+        """Return the event of a delta after the role; the last one holds text and `finish_reason`, as vLLM's does."""
         delta: dict[str, Any] | None = self._delta(piece)
         if not delta and (piece.content or (self._valid.return_token_ids and piece.token_ids)):
             delta = {"content": ""}
@@ -222,7 +222,7 @@ class Format:
         return self._event(piece.choice, {"delta": delta}, piece)
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
-        """Return what is new in a chat answer.  One event holds all of a piece: its id counts the piece's tokens."""
+        """Return what is new in a chat answer.  One event holds all of a delta: its id counts the delta's tokens."""
         delta: dict[str, Any] = {}
         if piece.reasoning and not self._valid.hide_reasoning:
             delta["reasoning"] = delta["reasoning_content"] = piece.reasoning
@@ -233,7 +233,7 @@ class Format:
         return delta
 
     def _calls(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the tool calls of a piece, each once, with its number."""
+        """Return the tool calls of a delta, each once, with its index."""
         found: dict[int, dict[str, Any]] = {}
         for new in piece.calls:
             call = found.setdefault(new.index, {"index": new.index})
@@ -299,7 +299,7 @@ class Format:
     async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
         """Return the body of a response that is not streamed, in parts.
 
-        `pieces`: all pieces of all choices, in order of arrival."""
+        `pieces`: all deltas of all choices, in order of arrival."""
         turns = Turns(pacer)
         for piece in pieces:
             self._usage.add(piece)
@@ -336,7 +336,7 @@ class Format:
         return vllm_keys.nulls(vllm_keys.CHAT_ANSWER, present)
 
     def _returned(self, by_choice: list[WholeChoice]) -> Iterator[tuple[int, Piece]]:
-        """Yield (choice, all its pieces as one) of each returned choice: all, or the most probable of each prompt."""
+        """Yield (choice, all its deltas as one) of each returned choice: all, or the most probable of each prompt."""
         valid = self._valid
         for first in range(0, len(by_choice), valid.n):
             places = list(range(valid.n))
@@ -392,7 +392,7 @@ class Format:
     # -- logprobs
 
     async def prepare(self, piece: Piece, *, with_prompt: bool | None = None, turns: Turns | None = None) -> None:
-        """Encode the logprobs of a piece if they are long.  Other requests run in between.
+        """Encode the logprobs of a delta if they are long.  Other requests run in between.
 
         `with_prompt`: whether the prompt's logprobs belong to it; None: as the next `chunk` of its choice decides."""
         if piece.logprobs is not None:

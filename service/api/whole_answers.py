@@ -1,4 +1,4 @@
-"""Answers that are not streamed: all pieces of a choice as one, added up while other requests run.
+"""Non-streaming answers: all deltas of a choice as one, added up while other requests run.
 
 pieces --gathered, a slice of the loop at a time--> WholeChoice --piece()--> a Piece with all of its choice
 """
@@ -13,7 +13,7 @@ from quire.service.output.regions import CallDelta
 
 
 class WholeChoice:
-    """All pieces of one choice."""
+    """All deltas of one choice."""
 
     __slots__ = (
         "_arguments",
@@ -44,7 +44,7 @@ class WholeChoice:
         self._prompt: list[TokenLogprob] | None = None
 
     def add(self, piece: Piece) -> None:
-        """Add the next piece."""
+        """Add the next delta."""
         if self._prompt is None:
             self._prompt = piece.prompt_logprobs
         self.last = piece
@@ -69,7 +69,7 @@ class WholeChoice:
         return [one.logprob for one in self._logprobs or ()]
 
     def piece(self) -> Piece:
-        """Return all pieces as one; of each call there is one delta."""
+        """Return all deltas as one; each call stands in it once."""
         whole = Piece(self.choice, "".join(self._text), self._tokens, reasoning="".join(self._reasoning))
         whole.calls = [
             CallDelta(at, name, "".join(parts))
@@ -82,7 +82,7 @@ class WholeChoice:
 
 
 async def gathered(pieces: list[Piece], choices: int, turns: Turns, *, scored: bool) -> list[WholeChoice]:
-    """Return all pieces of each choice, in turns of the loop.  `pieces`: in order of arrival."""
+    """Return all deltas of each choice, in turns of the loop.  `pieces`: in order of arrival."""
     found = [WholeChoice(choice, scored=scored) for choice in range(choices)]
     for piece in pieces:
         found[piece.choice].add(piece)

@@ -10,7 +10,7 @@ of content with which a special token could begin is hidden: a private character
 stands for it.  It keeps its place whatever the template does: trim, cut, split, join, lower, replace, write as JSON.
 
 A template may look into content for strings of its own, such as `</think>`.  Those are left as they are, but for what
-an assistant said: templates drop all before such a string.  There only reasoning at the beginning is left to them.
+an assistant's text: templates drop all before such a string.  There only reasoning at the beginning is left to them.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class LiteralContent:
             while first >= end and end < len(text):
                 begin, end = next(ends)
             if token in self._literal and first < end and after > begin:
-                # A token may take the spaces beside it, too.
+                # A token may absorb the spaces next to it, too.
                 same = text[first:after] == self._texts[token]
                 ids += self._literal[token] if same else self._plain(text[first:after])
             else:

@@ -58,7 +58,7 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
     def take_over(self) -> None:
-        """Tell a spare to serve."""
+        """Start a spare's service."""
         with contextlib.suppress(OSError):  # it has just died
             os.write(self._stdin, b"now\n")
         self.close_stdin()

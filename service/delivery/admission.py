@@ -231,7 +231,7 @@ def _preemption_room(cost: Cost, fleet: Fleet, fresh: list[EngineLoad]) -> int:
         return -1
     crowd = set(offers[0].crowd).intersection(*(load.crowd for load in offers))
     queued = sum(q.queued_tokens - q.late_tokens for name, q in fleet.tenants.items() if name not in crowd)
-    queued += fleet.unnamed_tokens()[0]  # some of them may be of the crowd
+    queued += fleet.unnamed_tokens()[0]  # some of them may be of tenants over their share
     return sum(load.yield_tokens for load in offers) - queued - cost.prompt_tokens
 
 
@@ -301,7 +301,7 @@ def decide(
     """Decide how full each lane may be for one request to join it.  `jitter` is uniform in [0, 1).
 
     Raises Refusal(429) when the request may join neither lane now: `rate_limit_exceeded` when it would wait longer than
-    `late_wait_s` or its client allows, `deadline_unreachable` when wait and least service would pass its deadline.
+    `late_wait_s` or its client allows, `deadline_unreachable` when wait and minimum service would pass its deadline.
     Raises Refusal(503) when no engine lives or all are draining.
     Never waits.  Costs O(engines + tenants that the reading names).
 

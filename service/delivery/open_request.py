@@ -61,7 +61,7 @@ class Order:
     def deliver(self, delta: Delta) -> None:
         """Pass a delta on to every reader."""
         if not 0 <= delta.index < self.n:
-            log.error("ignored a delta of %s: it is for continuation %d of %d", self.id, delta.index, self.n)
+            log.error("ignored a delta of %s: it is for choice %d of %d", self.id, delta.index, self.n)
             return
         if delta.finish is not None:
             self.mark_ended(delta.index)
@@ -175,7 +175,7 @@ class OpenRequest:
                 self._notify(mailbox)
 
     def wait_in_queue(self, waiting: Waiting) -> None:
-        """Record where the request joined the queue.  A late one tells its client at once."""
+        """Record where the request joined the queue.  A late one is announced to its client at once."""
         self.waiting = waiting
         if self._changed:  # its first tokens were quicker than the reply to its submit
             waiting.end()

@@ -1,4 +1,4 @@
-"""Tells clients where their requests stand in the queue, while these wait.
+"""Sends clients the queue positions of their waiting requests.
 
     Redis --places(), one batched read every UPDATE_S--> QueueUpdates --> Waiting of each open request
                                                                             |-> headers x-queue-*

@@ -6,7 +6,7 @@
 
 The record is stored in Redis with the request, for as long as its token log.  The answer is a function of both: the
 text after N tokens is the text of the tokens after N.  It is the same byte for byte.  Only a client that shows that it
-can resume gets event ids: many readers of events parse every line that is not blank.  The cuts into events may
+can resume gets event ids: many readers of events parse every non-empty line.  The cuts into events may
 differ, since a client that catches up gets larger ones.
 """
 

@@ -177,7 +177,7 @@ class Answers:
         `after`: as a stream of a response's events after this one; -1: all of them.  `fresh`: it was begun by this very
         request, whose quotas are taken."""
         if had is not None and had.done:
-            return web.Response(status=204)  # it tells EventSource to stop asking
+            return web.Response(status=204)  # EventSource then stops reconnecting
         streams = self._streams
         record = await self.record(request, request_id)
         valid = record.valid
@@ -285,7 +285,7 @@ class Answers:
 async def _ending_with(
     pieces: AsyncIterator[list[Piece]], last: Callable[[], Awaitable[None]] | None
 ) -> AsyncGenerator[list[Piece], None]:
-    """Yield all pieces; call `last` once their reader has asked for more than there are."""
+    """Yield all deltas; call `last` once their reader has asked for more than there are."""
     async for changed in pieces:
         yield changed
     if last is not None:

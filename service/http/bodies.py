@@ -25,7 +25,7 @@ PIECE_BYTES = 64 * 1024  # unzipped and scanned at a time
 
 
 class Scan:
-    """Counts the values of a JSON text that arrives in pieces.  The text need not be valid JSON."""
+    """Counts the values of a JSON text that arrives in chunks.  The text need not be valid JSON."""
 
     __slots__ = ("_escaped", "_in_string", "structures", "values")
 
@@ -33,10 +33,10 @@ class Scan:
         self.structures = 0  # strings, objects and arrays
         self.values = 0  # commas outside strings: one less than the values of each object or array
         self._in_string = False
-        self._escaped = False  # the last piece ended with a backslash whose character has not arrived
+        self._escaped = False  # the last chunk ended with a backslash whose character has not arrived
 
     def feed(self, data: bytes) -> None:
-        """Count the values of the next piece."""
+        """Count the values of the next chunk."""
         if b"\\" in data or self._escaped:
             if self._escaped:
                 data = data[1:]
@@ -162,7 +162,7 @@ def _check(scan: Scan, max_values: int) -> None:
 
 
 async def _unzipped(request: web.Request) -> AsyncIterator[bytes]:
-    """Yield the decoded body as it arrives, in pieces of at most PIECE_BYTES.  The loop runs between two of them."""
+    """Yield the decoded body as it arrives, in chunks of at most PIECE_BYTES.  The loop runs between two of them."""
     unzip = _decompressor(request)
     while data := await request.content.readany():
         for at in range(0, len(data), PIECE_BYTES):

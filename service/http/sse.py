@@ -6,7 +6,7 @@
                                      also while the request waits in the late lane
     data: [DONE]
 
-Many readers take every line that is not blank for an event, `vllm bench serve` and llmperf among them.  So ids and
+Many readers take every non-empty line for an event, `vllm bench serve` and llmperf among them.  So ids and
 comments are only for clients that ask for ids:
 
     id: cmpl-5f0c:17                 how much of the answer the reader has after this event: `position.Position`

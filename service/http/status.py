@@ -1,4 +1,4 @@
-"""What a gateway tells about itself: models, liveness, readiness, version, metrics."""
+"""A gateway's own state as pages: models, liveness, readiness, version, metrics."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Status:
         self._logged_trouble: str | None = None  # last reason logged, so that each is logged once
 
     async def models(self, request: web.Request) -> web.Response:
-        """GET /v1/models.  Codex, which sends its version, wants a list of its own kind beside OpenAI's."""
+        """GET /v1/models.  Codex, which sends its version, wants a list of its own form in addition to OpenAI's."""
         cards = [self._card(name) for name in self._names]
         cards += [self._card(one.name, one) for one in await self._adapters.listed(request[TENANT])]
         listed: dict[str, object] = {"object": "list", "data": cards}

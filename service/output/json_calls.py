@@ -48,7 +48,7 @@ class JsonCalls:
                 return at, event
 
     def _between(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
-        """Skip what stands before a value; begin the value or tell how it continues."""
+        """Skip what stands before a value; begin the value or return how it continues."""
         while at < len(text):
             match, pending = self._context.ends.at(text, at, final=bool(end))
             if pending:

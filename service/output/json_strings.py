@@ -1,4 +1,4 @@
-"""Whether a text that is read piece by piece is within a string of JSON."""
+"""Tracks whether a text that arrives in deltas is within a JSON string."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class JsonStrings:
         self._escapes = False  # the text so far ends in a backslash
 
     def follow(self, text: str) -> None:
-        """Go on with more of the text."""
+        """Read more of the text."""
         if not self._begins:
             self._begins = text.lstrip()[:1]
         if self._begins not in ("{", "["):

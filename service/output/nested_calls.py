@@ -40,7 +40,7 @@ class _Node:
         return found or {}
 
     def json(self) -> str | None:
-        """Return the JSON of the complete tag; None for text beside tags."""
+        """Return the JSON of the complete tag; None for text outside tags."""
         text, types = "".join(self.texts), self.outline.get("type", [])
         if not self.children:
             return _leaf(text, types)

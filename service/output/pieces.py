@@ -20,8 +20,8 @@ class Piece(msgspec.Struct):
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None  # one for each token
     offsets: list[int] | None = None  # characters of output before each token; set with logprobs
-    prompt_logprobs: list[TokenLogprob] | None = None  # those of prompt tokens 1.., in a choice's first piece
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache, on a choice's first piece
+    prompt_logprobs: list[TokenLogprob] | None = None  # logprobs of prompt tokens 1.., in a choice's first delta
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache, on a choice's first delta
     finish: str | None = None  # "stop", "length" or "tool_calls"; nothing follows
     stop_reason: str | int | None = None  # the stop string, or the client's own stop token
     encoded: msgspec.Raw | None = None  # its logprobs as JSON, where they are long: see Format.prepare

@@ -244,7 +244,7 @@ class RegionReader:
         return notation.bare != "closed" or self.out.after_call or self.out.blank_line
 
     def _enter(self, match: Match) -> None:
-        """Go on after a marker."""
+        """Continue after a marker."""
         kind, text = match.marker.kind, match.found[0]
         if kind == "stray" and self._broken:
             self._broken = False

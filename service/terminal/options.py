@@ -63,11 +63,11 @@ class ChatConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         int, Meta(ge=0, le=1_000_000, description="Longest answer in tokens. 0: what the server allows.")
     ] = 0
     temperature: Annotated[
-        float, Meta(ge=-1, le=2, description="0: always the likeliest token. -1: the server's default.")
+        float, Meta(ge=-1, le=2, description="0: always the most probable token. -1: the server's default.")
     ] = -1.0
     top_p: Annotated[
         float,
-        Meta(ge=0, le=1, description="Keep the likeliest tokens up to this probability. 0: the server's default."),
+        Meta(ge=0, le=1, description="Keep the most probable tokens up to this probability. 0: the server's default."),
     ] = 0.0
     top_k: Annotated[
         int, Meta(ge=-1, description="Sample from the N most probable tokens. -1: the server's default.")
@@ -77,7 +77,7 @@ class ChatConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Meta(
             ge=-1,
             le=1,
-            description="Drop tokens below this fraction of the greatest probability. -1: the server's default.",
+            description="Drop tokens below this fraction of the maximum probability. -1: the server's default.",
         ),
     ] = -1.0
     repetition_penalty: Annotated[
@@ -93,7 +93,7 @@ class BenchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     model: Annotated[str, Meta(description="Model to ask. Empty: the first that the server lists.")] = ""
     api_key: ApiKey = ""
     rate: Annotated[
-        float, Meta(gt=0, le=10_000, description="Requests a second, sent when due however busy the server is.")
+        float, Meta(gt=0, le=10_000, description="Requests per second, sent when due however busy the server is.")
     ] = 2.0
     requests: Annotated[
         int, Meta(ge=0, le=1_000_000, description="Number of requests. 0: as many as arrive in --seconds.")

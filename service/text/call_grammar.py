@@ -49,7 +49,7 @@ def call_rules(
     follow text but nothing in the text tells that a call begins."""
     if not (options.demanded or answer is not None or form.marker):
         field = options.strict or "tools"
-        message = f"{field}: with tool_choice auto, text in the model's notation does not tell where a call begins"
+        message = f"{field}: with tool_choice auto, text in the model's notation does not show where a call begins"
         raise Refusal(400, "unsupported", message, param=field)
     tools, parts = list[_Tool](), Parts()
     for at, tool in enumerate(options.tools):

@@ -245,7 +245,9 @@ class Tokenizer:
         never = {ids[0] for ids in spellings if len(ids) == 1}
         longer = [list(ids) for ids in spellings if len(ids) > 1 and never.isdisjoint(ids)]
         if (count := sum(map(len, longer))) > WORD_TOKENS:
-            message = f"bad_words: at most {WORD_TOKENS} tokens of all words, with and without a blank, got {count}"
+            message = (
+                f"bad_words: at most {WORD_TOKENS} tokens of all words, with and without a leading space, got {count}"
+            )
             raise limit_refusal("bad_words tokens", message, WORD_TOKENS, param="bad_words", given=count)
         bias = [(token, added) for token, added in valid.sampling.logit_bias if token not in never]
         bias += [(token, -math.inf) for token in sorted(never)]

@@ -21,7 +21,7 @@
 namespace quire::cuda {
 namespace {
 
-constexpr int kWidth = 8;  // numbers that a thread makes
+constexpr int kWidth = 8;  // values that a thread makes
 constexpr int kThreads = 128;
 
 // With more pairs, `grouped` is faster than the kernels for few pairs.

@@ -24,7 +24,7 @@ struct RouteArgs {
 };
 void route(const RouteArgs& args, cudaStream_t stream);
 
-// What an expert makes of a gate and an up row's product with its input:
+// What an expert makes of a gate and an up row's GEMM with its input:
 //   silu     silu(gate) * up
 //   clamped  g * sigmoid(alpha * g) * (u + 1), where g = min(gate, limit) and u = max(-limit, min(up, limit)): gpt-oss
 enum class Activation { silu, clamped };

@@ -1,16 +1,16 @@
-// The products of `experts` on any GPU since Ampere, for any sizes.
+// The GEMMs of `experts` on any GPU since Ampere, for any sizes.
 //
 //   gate_up   x ──> between [pairs, inner] = silu(gate) * up       grid (rows of inner, experts that can be chosen)
 //   down      between ──> sums [pairs, hidden], with biases         grid (rows of hidden, the same)
 //
 // CTAs with blockIdx.y n compute all pairs with the n-th of the experts that any token has.  So its rows are read from
 // memory once for up to 32 pairs.  A group of warps multiplies 16 rows with the pairs, 8 at a time, on tensor cores.
-// Each warp of a group takes every kSlices-th chunk of the numbers.  Its lanes load them straight into registers:
+// Each warp of a group takes every kSlices-th chunk of the values.  Its lanes load them straight into registers:
 //
 //   16 rows   lane 4g + t: numbers 8t .. 8t + 7 of every 32, of rows g and g + 8     A of two mma16816
 //   8 pairs                the same numbers of pair g                                B
 //
-// The order in which a product adds up its numbers is free.  So the first mma takes four of a lane's eight numbers as
+// The order in which a product adds up its values is free.  So the first mma takes four of a lane's eight values as
 // if they were its columns 2t, 2t + 1, 2t + 8 and 2t + 9, and the second mma the other four.
 #include <algorithm>
 #include <type_traits>
@@ -26,8 +26,8 @@ namespace quire::cuda {
 namespace {
 
 constexpr int kWarp = 32, kWarps = 8, kThreads = kWarps * kWarp;
-constexpr int kWidth = 8;                        // numbers that a lane reads at once
-constexpr int kStep = 4 * kWidth, kSteps = 4;    // numbers of a row that a warp reads at once; loads in flight
+constexpr int kWidth = 8;                        // values that a lane reads at once
+constexpr int kStep = 4 * kWidth, kSteps = 4;    // values of a row that a warp reads at once; loads in flight
 constexpr int kChunk = kSteps * kStep;           // what a warp takes of a row at a time
 constexpr int kPairs = 8, kMostTiles = 4;        // pairs of a tile; tiles that a loaded weight serves
 constexpr int kGateSlices = 4, kDownSlices = 2;  // warps that share the elements of a row
@@ -107,7 +107,7 @@ __device__ uint4 load_weights(const void* p, bool inside) {
   return numbers;
 }
 
-// Adds to sums[n] the products of 16 rows with the pairs of tile n, over this warp's chunks of `size` numbers.
+// Adds to sums[n] the products of 16 rows with the pairs of tile n, over this warp's chunks of `size` values.
 // low, high: rows g and g + 8.  x[n]: pair g of tile n.  A lane's sums: row g with pairs 2t and 2t + 1, then row g + 8.
 template <int kSlices, class T, int kTiles>
 __device__ void multiply(const T* low, const T* high, const T* const (&x)[kTiles], int size, int slice,
@@ -142,7 +142,7 @@ __device__ void multiply(const T* low, const T* high, const T* const (&x)[kTiles
 
 using Partial = float[kWarps][kMostTiles * 4][kWarp];  // sums per warp and lane
 
-// Multiplies 16 rows with the pairs of an expert.  of_pair(i): the numbers of pair i of the list.  One warp of a group
+// Multiplies 16 rows with the pairs of an expert.  of_pair(i): the values of pair i of the list.  One warp of a group
 // calls use(i, low, high) for each i, with the sums of rows g and g + 8.  All threads of the CTA must call.
 template <int kSlices, class T, class OfPair, class Use>
 __device__ void for_all_pairs(int count, const T* low, const T* high, int size, Partial& partial, const OfPair& of_pair,

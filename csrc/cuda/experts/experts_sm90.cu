@@ -1,4 +1,4 @@
-// The products of `experts` on Hopper and later, at the speed at which the weights of chosen experts can be read.
+// The GEMMs of `experts` on Hopper and later, at the speed at which the weights of chosen experts can be read.
 //
 //   gate_up   x ──> between [pairs, inner]         low rows: gate        high rows: up
 //   down      between ──> sums [pairs, hidden]     low rows: the first   high rows: the second half of hidden
@@ -11,12 +11,12 @@
 //
 // Every multiprocessor gets one CTA, and CTAs take the items in turn.  So they read neighbouring rows at the same time, and share
 // the items of an expert with many pairs, which take longer.  One warp starts copies as far ahead as the ring of
-// stages allows, across items, and 8 warps multiply.  Each takes half a slab of every stage, 32 numbers:
+// stages allows, across items, and 8 warps multiply.  Each takes half a slab of every stage, 32 values:
 //
 //   low, high rows   lane 4g + t: numbers 8t .. 8t + 7 of a low and of a high row      A of two mma16816, twice
 //   8 pairs          the same numbers of pair g, from global memory, a stage ahead      B
 //
-// The order in which a product adds up its numbers is free.  So the first mma takes four of a lane's eight numbers as
+// The order in which a product adds up its values is free.  So the first mma takes four of a lane's eight values as
 // if they were its columns 2t, 2t + 1, 2t + 8 and 2t + 9, and the second mma the other four.  At the end of an item the
 // sums of the 8 warps are added in their order: float32, in one order that `size` decides.
 //
@@ -74,7 +74,7 @@ using Partial = float4[kWarps][kBlocks][kWarp];
 // Kernels for GPUs before Hopper are empty: hence [[maybe_unused]].
 [[maybe_unused]] __device__ void sync_multipliers() { hopper::named_sync(1, kMultipliers); }
 
-// Lists the chosen experts, and turns numbers of pairs into starts.  For one whole warp.
+// Lists the chosen experts, and turns counts of pairs into start indices.  Called by all lanes of one warp.
 [[maybe_unused]] __device__ void list_chosen(int experts, Pairs& pairs) {
   const int lane = threadIdx.x % kWarp, of_lane = (experts + kWarp - 1) / kWarp;
   const int first = min(lane * of_lane, experts), end = min(first + of_lane, experts);
@@ -142,10 +142,10 @@ struct Inputs {
   uint4 of_tile[kTiles];
 };
 
-// Where a lane's numbers of a stage lie in x, from a pair's first one.
+// Offset of a lane's values of a stage in x, relative to the first value of the pair.
 [[maybe_unused]] __device__ int place_in_stage() { return threadIdx.x / kWarp * kOfWarp + threadIdx.x % 4 * 8; }
 
-// The numbers of a stage of x, or whatever was there if a warp has none.
+// The values of a stage of x, or whatever was there if a warp has none.
 template <class T, int kTiles>
 __device__ void load_inputs(const T* x, const int (&from)[kTiles], int tiles, int stage, int size, Inputs<kTiles>& y) {
   if (stage + place_in_stage() >= size) return;
@@ -155,8 +155,8 @@ __device__ void load_inputs(const T* x, const int (&from)[kTiles], int tiles, in
   }
 }
 
-// sums[n][b]: the products of block b, 8 low and 8 high rows, with the pairs of tile n, over this warp's share of the
-// numbers.  x + from[n]: the numbers of pair g of tile n.  first: those of the first stage.  A lane's sums: its low row with
+// sums[n][b]: the GEMMs of block b, 8 low and 8 high rows, with the pairs of tile n, over this warp's share of the
+// values.  x + from[n]: the values of pair g of tile n.  first: those of the first stage.  A lane's sums: its low row with
 // pairs 2t and 2t + 1, then its high row with them.
 template <class T, int kTiles>
 __device__ void multiply(const T* x, const int (&from)[kMostTiles], const Inputs<kMostTiles>& first, int size,

@@ -221,7 +221,7 @@ template <class T, Kind kKind, int N>
 __device__ void multiply_item(const Params& p, const Shared& s, const Item& item, Ring& ring, Sums& low, Sums& high) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp - kWarpgroup / kWarp, group = warp / 4;
   const Biases biases = read_biases<T, kKind>(p, item.tile.expert, item.row + warp * 16 + lane / 4);
-  int before = 0;  // the stage whose products may still be under way
+  int before = 0;  // the stage whose GEMMs may still be under way
   for (int slab = 0; slab < p.slabs; ++slab) {
     wait(&s.full[ring.at], ring.phase);
     const char* const stage = s.stages + ring.at * kStageBytes;

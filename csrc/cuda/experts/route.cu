@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kWarp = 32;
 
-// Orders numbers by size, NaN apart, and equal ones by their place.  No two are equal, and none is 0.
+// Orders values by size, NaN apart, and equal ones by index.  No two are equal, and none is 0.
 __device__ uint64_t order_of(float x, int place) {
   const uint32_t bits = __float_as_uint(x + 0.0f);  // -0 becomes 0
   const uint32_t ordered = bits & 0x80000000 ? ~bits : bits | 0x80000000;

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) count_kernel(const int* chosen, Pair
   if (threadIdx.x < to.experts) to.counts[blockIdx.x * to.experts + threadIdx.x] = counts[threadIdx.x];
 }
 
-// Turns counts of experts into first places, and CTA 0 writes the tiles.  For one whole warp.
+// Turns counts of experts into first places, and CTA 0 writes the tiles.  Called by all lanes of one warp.
 __device__ void place_experts(int* counts, const PairOrder& to) {
   const int lane = threadIdx.x % kWarp, of_lane = (to.experts + kWarp - 1) / kWarp;
   const int first = min(lane * of_lane, to.experts), end = min(first + of_lane, to.experts);

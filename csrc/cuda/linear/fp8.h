@@ -14,7 +14,7 @@ struct QuantiseArgs {
   int64_t x_stride;  // elements between rows
   const void* norm;  // [size] bf16: each row becomes rms_norm(row, norm, eps) first; or null
   float eps;
-  void* values;          // [tokens, size] e4m3, out; x = numbers * scale
+  void* values;          // [tokens, size] e4m3, out; x = values * scale
   float* one;            // [1], out: 1; not written with groups
   float* scale;          // [tokens], out: the row's maximum magnitude / the maximum of e4m3
   int64_t group_stride;  // 0; else scale is [size / 128, group_stride], one per 128 elements of a row
@@ -27,8 +27,8 @@ void quantise_rows(const QuantiseArgs& args, cudaStream_t stream);
 struct ScaleArgs {
   const void* gemm;      // [tokens, features, or 2 * features with silu_mul] GEMM result, in out's dtype: gate, then up
   const float* x_scale;  // [tokens]; or null: the GEMM applied the scales
-  const float* weight_scale;  // [columns of product]; or null
-  const void* bias;           // [columns of product] bf16; or null
+  const float* weight_scale;  // [columns of GEMM]; or null
+  const void* bias;           // [columns of GEMM] bf16; or null
   void* out;                  // [tokens, features] bf16, or float32
   int64_t out_stride, tokens, features;
   bool add, silu_mul, float32_out;  // as in linear.h

@@ -32,7 +32,7 @@ struct RankSumArgs {
   int rank, ranks;
 };
 
-// An inbox: call numbers, then words, then blocks, each [2 alternating calls, source ranks, CTAs].
+// An inbox: sequence numbers of calls, then words, then blocks, each [2 alternating calls, source ranks, CTAs].
 constexpr int64_t kMarkBytes = 16;  // bytes of a CTA's call number
 constexpr int64_t inbox_bytes(int ranks, int64_t words_share, int64_t blocks_share) {
   return int64_t{2} * ranks * kSumCtas * (kMarkBytes + 2 * words_share + blocks_share);

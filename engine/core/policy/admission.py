@@ -199,7 +199,7 @@ class Forecast(PeakBound):
         """The largest of the few that run while many pause.
 
         It would get every block that becomes free until it ends, and the others would stand still as long.  One
-        preemption lets them go on."""
+        preemption lets them continue."""
         batch = self._batch
         if len(batch.paused) <= CROWDED * batch.running or batch.running == 0:
             self._uncrowded = batch.step

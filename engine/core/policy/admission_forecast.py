@@ -16,7 +16,7 @@ from quire.engine.core.sequence import Sequence, State
 # How sure the forecast is: standard deviations of a normal with the same quantile.  It chooses a point on the curve
 # in docs/notes/core.md.  With lengths known there are no preemptions at any caution.
 CAUTION = 2.5
-ASK_SLOTS = 256  # after a refusal the next question is 1 + sequences / ASK_SLOTS steps later: 1 us a sequence
+ASK_SLOTS = 256  # after a refusal the next question is 1 + sequences / ASK_SLOTS steps later: 1 us per sequence
 PEAK_SLOTS = 32  # the reported peak is computed again every 1 + sequences / PEAK_SLOTS steps
 WATCH_SLOTS = 16  # what a cohort holds is summed up again every 1 + sequences / WATCH_SLOTS steps
 
@@ -25,7 +25,7 @@ class AdmissionForecast:
     """Answers for the sequences that hold blocks (`holders`) and one step.  `late`: steps until a result arrives."""
 
     def __init__(self, pool: BlockPool, *, worst_case: bool = False) -> None:
-        """`worst_case`: count every sequence at its greatest length."""
+        """`worst_case`: count every sequence at its maximum length."""
         self.lengths = LengthModel()  # output lengths by tenant
         self.calibration = ForecastAccuracy()
         self.ask_again = 0  # the forecast refused; it is not asked again before this step
@@ -43,7 +43,7 @@ class AdmissionForecast:
 
     def fits(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence], step: int, late: int) -> bool:
         """Return whether the peak predicted for all holders and `seq` stays within the pool (mode "reserve": at their
-        greatest lengths).  `hits`: its cached blocks.  If so, it counts as a holder until forget_demand()."""
+        maximum lengths).  `hits`: its cached blocks.  If so, it counts as a holder until forget_demand()."""
         if self._demand is None:
             if step < self.ask_again:
                 return False

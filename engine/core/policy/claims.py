@@ -1,4 +1,4 @@
-"""How many prompt tokens an engine claims at once from the shared queue, of those that its KV cache has room for.
+"""How many prompt tokens an engine claims at once from the shared queue, of those that fit its KV cache.
 
     shared queue: lanes, fairness, priority ──claim──> prompts of this engine, in order of arrival ──> first tokens
                   '-- requests that wait here can still be overtaken, and leave the on-time lane --'

@@ -252,7 +252,7 @@ class DraftController:
         idle, credit = self._idle_s if waits else 0.0, self._credit * alone
         heapify(ranked)
         expected, tokens, best, best_tokens = float(seqs), 0, MARGIN * seqs / alone, 0
-        order, least = [], max(UNLIKELY, self._worth(seqs) / 2)  # measured times err: go on to half of what pays
+        order, least = [], max(UNLIKELY, self._worth(seqs) / 2)  # measured times err: search down to half of what pays
         while tokens < most and ranked[0][0] < -least:
             survival, at = -ranked[0][0], ranked[0][1]
             if not tokens & (tokens + 1):

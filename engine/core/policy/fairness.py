@@ -94,7 +94,7 @@ class Shares:
 
 
 class Fairness:
-    """Finds the waiting sequence that starts before all others, and the sequences that make room for it.
+    """Finds the waiting sequence that starts before all others, and the sequences preempted for it.
 
     What tenants hold is a few steps old when many sequences run."""
 
@@ -130,7 +130,7 @@ class Fairness:
             self._look_step = batch.step + 1 + batch.running // LOOK_SLOTS
 
     def room(self, block_size: int) -> int:
-        """Prompt tokens of tenants outside the crowd that could start, after those of theirs that wait already."""
+        """Prompt tokens that could start of tenants under their share, behind their own requests that wait already."""
         theirs = (seq.queued_tokens for seq in self._waiting if seq.request.tenant not in self.crowd)
         return max(0, self._for_another - sum(tokens // block_size + 1 for tokens in theirs)) * block_size
 
@@ -151,7 +151,7 @@ class Fairness:
         self.sum_holdings()
         tried = set(self.crowd)
         for seq in self._adapters.startable(self._waiting):
-            # A sequence that this very plan swaps out made room for others: it returns in a later plan.
+            # A sequence that this very plan swaps out freed its blocks for others: it returns in a later plan.
             ready = seq.sampled_in <= batch.committed and not self._swapping.leaves(seq)
             if seq.request.tenant not in tried and ready:
                 if (victims := self._victims(seq, named)) is not None:
@@ -161,7 +161,7 @@ class Fairness:
         return None
 
     def _victims(self, seq: Sequence, named: Container[int]) -> list[Sequence] | None:
-        """The fewest sequences that make enough room for `seq`; None: all candidates together would not."""
+        """The fewest sequences whose blocks are enough for `seq`; None: all candidates together are not enough."""
         slots = self._batch.slots
         need = self._admission.blocks_to_start(seq) + seq.sibling_blocks
         need_slots = 1 + len(seq.siblings) - slots.free - slots.cooling

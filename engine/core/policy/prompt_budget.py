@@ -22,7 +22,7 @@ SHORT_SHARE = 0.2  # fraction of a step's prompt tokens for prompts that are not
 
 
 def prompt_budget(limits: Limits, step_cost: StepCostModel, batch: Batch, waiting: int, behind: int) -> int:
-    """Return the least of three bounds: the token budget, the aimed step time, and the stretch of a decode step.
+    """Return the minimum of three bounds: the token budget, the aimed step time, and the stretch of a decode step.
 
     `waiting`: sequences in the queue.  `behind`: reassigned sequences that have not been computed again yet.  All of
     them paused together when their engine died.  Until the last one resumes, the bound on the stretch protects only

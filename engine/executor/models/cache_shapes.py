@@ -6,7 +6,7 @@
     keys 72, values 72                  72                 80
 
 Zeros behind a query and a key leave their dot product as it is; those behind a value make results that are cut off.
-`attention.kv_blocks` adds and cuts them.  They cost memory and reads of the cache, which the log tells.
+`attention.kv_blocks` adds and cuts them.  They cost memory and reads of the cache, which the start log reports.
 """
 
 from __future__ import annotations

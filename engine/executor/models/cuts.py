@@ -35,7 +35,7 @@ class Cut:
         return self.halves * (self.end - self.first) + self.padding
 
     def pieces(self, shape: tuple[int, ...]) -> list[Where]:
-        """Return where the pieces of the part lie in a parameter of this shape, one for each half."""
+        """Return the slices of the shard in a parameter of this shape, one for each half."""
         dim = len(shape) + self.dim
         whole = [slice(0, size) for size in shape]
         starts = range(0, shape[dim], shape[dim] // self.halves)
@@ -43,7 +43,7 @@ class Cut:
         return [(*whole[:dim], place, *whole[dim + 1 :]) for place in places]
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Return the part that these pieces make, with its padding."""
+        """Return the shard made of these slices, with its padding."""
         last = pieces[-1]
         if self.padding:
             shape = list(last.shape)

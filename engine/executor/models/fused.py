@@ -7,7 +7,7 @@
 
 linear.py makes their linear layers; docs/notes/kernels/layers.md has figures.  The left column is a decoder layer as
 transformers writes it, the right one as it runs here.  It has T tokens, sequence after sequence.  `x` is the residual
-stream, which the last product of each half updates in place:
+stream, which the last GEMM of each half updates in place:
 
     input norm, 6 operators          part of the next product
     q, k, v projections              one product, of the normed input           linear: norm, product
@@ -27,8 +27,8 @@ A mixture of experts routes its tokens with one operator and computes them with 
 stay where they are.  Those of gpt_oss are turned in place at load (`store_rows`): both our operator and transformers'
 own experts, which compute many tokens where ours do not take them, read them by rows.
 
-On a CPU with packed weights a product is one operator, packed_linear, or where the library's is faster up to three.
-If all products are ours, all layers together are one operator, decoder_layers.
+On a CPU with packed weights a GEMM is one operator, packed_linear, or where the library's is faster up to three.
+If all GEMMs are ours, all layers together are one operator, decoder_layers.
 A model is taken apart only if all its modules have exactly the expected names and types; any other runs as it is.
 """
 
@@ -98,7 +98,7 @@ MIXTURES: dict[type[PreTrainedModel], MixtureFamily] = {
 }
 # Ways of transformers to compute experts that read the layout of the weights from the module.
 READS_LAYOUT = {"grouped_mm", "batched_mm"}
-ON_A_GPU = "on a GPU products and attention are cut into shares that depend on the other sequences of the step"
+ON_A_GPU = "on a GPU GEMMs and attention are cut into shares that depend on the other sequences of the step"
 LINEAR = (nn.Linear, QuantisedLinear)  # what `Linears.product` takes
 VECTOR = 64  # elements of a vector step of torch's activations on a CPU; the rest go one by one
 
@@ -107,7 +107,7 @@ class Residual(NamedTuple):
     """The residual stream between two halves of a layer."""
 
     x: Tensor  # [T, hidden]
-    normed: Tensor | None  # x after the norm that follows, where the sum of ranks computed it; else a product does
+    normed: Tensor | None  # x after the norm that follows, if the all-reduce computed it; else a GEMM does
 
 
 class Attention(nn.Module):
@@ -241,7 +241,7 @@ class Layer(nn.Module):
 def one_operator(layers: Sequence[Layer]) -> ops.DecoderLayers | None:
     """Return the layers as one operator, which a CPU computes without coming back to Python.
 
-    None on a GPU, where a library's products are faster than ours, where ranks exchange parts of layers, and where
+    None on a GPU, where a library's GEMMs are faster than ours, where ranks exchange parts of layers, and where
     layers have sinks or experts, or differ in more than weights and windows, as to how they are multiplied, too."""
     weights: list[Tensor | None] = []
     kinds: set[tuple[int, int, float, float, float, float]] = set()
@@ -275,7 +275,7 @@ def one_operator(layers: Sequence[Layer]) -> ops.DecoderLayers | None:
 
 
 class Decoder(nn.Module):
-    """The whole model: a step -> hidden states -> logits of any of its tokens."""
+    """The complete model: a step -> hidden states -> logits of any of its tokens."""
 
     def __init__(self, model: PreTrainedModel, max_model_len: int, linears: Linears) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ def fuse(
 ) -> None:
     """Swap submodules in place.  The model must be on its device, in its dtype, and must not move afterwards.
 
-    ordered: on a CPU, use products whose bits do not depend on the batch even where others are faster.
+    ordered: on a CPU, use GEMMs whose bits do not depend on the batch even where others are faster.
     decoder: also the whole decoder, where it is one of those above; its heads must be cached without padding.
     sites: gets a site for each linear layer that adapters may change; None: no adapters are served.
     A model whose decoder was swapped works only through `Forward`.
@@ -390,7 +390,7 @@ def weight_of(linear: nn.Linear | QuantisedLinear | Conv1D) -> Tensor | Quantise
 def batch_dependence(model: PreTrainedModel) -> str:
     """Why a fused model's logits may depend, in the last bit, on the other sequences of a step; empty: they do not.
 
-    On a CPU attention, norms and our products do not depend on them.  A model's own modules may: products with weights
+    On a CPU attention, norms and our GEMMs do not depend on them.  A model's own modules may: GEMMs with weights
     outside linear layers (a mixture of experts), and torch's activations, whose vectorised and scalar versions differ.
     """
     if model.device.type != "cpu":
@@ -398,7 +398,7 @@ def batch_dependence(model: PreTrainedModel) -> str:
     packs = [module.packed for module in model.modules() if isinstance(module, PackedLinear | Product)]
     packs += [None for module in model.modules() if isinstance(module, QuantisedLinear)]
     if not all(packed and packed.ordered for packed in packs):
-        return "products of many rows are faster another way on this CPU, which rounds otherwise"
+        return "GEMMs of many rows are faster another way on this CPU, which rounds otherwise"
     if is_fused(model):
         return ""
     head = getattr(model, "lm_head", None)
@@ -406,7 +406,7 @@ def batch_dependence(model: PreTrainedModel) -> str:
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() > 1 and not isinstance(module, nn.Embedding):
-                return f"{path}.{name} is the weight of a product we don't compute"
+                return f"{path}.{name} is the weight of a GEMM we don't compute"
         if isinstance(module, PackedLinear) and module.out_features % VECTOR and module not in heads:
             return f"{path} has {module.out_features} outputs, which is no multiple of {VECTOR}"
     return ""
@@ -418,7 +418,7 @@ def is_fused(model: PreTrainedModel) -> bool:
 
 
 class Forward:
-    """One step through a model.  The layers run once; logits are computed piece by piece, to bound the memory."""
+    """One step through a model.  The layers run once; logits are computed in chunks of rows, to bound the memory."""
 
     def __init__(self, model: PreTrainedModel, step: StepTensors) -> None:
         self._model = model
@@ -441,7 +441,7 @@ class Forward:
     def _plain(self, keep: int | Tensor) -> Tensor:
         """Logits by transformers' own forward, which applies what follows the head (scales, soft caps).
 
-        The decoder returns its first result again.  A model without a separate decoder runs whole for each piece:
+        The decoder returns its first result again.  A model without a separate decoder runs completely for each chunk:
         slower, with the same logits.
         """
         decoder = self._model.get_decoder()
@@ -517,7 +517,7 @@ def is_plain_layer(layer: Any, rotary: Any, mixture: MixtureFamily | None) -> bo
 
 
 def are_alike(linears: list[Any]) -> bool:
-    """Whether layers of one input can become one product."""
+    """Whether layers of one input can become one GEMM."""
     return len({type(linear) for linear in linears}) == 1 and type(linears[0]) in LINEAR
 
 
@@ -531,7 +531,7 @@ def is_plain_mlp(mlp: Any) -> bool:
 
 
 def is_mixture(mlp: Any, family: MixtureFamily) -> bool:
-    """A router and its experts, whole, of sizes that `ops.experts` takes."""
+    """An unsharded router with its experts, of sizes that `ops.experts` takes."""
     if children(mlp) != {family.router, "experts"}:
         return False
     router, experts = getattr(mlp, family.router), mlp.experts

@@ -229,7 +229,7 @@ def prove_swapped(module: PreTrainedModel, proof: Proof, sites: Sites | None, *,
 
 
 def check_options(quantize: str, deterministic: bool, device: torch.device) -> None:
-    """Raise UnsupportedModel for what this device does with no model: not all have products of every kind, and on a
+    """Raise UnsupportedModel for what this device does with no model: not all have GEMMs of every kind, and on a
     GPU logits always depend on the batch."""
     check_kind(quantize, device)
     if deterministic and device.type == "cuda":
@@ -245,7 +245,7 @@ def dependence_of(module: PreTrainedModel, deterministic: bool) -> str:
 
 
 def unstored(fixed: bool, max_model_len: int, random: bool, ranks: Ranks) -> dict[str, object]:
-    """Return what decides a model's logits beside its files and the operator's changes.  fixed: as of `fix_angles`."""
+    """Return what decides a model's logits apart from files and operator's changes.  fixed: as of `fix_angles`."""
     angles = when(fixed, "angles of a sequence of", max_model_len)
     return angles | when(random and ranks.size > 1, "ranks that made up weights", ranks.size)
 
@@ -256,7 +256,7 @@ def when(holds: bool, what: str, value: object) -> dict[str, object]:
 
 
 def check_computed_dtype(kind: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UnsupportedModel for a type of numbers that no kernel of the device computes with."""
+    """Raise UnsupportedModel for a type of values that no kernel of the device computes with."""
     check_dtype(kind, dtype)
     if device.type == "cuda" and dtype not in GPU_DTYPES:
         raise UnsupportedModel(f"{kind}: {dtype} on a GPU; choose --dtype bfloat16 or float16")
@@ -318,7 +318,7 @@ def read_weights(
 ) -> PreTrainedModel:
     """The model of a checkpoint, on the host, complete; `part`: of a multimodal one, its text part.
 
-    ranks: of several, only what this one holds, for `device`.  quantising: makes linear layers of 8 or 4 bits; None:
+    ranks: of several, only what this one holds, for `device`.  quantising: makes int8, fp8 or int4 linear layers; None:
     all weights become plain ones.  Raises ModelLoadError."""
     if dtype == "auto":
         check_dtype(config.model_type, config.dtype)
@@ -601,7 +601,7 @@ def check_length(config: PretrainedConfig, asked: int, own: PretrainedConfig | N
 
 
 def check_adapter(directory: Path) -> None:
-    """Raise UnsupportedModel for weights of an adapter (LoRA and others, by PEFT), alone or beside those of a model.
+    """Raise UnsupportedModel for weights of an adapter (LoRA and others, by PEFT), alone or next to those of a model.
 
     Without weights adapter_config.json is left over from an adapter that was merged: then log a warning."""
     if weights := sorted(directory.glob("adapter_model*")):

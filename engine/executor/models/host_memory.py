@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 # Parameters of glibc's mallopt, from malloc.h.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-WHILE_LOADING = 160 << 10  # bytes: larger blocks are mapped, and unmapped when freed; pieces of weights are smaller
-HEAP_KEEPS = 1 << 20  # bytes at its end meanwhile, for the next piece
+WHILE_LOADING = 160 << 10  # bytes: larger blocks are mapped, and unmapped when freed; chunks of weights are smaller
+HEAP_KEEPS = 1 << 20  # bytes at its end meanwhile, for the next chunk
 AFTERWARDS = 32 << 20  # bytes: where glibc's own threshold ends once such blocks were freed
 
 

@@ -81,9 +81,9 @@ class RMSNorm(nn.Module):
 
 
 class Product(nn.Module):
-    """A matrix product with the norm before it and the activation or addition after it: [T, in] -> [T, out].
+    """A GEMM with the norm before it and the activation or addition after it: [T, in] -> [T, out].
 
-    Several linear layers of the same input become one product: their outputs, one after another.
+    Several linear layers of the same input become one GEMM: their outputs, one after another.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Product(nn.Module):
         return ops.linear(x, self.weight, self.bias, plus=plus)
 
     def add(self, x: Tensor, plus: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None]:
-        """Return `plus` and the product, added, and None: the norm is left to the product that follows."""
+        """Return `plus` and the GEMM, added, and None: the norm is left to the GEMM that follows."""
         return self(x, plus), None
 
 
@@ -163,7 +163,7 @@ class Shard(Protocol):
     """What becomes of the outputs of a layer of which this rank computes a part (`sharding.py`)."""
 
     out_features: int  # outputs of the unsharded layer
-    adds: bool  # this rank's part is the one that other numbers may be added to before `combine`
+    adds: bool  # this rank's part is the one that other values may be added to before `combine`
 
     def combine(self, part: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the layer's output [T, out_features] from what this rank computed, in `out` where given."""
@@ -210,7 +210,7 @@ def shared_out(part: Part, plain: nn.Module) -> Part | Sharded:
 class Linears:
     """Makes the linear layers of one model."""
 
-    ordered: bool  # on a CPU: products whose bits do not depend on the batch even where others are faster
+    ordered: bool  # on a CPU: GEMMs whose bits do not depend on the batch even where others are faster
     dtype: torch.dtype  # dtype of the model
     sites: Sites | None = None  # places of LoRA adapters; None: the model serves none
 
@@ -221,9 +221,9 @@ class Linears:
         silu_mul: bool = False,
         float32_out: bool = False,
     ) -> Product | Sharded:
-        """Return one product of the layers' common input; their outputs follow one another.
+        """Return one GEMM of the layers' common input; their outputs follow one another.
 
-        The layers lose their weights, so that two copies exist of those of one product only.
+        The layers lose their weights, so that two copies exist of those of one GEMM only.
 
         norm: applied to the input first.  silu_mul: return silu(gate) * up of the output's halves, gate and up.
         float32_out: don't round the result to the dtype of the weights."""
@@ -266,7 +266,7 @@ class Linears:
             self.sites.hook(plain, site)
 
     def _widens(self, weight: Tensor | Quantised) -> bool:
-        """Return whether a product's result in float32 differs from one in the model's dtype, on a GPU."""
+        """Return whether a GEMM's result in float32 differs from one in the model's dtype, on a GPU."""
         device = weight.numbers.device if isinstance(weight, Quantised) else weight.device
         return device.type != "cpu" and self.dtype != torch.float32
 

@@ -1,4 +1,4 @@
-"""What numbers a checkpoint stores, and whether they are the weights themselves or need scales to become weights.
+"""What values a checkpoint stores, and whether they are the weights themselves or need scales to become weights.
 
 transformers casts what it does not know as quantised, without its scales: every token is then wrong.  So a checkpoint
 whose config names no quantisation (`quantisation.py`) is refused by name, before any tensor is read, when
@@ -25,7 +25,7 @@ from quire.engine.executor.models.multimodal import served_class
 from quire.engine.executor.models.weights import UNCHANGED, Names, StoredTensor, stored_tensors, weight_files
 
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-PLAIN = {"F64", "F32", "F16", "BF16"}  # how safetensors calls types of numbers that need no scale
+PLAIN = {"F64", "F32", "F16", "BF16"}  # how safetensors calls types of values that need no scale
 CHOOSE = "choose --dtype float32, bfloat16 or float16"
 
 
@@ -73,6 +73,6 @@ def other_tensors(config: PretrainedConfig) -> Callable[[str], bool]:
 
 
 def check_dtype(kind: str, dtype: object) -> None:
-    """Raise UnsupportedModel for a type of numbers that no kernel computes with."""
+    """Raise UnsupportedModel for a type of values that no kernel computes with."""
     if dtype is not None and dtype not in DTYPES:
         raise UnsupportedModel(f"{kind}: weights in {str(dtype).removeprefix('torch.')}; {CHOOSE}")

@@ -32,7 +32,7 @@ MAX_HEAD_SIZE = 512  # maximum of the CPU kernels
 LEAK = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 # How far logits of the served model may be from those of the probe, as a share of the largest: rounding, not a mistake.
 MOST_DRIFT = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
-# The same where products round their inputs to e4m3.  Of 13 models on a CPU that rounds inputs so, those of 2 to 30
+# The same where GEMMs round their inputs to e4m3.  Of 13 models on a CPU that rounds inputs so, those of 2 to 30
 # layers had 0.02 to 0.21, and one of 48 layers with large random weights 0.35.  Unrelated logits have 1 and more.
 # So this finds gross mistakes only.
 MOST_DRIFT_OF_ROUNDED_INPUTS = 0.6
@@ -195,7 +195,7 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
         (other, positions, {"logits_to_keep": keep}),
         (ids, in_a_row, {"logits_to_keep": keep, cache_argument(module): past(at - FIRST)}),
     ]
-    # Rotary embeddings know distances only; others may count from another number than 0 where they are not told.
+    # Rotary embeddings know distances only; others may count from another number than 0 without passed positions.
     if not getattr(text, "rope_parameters", None):
         runs += [(ids, None, {}), (ids, torch.arange(ids.shape[1], device=device)[None], {})]
     module.set_attn_implementation(PROBE)

@@ -49,7 +49,7 @@ def parameters(text: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def reach(text: PretrainedConfig, made_for: int, before: PretrainedConfig | None = None) -> int:
-    """Return the most positions that the scaling was made for; `made_for` without scaling.
+    """Return the maximum number of positions that the scaling was made for; `made_for` without scaling.
 
     made_for  positions that the config names
     before    the text config of the checkpoint without the operator's changes
@@ -71,7 +71,7 @@ def reach(text: PretrainedConfig, made_for: int, before: PretrainedConfig | None
 
 
 def short_reach(text: PretrainedConfig, made_for: int) -> int:
-    """Return the most positions whose angles are the same for every sequence in transformers, too."""
+    """Return how many positions from 0 on have the same angles for every sequence in transformers, too."""
     for _, rope in parameters(text):
         if rope["rope_type"] == "longrope":
             made_for = min(made_for, rope.get("original_max_position_embeddings") or made_for)

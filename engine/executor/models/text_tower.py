@@ -95,7 +95,7 @@ def text_config(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
 
 
 def lend_fields(whole: PretrainedConfig, text: PretrainedConfig) -> None:
-    """Give a text config what only the config of the whole model says: special tokens and the dtype."""
+    """Copy special tokens and dtype, which only the complete model's config has, into the text config."""
     for name in TOKENS:
         if getattr(text, name, None) is None:
             setattr(text, name, getattr(whole, name, None))
@@ -104,7 +104,7 @@ def lend_fields(whole: PretrainedConfig, text: PretrainedConfig) -> None:
 
 
 def name_in_text(name: str) -> str:
-    """Return what the text model calls a tensor of the files; empty: another part of the whole model has it.
+    """Return the text model's name of a tensor of the files; empty: it belongs to another part of the checkpoint.
 
     A name that no rule knows stays, so that loading refuses it."""
     if OTHER_TOWERS.match(name):

@@ -81,7 +81,7 @@ def widened_rows() -> tuple[int, int] | None:
 
 
 def pack_int8(numbers: torch.Tensor, scale: torch.Tensor, *, ordered: bool = True, float32_out: bool = False) -> Packed:
-    """Pack the int8 weight numbers [out, in] times scale [out] float32 for `packed_linear` on a CPU.
+    """Pack the int8 weight values [out, in] times scale [out] float32 for `packed_linear` on a CPU.
 
     ordered: a row's bits must not depend on the batch.  Otherwise many rows of bfloat16 use weights dequantised to
     bfloat16 if that is faster (`widened_rows`).  float32_out: as in `pack_weight`.

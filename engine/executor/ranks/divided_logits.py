@@ -3,8 +3,8 @@
     every row takes its likeliest token   own columns ── a key a row ── the greatest of all ranks ──> tokens
     any other wish in the step            own columns ── gathered ──> `ops.sample`, as with one rank
 
-A key is 8 bytes: the number of the likeliest token and the token.  The logits of a row are 4 bytes a token of the
-vocabulary.  Both ways choose the tokens that one rank chooses from the same numbers.
+A key is 8 bytes: the number of the most probable token and the token.  The logits of a row are 4 bytes a token of the
+vocabulary.  Both ways choose the tokens that one rank chooses from the same values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DividedLogits:
         return self._ranks.gather_columns(own, self._vocab)
 
     def choose_likeliest(self, own: Tensor, slots: Tensor, tokens: Tensor, outcome: Tensor) -> None:
-        """Choose the likeliest token of each row, as `SamplerBank.run` does where `general` is false.
+        """Choose the most probable token of each row, as `SamplerBank.run` does where `general` is false.
 
         own [N, columns]; slots [N] i64; tokens [N] i64 and outcome [N] u8 are written.  All ranks must call this."""
         keys = torch.full_like(slots, LEAST)

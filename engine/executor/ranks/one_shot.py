@@ -74,13 +74,13 @@ class OneShot:
         return fits and (self.sends_words(rows, size, dtype) or self.inboxes.takes(rows, size, dtype, words=False))
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """Return the sum of all ranks' parts [..., size], in place of this one, which is contiguous."""
+        """All-reduce the ranks' parts [..., size] in place; `part` is contiguous."""
         rows = part.view(-1, part.shape[-1])
         ops.rank_sum(rows, self.inboxes, words=self.sends_words(len(rows), rows.shape[1], part.dtype))
         return part
 
     def add(self, x: Tensor, part: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return x plus the sum of all ranks' parts [rows, size], in place of x, and that after an RMS norm."""
+        """All-reduce the parts [rows, size] and add them to x in place.  Return x, and x after an RMS norm."""
         words = self.sends_words(len(part), part.shape[1], part.dtype)
         y, normed = ops.rank_sum(part, self.inboxes, words=words, plus=x, norm=norm, eps=eps)
         assert normed is not None

@@ -1,4 +1,4 @@
-"""The executor of an engine whose model is divided among ranks: one process a GPU, or several on a CPU.
+"""The executor of an engine whose model is sharded over ranks: one process per GPU, or several on a CPU.
 
     loop ── plan ──> ParallelExecutor ──┬── LocalExecutor, rank 0, in this process
                                         ├── plan bytes ──> process of rank 1: LocalExecutor
@@ -86,8 +86,8 @@ class Rank:
     process: subprocess.Popen[bytes]
     commands: Connection
     life: socket.socket
-    silent: int = 0  # beats left out, or said while a step of its own was failing
-    _ready: Ready | None = None  # what it said at the end of its start
+    silent: int = 0  # beats missed, or sent while a step of its own was failing
+    _ready: Ready | None = None  # its report at the end of the start
     _reading: threading.Lock = field(default_factory=threading.Lock)  # while a thread reads a message of the start
 
     @classmethod
@@ -107,7 +107,7 @@ class Rank:
         return cls(number, process, Connection(ours.detach()), life)
 
     def how_it_ended(self) -> str:
-        """Say how the process ended, in a few words: why it could not start, if it said so."""
+        """Describe how the process ended in a few words, with the reason that a failed start reported."""
         if error := self.start_error():
             return error
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -127,7 +127,7 @@ class Rank:
             return self._ready
 
     def start_error(self) -> str:
-        """Return the line of a rank that could not start; empty: it has not said so.
+        """Return the error line that a rank reported from a failed start; empty: none was reported.
 
         Any thread may ask, and again: the message is read once and kept."""
         with self._reading, contextlib.suppress(OSError, EOFError, msgspec.DecodeError):
@@ -260,7 +260,9 @@ class Watch:
 
     def _lose(self, reason: str) -> None:
         """Note the loss, and free the thread that may wait for the lost rank in a socket or in an exchange."""
-        if self._stopped.is_set() or self.lost:  # that thread has found a loss by itself, and waits for no rank
+        if (
+            self._stopped.is_set() or self.lost
+        ):  # `close` or a loss of a rank has ended the thread already: wait for none
             return
         self.lost = reason  # first: a call that begins after this line ends at once
         self.kill()
@@ -415,7 +417,7 @@ class ParallelExecutor:
 
     @property
     def grammar_store(self) -> GrammarsOfRanks | None:
-        """Where requests hold their grammars, on all ranks; None: the model's answers can follow none."""
+        """The store of the requests' grammars, on all ranks; None: the model's answers can follow none."""
         if self._grammars is None and (own := self._mine.grammar_store) is not None:
             self._grammars = GrammarsOfRanks(own, self._tell, self._ask)
         return self._grammars

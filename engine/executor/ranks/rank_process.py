@@ -98,9 +98,9 @@ class Life:
     """A rank's thread that shows rank 0 that its process lives, and ends the process when rank 0 does."""
 
     def __init__(self, line: socket.socket) -> None:
-        self.failing = False  # said with every beat
+        self.failing = False  # sent with every beat
         self._line = line
-        self._beat_s = 0.0  # 0: none yet; rank 0 has not said how often
+        self._beat_s = 0.0  # 0: none yet; rank 0 has not sent the interval
         threading.Thread(target=self._run, name="life", daemon=True).start()
 
     def beat(self, every_s: float) -> None:
@@ -114,7 +114,7 @@ class Life:
                 if not self._line.recv(1):
                     break
             except TimeoutError:
-                with contextlib.suppress(OSError):  # rank 0 reads no more; the next `recv` tells whether it is gone
+                with contextlib.suppress(OSError):  # rank 0 reads no more; the next `recv` finds out whether it is gone
                     if self._beat_s:
                         self._line.send(FAILING if self.failing else WELL)
             except OSError:

@@ -71,7 +71,7 @@ class Ranks:
     def _use_one_shot(self, store: Any, name: str) -> None:
         """Sum tensors of up to a few MiB by a kernel of our own, if it works on all ranks."""
         if not self.least(not OneShot.made):
-            log.info("sums of the ranks go through NCCL: another executor of this process has the faster way")
+            log.info("all-reduces go through NCCL: another executor of this process owns the one-shot all-reduce")
             return
         multiprocessors = self.least(torch.cuda.get_device_properties(self.rank).multi_processor_count)
         one_shot, reason = None, ""
@@ -86,7 +86,7 @@ class Ranks:
                 self.one_shot = one_shot
                 return
         log.warning(
-            "all sums of the ranks go through NCCL, which is slower up to a few MiB: %s",
+            "all-reduces go through NCCL, which is slower up to a few MiB: %s",
             reason or "another rank cannot use the faster kernel",
         )
 
@@ -104,7 +104,7 @@ class Ranks:
         return self.rank == 0
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """Return the sum of all ranks' `part`, perhaps in its place.  All ranks get the same bits."""
+        """All-reduce `part`, perhaps in place.  All ranks get the same bits."""
         if part.is_cuda and part.is_contiguous() and self._sums_here(part.shape, part.dtype):
             assert self.one_shot is not None
             return self.one_shot.all_reduce(part)
@@ -127,7 +127,7 @@ class Ranks:
         return self._sums_here((rows, size), dtype)
 
     def add_and_norm(self, x: Tensor, part: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return x plus the sum of all ranks' parts, in place of x, and that after an RMS norm.  See `fuses_norm`.
+        """All-reduce the parts and add them to x in place.  Return x, and x after an RMS norm.  See `fuses_norm`.
 
         x [rows, size] is equal on all ranks.  All ranks get the same bits."""
         assert self.one_shot is not None
@@ -159,13 +159,13 @@ class Ranks:
         if out is None:
             out = part.new_empty(*part.shape[:-1], columns)
         each = part.shape[-1]
-        for rank, theirs in enumerate(gathered):  # one pass over the numbers: logits are many
+        for rank, theirs in enumerate(gathered):  # one pass over the values: logits are many
             place = out[..., rank * each : (rank + 1) * each]
             place.copy_(theirs[..., : place.shape[-1]])
         return out
 
     def keep_greatest(self, values: Tensor) -> None:
-        """Replace each number, on the device, with the greatest of the ranks'."""
+        """Replace each value, on the device, with the maximum over the ranks."""
         if self.size > 1:
             options = c10d.AllreduceOptions()
             options.reduceOp, options.asyncOp = c10d.ReduceOp.MAX, False

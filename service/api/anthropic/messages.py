@@ -274,7 +274,7 @@ class MessageFormat(BlockFormat):
         return self._start() + _event({"type": "ping"})
 
     def chunk(self, piece: Piece) -> bytes:
-        """Return the events of a piece."""
+        """Return the events of a delta."""
         self._cached = max(self._cached, piece.cached_tokens)
         events = [self._start()]
         self._count(piece)

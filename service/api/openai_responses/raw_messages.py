@@ -19,7 +19,7 @@ class RawMessages:
         self._prompt, self._answer, self._vocabulary = prompt, list[int](), vocabulary
 
     def add(self, piece: Piece) -> None:
-        """Add the tokens of a piece."""
+        """Add the tokens of a delta."""
         self._answer += piece.token_ids
 
     def fields(self) -> dict[str, Any]:

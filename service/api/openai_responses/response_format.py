@@ -120,7 +120,7 @@ class ResponseFormat(BlockFormat):
         return self._start()
 
     def chunk(self, piece: Piece) -> bytes:
-        """Return the events of a piece."""
+        """Return the events of a delta."""
         events = [self._start()]
         self._count(piece)
         for step, block, text in self._blocks.add(piece):

@@ -116,7 +116,7 @@ def _listed_part(part: dict[str, Any], *, of_model: bool) -> dict[str, Any]:
 
 
 class Referring(msgspec.Struct):
-    """What tells a reference to an item from an item."""
+    """The mark by which a reference to an item differs from an item."""
 
     type: Any = None
     id: Any = None

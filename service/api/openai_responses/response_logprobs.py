@@ -28,7 +28,7 @@ class ResponseLogprobs:
         self._found: dict[int, list[Entry]] = {}
 
     def add(self, piece: Piece) -> None:
-        """Add the entries of a piece."""
+        """Add the entries of a delta."""
         entries = piece.content or []
         columns = Columns(
             [one.token for one in entries], [one.at for one in entries], [], [one.text for one in entries]

@@ -1,6 +1,6 @@
 """Turns the stored tensors of one quantised weight into that weight: [out, in], in the model's dtype.
 
-Numbers of b bits are packed into int32, the first one in the lowest bits.  With q a stored number:
+Values of b bits are packed into int32, the first one in the lowest bits.  With q a stored number:
 
     format   parts, and their shapes                                                          weight[o, i]
     scaled   weight [out, in] e4m3 or int8, scale, zero_point                                  (q - zero) * scale
@@ -16,7 +16,7 @@ gptq and awq along the columns.  g_idx has the group of each column; without it,
 An e2m1 number of `fp4` is multiplied with its scale, where a scale in u8 stands for 2^(scale - 127), and with the
 float32 scale_2 of the tensor (NVFP4 of modelopt), or divided by its global_scale (NVFP4 of compressed-tensors).
 
-Products are computed in float32 and rounded once, in pieces of PIECE numbers.  So apart from the parts and the weight,
+Products are computed in float32 and rounded once, in chunks of PIECE values.  So apart from the parts and the weight,
 little more is held than a byte for each number.
 """
 
@@ -34,7 +34,7 @@ from quire.engine.executor.models.quantised.quantisation import Format, Quantisa
 from quire.engine.executor.models.quantised.quantised import BLOCK, Quantised
 
 PIECE = 1 << 22  # numbers
-WORD = 32  # bits that hold packed numbers
+WORD = 32  # bits that hold packed values
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # place, within a word, of each of 8 consecutive columns
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # values by their three low bits; the fourth is the sign
 SIGNED_E2M1 = [*E2M1, *(-number for number in E2M1)]
@@ -120,7 +120,7 @@ def dequantise(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) 
 
 
 def as_stored(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
-    """Return the numbers of these parts, their scales and zero points, all exact.  `stored_as` must name their kind."""
+    """Return the values of these parts, their scales and zero points, all exact.  `stored_as` must name their kind."""
     if how.bits == 4:
         return _four_bits(how, parts)
     if how.format == "packed":
@@ -160,7 +160,7 @@ def _four_bits(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
 
 
 def _fits_4_bits(how: Quantisation, shape: Shape) -> bool:
-    """shape: of the stored numbers.  Whether the groups of a weight are those of a product."""
+    """shape: of the stored values.  Whether the groups of a weight are those of a GEMM."""
     columns = shape[0] if how.format == "awq" else shape[0 if how.format == "gptq" else 1] * WORD // 4
     group = how.group or ops.INT4_BLOCK
     return columns % group == 0 and group % ops.INT4_BLOCK == 0 and group <= ops.INT4_LARGEST_GROUP
@@ -177,10 +177,10 @@ def stored_as(how: Quantisation, parts: Collection[str], dtype: str, shape: Shap
     """Return as what `as_stored` can keep a weight [out, in]; None: it cannot.
 
     int8 must be symmetric, with a scale of the tensor or of each row.  e4m3 may also have one for each block of
-    128 x 128.  Its products round their inputs to e4m3, so the config must ask for that.  Of 4 bits, groups must have
+    128 x 128.  Its GEMMs round their inputs to e4m3, so the config must ask for that.  Of 4 bits, groups must have
     32, 64, .. 4,096 inputs, or all of a row; the caller looks into a g_idx (`in_order_of_groups`).
 
-    dtype: of its numbers, in the words of safetensors.  shape: of its numbers."""
+    dtype: of its values, in the words of safetensors.  shape: of its values."""
     if how.bits == 4 and how.format in ("packed", "awq", "gptq"):
         return "int4" if _fits_4_bits(how, shape) else None
     if how.bits != 8 or len(shape) != 2 or "zero_point" in parts:
@@ -257,7 +257,7 @@ def _in_order(numbers: Tensor) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Return the numbers of int32 words [r, c], of 4 or 8 bits: u8 [r, c * 32 / bits]."""
+    """Return the values of int32 words [r, c], of 4 or 8 bits: u8 [r, c * 32 / bits]."""
     # The lowest byte first, on every CPU that is served.  Flat, because a single column may have any stride.
     numbers = words.contiguous().view(-1).view(torch.uint8).view(len(words), -1)
     if bits == 4:
@@ -289,7 +289,7 @@ def _grouped(
 
 
 def _dequantise_fp4(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return [out, in] of e2m1 numbers, two a byte, the first in its low half."""
+    """Return [out, in] of e2m1 values, two a byte, the first in its low half."""
     packed, scale = parts["packed"], parts["scale"]
     if scale.dtype == torch.uint8:
         scale = torch.ldexp(torch.ones(scale.shape), scale.to(torch.int32) - 127)
@@ -323,6 +323,6 @@ def _dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _pieces(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Cut rows into shares of about PIECE numbers: (first, end)."""
+    """Cut rows into shares of about PIECE values: (first, end)."""
     step = max(1, PIECE // max(1, columns))
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]

@@ -5,7 +5,7 @@
     modelopt             the same; kv_cache_quant_algo: FP8      k_proj.k_scale, v_proj.v_scale
     fp8                  nothing                                 k_scale, v_scale; or kv_scale for both
 
-A tensor holds one number for all KV heads, or one a head.  Layers without scales have 1.
+A tensor holds one scale for all KV heads, or one per head.  Layers without scales have 1.
 """
 
 from __future__ import annotations

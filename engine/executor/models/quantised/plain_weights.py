@@ -29,7 +29,7 @@ class Weights(Protocol):
         """Those of the tensors, as the model has them."""
 
     def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
-        """The modules whose stored numbers a product could take as they are, and as what."""
+        """The modules whose stored values a GEMM can take unchanged, each with its format."""
 
     def opened(
         self, cuts: Mapping[str, Cut], dtype: torch.dtype, quantising: Quantising
@@ -58,7 +58,7 @@ class PlainWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the first tensor of floating-point numbers."""
+        """That of the first tensor of floating-point values."""
         found = [each.dtype for each in self._stored.values() if each.dtype in SAFETENSORS_DTYPES]
         return SAFETENSORS_DTYPES[[*found, "F32"][0]]
 

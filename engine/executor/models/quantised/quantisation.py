@@ -45,13 +45,13 @@ class Quantisation:
     """How the quantised weights of a checkpoint are stored.  A weight is [out, in]."""
 
     method: str  # quantisation method, as the config names it
-    format: Format  # scaled: numbers of 8 bits, one by one; the others pack several numbers into one
+    format: Format  # scaled: one 8-bit value per byte; the others pack several values into one word
     strategy: Strategy  # what shares a scale: the tensor, a row, `group` columns of a row, or a block
     bits: int
     group: int = 0  # columns; 0: all of a row
     block: tuple[int, int] = (0, 0)  # rows and columns
     zero_shift: int = 0  # added to a stored zero point
-    rounds_inputs: bool = False  # inputs of the products, too, are rounded to 8 bits
+    rounds_inputs: bool = False  # inputs of the GEMMs, too, are rounded to 8 bits
     ignored: tuple[str, ...] = ()  # names of modules that are not quantised; "re:": a regular expression
     demanded: frozenset[str] = frozenset()  # kinds of parts that each weight has, besides those of the format
 

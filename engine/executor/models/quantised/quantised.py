@@ -6,7 +6,7 @@
     q, k, v of one input     ── Quantised.join ─> one weight, row after row
 
 `QuantisedLinear` takes the place of nn.Linear in a transformers model (quantising.py), so that the probe computes with
-the weights that are served.  `fuse` then makes products of it (linear.py).
+the weights that are served.  `fuse` then makes GEMMs of it (linear.py).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ BITS = {torch.int8: 8, torch.float8_e4m3fn: 8, torch.uint8: 4}
 BLOCK = 128  # rows and columns of a block that has one scale
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what the largest number of a row becomes
 MIDDLE = 8  # the zero point of 4 bits if there is none
-PIECE = 1 << 15  # numbers of a weight that are rounded or widened at a time: in float32 less than the heap returns
+PIECE = 1 << 15  # values of a weight that are rounded or widened at a time: in float32 less than the heap returns
 PIECE_ON_GPU = 1 << 18
 
 
 class Scales(NamedTuple):
-    """A quantised weight without its numbers."""
+    """A quantised weight without its values."""
 
     scale: Tensor
     zero: Tensor | None
@@ -69,7 +69,7 @@ class Quantised:
         Scales are chosen for each row, so that its largest number becomes 127 or 448.  A number is then off by at most
         half a scale (int8), or a 16th of itself, or a scale / 1024 where that is more (e4m3).
 
-        4 bits have a scale and a zero point for each 32 inputs, so that the numbers of a group and zero lie within 0 to
+        4 bits have a scale and a zero point for each 32 inputs, so that the values of a group and zero lie within 0 to
         15.  A number is off by at most 0.51 scales.  Scales are such that float16 holds them, but for those below
         2^-14."""
         if dtype == torch.uint8:
@@ -158,7 +158,7 @@ class Quantised:
 
 
 def _pieces(weight: Tensor) -> Iterator[slice]:
-    """Cut the rows of a matrix into pieces of about PIECE numbers, or PIECE_ON_GPU; at least one."""
+    """Cut the rows of a matrix into chunks of about PIECE values, or PIECE_ON_GPU; at least one."""
     rows, columns = weight.shape
     step = max(1, (PIECE if weight.device.type == "cpu" else PIECE_ON_GPU) // columns)
     for first in range(0, max(1, rows), step):

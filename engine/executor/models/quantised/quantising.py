@@ -44,10 +44,10 @@ def check_kind(kind: str, device: torch.device) -> None:
     if kind == "int8" and not on_cpu:
         raise UnsupportedModel("--quantize int8: only a CPU multiplies with int8 weights; --device cpu can do it")
     if kind == "fp8" and on_cpu:
-        raise UnsupportedModel("--quantize fp8: a CPU has no product with fp8 weights; --quantize int8 is made for it")
+        raise UnsupportedModel("--quantize fp8: a CPU has no GEMM with fp8 weights; --quantize int8 is made for it")
     if kind in ("fp8", "int4") and not on_cpu and (found := torch.cuda.get_device_capability(device)) < GPU_CAPABILITY:
         wanted, has = (".".join(map(str, version)) for version in (GPU_CAPABILITY, found))
-        raise UnsupportedModel(f"--quantize {kind}: the GPU has compute capability {has}, its products need {wanted}")
+        raise UnsupportedModel(f"--quantize {kind}: the GPU has compute capability {has}, its GEMMs need {wanted}")
 
 
 def kept_kinds(device: torch.device, dtype: torch.dtype) -> set[Kept]:
@@ -72,15 +72,15 @@ def _units(kind: Kept, device: torch.device) -> tuple[int, int]:
 
 
 def _fits(linear: nn.Linear, kind: Kept, device: torch.device) -> bool:
-    """Whether a product with a quantised weight takes a layer of this size."""
+    """Whether a GEMM with a quantised weight takes a layer of this size."""
     inner, out = _units(kind, device)
     return linear.in_features % inner == 0 and linear.out_features % out == 0
 
 
 def _round_head(model: PreTrainedModel, device: torch.device) -> bool:
-    """Give the head 8 bits; False: it keeps its dtype, because no product of the device takes its size.
+    """Give the head 8 bits; False: it keeps its dtype, because no GEMM of the device takes its size.
 
-    Beside layers of 4 bits the head is up to half of what a step reads, and 8 bits change little more."""
+    With int4 layers the head is up to half of what a step reads, and 8 bits change little more."""
     head = model.get_output_embeddings()
     kind: Kind = "int8" if device.type == "cpu" else "fp8"
     if type(head) is not nn.Linear or not _fits(head, kind, device):
@@ -102,7 +102,7 @@ class Awaiting(nn.Module):
         stored: bool,
         largest_of_rows: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """dtype: int8, float8_e4m3fn or uint8 (4 bits).  stored: the weight comes as numbers of this dtype.
+        """dtype: int8, float8_e4m3fn or uint8 (4 bits).  stored: the weight comes as values of this dtype.
 
         largest_of_rows: for `Quantised.of`, where this is a part of the columns."""
         super().__init__()
@@ -134,12 +134,12 @@ class Quantising:
         self.kind, self._device = None if kind == "none" else kind, device
         self._stored: Mapping[str, Kept] = {}
         self._ranks, self._divided = ALONE, frozenset[str]()
-        self.kept: dict[str, Kept] = {}  # modules whose stored numbers are served
+        self.kept: dict[str, Kept] = {}  # modules whose stored values are served
         self.scales: dict[str, Scales] = {}  # theirs, until the model is settled
         self._rounded_head = False
 
     def keep(self, modules: Mapping[str, Kept], dtype: torch.dtype) -> None:
-        """Serve the stored numbers of these modules, where the device has a product for them in a model of `dtype`.
+        """Serve the stored values of these modules, if the device has a GEMM for them in a model of `dtype`.
 
         `--quantize` decides for those that it would round otherwise."""
         if modules:
@@ -154,7 +154,7 @@ class Quantising:
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether products round their inputs to e4m3, where a step has many tokens."""
+        """Whether GEMMs round their inputs to e4m3, where a step has many tokens."""
         if self._device.type == "cpu":
             return False
         return self.kind == "fp8" or self._rounded_head or "fp8" in {ROUNDED[kind] for kind in self.kept.values()}
@@ -184,7 +184,7 @@ class Quantising:
         """Let the linear layers of `model` await their weights; those that have one are quantised.
 
         The head (but see `settle`), embeddings, routers, whatever is no nn.Linear, and layers of sizes that no such
-        product takes, stay as they are."""
+        GEMM takes, stay as they are."""
         head = model.get_output_embeddings()
         for path, parent in list(model.named_modules()):
             for name, child in parent.named_children():
@@ -219,7 +219,7 @@ class Quantising:
         total = quantised + sum(parameter.numel() for parameter in model.parameters())
         on_gpu = self.kind == "fp8" or (self.kind == "int4" and self._device.type != "cpu")
         if on_gpu and model.dtype != torch.bfloat16:
-            reason = f"its products are of bfloat16, the model of {model.dtype}; --dtype bfloat16"
+            reason = f"its GEMMs are of bfloat16, the model of {model.dtype}; --dtype bfloat16"
             raise UnsupportedModel(f"--quantize {self.kind}: {reason}")
         if self.kind and not quantised:
             kind = model.config.model_type

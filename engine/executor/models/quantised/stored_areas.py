@@ -27,7 +27,7 @@ Parts = dict[str, Tensor]
 
 
 def shape_of(how: Quantisation, shapes: Mapping[str, Shape]) -> Shape:
-    """Return the shape of the weight that parts of these shapes make; of `packed` with the numbers that fill a word."""
+    """Return the shape of the weight that parts of these shapes make; of `packed` with the values that fill a word."""
     numbers = WORD // how.bits
     if how.format == "scaled":
         return shapes["weight"]
@@ -144,7 +144,7 @@ def _order(stored: PartSlices, columns: slice) -> Parts:
 
 
 def _groups(how: Quantisation, order: Parts, columns: slice) -> slice:
-    """Return which groups of scales are read; their numbers in g_idx are those of all groups."""
+    """Return which groups of scales are read; their indices in g_idx are those of all groups."""
     return slice(None) if order or not how.group else _shrunk(columns, how.group)
 
 

@@ -87,7 +87,7 @@ class QuantisedWeight:
         return self.cut.join(made) if self.cut else made[0]
 
     def _read(self, where: Where | None) -> tuple[dict[str, Tensor], Where]:
-        """Return the parts of a piece, and where it lies in the weight that they make."""
+        """Return the parts of a chunk, and its slices in the weight that they make."""
         stored = self.parts
         if self.quantising.kept.get(self.module) == "int4":  # groups follow one another, whatever g_idx says
             stored = {part: tensor for part, tensor in stored.items() if part != "g_idx"}
@@ -124,7 +124,7 @@ class StoredWeights:
             self._sort(name, stored)
         plain = {name: tensors[name] for name in self._plain}
         check_plain(plain, config, ", and its scales are not in the weight files")
-        self._numbers: dict[str, tuple[str, Shape]] = {}  # dtype and shape of each weight's numbers
+        self._numbers: dict[str, tuple[str, Shape]] = {}  # dtype and shape of each weight's values
         self._shapes: dict[str, Shape] = {}  # shape per tensor of the model
         for weight, parts in self._weights.items():
             self._check(weight, parts)
@@ -165,7 +165,7 @@ class StoredWeights:
             if self.how.format == "scaled" and parts["weight"].dtype not in EIGHT_BITS:
                 raise ValueError(f"it is {parts['weight'].dtype} and has a scale")
             if self.how.format == "fp4" and parts["packed"].dtype != "U8":
-                raise ValueError(f"its numbers are {parts['packed'].dtype}")
+                raise ValueError(f"its values are {parts['packed'].dtype}")
             scale = parts.get("scale") or parts["scales"]
             if scale.dtype not in SCALES.get(self.how.format, PLAIN | {"F8_E8M0"}):
                 raise ValueError(f"its scale is {scale.dtype}")
@@ -185,7 +185,7 @@ class StoredWeights:
         return set(self._shapes)
 
     def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
-        """The modules whose stored numbers, or a rank's part of them, a product could take as they are, and as what.
+        """The modules whose stored values, or a rank's part of them, a GEMM can take unchanged, each with its format.
 
         A part must be of whole blocks and groups.  Weights whose groups are columns from all over a row (act-order) are
         not among them: reads each g_idx."""

@@ -1,7 +1,7 @@
-"""Proves, at load, that the parts of a model make the whole: transformers' tables say so, and some are wrong.
+"""Proves, at load, that the shards of a model add up to the unsharded one: some of transformers' tables are wrong.
 
-A model of the same widths with as few layers as have every kind of part, a small vocabulary and made-up weights is
-computed twice, in float32: whole on every rank, and divided.  The logits must be equal up to rounding.
+A model of the same widths with as few layers as have every kind of part, a small vocabulary and random weights is
+computed twice, in float32: unsharded on every rank, and sharded.  The logits must be equal up to rounding.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def prove_parts(whole: PreTrainedModel, parts: PreTrainedModel, sharding: Shardi
     each = (logits - wanted.logits).abs().amax(-1) / wanted.logits.abs().max()
     # All ranks must come to the same end.
     if not ranks.least(bool(each.median() < MOST_DRIFT)):
-        table = "by transformers' table its parts do not make the whole"
+        table = "the shards of transformers' table do not add up to the unsharded model"
         raise UnsupportedModel(
             f"{kind}: --tensor-parallel: {table} (logits differ by {drift_of(logits, wanted.logits):.0e})"
         )
@@ -111,7 +111,7 @@ def random_shard(
 ) -> PreTrainedModel:
     """Return this rank's part of a model with weights as its own training would begin with; not those of one rank."""
     whole, sharding = served_class(config), plan(config, device, ranks)
-    with torch.device("meta"):  # the whole may not fit the device
+    with torch.device("meta"):  # the unsharded model may not fit the device
         model = shard_class(whole, sharding)._from_config(config, dtype=dtype, attn_implementation=attention_of(config))
     model.to_empty(device=device)
     with fork_rng(device):

@@ -19,7 +19,7 @@ words of their own, most of them for transposes [.., in, out]:
     thirds      out / N columns of each of three parts: q, k, v   first   a bias that rank 0 alone adds
     split_size  the module splits an output by this attribute     sum     all-reduce of the module's output
 
-Only a rank's part of each tensor is read.  Embeddings, norms and routers are whole on every rank.
+Only a rank's part of each tensor is read.  Embeddings, norms and routers are unsharded on every rank.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Sharding:
             module.register_forward_hook(lambda _module, _inputs, output: ranks.all_reduce(output))
         if self.gathered:
             head: Any = model.get_submodule(self.gathered)
-            if len(head.weight) == self.vocab_size:  # it is the embedding, which is whole
+            if len(head.weight) == self.vocab_size:  # it is the embedding, which is not sharded
                 cut = divide(self.vocab_size, ranks, padded=True)
                 head.weight = nn.Parameter(cut.take(head.weight.data, tuple(head.weight.shape)), requires_grad=False)
                 head.out_features = len(head.weight)
@@ -199,7 +199,7 @@ def divide(size: int, ranks: Ranks, *, halves: int = 1, padded: bool = False) ->
 def plan_shards(model: PreTrainedModel, ranks: Ranks) -> Sharding:
     """Return what this rank holds of an architecture.
 
-    model: whole, without weights (on the meta device).  Raises UnsupportedModel for a table that is not followed here,
+    model: unsharded, on the meta device.  Raises UnsupportedModel for a table that is not followed here,
     and ModelLoadError where the sizes of the model are not divisible."""
     kind, text = model.config.model_type, model.config.get_text_config()
     own = OWN_TABLES.get(text.model_type)

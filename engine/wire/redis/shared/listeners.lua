@@ -27,7 +27,7 @@ local function channel_of(gateway)  -- as in token_messages.py
   return tonumber(string.sub(redis.sha1hex(gateway), 1, 4), 16) % TOKEN_CHANNELS
 end
 
--- Tell these gateways where the log ends: one Delta without tokens for each choice, at the log's end, with the
+-- Publish the log's end to these gateways: one Delta without tokens for each choice, at the log's end, with the
 -- Finish if there is one.  A gateway that has received less reads the log.
 local function send_log_ends(id, names)
   local log, n = P .. 'log:' .. id, continuations(id)
