@@ -1,7 +1,7 @@
 """Check an adapter before its name is served: an engine loads it and computes one token with it.
 
-It is a request as any other, so it takes the way that later requests take: queue, engine, the adapter's store.  What
-an engine refuses (shapes of another base model, NaN) is known before a client names the adapter.
+The check is an ordinary request, which passes through the queue and the engine's adapter store.  So an adapter that
+engines would refuse (shapes of another base model, NaN) is found before a client uses its name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PREFIX = "lora-"  # prefix of the request id
 
 
 async def try_out(streams: Streams, gateway: str, adapter: ServedAdapter, timeout_s: float) -> None:
-    """Raise Refusal unless an engine computes a token with an adapter.  `gateway`: the id of this process."""
+    """Raise Refusal unless an engine computes a token with the adapter.  `gateway`: id of this gateway process."""
     admission.limits(streams.fleet)
     admission.require_adapters(streams.fleet, "lora_path")
     now_ms = streams.redis_ms()

@@ -1,11 +1,11 @@
 """Which LoRA adapters a gateway serves, and to which tenant.
 
-    model ─┬─ a name of --lora ──────────────────────────────> read at the start
-           ├─ the fleet's list, in Redis ────────────────────> loaded by POST /v1/load_lora_adapter, at any gateway
-           └─ a folder of this name in --lora-dir ───────────> entered in the list, so that every gateway lists it
+    `model` ─┬─ a name of --lora ──────────────────────────────> read at the start
+             ├─ a name in the fleet's list, in Redis ──────────> loaded by POST /v1/load_lora_adapter, at any gateway
+             └─ a folder of this name in --lora-dir ───────────> added to the list, so that every gateway lists it
 
-A request that names the base model, or an adapter of --lora, asks neither Redis nor the file system.  Every other name
-is asked for in Redis at each request: what one gateway loads or unloads counts for all of them at once.
+A request for the base model, or for an adapter of --lora, costs no access to Redis or the file system.  Any other name
+is looked up in Redis at each request, so a load or unload at one gateway takes effect at all gateways at once.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ log = logging.getLogger("quire.gateway")
 
 T = TypeVar("T")
 
-READERS = 2  # threads that read folders of adapters
+READERS = 2  # number of threads that read adapter folders
 
 
 class Adapters:
-    """All adapters of one gateway."""
+    """All LoRA adapters that one gateway serves."""
 
     def __init__(self, config: GatewayConfig, names: list[str], defaults: Sampling, streams: Streams) -> None:
-        """`names`: of the base model.  `defaults`: of sampling parameters.
+        """`names`: names of the base model.  `defaults`: default sampling parameters.
 
-        Raises AdapterError for what --lora and --lora-dir cannot serve."""
+        Raises AdapterError if --lora or --lora-dir is invalid."""
         self._names, self._streams = names, streams
         self._fixed = read_adapters(config.lora, names)
         self._folder = AdapterFolder(Path(config.lora_dir)) if config.lora_dir else None
@@ -59,10 +59,10 @@ class Adapters:
     # ---------------------------------------------------------------------------------------------------- for requests
 
     async def chosen(self, tenant: Tenant, parse: Callable[[Served], Awaitable[T]]) -> T:
-        """Return what `parse` returns of a request that may name any adapter of its tenant.
+        """Run `parse` on a request with the adapters that its tenant may use, and return its result.
 
-        `parse` runs again if the name is not one of --lora.  Raises Refusal, 404 for a name that is unknown or not the
-        tenant's."""
+        `parse` first gets the adapters of --lora.  If it raises UnknownModel, it runs again with the named adapter.
+        Raises Refusal: 404 for a name that is unknown or that the tenant may not use."""
         served = self._served
         if tenant.adapters is not None:
             own = {name: one for name, one in self._fixed.items() if tenant.may_use(name)}
@@ -76,7 +76,7 @@ class Adapters:
         return await parse(msgspec.structs.replace(served, adapters={adapter.name: adapter}))
 
     async def find(self, name: str, tenant: Tenant) -> ServedAdapter | None:
-        """Return the adapter of a name; None: there is none, or it is not the tenant's.  Raises Refusal."""
+        """Return the adapter with this name; None if none exists or the tenant may not use it.  Raises Refusal."""
         try:
             check_name(name)
         except AdapterError:
@@ -97,9 +97,9 @@ class Adapters:
         return adapter
 
     async def listed(self, tenant: Tenant) -> list[ServedAdapter]:
-        """Return the tenant's adapters: of --lora, loaded ones, and those of --lora-dir that were used.
+        """Return the adapters that a tenant may use: from --lora, loaded by the API, and once used from --lora-dir.
 
-        While Redis is away, the list is as it was last read."""
+        While Redis is away, this is the list as last read."""
         try:
             entries = await self._streams.adapters.entries() if self._streams.trouble is None else None
         except BusDown:
@@ -114,9 +114,9 @@ class Adapters:
     # --------------------------------------------------------------------------------------------------- for operators
 
     async def read(self, name: str, path: str, *, replace: bool) -> ServedAdapter:
-        """Return what `enter` may enter: an adapter whose files this gateway has read.
+        """Read the files of an adapter, and return it in the form that `enter` takes.
 
-        Raises Refusal: 400 for a name or path that is not allowed, or files that are not served; 404 without files."""
+        Raises Refusal: 400 for a forbidden name or path or an unsupported adapter; 404 if the files do not exist."""
         try:
             check_name(name)
         except AdapterError as error:
@@ -137,16 +137,16 @@ class Adapters:
         return ServedAdapter(name, adapter_id(name, digest), str(folder))
 
     async def enter(self, adapter: ServedAdapter, *, replace: bool) -> None:
-        """Serve an adapter at all gateways from now on.  Raises Refusal."""
+        """Add an adapter to the fleet's list, so that all gateways serve it from now on.  Raises Refusal."""
         listed = await self._read(adapter.name)
         replace = replace or (listed is not None and listed.looked_up)
         if not await self._enter(adapter, replace=replace):
             raise _exists(adapter.name)
 
     async def remove(self, name: str) -> ServedAdapter:
-        """Make a name unknown to all gateways.  Requests that were accepted continue.  Returns what it stood for.
+        """Remove an adapter from the fleet's list and return it.  Requests that were already accepted continue.
 
-        Raises Refusal: 404 for an unknown name, 400 for one of --lora."""
+        Raises Refusal: 404 for an unknown name, 400 for an adapter of --lora."""
         if name in self._fixed:
             message = "lora_name: an adapter of --lora is served until the gateways restart without it"
             raise _bad("unsupported", message, "lora_name", None, name)
@@ -169,7 +169,7 @@ class Adapters:
             value = msgspec.msgpack.encode(adapter)
             return await ask(self._streams.adapters.put(adapter.name, value, replace=replace))
         except TooManyAdapters:
-            if adapter.looked_up:  # it is served, and not listed
+            if adapter.looked_up:  # an adapter from --lora-dir is served even if the list has no space for it
                 return True
             message = f"lora_name: at most {MOST_NAMES} adapters are loaded at a time; unload others"
             raise _bad("too_many", message, "lora_name", MOST_NAMES, MOST_NAMES + 1) from None
@@ -178,7 +178,7 @@ class Adapters:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     async def _look_up(self, name: str) -> FoundAdapter | None:
-        """Return the adapter of a name in --lora-dir.  Raises Refusal for files that cannot be served."""
+        """Return the adapter with this name in --lora-dir, or None.  Raises Refusal for an unsupported adapter."""
         if self._folder is None:
             return None
         try:
@@ -193,7 +193,7 @@ class Adapters:
         return set() if folder is None else {one.name for one in adapters if folder.has(one.name)}
 
     def _allowed(self, path: str) -> Path:
-        """Return the folder that a client with the admin scope names.  Raises Refusal for one outside --lora-dir."""
+        """Return the folder that an admin's request names.  Raises Refusal if it is outside --lora-dir."""
         directory = None if self._folder is None else self._folder.directory
         if directory is None:
             message = "lora_path: this gateway has no --lora-dir, the directory that adapters may be loaded from"
@@ -203,8 +203,9 @@ class Adapters:
         return folder
 
     def _digest(self, folder: Path) -> str:
-        """Return the digest of an adapter in --lora-dir; "": there is none.  Raises AdapterError, and Refusal for a
-        folder that leads out."""
+        """Return the digest of the adapter in a folder of --lora-dir; "" if the folder has no adapter.
+
+        Raises AdapterError, and Refusal if links in the folder lead out of --lora-dir."""
         assert self._folder is not None
         try:
             check_within(folder, self._folder.directory)
@@ -214,7 +215,7 @@ class Adapters:
 
 
 def _decoded(value: bytes) -> ServedAdapter | None:
-    """Return an entry of the fleet's list; None for one that no gateway of this release wrote."""
+    """Decode an entry of the fleet's list; None if another release wrote it in a different format."""
     try:
         return msgspec.msgpack.decode(value, type=ServedAdapter)
     except msgspec.MsgspecError:

@@ -1,19 +1,20 @@
-"""Admission: which lane may one more request join?  Pure: no clock, no randomness, no I/O, no memory.
+"""Admission: decide which lane of the queue a new request may join.  Pure: no clock, randomness, I/O or state.
 
-    can start in time ---------------> on-time lane    engines claim from it first
-    cannot, and may wait so long ----> late lane       engines fill the free capacity that is left
-    would wait longer than it may ---> 429             with the time until the late lane is short enough
+    estimated TTFT within the target ------> on-time lane    engines claim requests from it first
+    longer, but within the maximum wait ---> late lane       engines claim from it with the free capacity that is left
+    beyond the maximum wait ---------------> 429             Retry-After: until the late lane is short enough
 
-Engines report how many prompt tokens they would still claim; their own admission mode decides that.  What they cannot
-take yet waits in the shared queue.  The wait in a lane is estimated as
+Each engine reports its free capacity: the prompt tokens that it would still claim.  Requests beyond it wait in the
+queue, which all engines share.  The wait of a request in a lane is estimated as
 
-    wait = (prompt tokens claimed before it, its own included, - room) / prompt tokens started per second
+    wait = (prompt tokens ahead of it + its own - free capacity) / prompt tokens that engines start per second
 
-The on-time lane precedes the late one, so the late wait counts the tokens of both.  A tenant that holds less than its
-share of an engine does not wait, as far as the engine would preempt others for it.
+Engines empty the on-time lane first, so the wait in the late lane counts the tokens of both.  A tenant below its share
+of an engine does not wait, if the engine would preempt sequences of other tenants for it.
 
-The decision uses this gateway's view, which is a moment old, and other gateways submit meanwhile.  So `decide` returns
-how far each lane may have grown until this request reaches it.  The submit script checks just that, and picks the lane.
+This gateway's view of the queue is a moment old, and other gateways submit meanwhile.  So `decide` returns the maximum
+length of each lane at which this request may join it.  The submit script compares the lanes with these bounds and
+picks the lane.
 """
 
 from __future__ import annotations
@@ -33,36 +34,35 @@ from quire.service.api.fitting import EngineLimits
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 
-RETRY_CAP_S = 60.0  # clients ignore or refuse to honour longer pauses
-JITTER = 0.25  # pauses are longer by up to this fraction, so that clients spread out
-PROMISE_JITTER = 0.05  # the same for pauses that follow one another already
-# Factor of a lane's longest wait for a promised retry: it is admitted although the pace was not quite as reported.
+RETRY_CAP_S = 60.0  # maximum Retry-After: clients ignore or refuse to honour longer pauses
+JITTER = 0.25  # maximum random lengthening of Retry-After, as a fraction, so that clients spread out
+PROMISE_JITTER = 0.05  # maximum random lengthening of promised pauses, which differ from each other already
+# A promised retry may wait this many times the lane's maximum wait, so that it is admitted even if engines were slower
+# than estimated.
 KEPT = 2.0
-# Without a late lane promises take at most this fraction of the engines' pace, so that new requests find the rest and
-# promised retries start on time.
+# Without a late lane, promises take at most this fraction of the engines' pace.  The rest is left to new requests.
 PROMISED_PACE = 0.8
-LATE_STEPS = 3  # a report is late after this many steps of its engine
-# Longest wait in the on-time lane, estimated or real, as a fraction of the target: the prompt takes the rest.
+LATE_STEPS = 3  # an engine's report is late after this many steps of usual length
+# Maximum wait in the on-time lane as a fraction of the TTFT target: prefill takes the rest.
 ON_TIME_WAIT = 0.8
-NEVER = -ANY_TOKENS  # a bound that no queue keeps
+NEVER = -ANY_TOKENS  # bound of a lane that the request may not join
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What a request needs, and by when."""
+    """Tokens that a client's request needs, and its time limits."""
 
-    prompt_tokens: int  # over all its prompts, as the queue counts them; choices share them
+    prompt_tokens: int  # sum over all prompts of the request; `n` choices share a prompt
     timeout_s: float  # > 0: seconds from now to its deadline
-    least_tokens: int = 1  # output tokens of a choice before it may end by itself
+    least_tokens: int = 1  # minimum output tokens of a choice (`min_tokens`)
     tenant: str = ""
-    weight: float = 1.0
-    longest_wait_s: float = math.inf  # >= 0: how long its client lets it wait; 0: not longer than the on-time lane
-    continuations: int = 1  # over all its prompts; beams count, returned or not
+    weight: float = 1.0  # the tenant's weight
+    longest_wait_s: float = math.inf  # >= 0: maximum wait that the client allows; 0: only the on-time lane
+    continuations: int = 1  # number of choices over all prompts; every beam counts, returned or not
     extra_tokens: int = 0  # tokens added to each prompt, included in `prompt_tokens`: see QueueBounds
 
     @property
     def size_class(self) -> int:
-        """The power of two of its tokens that are certain, in quarters: prompts, and outputs up to their minimum
-        length.
+        """Logarithmic size class, four per power of two, of the prompt tokens plus the minimum output tokens.
 
         Smaller classes start first within the on-time lane, so more requests start in time with the same blocks."""
         tokens = max(1, self.prompt_tokens + self.continuations * self.least_tokens)
@@ -71,28 +71,28 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 class Promised(NamedTuple):
-    """Retries that refused clients were promised, which count as queued before a request (`retry_book.py`)."""
+    """Promised retries of refused clients, which count as if queued before a request (`retry_book.py`)."""
 
-    tokens: int = 0  # their prompt tokens
-    due: bool = False  # the request itself is such a retry, and its time has come
-    due_tokens: int = 0  # the part of `tokens` whose clients may come at any moment
+    tokens: int = 0  # prompt tokens of these retries
+    due: bool = False  # True if the request itself is a promised retry whose time has come
+    due_tokens: int = 0  # prompt tokens of the retries whose time has come
 
 
 NO_PROMISES = Promised()
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What a request needs to join the queue, and how long it would wait there."""
+    """The bounds within which a request may join each lane, and its estimated wait there."""
 
     bounds: QueueBounds
-    on_time_wait_s: float | None  # estimated wait in that lane; None while the engines' pace is not known
-    late_wait_s: float | None
+    on_time_wait_s: float | None  # estimated wait in the on-time lane; None while the engines' pace is not known
+    late_wait_s: float | None  # estimated wait in the late lane
 
 
 def limits(fleet: Fleet, beams: Beams | None = None) -> EngineLimits:
-    """Return the smallest of each limit over the live engines.
+    """Return, for each limit, the minimum over the live engines.
 
-    Raises Refusal(503) without an engine, and as `require_beams` where they cannot search with `beams`."""
+    Raises Refusal(503) without an engine, and the Refusal of `require_beams` if engines cannot search with `beams`."""
     engines = fleet.engines
     if not engines:
         raise Refusal(503, "no_engine", "no engine is running", retry_after_s=5.0)
@@ -112,12 +112,12 @@ def grammars(fleet: Fleet) -> bool:
 
 
 def require_grammars(fleet: Fleet, param: str) -> None:
-    """Raise Refusal unless every engine that may claim the request can hold its answer to a grammar."""
+    """Raise Refusal unless every engine that may claim the request can constrain its answer with a grammar."""
     _require(fleet, lambda load: load.grammars, param, "structured output")
 
 
 def require_fields(fleet: Fleet, sampling: Sampling) -> None:
-    """Raise Refusal unless every engine that may claim the request honours its fields of LATER_FIELDS."""
+    """Raise Refusal unless every engine that may claim the request supports the fields of LATER_FIELDS that it sets."""
     for name in LATER_FIELDS:
         if getattr(sampling, name):
             feature = "words of several tokens" if name == "bad_words" else "this field"
@@ -125,7 +125,7 @@ def require_fields(fleet: Fleet, sampling: Sampling) -> None:
 
 
 def drafts(fleet: Fleet) -> bool:
-    """Return whether every engine that may claim a request takes drafts from its prediction."""
+    """Return whether every engine that may claim a request uses its `prediction` for speculative decoding."""
     return all(_honours(PREDICTIONS, load) for load in fleet.engines if not load.draining)
 
 
@@ -139,9 +139,9 @@ def _honours(name: str, load: EngineLoad) -> bool:
 
 
 def _require(fleet: Fleet, able: Callable[[EngineLoad], bool], param: str, feature: str) -> None:
-    """Raise Refusal unless every engine that may claim a request is able to serve a feature.
+    """Raise Refusal unless every engine that may claim a request supports a feature.
 
-    It is a 400 if no engine is able, and a 503, which clients retry, if some are, as during an upgrade."""
+    400 if no engine supports it; 503, which clients retry, if some do (during an upgrade)."""
     claiming = [load for load in fleet.engines if not load.draining] or fleet.engines
     unable = sum(not able(load) for load in claiming)
     if unable == len(claiming):
@@ -155,10 +155,10 @@ def _require(fleet: Fleet, able: Callable[[EngineLoad], bool], param: str, featu
 def _starts(load: EngineLoad) -> float:
     """Return the prompt tokens per second that an engine with a queue starts.
 
-    An engine can start anew what it generates and frees, and the mix of prompt and output tokens stays the same.  So
-    the prompts' share of each freed block goes to prompts, and P / G prompt tokens belong to each output token.
-    Either figure is a lower bound while the batch still fills.  0 until a sequence has ended while others waited: at
-    the first answers' beginning P / G is far too large."""
+    Let P and G be the prompt and generated tokens of the engine so far.  In a steady state the mix of new sequences is
+    the same.  So of each freed block P / (P + G) goes to prompts, and P / G prompt tokens start per generated token.
+    Either rate is a lower bound while the batch still fills, so the larger one is returned.
+    0 until a sequence has ended while others waited: before that P / G would be far too large."""
     prompt, generated = load.prompt_tokens, load.generated_tokens
     if not prompt or not generated or not load.blocks_per_s:
         return 0.0
@@ -167,30 +167,31 @@ def _starts(load: EngineLoad) -> float:
 
 
 def _trust(load: EngineLoad, now_ms: int) -> float:
-    """Return how much of an engine's rates still counts, 0 to 1.
+    """Return the factor, 0 to 1, by which an engine's reported rates are multiplied because the report is old.
 
-    An engine reports once per step.  A report older than STALE_MS and LATE_STEPS steps means that the current step is
-    longer than those that the rates come from.  Nothing may have finished since, so the rates are spread over the
-    elapsed time; those of a step that hangs approach 0."""
+    An engine reports once per step.  If its report is older than STALE_MS and than LATE_STEPS steps, the current step
+    is longer than the steps that the rates come from.  Perhaps no sequence has ended since, so the rates are spread
+    over the time since the report.  They approach 0 while a step hangs."""
     usual_ms = max(STALE_MS, LATE_STEPS * 1000 * load.step_s)
     return min(1.0, usual_ms / max(1, now_ms - load.time_ms))
 
 
 def _token_s(engines: list[EngineLoad]) -> float:
-    """Return the seconds between two output tokens of a sequence, on the fastest engine with a known pace; else 0."""
+    """Return the seconds per output token of a sequence on the fastest engine; 0 if no engine's pace is known."""
     return min((load.step_s for load in engines if load.step_s > 0), default=0.0)
 
 
 def ahead(cost: Cost, fleet: Fleet) -> tuple[int, int]:
-    """Return the queued prompt tokens that are claimed before the last of this request's: if on time, and if late.
+    """Return the queued prompt tokens that engines claim before this request: in the on-time lane, in the late lane.
 
-    The order is VTC (`engine/wire`).  In a lane another tenant is served first until its counter reaches the value that
-    ours will have by then, or its part of the lane is empty.  A tenant with nothing queued starts level with the
-    smallest counter, so the queue of a busy tenant delays it little.  Output tokens, which move counters too, are left
-    out: they are charged to both sides.  The whole on-time lane is ahead of a late request.
+    Lanes are served in the order of VTC, the virtual token counter (`engine/wire`): next comes the tenant with the
+    smallest counter.  So another tenant is ahead until its counter reaches the value that this tenant's counter has
+    when the request is claimed, or until that tenant has nothing left in the lane.  A tenant with nothing queued starts
+    at the smallest counter, so the queue of a busy tenant delays it little.  Output tokens also raise counters; they
+    are left out here, since both tenants are charged for them.  The complete on-time lane is ahead of a late request.
 
-    A reading names the tenants that are next.  The others have larger counters, so together they are ahead with at most
-    what each of them would be with the largest counter and weight of those."""
+    A reading of the fleet names only the tenants with the smallest counters.  Each unnamed tenant is estimated with the
+    largest counter and the largest weight of the named ones, which is an upper bound of its tokens ahead."""
     tenants = fleet.tenants
     ours = tenants.get(cost.tenant)
     own_late = ours.late_tokens if ours else 0
@@ -222,39 +223,40 @@ def ahead(cost: Cost, fleet: Fleet) -> tuple[int, int]:
 
 
 def _preemption_room(cost: Cost, fleet: Fleet, fresh: list[EngineLoad]) -> int:
-    """Return the prompt tokens left of what engines would start at once, by preempting others for this tenant.
+    """Return how many prompt tokens are left that engines would start at once by preempting others for this tenant.
 
-    The tenant must hold less than its share.  This request, and queued ones with the same right, are subtracted.
-    < 0: the rest is too little for it, or there is none."""
+    Engines offer this only to tenants below their share.  The tokens of this request, and of queued requests of such
+    tenants, are subtracted.  < 0: the request does not fit, or no engine offers any."""
     offers = [load for load in fresh if load.yield_tokens and cost.tenant not in load.crowd]
     if not offers:
         return -1
     crowd = set(offers[0].crowd).intersection(*(load.crowd for load in offers))
     queued = sum(q.queued_tokens - q.late_tokens for name, q in fleet.tenants.items() if name not in crowd)
-    queued += fleet.unnamed_tokens()[0]  # some of them may be of tenants over their share
+    queued += fleet.unnamed_tokens()[0]  # an upper bound: some unnamed tenants may be over their share
     return sum(load.yield_tokens for load in offers) - queued - cost.prompt_tokens
 
 
 class _Supply(NamedTuple):
-    """What the engines offer to requests that wait."""
+    """Capacity and pace of the engines that take new requests."""
 
-    fresh: list[EngineLoad]  # the engines that take requests and have exchanged within STALE_MS
-    room: int  # prompt tokens that they would claim at once
-    inside: int  # prompt tokens claimed and not started: ahead of the queue
-    tokens_per_s: float  # prompt tokens that they start; 0: not known, or they stand still
-    stand_still: bool  # engines with a known pace have stopped syncing
-    pools: float  # tokens that the engines' pools hold
+    fresh: list[EngineLoad]  # engines whose last sync is at most STALE_MS old
+    room: int  # free capacity: prompt tokens that engines would claim at once
+    inside: int  # prompt tokens that engines have claimed and not started; they are ahead of the queue
+    tokens_per_s: float  # prompt tokens started per second; 0: not known, or the engines stand still
+    stand_still: bool  # True if engines with a known pace have stopped syncing
+    pools: float  # capacity of the KV block pools of `fresh`, in tokens
     token_s: float  # seconds between two output tokens of a sequence; 0: not known
 
     def wait_s(self, missing: float) -> float | None:
-        """Return the seconds until prompt tokens beyond the free capacity are started; None while the pace is not
-        known."""
+        """Return the seconds until engines have started `missing` prompt tokens beyond their free capacity.
+
+        None while the pace is not known."""
         return max(0.0, missing + self.inside) / self.tokens_per_s if self.tokens_per_s > 0 else None
 
     def budget(self, wait_s: float, unknown: float) -> float:
         """Return how many prompt tokens may be ahead of a request that waits at most `wait_s` seconds.
 
-        `unknown`: the same for engines that were idle until now, whose pace is unknown."""
+        `unknown`: the value to return while the pace is unknown because the engines were idle."""
         if self.tokens_per_s > 0:
             return wait_s * self.tokens_per_s
         if wait_s < 0 or self.stand_still:
@@ -263,7 +265,7 @@ class _Supply(NamedTuple):
 
 
 def _supply(fleet: Fleet, now_ms: int) -> _Supply:
-    """Return what the engines offer that take new requests."""
+    """Compute capacity and pace of the engines that take new requests."""
     engines = [load for load in fleet.engines if not load.draining]
     exchanged_ms = fleet.exchanged_ms
     fresh = [load for load in engines if now_ms - exchanged_ms.get(load.engine, load.time_ms) <= STALE_MS]
@@ -280,10 +282,10 @@ def _supply(fleet: Fleet, now_ms: int) -> _Supply:
 
 
 def wait_estimator(fleet: Fleet, now_ms: int) -> Callable[[Place], float | None]:
-    """Return a function of a request's place: the seconds until the request is claimed.
+    """Return a function that estimates, from a request's place in the queue, the seconds until it is claimed.
 
-    It returns None while the engines' pace is not known.  The requests of a lane count as equally long.  O(engines) to
-    make, O(1) to call: thousands of requests may wait."""
+    The function returns None while the engines' pace is not known.  It assumes that all requests of a lane are equally
+    long.  It takes O(engines) to make and O(1) to call, since thousands of requests may wait."""
     supply = _supply(fleet, now_ms)
 
     def wait_s(place: Place) -> float | None:
@@ -298,22 +300,22 @@ def wait_estimator(fleet: Fleet, now_ms: int) -> Callable[[Place], float | None]
 def decide(
     cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter: float, promised: Promised = NO_PROMISES
 ) -> Decision:
-    """Decide how full each lane may be for one request to join it.  `jitter` is uniform in [0, 1).
+    """Decide how long each lane may be for a request to join it.  `jitter` is uniform in [0, 1).
 
-    Raises Refusal(429) when the request may join neither lane now: `rate_limit_exceeded` when it would wait longer than
-    `late_wait_s` or its client allows, `deadline_unreachable` when wait and minimum service would pass its deadline.
-    Raises Refusal(503) when no engine lives or all are draining.
-    Never waits.  Costs O(engines + tenants that the reading names).
+    Raises Refusal(429) when the request may join neither lane now.  The code is `rate_limit_exceeded` if it would wait
+    longer than `longest_wait_s` or than its client allows.  It is `deadline_unreachable` if wait plus minimum service
+    time would exceed its deadline.  Raises Refusal(503) when no engine is alive or all are draining.
+    Takes O(engines + tenants that the reading names).
 
-    An engine whose last sync is older than STALE_MS counts as full and standing still; so do all engines when this
-    reading is as old.  A stale view errs on the safe side.  An engine in a long step still syncs, so its free
-    capacity counts, while its rates count less and less (`_trust`).  While the pace is unknown (idle or just started
-    engines),
-    the on-time lane may hold as much as the pools do, and the late lane any number.
+    An engine whose last sync is older than STALE_MS counts as full and standing still.  If the reading of the queue is
+    that old, no free capacity counts.  So an outdated view refuses rather than overloads.  An engine in a long step
+    still syncs, so its free capacity counts, while its rates count less and less (`_trust`).  While the pace is unknown
+    (engines idle or just started), the on-time lane may hold as many tokens as the KV pools, and the late lane is
+    unbounded.
 
-    Promises count as queued in the late lane, before this request.  Without that lane those that are due count in the
-    on-time lane, except for other promised retries, and all of them lengthen the pause.  The bound of a promised retry,
-    once its time has come, is larger (KEPT)."""
+    Promises count as queued in the late lane, before this request.  If there is no late lane, new requests count the
+    due promises as queued in the on-time lane, and all promises lengthen the pause of a refusal.  A promised retry
+    whose time has come gets a larger bound (KEPT)."""
     if all(load.draining for load in fleet.engines):
         why = "every engine is shutting down" if fleet.engines else "no engine is running"
         raise Refusal(503, "no_engine", why, retry_after_s=5.0 * (1 + jitter * JITTER))
@@ -336,7 +338,7 @@ def decide(
         raise _overloaded(cost, config, supply, late_missing if longest_s > 0 else missing, promised, jitter)
     beyond_room = cost.prompt_tokens - supply.room
     bounds = QueueBounds(
-        # Smaller requests precede larger ones, so the lane may have free capacity for this one where it seems full.
+        # A negative slack still gives a bound: engines claim small requests first, so a small one may yet be on time.
         NEVER if math.isinf(slack) else int(fleet.on_time.tokens + beyond_room + slack),
         int(fleet.queued_tokens + beyond_room + late_slack) if late_slack >= 0 else NEVER,
         math.ceil(1000 * on_time_s),
@@ -349,11 +351,11 @@ def decide(
 
 
 def _slack(cost: Cost, supply: _Supply, missing: int, longest_s: float, unknown: float) -> float:
-    """Return by how many prompt tokens a lane may grow before a request would wait too long in it; < 0: it would now.
+    """Return by how many prompt tokens a lane may grow before a request would wait too long in it.
 
-    -infinity: in any lane it would miss its deadline.
-    `missing`: prompt tokens claimed before the request, its own included, beyond the engines' free capacity.
-    `longest_s`: the longest wait, in seconds.  `unknown`: what may be ahead of it while the pace is not known."""
+    < 0: the wait is too long already.  -infinity: the request would miss its deadline in any lane.
+    `missing`: prompt tokens ahead of the request plus its own, minus the engines' free capacity.
+    `longest_s`: maximum wait in seconds.  `unknown`: prompt tokens that may be ahead while the pace is not known."""
     # The pace of an engine that was idle until now is unknown, but such an engine has free capacity.
     service = cost.least_tokens * supply.token_s if missing > 0 else 0.0
     deadline = supply.budget(cost.timeout_s - service, unknown)
@@ -365,7 +367,9 @@ def _slack(cost: Cost, supply: _Supply, missing: int, longest_s: float, unknown:
 def _overloaded(
     cost: Cost, config: GatewayConfig, supply: _Supply, missing: int, promised: Promised, jitter: float
 ) -> Refusal:
-    """Return the refusal of a request that may join no lane.  `missing`: as for _slack, in the last lane there is."""
+    """Return the 429 for a request that may join no lane.
+
+    `missing`: as for `_slack`, in the late lane, or in the on-time lane if there is no late one."""
     param: str | None
     wait_s, service = supply.wait_s(missing), cost.least_tokens * supply.token_s
     longest_s = max(config.ttft_target_s * ON_TIME_WAIT, min(config.longest_wait_s, cost.longest_wait_s))
@@ -381,7 +385,7 @@ def _overloaded(
         param = "x-max-queue-wait" if cost.longest_wait_s < config.longest_wait_s else None
     pause_s, spread = 1.0, JITTER
     later = 0.0 if min(config.longest_wait_s, cost.longest_wait_s) > 0 else promised.tokens - promised.due_tokens
-    # Until the last lane is short enough, behind the promises before this one.
+    # The pause lasts until that lane is short enough, all earlier promises counted as queued.
     if (ready_s := supply.wait_s(missing + later / PROMISED_PACE)) is not None:
         spread = PROMISE_JITTER
         pause_s = min(RETRY_CAP_S / (1 + spread), max(1.0, ready_s - longest_s))

@@ -1,10 +1,11 @@
-"""Requests that arrive while no engine takes requests: they wait here, and join a lane when one does.
+"""Requests that arrive while no engine takes requests: they wait here, and join a lane when an engine does.
 
     arrival --> engine takes requests? -- yes --> limits, admission, lane
                   no: wait, at most --takeover-wait-s, the request's timeout and X-Max-Queue-Wait --> 503 no_engine
 
-An engine's limits decide whether a request can be served at all, so nothing is queued before one is known.  A request
-that waits here is a task of its gateway and nothing else: a client that leaves costs no more than that.
+A request can be checked only against an engine's limits (such as its context length), so none is queued in Redis
+before an engine is known.  A request that waits here exists only as a task of this gateway: if its client leaves,
+nothing has to be withdrawn from Redis.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ import time
 
 from quire.service.common.refusal import limit_refusal
 
-RETRY_S = 5.0  # pause for clients beyond the bound
+RETRY_S = 5.0  # Retry-After in seconds for requests refused because too many wait already
 
 
 class EngineWait:
     """The requests of this gateway that wait for an engine."""
 
     def __init__(self, longest_s: float, most: int) -> None:
-        """`longest_s`: seconds that a request waits at most.  `most`: requests that may wait."""
+        """`longest_s`: maximum wait of a request in seconds.  `most`: maximum number of waiting requests."""
         self._longest_s, self._most = longest_s, most
         self._serving = asyncio.Event()  # set while an engine takes new requests
-        self._since: dict[object, float] = {}  # one entry for each request that waits, in order of arrival
+        self._since: dict[object, float] = {}  # arrival time of each waiting request, in order of arrival
 
     def record(self, *, serving: bool) -> None:
-        """Store whether an engine takes new requests; if so, all requests continue, in order of arrival."""
+        """Store whether an engine takes new requests; if so, the waiting requests continue, in order of arrival."""
         if serving:
             self._serving.set()
         else:
@@ -59,5 +60,5 @@ class EngineWait:
 
     @property
     def oldest_s(self) -> float:
-        """Seconds that the oldest of them has waited; 0: none waits."""
+        """Seconds since the longest-waiting request arrived; 0 if none waits."""
         return time.monotonic() - next(iter(self._since.values())) if self._since else 0.0

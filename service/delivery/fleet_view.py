@@ -1,10 +1,9 @@
-"""What this gateway knows of the engines and of the shared queue.
+"""The last known state of the engines and of the shared queue, from Redis.
 
-    syncs (token batches) --record_load--> +-----------+
-    readings of Redis --------record_reading-> | FleetView | --fleet()--> admission, /ready, metrics
-    replies to submits --------record_queue--> +-----------+
+    readings of Redis --record_reading--> FleetView --fleet()--> admission, /ready, metrics
+    replies to submits --record_queue------^
 
-Engines' clocks may be wrong.  So every reading is stamped with this process's clock when it changes.
+Engines' clocks may be wrong.  So an engine's report gets a time stamp of this process's clock when it changes.
 """
 
 from __future__ import annotations
@@ -20,14 +19,15 @@ class FleetView:
     """The last known load of each live engine, and of the queue."""
 
     def __init__(self) -> None:
-        self._loads: dict[str, tuple[int, EngineLoad]] = {}  # engine -> its own time_ms, load with this process's
+        # engine -> (time_ms on the engine's clock, load with time_ms on this process's clock)
+        self._loads: dict[str, tuple[int, EngineLoad]] = {}
         self._exchanged_ms: dict[str, int] = {}  # engine -> unix time of its last sync, on this process's clock
         self._queue = Queue(queued=0, queued_tokens=0, room_tokens=0, tenants={})
         self._queue_ms = 0  # when `_queue` was read, on this process's clock
         self._quarantined = 0  # as of the last full reading
 
     def record_load(self, load: EngineLoad) -> None:
-        """Store an engine's load.  The same reading again is no sign of life."""
+        """Store an engine's load.  A report with an unchanged `time_ms` does not count as a sign of life."""
         known = self._loads.get(load.engine)
         if known is None or known[0] != load.time_ms:
             ours = msgspec.structs.replace(load, time_ms=steady_ms())
@@ -35,12 +35,12 @@ class FleetView:
             self._exchanged_ms[load.engine] = ours.time_ms
 
     def record_queue(self, queue: Queue) -> None:
-        """Store the state of the queue that a submit returned.  Its tenant is the only one that this names."""
+        """Store the state of the queue that a submit returned.  Of the tenants, it has only the submitting one."""
         tenants = self._queue.tenants | queue.tenants
         self._queue, self._queue_ms = msgspec.structs.replace(queue, tenants=tenants), steady_ms()
 
     def record_reading(self, fleet: Fleet) -> None:
-        """Store a full reading; engines that it lacks have no lease any more."""
+        """Store a full reading, and forget engines that it lacks: their leases have lapsed."""
         for load in fleet.engines:
             self.record_load(load)
         for engine in self._loads.keys() - {load.engine for load in fleet.engines}:
@@ -76,5 +76,5 @@ class FleetView:
 
     @property
     def fingerprint(self) -> str | None:
-        """What answers carry as `system_fingerprint`; it changes when the weights do.  None: no engine is known."""
+        """Value of `system_fingerprint` in answers: it changes when the weights change.  None: no engine is known."""
         return next((f"fp_{load.fingerprint[:16]}" for _, load in self._loads.values()), None)

@@ -1,9 +1,9 @@
-"""The watch over the engines: one reading of the fleet every `fleet_s`, and the upkeep that follows each reading.
+"""The watch over the engines: reads the fleet's state from Redis every `fleet_s` seconds, then does periodic upkeep.
 
     Redis --reading--> FleetView --> admission, /ready, metrics
                   `--> requests that wait for an engine, places in the queue, usage ledger, retention of token logs
 
-The watch also keeps why Redis cannot be used.  `Streams` refuses new requests while there is such a reason.
+The watch also stores the reason why Redis cannot be used.  While there is one, `Streams` refuses new requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.service.delivery.usage_ledger import UsageLedger
 
 
 class FleetWatch:
-    """Reads the engines and the queue, and reports what fails in Redis."""
+    """Reads the state of engines and queue from Redis, and reports failures of Redis."""
 
     def __init__(
         self,
@@ -40,20 +40,20 @@ class FleetWatch:
         self._orders, self._updates, self._ledger = orders, updates, ledger
         self._interval_s = config.fleet_s
         self.engine_wait = EngineWait(config.takeover_wait_s, config.max_queued)
-        self.readings = 0  # completed since the start
-        self._missed = False  # open requests may lack tokens that the logs have
-        # Why Redis cannot be used: one line from each part that failed.  Only that part clears it, when it succeeds.
+        self.readings = 0  # number of readings since the start
+        self._missed = False  # True if open requests may lack tokens that the token logs have
+        # Why Redis cannot be used: one line per failed kind of call.  A line goes when a call of its kind succeeds.
         self._troubles = {"fleet": "the engines have not been looked up yet"}
 
     async def run(self) -> None:
-        """Read the fleet every `fleet_s` seconds, without end."""
+        """Read the fleet's state every `fleet_s` seconds, forever."""
         while True:
             await asyncio.sleep(self._interval_s)
             await self.refresh()
             self.readings += 1
 
     async def refresh(self) -> None:
-        """Read the fleet, and do what is due.  The trouble of each part stays until that part succeeds."""
+        """Read the fleet's state once, then do the upkeep.  Failures of Redis are stored in `trouble`, not raised."""
         began = time.monotonic()
         try:
             fleet = await self._bus.fleet()
@@ -77,7 +77,7 @@ class FleetWatch:
         self._telemetry.set(CLOCK_SKEW, self._bus.clock.skew_s)
 
     async def _maintain(self) -> None:
-        """Read missed tokens from the logs, write the ledger, and extend how long unread logs are kept."""
+        """Read missed tokens from the logs, write the usage ledger, and extend the TTL of logs that clients read."""
         try:
             if self._missed:
                 await self._orders.listen_again()
@@ -89,7 +89,7 @@ class FleetWatch:
             self._troubles["ledger"] = str(error)
 
     async def _probe(self) -> None:
-        """After a failed submit, find out whether Redis takes requests again: they are refused until it does."""
+        """After a failed submit, test whether Redis accepts writes again.  Until it does, requests are refused."""
         if "submit" in self._troubles:
             try:
                 await self._bus.operations.probe()
@@ -103,7 +103,7 @@ class FleetWatch:
 
     @property
     def trouble(self) -> str | None:
-        """Why Redis cannot be used, one line; None while it can."""
+        """Why Redis cannot be used, in one line; None while it works."""
         return next(iter(self._troubles.values()), None)
 
     @property
@@ -113,5 +113,5 @@ class FleetWatch:
 
     @property
     def fingerprint(self) -> str | None:
-        """What answers carry as `system_fingerprint`; it changes when the weights do."""
+        """Value of `system_fingerprint` in answers.  It changes when the model's weights change."""
         return self._view.fingerprint

@@ -1,7 +1,8 @@
-"""Mailboxes: the tokens that wait for one reader, one mailbox for each choice, and the bound on all of them.
+"""Mailboxes: the undelivered tokens of one reader, one mailbox per choice, and the limit on all mailboxes together.
 
-At most MAILBOX_BYTES of a slow reader's tokens wait here.  The rest stays in the token log, and is read from there in
-parts of that size when the reader gets to it.  So a chunk is bounded too, however far its reader has fallen behind.
+At most MAILBOX_BYTES of a slow reader's tokens wait in its mailbox.  Later tokens stay in the token log in Redis.  They
+are read from there, MAILBOX_BYTES at a time, when the reader has taken the earlier ones.  So every event is bounded in
+size, however slow its reader is.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import msgspec
 from quire.engine.wire.messages import Delta, Finish, Predictions, TokenLogprob
 from quire.engine.wire.token_log import LoggedOutput
 
-MAILBOX_BYTES = 8 * 1024  # waiting for a slow reader of one choice; a first delta may be larger
+MAILBOX_BYTES = 8 * 1024  # maximum size of a mailbox; an empty mailbox takes any one delta, even a larger one
 TOKEN_BYTES = 4
-LOGPROB_BYTES = 128  # bytes of one alternative with its token, as Python keeps it
-REFILL_TOKENS = 64  # read from the log at a time, at least, even if their logprobs pass MAILBOX_BYTES
+LOGPROB_BYTES = 128  # bytes of Python objects for one alternative token with its logprob
+REFILL_TOKENS = 64  # minimum number of tokens per read of the log, even if their logprobs exceed MAILBOX_BYTES
 LOST = Finish("error", message="tokens were lost on the way from the engine")
 
 
 class Backlog:
-    """How many bytes wait in all mailboxes of a gateway, and the limit."""
+    """Bytes that wait in all mailboxes of a gateway together (`held`), and the maximum (`limit`)."""
 
     __slots__ = ("held", "limit")
 
@@ -31,10 +32,10 @@ class Backlog:
 
 
 class Mailbox:
-    """What one choice received and its handler has not taken yet: one merged delta, not a queue of them.
+    """Tokens of one choice that its handler has not taken yet, merged into one delta.
 
         0 ............ at ............... at + waiting ............... next
-        | taken        | waiting here     | only in the log: `behind`  |
+        | taken        | waiting here     | only in the log            |
 
     `next` is the position after the last token that the engine is known to have produced."""
 
@@ -61,29 +62,29 @@ class Mailbox:
 
     def __init__(self, choice: int, backlog: Backlog) -> None:
         self.choice = choice
-        self.at = 0  # output position of the next token to take
+        self.at = 0  # output position of the next token that the handler takes
         self.next = 0
-        self.lost = self.repeated = 0  # tokens that even the log lacks, and tokens that arrived twice
+        self.lost = self.repeated = 0  # number of tokens missing even from the log; number that arrived twice
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob] | None = None
-        self.predictions: Predictions | None = None  # as the last delta that has some counts them
+        self.predictions: Predictions | None = None  # counts from the last delta that had them
         self.had: list[int] = []  # tokens before `at`, which a resuming client already has
         self.had_logprobs: Sequence[TokenLogprob] | None = None
         self.ended = False  # a Finish arrived, or this gateway set one: no more tokens will arrive
-        self.closed = False  # the handler takes no more
-        self._tokens: list[int] | array[int] = []  # a list while it is one delta's own, which is never changed
+        self.closed = False  # the handler takes no more tokens
+        self._tokens: list[int] | array[int] = []  # one delta's own list (never changed), or an array once deltas merge
         self._logprobs: list[TokenLogprob] | None = None
-        self._sample: list[TokenLogprob] | None = None  # logprobs of one token, to estimate the size of others
+        self._sample: list[TokenLogprob] | None = None  # logprobs of one token, to estimate the bytes per token
         self._finish: Finish | None = None
         self._backlog, self._weight = backlog, 0
 
     @property
     def behind(self) -> bool:
-        """Whether nothing waits here while the log has more."""
+        """Whether the mailbox is empty while the log has tokens that the handler has not taken."""
         return not self._tokens and self.next > self.at
 
     def merge(self, delta: Delta) -> bool:
-        """Merge a delta.  Returns False when it adds nothing: a replay, or after the end."""
+        """Merge a delta.  Returns False if it adds nothing: it was replayed, or the choice has ended."""
         if self.ended or self.closed:
             return False
         tokens, end = delta.token_ids, delta.first + len(delta.token_ids)
@@ -94,7 +95,7 @@ class Mailbox:
         if fresh > 0:
             if fresh <= len(tokens) and self.next == self.at + len(self._tokens):  # no gap before it
                 logprobs = delta.logprobs
-                if fresh < len(tokens):  # the rest was replayed after a crash or a reconnect
+                if fresh < len(tokens):  # the first tokens of the delta were replayed after a crash or a reconnect
                     self.repeated += len(tokens) - fresh
                     tokens = tokens[-fresh:]
                     logprobs = logprobs[-fresh:] if logprobs is not None else None
@@ -111,7 +112,7 @@ class Mailbox:
         return True
 
     def _keep(self, tokens: list[int], logprobs: list[TokenLogprob] | None) -> None:
-        """Append tokens, unless too much waits already."""
+        """Append tokens, unless the mailbox or the backlog of all mailboxes would exceed its limit."""
         weight = _weight(len(tokens), logprobs)
         if not self._tokens:
             self._tokens, self._logprobs = tokens, logprobs
@@ -129,11 +130,11 @@ class Mailbox:
 
     @property
     def refill_tokens(self) -> int:
-        """How many tokens to read from the log at a time, so that they fit here."""
+        """How many tokens to read from the log at a time, so that they fit into the mailbox."""
         return max(REFILL_TOKENS, MAILBOX_BYTES // _weight(1, self._sample))
 
     def refill(self, logged: LoggedOutput | None) -> None:
-        """Fill a mailbox that is `behind` with what the log has from `at` on; None: the log is gone."""
+        """Fill a mailbox that is `behind` with the logged output from position `at`; None: the log has expired."""
         if logged is None:
             self.fail(Finish("error", message="the answer is not kept any longer"))
         elif not logged.token_ids:
@@ -153,7 +154,7 @@ class Mailbox:
             self._keep(logged.token_ids, None if logged.logprobs is None else list(logged.logprobs))
 
     def resume(self, logged: LoggedOutput, had: int) -> None:
-        """Begin after the first `had` tokens of the logged output.  Deltas may have arrived meanwhile."""
+        """Begin after the first `had` tokens of the logged output.  Tokens that arrived before are read again."""
         self.take()
         self.had, self.at, self.next = logged.token_ids[:had], had, max(self.next, had)
         self.cached_tokens, self.prompt_logprobs = logged.cached_tokens, logged.prompt_logprobs
@@ -161,7 +162,7 @@ class Mailbox:
             self.predictions = logged.finish.predictions
         self.had_logprobs = logged.logprobs[:had] if logged.logprobs is not None else None
         logprobs = logged.logprobs[had:] if logged.logprobs is not None else None
-        # If it does not fit, all of it stays in the log: a mailbox holds what begins at `at`, or nothing.
+        # A mailbox holds the tokens that begin at `at`, or none.  If they do not fit, they all stay in the log.
         rest = msgspec.structs.replace(logged, token_ids=logged.token_ids[had:], logprobs=logprobs)
         self._sample = list(rest.logprobs[:1]) if rest.logprobs else None
         if len(rest.token_ids) <= self.refill_tokens:
@@ -174,12 +175,12 @@ class Mailbox:
         self.predictions = finish.predictions or self.predictions
 
     def fail(self, finish: Finish) -> None:
-        """End this choice with `finish`.  Tokens that wait here stay."""
+        """End this choice with `finish`.  Tokens in the mailbox stay; tokens that are only in the log are given up."""
         self._finish, self.ended = finish, True
         self.next = self.at + len(self._tokens)
 
     def take(self) -> tuple[list[int], list[TokenLogprob] | None, Finish | None]:
-        """Empty the mailbox.  Returns tokens, their logprobs if asked for, and the Finish once nothing precedes it."""
+        """Empty the mailbox.  Returns its tokens, their logprobs if requested, and the Finish after the last token."""
         tokens, logprobs = self._tokens, self._logprobs
         self._tokens, self._logprobs = [], None
         self._backlog.held -= self._weight
@@ -190,7 +191,7 @@ class Mailbox:
 
 
 def _weight(tokens: int, logprobs: list[TokenLogprob] | None) -> int:
-    """Return the bytes that waiting tokens take.  The first entry of logprobs stands for all."""
+    """Return the estimated bytes of waiting tokens.  Every token counts as many alternatives as the first one has."""
     if not logprobs:
         return TOKEN_BYTES * tokens
     return tokens * (TOKEN_BYTES + LOGPROB_BYTES * (1 + len(logprobs[0].top)))

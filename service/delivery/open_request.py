@@ -1,8 +1,8 @@
 """One client's request while it is answered, and the orders that engines work on for it.
 
-    OpenRequest (one client) --1..n--> Order (one prompt) --1..n--> choices, one mailbox each per reader
+    OpenRequest (one client) --1..n--> Order (one prompt) --1..n--> choices, one mailbox per choice and reader
 
-Several open requests may read one order: the first client, its retry, and a client that resumed the answer.
+Several open requests may read one order: the original request, its retry, and a client that resumed the answer.
 `streams.py` routes deltas to the orders; the request's own handler iterates over the `OpenRequest`.
 """
 
@@ -28,30 +28,30 @@ class HandedOver(ConnectionError):
 
 
 class Upstream(Protocol):
-    """What an open request needs from the gateway's streams."""
+    """The methods of `Orders` that an open request uses."""
 
     backlog: Backlog
     pacer: Pacer
 
     async def refill(self, order_id: str, mailbox: Mailbox, index: int) -> None:
-        """Read from the token log what a mailbox missed."""
+        """Read from the token log the tokens that a mailbox lacks."""
 
     def stop_one(self, order: Order, index: int) -> None:
-        """Stop one choice that no client reads any more."""
+        """Withdraw one choice that no client reads any more."""
 
 
 class Order:
-    """One prompt of a request, as this gateway knows it: its readers here, and what its engine still computes."""
+    """One prompt of a request, as this gateway knows it: its readers at this gateway, and its unfinished choices."""
 
     __slots__ = ("delivered", "id", "n", "readers", "running", "tenant", "timer", "unfinished")
 
     def __init__(self, order_id: str, n: int, tenant: str) -> None:
         self.id, self.n, self.tenant = order_id, n, tenant
-        self.readers: list[tuple[OpenRequest, int]] = []  # (reader, number of the prompt within its request)
+        self.readers: list[tuple[OpenRequest, int]] = []  # (reader, index of the prompt within its request)
         self.unfinished = set(range(n))  # choices whose Finish has not arrived
-        self.running = set(range(n))  # those of them that no withdrawal was sent for
-        self.delivered = [0] * n  # output tokens of each that were sent to a client; the furthest reader counts
-        self.timer: Timer | None = None  # runs while the order has no reader
+        self.running = set(range(n))  # unfinished choices that were not withdrawn
+        self.delivered = [0] * n  # output tokens sent to a client, per choice: the maximum over all readers
+        self.timer: Timer | None = None  # timer of `Orders`, which runs while the order has no reader
 
     def mark_ended(self, index: int) -> None:
         """Record that an engine has finished a choice."""
@@ -72,37 +72,37 @@ class Order:
 class OpenRequest:
     """One client's request while it is answered.
 
-    Iterate for lists of the mailboxes that changed since the last iteration.  An empty list means that the client was
+    Each iteration returns the mailboxes that have changed since the last one.  An empty list means that the client was
     sent nothing for `heartbeat_s`, or that announce() was called.  The iteration ends when every choice was closed
     with `end`.
-    Raises HandedOver when this gateway shuts down and the client may resume elsewhere."""
+    Raises HandedOver when this gateway shuts down and the client may resume at another gateway."""
 
     def __init__(self, streams: Upstream, orders: list[Order], *, resumable: bool) -> None:
-        """`resumable`: the client may lose its connection and resume."""
+        """`resumable`: if the client loses its connection, the request keeps running so that it can resume."""
         self._streams, self.orders, self.resumable = streams, orders, resumable
         self.loop = asyncio.get_running_loop()
         self._n = orders[0].n
         self.mailboxes = [Mailbox(choice, streams.backlog) for choice in range(len(orders) * self._n)]
-        self.delivered = [0] * len(self.mailboxes)  # output tokens of each choice that were sent to this client, in all
+        self.delivered = [0] * len(self.mailboxes)  # output tokens sent to this client, per choice
         self._unfinished = len(self.mailboxes)
         self._heartbeat_s = math.inf
         self._changed: dict[Mailbox, None] = {}  # changed mailboxes, in order of their first change
-        self._given: list[Mailbox] = []  # what the last iteration returned
+        self._given: list[Mailbox] = []  # mailboxes that the last iteration returned
         self._wake: asyncio.Future[None] | None = None
         self._nudged = False  # `_wake` is done, or a call that sets it is scheduled
         self._handed_over = False
-        self.waiting: Waiting | None = None  # position in the queue; None: a client resumed it
-        self._announced = True  # whether its handler has run since announce()
-        self._last_byte = self.loop.time()  # when this client was sent something
+        self.waiting: Waiting | None = None  # position in the queue; None for a resumed request
+        self._announced = True  # whether the handler has run since the last announce()
+        self._last_byte = self.loop.time()  # time of the last write to this client
         self._timers: list[Timer] = []
 
     @property
     def pacer(self) -> Pacer:
-        """What bounds the work of one turn of the loop."""
+        """The limiter of work per turn of the event loop."""
         return self._streams.pacer
 
     def start(self, deadline: float, heartbeat_s: float) -> None:
-        """Start the timers of deadline and heartbeat.  `deadline` is in the event loop's time."""
+        """Start the timers for deadline and heartbeat.  `deadline` is in the event loop's time."""
         self._heartbeat_s = heartbeat_s
         self._timers = [
             self._streams.pacer.call_at(deadline, self.end_all, Finish("deadline")),
@@ -115,18 +115,18 @@ class OpenRequest:
         return bool(self._timers)
 
     def record_sent(self, tokens: list[int]) -> None:
-        """Record how many tokens of each choice the client has, those of earlier connections included.
+        """Record how many tokens of each choice the client has, including tokens sent on earlier connections.
 
-        Called for everything that is written to the client, also what fills a silence."""
+        Called after every write to the client, keep-alives included."""
         self.delivered = tokens.copy()
         self._last_byte = self.loop.time()
 
     def silent(self) -> bool:
-        """Return whether the client was sent nothing for so long that something must fill the silence."""
+        """Return whether nothing was written to the client for `heartbeat_s`, so that a keep-alive is due."""
         return self.loop.time() - self._last_byte >= self._heartbeat_s
 
     def stop(self) -> None:
-        """Release what waits for this client: it reads no more."""
+        """Cancel the timers and drop the undelivered tokens: this client reads no more."""
         for timer in self._timers:
             timer.cancel()
         for mailbox in self.mailboxes:
@@ -166,7 +166,7 @@ class OpenRequest:
             self._notify(mailbox)
 
     def resume(self, prompt: int, logged: list[LoggedOutput], had: Sequence[int]) -> None:
-        """Begin the choices of one prompt after the tokens that the client already has: `had` of each."""
+        """Begin each choice of one prompt after the first `had` tokens, which the client already has."""
         for index, (output, count) in enumerate(zip(logged, had, strict=True)):
             mailbox = self.mailboxes[prompt * self._n + index]
             mailbox.resume(output, count)
@@ -175,15 +175,15 @@ class OpenRequest:
                 self._notify(mailbox)
 
     def wait_in_queue(self, waiting: Waiting) -> None:
-        """Record where the request joined the queue.  A late one is announced to its client at once."""
+        """Record where the request joined the queue.  If it is in the late lane, its client is notified at once."""
         self.waiting = waiting
-        if self._changed:  # its first tokens were quicker than the reply to its submit
+        if self._changed:  # the first tokens arrived before the reply to the submit
             waiting.end()
         elif waiting.lane == "late":
             self.announce()
 
     def announce(self) -> None:
-        """End the handler's wait with an empty list now: it tells its client where the request stands."""
+        """Wake the handler with an empty list, so that it sends its client the place in the queue or a keep-alive."""
         self._announced = False
         self._nudge()
 
@@ -201,7 +201,7 @@ class OpenRequest:
             self._wake.set_result(None)
 
     def end(self, choice: int) -> None:
-        """Close a choice whose answer is complete.  An engine that still computes it is stopped."""
+        """Close a choice whose answer is complete.  If an engine still computes it, the choice is withdrawn."""
         mailbox = self.mailboxes[choice]
         if mailbox.closed:
             return
@@ -213,7 +213,7 @@ class OpenRequest:
         self._streams.stop_one(self.orders[prompt], index)
 
     def end_all(self, finish: Finish) -> None:
-        """End every choice that still runs: its deadline has passed, or this gateway shuts down."""
+        """End every running choice with `finish`, because the deadline has passed or this gateway shuts down."""
         for mailbox in self.mailboxes:
             if not (mailbox.ended or mailbox.closed):
                 mailbox.fail(finish)
@@ -225,9 +225,10 @@ class OpenRequest:
         self._nudge()
 
     def _beat(self) -> None:
-        """Wake the handler after a silence.  One timer a request, re-armed lazily: a token costs it nothing.
+        """Wake the handler if nothing was written to the client for `heartbeat_s`.
 
-        The silence is the client's: tokens that are held back do not end it."""
+        There is one timer per request, re-armed only when it fires, so tokens cost no timer work.  Tokens that the
+        handler holds back (a possible stop string) do not count as a write."""
         now = self.loop.time()
         due = self._last_byte + self._heartbeat_s
         if due <= now:

@@ -2,9 +2,10 @@
 
     Redis --places(), one batched read every UPDATE_S--> QueueUpdates --> Waiting of each open request
                                                                             |-> headers x-queue-*
-                                                                            '-> comments in a stream, if it is late
+                                                                            '-> SSE comments, in the late lane
 
-A late stream begins at once, so its client and every proxy on the way know that it is served.
+The response to a streaming request in the late lane begins at once, before its first token, so that the client and
+every proxy on the way know that the request is being served.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from quire.engine.wire.link import BusDown
 from quire.engine.wire.records import Fleet, Lane, Place
 from quire.service.delivery import admission
 
-UPDATE_S = 3.0  # between two readings of the places of waiting requests
+UPDATE_S = 3.0  # seconds between two readings of the places of waiting requests
 
 
 class Waiting:
-    """Position of one client's request in the queue, as last read.  Its first prompt stands for all of them."""
+    """Position of one client's request in the queue, as last read: the position of its first prompt."""
 
     __slots__ = ("ahead", "lane", "since", "wait_s", "waited_s")
 
     def __init__(self, lane: Lane, ahead: int, wait_s: float | None) -> None:
-        """`ahead`: requests that are served before.  `wait_s`: estimated seconds; None: not known."""
+        """`ahead`: number of requests ahead of it.  `wait_s`: estimated wait in seconds; None: not known."""
         self.lane, self.ahead, self.wait_s = lane, ahead, wait_s
         self.since = asyncio.get_running_loop().time()
         self.waited_s: float | None = None  # seconds until the first token; None: no token has arrived
@@ -38,12 +39,12 @@ class Waiting:
             self.waited_s = asyncio.get_running_loop().time() - self.since
 
     def comment(self) -> bytes:
-        """Return a line for the stream of a request that still waits."""
+        """Return an SSE comment with the request's place in the queue and its estimated wait."""
         estimate = f" wait_s={self.wait_s:.1f}" if self.wait_s is not None else ""
         return f": queued place={self.ahead}{estimate}\n".encode()
 
     def headers(self) -> dict[str, str]:
-        """Return the headers x-queue-*: place and estimated wait while it waits, afterwards how long it waited."""
+        """Return the x-queue-* headers: place and estimated wait before the first token, the actual wait after it."""
         found: dict[str, str] = {"x-queue-lane": self.lane}
         if self.waited_s is not None:
             return found | {"x-queue-wait": f"{self.waited_s:.3f}"}
@@ -51,7 +52,7 @@ class Waiting:
         return found | ({"x-queue-wait": f"{self.wait_s:.3f}"} if self.wait_s is not None else {})
 
     def describe(self) -> str:
-        """Return the end of a sentence about a request that ended before its first token; else ""."""
+        """Return the suffix of an error message: how long the request waited.  "" if its first token had arrived."""
         if self.waited_s is not None:
             return ""
         waited_s = asyncio.get_running_loop().time() - self.since
@@ -59,16 +60,16 @@ class Waiting:
 
 
 class Waiter(Protocol):
-    """An open request, as far as the updates need it."""
+    """The attributes of an open request that QueueUpdates uses."""
 
     waiting: Waiting | None
 
     def announce(self) -> None:
-        """Wake the request's handler, which sends a comment."""
+        """Wake the request's handler, which then sends an SSE comment."""
 
 
 class QueueUpdates:
-    """Keeps `Waiting` of every request true that no engine has claimed."""
+    """Keeps the `Waiting` of every request up to date until an engine claims the request."""
 
     def __init__(self, bus: GatewaySide, fleet: Callable[[], Fleet]) -> None:
         self._bus, self._fleet = bus, fleet
@@ -80,11 +81,11 @@ class QueueUpdates:
         self._waiters[order_id] = waiter
 
     def discard(self, order_id: str) -> None:
-        """Follow a request no longer: an engine has claimed it, or it is over."""
+        """Stop following a request: an engine has claimed it, or it has ended."""
         self._waiters.pop(order_id, None)
 
     async def refresh(self, now_ms: int) -> None:
-        """Read the places, at most once every UPDATE_S.  Keeps the last ones while Redis does not answer.
+        """Read the places, at most once every UPDATE_S.  While Redis does not answer, the last places stay.
 
         `now_ms`: unix time on the clock of the fleet's readings."""
         now = asyncio.get_running_loop().time()
@@ -94,7 +95,7 @@ class QueueUpdates:
         asked = list(self._waiters)
         try:
             places = await self._bus.places(asked)
-        except BusDown:  # the reading of the fleet reports it
+        except BusDown:  # FleetWatch, which also reads Redis, reports the failure
             return
         wait_s = admission.wait_estimator(self._fleet(), now_ms)
         for order_id in asked:

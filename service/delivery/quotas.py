@@ -1,10 +1,10 @@
-"""Quotas of a tenant: what a request takes, the 429 beyond it, and the `x-ratelimit-*` headers of every answer.
+"""Quotas of a tenant: tokens and requests that each request takes, 429 when none are left, `x-ratelimit-*` headers.
 
     Answers.begin --hold--> quota_take.lua ----> admission and submit ----> answer
                                   |                     |                      '--> settle.lua gives back tokens
                                   '-> OverQuota (429)   '-- refused: quota_return.lua gives everything back
 
-A tenant without quotas needs no script.  Redis keeps the buckets (`engine/wire/quotas.py`), for all gateways together.
+Redis keeps the buckets (`engine/wire/quotas.py`), which all gateways share.  A tenant without quotas costs no call.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from quire.service.common.metrics import QUOTA_REFUSALS, Telemetry
 from quire.service.common.refusal import Refusal
 from quire.service.delivery.streams import AlreadySubmitted, Streams, unavailable
 
-BUCKETS = web.RequestKey("buckets", Buckets)  # as of the last script for this request
-CONCURRENT_RETRY_S = 1.0  # when a running request will end is not known
+BUCKETS = web.RequestKey("buckets", Buckets)  # state of the buckets after the last script for this request
+CONCURRENT_RETRY_S = 1.0  # Retry-After at the concurrency limit, a guess: the end of a running request is not known
 NAMES: dict[Kind, str] = {
     "requests": "requests_per_minute",
     "tokens": "tokens_per_minute",
@@ -37,14 +37,14 @@ NAMES: dict[Kind, str] = {
 
 
 class Hold:
-    """What one request has taken."""
+    """What one request took from its tenant's buckets."""
 
     def __init__(self) -> None:
-        self.queued = False  # the submit succeeded: the request's end settles what it took
+        self.queued = False  # True once submitted: settle.lua then returns unused tokens at the request's end
 
 
 class Quotas:
-    """Takes the quotas of requests and describes what is left."""
+    """Takes requests and tokens from the buckets of tenants, and makes the headers that show what is left."""
 
     def __init__(self, streams: Streams, telemetry: Telemetry) -> None:
         self._streams, self._telemetry = streams, telemetry
@@ -53,10 +53,11 @@ class Quotas:
     async def hold(
         self, request: web.Request, tenant: Tenant, orders: Sequence[Generate], *, bounded: bool
     ) -> AsyncIterator[Hold]:
-        """A context around submit and answer, in which the request counts.
+        """A context around submit and answer, in which the request counts as running.
 
-        `bounded`: the client gave `max_tokens`.  Else at most the complete quota of tokens is taken, and what was
-        generated beyond it is taken at the end.  Raises OverQuota, or Refusal(503) when Redis is away."""
+        Takes the prompt's tokens and the maximum of output tokens.  `bounded`: the client set `max_tokens`.  If not,
+        at most the complete quota is taken, and tokens generated beyond that are taken at the end.  Raises OverQuota,
+        or Refusal(503) when Redis is away."""
         hold = Hold()
         if tenant.quota is None:
             yield hold
@@ -67,7 +68,7 @@ class Quotas:
         taking = asyncio.ensure_future(self._taken(request, take))
         try:
             taken = await asyncio.shield(taking)
-        except asyncio.CancelledError:  # its client left: Redis may have run the script, or be about to
+        except asyncio.CancelledError:  # the client left; Redis may still run the script, so wait for it, then undo it
             with contextlib.suppress(Refusal):
                 await taking
             await self._restore(request, tenant.name, tenant.quota, request_id)
@@ -81,10 +82,9 @@ class Quotas:
             raise
 
     async def take_repeat(self, request: web.Request, tenant: Tenant, request_id: str, tokens: int) -> None:
-        """Take what it costs to send a stored answer once more: one request, and the `tokens` that are sent again.
+        """Charge the tenant for a stored answer that is sent again: one request and `tokens`.
 
-        More tokens than the complete quota cost the complete quota.  Raises OverQuota, or Refusal(503) when Redis is
-        away."""
+        At most the complete token quota is taken.  Raises OverQuota, or Refusal(503) when Redis is away."""
         if tenant.quota is None:
             return
         limit = tenant.quota.tokens_per_minute
@@ -95,7 +95,7 @@ class Quotas:
         self._check(tenant, tenant.quota, taken, [(tokens, 0)])
 
     async def count(self, request: web.Request, tenant: Tenant) -> None:
-        """Count a request that needs no engine among those per minute.  Raises OverQuota, or Refusal(503)."""
+        """Count a request that needs no engine against `requests_per_minute`.  Raises OverQuota, or Refusal(503)."""
         await self.take_repeat(request, tenant, "", 0)
 
     async def _taken(self, request: web.Request, take: Coroutine[Any, Any, Taken]) -> Taken:
@@ -115,12 +115,12 @@ class Quotas:
             raise _refusal(quota, taken.used_up, taken, prompts)
 
     async def _restore(self, request: web.Request, tenant: str, quota: Quota, request_id: str) -> None:
-        if self._streams.trouble is None:  # else the bucket fills within a minute
+        if self._streams.trouble is None:  # without Redis nothing is returned: the bucket refills within a minute
             with contextlib.suppress(BusDown):
                 request[BUCKETS] = await self._streams.quotas.restore(tenant, quota, request_id)
 
     async def headers(self, request: web.Request, tenant: Tenant | None) -> dict[str, str]:
-        """Return the headers of any answer to this tenant; none without quotas, or while Redis is away."""
+        """Return the `x-ratelimit-*` headers of an answer to this tenant; {} without quotas or while Redis is away."""
         if tenant is None or tenant.quota is None:
             return {}
         if BUCKETS not in request:
@@ -134,9 +134,9 @@ class Quotas:
 
 
 def describe(buckets: Buckets) -> dict[str, str]:
-    """Return OpenAI's headers for the quotas a minute that the tenant has.
+    """Return OpenAI's `x-ratelimit-*` headers for the tenant's quotas per minute.
 
-    `reset` is the time until the complete quota is there again."""
+    The header `reset` is the time until the bucket is full again."""
     found = {}
     for name, limit, left, full_ms in (
         ("requests", buckets.quota.requests_per_minute, buckets.requests, buckets.requests_ms),
@@ -161,7 +161,9 @@ def duration(ms: float) -> str:
 
 
 def _prompts(quota: Quota, orders: Sequence[Generate], *, bounded: bool) -> list[tuple[int, int]]:
-    """Return (tokens, most output tokens) of each prompt.  Raises Refusal(400) for more than the bucket ever holds."""
+    """Return (prompt tokens, maximum output tokens) of each prompt.
+
+    Raises Refusal(400) if the request needs more tokens than a full bucket holds."""
     prompts = [(len(order.token_ids), order.width * order.max_new_tokens) for order in orders]
     limit = quota.tokens_per_minute
     if limit is None:

@@ -1,13 +1,13 @@
-"""Resume an answer: what a gateway must know to continue a request of another gateway, and who may ask for it.
+"""Resume an answer: the record with which any gateway can continue an answer, and the check of who may resume it.
 
     POST, first event "cmpl-1:1" ... connection, client or gateway lost after "cmpl-1:17"
     POST to the same path, or GET /v1/streams/cmpl-1, with `Last-Event-ID: cmpl-1:17`   at any gateway: continues at 18
     POST with the same `Idempotency-Key` and body                                       the same answer from its start
 
-The record is stored in Redis with the request, for as long as its token log.  The answer is a function of both: the
-text after N tokens is the text of the tokens after N.  It is the same byte for byte.  Only a client that shows that it
-can resume gets event ids: many readers of events parse every non-empty line.  The cuts into events may
-differ, since a client that catches up gets larger ones.
+The record is stored in Redis with the request, for as long as its token log.  Any gateway computes the same answer,
+byte for byte, from record and token log.  Only the cuts into events may differ: a client that catches up gets larger
+events.  Event ids are sent only to clients that announce that they can resume, because many SSE parsers try to parse
+every non-empty line as data.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from quire.service.common.limits import KEY_CHARS
 from quire.service.common.refusal import Refusal
 
 _ID_DIGITS = 32  # digits of a request id, after its prefix
-_ID_TIME = 12  # hexadecimal digits of a request id: when it was made, unix milliseconds
+_ID_TIME = 12  # hexadecimal digits of a request id for the time of the request, unix milliseconds
 
 
 class Record(msgspec.Struct, frozen=True):
     """All that another gateway needs to write the answer of an accepted request.  Fields are only ever appended."""
 
-    owner: str  # digest of the API key that may resume it: see Tenants.owner
+    owner: str  # digest of the API key that may resume the answer: see Tenants.owner
     tenant: str
-    valid: ValidRequest  # without its prompts, which the next field holds as the answer shows them
-    prompts: list[Prompted]
+    valid: ValidRequest  # without prompts and messages
+    prompts: list[Prompted]  # prompts in the form that the answer needs (token counts, `echo`)
     model: str
     created: int  # unix seconds
     fingerprint: str | None
     deadline_ms: int  # unix time on Redis' clock
-    traceparent: str = ""  # trace of the request: a client that resumes continues it
-    tracestate: str = ""  # beside it
-    shown: bytes = b""  # `valid.shown` as JSON, if it holds numbers that msgpack cannot; that one lacks them then
+    traceparent: str = ""  # W3C trace of the request, which a resumed answer continues
+    tracestate: str = ""  # W3C header that accompanies traceparent
+    shown: bytes = b""  # `valid.shown` as JSON, if it holds integers too large for msgpack; `valid` lacks them then
 
     @property
     def context(self) -> tuple[str, str]:
@@ -63,18 +63,18 @@ class Record(msgspec.Struct, frozen=True):
         bare = msgspec.structs.replace(
             self.valid, prompts=[], messages=[], conversations=[], sources=[], items=[], options=ChatOptions()
         )
-        if bare.prediction is not None:  # the answer's usage shows that there was one
+        if bare.prediction is not None:  # "": usage must still show that the request had a prediction
             bare = msgspec.structs.replace(bare, prediction="")
         try:
             return msgspec.msgpack.encode(msgspec.structs.replace(self, valid=bare))
-        except OverflowError:  # a whole number beyond 64 bits, such as in the schema of a tool that the answer repeats
+        except OverflowError:  # an integer beyond 64 bits, for example in a tool's schema, which the answer repeats
             fields = {name: value for name, value in bare.shown.items() if not isinstance(value, dict | list)}
             bare = msgspec.structs.replace(bare, shown=fields)
             shown = msgspec.json.encode(self.valid.shown)
             return msgspec.msgpack.encode(msgspec.structs.replace(self, valid=bare, shown=shown))
 
     def form(self, request_id: str, vocabulary: list[bytes], *, ids: bool) -> AnswerFormat:
-        """Return a writer of the answer, at its start.  `ids`: its reader uses event ids, if the format has any."""
+        """Return a formatter of the answer, from its start.  `ids`: write event ids, if the format has any."""
         if request_id.startswith(MESSAGE):
             return MessageFormat(self.valid, request_id=request_id, model=self.model, prompt=self.prompts[0])
         if request_id.startswith(RESPONSE):
@@ -104,7 +104,7 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 def decode(record: bytes) -> Record:
-    """Return a record from Redis."""
+    """Decode a record as stored in Redis."""
     found = _decode(record)
     if not found.shown:
         return found
@@ -113,10 +113,10 @@ def decode(record: bytes) -> Record:
 
 
 def read(record: bytes | None, request_id: str, owner: str, retain_s: float, now_ms: int) -> Record:
-    """Decode a record, if `owner` made the request.
+    """Decode a record if `owner` made the request; otherwise raise Refusal.
 
-    Raises the same Refusal for a record that is gone and for one of another owner.  It is 410 if the answer may have
-    expired: its id is older than the time that every answer is kept.  Else it is 404."""
+    A missing record and a record of another owner are refused alike: 410 if the id is older than `retain_s`, so that
+    the answer may have expired, else 404."""
     found = decode(record) if record else None
     if found is not None and found.owner == owner:
         return found
@@ -127,19 +127,19 @@ def read(record: bytes | None, request_id: str, owner: str, retain_s: float, now
 
 
 def new_id(prefix: str, now_ms: int) -> str:
-    """Return a request id that cannot be guessed: 80 of its 128 bits are random, the others hold its time."""
+    """Return a request id that cannot be guessed: 48 bits of time, then 80 random bits."""
     return f"{prefix}{now_ms:0{_ID_TIME}x}{secrets.token_hex(10)}"
 
 
 def resumable(headers: Mapping[str, str]) -> bool:
-    """Return whether a client will resume its answer after it lost the connection."""
+    """Return whether a client announces, by its headers, that it will resume after losing the connection."""
     return "Idempotency-Key" in headers or headers.get("X-Resumable", "").lower() in ("1", "true")
 
 
 def idempotency_key(key: str | None, owner: str, path: str, body: bytes) -> IdempotencyKey | None:
-    """Return the key of an Idempotency-Key header, scoped to the API key; None without a header.  Raises Refusal.
+    """Return digests of an Idempotency-Key header and of the request; None without the header.  Raises Refusal.
 
-    Two requests are the same if path and body are equal, byte for byte."""
+    The key's scope is the client's API key.  Two requests are the same if path and body are equal, byte for byte."""
     if key is None:
         return None
     if not re.fullmatch(rf"[\x21-\x7e]{{1,{KEY_CHARS}}}", key):

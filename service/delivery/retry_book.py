@@ -2,11 +2,11 @@
 
     refused ──> pause until the queue and all earlier promises have started ──> promise in the book
     retry at that time, with the same prompts ──> joins, and the promise leaves
-    new request ──> counts all promises as if they were queued before it; without a late lane those that are due
+    new request ──> counts all promises as if they were queued before it; without a late lane, only the due promises
 
-Without the book each refusal states when today's queue is short enough.  Then all clients retry at once, new requests
-have taken the capacity meanwhile, and most retries are refused.  With it the stated pauses follow one another at the
-engines' pace.
+Without the book, every refusal in the same moment would state the same pause: the time until the present queue is
+short enough.  All clients would retry at once, and most retries would be refused again.  With the book, each client
+gets a later time than the one before, at the pace at which the engines start requests.
 
 A gateway knows its own promises only: a retry at another gateway is a new request there.
 """
@@ -24,9 +24,9 @@ from quire.service.config import GatewayConfig
 from quire.service.delivery import admission
 from quire.service.delivery.admission import Cost, Decision, Promised
 
-MOST = 10_000  # promises in the book; refusals beyond them promise nothing
-# A promise ends this fraction of its pause after its time, and not earlier than these milliseconds: clients round
-# pauses up to full seconds, and add some randomness of their own.
+MOST = 10_000  # maximum number of promises in the book; a refusal while the book is full promises nothing
+# A promise expires GRACE * its pause after its due time, but at least LEAST_GRACE_MS after it: clients round pauses
+# up to full seconds, and add some randomness of their own.
 GRACE, LEAST_GRACE_MS = 0.25, 3000
 EARLY_MS = 500  # milliseconds by which a retry may be early: clocks and rounding
 
@@ -34,10 +34,10 @@ Key = tuple[str, int]
 
 
 class _Promise(NamedTuple):
-    number: int  # order of the first refusals
-    tokens: int
-    due_ms: int
-    until_ms: int
+    number: int  # position in the order of first refusals; a repeated refusal keeps it
+    tokens: int  # prompt tokens
+    due_ms: int  # time of the promised retry
+    until_ms: int  # time at which the promise expires
 
 
 class RetryBook:
@@ -57,9 +57,9 @@ class RetryBook:
     def decide(
         self, requests: Sequence[Generate], cost: Cost, fleet: Fleet, now_ms: int, config: GatewayConfig, jitter: float
     ) -> Decision:
-        """Decide as `admission.decide` does, behind the promises that come before this request.
+        """Call `admission.decide`, with the promises that precede this request counted as queued.
 
-        Raises Refusal.  The pause of a `rate_limit_exceeded` is a promise from then on."""
+        Raises Refusal.  A refusal `rate_limit_exceeded` enters a promise for the end of its pause into the book."""
         self._expire(now_ms)
         key = _key(requests) if self._promises else None
         own = self._promises.get(key) if key is not None else None
@@ -86,7 +86,7 @@ class RetryBook:
         )
 
     def _promise(self, key: Key, own: _Promise | None, tokens: int, now_ms: int, pause_s: float) -> None:
-        """Note the time of a promised retry; a retry before its time keeps its position in the book."""
+        """Enter a promise: the retry is due after `pause_s`.  A client refused again keeps its position in the book."""
         if own is None and len(self._promises) >= MOST:
             return
         self._number += 1
@@ -101,7 +101,7 @@ class RetryBook:
         heapq.heappush(self._dues, (promise.due_ms, key))
 
     def _expire(self, now_ms: int) -> None:
-        """Count promises whose time has come, and drop those that no client has claimed in time."""
+        """Mark promises whose due time has come, and drop expired promises."""
         while self._dues and self._dues[0][0] <= now_ms:
             due_ms, key = heapq.heappop(self._dues)
             promise = self._promises.get(key)
@@ -123,5 +123,5 @@ class RetryBook:
 
 
 def _key(requests: Sequence[Generate]) -> Key:
-    """Return what identifies a retry: its tenant and its prompts."""
+    """Return the tenant and a hash of the prompts, by which a retry is recognised."""
     return requests[0].tenant, hash(tuple(tuple(request.token_ids) for request in requests))

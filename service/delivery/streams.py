@@ -1,11 +1,11 @@
-"""The token reader and the delivery: one task reads this gateway's tokens, for every open request.
+"""The token reader and the delivery: one task reads from Redis the tokens of all open requests of this gateway.
 
     bus.batches() --> reader --> Order --> mailbox (merged) --> the request's own handler --> text --> socket
                                               ^ a slow client's tokens wait here (see `mailbox.py`)
 
-`Streams.open` submits a request of this gateway.  `Streams.join` attaches to a request that runs already or is over,
-here or at another gateway: its client resumed it or retried it.  So an order (one prompt of a request) can have several
-readers.  `orders.py` says how long it lives.
+`Streams.open` submits a new request.  `Streams.join` attaches to a request that was submitted before, by this or
+another gateway, and that runs or has ended: its client resumes it or retries it.  So an order (one prompt of a
+request) can have several readers.  `orders.py` shows the life of an order.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ from quire.service.delivery.usage_ledger import UsageLedger
 
 T = TypeVar("T")
 
-ATTEMPTS = 5  # tries to decide and submit before others did; each works on the reading that the last one returned
+# Maximum rounds of admission and submit per request.  A submit fails if other gateways have filled the lane meanwhile;
+# it returns the new queue length, on which the next round decides.
+ATTEMPTS = 5
 
-# Submits in flight.  Further ones wait here, not for a connection of the bus, where their wait would count as Redis'
-# own and end in a 503.  The bus has two connections more, for readings of the fleet.
+# Maximum number of submits in flight.  Further submits wait for this semaphore, not for a connection to Redis: a wait
+# for a connection would count as a slow Redis and end in a 503.  Two more connections serve readings of the fleet.
 SUBMITS = 6
-DELIVER_COUNT = 1000  # deltas delivered in one turn of the event loop: up to 10 ms
+DELIVER_COUNT = 1000  # maximum number of deltas delivered in one turn of the event loop, about 10 ms of work
 
 
 class AlreadySubmitted(Exception):
@@ -58,7 +60,7 @@ class AlreadySubmitted(Exception):
 
 
 class Streams:
-    """Every open request of this gateway, and the tasks that keep them fed."""
+    """Every open request of this gateway, and the tasks that read tokens and the fleet's state from Redis."""
 
     def __init__(
         self,
@@ -86,22 +88,22 @@ class Streams:
     # -- life
 
     async def start(self) -> None:
-        """Read the fleet once, then start the tasks that keep reading it and the tokens."""
+        """Read the fleet's state once, then start the token reader and the watch over the engines."""
         await self.fleet_watch.refresh()
         self.supervisor.start()
 
     async def stop(self) -> None:
-        """Stop reading, let the last withdrawals leave, and write the ledger."""
+        """Stop the reader tasks, wait until pending withdrawals are sent to Redis, and write the usage ledger."""
         self.orders.leaving = True
         await self.supervisor.stop()
-        await self._bus.withdrawn()  # bounded by the bus' own patience
+        await self._bus.withdrawn()  # bounded by the timeout of calls to Redis
         self.orders.close_all()
         with contextlib.suppress(BusDown):
             await self._ledger.write()
 
     @property
     def trouble(self) -> str | None:
-        """Why Redis cannot be used, one line; None while it can."""
+        """Why Redis cannot be used, in one line; None while it works."""
         return self.supervisor.trouble or self.fleet_watch.trouble
 
     def __len__(self) -> int:
@@ -109,7 +111,7 @@ class Streams:
         return self.orders.reading
 
     def end_all(self, finish: Finish) -> None:
-        """End every open request with `finish`, but hand over those whose clients may resume."""
+        """End every open request with `finish`; a resumable request is left to another gateway instead."""
         self.orders.end_all(finish)
 
     # -- requests
@@ -124,16 +126,16 @@ class Streams:
         idempotency_key: IdempotencyKey | None = None,
         resumable: bool = False,
     ) -> AsyncIterator[OpenRequest]:
-        """A context in which the requests run: one for each prompt, all with the same `n`, for `cost.timeout_s`.
+        """A context in which a client's `requests` run: one per prompt, all with the same `n`, for `cost.timeout_s`.
 
         Admission decides on the last reading of the fleet, and again on a newer one if the queue has grown past the
-        bounds of its decision.  `record` is what `find` returns to a client that resumes.  Raises Refusal when no lane
-        is free or Redis does not accept them, AlreadySubmitted when another request with the key was first.  Then none
-        is queued."""
+        bounds of its decision.  `record` is stored with the requests; `find` returns it when a client resumes.
+        Raises Refusal when no lane is free or Redis does not accept the requests, and AlreadySubmitted when an earlier
+        request has the same idempotency key.  In both cases nothing is queued."""
         opened = OpenRequest(self.orders, [Order(one.id, one.n, one.tenant) for one in requests], resumable=resumable)
         deadline = opened.loop.time() + cost.timeout_s
         self.orders.enter(opened)
-        queued = True  # if this task is cancelled meanwhile, they may be
+        queued = True  # if this task is cancelled during the submit, Redis may have queued the requests
         try:
             try:
                 waiting = await self._submit(requests, cost, record, idempotency_key)
@@ -150,18 +152,18 @@ class Streams:
             self.orders.leave(opened, queued)
 
     async def find(self, request_id: str) -> bytes | None:
-        """Return the record of a request of any gateway, by the id its client knows; None: unknown, or expired.
+        """Return the stored record of a request of any gateway, by its request id; None: unknown or expired.
 
         Raises Refusal(503)."""
         found = await ask(self._bus.attach(f"{request_id}.0", listen=False))
         return found.record if found is not None else None
 
     async def cancel(self, order_ids: list[str]) -> None:
-        """End orders of any gateway as cancelled, for every reader.  An order that is over stays as it is."""
+        """End orders of any gateway as cancelled, for every reader.  Orders that have ended are not changed."""
         await self._bus.cancel_for_all(order_ids)
 
     async def reset_prefix_caches(self) -> int:
-        """Order all engines to empty their prefix caches.  Returns how many there are.  Raises Refusal(503)."""
+        """Order all engines to empty their prefix caches.  Returns the number of engines.  Raises Refusal(503)."""
         if self.trouble is not None:
             raise unavailable()
         return len(await ask(self._bus.operations.reset_prefix_caches()))
@@ -178,10 +180,11 @@ class Streams:
     async def join(
         self, order_ids: list[str], had: Sequence[Sequence[int]], tenant: str, timeout_s: float
     ) -> AsyncIterator[OpenRequest]:
-        """A context that reads on a request that was opened before, here or at another gateway.
+        """A context that continues to read a request that was opened before, at this or another gateway.
 
-        `had`: for each prompt, how many output tokens of each choice the client already has.  Raises Refusal: 410 when
-        the log is gone, 400 when the answer ended with fewer tokens, 503 when it may grow again or Redis is away."""
+        `had`: for each prompt, how many output tokens of each choice the client already has.  Raises Refusal: 410 if
+        the token log has expired, 400 if the answer ended with fewer tokens than `had`, 503 if Redis is away or if the
+        log is shorter than `had` but its engine may send more."""
         orders = [
             self.orders.get(order_id) or Order(order_id, len(counts), tenant)
             for order_id, counts in zip(order_ids, had, strict=True)
@@ -198,7 +201,7 @@ class Streams:
             self.orders.leave(opened, queued=True)
 
     async def _attach(self, opened: OpenRequest, prompt: int, order: Order, counts: Sequence[int]) -> None:
-        """Read the log of one prompt, and begin its choices after `counts` tokens.  Raises Refusal as `join` says."""
+        """Read the log of one prompt, and begin its choices after `counts` tokens.  Raises Refusal as `join` does."""
         found = await ask(self._bus.attach(order.id))
         if found is None:
             raise Refusal(410, "stream_gone", "this answer is not kept any longer")
@@ -206,7 +209,7 @@ class Streams:
         short = [one for one, count in zip(logged, counts, strict=False) if len(one.token_ids) < count]
         if len(logged) != order.n or any(one.finish is not None for one in short):
             raise Refusal(400, "invalid_event_id", "Last-Event-ID: the answer is not as long as that")
-        if short:  # Redis has lost its end, which its engine sends again; or it never was so long
+        if short:  # Redis has lost the last tokens, which the engine sends again; or the client sent a wrong position
             message = "Last-Event-ID: the answer is not as long as that yet"
             raise Refusal(503, "answer_incomplete", message, retry_after_s=1.0)
         for index, one in enumerate(logged):
@@ -219,10 +222,10 @@ class Streams:
     ) -> Waiting:
         """Queue the requests of one client, all or none, if admission permits.
 
-        Raises Refusal (that of admission, or 503) and AlreadySubmitted."""
+        Raises Refusal (from admission, or 503) and AlreadySubmitted."""
         for _ in range(ATTEMPTS):
             async with self._submits:
-                if self.trouble is not None:  # known already: no client waits for it to be found again
+                if self.trouble is not None:  # refuse at once instead of waiting for a call to Redis to fail
                     raise unavailable()
                 now_ms, jitter = self._now_ms(), self._jitter()
                 decision = self._retries.decide(requests, cost, self.fleet, now_ms, self._config, jitter)
@@ -251,7 +254,7 @@ class Streams:
     # -- tokens
 
     async def _read(self) -> None:
-        """Deliver this gateway's tokens.  After a restart it begins with what was not delivered."""
+        """Deliver this gateway's tokens.  A restarted task begins with the tokens that were not delivered."""
         async with contextlib.aclosing(self._bus.batches()) as batches:
             async for batch in batches:
                 first, *later = batch.split(DELIVER_COUNT)
@@ -261,7 +264,7 @@ class Streams:
                     self.deliver(part)
 
     def deliver(self, batch: TokenBatch) -> None:
-        """Spread the tokens of one step over the mailboxes."""
+        """Spread the tokens of one engine step over the mailboxes."""
         self.orders.deliver(batch.deltas)
 
     # -- what Redis holds
@@ -283,7 +286,7 @@ class Streams:
 
     @property
     def pool_states(self) -> PoolStateStore:
-        """What the blocks of each engine hold, in Redis."""
+        """The state of each engine's KV block pool, in Redis."""
         return self._bus.pool_states
 
     @property
@@ -292,12 +295,12 @@ class Streams:
         return self._view.fleet()
 
     def redis_ms(self) -> int:
-        """Return the unix time in ms on Redis' clock, on which deadlines and request ids are."""
+        """Return the unix time in ms on Redis' clock, which deadlines and request ids use."""
         return self._bus.clock.redis_ms()
 
 
 async def ask(reply: Awaitable[T]) -> T:
-    """Await a reply of Redis.  Raises Refusal(503)."""
+    """Await a reply of Redis.  Raises Refusal(503) if Redis is away."""
     try:
         return await reply
     except BusDown:

@@ -1,4 +1,4 @@
-"""Reads the file of tenants again when it changes, so that a revoked key ends without a restart of the gateway."""
+"""Reloads the tenants file when it changes, so that a revoked API key stops working without a gateway restart."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from quire.service.api.tenants import Tenants, TenantsError
 
 log = logging.getLogger("quire.gateway")
 
-LOOK_S = 2.0  # between two looks at the file: one `stat` each
+LOOK_S = 2.0  # seconds between two checks of the file; a check is one `stat` call
 
 
 class TenantsWatch:
-    """Watches one file.  A file with a fault changes nothing: the keys and tenants read before stay."""
+    """Watches one file.  If a new version of the file is invalid, the keys and tenants read before stay in use."""
 
     def __init__(self, tenants: Tenants, path: str, look_s: float = LOOK_S) -> None:
         self._tenants, self._path, self._look_s = tenants, path, look_s
         self._seen = self._identity()
-        self._asked = asyncio.Event()  # SIGUSR1: read it now, changed or not
+        self._asked = asyncio.Event()  # set by SIGUSR1: reload the file now, even if it has not changed
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """A context in which the file is watched; without a file nothing is."""
+        """A context in which the file is watched.  Without a file (empty path) it does nothing."""
         if not self._path:
             yield
             return
@@ -61,7 +61,9 @@ class TenantsWatch:
             log.info("read the file of tenants again: %s has %d keys", self._path, count)
 
     def _identity(self) -> tuple[int, int, int] | None:
-        """Return what changes with the file; None while it is away.  Links are followed, as mounted secrets are."""
+        """Return inode, mtime and size of the file; None if it does not exist.
+
+        Symbolic links are followed: Kubernetes replaces a mounted secret by changing a link."""
         try:
             stat = os.stat(self._path)
         except OSError:

@@ -1,6 +1,7 @@
 """The usage ledger: how many tokens of each finished order were delivered, written to Redis in batches.
 
-Redis itself counts what was generated, in the sync that brings the tokens.  This side adds what was delivered.
+Redis counts the generated tokens itself, in the script with which an engine appends them.  The gateway adds the
+delivered tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ BATCH_ORDERS = 100  # orders written to Redis in one call
 
 
 class UsageLedger:
-    """Collects finished orders and writes them to Redis.  An order stays here until Redis has acknowledged it."""
+    """Collects finished orders and writes their usage to Redis.  An order stays here until Redis acknowledges it."""
 
     def __init__(self, bus: GatewaySide, telemetry: Telemetry) -> None:
         self._bus, self._telemetry = bus, telemetry
@@ -29,7 +30,7 @@ class UsageLedger:
         self._finished.append(order)
 
     async def write(self) -> None:
-        """Write everything that was added.  Raises BusDown; what was not written stays for the next call."""
+        """Write the usage of all collected orders.  Raises BusDown; unwritten orders stay for the next call."""
         while batch := self._finished[:BATCH_ORDERS]:
             for usage in await self._bus.settle([(order.id, order.tenant, order.delivered) for order in batch]):
                 record_usage(self._telemetry, usage)
@@ -39,8 +40,8 @@ class UsageLedger:
 def record_usage(telemetry: Telemetry, usage: Usage) -> None:
     """Count and log the usage of one order (one prompt of a request) that is over at this gateway.
 
-    If a client resumes it at another gateway, that gateway logs it again.  Of its lines the one with the most delivered
-    tokens counts."""
+    If a client resumes the order at another gateway, that gateway logs a second line with the same id.  The line with
+    the larger `delivered_tokens` is the valid one."""
     telemetry.count(DELIVERED_TOKENS, usage.new)
     line = {
         "id": usage.request_id,
