@@ -22,7 +22,8 @@ from quire.engine.core.limits import Totals
 from quire.engine.core.plan import Sampler, StepPlan, StepResult
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
 from quire.engine.loop import Engine
-from quire.engine.observers.metrics import VLLM_TABLE, Telemetry
+from quire.engine.observers.metrics import Telemetry
+from quire.engine.observers.metrics_vllm import VLLM_TABLE
 from quire.engine.observers.turn_record import PHASES, TurnRecord
 from quire.engine.orders import LocalBox, Order, Resume
 from quire.engine.wire.messages import EngineLoad, Generate, Sampling

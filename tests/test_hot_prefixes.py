@@ -21,7 +21,8 @@ from quire.engine.core.limits import Event, Outputs
 from quire.engine.core.plan import StepPlan, StepResult
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor, StepError
 from quire.engine.loop import Engine
-from quire.engine.observers.metrics import STALLED_S, Telemetry
+from quire.engine.observers.measurements import STALLED_S
+from quire.engine.observers.metrics import Telemetry
 from quire.engine.observers.metrics_page import Page
 from quire.engine.orders import LocalBox, Report
 from quire.engine.process.hot_prefixes import LONGEST, WRITE_S, PrefixCounts, warm

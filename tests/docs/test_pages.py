@@ -11,7 +11,7 @@ import pytest
 from quire.engine.common import settings
 from quire.engine.common.removed_options import REMOVED
 from quire.engine.config import EngineConfig
-from quire.engine.observers.metrics import VLLM_TABLE
+from quire.engine.observers.metrics_vllm import VLLM_TABLE
 from quire.service.cli import ServeConfig
 from quire.service.common.metrics import TABLE as GATEWAY_TABLE
 from quire.service.config import GatewayConfig

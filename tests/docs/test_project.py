@@ -34,7 +34,7 @@ METHODS, ATTRIBUTES = 25, 22  # of a class, at most: more of them do several job
 # Classes above a bound, with what they have.  The list may only shrink: take a job out into a class of its own.
 LARGER = {
     "engine/bus_thread.py BusThread": (24, 27),
-    "engine/observers/metrics.py Telemetry": (10, 32),
+    "engine/observers/measurements.py Measurements": (8, 30),
     "service/http/meter.py Meter": (17, 27),
 }
 

@@ -11,7 +11,8 @@ from aiohttp.test_utils import TestServer
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.observers.metrics import NO_LOAD, Telemetry
+from quire.engine.observers.measurements import NO_LOAD
+from quire.engine.observers.metrics import Telemetry
 from quire.engine.wire.messages import EngineLoad
 from quire.service.http import engine_pages
 from quire.service.http.engine_pages import EnginePages, EnginePagesError, merge

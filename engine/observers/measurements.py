@@ -1,0 +1,178 @@
+"""What an engine has measured, as plain numbers: the metrics read them (metrics.py).
+
+Observing a turn costs a few additions.  The rest happens when Prometheus scrapes, on the scraper's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from quire.engine.common import histograms, log_queue
+from quire.engine.common.histograms import Tally
+from quire.engine.common.tracing import Tracing
+from quire.engine.config import EngineConfig
+from quire.engine.core.limits import Totals
+from quire.engine.executor.base import ModelInfo
+from quire.engine.executor.grammar_store import GrammarCounts
+from quire.engine.observers.adapter_use import LoraFigures
+from quire.engine.observers.canary import CanaryCounts
+from quire.engine.observers.iteration_tokens import IterationTokens
+from quire.engine.observers.request_times import RequestTimes
+from quire.engine.observers.turn_record import PHASES, TurnRecord
+from quire.engine.wire.messages import EngineLoad
+
+WASTE_S = 1.0  # shortest time between two counts of wasted slots, which look at every sequence
+STALLED_S = 60.0  # a loop that has not turned for this long counts as dead; the longest step of a CPU takes seconds
+NO_LOAD = EngineLoad("", "", "", 0, 0, 0, 1, 1, 0, 0, 0, 0, 0)  # load before the first turn
+
+
+class WarmUp(NamedTuple):
+    """What the prefix warm-up did."""
+
+    prefixes: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class KVUse(NamedTuple):
+    """How the KV cache is used."""
+
+    shared_fraction: float
+    held: dict[str, int]  # bytes by group of layers
+    cached: dict[str, int]  # bytes by group of layers, held by no sequence
+
+
+class StepTimes:
+    """How long steps take, by whether they computed prompts."""
+
+    def __init__(self) -> None:
+        self._kinds: deque[str] = deque()  # kinds of the steps in flight
+        self._last_result = 0.0  # monotonic seconds; 0: the next result does not follow it
+        self.seconds = {"decode": Tally(histograms.STEP_S), "mixed": Tally(histograms.STEP_S)}
+        self.tokens = Tally(histograms.TOKENS)
+        self.failures = 0
+        self.device_s = 0.0
+
+    def observe(self, record: TurnRecord) -> None:
+        if record.plan is not None:
+            slices = record.plan.slices
+            self._kinds.append("mixed" if slices else "decode")
+            tokens = sum(len(piece.token_ids) for piece in slices)
+            others = record.running - len(slices) - len(record.plan.forks)  # a fork samples from its leader's logits
+            self.tokens.add(others + tokens)
+        if record.failed:
+            self._kinds.clear()
+            self.failures += 1
+            self._last_result = 0.0
+        if record.result is not None:
+            kind, now = self._kinds.popleft(), record.marks[PHASES.index("execute") + 1]
+            if self._last_result:
+                self.seconds[kind].add(now - self._last_result)
+            self._last_result = now
+            self.device_s += record.result.device_s
+        if record.idle:
+            self._last_result = 0.0
+
+
+class Measurements:
+    """What one engine has measured.  The loop's thread observes, the bus thread adds some, any thread reads."""
+
+    def __init__(self, engine: str, tracing: Tracing) -> None:
+        self.engine, self.model = engine, ""
+        self.info: dict[str, str] = {}  # labels of the model
+        self.requests = RequestTimes(engine, tracing)
+        self.steps = StepTimes()
+        self.iterations = IterationTokens()
+        self.gated = 0  # sequences that wait for a grammar or an adapter
+        self.lora = LoraFigures()
+        self.load = NO_LOAD
+        self.totals = Totals()
+        self.canary = CanaryCounts()
+        self.grammars: Callable[[], GrammarCounts] = GrammarCounts
+        self.wasted_slots, self._wasted_at = 0, 0.0
+        self.kv_use = KVUse(0.0, {}, {})
+        self.warming = False  # set from outside: the engine computes hot prefixes and serves no request yet
+        self.warm = WarmUp()
+        self.start_s: dict[str, float] = {}  # seconds of this start, by part
+        self.takeover = False
+        self.memory: dict[str, int] = {}  # bytes, by part
+        self.phases_s = dict.fromkeys(PHASES, 0.0)
+        self.exchange_s = Tally(histograms.ROUND_TRIP_S)
+        self.queue_share = 0.0
+        self.idle_pool_s, self._exchanged = 0.0, time.monotonic()
+        self.resumes = 0
+        self.claims = dict.fromkeys(("held", "waited", "none"), 0)  # claims by Claim.reason
+        self.clock_skew_s = 0.0  # set by the bus thread
+        self._turned = time.monotonic()
+        self.dropped_lines: dict[str, Callable[[], int]] = {"stderr": log_queue.dropped_lines}  # counters by log
+
+    def describe_model(self, info: ModelInfo, config: EngineConfig) -> None:
+        """Take over the labels of the loaded model.  From now on the loop is due to turn."""
+        self._turned = time.monotonic()
+        self.model, self.lora.slots = info.name, config.lora_slots if info.adapters else 0
+        self.info = {
+            "fingerprint": info.fingerprint[:16],
+            "dtype": config.dtype,
+            "kv_dtype": config.kv_dtype,
+            "block_size": str(config.block_size),
+            "max_model_len": str(info.max_model_len),
+        }
+
+    def warmed(self, prefixes: int, tokens: int, seconds: float) -> None:
+        """Take over what the prefix warm-up did."""
+        self.warm = WarmUp(prefixes, tokens, seconds)
+
+    def started(self, parts: Mapping[str, float], *, takeover: bool, memory: Mapping[str, int]) -> None:
+        """Take over the seconds of each part of the start, whether this engine was a spare, and its memory in bytes."""
+        self._turned = time.monotonic()
+        self.start_s, self.takeover, self.memory = dict(parts), takeover, dict(memory)
+
+    def observe(self, record: TurnRecord) -> None:
+        self.requests.observe(record)
+        self.steps.observe(record)
+        assert record.load is not None
+        self.load, self.totals, self.canary = record.load, record.totals, record.canary
+        self.iterations.observe(self.requests.prefilled_tokens, record.totals.generated_tokens)
+        self.gated = record.gated
+        self.lora.observe(record)
+        self.grammars = record.grammar_counts
+        marks, phases = record.marks, self.phases_s
+        for i, phase in enumerate(PHASES):
+            phases[phase] += marks[i + 1] - marks[i]
+        self._turned = now = marks[-1]
+        if now - self._wasted_at >= WASTE_S:
+            self.wasted_slots, self._wasted_at = record.count_wasted_slots(), now
+            self.kv_use = KVUse(record.measure_sharing(), *record.group_bytes())
+        if record.resumed_s and self.takeover:
+            self.start_s.setdefault("recompute", record.resumed_s)
+
+    def exchanged(self, seconds: float, queue_share: float, resumed: int) -> None:
+        """Record one sync with Redis, on the bus thread.
+
+        `queue_share`: requests that wait in the queue, over the engines that share it.  `resumed`: claimed requests
+        that an earlier engine began."""
+        now = time.monotonic()
+        if self.queue_share or self.load.waiting:  # since the last sync
+            self.idle_pool_s += (now - self._exchanged) * self.load.free_blocks / self.load.total_blocks
+        self._exchanged = now
+        self.exchange_s.add(seconds)
+        self.resumes += resumed
+        self.queue_share = queue_share
+
+    def claimed(self, reasons: Iterable[str]) -> None:
+        """Count claimed requests, on the bus thread.  `reasons`: see Claim.reason."""
+        for reason in reasons:
+            self.claims[reason] += 1
+
+    @property
+    def used_blocks(self) -> int:
+        """KV blocks that sequences hold or that cache a prefix."""
+        return self.load.total_blocks - self.load.free_blocks
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loop turns."""
+        return time.monotonic() - self._turned < STALLED_S

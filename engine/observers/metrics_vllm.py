@@ -1,0 +1,161 @@
+"""The metrics that vLLM's engine serves, under vLLM's names, for dashboards and autoscalers made for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from quire.engine.common import histograms
+from quire.engine.observers.measurements import Measurements
+from quire.engine.observers.metric_row import Row
+
+
+def ended_as_vllm(t: Measurements) -> Counter[str]:
+    """Return ended sequences by vLLM's reasons."""
+    reasons = {"stop": "stop", "length": "length", "cancelled": "abort", "deadline": "abort", "error": "error"}
+    found: Counter[str] = Counter(dict.fromkeys(reasons.values(), 0))
+    for reason, count in dict(t.requests.ended).items():
+        if reason in reasons:
+            found[reasons[reason]] += count
+    return found
+
+
+VLLM_TABLE: tuple[Row, ...] = (
+    Row("vllm:num_requests_running", "gauge", "Sequences in the batch.", lambda t: t.load.running),
+    Row(
+        "vllm:num_requests_waiting",
+        "gauge",
+        # Autoscalers sum it over engines and expect everything that waits anywhere.
+        "Sequences that wait in this engine, plus its share of the requests in the shared queue.",
+        lambda t: t.load.waiting + t.queue_share,
+    ),
+    Row(
+        "vllm:num_requests_waiting_by_reason",
+        "gauge",
+        "The same by reason: capacity, or deferred while a grammar is compiled.",
+        lambda t: {"capacity": max(0.0, t.load.waiting - t.gated + t.queue_share), "deferred": t.gated},
+        "reason",
+    ),
+    Row(
+        "vllm:kv_cache_usage_perc",
+        "gauge",
+        "KV-cache utilisation, 0 to 1.",
+        lambda t: t.used_blocks / t.load.total_blocks,
+    ),
+    Row(
+        "vllm:gpu_cache_usage_perc",  # its name until vLLM 0.9
+        "gauge",
+        "KV-cache utilisation, 0 to 1.",
+        lambda t: t.used_blocks / t.load.total_blocks,
+    ),
+    Row("vllm:num_requests_swapped", "gauge", "Waiting sequences in host memory.", lambda t: t.load.swapped),
+    Row(
+        "vllm:cache_config_info",
+        "info",
+        "Size of the KV cache in the labels; the value is 1.",
+        lambda t: {
+            "model_name": t.model,
+            "engine": t.engine,
+            "block_size": str(t.load.block_size),
+            "num_gpu_blocks": str(t.load.total_blocks),
+        },
+    ),
+    Row("vllm:prompt_tokens", "counter", "Prompt tokens of started requests.", lambda t: t.totals.prompt_tokens),
+    Row(
+        "vllm:prompt_tokens_by_source",
+        "counter",
+        "Prompt tokens of started requests, by where their KV cache came from.",
+        lambda t: {
+            "local_compute": t.totals.prompt_tokens - t.totals.cached_prompt_tokens,
+            "local_cache_hit": t.totals.cached_prompt_tokens,
+            "external_kv_transfer": 0,
+        },
+        "source",
+    ),
+    Row(
+        "vllm:prompt_tokens_cached",
+        "counter",
+        "Prompt tokens of started requests that the prefix cache had.",
+        lambda t: t.totals.cached_prompt_tokens,
+    ),
+    Row("vllm:generation_tokens", "counter", "Output tokens.", lambda t: t.totals.generated_tokens),
+    Row("vllm:prefix_cache_queries", "counter", "Prompt tokens of started requests.", lambda t: t.totals.prompt_tokens),
+    Row(
+        "vllm:prefix_cache_hits",
+        "counter",
+        "Prompt tokens of started requests that the prefix cache had.",
+        lambda t: t.totals.cached_prompt_tokens,
+    ),
+    Row("vllm:num_preemptions", "counter", "Preemptions of sequences.", lambda t: t.totals.preemptions),
+    Row("vllm:request_success", "counter", "Sequences that ended, by reason.", ended_as_vllm, "finished_reason"),
+    Row(
+        "vllm:request_queue_time_seconds",
+        "histogram",
+        "Seconds from queueing a request to its start in the batch.",
+        lambda t: t.requests.queue_s,
+        bounds=histograms.REQUEST_S,
+    ),
+    Row(
+        "vllm:request_prefill_time_seconds",
+        "histogram",
+        "Seconds from a request's start in the batch to its first token.",
+        lambda t: t.requests.prefill_s,
+        bounds=histograms.REQUEST_S,
+    ),
+    Row(
+        "vllm:request_decode_time_seconds",
+        "histogram",
+        "Seconds from a sequence's first token to its end.",
+        lambda t: t.requests.decode_s,
+        bounds=histograms.REQUEST_S,
+    ),
+    Row(
+        "vllm:request_inference_time_seconds",
+        "histogram",
+        "Seconds from a request's start in the batch to a sequence's end.",
+        lambda t: t.requests.inference_s,
+        bounds=histograms.REQUEST_S,
+    ),
+    Row("vllm:request_prompt_tokens", "histogram", "Prompt tokens of a request.", lambda t: t.requests.prompt_tokens),
+    Row(
+        "vllm:request_generation_tokens",
+        "histogram",
+        "Output tokens of a sequence.",
+        lambda t: t.requests.output_tokens,
+    ),
+    Row(
+        "vllm:request_max_num_generation_tokens",
+        "histogram",
+        "Output tokens of a request's longest sequence.",
+        lambda t: t.requests.longest_tokens,
+    ),
+    Row(
+        "vllm:request_prefill_kv_computed_tokens",
+        "histogram",
+        "Prompt tokens of a request that the prefix cache did not have.",
+        lambda t: t.requests.computed_tokens,
+    ),
+    Row(
+        "vllm:spec_decode_num_draft_tokens",
+        "counter",
+        "Drafts that steps computed.",
+        lambda t: sum(t.totals.drafted_tokens.values()),
+    ),
+    Row(
+        "vllm:spec_decode_num_accepted_tokens",
+        "counter",
+        "Drafts that equalled what was sampled.",
+        lambda t: sum(t.totals.accepted_drafts.values()),
+    ),
+    Row(
+        "vllm:request_num_preemptions",
+        "histogram",
+        "Preemptions of a request's sequences.",
+        lambda t: t.requests.preemptions,
+    ),
+    Row(
+        "vllm:iteration_tokens_total",
+        "histogram",
+        "Output tokens of a step, and prompt tokens, cached ones included, of requests whose first token it gave.",
+        lambda t: t.iterations.tokens,
+    ),
+)
