@@ -47,7 +47,7 @@ def joined(name: str, namespace: str | None) -> str:
     return namespace + name if namespace.endswith(JOINED) else f"{namespace}{JOINED}{name}"
 
 
-def _each(
+def each_tool(
     tools: list[Tool], path: str = "tools", namespace: str | None = None
 ) -> Iterator[tuple[str, str | None, Tool]]:
     """Yield (path, namespace, tool) of each tool, those within namespaces included.  Raises Refusal."""
@@ -63,13 +63,13 @@ def _each(
             raise wrong_type(f"{here}.tools", "a list")
         if not isinstance(tool.get("name"), str) or not tool["name"]:
             raise wrong_type(f"{here}.name", "a string")
-        yield from _each(inner, f"{here}.tools", tool["name"])
+        yield from each_tool(inner, f"{here}.tools", tool["name"])
 
 
 def names_of(tools: list[Tool]) -> dict[str, Called]:
     """Return how the client names each tool that the chat names otherwise, by the chat's name."""
     found: dict[str, Called] = {}
-    for _, namespace, tool in _each(tools):
+    for _, namespace, tool in each_tool(tools):
         kind, name = tool.get("type"), tool.get("name")
         if isinstance(name, str) and (kind == "custom" or (kind == "function" and namespace)):
             found[joined(name, namespace)] = Called(name, namespace, "custom" if kind == "custom" else "function")
@@ -80,8 +80,8 @@ def functions_of(tools: list[Tool] | None, skipped: Skipped, config: GatewayConf
     """Return the tools of /v1/responses as functions of a chat, with their rules.  Raises Refusal."""
     found: list[Tool] = []
     paths: list[str] = []
-    for path, namespace, tool in _each(tools or []):
-        kind, name = tool.get("type"), tool.get("name")
+    for path, namespace, tool in each_tool(tools or []):
+        kind, name = tool.get("type") or "function", tool.get("name")
         if kind not in ("function", "custom"):
             skipped.add(f"{path}.{shown(str(kind))}")
             continue
@@ -202,7 +202,7 @@ def chat_tools(tools: Any, skipped: Skipped) -> tuple[Any, ToolRules]:
     found: list[Any] = []
     paths: list[str] = []
     for at, tool in enumerate(tools):
-        kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
+        kind = (tool.get("type") if isinstance(tool, dict) else None) or "function"
         if kind == "function":
             found.append(tool)
             paths.append(f"tools[{at}]")
@@ -227,6 +227,9 @@ def message_tools(
             paths.append(f"tools[{at}]")
             continue
         value = str(shown(str(kind)))
+        if kind == "function":  # left out, the model would have none of the client's tools
+            message = f"tools[{at}].type: a tool of this format has name and input_schema, and no type '{value}'"
+            raise bad_request("invalid_value", message, f"tools[{at}].type", "custom", value)
         if choice and choice.get("type") == "tool" and choice.get("name") == tool.get("name"):
             message = f"tool_choice.name: a call of '{value}' cannot be demanded, only tools of the client are served"
             raise bad_request("unsupported", message, "tool_choice.name", "a tool of the client", value)

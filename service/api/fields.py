@@ -57,6 +57,7 @@ UNSERVED: dict[str, Unserved] = {
     "tools": Unserved("a call of tools outside /v1/chat/completions", EMPTY, ("completions",)),
     "tool_choice": Unserved("a call of tools outside /v1/chat/completions", ("none", "auto"), ("completions",)),
     "functions": Unserved("the older form of tools", EMPTY),
+    "function_call": Unserved("a choice among the older form of tools", ("none", "auto")),
     "audio": Unserved("audio", EMPTY),
     "logits_processors": Unserved("code of clients", EMPTY),
     "add_special_tokens": Unserved("a chat with special tokens beyond the template's", (False,), ("chat",)),

@@ -10,7 +10,7 @@ from quire.engine.wire.messages import Sampling
 from quire.service.api.beams import fit_beams
 from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import LIMITS, shown
-from quire.service.common.refusal import Refusal, check, limit_refusal
+from quire.service.common.refusal import Refusal, check, limit_refusal, unsupported
 from quire.service.common.refusal import bad_request as _bad
 from quire.service.config import GatewayConfig
 
@@ -66,6 +66,7 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
             token = next(token for token in ids if not 0 <= token < vocab)
             raise no_token(name, vocab, token)
     _leave_a_token(sampling, limits)
+    check_bounds(valid, encoded)
     param = "messages" if valid.chat else "prompt"
     pool = limits.total_blocks * limits.block_size
     rooms = []
@@ -90,6 +91,15 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
         bounded = valid.max_tokens is not None
         return fit_beams(valid.beams, [*map(len, encoded)], rooms, blocks=blocks, size=size, bounded=bounded)
     return rooms
+
+
+def check_bounds(valid: ValidRequest, encoded: list[list[int]]) -> None:
+    """Raise Refusal for a prompt so long that a field of the request would have to change it."""
+    longest = max(map(len, encoded))
+    for bound in valid.bounds:
+        if longest >= bound.tokens:
+            reason = f"{bound.what} is not served, and the prompt has {longest} tokens, {bound.tokens} or more"
+            raise unsupported(bound.param, reason, f"a prompt below {bound.tokens} tokens", longest)
 
 
 def _leave_a_token(sampling: Sampling, limits: EngineLimits) -> None:

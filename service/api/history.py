@@ -17,7 +17,7 @@ import msgspec
 from quire.service.api.client_tools import custom_arguments
 from quire.service.api.sent_calls import read_call, read_function
 from quire.service.chat_templates import written_numbers
-from quire.service.chat_templates.fit_history import Entry, fit
+from quire.service.chat_templates.fit_history import Entry, fit, joined
 from quire.service.chat_templates.template_probe import TEMPLATES_KEPT, Dialect
 from quire.service.common.limits import ROLE_CHARS
 from quire.service.common.refusal import Refusal, bad_request, check
@@ -65,9 +65,7 @@ def plain_messages(messages: list[Message], config: GatewayConfig) -> list[dict[
 def _plain(name: str, message: Message) -> dict[str, Any]:
     if message.role not in ROLES and not re.fullmatch(ROLE, message.role):
         raise unknown_role(name, message.role)
-    entry: dict[str, Any] = {"role": message.role, "content": message.content or message.refusal or ""}
-    if isinstance(message.content, list):
-        entry["content"] = [{"type": "text", "text": _part_text(name, part)} for part in message.content]
+    entry: dict[str, Any] = {"role": message.role, "content": _content(name, message)}
     for field in ("name", "tool_calls", "tool_call_id"):
         if value := getattr(message, field):
             entry[field] = value
@@ -82,6 +80,14 @@ def _plain(name: str, message: Message) -> dict[str, Any]:
         entry["function_call"] = read_function(f"{name}.function_call", message.function_call)
         _check_call(name, entry, "function_call")
     return entry
+
+
+def _content(name: str, message: Message) -> str | list[dict[str, Any]]:
+    """Return the content of a message, and after it the refusal that it has beside the content."""
+    content: Any = message.content or ""
+    if isinstance(message.content, list):
+        content = [{"type": "text", "text": _part_text(name, part)} for part in message.content]
+    return joined(content, message.refusal) or ""
 
 
 def _part_text(name: str, part: Part) -> str:

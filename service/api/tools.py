@@ -92,8 +92,11 @@ def chat_options(
     if continued and asked.add_generation_prompt:
         message = "continue_final_message: only without add_generation_prompt"
         raise bad_request("invalid_value", message, "continue_final_message", False, True)
-    if continued and not (messages[-1]["role"] == "assistant" and messages[-1]["content"]):
-        message = "continue_final_message: the last message must be the assistant's, with content"
+    final = messages[-1]
+    if continued and not (final["role"] == "assistant" and final["content"] and not final.get("tool_calls")):
+        message = (
+            "continue_final_message: the last message must be the assistant's, with content and without tool calls"
+        )
         raise bad_request("invalid_value", message, "continue_final_message")
     if (budget := asked.thinking_token_budget) is not None:
         check("thinking_token_budget", budget, config)
@@ -142,7 +145,7 @@ def _tool_name(field: str, tool: Any, config: GatewayConfig, rules: ToolRules) -
     """Return the name of a tool, once all of it is checked.  Raises Refusal."""
     if not isinstance(tool, dict):
         raise _wrong_type(field, "an object", tool)
-    if tool.get("type", "function") != "function":
+    if (tool.get("type") or "function") != "function":
         given = shown(str(tool["type"]))
         raise bad_request(
             "unsupported", f"{field}.type: only 'function' is served, got '{given}'", f"{field}.type", "function", given
@@ -189,6 +192,8 @@ def _takes_objects(kind: Any) -> bool:
 
 def _with_object(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool whose parameters say `"type": "object"`: a list of types, null and capitals are written so."""
+    if tool.get("type", "function") is None:
+        tool = {**tool, "type": "function"}
     parameters = tool["function"].get("parameters")
     kind = (parameters or {}).get("type", "object")
     if kind == "object":

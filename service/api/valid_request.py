@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,6 +15,14 @@ from quire.service.grammar.grammar import Constraint
 from quire.service.output.regions import Reading
 
 Prompt = str | list[int]
+
+
+class PromptBound(NamedTuple):
+    """Tokens of a prompt from which a field would change it, which is not served."""
+
+    param: str  # the field
+    tokens: int
+    what: str  # what would be done with a longer prompt
 
 
 class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +74,7 @@ class ValidRequest(msgspec.Struct, frozen=True, kw_only=True):
     repeated: list[str] = []  # text that answers begin with, per chat with `echo`
     conversations: list[list[dict[str, Any]]] = []  # further chats, each a prompt of its own; `messages` is the first
     scoring: Scoring | None = None  # each of `prompts` is an item whose score the answer is
+    bounds: list[PromptBound] = []  # tokens that the prompt must stay below
     prediction: str | None = None  # text that the client expects in its answer; None: it names none
     sources: list[str] = []  # formats other than a chat's: the client's field from which each of `messages` comes
 

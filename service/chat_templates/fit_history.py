@@ -8,10 +8,12 @@ saw.  `Dialect` says which shapes of a conversation a template renders.  All oth
     several system at the head     -> one, joined by an empty line
     system later                   -> a turn of the user, after the results of tools that are due
     system of a template without   -> the beginning of the first turn of the user
+    system and nothing else        -> a turn of the user, where a template shows no lone system message
     content beside calls           -> a message of its own before the calls
     calls in parallel              -> one message per call, each followed by its result
     a result without a call        -> a turn of the user
     call ids of another form       -> nine letters, the same ones for the same id
+    no turn of the user            -> an empty one after the system message, where a template demands one
     turns of one role in a row     -> one, joined by an empty line; an empty turn is put where one is due
 """
 
@@ -42,6 +44,9 @@ def fit(messages: list[Message], dialect: Dialect) -> list[Entry]:
             entries = list(_without_orphans(entries))
     if any(message["role"] == "system" for message, _ in entries):
         entries = _fit_system(entries, dialect)
+    if not dialect.userless and all(message["role"] != "user" for message, _ in entries):
+        head = _head(entries)
+        entries[head:head] = [({"role": "user", "content": ""}, entries[-1][1])]
     if not dialect.users_in_row or not dialect.assistants_in_row or not dialect.assistant_first:
         entries = _alternating(entries, dialect)
     return entries
@@ -68,9 +73,7 @@ def _with_content(message: Message, content: Any) -> Message:
 
 
 def _fit_system(entries: list[Entry], dialect: Dialect) -> list[Entry]:
-    head = 0
-    while head < len(entries) and entries[head][0]["role"] == "system":
-        head += 1
+    head = _head(entries)
     first, rest = entries[:head], entries[head:]
     if len(first) > 1 and not dialect.several_systems:
         content: Any = ""
@@ -79,9 +82,15 @@ def _fit_system(entries: list[Entry], dialect: Dialect) -> list[Entry]:
         first = [(_with_content(first[0][0], content), first[0][1])]
     if not dialect.later_system:
         rest = list(_as_turns(rest))
-    if first and (not dialect.system or (not dialect.system_beside_results and _ends_in_results(rest))):
+    shown = dialect.system and (dialect.system_beside_results or not _ends_in_results(rest))
+    if first and not (shown and (rest or dialect.system_alone)):
         return _before_a_turn(first, rest, last=dialect.system)
     return [*first, *rest]
+
+
+def _head(entries: list[Entry]) -> int:
+    """Return the number of system messages at the beginning."""
+    return next((at for at, (message, _) in enumerate(entries) if message["role"] != "system"), len(entries))
 
 
 def _ends_in_results(entries: list[Entry]) -> bool:

@@ -43,7 +43,9 @@ class Dialect(msgspec.Struct, frozen=True):
     any_role: bool = False  # messages of a role that no template names: it writes the role itself
     several_systems: bool = True  # system messages at the beginning may be several
     later_system: bool = True  # system messages may follow a turn
+    system_alone: bool = True  # a system message without any other
     system_beside_results: bool = True  # also where the last message is no turn of the user
+    userless: bool = True  # no turn of the user at all
     users_in_row: bool = True
     assistants_in_row: bool = True
     assistant_first: bool = True
@@ -190,6 +192,7 @@ class _Shapes:
         head = [say("system")] if system else []
         return {
             "system": system,
+            "system_alone": renders(say("system")),
             "developer": named
             and renders(*head, say("developer"), say("user"))
             and self._differs("system", "developer"),
@@ -197,6 +200,7 @@ class _Shapes:
             "several_systems": renders(say("system"), say("system"), say("user")),
             "later_system": renders(*head, say("user"), say("system"))
             and renders(*head, say("user"), say("assistant"), say("system"), say("user")),
+            "userless": renders(say("assistant"), say("assistant")) or renders(say("assistant")),
             "users_in_row": renders(say("user"), say("user")),
             "assistants_in_row": renders(say("user"), say("assistant"), say("assistant"), say("user")),
             "assistant_first": renders(say("assistant"), say("user")),

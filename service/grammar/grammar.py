@@ -51,6 +51,7 @@ LEGACY = {
     "guided_grammar": "grammar",
 }
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+DESCRIBED = ("name", "description", "schema", "strict")  # fields beside a schema
 KINDS: Mapping[str, Kind] = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
@@ -132,9 +133,13 @@ def _response_format(given: Any) -> Iterator[Constraint]:
     kinds = "text, json_object, json_schema"
     if not isinstance(given, dict):
         raise NotServed("response_format", "must be an object", code="invalid_type")
-    kind = given.get("type")
+    kind, given = given.get("type"), {name: value for name, value in given.items() if value is not None}
     if kind not in ("text", "json_object", "json_schema"):
         raise NotServed("response_format.type", f"must be one of {kinds}", code="unsupported", limit=kinds)
+    if kind != "text" and "schema" in given and "json_schema" not in given:  # as llama.cpp and others have it
+        _only("response_format", given, ("type", *DESCRIBED))
+        yield Constraint("response_format.schema", "json", given["schema"])
+        return
     _only("response_format", given, ("type", "json_schema") if kind == "json_schema" else ("type",))
     if kind == "json_object":
         yield Constraint("response_format", "json", ANY_OBJECT)
@@ -143,7 +148,7 @@ def _response_format(given: Any) -> Iterator[Constraint]:
     inner, param = given.get("json_schema"), "response_format.json_schema"
     if not isinstance(inner, dict):
         raise NotServed(param, "must be an object with a schema", code="invalid_type")
-    _only(param, inner, ("name", "description", "schema", "strict"))
+    _only(param, inner, DESCRIBED)
     for name, kinds_of in (("name", str), ("description", str), ("strict", bool)):
         if not isinstance(inner.get(name), (kinds_of, type(None))):
             raise NotServed(f"{param}.{name}", f"must be a {kinds_of.__name__}", code="invalid_type")

@@ -135,5 +135,6 @@ class TokenEndpoints:
                 unread = left_out(self._tokenizer.chat.unread(valid), messages.NAMES, config)
                 request[METER].record_unknown((*valid.unknown, *unread))
                 [ids] = await self._tokenizer.encode(valid, size, total=self._work.max_tokens())
+                fitting.check_bounds(valid, [ids])
             async with cut_after(config.default_timeout_s):
                 return await self._work.write(request, [msgspec.json.encode({"input_tokens": len(ids)})])

@@ -3,7 +3,8 @@
 no edits                                     nothing to do
 clear_thinking_20251015, keep "all"          changes nothing
 clear_thinking_20251015, keep N turns        the thinking of earlier turns is left out
-clear_tool_uses_20250919                     changes nothing while the calls are few: see `_clears_no_calls`
+clear_tool_uses_20250919, few calls          changes nothing: see `_clears_no_calls`
+clear_tool_uses_20250919, compact_20260112   change nothing while the prompt is below their trigger, else 400
 any other edit                               400: it would change the prompt in a way that this server does not know
 """
 
@@ -15,41 +16,55 @@ import msgspec
 
 from quire.service.api.anthropic.message_blocks import Turn
 from quire.service.api.skipped import Skipped
+from quire.service.api.valid_request import PromptBound
 from quire.service.common.limits import shown
 from quire.service.common.refusal import bad_request
 
 FIELD = "context_management"
 CLEAR_THINKING, CLEAR_CALLS = "clear_thinking_20251015", "clear_tool_uses_20250919"
+TRIGGERS = {CLEAR_CALLS: 100_000, "compact_20260112": 150_000}  # input tokens at which an edit begins by default
 THINKING = ("thinking", "redacted_thinking")
 KEPT_TURNS, KEPT_CALLS = 1, 3  # defaults of `keep`: turns with thinking, and tool calls
 
 
-def edited(turns: list[Turn], management: dict[str, Any] | None, skipped: Skipped) -> list[Turn]:
-    """Return messages after the edits of their request.  Raises Refusal for an edit that is not served."""
-    if not management:
-        return turns
-    for name in management:
+def edited(
+    turns: list[Turn], management: dict[str, Any] | None, skipped: Skipped
+) -> tuple[list[Turn], list[PromptBound]]:
+    """Return messages after the edits of their request, and the prompts that other edits would change.
+
+    Raises Refusal for an edit that is not served."""
+    bounds: list[PromptBound] = []
+    for name in management or ():
         if name != "edits":
             raise bad_request(
                 "unsupported", f"{FIELD}.{shown(name)}: there is no such setting", f"{FIELD}.{shown(name)}"
             )
-    edits = management.get("edits") or []
+    edits = (management or {}).get("edits") or []
     if not isinstance(edits, list) or not all(isinstance(edit, dict) for edit in edits):
         raise bad_request("invalid_type", f"{FIELD}.edits: must be a list of edits", f"{FIELD}.edits", "a list")
     for at, edit in enumerate(edits):
-        if edit.get("type") == CLEAR_CALLS and _clears_no_calls(turns, edit):
-            skipped.add(FIELD)
-            continue
-        if edit.get("type") != CLEAR_THINKING:
-            kind = str(shown(str(edit.get("type"))))
-            message = f"{FIELD}.edits[{at}].type: editing of the context by '{kind}' is not served"
-            raise bad_request("unsupported", message, f"{FIELD}.edits[{at}].type", CLEAR_THINKING, kind)
-        keep = _turns_to_keep(f"{FIELD}.edits[{at}].keep", edit.get("keep"))
-        if keep is None:
-            skipped.add(FIELD)
-        else:
-            turns = _without_thinking(turns, keep)
-    return turns
+        kind, here = edit.get("type"), f"{FIELD}.edits[{at}]"
+        if kind == CLEAR_THINKING:
+            keep = _turns_to_keep(f"{here}.keep", edit.get("keep"))
+            if keep is not None:
+                turns = _without_thinking(turns, keep)
+                continue
+        elif not (kind == CLEAR_CALLS and _clears_no_calls(turns, edit)):
+            bounds.append(_bound(here, edit))
+        skipped.add(FIELD)
+    return turns, bounds
+
+
+def _bound(here: str, edit: dict[str, Any]) -> PromptBound:
+    """Return the prompts that an edit leaves alone.  Raises Refusal if only its application would tell."""
+    given = edit.get("type")
+    kind = str(shown(str(given)))
+    trigger = edit.get("trigger") or {"type": "input_tokens", "value": TRIGGERS.get(kind)}
+    tokens = trigger.get("value") if isinstance(trigger, dict) and trigger.get("type") == "input_tokens" else None
+    if given not in TRIGGERS or not isinstance(tokens, int) or isinstance(tokens, bool):
+        message = f"{here}.type: editing of the context by '{kind}' is not served"
+        raise bad_request("unsupported", message, f"{here}.type", CLEAR_THINKING, kind)
+    return PromptBound(f"{here}.trigger", tokens, f"editing of the context by '{kind}'")
 
 
 def _clears_no_calls(turns: list[Turn], edit: dict[str, Any]) -> bool:

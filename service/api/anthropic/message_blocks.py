@@ -50,6 +50,7 @@ class ContentBlock(msgspec.Struct):
     text: str | None = None
     id: str | None = None
     name: str | None = None
+    tool_name: str | None = None  # a tool_reference's
     input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # a tool_use's, with all digits
     tool_use_id: str | None = None
     content: Any = None  # a result's, a compaction's or a search result's: a string or blocks
@@ -217,7 +218,7 @@ def _text_part(here: str, block: ContentBlock, skipped: Skipped, *, notes: bool 
         if block.type != "tool_reference":
             skipped.add(f"{here}.{block.type}")
             return Part("text", NOTE.format("image" if block.type == "image" else "file"))
-        return Part("text", f"[tool {block.name or ''}]".replace(" ]", "]"))
+        return Part("text", f"[tool {block.tool_name or block.name or ''}]".replace(" ]", "]"))
     if block.type != "text":
         raise unsupported(f"{here}.type", "this server takes text only", OF_USER, str(shown(block.type)))
     return Part("text", _text(here, block))

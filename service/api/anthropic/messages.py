@@ -58,8 +58,9 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 UNSERVED = {
     "mcp_servers": "tools of other servers",
     "container": "code execution",
-    "speed": "a choice of speed",
 }
+SPEEDS = ("standard", "fast")  # the same model, at another price
+HINTS = ("task_budget",)  # settings of `output_config` that tell the model something
 
 
 class CountBody(msgspec.Struct, kw_only=True):
@@ -72,6 +73,7 @@ class CountBody(msgspec.Struct, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # older name of `output_config.format`
     chat_template_kwargs: Any = None
     metadata: Any = None
     service_tier: Any = None
@@ -104,23 +106,25 @@ def parse(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float
     asked, unknown = decode_all(body, MessagesBody, "messages", config)
     check("max_tokens", asked.max_tokens, config)
     skipped = Skipped(config)
-    chat, rules, sources = chat_of(asked, skipped)
+    turns, bounds = edited(asked.messages, asked.context_management, skipped)
+    chat, rules, sources = chat_of(asked, turns, skipped)
     chat.max_tokens, chat.stream, chat.stop = asked.max_tokens, asked.stream, asked.stop_sequences
     chat.temperature, chat.top_p, chat.top_k, chat.seed = asked.temperature, asked.top_p, asked.top_k, asked.seed
     chat.priority, chat.timeout, chat.cache_salt = asked.priority, asked.timeout, asked.cache_salt
     with placing(sources):
         valid = chat_request(chat, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
-    return msgspec.structs.replace(_with_thinking(valid, asked), at_most=True, sources=sources)
+    return msgspec.structs.replace(_with_thinking(valid, asked), at_most=True, sources=sources, bounds=bounds)
 
 
 def parse_count(body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: Served) -> ValidRequest:
     """Parse the body of POST /v1/messages/count_tokens.  Raises Refusal."""
     asked, unknown = decode_all(body, CountBody, "messages", config)
     skipped = Skipped(config)
-    chat, rules, sources = chat_of(asked, skipped)
+    turns, bounds = edited(asked.messages, asked.context_management, skipped)
+    chat, rules, sources = chat_of(asked, turns, skipped)
     with placing(sources):
         valid = chat_request(chat, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
-    return msgspec.structs.replace(_with_thinking(valid, asked), sources=sources)
+    return msgspec.structs.replace(_with_thinking(valid, asked), sources=sources, bounds=bounds)
 
 
 def _with_thinking(valid: ValidRequest, asked: CountBody) -> ValidRequest:
@@ -134,20 +138,25 @@ def _with_thinking(valid: ValidRequest, asked: CountBody) -> ValidRequest:
 # ------------------------------------------------------------------------------------------------------------- requests
 
 
-def chat_of(asked: CountBody, skipped: Skipped) -> tuple[ChatBody, ToolRules, list[str]]:
+def chat_of(asked: CountBody, turns: list[Turn], skipped: Skipped) -> tuple[ChatBody, ToolRules, list[str]]:
     """Return the chat that a body asks for, without what only an answer needs; its rules; the source of each message.
 
-    Raises Refusal."""
+    `turns`: its messages after the edits that it asks for.  Raises Refusal."""
     for name, feature in UNSERVED.items():
         if getattr(asked, name) not in (None, [], {}):
             raise unsupported(name, f"{feature} is not served")
-    turns = edited(asked.messages, asked.context_management, skipped)
+    if asked.speed is not None and asked.speed not in SPEEDS:
+        raise unsupported(
+            "speed", f"must be one of {', '.join(SPEEDS)}", ", ".join(SPEEDS), str(shown(str(asked.speed)))
+        )
+    if asked.speed == "fast":
+        skipped.add("speed")
     messages, sources = messages_of(turns, skipped)
     # An answer continues a last message of the assistant's, as at Anthropic.
     continued = bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
     tools, rules = message_tools(asked.tools, skipped, asked.tool_choice)
     choice, parallel = _tool_choice(asked.tool_choice)
-    effort, form = _output_config(asked.output_config)
+    effort, form = _output_config(asked, skipped)
     system = system_of(asked.system, skipped)
     chat = ChatBody(
         model=asked.model,
@@ -196,19 +205,25 @@ def _thinking(given: dict[str, Any] | None) -> tuple[bool | None, int | None]:
     return True, None if budget is None else min(budget, WHOLE)
 
 
-def _output_config(given: dict[str, Any] | None) -> tuple[str | None, dict[str, Any] | None]:
+def _output_config(asked: CountBody, skipped: Skipped) -> tuple[str | None, dict[str, Any] | None]:
     """Return `reasoning_effort` and `response_format` of the chat."""
-    given = given or {}
-    for name in given:
-        if name not in ("effort", "format"):
+    given, field = asked.output_config or {}, "output_config.format"
+    for name, value in given.items():
+        if name in HINTS and value is not None:
+            skipped.add(f"output_config.{name}")
+        elif name not in ("effort", "format", *HINTS):
             raise unsupported(f"output_config.{shown(name)}", "there is no such setting", "effort, format")
     effort, form = given.get("effort"), given.get("format")
     if not isinstance(effort, str | None):
         raise wrong_type("output_config.effort", "a string")
+    if asked.output_format is not None:
+        if form is not None:
+            raise bad_request("invalid_value", f"output_format: is the older name of {field}", "output_format")
+        form, field = asked.output_format, "output_format"
     if form is None:
         return effort, None
     if not isinstance(form, dict) or form.get("type") != "json_schema":
-        raise unsupported("output_config.format.type", "only json_schema is served", "json_schema")
+        raise unsupported(f"{field}.type", "only json_schema is served", "json_schema")
     return effort, {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}
 
 

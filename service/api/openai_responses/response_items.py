@@ -6,7 +6,7 @@
     ..._output                              a message of role `tool`
     mcp_call, code_interpreter_call,        a call and its result, if the result is in the item
       file_search_call
-    compaction                              a message of the user with the summary
+    compaction, agent_message               a message of the user with the summary, or with what another agent says
     web_search_call and others of SKIPPED   left out, and named in a header: they hold no text for the model
 
 Any other type is a 400.  An image or file in a result becomes a note: a tool's result must not end the conversation.
@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from quire.service.api.client_tools import custom_arguments, joined
+from quire.service.api.client_tools import custom_arguments, each_tool, joined
 from quire.service.api.history import Message, Part
 from quire.service.api.skipped import Skipped
 from quire.service.common.limits import shown
@@ -56,21 +56,23 @@ OUTPUTS = (
     "shell_call_output",
     "apply_patch_call_output",
     "computer_call_output",
+    "tool_search_output",
 )
+COMPACTIONS = ("compaction", "compaction_summary", "context_compaction")
 SKIPPED = (
     "web_search_call",
     "image_generation_call",
     "mcp_list_tools",
     "mcp_approval_request",
     "mcp_approval_response",
-    "tool_search_output",
     "additional_tools",
     "configuration_update",
     "compaction_trigger",
     "program",
     "program_output",
+    "ghost_snapshot",
 )
-SERVED = ("message", "function_call", "custom_tool_call", "reasoning", "compaction", "compaction_summary")
+SERVED = ("message", "agent_message", "function_call", "custom_tool_call", "reasoning", *COMPACTIONS)
 ID_PREFIXES = {"function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_", "custom_tool_call": "ctc_"}
 REFERENCE = "item_reference"
 
@@ -195,6 +197,8 @@ class _History:
         kind = str(item.get("type") or "message")
         if kind == "message":
             self._message(param, item)
+        elif kind == "agent_message":
+            self._agent_message(param, item)
         elif kind == "function_call":
             self._call(item, _string(param, item, "call_id"), _name(param, item), _string(param, item, "arguments"))
         elif kind == "custom_tool_call":
@@ -204,15 +208,14 @@ class _History:
             name, field = CLIENT_CALLS[kind]
             self._call(item, _call_id(param, item), name, _json(item.get(field)))
         elif kind in OUTPUTS:
-            call = _call_id(param, item)
-            self._result(call, self._result_text(param, item))
+            self._result(_call_id(param, item), self._result_text(param, item), item.get("name"))
         elif kind in PROVIDER_CALLS:
             self._provider_call(param, kind, item)
         elif kind == "reasoning":
             turn = self._turn(fresh=self._answered())
             text = self._reasoning(param, item)
             turn.reasoning_content = "\n\n".join(filter(None, (turn.reasoning_content, text)))
-        elif kind in ("compaction", "compaction_summary"):
+        elif kind in COMPACTIONS:
             self._compaction(param, item)
         elif kind in SKIPPED:
             self._skipped.add(f"{param}.{kind}")
@@ -232,6 +235,13 @@ class _History:
         else:
             self.found.append(Message(str(role), content))
 
+    def _agent_message(self, param: str, item: Item) -> None:
+        """Add what another agent of the client says."""
+        content = texts(f"{param}.content", item.get("content"), self._skipped)
+        text = content if isinstance(content, str) else "\n".join(part.text or "" for part in content)
+        author = item.get("author")
+        self.found.append(Message("user", f"Message from {author}:\n\n{text}" if isinstance(author, str) else text))
+
     def _answered(self) -> bool:
         """Whether the last message has text or calls: reasoning and text after them are of another turn."""
         return bool(self.found) and bool(self.found[-1].content or self.found[-1].tool_calls)
@@ -249,13 +259,16 @@ class _History:
         entry: dict[str, Any] = {"id": call.removeprefix(CALL_PREFIX), "type": "function", "function": function}
         turn.tool_calls = [*(turn.tool_calls or ()), entry]
 
-    def _result(self, call: str, content: str | list[Part]) -> None:
-        name = self._names.get(call)
+    def _result(self, call: str, content: str | list[Part], name: Any = None) -> None:
+        """Add a result.  `name`: of its function, for one whose call is not in the history."""
+        name = self._names.get(call, name if isinstance(name, str) else None)
         self.found.append(Message("tool", content, name=name, tool_call_id=call.removeprefix(CALL_PREFIX)))
 
     def _result_text(self, param: str, item: Item) -> str | list[Part]:
         """Return the text of a tool's result, with a note for what is no text."""
         output = item.get("output")
+        if item.get("type") == "tool_search_output":
+            return "Tools: " + ", ".join(_tool_names(item.get("tools")))
         if isinstance(output, str):
             return output
         if isinstance(output, list) and all(isinstance(part, dict) and "stdout" in part for part in output):
@@ -269,8 +282,8 @@ class _History:
     def _provider_call(self, param: str, kind: str, item: Item) -> None:
         """Add a call that a provider has run, with its result; without one it is skipped."""
         name, fields, result = PROVIDER_CALLS[kind]
-        output = item.get(result) or item.get("error")
-        if not output:
+        output = item.get("error") or item.get(result)
+        if output is None:
             self._skipped.add(f"{param}.{kind}")
             return
         name = name or _name(param, {"name": item.get("name"), "namespace": item.get("server_label")})
@@ -373,10 +386,24 @@ def _name(param: str, item: Item) -> str:
 
 
 def _call_id(param: str, item: Item) -> str:
-    """Return the id of a call.  A local shell's output has it as `id`."""
-    if item.get("type") == "local_shell_call_output" and "call_id" not in item:
-        return _string(param, item, "id")
-    return _string(param, item, "call_id")
+    """Return the id of a call of CLIENT_CALLS, or of a result; "": the result's call is not named.
+
+    Some calls, and a local shell's output, have it as `id`."""
+    if item.get("call_id") is not None:
+        return _string(param, item, "call_id")
+    kind = item.get("type")
+    if kind == "tool_search_output" or (kind == "function_call_output" and item.get("name") is not None):
+        return ""
+    return _string(param, item, "call_id" if kind == "function_call_output" else "id")
+
+
+def _tool_names(tools: Any) -> list[str]:
+    """Return the names of the tools that a search has found, as the chat has them."""
+    return [
+        joined(tool["name"], namespace)
+        for _, namespace, tool in each_tool([tool for tool in tools or () if isinstance(tool, dict)])
+        if isinstance(tool.get("name"), str)
+    ]
 
 
 def _string(param: str, item: Item, field: str) -> str:

@@ -27,7 +27,7 @@ from quire.service.api.openai_responses.response_items import (
 )
 from quire.service.api.skipped import Skipped
 from quire.service.api.tools import ToolRules
-from quire.service.api.valid_request import ValidRequest
+from quire.service.api.valid_request import PromptBound, ValidRequest
 from quire.service.common.limits import shown
 from quire.service.common.refusal import Refusal, bad_request, check, placing, unsupported, wrong_type
 from quire.service.config import GatewayConfig
@@ -48,9 +48,8 @@ UNSERVED = {
     "prompt": "a stored prompt",
     "conversation": "a stored conversation",
     "moderation": "moderation",
-    "context_management": "compaction of the context",
-    "max_tool_calls": "a bound on the server's own tool calls",
 }
+TRUNCATIONS = ("disabled", "auto")  # the latter changes nothing while the prompt fits; one that does not is refused
 # Values of `include`: the reasoning in a form that a client may send back, log probabilities, and parts of items that
 # never occur here.
 SEALED = "reasoning.encrypted_content"
@@ -121,12 +120,12 @@ class ResponsesBody(ChatFields, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
+    max_tool_calls: int | None = None  # of tools that the server runs, of which there are none
+    context_management: list[dict[str, Any]] | None = None
     # Refused: see UNSERVED.
     prompt: Any = None
     conversation: Any = None
     moderation: Any = None
-    context_management: Any = None
-    max_tool_calls: int | None = None
     enable_response_messages: bool | None = None  # vLLM's: see raw_messages.py
 
 
@@ -176,6 +175,7 @@ def parse(
         called=called,
         seals=SEALED in (asked.include or ()),
         raw_messages=bool(asked.enable_response_messages),
+        bounds=_compactions(asked.context_management or []),
     )
 
 
@@ -244,11 +244,30 @@ def _refuse_unserved(asked: ResponsesBody) -> None:
     for name, feature in UNSERVED.items():
         if getattr(asked, name) not in (None, [], {}, ""):
             raise unsupported(name, f"{feature} is not served")
-    if asked.truncation not in (None, "disabled"):
-        raise unsupported("truncation", "items are not dropped", "disabled", str(shown(asked.truncation)))
+    if asked.truncation not in (None, *TRUNCATIONS):
+        allowed, given = ", ".join(TRUNCATIONS), str(shown(asked.truncation))
+        raise bad_request(
+            "invalid_value", f"truncation: must be one of {allowed}, got '{given}'", "truncation", allowed, given
+        )
     for at, name in enumerate(asked.include or ()):
         if name not in INCLUDED:
             raise unsupported(f"include[{at}]", "is not served", ", ".join(INCLUDED), str(shown(name)))
+
+
+def _compactions(given: list[dict[str, Any]]) -> list[PromptBound]:
+    """Return the prompts that `context_management` would compact.  Raises Refusal for other entries."""
+    bounds = []
+    for at, entry in enumerate(given):
+        here, threshold = f"context_management[{at}]", entry.get("compact_threshold")
+        if entry.get("type") != "compaction":
+            raise unsupported(
+                f"{here}.type", "there is no such setting", "compaction", str(shown(str(entry.get("type"))))
+            )
+        if not isinstance(threshold, int | None) or isinstance(threshold, bool):
+            raise wrong_type(f"{here}.compact_threshold", "a whole number")
+        if threshold is not None:
+            bounds.append(PromptBound(f"{here}.compact_threshold", threshold, "compaction of the context"))
+    return bounds
 
 
 def _check_metadata(metadata: dict[str, str], config: GatewayConfig) -> None:
@@ -278,7 +297,7 @@ def _shown(asked: ResponsesBody, valid: ValidRequest) -> dict[str, Any]:
         "background": bool(asked.background),
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
-        "max_tool_calls": None,
+        "max_tool_calls": asked.max_tool_calls,
         "metadata": asked.metadata or {},
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
         "previous_response_id": asked.previous_response_id,
@@ -290,7 +309,7 @@ def _shown(asked: ResponsesBody, valid: ValidRequest) -> dict[str, Any]:
         "tools": asked.tools or [],
         "top_logprobs": asked.top_logprobs or 0,
         "top_p": valid.sampling.top_p,
-        "truncation": "disabled",
+        "truncation": asked.truncation or "disabled",
         "user": asked.user,
     }
 

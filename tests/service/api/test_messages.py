@@ -402,7 +402,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"tool_choice": {"type": "some"}}, "tool_choice.type", "invalid_value"),
     ({"thinking": {"type": "deeply"}}, "thinking.type", "invalid_value"),
-    ({"output_config": {"task_budget": {}}}, "output_config.task_budget", "unsupported"),
+    ({"output_config": {"mood": {}}}, "output_config.mood", "unsupported"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].type", "invalid_value"),
     ({"output_config": {"format": {"type": "regex"}}}, "output_config.format.type", "unsupported"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema", "invalid_type"),
     ({"stop_sequences": ["x"] * 65}, "stop_sequences", "too_many"),
@@ -410,7 +411,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "unsupported"),
     ({"container": "x"}, "container", "unsupported"),
     (
-        {"context_management": {"edits": [{"type": "compact_20260112"}]}},
+        {"context_management": {"edits": [{"type": "compact_20300101"}]}},
         "context_management.edits[0].type",
         "unsupported",
     ),
@@ -420,7 +421,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "invalid_value",
     ),
     ({"context_management": {"auto": True}}, "context_management.auto", "unsupported"),
-    ({"speed": "fast"}, "speed", "unsupported"),
+    ({"speed": "slow"}, "speed", "unsupported"),
 ]
 
 

@@ -63,12 +63,24 @@ SKIPPED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"web_search_options": {}}, "web_search_options"),
     (CHAT, {"tools": [CHAT_SH, {"type": "web_search"}], "tool_choice": "auto"}, "tools[1].web_search"),
     (CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].custom"),
+    (CHAT, {"tools": [{**CHAT_SH, "type": None}]}, ""),
+    (CHAT, {"tools": [CHAT_SH], "function_call": "auto"}, ""),
+    (RESPONSES, {"truncation": "auto"}, ""),
+    (RESPONSES, {"max_tool_calls": 5}, ""),
+    (RESPONSES, {"context_management": [{"type": "compaction", "compact_threshold": 100_000}]}, ""),
+    (RESPONSES, {"tools": [{**SH, "type": None}]}, ""),
+    (RESPONSES, {"input": [HI, {"type": "ghost_snapshot", "ghost_commit": {}}]}, "input[1].ghost_snapshot"),
+    (RESPONSES, {"input": [HI, {"type": "context_compaction"}]}, "input[1].encrypted_content"),
     (MESSAGES, {"output_config": {"effort": "high"}}, "output_config.effort"),
     (MESSAGES, {"output_config": {"effort": "none"}}, ""),
     (MESSAGES, {"context_management": {"edits": []}}, ""),
     (MESSAGES, {"context_management": {"edits": [EDIT]}}, "context_management"),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].web_search_20250305"),
     (MESSAGES, {"tools": [{"name": "sh"}, {"type": "bash_20250124", "name": "bash"}]}, "tools[1].bash_20250124"),
+    (MESSAGES, {"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management"),
+    (MESSAGES, {"output_config": {"task_budget": {"type": "tokens", "total": 9000}}}, "output_config.task_budget"),
+    (MESSAGES, {"speed": "standard"}, ""),
+    (MESSAGES, {"speed": "fast"}, "speed"),
     (MESSAGES, {"system": "x-anthropic-billing-header: a=1;\nBe brief."}, "system.x-anthropic-billing-header"),
     (RESPONSES, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
     (RESPONSES, {"reasoning": {"effort": "none"}}, ""),
@@ -295,6 +307,43 @@ ITEMS: list[tuple[list[dict[str, Any]], str]] = [
         '"name": "docs__find", "arguments": {"q": 1}',
     ),
     (
+        [
+            {"type": "mcp_call", "id": "mcp_1", "name": "empty", "arguments": '{"q": 1}', "output": ""},
+            {"role": "assistant", "content": "ok"},
+        ],
+        '"name": "empty", "arguments": {"q": 1}',
+    ),
+    (
+        [
+            {
+                "type": "agent_message",
+                "author": "/root/reviewer",
+                "recipient": "/root",
+                "content": [{"type": "input_text", "text": "looks ok"}],
+            }
+        ],
+        "user\nMessage from /root/reviewer:\n\nlooks ok",
+    ),
+    (
+        [
+            {"type": "local_shell_call", "id": "lsh_1", "call_id": None, "action": {"command": ["ls"]}},
+            {"type": "function_call_output", "call_id": "lsh_1", "output": "ok"},
+        ],
+        '"name": "local_shell", "arguments": {"command": ["ls"]}',
+    ),
+    ([{"type": "function_call_output", "name": "watch", "output": "ok"}], "ok"),
+    (
+        [
+            {"type": "tool_search_call", "call_id": None, "execution": "client", "arguments": {"query": "mail"}},
+            {
+                "type": "tool_search_output",
+                "call_id": None,
+                "tools": [{"type": "namespace", "name": "mail", "tools": [{**SH, "name": "ok"}]}, {**SH, "name": "b"}],
+            },
+        ],
+        '"name": "tool_search", "arguments": {"query": "mail"}',
+    ),
+    (
         [{"type": "code_interpreter_call", "id": "ci_1", "code": "1", "outputs": [{"logs": "ok"}]}],
         '"name": "code_interpreter"',
     ),
@@ -361,18 +410,73 @@ def test_an_edit_of_calls_is_accepted_while_it_clears_none() -> None:
     plain: dict[str, Any] = {"type": "clear_tool_uses_20250919"}
     for calls, edit, served in (
         (3, plain, True),
-        (4, plain, False),
+        (4, plain, 100_000),  # Anthropic's default
         (4, {**plain, "keep": {"type": "tool_uses", "value": 4}}, True),
         (4, {**plain, "trigger": {"type": "tool_uses", "value": 5}}, True),
         (5, {**plain, "trigger": {"type": "tool_uses", "value": 5}}, False),
-        (4, {**plain, "trigger": {"type": "input_tokens", "value": 10**6}}, False),
+        (4, {**plain, "trigger": {"type": "input_tokens", "value": 10**6}}, 10**6),
+        (4, {**plain, "trigger": {"type": "input_tokens", "value": "many"}}, False),
     ):
         fields = {"messages": [HI, *[use, result] * calls], "context_management": {"edits": [edit]}}
         if served:
-            assert parsed(MESSAGES, **fields).unknown == ("context_management",)
+            valid = parsed(MESSAGES, **fields)
+            assert valid.unknown == ("context_management",)
+            assert [bound.tokens for bound in valid.bounds] == ([] if served is True else [served])
         else:
             with pytest.raises(Refusal, match="clear_tool_uses"):
                 parsed(MESSAGES, **fields)
+
+
+EDITS_BY_TOKENS: list[tuple[str, dict[str, Any], str]] = [
+    (MESSAGES, {"edits": [{"type": "compact_20260112"}]}, "context_management.edits[0].trigger"),
+    (
+        MESSAGES,
+        {"edits": [EDIT, {"type": "clear_tool_uses_20250919", "keep": {"type": "tool_uses", "value": -1}}]},
+        "context_management.edits[1].trigger",
+    ),
+    (RESPONSES, {}, "context_management[0].compact_threshold"),
+]
+
+
+@pytest.mark.parametrize(("path", "management", "param"), EDITS_BY_TOKENS)
+async def test_a_prompt_that_would_be_edited_is_refused(
+    serve: Serve, engine: EngineMaker, tools_tokenizer: Tokenizer, path: str, management: dict[str, Any], param: str
+) -> None:
+    served = await serve(tools_tokenizer)
+    async with model(engine, says(tools_tokenizer, "Yes.")):
+        await settled(lambda: bool(served.streams.fleet.engines))
+        status, answer, _ = await post(served.session, path)
+        usage = answer["usage"]
+        tokens = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+        for trigger, wanted in ((tokens + 1, 200), (tokens, 400)):
+            given: Any = [{"type": "compaction", "compact_threshold": trigger}]
+            if path == MESSAGES:
+                last = {**management["edits"][-1], "trigger": {"type": "input_tokens", "value": trigger}}
+                given = {"edits": [*management["edits"][:-1], last]}
+            status, answer, _ = await post(served.session, path, context_management=given)
+            assert status == wanted, answer
+            if path == MESSAGES:
+                body = {**BASE[path], "context_management": given}
+                async with served.session.post(f"{MESSAGES}/count_tokens", json=body) as counted:
+                    assert counted.status == wanted
+        assert param in answer["error"]["message"]
+
+
+def test_a_result_may_be_a_reference_to_a_tool(tools_tokenizer: Tokenizer) -> None:
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "search", "input": {}}]}
+    block = {"type": "tool_reference", "tool_name": "mcp__mail__send"}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [block]}]}
+    assert "mcp__mail__send" in prompt_of(tools_tokenizer, parsed(MESSAGES, messages=[HI, use, result]))
+
+
+def test_the_older_name_of_an_output_format_is_honoured() -> None:
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    older, newer = parsed(MESSAGES, output_format=form), parsed(MESSAGES, output_config={"format": form})
+    assert older.constraint is not None
+    assert older.constraint == newer.constraint
+    for fields in ({"output_format": {"type": "text"}}, {"output_format": form, "output_config": {"format": form}}):
+        with pytest.raises(Refusal, match=r"^output_format"):
+            parsed(MESSAGES, **fields)
 
 
 def test_thinking_of_earlier_turns_is_cleared_where_asked() -> None:

@@ -404,7 +404,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
     ({"max_output_tokens": -1}, "max_output_tokens", "invalid_value"),
     ({"temperature": 3}, "temperature", "invalid_value"),
-    ({"truncation": "auto"}, "truncation", "unsupported"),
+    ({"truncation": "some"}, "truncation", "invalid_value"),
     ({"include": ["message.output_text.scores"]}, "include[0]", "unsupported"),
     ({"top_logprobs": -1}, "top_logprobs", "invalid_value"),
     ({"metadata": {"a": "x" * 513}}, "metadata", "too_long"),
@@ -414,8 +414,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": {"id": "x"}}, "prompt", "unsupported"),
     ({"conversation": "x"}, "conversation", "unsupported"),
     ({"moderation": {"model": "x"}}, "moderation", "unsupported"),
-    ({"context_management": [{}]}, "context_management", "unsupported"),
-    ({"max_tool_calls": 2}, "max_tool_calls", "unsupported"),
+    ({"context_management": [{}]}, "context_management[0].type", "unsupported"),
+    (
+        {"context_management": [{"type": "compaction", "compact_threshold": "x"}]},
+        "context_management[0].compact_threshold",
+        "invalid_type",
+    ),
 ]
 
 

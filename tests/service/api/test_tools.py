@@ -372,6 +372,15 @@ async def test_special_tokens_that_are_markers_are_seen_by_the_parser_only(
             "continue_final_message",
             "invalid_value",
         ),
+        (
+            {
+                "messages": [{"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}],
+                "continue_final_message": True,
+            },
+            "continue_final_message",
+            "invalid_value",
+        ),
+        ({"tools": [TOOL], "function_call": {"name": "f"}}, "function_call", "unsupported"),
         ({"messages": [{"role": "a critic", "content": "x"}]}, "messages[0].role", "invalid_value"),
     ],
 )

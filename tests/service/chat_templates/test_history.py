@@ -76,6 +76,11 @@ ORDERS = [
     "user assistant assistant user",
     "user assistant user system assistant user",
     "system system assistant assistant user user system",
+    "system",
+    "developer system",
+    "assistant",
+    "system assistant",
+    "developer assistant assistant",
 ]
 
 
@@ -262,7 +267,7 @@ def test_foreign_call_ids_are_renamed_alike(tokenizer_of: Callable[[str], Tokeni
 REFUSED = [
     ("llama2", [say("user", "a"), as_chat("", "", [("f", "{}")], False)[0]], "messages[1].tool_calls"),
     ("llama2", [say("user", "a"), {"role": "tool", "tool_call_id": "x", "content": "b"}], "messages[1].role"),
-    ("qwen3.5", [say("assistant", "a")], "messages[0]"),
+    ("qwen3.5", [say("user", "<tool_response>a</tool_response>")], "messages[0]"),
     ("qwen3", [say("user", "a"), say("assistant", "b"), say("judge", "c")], "messages[2].role"),
 ]
 
@@ -397,9 +402,11 @@ def test_a_refusal_is_content_of_the_assistant(published: Tokenizer) -> None:
     for answer in (
         {"role": "assistant", "content": None, "refusal": "wordno"},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "wordno"}]},
+        {"role": "assistant", "content": "wordsorry", "refusal": "wordno"},
+        {"role": "assistant", "content": [{"type": "text", "text": "wordsorry"}], "refusal": "wordno"},
     ):
         text = chat_prompt(published, [say("user", "a"), answer, say("user", "b")])
-        assert "wordno" in text
+        assert [word for word in re.findall(r"word\w+", json.dumps(answer)) if word not in text] == []
 
 
 @pytest.mark.parametrize("half", ["\\ud83d", "\\uDE00", "\\ud83d\\ud83d", "\\\\\\ud83d"])

@@ -139,6 +139,9 @@ def matches(grammar: str, text: str) -> bool:
             "json",
             OBJECT,
         ),
+        ({"response_format": {"type": "json_object", "schema": OBJECT}}, "json", OBJECT),
+        ({"response_format": {"type": "json_schema", "schema": OBJECT, "json_schema": None}}, "json", OBJECT),
+        ({"response_format": {"type": "json_object", "schema": None, "json_schema": None}}, "json", {"type": "object"}),
         ({"structured_outputs": {"json": OBJECT, "regex": None}}, "json", OBJECT),
         ({"structured_outputs": {"json_object": True}}, "json", {"type": "object"}),
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
@@ -158,7 +161,9 @@ def test_every_field_that_asks_for_a_grammar(fields: dict[str, Any], kind: str, 
     assert compile_grammar(constraint).grammar
 
 
-@pytest.mark.parametrize("fields", [{}, {"response_format": None}, {"response_format": {"type": "text"}}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"response_format": None}, {"response_format": {"type": "text", "json_schema": None}}]
+)
 def test_a_text_needs_no_grammar(fields: dict[str, Any]) -> None:
     assert completion(**fields).constraint is None
 
@@ -169,7 +174,12 @@ def test_a_text_needs_no_grammar(fields: dict[str, Any]) -> None:
         ({"response_format": "json"}, "response_format", "invalid_type"),
         ({"response_format": {}}, "response_format.type", "unsupported"),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type", "unsupported"),
-        ({"response_format": {"type": "json_object", "schema": OBJECT}}, "response_format.schema", "unsupported"),
+        ({"response_format": {"type": "text", "schema": OBJECT}}, "response_format.schema", "unsupported"),
+        (
+            {"response_format": {"type": "json_schema", "schema": OBJECT, "mode": 1}},
+            "response_format.mode",
+            "unsupported",
+        ),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "invalid_type"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
