@@ -83,7 +83,7 @@ def _plain(name: str, message: Message) -> dict[str, Any]:
 
 
 def _content(name: str, message: Message) -> str | list[dict[str, Any]]:
-    """Return the content of a message, and after it the refusal that it has beside the content."""
+    """Return the content of a message, then its refusal."""
     content: Any = message.content or ""
     if isinstance(message.content, list):
         content = [{"type": "text", "text": _part_text(name, part)} for part in message.content]

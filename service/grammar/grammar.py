@@ -51,7 +51,7 @@ LEGACY = {
     "guided_grammar": "grammar",
 }
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-DESCRIBED = ("name", "description", "schema", "strict")  # fields beside a schema
+DESCRIBED = ("name", "description", "schema", "strict")  # fields of a schema with its name
 KINDS: Mapping[str, Kind] = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 

@@ -17,7 +17,7 @@ import msgspec
 from quire.service.api.anthropic.message_blocks import Turn
 from quire.service.api.skipped import Skipped
 from quire.service.api.valid_request import PromptBound
-from quire.service.common.limits import shown
+from quire.service.common.limits import WHOLE, shown
 from quire.service.common.refusal import bad_request
 
 FIELD = "context_management"
@@ -56,15 +56,15 @@ def edited(
 
 
 def _bound(here: str, edit: dict[str, Any]) -> PromptBound:
-    """Return the prompts that an edit leaves alone.  Raises Refusal if only its application would tell."""
+    """Return the prompts that an edit leaves alone.  Raises Refusal for an edit that names no tokens."""
     given = edit.get("type")
     kind = str(shown(str(given)))
     trigger = edit.get("trigger") or {"type": "input_tokens", "value": TRIGGERS.get(kind)}
     tokens = trigger.get("value") if isinstance(trigger, dict) and trigger.get("type") == "input_tokens" else None
-    if given not in TRIGGERS or not isinstance(tokens, int) or isinstance(tokens, bool):
+    if not isinstance(given, str) or kind not in TRIGGERS or not isinstance(tokens, int) or isinstance(tokens, bool):
         message = f"{here}.type: editing of the context by '{kind}' is not served"
         raise bad_request("unsupported", message, f"{here}.type", CLEAR_THINKING, kind)
-    return PromptBound(f"{here}.trigger", tokens, f"editing of the context by '{kind}'")
+    return PromptBound(f"{here}.trigger", min(tokens, WHOLE), f"editing of the context by '{kind}'")
 
 
 def _clears_no_calls(turns: list[Turn], edit: dict[str, Any]) -> bool:

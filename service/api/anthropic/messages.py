@@ -60,7 +60,7 @@ UNSERVED = {
     "container": "code execution",
 }
 SPEEDS = ("standard", "fast")  # the same model, at another price
-HINTS = ("task_budget",)  # settings of `output_config` that tell the model something
+HINTS = ("task_budget",)  # settings of `output_config` without effect
 
 
 class CountBody(msgspec.Struct, kw_only=True):

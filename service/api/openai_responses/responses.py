@@ -28,7 +28,7 @@ from quire.service.api.openai_responses.response_items import (
 from quire.service.api.skipped import Skipped
 from quire.service.api.tools import ToolRules
 from quire.service.api.valid_request import PromptBound, ValidRequest
-from quire.service.common.limits import shown
+from quire.service.common.limits import WHOLE, shown
 from quire.service.common.refusal import Refusal, bad_request, check, placing, unsupported, wrong_type
 from quire.service.config import GatewayConfig
 
@@ -120,7 +120,7 @@ class ResponsesBody(ChatFields, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
-    max_tool_calls: int | None = None  # of tools that the server runs, of which there are none
+    max_tool_calls: int | None = None  # harmless: this server runs no tools
     context_management: list[dict[str, Any]] | None = None
     # Refused: see UNSERVED.
     prompt: Any = None
@@ -249,6 +249,10 @@ def _refuse_unserved(asked: ResponsesBody) -> None:
         raise bad_request(
             "invalid_value", f"truncation: must be one of {allowed}, got '{given}'", "truncation", allowed, given
         )
+    if (calls := asked.max_tool_calls) is not None and not 1 <= calls <= WHOLE:
+        limit = f">= 1 and <= {WHOLE}"
+        message = f"max_tool_calls: must be {limit}, got {shown(calls)}"
+        raise bad_request("invalid_value", message, "max_tool_calls", limit, shown(calls))
     for at, name in enumerate(asked.include or ()):
         if name not in INCLUDED:
             raise unsupported(f"include[{at}]", "is not served", ", ".join(INCLUDED), str(shown(name)))
@@ -266,7 +270,7 @@ def _compactions(given: list[dict[str, Any]]) -> list[PromptBound]:
         if not isinstance(threshold, int | None) or isinstance(threshold, bool):
             raise wrong_type(f"{here}.compact_threshold", "a whole number")
         if threshold is not None:
-            bounds.append(PromptBound(f"{here}.compact_threshold", threshold, "compaction of the context"))
+            bounds.append(PromptBound(f"{here}.compact_threshold", min(threshold, WHOLE), "compaction of the context"))
     return bounds
 
 
