@@ -24,9 +24,9 @@ TORCH_LIBRARY(quire, m) {
   //   lens       [S] i32, keys including this step's
   //   window     > 0: a query sees only the last `window` positions up to its own
   //   soft_cap   > 0: score = soft_cap * tanh(score / soft_cap)
-  //   sinks      [H] f32: a score without a value, added to every softmax of the head
+  //   sinks      [H] f32: attention sink, a score without a value in every softmax of its head
   //   decodes    number of leading sequences with at most one query each: a hint that a device may use
-  //   plan       from attention_plan for the same q_start, lens, decodes, sizes and window, after tables and rows
+  //   plan       written by attention_plan for the same q_start, lens, decodes, sizes and window, after tables and rows
   // Query i of n has position lens - n + i and sees positions up to its own.
   m.def(
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor tables, Tensor rows, Tensor q_start, "
@@ -47,8 +47,8 @@ TORCH_LIBRARY(quire, m) {
   // caches: K and V of layers of one shape · blocks [n] i64
   m.def("block_fill(Tensor(a!)[] caches, Tensor blocks, float value) -> ()");
 
-  // blocks [n] i64 · buffer [n, caches, bytes of a block] u8. gather copies block i of cache c to buffer[i, c], scatter
-  // back.  scatter requires distinct blocks
+  // blocks [n] i64 · buffer [n, caches, bytes of a block] u8.  gather copies block blocks[i] of cache c to buffer[i,
+  // c]; scatter copies buffer[i, c] to that block, and requires distinct blocks
   m.def("block_gather(Tensor[] caches, Tensor blocks, Tensor(a!) buffer) -> ()");
   m.def("block_scatter(Tensor buffer, Tensor blocks, Tensor(a!)[] caches) -> ()");
 
@@ -141,8 +141,8 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
 
   // All-reduce over the ranks of a model (one GPU each), fused with the residual and the norm.  All ranks make the same
   // calls.
-  //   part     [rows, size] of this rank; without `plus` it becomes the sum. size: 16 bytes or a multiple, at most 16384
-  //   plus     [rows, size], equal on all ranks: += the sum
+  //   part     [rows, size] of this rank; without `plus` it becomes the result. size: a multiple of 16 bytes, at most 16384
+  //   plus     [rows, size], equal on all ranks: plus += the sum of all parts
   //   norm     [size]; normed [rows, size] = rms_norm(result, norm, eps)
   //   inbox    [bytes] u8, written by the other ranks; initially zeros. inboxes: address of each rank's, as mapped here
   //   calls    [256] i32 of this rank, initially zeros
@@ -152,8 +152,8 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
       "rank_sum(Tensor(a!) part, Tensor(b!)? plus, Tensor? norm, float eps, Tensor(c!)? normed, Tensor(d!) inbox, "
       "int[] inboxes, Tensor(e!) calls, int rank, int ctas, int words_share, int blocks_share, bool words) -> ()");
 
-  // Mixtures of experts: on a GPU in bfloat16 or float16, on a CPU in plain loops, which tests compare with.  On a GPU `experts`
-  // takes T * k up to 512, but any number on Hopper if hidden and inner are multiples of 64.
+  // Mixtures of experts: on a GPU in bfloat16 or float16, on a CPU in plain loops, the reference of the tests.  On a
+  // GPU `experts` supports T * k up to 512; on Hopper any number if hidden and inner are multiples of 64.
   //   logits     [T, E]
   //   chosen     [T, k] i32: the experts of the k largest logits, largest first, the lower index first among equals
   //   weights    [T, k] f32: softmax over all experts; normalise: divided by the sum of the k; rounded: to logits' dtype
@@ -206,9 +206,9 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   //   x                 [T, hidden]
   //   weights           20 tensors per layer. Four norms: of the input, of each query head, of each key head, of the MLP's
   //                     input.  Then packed, scale, zero and bias of four linear layers: qkv; o; gate and up, with
-  //                     silu(gate) * up; down.  Missing ones are None
+  //                     silu(gate) * up; down.  A missing tensor is None
   //   caches, scales    per layer, as in kv_write; inner: inputs of down; eps, head_eps: of norms, and of head norms
-  //   kv_indices, tables  per group of layers, as in kv_write and paged_attention; groups: of each layer
+  //   kv_indices, tables  per KV group, as in kv_write and paged_attention; groups: KV group of each layer
   //   windows           per layer, as `window` of paged_attention; widen: as in packed_linear
   //   lora_*            as weights, tables, rows and starts of `lora`, whose site is 4 * layer + linear layer; empty
   //                     lists: no row has an adapter
@@ -227,8 +227,8 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   //   starts    [adapters + 1] i32: adapter g has rows[starts[g] : starts[g + 1]]
   // Sums in float32; A x is rounded to x's dtype.  A row's result is bit-identical in any batch.
   m.def("lora(Tensor x, Tensor[] weights, Tensor[] tables, Tensor rows, Tensor starts, int site, Tensor(a!) y) -> ()");
-  // (columns, together) for weights of like's dtype, or int8 if like is u8. packed is [strips, steps, columns,
-  // together], packed[s, k, c, t] = weight[s * columns + c, k * together + t]
+  // Returns (columns, together) for weights of like's dtype, or for int8 weights if like is u8.  packed is [strips,
+  // steps, columns, together]: packed[s, k, c, t] = weight[s * columns + c, k * together + t]
   m.def("product_layout(Tensor like) -> (int, int)");
 }
 
@@ -251,19 +251,20 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
       "int[] features, Tensor(a!) y, Tensor(b!)? out) -> ()");
 }
 
-// Layers with a state per slot.  Sequence s owns tokens q_start[s] .. q_start[s + 1] - 1 and the state rows[s], which is
-// updated in place.  No two sequences share a state.  keeps [n, 2] i32, by ascending token: (end, place) copies the state
-// of the sequence to another place of `states` once the tokens before `end` are computed.  A token's result has the same bits in any batch and chunking.
+// Layers with a state per slot.  Sequence s owns tokens q_start[s] .. q_start[s + 1] - 1 and the state rows[s], which
+// is updated in place.  No two sequences share a state.  keeps [n, 2] i32, by ascending token: (end, place) copies the
+// state of the sequence to states[place] once the tokens before `end` are computed.  A token's result has the same bits
+// in any batch and chunking.
 TORCH_LIBRARY_FRAGMENT(quire, m) {
   //   x, out   [T, channels]
-  //   weight   [taps, channels] f32, the newest token's last · bias [channels] f32
-  //   states   [slots, taps - 1, channels], dtype of x: the newest inputs, the oldest first
+  //   weight   [taps, channels] f32, the last tap is the newest token's · bias [channels] f32
+  //   states   [slots, taps - 1, channels], dtype of x: the last inputs, the oldest first
   // out = bias + sum over the taps of weight * input; silu: then silu
   m.def(
       "causal_conv(Tensor x, Tensor weight, Tensor? bias, bool silu, Tensor(a!) states, Tensor rows, Tensor q_start, "
       "Tensor? keeps, Tensor(b!) out) -> ()");
   //   q, k     [T, key_heads, keys]; v [T, heads, values]; one dtype
-  //   decay    [T, heads] f32: logarithm of the factor of the old state · beta [T, heads] f32: the delta rule
+  //   decay    [T, heads] f32: logarithm of the factor of the old state · beta [T, heads] f32: factor of the delta rule
   //   q_scale  factor of q; eps > 0: q and k become x / sqrt(sum(x^2) + eps) first
   //   states   [slots, heads, keys, values] f32 · out [T, heads, values] f32
   // S = exp(decay) S;  w = beta (v - k^T S), without beta v;  S += k w^T;  out = q^T S
@@ -274,13 +275,13 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
 
 // Operators of the host, without tensors.
 TORCH_LIBRARY_FRAGMENT(quire, m) {
-  // The drafter (cpu/drafter.h), on the host for every device; the first argument names it.
-  //   own, recent   tokens that a slot, and an owner of answers, keeps; owners: most of them
-  //   predicted     what the client expects as the answer; prompt: how many of the tokens are no answer
-  //   find          appends a token to each slot; least: minimum tokens of a match.  Returns, for each slot with drafts that
-  //                 has changed since: slot, tokens that match, source (0: own text, 1: recent answers, 2: predicted),
-  //                 number of drafts, and these
-  //   end           keep: the answer is one of its owner's recent ones from now on
+  // The drafter (cpu/drafter.h), on the host for every device; the first argument is the handle from drafter_open.
+  //   own, recent   maximum tokens per slot, and per owner of answers; owners: maximum number of owners
+  //   predicted     the answer that the client expects; prompt: how many of the tokens are not answer
+  //   find          appends a token to each slot; least: minimum tokens of a match.  Returns, for each slot that has
+  //                 changed since and has drafts: slot, matching tokens, source (0: own text, 1: recent answers,
+  //                 2: predicted), number of drafts, and the drafts
+  //   end           keep: from now on the answer is one of its owner's recent answers
   m.def("drafter_open(int slots, int own, int recent, int owners) -> int");
   m.def("drafter_close(int drafter) -> ()");
   m.def("drafter_begin(int drafter, int slot, str owner, int[] tokens, int prompt, int[] predicted) -> ()");

@@ -2,7 +2,7 @@
 //
 //   x       a row's logits, adjusted (below), float32
 //   w       2^((x - max x) * scale), scale = log2(e) / temperature: one polynomial, one order of operations (exp2 of
-//           cpu/simd.h and of cuda/sampling.cu)
+//           cpu/simd.h, exp2_as_cpu of cuda/sampling/sampling.cu)
 //   weight  w in fixed point: an integer, round(w * 2^30); the most probable token has 2^30
 //   floor   maximum of the floors of top_k, top_p and min_p: tokens with w >= floor are kept, ties included
 //   token   the first in vocabulary order at which the running sum of kept weights exceeds goal(hash, their sum)
@@ -25,10 +25,9 @@
 namespace quire::sampling {
 
 // Outcome of a row: one byte.  Written by both devices, read by engine/executor/sampling.py.
-constexpr uint8_t kChosen = 0;     // a token was sampled
-constexpr uint8_t kNotFinite = 1;  // the raw logits hold NaN or +inf, or only -inf: the model is broken
-constexpr uint8_t kNothingAllowed =
-    2;  // the raw logits are finite somewhere, but penalties, bias and masks leave no finite one
+constexpr uint8_t kChosen = 0;          // a token was sampled
+constexpr uint8_t kNotFinite = 1;       // the raw logits hold NaN or +inf, or only -inf: the model is broken
+constexpr uint8_t kNothingAllowed = 2;  // some raw logit is finite, but penalties, bias and masks leave no finite logit
 
 // Marks per token of a row: a count of its occurrences in the output, and flags.
 constexpr uint32_t kInPrompt = 1u << 31;
@@ -53,13 +52,13 @@ struct alignas(8) Settings {
 };
 static_assert(sizeof(Settings) == 72);
 
-// weight = int(w * kOne + kRounding).  The most probable token weighs kOne.  kRounding is one bit below a half.  So
-// 2^-31 is the first w to be rounded up, even if the sum itself rounds.
+// weight = int(w * kOne + kRounding).  The most probable token has weight kOne.  kRounding is the largest float below
+// 1/2, so 2^-31 is the smallest w that gets weight 1, although the sum itself rounds.
 constexpr float kOne = 1 << 30;
 constexpr float kRounding = 0x1.fffffep-2f;
 
-// Applies penalties, bias and masks to a logit, in that order.  Never -0, so that equal logits have equal bits.  Each
-// operation is rounded on its own, because fused ones would round differently from device to device.
+// Applies penalties, bias and masks to a logit, in that order.  Never returns -0, so that equal logits have equal bits.
+// Each operation is rounded separately, because fused operations would round differently from device to device.
 QUIRE_SHARED float adjusted(float x, uint32_t mark, float bias, const Settings& settings, bool early) {
 #ifdef __CUDA_ARCH__
   const auto mul = [](float a, float b) { return __fmul_rn(a, b); };
@@ -81,8 +80,8 @@ QUIRE_SHARED float adjusted(float x, uint32_t mark, float bias, const Settings& 
   return add(x, bias);
 }
 
-// Packs a value and its index into one integer.  Order: by value, the maximum first; among equals the lower index.  NaN
-// comes before all.  0, which no value maps to, comes last.
+// Packs a value and its index into one integer key.  A larger value has a larger key; of equal values, the one with the
+// lower index has.  NaN has the largest key.  No value maps to 0.
 QUIRE_SHARED uint64_t key_of(float x, int64_t place) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -137,8 +136,8 @@ QUIRE_SHARED uint64_t share(float p, uint64_t total) {
   return up > 0 ? up : 1;
 }
 
-// Floors are found by histograms over the leading bits of w: its exponent and five bits of its fraction, whose order is
-// that of w.  Bucket 0 holds tokens without weight (w < 2^-31), and w = 1 falls near the last bucket.
+// Floors are found by histograms over the leading bits of w: its exponent and five bits of its fraction, which sort as
+// w does.  Bucket 0 holds tokens without weight (w < 2^-31), and w = 1 falls near the last bucket.
 constexpr int kBuckets = 1024;
 constexpr int kBucketShift = 23 - 5;
 constexpr int32_t kBucketBase = ((127 - 31) << 5) - 1;

@@ -8,8 +8,8 @@
 //   tile    |-- 64 --|-- 64 --|-- 64 --|-- 64 --|               online softmax within a split (Milakov 2018)
 //   split   |--------------- 256 ---------------|--------------- 256 ----------------|--    merged left to right
 //
-// Tiles and splits start at fixed key positions.  A row's arithmetic is the same sequence of operations for any other
-// rows in its item.  So a result is bit-identical in any batch, chunking or number of threads.
+// Tiles and splits start at fixed key positions.  A row is computed by the same sequence of operations, whatever other
+// rows its item has.  So a result is bit-identical in any batch, chunking or number of threads.
 //
 // An item usually processes all its splits.  If there are too few items for the cores (one long sequence), each split
 // becomes an item.  A second pass then merges them with the same operations in the same order (Flash-Decoding 2023).
@@ -35,7 +35,7 @@ constexpr int kVectors = kTile / kLanes;  // vectors with one float per key of a
 // Floats from one chunk of a tile to the next.  The + 1 keeps the chunks of a key in different sets of the L1 cache.
 constexpr int kChunk = (kTile + 1) * kLanes;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
-// Items of up to this many rows read keys and values in place.  For more rows it pays to widen them into a tile.
+// Items of up to this many rows read keys and values in place.  For more rows it is faster to widen them into a tile.
 constexpr int kInPlace = 4;
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -49,7 +49,7 @@ struct Item {
   int64_t partial = -1;  // index of the first split's state; -1: the item writes its output itself
   int64_t cost() const {
     return static_cast<int64_t>(last - first) * (rows + 3);
-  }  // 3: cost of loading a key and its value, in rows
+  }  // 3: loading a key and its value costs as much as 3 rows
 };
 
 // Softmax state of some rows over some keys: weights are 2^(score - max), acc is the weighted sum of values.
@@ -82,7 +82,8 @@ struct Scratch {
 
 float exp2_one(float x) { return exp2(broadcast(x))[0]; }
 
-// to = from [count] as float, in chunks of kLanes elements that lie `stride` floats apart; zeros fill the last.
+// Writes from [count] to `to` as float, in chunks of kLanes elements, `stride` floats apart.  Zeros fill up the last
+// chunk.
 template <class T>
 void widen(float* to, int stride, const T* from, int64_t count) {
   int64_t i = 0;
@@ -146,7 +147,7 @@ void each_group(int rows, const Use& use) {
   if (rows > r) use(r, std::integral_constant<int, 1>{});
 }
 
-// into = into + part.  Applied split after split, left to right.
+// Merges the state of one split into `into`.  Called split after split, from left to right.
 void merge(State& into, const float* max, const float* sum, const float* acc, int rows, int dim) {
   for (int r = 0; r < rows; ++r) {
     if (max[r] == kNone) continue;  // no key of this split is visible to the row
@@ -172,7 +173,7 @@ class Attention {
     plan();
     share(static_cast<int64_t>(items_.size()), threads_, [&](Tickets& tickets) {
       Scratch<Kv> scratch;
-      // Takes an item ahead, so that the memory it needs first is prefetched while this one is computed.
+      // Takes the next item early, so that its first keys are prefetched while the present item is computed.
       int64_t i, next;
       for (bool more = tickets.take(i); more; i = next) {
         more = tickets.take(next);
@@ -186,7 +187,7 @@ class Attention {
   }
 
  private:
-  // Fills items_, most expensive first so that the last ones to be taken are small, and merges_.
+  // Fills items_ and merges_.  Expensive items come first, so that the items taken last are small.
   void plan() {
     int64_t cost = 0;
     std::vector<Item> unsplit;

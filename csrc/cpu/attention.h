@@ -18,7 +18,7 @@ struct AttentionArgs {
   const void* v_cache;
   int64_t k_block_stride, v_block_stride;  // elements from one block to the next
   const float* scales;                     // [2, Hkv], for keys and for values, if the cache is e4m3; else null
-  const float* sinks;  // [H]: a score without a value, added to every softmax of the head; null: none
+  const float* sinks;  // [H]: attention sink, a score without a value in every softmax of its head; or null
 
   const int32_t* tables;   // [max_rows, max_blocks]
   int64_t table_stride;    // elements

@@ -23,11 +23,12 @@ struct DecodeInputs {
   int32_t* lens;
 };
 
-// Inputs of one decoding token per slot.  A slot that is negative, or past its table, is padding: 0, 0, -1, 0, 0.
+// Writes the inputs of one decoding token per slot.  Padding is a negative slot, or a position past the slot's table;
+// its id, position, row and len are 0, its kv_index is -1.
 void decode_inputs(const int32_t* slots, int64_t count, const int64_t* token, const int64_t* position, Tables tables,
                    int64_t block_size, DecodeInputs out);
 
-// Makes the sampled tokens the slots' next input tokens, one position further.  Slots < 0 are padding.
+// Stores each sampled token as its slot's next input token, and increments the slot's position.  Slots < 0 are padding.
 void decode_outputs(const int32_t* slots, int64_t count, const int64_t* tokens, int64_t* token, int64_t* position);
 
 }  // namespace quire::cpu

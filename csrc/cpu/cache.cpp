@@ -13,8 +13,8 @@ constexpr int64_t kWorthSharing = 64 << 10;
 
 namespace {
 
-// Calls store(to, from, head of 2 * kv_heads) for the key and value rows of all heads of all tokens with kv_indices[t]
-// >= 0.
+// For each token with kv_indices[t] >= 0, calls store(to, from, head) for the key rows (head 0 .. kv_heads - 1) and the
+// value rows (head kv_heads .. 2 * kv_heads - 1).
 template <class Store>
 void write_rows(TokenRows key, TokenRows value, Cache k_cache, Cache v_cache, const int64_t* kv_indices, int64_t tokens,
                 int64_t kv_heads, int64_t block_size, int64_t row_bytes, int threads, const Store& store) {

@@ -40,7 +40,8 @@ void block_copy(const std::vector<Cache>& caches, const int64_t* pairs, int64_t 
 void block_fill(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,
                 const char* element, int64_t element_bytes, int threads);
 
-// buffer [count, caches, block_bytes]. gather copies block blocks[i] of cache c to buffer[i][c], scatter back.
+// buffer [count, caches, block_bytes].  gather copies block blocks[i] of cache c to buffer[i][c]; scatter copies
+// buffer[i][c] to that block.
 void block_gather(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,
                   char* buffer, int threads);
 void block_scatter(const std::vector<Cache>& caches, const int64_t* blocks, int64_t count, int64_t block_bytes,

@@ -8,22 +8,22 @@ namespace {
 constexpr int kFirstBits = 8;
 constexpr int64_t kAhead = 8;  // slots that `find` fetches ahead of the one it looks at
 
-// Drafts from one text, for the end of another one (or of the same).
+// Drafts found in one text that continue another text, or the same text.
 struct Continuation {
   int match = 0;
-  float score = 0;  // sum of the shares
+  float score = 0;  // sum over the drafts of the share of places that agree
   int count = 0;
   int32_t tokens[kDepth];
 };
 
-// The token at `at` of the text, or of the drafts that follow it: a text may repeat itself from its end on.
+// Token `at` of the text.  If a text is drafted from itself, tokens past its end are its drafts: it may repeat itself.
 int32_t token_at(const Text& text, const Continuation& draft, int64_t at, bool itself) {
   if (at < text.size()) return text[at];
   const int64_t beyond = at - text.size();
   return itself && beyond < draft.count ? draft.tokens[beyond] : kEnd;
 }
 
-// Follows `places`, whose tokens match the end, and keeps those that agree with the majority.
+// Extends a draft token by token: takes the token that follows most of the `places`, and keeps the places that agree.
 void follow(const Text& text, int32_t* places, int count, bool itself, Continuation& draft) {
   const int all = count;
   while (draft.count < std::min(draft.match, kDepth)) {
@@ -50,7 +50,7 @@ void follow(const Text& text, int32_t* places, int count, bool itself, Continuat
   }
 }
 
-// Drafts for the end of `own` from `text`.  place: the last place there of the pair that ends `own`; -1: none.
+// Finds drafts in `text` that continue `own`.  place: last place in `text` of the two tokens that end `own`; -1: none.
 Continuation continuation(const Text& own, const Text& text, int32_t place, int least) {
   Continuation draft;
   const int64_t end = own.size() - 1;
@@ -123,7 +123,7 @@ void Text::append(const int64_t* tokens, int64_t count) {
   }
 }
 
-// Makes `place`, where `token` follows those indexed so far, the last one of its pair.  Returns the one before; -1: none.
+// Records `place` as the last place of the pair (last_, token).  Returns the pair's previous place; -1: none.
 int32_t Text::index(int32_t token, uint64_t pair, int32_t place) {
   int32_t before = -1;
   if (last_ != kEnd && token != kEnd) {
@@ -137,7 +137,7 @@ int32_t Text::index(int32_t token, uint64_t pair, int32_t place) {
   return before;
 }
 
-// Indexes the text anew, with entries for `capacity` tokens.
+// Builds the index again, with entries for `capacity` tokens.
 void Text::rebuild(int64_t capacity) {
   int bits = kFirstBits;
   while (3 * (int64_t{1} << bits) < 4 * capacity) ++bits;
@@ -173,7 +173,7 @@ void Drafter::begin(int64_t number, const std::string& owner, const int64_t* tok
   note(number);
 }
 
-// Has `find` look for drafts of a slot.
+// Marks a slot as changed, so that `find` looks for its drafts.
 void Drafter::note(int64_t number) {
   if (!slots_[number].changed) changed_.push_back(number);
   slots_[number].changed = true;
@@ -257,7 +257,7 @@ void Drafter::look(int64_t number, int least, std::vector<Draft>& found) {
   };
   if (slot.predicted) {
     Continuation draft;
-    if (slot.agreed == slot.answered) {  // all of the answer so far is the prediction's beginning
+    if (slot.agreed == slot.answered) {  // the answer so far equals the start of the prediction
       draft.match = kDepth;
       int32_t place = static_cast<int32_t>(slot.answered - 1);
       follow(*slot.predicted, &place, 1, false, draft);

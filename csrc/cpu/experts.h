@@ -1,6 +1,6 @@
-// A mixture of experts, in plain loops: what the GPU's kernels must compute.  Serving on a CPU takes transformers' experts.
+// A mixture of experts in plain loops, the reference for the GPU kernels.  On a CPU, transformers' experts are served.
 //
-// T: float, bf16 or fp16.  Sums are float; rounding to T is where the GPU's kernels round.
+// T: float, bf16 or fp16.  Sums are float; values are rounded to T at the same points as in the GPU kernels.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,10 @@ namespace quire::cpu {
 template <class T>
 struct RouteArgs {
   const T* logits;  // [tokens, experts]
-  int32_t*
-      chosen;  // [tokens, top], out: the experts with the largest logits, the largest first, of equal ones the first
-  float* weights;  // [tokens, top], out: their shares of the softmax over all experts
+  int32_t* chosen;  // [tokens, top], out: experts with the largest logits, in descending order, the lower index first
+  float* weights;   // [tokens, top], out: their probabilities in a softmax over all experts
   int64_t tokens, experts, top;
-  bool normalise, rounded;  // weights of a token are divided by their sum; and rounded to T
+  bool normalise, rounded;  // divide a token's weights by their sum; round weights to T
   int threads;
 };
 
@@ -26,13 +25,13 @@ struct ExpertsArgs {
   const T* x;             // [tokens, hidden]
   const int32_t* chosen;  // [tokens, top]
   const float* weights;   // [tokens, top]
-  const T* gate_up;       // [experts, 2 * inner, hidden]: gate rows, then up rows; clamped: in turn
+  const T* gate_up;       // [experts, 2 * inner, hidden]: gate rows, then up rows; clamped: interleaved
   const T* gate_up_bias;  // [experts, 2 * inner], or null
   const T* down;          // [experts, hidden, inner]
   const T* down_bias;     // [experts, hidden], or null
-  T* between;             // [tokens, inner], for the call's own use
-  float* totals;          // [tokens, hidden], likewise
-  T* out;                 // [tokens, hidden], added to
+  T* between;             // [tokens, inner], scratch
+  float* totals;          // [tokens, hidden], scratch
+  T* out;                 // [tokens, hidden]; the experts' output is added to it
   int64_t tokens, top, hidden, inner;
   bool clamped;  // g * sigmoid(alpha * g) * (u + 1), g = min(gate, limit), u = max(-limit, min(up, limit))
   float alpha, limit;

@@ -10,7 +10,7 @@
 
 namespace quire::cpu {
 
-// A row's maximum magnitude maps to this: two signed bytes, 256 * 127 + 127.
+// Integer to which a row's maximum magnitude is mapped: the maximum of two signed bytes, 256 * 127 + 127.
 constexpr float kLargestInteger = 127 * 256 + 127;
 
 // Calls use(k, q), where q are kLanes integers round(x[k] / s), round(x[k + 1] / s), ..., zeros after the last.
@@ -33,8 +33,8 @@ float round_row(const T* x, int64_t inner, const Use& use) {
   return finite ? 1 / inverse : std::numeric_limits<float>::quiet_NaN();
 }
 
-// sum + w[0] x[0] + w[1] x[1] + ... in every lane.  A lane of `weights` holds the w: four unsigned bytes with VNNI,
-// else two 16-bit integers from 0 to 32,767. x: as many signed integers of that width, the same for all lanes.
+// Returns sum + w[0] x[0] + w[1] x[1] + ... in every lane.  Each lane of `weights` has its w: four unsigned bytes with
+// VNNI, otherwise two 16-bit integers from 0 to 32,767.  x: as many signed integers of that width, equal for all lanes.
 inline Words multiply_add(Words sum, Words weights, int32_t x) {
 #if defined(__AVX512VNNI__)
   return bit_cast<Words>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(weights), _mm512_set1_epi32(x)));

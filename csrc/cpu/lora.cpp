@@ -1,4 +1,4 @@
-// A task is some rows of one adapter.  Its rows of x and y are gathered, because `product` takes rows at equal strides.
+// A task is some rows of one adapter.  Its rows of x and y are gathered, because `product` needs a constant row stride.
 
 #include "cpu/lora.h"
 
@@ -14,7 +14,7 @@ namespace quire::cpu {
 namespace {
 
 constexpr int64_t kMostRows = 64;   // rows per task: their buffers stay in the L2 cache
-constexpr int64_t kLeastRows = 12;  // fewer rows would read A and B more often than `product` has registers for
+constexpr int64_t kLeastRows = 12;  // `product` computes 12 rows per read of A and B, so smaller tasks read more
 
 template <class T>
 struct LoraTask {

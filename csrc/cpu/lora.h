@@ -4,8 +4,8 @@
 //   x [n, inner] ────────────> h [n, ranks] ────────────────────────────────> added to columns of y
 //     rows of one adapter        q | k | v             q │ k │ v
 //
-// Both are `product`, so a row's bits do not depend on the other rows of the call.  Rows without an adapter are not
-// read or written.
+// Both steps are calls of `product`, so a row's bits do not depend on the other rows of the call.  Rows without an
+// adapter are not read or written.
 
 #pragma once
 

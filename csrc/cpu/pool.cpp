@@ -26,7 +26,7 @@ constexpr auto kSpin = std::chrono::microseconds(50);
 // How long the caller waits actively for threads that compute their last tickets.  A thread that takes longer may have
 // lost its core.  The caller then sleeps, so that the operating system moves that thread to the caller's core.
 constexpr auto kLastTickets = std::chrono::microseconds(100);
-constexpr int kLooks = 32;  // looks at the word between two looks at the clock
+constexpr int kLooks = 32;  // polls of the word between two reads of the clock
 
 constexpr uint64_t kOpen = 1, kInside = 2, kWanted = uint64_t{1} << 16, kGeneration = uint64_t{1} << 32;
 constexpr uint64_t kInsideMask = kWanted - kInside, kWantedMask = kGeneration - kWanted;
@@ -78,7 +78,7 @@ class Pool {
  private:
   void grow(int count) {
     if (count <= count_) return;
-    // Signals are the application's: its own threads take them.
+    // The pool's threads block all signals, so that the application's own threads handle them.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -99,7 +99,7 @@ class Pool {
     }
   }
 
-  // Takes part in the region under way, unless there is none that needs this thread.  Returns whether it did.
+  // Joins the open region if that wants more threads.  Returns whether it did.
   bool enter(uint64_t& done) {
     uint64_t now = region_.load(std::memory_order_acquire);
     do {
@@ -115,15 +115,15 @@ class Pool {
     return true;
   }
 
-  std::atomic<bool> busy_{false};  // a thread runs a region
+  std::atomic<bool> busy_{false};  // a region is running
   int count_ = 0;                  // threads of the pool
   void (*body_)(void*) = nullptr;
   void* data_ = nullptr;
   alignas(64) std::atomic<uint64_t> region_{0};
-  alignas(64) std::atomic<uint32_t> published_{0};  // regions so far; threads sleep on it
-  std::atomic<int> asleep_{0};                      // threads that sleep on it
+  alignas(64) std::atomic<uint32_t> published_{0};  // number of regions so far; idle threads wait on it
+  std::atomic<int> asleep_{0};                      // threads that wait on published_
   std::atomic<uint32_t> left_{0};                   // changes when a thread leaves a region while `waiting_`
-  std::atomic<bool> waiting_{false};                // the caller sleeps on it
+  std::atomic<bool> waiting_{false};                // the caller waits on left_
 };
 
 // Never destroyed: its threads use it until the process ends.

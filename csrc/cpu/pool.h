@@ -1,8 +1,7 @@
-// Work sharing on threads of our own.
+// Thread pool of the CPU kernels.
 //
 // A call of an operator is a region: integers 0, 1, ... (tickets), which the calling thread and the pool's threads take
-// one by one.  It is work-conserving: a region ends once all tickets are done, whether or not each thread has come.
-//
+// one by one.  It is work-conserving: a region ends once all tickets are done, even if some threads never joined.
 //   caller   publish ── take, compute, take, compute, none left ── close ── wait for threads inside ── return
 //   thread A    spin ── enter ── take, compute ── none left ── leave ── spin ── ... ── sleep
 //   thread B    (its core runs another process)                             never enters; the caller does not wait
@@ -10,9 +9,9 @@
 // OpenMP waits for every thread at the end of each region instead.  With one busy process on the machine, each region
 // then takes as long as the operating system's time slice.
 //
-// Threads wait for the next region actively for kSpin, because the next operator follows within microseconds, and
-// then sleep.  Torch's own operators keep their OpenMP team, which the engine sets to one thread where ours compute
-// all layers.
+// Threads wait for the next region actively for kSpin, because the next operator follows within microseconds, and then
+// sleep.  Torch's own operators keep their OpenMP team; the engine limits it to one thread if the pool computes all
+// layers.
 
 #pragma once
 
@@ -37,9 +36,9 @@ class Tickets {
   const int64_t items_;
 };
 
-// Calls body(data) on this thread and on at most `threads` - 1 of the pool's, at the same time.  Returns when every call
-// that began has returned; the pool's threads may have made none.  If another thread's region is under way, this thread
-// makes the only call.  `body` must not throw, and must not call this.
+// Calls body(data) on this thread and, at the same time, on at most `threads` - 1 threads of the pool.  Returns when
+// all calls have returned; possibly no thread of the pool made one.  If another region is running, only this thread
+// calls `body`.  `body` must not throw, and must not call run_region.
 void run_region(void (*body)(void*), void* data, int threads);
 
 // Calls work(tickets) on up to `threads` threads.  Returns when all tickets are done.  `work` must not throw.
@@ -57,7 +56,7 @@ void share(int64_t items, int threads, const Work& work) {
 // Elements below which waking a second thread does not pay.
 constexpr int64_t kRowsWorthSharing = 16 << 10;
 
-// Calls each(row) for all rows, which threads take in runs.
+// Calls each(row) for all rows.  Threads take runs of consecutive rows.
 template <class Each>
 void over_rows(int64_t rows, int64_t row_size, int threads, const Each& each) {
   if (rows * row_size < kRowsWorthSharing) threads = 1;

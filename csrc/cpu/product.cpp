@@ -1,5 +1,5 @@
-// Linear layer with unquantised weights.  A task is some rows times some strips of the weight.  Within it, for each run
-// of `inner`:
+// Linear layer with unquantised weights.  A task is some rows times some strips of the weight.  Within a task, for each
+// run (kRun consecutive elements) of `inner`:
 //
 //        run of inner          strip
 //      +-------------+      +---------+      up to kRows rows at a time are packed together (`Rows`) and multiplied by a
@@ -20,12 +20,12 @@ constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 5 : 4;  // registers: kR
 template <class T>
 constexpr int64_t kRun = sizeof(T) == 4 ? 128 : 512;
 constexpr int64_t kTaskRows = 8 * kRows;
-// With at most so many rows, each strip is read from first to last before the next one, because sequential reads are
+// Up to this many rows, each strip is read from first to last before the next one, because sequential reads are
 // prefetched best, and x is packed again for each strip.  With more rows, each packed run of x is used for all strips.
 constexpr int64_t kFewRows = 2;
 constexpr int64_t kAhead = 2048;  // prefetch distance of the weights, in bytes
 
-// Type of packed x: bf16 if an instruction takes it in pairs, else float.
+// Type of packed x: bf16 if the CPU has an instruction that multiplies pairs of bf16, otherwise float.
 template <class T>
 using Met = std::conditional_t<kTogether<T> == 2, bf16, float>;
 
@@ -58,8 +58,8 @@ void lay(Rows<T>& rows, const T* x, int64_t stride, int64_t count, int64_t inner
   }
 }
 
-// Loads kColumns weights as two vectors.  For bfloat16 these are the even and the odd ones, which a shift and a mask
-// unpack; their sums are put `in_order` in the end.
+// Loads kColumns weights as two vectors.  For bfloat16 these hold the even and the odd weights, which a shift and a
+// mask unpack; in_order() restores the order of their sums at the end.
 template <class T>
 inline void load_columns(const T* weight, Floats& first, Floats& second) {
   if constexpr (std::is_same_v<T, bf16>) {
@@ -80,7 +80,7 @@ inline void in_order(Floats& even, Floats& odd, std::integer_sequence<int, i...>
   even = first;
 }
 
-// sums [rows, kTaskStrips * kColumns] = or += x times a strip, over one run; `steps`: steps of kTogether elements.
+// sums [rows, kTaskStrips * kColumns] += x times a strip, over one run (first: =).  steps: steps of kTogether elements.
 template <class T, int rows>
 void multiply(const Rows<T>& x, const T* weight, int64_t steps, float* sums, bool first) {
   Floats sum[rows][2] = {};

@@ -68,7 +68,7 @@ void quantise(const T* x, int64_t inner, int64_t group, uint8_t* to) {
   std::memcpy(sums, &scale, sizeof scale);
 }
 
-// Weights of half a strip that belong to one part of a step.
+// Unpacks the weights of half a strip for one part of a step.
 template <int half, int part>
 inline Words unpack(Words step) {
 #if defined(__AVX512VNNI__)
@@ -78,7 +78,7 @@ inline Words unpack(Words step) {
 #endif
 }
 
-// Start of a run: in a strip's weights, scales and zero points.
+// Start of a run in a strip's weights, scales and zero points.
 template <class Scale>
 struct Run {
   const uint8_t* weight;
@@ -151,7 +151,7 @@ void multiply(int64_t rows, const uint8_t* x, const uint8_t* x_sums, int64_t str
   by_rows[rows - 1](x, x_sums, stride, run, sums);
 }
 
-// Scales and finishes one strip of one row.
+// Applies the row's scale and the epilogue to one strip of one row.
 template <class Args>
 void scale_and_finish(const Args& args, int64_t row, int64_t column, float* sums) {
   float x_scale;
@@ -161,7 +161,7 @@ void scale_and_finish(const Args& args, int64_t row, int64_t column, float* sums
   finish(args, row, column, sums);
 }
 
-// Weights are read once, sequentially, because sequential reads are prefetched best.
+// Computes a task.  Weights are read once, sequentially, because sequential reads are prefetched best.
 template <class Scale, class Args>
 void task(const Args& args, const Scale* scale, int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
   alignas(64) float sums[kTaskRows][kColumns];
@@ -185,14 +185,14 @@ void task(const Args& args, const Scale* scale, int64_t first_row, int64_t rows,
   }
 }
 
-// Scale and zero point of a block of half a strip.
+// Scales and zero points of the features of half a strip, for one block.
 struct HalfBlock {
   Floats scale;
-  Floats zero[2];  // zero points for bytes 0 and 1 of a lane, plus kBase's offset
+  Floats zero[2];  // zero point plus kBase, for bytes 0 and 1 of a lane
 };
 
 // Value of byte `byte` (0 or 1) of each lane in half a strip, plus kBase.  The integer becomes the low bits of a
-// float's fraction: no conversion.
+// float's fraction, which takes no conversion instruction.
 template <int half, int byte>
 constexpr float kBase = static_cast<float>(1 << (23 - 4 * half - 8 * byte));
 template <int half, int byte>
@@ -201,7 +201,7 @@ inline Floats value_of(Words step) {
   return bit_cast<Floats>(bits);
 }
 
-// Two weights per lane, rounded to bfloat16.
+// Dequantises two weights per lane and rounds them to bfloat16.
 template <int half>
 inline Words as_bf16(Words step, const HalfBlock& block) {
   const Floats even = (value_of<half, 0>(step) - block.zero[0]) * block.scale;

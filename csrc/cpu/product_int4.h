@@ -1,5 +1,5 @@
-// Linear layers with int4 weights: integer sums within a group of inputs, float sums across groups, from the first to
-// the last.  A row's result is bit-identical in any batch, on any number of threads and on any CPU.
+// Linear layers with int4 weights: integer sums within a group of inputs, float sums over the groups, from the first
+// group to the last.  A row's result is bit-identical in any batch, on any number of threads and on any CPU.
 //
 //   q[k]    round(x[k] / s), where s maps the row's maximum to 32,639: 16 bits, and an error of at most s / 2
 //   sum[g]  q[k] (w[k] - zero[g]) + q[k + 1] (w[k + 1] - zero[g]) + ... over the inputs k of group g, exact
@@ -15,8 +15,8 @@
 namespace quire::cpu {
 
 // Packed layout of a weight [features, inner]: [strips, inner / kInt4Together, kLanes, kInt4Together] bytes.  The low
-// half of a byte belongs to one of the first kLanes features of the strip, the high half to the feature kLanes after
-// it.
+// nibble of a byte belongs to one of the first kLanes features of the strip, the high nibble to the feature kLanes
+// further.
 constexpr int64_t kInt4Together = 4;
 constexpr int64_t kInt4Block = 32;           // elements of `inner` per block; a group is a multiple of it
 constexpr int64_t kInt4LargestGroup = 4096;  // 4096 * 15 * 32,639 fits into 32 bits
@@ -26,9 +26,9 @@ struct Int4ProductArgs {
   const T* x;  // [rows, inner]
   int64_t x_stride;
   const uint8_t* weight;    // packed weight
-  const fp16* scale;        // [strips, groups, kColumns], or null:
-  const float* wide_scale;  // `scale` converted to float
-  const uint8_t* zero;      // [strips, groups, kColumns], or null: all are 8
+  const fp16* scale;        // [strips, groups, kColumns]; null if wide_scale is set
+  const float* wide_scale;  // [strips, groups, kColumns], scales as float; null if scale is set
+  const uint8_t* zero;      // [strips, groups, kColumns]; null: all zero points are 8
   const T* bias;            // [features], or null
   const Out* plus;          // [rows, features], added to the result, or null; may be out
   int64_t plus_stride;

@@ -5,9 +5,9 @@
 //     | q0 q1 q2 q3 ...      | its scale, sum |  | w0 w1 of feature 0 | w0 w1 of feature 1 | ...
 //       `---- a step ----'                       a lane adds w0 q0 + w1 q1 to the sum of its feature
 //
-// The instruction multiplies unsigned bytes (weights) with signed ones.  So w + 128 is stored, and 128 times the sum of
-// the row is subtracted at the end.  With VNNI an element of x is 256 * high + low, two signed bytes, and a lane takes
-// the high bytes of four elements, then their low ones.  Without it, weights are widened to 16 bits, like x.
+// VNNI multiplies unsigned bytes (weights) by signed bytes (activations).  So w + 128 is stored, and 128 times the sum
+// of the row is subtracted at the end.  With VNNI an element of x is 256 * high + low, two signed bytes, and a lane
+// takes the high bytes of four elements, then their low bytes.  Without VNNI, weights are widened to 16 bits, like x.
 
 #include "cpu/product_int8.h"
 
@@ -34,7 +34,7 @@ constexpr int64_t kStepBytes = kColumns * kInt8Together;  // bytes per step of a
 constexpr int64_t kAhead = 1024;                          // prefetch distance of the weights, in bytes
 constexpr float kOffset = 128;                            // offset added to each stored weight
 
-// End of a row in the workspace.
+// Stored after a row's integers in the workspace.
 struct Row {
   float scale;  // x = q * scale
   double sum;   // sum of all q
@@ -64,7 +64,7 @@ void quantise(const T* x, int64_t inner, uint8_t* values) {
   std::memcpy(values + size, &row, sizeof row);
 }
 
-// Weights of kLanes features for one step.
+// Loads the weights of kLanes features for one step.
 inline Words load_weights(const uint8_t* p) {
 #if defined(__AVX512VNNI__)
   Words bytes;
@@ -82,7 +82,7 @@ inline Words load_weights(const uint8_t* p) {
 #endif
 }
 
-// kLanes sums over a run.  x: the kInt8Together elements of a step.
+// Accumulators of kLanes features over a run.  add() takes the kInt8Together elements of x for a step.
 #if defined(__AVX512VNNI__)
 struct Sum {
   Words high{}, low{};
@@ -145,7 +145,7 @@ void multiply(int64_t rows, const uint8_t* x, int64_t stride, const uint8_t* wei
   by_rows[rows - 1](x, stride, weight, steps, sums, first);
 }
 
-// Scales and finishes one strip of one row.
+// Applies the row's scale and the epilogue to one strip of one row.
 template <class Args>
 void scale_and_finish(const Args& args, int64_t row, int64_t column, const double* sums) {
   const int64_t bytes = int8_row_bytes(args.inner);
@@ -161,7 +161,7 @@ void scale_and_finish(const Args& args, int64_t row, int64_t column, const doubl
   finish(args, row, column, results);
 }
 
-// Weights are read once, sequentially, because sequential reads are prefetched best.
+// Computes a task.  Weights are read once, sequentially, because sequential reads are prefetched best.
 template <class Args>
 void task(const Args& args, int64_t first_row, int64_t rows, int64_t first_strip, int64_t strips) {
   alignas(64) double sums[kTaskRows][kColumns];
@@ -181,8 +181,8 @@ void task(const Args& args, int64_t first_row, int64_t rows, int64_t first_strip
   }
 }
 
-// Weight in byte `byte` (0 or 1) of each lane, as float.  The integer becomes the low bits of a float's fraction: no
-// conversion.
+// Weight in byte `byte` (0 or 1) of each lane, as float.  The integer becomes the low bits of a float's fraction, which
+// takes no conversion instruction.
 template <int byte>
 inline Floats weight_of(Words bytes) {
   constexpr float kBase = byte == 0 ? 0x1p23f : 0x1p15f;
@@ -190,7 +190,7 @@ inline Floats weight_of(Words bytes) {
   return bit_cast<Floats>(bits) - (kBase + kOffset);
 }
 
-// Two weights per lane, exact in bfloat16.
+// Converts two weights per lane to bfloat16, exactly.
 inline Words as_bf16(Words bytes) {
   return bit_cast<Words>(weight_of<0>(bytes)) >> 16 | (bit_cast<Words>(weight_of<1>(bytes)) & 0xffff0000);
 }

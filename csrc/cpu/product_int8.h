@@ -37,7 +37,7 @@ struct Int8ProductArgs {
   int threads;
 };
 
-// Bytes of a row of quantised x: two per element, in complete cache lines, and one line more.
+// Bytes of a row of quantised x: two per element, rounded up to cache lines, and one line for its scale and sum.
 constexpr int64_t int8_row_bytes(int64_t inner) { return (inner + 31) / 32 * 64 + 64; }
 
 // T: float, bf16 or fp16.  Out: T or float.  A row with a value that is not finite becomes NaN.

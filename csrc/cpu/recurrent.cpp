@@ -10,7 +10,7 @@
 namespace quire::cpu {
 namespace {
 
-constexpr int64_t kChannels = 512;       // channels of a work item of the convolution
+constexpr int64_t kChannels = 512;       // channels per work item of the convolution
 constexpr int64_t kTokens = 16;          // tokens whose keys and queries are prepared at once
 constexpr int kColumns = 2;              // vectors of state columns that stay in L1 while these tokens pass
 constexpr int kSums = 4;                 // partial sums over keys, so that additions overlap
@@ -19,13 +19,13 @@ constexpr int64_t kWorkOnce = 64 << 10;  // multiplications below which waking a
 // exp2 takes arguments up to 126; e^-x is capped there, which makes silu(x) a negative number next to 0.
 Floats silu(Floats x) { return x / (1.0f + exp2(-max(x * broadcast(1.4426950408889634f), broadcast(-126.0f)))); }
 
-// One sequence and a range of channels: all its tokens, then the new state.
+// Computes a range of channels of one sequence: all its tokens, then the new state.
 template <class T>
 void conv_channels(const ConvArgs<T>& a, int64_t sequence, int64_t first, int64_t end) {
   const int64_t begin = a.packed.starts[sequence], count = a.packed.starts[sequence + 1] - begin;
   const int64_t past = a.taps - 1, channels = a.channels;
   T* state = a.states + a.packed.slots[sequence] * past * channels;
-  // Input i of the sequence: those before the step have i < 0.
+  // Input i of the sequence in this step; i < 0: inputs of earlier steps, from the state.
   const auto input = [&](int64_t i) -> const T* {
     return i < 0 ? state + (past + i) * channels : a.x + (begin + i) * a.x_stride;
   };
@@ -45,7 +45,8 @@ void conv_channels(const ConvArgs<T>& a, int64_t sequence, int64_t first, int64_
       std::copy(from + first, from + end, kept + j * channels + first);
     }
   });
-  // Ascending: entry j of the new state is input count - past + j, which lies behind what has been overwritten.
+  // In ascending order: entry j of the new state is input count - past + j, which lies after the entries overwritten so
+  // far.
   for (int64_t j = 0; j < past; ++j) {
     const T* from = input(count - past + j);
     std::copy(from + first, from + end, state + j * channels + first);
@@ -82,10 +83,10 @@ void weigh_rows(int64_t keys, const float* weight, const Row& row, Floats (&tota
   unroll<kColumns>([&](auto c) { total[c] = (sums[0][c] + sums[1][c]) + (sums[2][c] + sums[3][c]); });
 }
 
-// What one token does to a range of columns of a head's state [keys, stride].
+// Inputs of one token for the update of a range of columns of a head's state [keys, stride].
 struct Token {
   const float *q, *k;  // [keys]
-  float decay, beta;   // factor of the old state; of the correction
+  float decay, beta;   // factor of the old state; factor of the correction
   bool delta;
 };
 
@@ -109,7 +110,7 @@ void step_columns(const Token& token, const float* v, float* state, int64_t stri
   unroll<kColumns>([&](auto c) { store(out + c * kLanes, result[c]); });
 }
 
-// One sequence and one head: all its tokens.
+// Computes one head of one sequence: all its tokens.
 template <class T>
 void recur_head(const RecurrenceArgs<T>& a, int64_t sequence, int64_t head, float* scratch) {
   constexpr int64_t kWidth = kColumns * kLanes;
@@ -117,7 +118,7 @@ void recur_head(const RecurrenceArgs<T>& a, int64_t sequence, int64_t head, floa
   const int64_t key_head = head / (a.heads / a.key_heads), keys = a.keys, values = a.values;
   const int64_t size = keys * values;
   float* state = a.states + (a.packed.slots[sequence] * a.heads + head) * size;
-  float *q = scratch, *k = q + kTokens * keys, *edge = k + kTokens * keys;  // edge: a range narrower than kWidth
+  float *q = scratch, *k = q + kTokens * keys, *edge = k + kTokens * keys;  // edge: fewer than kWidth columns
   for (int64_t first = begin, count; first < end; first += count) {
     count = std::min(kTokens, end - first);
     a.packed.each_keep(first, first + count, [&](const Keep& keep) { count = std::min(count, keep.end - first); });

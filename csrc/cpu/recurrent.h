@@ -15,8 +15,8 @@
 namespace quire::cpu {
 
 struct Keep {
-  int32_t end;    // number of the step's tokens before which the copy is taken
-  int32_t place;  // index into the states, of no sequence of the step
+  int32_t end;    // the copy is taken when the step's tokens before this index are computed
+  int32_t place;  // index of the copy in the states; no sequence of the step has it
 };
 
 struct Packed {
@@ -26,7 +26,7 @@ struct Packed {
   const Keep* keeps;  // [keep_count], by ascending end
   int64_t keep_count;
 
-  // Calls use(keep) for each with first < end <= last: tokens of one sequence.
+  // Calls use(keep) for each keep with first < end <= last, where first and last lie in one sequence.
   template <class Use>
   void each_keep(int64_t first, int64_t last, const Use& use) const {
     for (const Keep* keep = keeps; keep < keeps + keep_count; ++keep) {
@@ -39,9 +39,9 @@ template <class T>
 struct ConvArgs {
   const T* x;           // [tokens, channels]
   int64_t x_stride;     // elements between tokens
-  const float* weight;  // [taps, channels], the newest token's last
+  const float* weight;  // [taps, channels]; the last tap is the newest token's
   const float* bias;    // [channels] or null
-  T* states;            // [slots, taps - 1, channels]: the newest inputs of the sequence, the oldest first
+  T* states;            // [slots, taps - 1, channels]: the last inputs of the sequence, the oldest first
   T* out;               // [tokens, channels]
   int64_t channels, taps;
   bool silu;
@@ -66,7 +66,7 @@ struct RecurrenceArgs {
   HeadRows<T> q, k;    // [tokens, key_heads, keys]
   HeadRows<T> v;       // [tokens, heads, values]
   const float* decay;  // [tokens, heads]: logarithm of the factor of the old state
-  const float* beta;   // [tokens, heads]: the delta rule; null: none
+  const float* beta;   // [tokens, heads]: factor of the delta rule; null: no delta rule
   float* states;       // [slots, heads, keys, values]
   float* out;          // [tokens, heads, values]
   int64_t heads, key_heads, keys, values;

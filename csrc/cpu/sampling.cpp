@@ -18,7 +18,7 @@ constexpr int64_t kBlock =
     1024;  // tokens per block: the draw first sums the kept weights of each block, then scans one block
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// Work space of one row.  x holds logits, then w; it is padded to complete blocks with elements of no weight.
+// Work space of one row.  x holds logits, then w; it is padded to complete blocks with elements of weight 0.
 struct Space {
   std::vector<float> x, in_bucket;
   std::vector<uint64_t> sums;
@@ -65,7 +65,7 @@ void adjust(const T* from, const Settings& settings, int64_t position, int64_t s
   }
 }
 
-// Maximum, or NaN if there is one.
+// Maximum of x, or NaN if x contains NaN.
 float largest(const std::vector<float>& x) {
   constexpr int kChains = 4;  // independent chains of max, because each max waits for the one before it
   Floats top[kChains];
@@ -90,7 +90,7 @@ struct Upper {
   uint64_t sum;  // sum of these tokens' weights
 };
 
-// Counts and sums of weights per bucket of w, and the search from the most probable down.
+// Count and sum of weights per bucket of w; find() searches from the most probable bucket down.
 class Histogram {
  public:
   explicit Histogram(const std::vector<float>& w) : w_(w) {
@@ -107,7 +107,8 @@ class Histogram {
     return sum;
   }
 
-  // The minimum upper set for which reached(count, sum of weights) holds; all tokens if that needs tokens of no weight.
+  // The smallest set of all tokens above a floor for which reached(count, sum of weights) holds; all tokens if that set
+  // would include tokens of weight 0.
   template <class Reached>
   Upper find(const Reached& reached, std::vector<float>& in_bucket) const {
     uint64_t count = 0, sum = 0;
@@ -218,7 +219,7 @@ void sample(const T* logits, const SampleArgs& a, int threads) {
       adjust(logits + row * a.row_stride, settings, position, a.size, space.x);
       const float peak = largest(space.x);
       if (!std::isfinite(peak)) {
-        plain(row, 1, 1);  // retry on raw logits: did the model leave none, or the settings?
+        plain(row, 1, 1);  // did the model or the settings leave no finite logit?
         if (a.outcome[row] == sampling::kChosen && (settings.marks || settings.bias || settings.mask))
           a.outcome[row] = sampling::kNothingAllowed;
         a.tokens[row] = 0;

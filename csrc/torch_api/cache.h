@@ -24,8 +24,8 @@ inline void expect_cache(const char* who, const at::Tensor& cache, CacheSizes& s
                     who, ": blocks are not contiguous");
 }
 
-// Returns the scales [2, Hkv] f32, for keys and for values.  Only an e4m3 cache has scales, and it must have them.
-// Null for other caches.
+// Returns the scales [2, Hkv] f32 of an e4m3 cache, for keys and for values, and null for other caches.  Raises
+// ValueError if an e4m3 cache has no scales, or another cache has some.
 inline const float* expect_scales(const at::Tensor& k_cache, const std::optional<at::Tensor>& scales, Size& kv_heads,
                                   const Place& place) {
   const bool e4m3 = k_cache.scalar_type() == at::kFloat8_e4m3fn;
@@ -38,7 +38,7 @@ inline const float* expect_scales(const at::Tensor& k_cache, const std::optional
   return scales->const_data_ptr<float>();
 }
 
-// Both caches have the dtype of the tensor `like`, or e4m3.
+// Checks that both caches have the dtype of the tensor `like`, or e4m3.
 inline void expect_cache_dtypes(const at::Tensor& k_cache, const at::Tensor& v_cache, const char* like,
                                 at::ScalarType dtype) {
   const bool e4m3 = k_cache.scalar_type() == at::kFloat8_e4m3fn;
@@ -70,7 +70,7 @@ inline KvWriteSizes check_kv_write(const at::Tensor& key, const at::Tensor& valu
   return sizes;
 }
 
-// Caches whose blocks have one size and one dtype.
+// Number and bytes of the blocks, equal for all caches of a call.
 struct BlockSizes {
   int64_t blocks = 0;
   int64_t block_bytes = 0;

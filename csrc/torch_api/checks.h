@@ -5,7 +5,7 @@
 //   expect("q", q, {T, H, D});
 //   expect("out", out, {T, H, D});   // ValueError: out: heads is 8, q has 32
 //
-// The headers next to this one check complete operators; they return the sizes that the launch needs.
+// The other headers of this folder check complete operators; they return the sizes that the launch needs.
 
 #pragma once
 
@@ -78,7 +78,7 @@ inline void expect_contiguous(const char* who, const at::Tensor& t) {
   TORCH_CHECK_VALUE(t.is_contiguous(), who, ": is not contiguous");
 }
 
-// A contiguous tensor of these sizes, this dtype and this device.
+// Checks that t is contiguous and has these sizes, this dtype and this device.
 inline void expect_plain(const char* who, const at::Tensor& t,
                          std::initializer_list<std::reference_wrapper<Size>> sizes, at::ScalarType dtype,
                          const Place& place, const char* like = nullptr) {

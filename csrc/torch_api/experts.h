@@ -1,4 +1,4 @@
-// What the bindings of all devices check of a mixture of experts.
+// Checks of mixtures of experts, shared by the bindings of all devices.
 #pragma once
 
 #include <cmath>
@@ -33,7 +33,7 @@ struct ExpertsSizes {
   bool clamped = false;
 };
 
-// Whether the activation is `clamped`, and not `silu`.
+// Whether the activation is `clamped`; otherwise it is `silu`.
 inline bool is_clamped(std::string_view activation, double alpha, double limit) {
   if (activation == "silu") return false;
   TORCH_CHECK_VALUE(activation == "clamped", "activation: ", activation, " is neither silu nor clamped");

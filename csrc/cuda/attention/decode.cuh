@@ -3,7 +3,7 @@
 //
 // q, out [tokens, H, D] bf16 or fp16 · caches [blocks, Hkv, block_size, D] of the same or e4m3 · tables i32
 //
-// Grid (multiprocessors), 8 warps, or 4 if each needs much shared memory.
+// Grid (multiprocessors), 8 warps per CTA, or fewer if their shared memory does not fit.
 //
 // Each key and value in a query's range is read once per head group: 2 * len * D elements per KV head.  All other
 // traffic is small, so the kernel is bound by memory bandwidth: 4 * len * D bytes in bf16. len == 0 writes zeros.
@@ -48,13 +48,13 @@ struct DecodeKernel {
   static constexpr int kWarps = decode_warps(kD, kNTiles, kArch);
   static constexpr int kStages = decode_stages(kD, kRowBytes, kNTiles, kArch);
   static constexpr int kRingBytes = kStages * kStageBytes;
-  static constexpr int kHeads = 8 * kNTiles;  // heads per head group, existing or not
+  static constexpr int kHeads = 8 * kNTiles;  // heads per head group, including padding
 
   // Accumulators of a segment in a lane: [step][n tile] of 4.
   using Acc = float[kSteps][kNTiles][4];
   static constexpr int kAccVectors = kSteps * kNTiles * 32, kStateVectors = kHeads / 2;
 
-  // Flags of a segment: it exists; it holds its head group's first, last keys.
+  // Flags of a segment: it exists; it contains the first keys of its head group; it contains the last keys.
   enum : unsigned { kExists = 1, kBegins = 2, kEnds = 4 };
   struct Segment {
     unsigned flags;
@@ -63,7 +63,7 @@ struct DecodeKernel {
 
   struct Shared {
     alignas(16) char rings[kWarps][kRingBytes];
-    // Per warp its first segment, if more follow, and its last:
+    // Two segments per warp: the first of its share, if the share has several, then the last.
     Segment segments[kWarps * 2];
     float4 accs[kWarps * 2][kAccVectors];
     float4 states[kWarps * 2][kStateVectors];  // max and sum of two heads
@@ -82,7 +82,7 @@ struct DecodeKernel {
   // Iterates over the tiles of a share.
   struct Walk {
     DecodeSeq seq;
-    // tile < end: next tile and end of this head group.  left: tiles left in the share.
+    // tile: next tile.  end: one past this head group's last tile.  left: tiles left in the share.
     int seq_index, kv_head, part, tile, end, left;
 
     __device__ void start(const DecodeShare& share) {
@@ -115,14 +115,15 @@ struct DecodeKernel {
   struct Fetch {
     Walk at;
     const int32_t* table;    // block table of the sequence
-    int64_t k_head, v_head;  // addresses: the KV head in block 0, and this lane's first 16 bytes in it
-    // Blocks of tile base + lane and of the tile 32 later.  With blocks of 8 keys, a tile has two blocks: low and high.
+    int64_t k_head, v_head;  // addresses of the KV head in block 0, plus this lane's 16 bytes
+    // Block ids: low for tile base + lane, next_low for the tile 32 later.  With blocks of 8 keys, high and next_high
+    // are the ids of those tiles' second blocks.
     int base, low, high, next_low, next_high;
     uint32_t stage;  // stage that the next copy fills
   };
 
   __device__ void look_up(const Fetch& f, int base, int& low, int& high) const {
-    // Clamped: table entries outside of the query's range may be arbitrary.
+    // The key is clamped, because table entries outside of the query's range may be arbitrary.
     const int key = (base + lane) * kTile, last = f.at.seq.len - 1;
     low = f.table[min(max(key, f.at.seq.first), last) >> args.block_shift];
     if (args.block_shift == 3) high = f.table[min(max(key + 8, f.at.seq.first), last) >> 3];
@@ -195,7 +196,7 @@ struct DecodeKernel {
   // ---- Compute on tiles that have arrived.
 
   struct Query {
-    uint32_t parts[kSteps][kNTiles][2];  // B operands; zeros for heads that do not exist
+    uint32_t parts[kSteps][kNTiles][2];  // B operands; zeros for padding heads
   };
 
   __device__ int first_head(int kv_head, int part) const { return kv_head * args.shape.heads_per_kv + part * kHeads; }
@@ -228,7 +229,7 @@ struct DecodeKernel {
     }
   }
 
-  // A operand of S^T: 16 keys, elements 16 * step and on.
+  // Loads the A operand of S^T: elements 16 * step .. 16 * step + 15 of 16 keys.
   __device__ void load_keys(uint32_t (&r)[4], uint32_t keys, int step) const {
     if constexpr (kWiden) {
       uint32_t raw[2];
@@ -242,7 +243,7 @@ struct DecodeKernel {
     }
   }
 
-  // A operand of O^T: elements 16 * step and on, 16 keys.
+  // Loads the A operand of O^T: elements 16 * step .. 16 * step + 15 of 16 values.
   __device__ void load_values(uint32_t (&r)[4], uint32_t values, int step) const {
     if constexpr (kWiden) {
       uint32_t raw[2];
@@ -250,7 +251,7 @@ struct DecodeKernel {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint32_t by_element =
-            __byte_perm(raw[half], 0, 0x3120);  // two keys' element 2g, then their element 2g + 1
+            __byte_perm(raw[half], 0, 0x3120);  // element 2g of two keys, then element 2g + 1 of both
         r[2 * half] = widen_e4m3(by_element);
         r[2 * half + 1] = widen_e4m3(by_element >> 16);
       }
@@ -328,7 +329,7 @@ struct DecodeKernel {
     return kWiden ? args.score_scale * a.scales[at.kv_head] : args.score_scale;
   }
 
-  // Score in units of log2.
+  // Returns the score, after the soft cap, in units of log2.
   __device__ float score(float raw, float k_scale) const {
     return args.cap > 0 ? soften(raw * k_scale, args.cap) : raw * k_scale;
   }
@@ -390,8 +391,8 @@ struct DecodeKernel {
     }
   }
 
-  // Merges, in order, the segments of [first, last] for which exist(i) holds.  state(i, j) and acc(i, j) are their
-  // vectors, loaded for kAtOnce segments at a time.  Calls use(state, acc, step, n) with the result of steps
+  // Merges, in order, the segments of [first, last] for which exist(i) holds.  state(i, j) and acc(i, j) return float4
+  // j of segment i, loaded for kAtOnce segments at a time.  Calls use(state, acc, step, n) with the result of steps
   // first_step, first_step + stride, ...
   template <int kAtOnce, class Exists, class StateAt, class AccAt, class Use>
   __device__ void merge(int first, int last, const Exists& exists, const StateAt& state, const AccAt& acc,
@@ -440,14 +441,15 @@ struct DecodeKernel {
     }
   }
 
-  // A CTA's partial results in the plan: of its last head group if that continues, or of its first if that began
-  // before.
+  // A CTA's partial results in the plan: of its last head group if that continues in a later CTA (begins), or of its
+  // first if that began in an earlier CTA.
   __device__ float4* cta_state(int cta, bool begins) const {
     return args.plan.states + (cta * 2 + begins) * kStateVectors;
   }
   __device__ float4* cta_acc(int cta, bool begins) const { return args.plan.accs + (cta * 2 + begins) * kAccVectors; }
 
-  // After a barrier: merges the segments of this CTA, and, if it finishes last, those of all CTAs of the head group.
+  // Called after a barrier.  Merges the segments of this CTA.  If it is the last CTA of a shared head group to finish,
+  // it also merges the partial results of all of the group's CTAs.
   __device__ void merge_segments(const DecodeEnds& cta_ends) const {
     const int cta = blockIdx.x;
     const unsigned flags = lane < 2 * kWarps ? shared.segments[lane].flags : 0;
@@ -458,7 +460,7 @@ struct DecodeKernel {
     int began_before = -1, goes_on = -1;  // segments whose head group other CTAs share
     int index = 0;
     for (unsigned left = exist; left != 0; ++index) {
-      const unsigned final = left & end & -(left & end);  // the first of `left` that ends its head group, or none
+      const unsigned final = left & end & -(left & end);  // bit of the first segment that ends its head group, or 0
       const unsigned segments = left & (final | (final - 1));
       left &= ~segments;
       const int first = __ffs(segments) - 1, last = 31 - __clz(segments);
@@ -542,7 +544,7 @@ struct DecodeKernel {
       Walk at;
       at.start(share);
       bool begins = at.tile == at.seq.first_tile();
-      while (true) {  // over segments
+      while (true) {  // one iteration per segment
         Query query;
         load_query(query, at);
         const float k_scale = key_scale(at);
@@ -580,7 +582,7 @@ template <class T, class Cache, int kD, int kNTiles>
 void launch_decode(const DecodeKernelArgs& args, cudaStream_t stream) {
   const auto kernel = decode_kernel<T, Cache, kD, kNTiles>;
   const int shared = decode_shared_bytes(kD, kD * static_cast<int>(sizeof(Cache)), kNTiles, decode_arch());
-  static std::atomic<uint64_t> configured = 0;  // bit per device: shared memory limit of this kernel was raised
+  static std::atomic<uint64_t> configured = 0;  // bit d: this kernel's shared-memory limit is raised on device d
   const uint64_t device = uint64_t{1} << current_device();
   if ((configured & device) == 0) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute");

@@ -1,7 +1,7 @@
 // Interface of the decode attention kernels: sequences with one query each, over the paged KV cache.
 //
-//   HEAD GROUP  up to 16 query heads that read one KV head. They are computed together, so that a key is loaded once for all.
-//               More heads per KV head make several groups, each of which loads the keys once.
+//   HEAD GROUP  up to 16 query heads that read one KV head.  They are computed together, so a key is loaded once for all
+//               of them.  If more query heads read a KV head, they form several groups, and each group loads the keys.
 //   TILE        16 keys of one sequence and one KV head, starting at a multiple of 16.
 //   SHARE       consecutive tiles for one warp. Tiles are ordered by sequence, then head group, then key. All CTAs get the same
 //               number of tiles (+- 1); with little work each CTA gets one head group instead. The warps of a CTA have equal
@@ -34,7 +34,7 @@ struct DecodePlanArgs {
   int seqs;                // at most kDecodeMaxSeqs, each with one query or none
   int heads, kv_heads, head_size;
   int window;
-  void* plan;  // decode_plan_bytes, 16-byte aligned
+  void* plan;  // decode_plan_bytes() bytes, 16-byte aligned
 };
 
 int64_t decode_plan_bytes(int max_seqs, int heads, int kv_heads, int head_size);
@@ -51,11 +51,11 @@ struct DecodeArgs {
   const void* v_cache;
   int64_t k_block_stride, v_block_stride;
   const float* scales;    // [2, kv_heads], for keys and for values, with an e4m3 cache; else null
-  const float* sinks;     // [heads]: a score without a value, in every softmax of the head; null: none
+  const float* sinks;     // [heads]: attention sink, a score without a value in every softmax of its head; or null
   const int32_t* tables;  // [max_rows, max_blocks]
   int64_t table_stride;
-  const int32_t* rows;  // [seqs]
-  int seqs;             // the plan's value
+  const int32_t* rows;  // [seqs]: row of `tables` of each sequence
+  int seqs;             // as in DecodePlanArgs
   int heads, kv_heads, head_size, block_size;
   float scale;
   float soft_cap;     // > 0: score = soft_cap * tanh(score / soft_cap)
@@ -66,7 +66,7 @@ struct DecodeArgs {
 
 // Supports head sizes 64, 80, 96, 128, 192 and 256 and block sizes 8, 16, 32 and 64; the bindings check them.  rows and
 // tables must be written before decode_plan is called: this kernel reads them and the plan before the preceding kernel
-// has ended.  Reads no key outside the window and none past the end.  A sequence without keys gets zeros.
+// has ended.  Reads no key outside the window or past the sequence's end.  A sequence without keys gets zeros.
 void decode(const DecodeArgs& args, cudaStream_t stream);
 
 }  // namespace quire::cuda

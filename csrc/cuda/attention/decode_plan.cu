@@ -17,22 +17,22 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kCtas = 2;
-constexpr int kMinTiles = 16;  // tiles per CTA; with fewer, merging takes longer than waiting for fewer CTAs
-// Tiles per head group up to which one CTA is as fast as several that merge.  The second limit applies if lengths
-// differ, because the merge would cost more than it saves.
+constexpr int kMinTiles = 16;  // minimum tiles per CTA; with fewer, merging more CTAs takes longer than it saves
+// Tiles per head group up to which one CTA is as fast as several that merge their results.  The second limit applies if
+// lengths differ, because the merge would cost more than it saves.
 constexpr int kUnsplitTiles = 32, kUnsplitUnequalTiles = 64;
-// Head group length, in equal parts of all tiles, above which head groups are split: without a split the longest part
-// would delay the others too much.
+// Head groups are split if the longest exceeds this many equal parts (all tiles / CTAs): without a split, its CTA would
+// end much later than the others.
 constexpr int kUnsplitParts = 2;
-constexpr int kEvenTiles = 1024;  // tiles per CTA; with more, four idle multiprocessors lose more than merging takes
+constexpr int kEvenTiles = 1024;  // tiles per CTA; with more, four idle multiprocessors cost more time than merging
 
 // Finds the head group and tile at `position`, which counts tiles over all head groups of all sequences.
 struct Place {
-  int seq, group, tile, tiles;  // tile of `tiles` of that head group
+  int seq, group, tile, tiles;  // tile number `tile` of the head group's `tiles` tiles
 };
 
 __device__ Place find(int64_t position, const int* before, int seqs, int groups) {
-  int low = 0, high = seqs;  // search: the last sequence with tiles that begins at or before the position
+  int low = 0, high = seqs;  // binary search for the last sequence with tiles that begins at or before the position
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     (int64_t{before[middle]} * groups <= position ? low : high) = middle;
@@ -42,7 +42,7 @@ __device__ Place find(int64_t position, const int* before, int seqs, int groups)
   return {low, inside / tiles, inside % tiles, tiles};
 }
 
-// Partition of all tiles into the CTAs' parts.
+// Partition of all tiles into one part per CTA.
 //
 // A head group shared by several CTAs is merged through memory, which takes 3 to 4 us.  To avoid that, parts end at
 // head group borders, even if parts then differ in length or CTAs stay idle.
@@ -50,7 +50,7 @@ struct Cut {
   enum class Ends {
     kAnywhere,  // parts are equal
     kNearest,   // parts end at the head group border nearest to an equal part's end
-    kPerGroup,  // a part is a head group
+    kPerGroup,  // each part is one head group
   };
 
   const int* before;
@@ -87,7 +87,8 @@ struct Cut {
     const Place place = find(at, before, seqs, groups);
     return 2 * place.tile < place.tiles ? at - place.tile : at - place.tile + place.tiles;
   }
-  // The number of CTAs nearest to `wanted` that divides the equally long head groups, or that they divide.
+  // Returns the number of CTAs nearest to `wanted` that divides head_groups or is a multiple of it.  Head groups are
+  // equally long.
   static __device__ int nearest_even(int head_groups, int wanted, int grid) {
     const int lowest = wanted < grid ? wanted / 2 : wanted - wanted / 16;
     for (int step = 0; wanted - step >= lowest; ++step) {
@@ -98,7 +99,7 @@ struct Cut {
     }
     return wanted;
   }
-  // CTA of that tile; only called if head groups are shared.
+  // CTA whose part has the tile at `position`; only called if head groups are shared.
   __device__ int cta_of(int64_t position) const { return static_cast<int>(((position + 1) * ctas - 1) / all); }
 };
 
@@ -189,7 +190,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(DecodePlanArgs args, Dec
       ends.first_owner = cut.cta_of(group_begin);
       ends.first_last = cut.cta_of(group_begin + first.tiles - 1);
     }
-    if (end > begin) {  // else the part is empty, because of long head groups before and after it
+    if (end > begin) {  // else the part is empty, because it lies between long head groups
       const Place last = find(end - 1, before, args.seqs, groups);
       const int64_t group_begin = end - 1 - last.tile, group_end = group_begin + last.tiles;
       if (group_begin >= begin && group_end > end) ends.last_last = cut.cta_of(group_end - 1);

@@ -26,7 +26,8 @@ __host__ __device__ constexpr int decode_warp_bytes(int head_size, int row_bytes
 }
 constexpr int kDecodeOtherBytes = 3 << 10;  // upper bound of a CTA's other shared memory, in bytes
 
-// Warps per CTA: the maximum that fits with two stages each.  Equal for all dtypes, because the plan depends on it.
+// Warps per CTA: as many as get two stages of shared memory each.  Equal for all cache dtypes, because they share the
+// plan.
 __host__ __device__ constexpr int decode_warps(int head_size, int n_tiles, int arch) {
   int warps = 8;
   while (warps * decode_warp_bytes(head_size, 2 * head_size, n_tiles, 2) > shared_limit(arch) - kDecodeOtherBytes) {
@@ -48,7 +49,7 @@ __host__ __device__ constexpr int decode_shared_bytes(int head_size, int row_byt
          kDecodeOtherBytes;
 }
 
-// One sequence: 16 bytes, one load.
+// A sequence, in 16 bytes that are read by one load.
 struct alignas(16) DecodeSeq {
   int token;  // index of the query in q and out; -1: none
   int len;
@@ -62,19 +63,19 @@ struct alignas(16) DecodeSeq {
 // Consecutive tiles for one warp.  count == 0: no work, and the other fields are undefined.
 struct alignas(16) DecodeShare {
   int seq;
-  int kv_head, part;    // its head group: the `part`th of its KV head
+  int kv_head, part;    // its first head group: number `part` of KV head kv_head
   int tile;             // tile of that sequence at which the share begins
-  DecodeSeq begins_in;  // seqs[seq]; its field `unused` holds the count
+  DecodeSeq begins_in;  // copy of seqs[seq]; its field `unused` holds the share's tile count
   __host__ __device__ int& count() { return begins_in.unused; }
   __host__ __device__ int count() const { return begins_in.unused; }
 };
 
-// CTAs that share head groups with this one: its first head group, if that began in an earlier CTA, and its last, if
-// that continues in a later one.  The first CTA of a group owns its arrival counter.
+// Head groups that a CTA shares with other CTAs: its first, if that began in an earlier CTA, and its last, if that
+// continues in a later CTA.  The arrival counter of a head group is that of the group's first CTA.
 struct alignas(16) DecodeEnds {
-  int first_owner;  // -1: the first head group begins here
-  int first_last;
-  int last_last;  // -1: the last head group ends here, or began before (see the two above)
+  int first_owner;  // first CTA of this CTA's first head group; -1: that group begins in this CTA
+  int first_last;   // last CTA of this CTA's first head group
+  int last_last;    // last CTA of this CTA's last head group; -1: it ends here, or began in an earlier CTA
   int unused;
 };
 
@@ -94,7 +95,7 @@ struct DecodeShape {
 
 inline DecodeShape decode_shape(int heads, int kv_heads, int head_size, int multiprocessors, int arch) {
   const int per_kv = heads / kv_heads;
-  // Head sizes over 128 leave no registers for the results of 16 heads.
+  // With head sizes over 128 the accumulators of 16 heads do not fit into registers.
   const int n_tiles = per_kv <= 8 || head_size > 128 ? 1 : 2;
   return {.heads_per_kv = per_kv,
           .parts_per_kv = (per_kv + 8 * n_tiles - 1) / (8 * n_tiles),
@@ -114,9 +115,9 @@ struct DecodePlan {
   DecodeSeq* seqs;
   DecodeShare* shares;  // [grid, warps]
   DecodeEnds* ends;     // [grid]
-  int* arrived;         // [grid] CTAs done with the head group that begins in this one and ends in another
-  // Partial results, in register layout: of a CTA's first head group, if another CTA began it, and of its last, if
-  // another CTA continues it.
+  int* arrived;         // [grid] CTAs that are done with the head group that begins in this CTA and ends in another
+  // Partial results of a CTA, in register layout: for its first head group, if that began in an earlier CTA, and for
+  // its last, if that continues in a later CTA.
   float4* states;  // [grid, 2, n_tiles * 4] max and sum of two heads
   float4* accs;    // [grid, 2, head_size / 16, n_tiles, 32]
 

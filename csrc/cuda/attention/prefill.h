@@ -22,18 +22,18 @@
 
 namespace quire::cuda {
 
-constexpr int kPrefillMaxParts = 1024;  // parts per tile times its rows; more take longer to merge than they save
+constexpr int kPrefillMaxParts = 1024;  // maximum of parts per tile * rows per tile; more cost more to merge
 
 // 32 bytes, loaded by one thread as two int4.
 struct PrefillItem {
   int seq;  // index into rows, q_start and lens
   int kv_head;
   int row;      // first packed row of the tile; the sequence may have fewer rows left than the tile
-  int first;    // keys [first, last), first a multiple of 128; `last` is past the last key visible to any row.
-  int last;     // The kernel still masks the causal border and the window
-  int part;     // part index; parts == 1: the item is the complete tile and writes its result to out
-  int parts;    // at most kPrefillMaxParts / tile rows
-  int partial;  // index of the tile's first partial result; this item's is partial + part
+  int first;    // first key, a multiple of 128
+  int last;     // one past the last key visible to any row; the kernel still masks causal border and window
+  int part;     // index of this part of the tile
+  int parts;    // 1: the item is the complete tile and writes to out; at most kPrefillMaxParts / tile rows
+  int partial;  // index of the tile's first partial result; this part's index is partial + part
 };
 
 // Items for one tile size.
@@ -48,18 +48,17 @@ struct PrefillList {
 struct PrefillTiling {
   int rows;               // rows per tile
   bool complete_queries;  // a tile ends with the last head of a query: it has rows / G * G rows
-  int parts_per_sm;       // tiles are split until a multiprocessor has this many items; 0: never
+  int parts_per_sm;       // tiles are split while a multiprocessor has fewer items than this; 0: never
 };
 constexpr int kPrefillLists = 3;
-constexpr int kPrefillHopper =
-    1;  // prefill_sm90's list; its tiles begin with a query's first head and end with a last head
+constexpr int kPrefillHopper = 1;  // index of prefill_sm90's list, whose tiles consist of complete queries
 constexpr PrefillTiling prefill_tiling(int list) {
   return list == 0   ? PrefillTiling{64, false, 2}
          : list == 1 ? PrefillTiling{128, true, 1}
                      : PrefillTiling{128, false, 2};
 }
 
-// Layout of the plan's memory.  It depends on the arguments only.
+// Layout of the plan's memory: depends only on the arguments of prefill_plan_layout().
 struct PrefillPlan {
   PrefillList* list[kPrefillLists];
   PrefillItem* items[kPrefillLists];
@@ -75,7 +74,7 @@ struct PrefillPlan {
 struct PrefillPlanArgs {
   const int32_t* q_start;  // [seqs + 1]
   const int32_t* lens;     // [seqs]
-  int first;               // sequences [first, seqs); those before are decodes
+  int first;               // plans sequences [first, seqs); earlier sequences are decodes
   int seqs;
   int heads, kv_heads, head_size;
   int window;
@@ -99,7 +98,7 @@ struct PrefillArgs {
   int64_t k_block_stride, v_block_stride;
   int64_t blocks;
   const float* scales;    // [2, kv_heads], for keys and for values, with an e4m3 cache; else null
-  const float* sinks;     // [heads]: a score without a value, in every softmax of the head; null: none
+  const float* sinks;     // [heads]: attention sink, a score without a value in every softmax of its head; or null
   const int32_t* tables;  // [max_rows, max_blocks]
   int64_t table_stride;
   const int32_t* rows;     // [seqs]
@@ -109,7 +108,7 @@ struct PrefillArgs {
   int tokens;              // tokens of the complete step
   int heads, kv_heads, head_size, block_size;
   float scale;
-  int window;         // > 0: a query sees only this many keys, its own included
+  int window;         // > 0: a query sees only its last `window` keys, including its own
   float soft_cap;     // > 0: score = soft_cap * tanh(score / soft_cap)
   Dtype dtype;        // dtype of q and out: bf16 or fp16
   Dtype cache_dtype;  // dtype, or e4m3
@@ -117,13 +116,13 @@ struct PrefillArgs {
   int64_t plan_bytes;
 };
 
-// Dispatches to one of the two below.  Supports head sizes 64, 80, 96, 128, 192 and 256, block sizes 8, 16, 32 and 64,
-// any G, and scale > 0; the bindings check them.
+// Dispatches to prefill_mma() or prefill_sm90().  Supports head sizes 64, 80, 96, 128, 192 and 256, block sizes 8, 16,
+// 32 and 64, any G, and scale > 0; the bindings check them.
 void prefill(const PrefillArgs& args, cudaStream_t stream);
 
 void prefill_mma(const PrefillArgs& args, cudaStream_t stream);
 
-// Compute capability 9.x only.
+// Whether prefill_sm90() supports these arguments; both need compute capability 9.x.
 bool prefill_sm90_takes(const PrefillArgs& args);
 void prefill_sm90(const PrefillArgs& args, cudaStream_t stream);
 

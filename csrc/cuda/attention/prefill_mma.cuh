@@ -54,13 +54,13 @@ struct Config {
   static constexpr int kStages = 2;
   static constexpr int kShared = kQSize + 2 * kStages * kTileSize;
   static constexpr bool kQInRegisters = M * D <= 128;
-  // The work descriptor that thread 0 broadcasts: in the padding of the first query rows.
+  // Offset of the work descriptor that thread 0 broadcasts: it lies in the padding of the first query rows.
   static constexpr int kWord = 16 * kQChunks;
   static constexpr int kCtasPerSm = 2;
 };
 
-// Work queue of a CTA. It takes the next item while the last key tiles of this one are computed, and not earlier,
-// because another CTA may become idle first.
+// Work queue of a CTA.  The CTA takes its next item only while it computes the last key tiles of the present one,
+// because another CTA may become idle earlier.
 template <class C>
 class Queue {
  public:
@@ -81,8 +81,8 @@ class Queue {
     fetch_sequence();
   }
 
-  // The three steps of taking an item, called by all threads while an item is computed, in this order and spread over
-  // time.
+  // draw(), fetch_item() and fetch_sequence() take the next item in three steps.  All threads call them in this order,
+  // spread over the computation of the present item.
   __device__ void draw() {
     if (threadIdx.x == 0) ticket_ = gridDim.x + atomicAdd(&list_.ticket, 1);
   }
@@ -106,7 +106,8 @@ class Queue {
     copy_async_4(address(2) + 12, a_.rows + seq);
   }
 
-  // Waits for the next item, and until all warps are done with this one.  Returns false if there is none.
+  // Waits for the next item's descriptor, and until all warps are done with the present item.  Returns false if no item
+  // is left.
   __device__ bool get() {
     wait_for_all_copies();
     __syncthreads();
@@ -127,7 +128,7 @@ class Queue {
   }
 
  private:
-  // Double-buffered, so that no warp overwrites what others still have to read.
+  // Descriptors are double-buffered, so that thread 0 does not overwrite one that other warps still have to read.
   __device__ int4* word(int i) const {
     return reinterpret_cast<int4*>(shared_ + C::kWord + (1 + 3 * turn_ + i) * C::kQPitch);
   }
@@ -192,7 +193,7 @@ class Item {
     factor_ = a_.scale * kLog2E;
     if constexpr (C::kE4m3) factor_ *= a_.scales[item_.kv_head];
     const int end = rows_ > 0 ? position(row_ + rows_ - 1) + 1 : 0;  // past the last key visible to this warp's rows
-    // Between these, every row of the warp sees every key.
+    // Every row of the warp sees every key in [common_begin_, common_end_).
     common_begin_ = oldest(row_ + rows_ - 1);
     common_end_ = position(row_) + 1;
 
@@ -200,7 +201,7 @@ class Item {
     int stage = 0;
     for (int key = item_.first; key < item_.last; key += C::kKeys, stage ^= 1) {
       wait_for_all_copies();
-      __syncthreads();  // all warps have this tile, and no warp still reads the one before
+      __syncthreads();  // all warps have loaded this tile, and none still reads the previous tile
       if (key == draw_key) queue_.draw();
       if (key + C::kKeys >= item_.last) queue_.fetch_item();
       const auto load_next = [&](int step) { issue_load(key + C::kKeys, stage ^ 1, step); };
@@ -220,7 +221,7 @@ class Item {
       queue_.draw();
       queue_.fetch_item();
     }
-    wait_for_all_copies();  // includes the zero-filled tile after the last, which must not land in the next item's stage
+    wait_for_all_copies();  // the zero-filled tile after the last must not land in the next item's stage
     queue_.fetch_sequence();
 
 #pragma unroll
@@ -242,8 +243,8 @@ class Item {
 
   __device__ uint32_t at(int offset) const { return shared_address(shared_) + offset; }
 
-  // A part of a long context may have tile rows for one warp only.  Then all warps process these rows, each for its
-  // share of every key tile.  They store their results as if there were kWarps parts.
+  // A tile of a long context may have rows for one warp only.  Then all warps process these rows, each for its share of
+  // every key tile, and the plan gets kWarps times as many partial results.
   static constexpr int kShare = C::kKeys / kWarps;
   static constexpr bool kFew = C::M == 1 && kShare % 16 == 0;
 
@@ -267,9 +268,9 @@ class Item {
       if constexpr (!C::kE4m3) {
         copy_async_16(at(to + 16 * chunk), from, wanted);
       } else {
-        // ldmatrix gives a lane four consecutive e4m3 elements, but two and two elements of 2 bytes.  The order of
-        // elements along a head is free if both operands use the same one.  So pairs 0 1 2 3 4 5 6 7 of 16 elements are
-        // stored in the order 0 2 4 6 1 3 5 7.
+        // ldmatrix gives a lane four consecutive e4m3 elements of a key, but only two and two 2-byte elements of a
+        // query. The order of elements along a head is free if both operands use the same order.  So a query's pairs 0
+        // 1 2 3 4 5 6 7 of 16 elements are stored in the order 0 2 4 6 1 3 5 7.
         uint4 x = wanted ? *reinterpret_cast<const uint4*>(from) : uint4{};
         if (a_.dtype == Dtype::bf16) x = {to_half(x.x), to_half(x.y), to_half(x.z), to_half(x.w)};
         char* const into = shared_ + to + chunk / 2 * 32 + chunk % 2 * 8;
@@ -305,24 +306,24 @@ class Item {
   // Issues step `step` of kLoadSteps that load the tile at `key` into `stage`: the key groups first, then the value
   // groups.
   static constexpr int kLoadSteps = 2 * kGroups;
-  static_assert(kLoadSteps == C::kKeys / 16);  // attend's calls of `between`
+  static_assert(kLoadSteps == C::kKeys / 16);  // attend() calls `between` kKeys / 16 times
   __device__ void issue_load(int key, int stage, int step) {
     const int group = step % kGroups;
     const bool values = step >= kGroups;
     const int k = group_key(key, group);
     asm volatile(
         ""
-        : "+r"(block_[group]));  // keeps the compiler from multiplying, and waiting, right after the table load
+        : "+r"(block_[group]));  // keeps the compiler from using the block id, and waiting for it, right after its load
     const int64_t in_block = (item_.kv_head * a_.block_size + (k & (a_.block_size - 1))) * int64_t{C::D};
     const int64_t offset = block_[group] * (values ? a_.v_block_stride : a_.k_block_stride) + in_block;
     const char* from = static_cast<const char*>(values ? a_.v_cache : a_.k_cache) + offset * C::kKvBytes + 16 * lane_;
     const uint32_t to = at((values ? kValuesAt : kKeysAt) + stage * C::kTileSize + (k - key) * C::kKvPitch);
-    // 8 keys are this many contiguous chunks.
+    // 16-byte chunks of 8 keys, which are contiguous.
     constexpr int kChunks = 8 * C::kKvChunks;
 #pragma unroll
     for (int j = 0; j < (kChunks + 31) / 32; ++j) {
       if (kChunks % 32 != 0 && 32 * j + lane_ >= kChunks) break;
-      int r, place;  // key, and its destination
+      int r, place;  // key of the chunk, and its byte offset in the stage
       if constexpr (32 % C::kKvChunks == 0) {
         constexpr int kEach = 32 / C::kKvChunks;
         r = lane_ / C::kKvChunks + j * kEach;
@@ -338,8 +339,8 @@ class Item {
   template <int N>
   using Score = float[C::M][N / 8][4];
 
-  // Adds keys [key, key + N), stored at `offset` in `stage`, to max_, sum_ and acc_. Calls between(i) for i = 0, 1, ...
-  // before the mma of each 16 keys with their values.
+  // Adds keys [key, key + N), stored at `offset` in `stage`, to max_, sum_ and acc_.  Calls between(i) before the mma
+  // that multiplies the i-th 16 weights by their values.
   template <int N, class Between>
   __device__ void attend(int key, int offset, int stage, const Between& between) {
     Score<N> score;
@@ -431,7 +432,7 @@ class Item {
     }
   }
 
-  // Applies the soft cap, scaled so that weigh's factor is the same with and without a cap.
+  // Applies the soft cap, scaled so that weigh() uses the same factor with and without a cap.
   template <int N>
   __device__ void cap(Score<N>& score) const {
     const float k_scale = C::kE4m3 ? a_.scales[item_.kv_head] : 1.0f;
@@ -452,7 +453,7 @@ class Item {
     for (int m = 0; m < C::M; ++m) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int end = position(row_ + 16 * m + i / 2 * 8 + lane_ / 4) + 1;  // the row sees keys before this one
+        const int end = position(row_ + 16 * m + i / 2 * 8 + lane_ / 4) + 1;  // the row sees keys [begin, end)
         const int begin = a_.window > 0 ? end - a_.window : 0;
 #pragma unroll
         for (int n = 0; n < N / 8; ++n) {
@@ -486,8 +487,8 @@ class Item {
         grows |= (top[m][h] - max_[m][h]) * factor_ > 8;
       }
     }
-    // Any reference near the maximum works if no weight overflows.  So max_ and acc_ are rescaled only when max_ is too
-    // small by a factor of 2^8 (Zadouri et al.  2025, FlashAttention-4).  After the first tile that is rare.
+    // Any reference near the maximum works if no weight overflows.  So max_ and acc_ are rescaled only when the new
+    // maximum exceeds max_ by 8 in log2 (Zadouri et al.  2025, FlashAttention-4), which is rare after the first tile.
     if (__any_sync(~0u, grows)) {
 #pragma unroll
       for (int m = 0; m < C::M; ++m) {
@@ -727,7 +728,7 @@ class Item {
   int rows_of_sequence_;
   int before_;  // position of the sequence's first query
   const int32_t* table_;
-  int low_;  // the oldest key that any row of the tile sees
+  int low_;  // first key that any row of the tile sees
   int block_shift_;
   bool few_;
   int row_, rows_;     // the warp's packed rows [row_, row_ + rows_)

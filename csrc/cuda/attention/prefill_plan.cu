@@ -1,8 +1,7 @@
 // Planner of prefill attention: turns lens and q_start, which only the device holds, into the item lists of prefill.h,
 // once per step for all layers.
-//
-// Grid (lists, kCtas).  Every CTA of a list computes where each sequence's items begin; each of S <= 3072 sequences
-// reads all others.  The CTAs split the writing, 32 bytes per item.
+// Grid (lists, kCtas).  Every CTA of a list computes where each sequence's items begin: for each of S <= 3072 sequences
+// a warp reads the costs of all others.  The CTAs share the writing of items, 32 bytes each.
 
 #include <algorithm>
 #include <stdexcept>
@@ -17,10 +16,10 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kCtas = 8;
-constexpr int kMaxSeqs = 3072;      // 4 ints each in shared memory
+constexpr int kMaxSeqs = 3072;      // limited by 4 ints per sequence in shared memory
 constexpr int kAlign = 128;         // keys; the first key of an item is a multiple of it
-constexpr int kMinPart = 512;       // keys per part; a shorter one takes longer to merge than it saves
-constexpr int kPartOverhead = 300;  // overhead per item, in keys computed in the same time
+constexpr int kMinPart = 512;       // minimum keys per part; a shorter part takes longer to merge than it saves
+constexpr int kPartOverhead = 300;  // overhead of an item, as the number of keys computed in the same time
 constexpr int kChoices = 4;
 constexpr int kNearbyKv = 36 << 20;  // L2 budget, in bytes, for K and V of tiles that run at the same time
 
@@ -53,8 +52,8 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
   const int tile_rows = tiling.complete_queries && group <= tiling.rows ? tiling.rows / group * group : tiling.rows;
   int* const cost = shared;              // keys visible to the sequence's last tile
   int* const parts = shared + seqs;      // parts per tile of the sequence
-  int* const items = shared + 2 * seqs;  // items of all its KV heads, before tiles are split
-  int* const base = shared + 3 * seqs;   // index of its first partial result
+  int* const items = shared + 2 * seqs;  // items of the sequence over all KV heads, before tiles are split
+  int* const base = shared + 3 * seqs;   // index of the sequence's first partial result
   __shared__ unsigned long long work;    // keys visible to all tiles together, approximately
   if (threadIdx.x == 0) work = 0;
   __syncthreads();
@@ -78,11 +77,11 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
   if (lane == 0) atomicAdd(&work, own_work);
   __syncthreads();
 
-  // Long tiles are split into parts of about a CTA's fair share of all keys, or 1/2, 1/4, ... of it.  The split with
-  // the earliest estimated end is chosen: few items end with the longest one; with many, CTAs finish half a longest
-  // item apart.
+  // Long tiles are split into parts of about a CTA's fair share of all keys, or 1/2, 1/4 or 1/8 of it.  The split with
+  // the shortest estimated time is chosen.  With few items, the longest item determines that time; with many, CTAs
+  // finish up to half a longest item apart.
   const int resident = max(1, sms * tiling.parts_per_sm), fair = static_cast<int>(work / resident);
-  const int max_partials = plan.rows / tiling.rows;  // capacity in partial results
+  const int max_partials = plan.rows / tiling.rows;  // capacity of the plan, in partial results
   const auto cut = [&](int s, int choice) {
     const int part_keys = max(kMinPart, fair >> choice);
     const int max_parts = min(kPrefillMaxParts / tile_rows, max(1, max_partials / max(1, items[s])));
@@ -141,7 +140,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
     for (int i = blockIdx.y * kThreads + threadIdx.x; i < plan.rows / 64; i += kCtas * kThreads) plan.arrived[i] = 0;
   }
 
-  // With few sequences several warps write the items of one.
+  // With few sequences, several warps share the writing of one sequence's items.
   const int helpers = max(1, kWriters / seqs);
   const int helper = writer / seqs;
   if (helper >= helpers) return;
@@ -150,8 +149,8 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(PrefillPlanArgs args, Pr
     const int n = tiles.count(), p = parts_of(s);
     PrefillItem* const out =
         plan.items[list] + sum_before(s, [&](int other) { return items[other] * parts_of(other); });
-    // KV heads whose K and V fit into L2 together are adjacent, so long tiles of one run while short tiles of another
-    // do.
+    // Items of KV heads whose K and V fit into L2 together are interleaved, so that long tiles of one head run at the
+    // same time as short tiles of another.
     const int kv_bytes = 2 * 2 * args.head_size;  // bytes per key and value, in a 2-byte dtype
     const int heads = max(1, min(args.kv_heads, kNearbyKv / kv_bytes / max(1, cost[s])));
     for (int i = helper * 32 + lane; i < items[s] * p; i += helpers * 32) {

@@ -10,7 +10,8 @@ namespace quire::cuda {
 
 namespace {
 
-// The driver's encoder of TMA descriptors, looked up at run time, so that nothing links to the driver.
+// The driver's function that encodes TMA descriptors, looked up at run time, so that the extension does not link
+// libcuda.
 PFN_cuTensorMapEncodeTiled_v12000 encode_tiled() {
   static const auto encode = [] {
     void* entry = nullptr;
@@ -24,8 +25,9 @@ PFN_cuTensorMapEncodeTiled_v12000 encode_tiled() {
   return encode;
 }
 
-// TMA descriptor of a 4-dimensional tensor of 16-bit elements: innermost size first, strides (in elements) from the
-// second dimension on.  Boxes are 64 columns wide and swizzled; zeros outside of the tensor.
+// TMA descriptor of a 4-dimensional tensor of 16-bit elements.  sizes: innermost dimension first.  strides: in
+// elements, from the second dimension on.  Boxes are 64 columns wide and swizzled; TMA fills zeros outside of the
+// tensor.
 CUtensorMap describe(const void* data, Dtype dtype, const cuuint64_t (&sizes)[4], const int64_t (&strides)[3],
                      cuuint32_t box1, cuuint32_t box3) {
   CUtensorMap map;

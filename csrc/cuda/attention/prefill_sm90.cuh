@@ -6,10 +6,10 @@
 //   warps 4-7,   consumers: a warpgroup each for 64 rows of the tile. They alternate on the tensor cores (ping-pong): one
 //   warps 8-11   runs its mma while the other computes its softmax
 //
-// A warpgroup runs over the key tiles (128 keys) of all its items as one sequence.  In each iteration it issues S(next)
-// = Q K' and O += P(this) V together.  It computes the softmax of S(next) as soon as that is ready, while O is still
-// accumulating.  So the tensor cores stay busy at the start and the end of an item.  An item's last O is normalised and
-// written when the next item's first scores are ready already.
+// A warpgroup loops over the key tiles (128 keys) of all its items without a break.  In each iteration it issues
+// S(next) = Q K' and O += P(this) V together.  It computes the softmax of S(next) as soon as S(next) is ready, while O
+// is still accumulating.  So the tensor cores stay busy at the start and the end of an item.  An item's O is normalised
+// and written after the first scores of the next item are ready.
 //
 // Keys run from last to first, so the tiles that need masking come first.  Key tiles start at multiples of 128 for any
 // chunk, and a row's result depends on its own keys only.  So a row has the same bits in any chunk, as long as its keys
@@ -33,8 +33,8 @@ namespace quire::cuda::sm90 {
 using namespace hopper;
 
 constexpr int kQueryBuffers = 2;
-// Ring size of work descriptors.  An item's descriptor is needed until its result is written; by then the next item's
-// scores are ready, and the producer may be two items ahead of that.
+// Ring size of work descriptors.  An item's descriptor is needed until its result is written.  By then the warpgroup
+// has the scores of the next item, and the producer may be two items further ahead.
 constexpr int kWorks = 8;
 constexpr int kThreads = 384;
 
@@ -50,7 +50,7 @@ struct Work {
   int begin;  // first key of the first block visible to any row; earlier blocks may have been freed
   int end;    // one past the item's last key; 0 if it has none
   int tile;   // first key of the item's last key tile
-  int sees_first[2], sees_last[2];  // keys visible to all rows of each warpgroup
+  int sees_first[2], sees_last[2];  // first and last key visible to all rows of each warpgroup
   int part, parts, partial;         // as in PrefillItem
   bool none;                        // no more items
 };
@@ -139,7 +139,7 @@ __device__ void fetch_cache(const Params& p, Shared& shared, const CUtensorMap* 
     const bool half_tile = work.end - work.tile <= kKeys / 2;
     const auto id_of = [&](int tile) {
       const int key = tile + block * p.block_size;
-      // Of the last tile only the computed half; nothing past the end of the sequence.
+      // In the last tile only the half that is computed is loaded; nothing is loaded past the end of the sequence.
       const int end = min(work.len, half_tile && tile == work.tile ? tile + kKeys / 2 : tile + kKeys);
       return ours && key >= work.begin && key < end ? work.table[key / p.block_size] : -1;
     };
@@ -161,7 +161,8 @@ __device__ void fetch_cache(const Params& p, Shared& shared, const CUtensorMap* 
 
 // -- Consumer warpgroups
 
-// Volatile, unlike exp2_fast of softmax_state.cuh: the compiler keeps it where it is written, between the mma.
+// exp2 as volatile asm, unlike exp2_fast of softmax_state.cuh, so that the compiler keeps it in its place between the
+// wgmma.
 __device__ inline float exp2_in_place(float x) {
   float y;
   asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -182,14 +183,15 @@ __device__ void mask(float (&s)[N], const int (&from)[2], const int (&to)[2], bo
   }
 }
 
-// tanh by exp2, precise enough: its absolute error times the cap becomes a relative error of the result.
+// tanh by exp2.  It is precise enough: its absolute error times the cap becomes a relative error of the attention
+// weight.
 template <int N>
 __device__ void soften(float (&s)[N], float cap_in) {
 #pragma unroll
   for (int i = 0; i < N; ++i) s[i] = 1.f - __fdividef(2.f, exp2_in_place(s[i] * cap_in * 2.885390082f) + 1.f);
 }
 
-// Output addresses of the thread's two rows of a tile, if they are queries of the sequence.
+// Output addresses of the thread's two rows of a tile.  ours: the row is a query of the sequence.
 template <class T>
 struct Output {
   T* out[2];
@@ -202,7 +204,7 @@ struct Output {
       ours[i] = query[i] < work.queries;
     }
   }
-  // Writes columns 8j..8j + 31; o is this thread's fragment of them.
+  // Writes columns 8j .. 8j + 31 of both rows; o is this thread's fragment of these columns.
   __device__ void write(int j, const float (&o)[16], const float (&inverse)[2], int lane) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -218,7 +220,8 @@ struct Output {
 __device__ inline float inverse_sum(float sum) { return sum == 0.f ? 0.f : 1.f / sum; }
 
 // Partial results, in register layout.  Each warp stores its own 16 rows and counts its parts in a byte of its
-// warpgroup's counter.  The last part of a tile to finish sums all of them, in the order of the parts.
+// warpgroup's counter.  The warp that finishes a tile's last part merges all parts of these rows, in the order of the
+// parts.
 struct Parts {
   const Params& p;
   const Work& work;
@@ -291,7 +294,7 @@ struct Warpgroup {
   using Shared = typename Shape<T, D>::Shared;
   static constexpr int kKeys = Shape<T, D>::kKeys, kHalves = Shape<T, D>::kHalves;
   static constexpr int kKeyBuffers = Shape<T, D>::kKeyBuffers, kValueBuffers = Shape<T, D>::kValueBuffers;
-  static constexpr int kFirst = kKeys / 4;  // a thread's scores for the first half of the keys
+  static constexpr int kFirst = kKeys / 4;  // number of a thread's scores for the first half of the keys
 
   const Params& p;
   Shared& shared;
@@ -303,20 +306,20 @@ struct Warpgroup {
   float o[D / 2] = {};           // output accumulator
   uint32_t probs[kKeys / 4];     // exp2 of scores, as the left operand of O += P V
   float e[kFirst];               // exponentials of the first half of s
-  float base[2], limit[2];       // per row: reference of the exponents; score above which the reference must rise
+  float base[2], limit[2];       // per row: base of the exponents; score above which the base must rise
   float sum[2];                  // this thread's part of each row's sum of exponentials
   bool rebased;                  // base rose for some row of the warp, so o must be rescaled
   float rescale[2];              // factors for o if rebased
   bool half_values = false;      // probs cover only the first half of a value tile
-  int values_begin, values_end;  // rows of that tile that hold a value
+  int values_begin, values_end;  // rows of that value tile that were loaded: [values_begin, values_end)
   Ring items, ks, vs;
-  int item = 0, len;          // item of the scores being computed; keys of its sequence
+  int item = 0, len;          // item whose scores are computed; keys of its sequence
   int first, begin;           // as in Work
-  int tile;                   // first key of the scores
-  int sees_first, sees_last;  // keys visible to all 64 rows
-  bool more;                  // the item exists
-  bool fresh;                 // its first scores
-  bool half;                  // no row sees more than half of the keys
+  int tile;                   // first key of the present key tile
+  int sees_first, sees_last;  // first and last key visible to all 64 rows
+  bool more;                  // `item` exists; if false, the CTA is done
+  bool fresh;                 // the present scores are the item's first
+  bool half;                  // no row sees a key in the second half of the key tile
   int query[2];               // index in the tile of the query of each of the thread's rows
 
   __device__ Warpgroup(const Params& p, Shared& shared, int warp, int lane)
@@ -387,7 +390,7 @@ struct Warpgroup {
     }
   }
 
-  // Releases the keys, once the scores have arrived, and after the item's last scores its queries.
+  // Releases the key buffer once the scores are computed, and after the item's last scores also the query buffer.
   __device__ void release_keys() {
     if (lane == 0) {
       arrive(&shared.k_empty[ks.at]);
@@ -396,7 +399,7 @@ struct Warpgroup {
     ks.step(kKeyBuffers);
   }
 
-  // Zeros the values past the end of a sequence and those not loaded: they may be NaN, and 0 * NaN is NaN.
+  // Zeros the values past the end of a sequence and values that were not loaded: they may be NaN, and 0 * NaN is NaN.
   __device__ void clear_other_values() {
     for (int half = 0; half < kHalves; ++half) {
       for (int chunk = threadIdx.x % 128; chunk < kKeys * 8; chunk += 128) {
@@ -408,16 +411,16 @@ struct Warpgroup {
     named_sync(3 + group, 128);
   }
 
-  // Probabilities are exp2(score - base).  The base need not be the maximum, only at most 8 below it: then nothing
-  // overflows, and the base cancels in the end.  So the exponentials do not wait for the maximum, which is computed
-  // meanwhile.  If the maximum is too high (always in an item's first tile, rarely later), the base rises to it and the
-  // first half is computed again.
+  // Probabilities are exp2(score - base).  The base need not be the maximum: if it is at most 8 below, nothing
+  // overflows, and the base cancels in the final division.  So the exponentials do not wait for the maximum, which is
+  // computed meanwhile.  If the maximum is too high (always in an item's first tile, rarely later), the base rises to
+  // it and the first half is computed again.
   __device__ void softmax_first_half() {
     if (p.cap_in != 0.f) soften(s, p.cap_in);
     if (tile + kKeys - 1 > sees_last || tile < sees_first) mask_scores();
     float highest[2];
     const auto find_highest = [&] {
-      float h[4] = {s[0], s[1], s[2], s[3]};  // two per row: shorter dependency chains
+      float h[4] = {s[0], s[1], s[2], s[3]};  // two maxima per row: shorter dependency chains
 #pragma unroll
       for (int i = 4; i < kKeys / 2; ++i) h[i % 4] = fmaxf(h[i % 4], s[i]);
       highest[0] = fmaxf(h[0], h[1]);

@@ -19,8 +19,8 @@ struct Params {
   int group, tile_queries;  // G and 128 / G
   int block_size;
   int window;
-  float scale_log2;    // factor from a score to the exponent of 2
-  float slack;         // 8 / scale_log2
+  float scale_log2;    // scale * log2(e): turns a score into an exponent of 2
+  float slack;         // 8 / scale_log2: a score may exceed the softmax base by this much
   const float* sinks;  // [heads], or null
   float cap_in;        // with a soft cap: scores become tanh(cap_in * score) first; else 0
   PrefillList* list;

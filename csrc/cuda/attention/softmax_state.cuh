@@ -38,7 +38,7 @@ __device__ inline float with_sink(float sum, float max, const float* sinks, int 
   return sum + exp2_fast(sinks[head] * kLog2E - max);
 }
 
-// cap * tanh(x), where `doubled` is 2x in units of log2: cannot overflow.
+// Returns cap * tanh(x) for doubled = 2 x log2(e), without overflow.
 __device__ inline float soften(float doubled, float cap) { return cap - __fdividef(2 * cap, exp2_fast(doubled) + 1); }
 
 }  // namespace quire::cuda

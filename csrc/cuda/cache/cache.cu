@@ -77,10 +77,10 @@ void by_parameters(const BlockArgs& a, const LaunchSome& launch_some) {
 }
 
 constexpr int kThreads = 256, kAhead = 4;      // units in flight per thread
-constexpr int kPart = kThreads * kAhead * 16;  // bytes that a thread block moves before it looks for the next work
+constexpr int kPart = kThreads * kAhead * 16;  // bytes per part: what a thread block moves per iteration
 constexpr int64_t kMaxInGrid = 65535;          // limit of grid y and z
 
-// Moves one part, or its rest.  Unit: the type of one access.
+// Moves one part of kPart bytes, or the shorter last part.  Unit: the type of one memory access.
 template <class Unit>
 __device__ void move_part(char* to, const char* from, int64_t bytes) {
   const int count = static_cast<int>(min(bytes, int64_t{kPart}) / sizeof(Unit));
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
   move_part<Unit>(kBack ? in_cache : in_buffer, kBack ? in_buffer : in_cache, block_bytes - start);
 }
 
-// Bytes of the widest access that the alignment of all blocks of all caches, and of `buffer`, allows.
+// Bytes of the widest access for which `buffer` and all blocks of all caches are aligned.
 int unit_of(const BlockArgs& a, const void* buffer = nullptr) {
   uintptr_t bits = a.block_stride | a.block_bytes | reinterpret_cast<uintptr_t>(buffer);
   for (const char* cache : a.caches) bits |= reinterpret_cast<uintptr_t>(cache);
@@ -203,7 +203,7 @@ void block_copy(const BlockArgs& a, const int64_t* pairs, cudaStream_t stream) {
 }
 
 void block_fill(const BlockArgs& a, const int64_t* blocks, uint32_t element, int element_bytes, cudaStream_t stream) {
-  // Repeats the element to four bytes, and these to a Unit.
+  // Repeats the element to fill four bytes, and these four bytes to fill a Unit.
   uint32_t word = element;
   for (int bytes = element_bytes; bytes < 4; bytes *= 2) word |= word << (8 * bytes);
   by_unit(unit_of(a), [&](auto unit) {

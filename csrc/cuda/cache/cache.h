@@ -35,7 +35,7 @@ struct KvWriteArgs {
 };
 void kv_write(const KvWriteArgs& args, cudaStream_t stream);
 
-// K and V of every layer.
+// The caches (K and V of every layer), and the blocks to move.
 struct BlockArgs {
   std::vector<char*> caches;  // device pointers
   int64_t block_stride;       // bytes from one block to the next
@@ -49,8 +49,8 @@ void block_copy(const BlockArgs& args, const int64_t* pairs, cudaStream_t stream
 // blocks [count], on the device; filled with repetitions of the element (1, 2 or 4 bytes).
 void block_fill(const BlockArgs& args, const int64_t* blocks, uint32_t element, int element_bytes, cudaStream_t stream);
 
-// buffer [count, caches, block_bytes], on the device.  gather copies block blocks[i] of cache c to buffer[i][c],
-// scatter back.
+// buffer [count, caches, block_bytes], on the device.  gather copies block blocks[i] of cache c to buffer[i][c];
+// scatter copies buffer[i][c] to that block.
 void block_gather(const BlockArgs& args, const int64_t* blocks, char* buffer, cudaStream_t stream);
 void block_scatter(const BlockArgs& args, const int64_t* blocks, const char* buffer, cudaStream_t stream);
 

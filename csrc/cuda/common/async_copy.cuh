@@ -1,5 +1,5 @@
-// Asynchronous copies from device to shared memory (cp.async), for any GPU since Ampere.  A lane waits for its own
-// copies only.
+// Asynchronous copies from device to shared memory (cp.async), for any GPU since Ampere.  A lane waits only for the
+// copies that it issued.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,7 +19,7 @@ __device__ inline void copy_async_16(uint32_t to, const void* from, bool wanted)
 // Commits a group of copies, possibly an empty one.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most kPending of this lane's latest groups are in flight.
+// Waits until at most kPending of this lane's last committed groups are in flight.
 template <int kPending>
 __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -82,7 +82,7 @@ __device__ inline void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies the box at (c0, c1, c2, c3) of a 4-dimensional tensor; bar counts its bytes.
+// Copies the box at (c0, c1, c2, c3) of a 4-dimensional tensor; the mbarrier `bar` counts the copied bytes.
 __device__ inline void copy_box(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
@@ -100,8 +100,8 @@ __device__ inline void copy_box(void* to, const CUtensorMap* map, uint64_t* bar,
       : "memory");
 }
 
-// Copies the box at (c0, c1, c2) of a 3-dimensional tensor with an L2 policy of createpolicy: data read once is evicted
-// first, data that many CTAs read last.
+// Copies the box at (c0, c1, c2) of a 3-dimensional tensor with an L2 eviction policy, encoded as by PTX createpolicy:
+// evict first for data that is read once, evict last for data that many CTAs read.
 __device__ inline void copy_with_policy(void* to, const CUtensorMap* map, uint64_t* bar, int c0, int c1, int c2,
                                         uint64_t policy) {
   asm volatile(
@@ -148,7 +148,7 @@ __device__ inline void copy_often(void* to, const CUtensorMap* map, uint64_t* ba
   copy_with_policy(to, map, bar, c0, c1, c2, 0x14F0000000000000);
 }
 
-// -- Register reallocation between warpgroups: producers need few, consumers many.
+// -- Register reallocation between warpgroups: producers need few registers, consumers many.
 
 template <int N>
 __device__ inline void keep_registers() {
@@ -165,9 +165,10 @@ __device__ inline void take_registers() {
 // Shared-memory descriptor of an operand: rows of 128 bytes, in groups of 8 (1024 bytes, aligned). Rows are swizzled as
 // by TMA with SWIZZLE_128B: 16-byte chunk c of row r is stored at chunk c ^ (r % 8).
 //
-// K-major: a row holds 64 elements along the contraction, and `between` is ignored.  16 elements further: + 32 bytes.
+// K-major: a row holds 64 elements along the contraction, and `between` is ignored.  The next 16 elements start 32
+// bytes further.
 // MN-major, a transposed operand: a row holds 64 elements along the result, and rows run along the contraction.  The
-// next 64 elements of the result are `between` bytes further.  16 rows further: + 2048 bytes.
+// next 64 elements of the result start `between` bytes further, the next 16 rows 2048 bytes further.
 __device__ inline uint64_t operand(const void* start, int between) {
   const uint64_t address = (shared_address(start) & 0x3ffff) >> 4;
   return address | static_cast<uint64_t>(between >> 4) << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
@@ -181,20 +182,21 @@ __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned
 // Commits the wgmma issued since the last call as one group.
 __device__ inline void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most Pending of the last groups are in flight.
+// Waits until at most Pending of the last committed groups are in flight.
 template <int Pending>
 __device__ inline void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// The compiler may move reads of a result above the wait for it, because it sees no dependency.  This makes one.
+// Creates a dependency on d.  Without one, the compiler may move reads of a wgmma result above the wait for it.
 template <int N>
 __device__ inline void pin(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]));
 }
 
-// Marks d as dead.  A wgmma that overwrites d still takes it as an input, so the compiler would preserve it.
+// Marks the values in d as dead.  A wgmma that overwrites d still takes it as an input, so the compiler would preserve
+// them.
 template <int N>
 __device__ inline void forget(float (&d)[N]) {
 #pragma unroll

@@ -28,9 +28,9 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-// A decode step is a chain of small kernels, and starting each after the end of the last leaves a gap of microseconds.
-// With launch() a kernel starts while its predecessor in the stream still runs (programmatic dependent launch, since
-// Hopper).  On older GPUs both functions below are empty.
+// A decode step is a chain of small kernels.  If each started after its predecessor's end, every launch would leave a
+// gap of microseconds.  With launch() a kernel starts while its predecessor in the stream still runs (programmatic
+// dependent launch, since Hopper).  On older GPUs both functions below are empty.
 //
 // The kernel must call wait_for_previous_kernels() before it touches memory that an earlier kernel may still write or
 // read; in practice, before its first access to device memory other than weights.  After the call, the work of all
@@ -41,7 +41,7 @@ __device__ inline void wait_for_previous_kernels() {
 #endif
 }
 
-// Lets the next kernel of the stream start, up to its own wait, once all CTAs have called this.
+// Lets the stream's next kernel start once all CTAs have called this; that kernel then runs up to its own wait.
 __device__ inline void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -49,7 +49,7 @@ __device__ inline void let_next_kernel_start() {
 }
 
 // Launches kernel(args...), which must call the two functions above, because it may start while its predecessor runs.
-// `second` is another launch attribute; before Hopper the launch has none.
+// `second` is another launch attribute; before Hopper neither attribute is set.
 template <class... Params, class... Args>
 void launch_with(cudaLaunchAttribute second, void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes,
                  cudaStream_t stream, Args&&... args) {
@@ -76,7 +76,7 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, 
   launch_with(carveout, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
 }
 
-// launch() with clusters of `cluster` CTAs; 1 before Hopper.
+// launch() with clusters of `cluster` CTAs; before Hopper without clusters.
 template <class... Params, class... Args>
 void launch_clusters(void (*kernel)(Params...), int cluster, dim3 grid, dim3 block, int shared_bytes,
                      cudaStream_t stream, Args&&... args) {

@@ -42,7 +42,7 @@ __device__ inline e4m3 from_float<e4m3>(float x) {
   return {__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3)};
 }
 
-// n consecutive elements, moved in one access: p must be aligned to their size.
+// n consecutive elements, loaded or stored in one access; the address must be aligned to the pack's size.
 template <class T, int n>
 struct alignas(sizeof(T) * n) Pack {
   T at[n];
@@ -58,8 +58,8 @@ __device__ void store_pack(T* p, const Pack<T, n>& pack) {
   *reinterpret_cast<Pack<T, n>*>(p) = pack;
 }
 
-// Conversions of a pack to and from float.  16-bit elements are converted in pairs: one instruction per element to
-// widen and half to narrow, in place of two and three.
+// Conversions of a pack to and from float.  16-bit elements are converted in pairs: 1 instruction per element to widen
+// and 1/2 to narrow, instead of 2 and 3.
 template <class T, int n>
 __device__ void widen(const Pack<T, n>& pack, float (&x)[n]) {
   if constexpr (sizeof(T) == 2 && n % 2 == 0) {
@@ -100,7 +100,7 @@ __device__ Pack<T, n> narrow(const float (&x)[n]) {
   return pack;
 }
 
-// Calls run(T{}) with the type of `dtype`: f32, bf16 or fp16.  Bindings reject others.
+// Calls run(T{}) with the type of `dtype`: f32, bf16 or fp16.  The bindings reject other dtypes.
 template <class Run>
 void by_dtype(Dtype dtype, const Run& run) {
   switch (dtype) {

@@ -19,7 +19,7 @@
 
 namespace quire::cuda {
 
-// Loads matrices of 8 rows of 16 bytes.  Lane i of 8 * m .. 8 * m + 7 gives the address of row i % 8 of matrix m.
+// Loads matrices of 8 rows of 16 bytes (ldmatrix).  Lane 8 m + i passes the address of row i of matrix m.
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -55,8 +55,8 @@ __device__ inline uint32_t transpose(uint32_t pair) {
   return result;
 }
 
-// Quads hold 8 rows; a quad's lanes hold 2 columns of each block of 8.  Gathers, from 4 column blocks, all 8 columns of
-// block (lane % 4) in each lane.
+// Transposes within a quad, four lanes that share one row of an mma result.  Before, each lane holds 2 columns of each
+// of 4 column blocks of 8.  Afterwards lane t of the quad holds all 8 columns of block t.
 __device__ inline uint4 gather_block(uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3, int lane) {
   const bool high = lane & 2, odd = lane & 1;
   const uint32_t a0 = __shfl_xor_sync(~0u, high ? x0 : x2, 2), a1 = __shfl_xor_sync(~0u, high ? x1 : x3, 2);

@@ -7,7 +7,7 @@ namespace quire::cuda {
 
 constexpr unsigned kAllLanes = ~0u;
 
-// Over the four lanes of a quad, which hold one row of an mma result.
+// Maximum and sum over the four lanes of a quad, which hold one row of an mma result.
 __device__ inline float max_of_quad(float x) {
   x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
   return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
@@ -32,7 +32,7 @@ __device__ T sum_of_warp(T x) {
 }
 
 // Sum over the blockDim.x threads of a row: a power of two of consecutive lanes in a warp, or all of a CTA's complete
-// warps.  Every thread gets the sum.  A CTA that calls this again must synchronise in between.
+// warps.  Every thread gets the sum.  The CTA must synchronise between two calls.
 __device__ inline float sum_of_row(float x) {
   constexpr int kWarp = 32;
   const int threads = blockDim.x;

@@ -2,15 +2,16 @@
 //
 //   logits [tokens, experts] ── route ──> chosen, weights [tokens, top]: a pair is a token and one of its experts
 //
-//   gate_up   x ──> between = silu(gate) * up     up to kFewPairs: experts_sm90.cu, or elsewhere experts_mma.cu
-//   down      between ──> sums, with biases       more: sort.cu and grouped.cuh
+//   gate_up   x ──> between = silu(gate) * up     up to kFewPairs pairs: experts_sm90.cu or experts_mma.cu
+//   down      between ──> sums, with biases       more pairs: sort.cu and grouped.cuh
 //   combine   out += sum over a token's pairs of weight * sums       here: grid (parts of hidden, tokens)
 //
-// With few pairs a step is as fast as the weights of its experts can be read, each of them once.  The kernels for few
-// pairs cut an expert's rows finer, so that one token's experts keep all multiprocessors busy.
+// With few pairs the GEMMs are bound by reading the weights of the chosen experts, each of them once.  The kernels for
+// few pairs split an expert's rows into small items, so that the experts of a single token keep all multiprocessors
+// busy.
 //
-// GEMMs sum in float32, in one order that `hidden` and `inner` decide: results do not depend on the other tokens, unless
-// their number chooses other kernels.
+// GEMMs accumulate in float32, in an order that depends only on `hidden` and `inner`.  So a token's result does not
+// depend on the other tokens, unless their number selects other kernels.
 #include "cuda/experts/experts.h"
 
 #include "cuda/common/launch.cuh"
@@ -21,10 +22,10 @@
 namespace quire::cuda {
 namespace {
 
-constexpr int kWidth = 8;  // values that a thread makes
+constexpr int kWidth = 8;  // output elements per thread
 constexpr int kThreads = 128;
 
-// With more pairs, `grouped` is faster than the kernels for few pairs.
+// Above this number of pairs, `grouped` is faster than the kernels for few pairs.
 constexpr int kFewPairs = 256;
 
 template <class T, class Sum>

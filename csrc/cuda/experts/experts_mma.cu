@@ -3,15 +3,16 @@
 //   gate_up   x ──> between [pairs, inner] = silu(gate) * up       grid (rows of inner, experts that can be chosen)
 //   down      between ──> sums [pairs, hidden], with biases         grid (rows of hidden, the same)
 //
-// CTAs with blockIdx.y n compute all pairs with the n-th of the experts that any token has.  So its rows are read from
-// memory once for up to 32 pairs.  A group of warps multiplies 16 rows with the pairs, 8 at a time, on tensor cores.
-// Each warp of a group takes every kSlices-th chunk of the values.  Its lanes load them straight into registers:
+// CTAs with blockIdx.y == n compute all pairs of the n-th chosen expert.  So that expert's rows are read from memory
+// once for up to 32 pairs.  A group of warps multiplies 16 rows by the pairs, 8 pairs at a time, on tensor cores. Each
+// warp of a group takes every kSlices-th chunk of the contracted dimension.  Its lanes load both operands straight into
+// registers:
 //
-//   16 rows   lane 4g + t: numbers 8t .. 8t + 7 of every 32, of rows g and g + 8     A of two mma16816
-//   8 pairs                the same numbers of pair g                                B
+//   16 rows   lane 4g + t: elements 8t .. 8t + 7 of every 32, of rows g and g + 8    A of two mma16816
+//   8 pairs   lane 4g + t: the same elements of pair g                               B
 //
-// The order in which a product adds up its values is free.  So the first mma takes four of a lane's eight values as
-// if they were its columns 2t, 2t + 1, 2t + 8 and 2t + 9, and the second mma the other four.
+// A dot product may add its terms in any order.  So the first mma takes four of a lane's eight elements as columns 2t,
+// 2t + 1, 2t + 8 and 2t + 9, and the second mma takes the other four.
 #include <algorithm>
 #include <type_traits>
 
@@ -26,23 +27,22 @@ namespace quire::cuda {
 namespace {
 
 constexpr int kWarp = 32, kWarps = 8, kThreads = kWarps * kWarp;
-constexpr int kWidth = 8;                        // values that a lane reads at once
-constexpr int kStep = 4 * kWidth, kSteps = 4;    // values of a row that a warp reads at once; loads in flight
-constexpr int kChunk = kSteps * kStep;           // what a warp takes of a row at a time
-constexpr int kPairs = 8, kMostTiles = 4;        // pairs of a tile; tiles that a loaded weight serves
-constexpr int kGateSlices = 4, kDownSlices = 2;  // warps that share the elements of a row
-constexpr int kGateRows = 8, kDownRows = 16;     // rows of `between` and of `sums` that a group of warps makes
+constexpr int kWidth = 8;                        // elements per load of a lane
+constexpr int kStep = 4 * kWidth, kSteps = 4;    // elements of a row per load of a warp; loads in flight
+constexpr int kChunk = kSteps * kStep;           // elements of a row per iteration of a warp
+constexpr int kPairs = 8, kMostTiles = 4;        // pairs per tile; tiles per loaded weight
+constexpr int kGateSlices = 4, kDownSlices = 2;  // warps that split a row's elements
+constexpr int kGateRows = 8, kDownRows = 16;     // rows of `between` and of `sums` per group of warps
 constexpr int kGatesOfCta = kWarps / kGateSlices * kGateRows, kDownsOfCta = kWarps / kDownSlices * kDownRows;
-constexpr int kManyCtas = 1024, kMostTurns = 4;  // with n times so many, a CTA takes rows n times; at most kMostTurns
+constexpr int kManyCtas = 1024, kMostTurns = 4;  // a CTA takes CTAs / kManyCtas row blocks, at most kMostTurns
 
 struct Pairs {
-  uint32_t chosen[kMostExperts / kWarp];  // bit e: a token has expert e
+  uint32_t chosen[kMostExperts / kWarp];  // bit e: a token has chosen expert e
   int counts[kMostPairs / kWarp];
-  int list[kMostPairs];  // tokens of one expert, rising
+  int list[kMostPairs];  // pairs of one expert, in ascending order
 };
 
-// Finds the pairs of the expert that is number blockIdx.y, from 0, of those that have any.  Returns how many, or 0 if
-// there are fewer experts.
+// Lists the pairs of the n-th chosen expert, n = blockIdx.y.  Returns their number, or 0 if fewer experts are chosen.
 __device__ int find_pairs(const int* chosen, int pairs, Pairs& found, int& expert) {
   constexpr int kRounds = kMostPairs / kThreads, kWords = kMostExperts / kWarp;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -87,7 +87,7 @@ __device__ int find_pairs(const int* chosen, int pairs, Pairs& found, int& exper
   return count;
 }
 
-// Returns 16 bytes at p, or zeros unless `inside`.  Without a branch, so the lanes stay converged for the mma.
+// Loads 16 bytes at p, or returns zeros unless `inside`.  Does not branch, so the lanes stay converged for the mma.
 __device__ uint4 load_inputs(const void* p, bool inside) {
   uint4 numbers;
   asm("{\n.reg .pred inside;\nsetp.ne.b32 inside, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
@@ -97,7 +97,7 @@ __device__ uint4 load_inputs(const void* p, bool inside) {
   return numbers;
 }
 
-// The same of weights, which are read once, by one lane: they need no place in L1.
+// load_inputs() for weights: one lane reads them once, so L1 does not keep them.
 __device__ uint4 load_weights(const void* p, bool inside) {
   uint4 numbers;
   asm("{\n.reg .pred inside;\nsetp.ne.b32 inside, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
@@ -107,8 +107,9 @@ __device__ uint4 load_weights(const void* p, bool inside) {
   return numbers;
 }
 
-// Adds to sums[n] the products of 16 rows with the pairs of tile n, over this warp's chunks of `size` values.
-// low, high: rows g and g + 8.  x[n]: pair g of tile n.  A lane's sums: row g with pairs 2t and 2t + 1, then row g + 8.
+// Accumulates in sums[n] the GEMM of 16 rows with the pairs of tile n, over this warp's chunks of `size` elements. low,
+// high: rows g and g + 8.  x[n]: input of pair g of tile n.  A lane's sums: row g with pairs 2t and 2t + 1, then row g
+// + 8 with the same pairs.
 template <int kSlices, class T, int kTiles>
 __device__ void multiply(const T* low, const T* high, const T* const (&x)[kTiles], int size, int slice,
                          float (&sums)[kTiles][4]) {
@@ -121,7 +122,7 @@ __device__ void multiply(const T* low, const T* high, const T* const (&x)[kTiles
       of_low[step] = load_weights(low + at, at < size);
       of_high[step] = load_weights(high + at, at < size);
     }
-    constexpr int kAhead = kTiles > 2 ? 1 : kSteps;  // steps whose x there are registers for
+    constexpr int kAhead = kTiles > 2 ? 1 : kSteps;  // steps for which x fits into registers
 #pragma unroll
     for (int first = 0; first < kSteps; first += kAhead) {
       uint4 of_x[kAhead][kTiles];
@@ -140,10 +141,10 @@ __device__ void multiply(const T* low, const T* high, const T* const (&x)[kTiles
   }
 }
 
-using Partial = float[kWarps][kMostTiles * 4][kWarp];  // sums per warp and lane
+using Partial = float[kWarps][kMostTiles * 4][kWarp];  // accumulators per warp and lane
 
-// Multiplies 16 rows with the pairs of an expert.  of_pair(i): the values of pair i of the list.  One warp of a group
-// calls use(i, low, high) for each i, with the sums of rows g and g + 8.  All threads of the CTA must call.
+// Multiplies 16 rows by all pairs of an expert.  of_pair(i): input of pair i of the list.  For each i one warp of a
+// group calls use(i, low, high) with the results of rows g and g + 8.  All threads of the CTA must call this.
 template <int kSlices, class T, class OfPair, class Use>
 __device__ void for_all_pairs(int count, const T* low, const T* high, int size, Partial& partial, const OfPair& of_pair,
                               const Use& use) {
@@ -175,7 +176,7 @@ __device__ void for_all_pairs(int count, const T* low, const T* high, int size, 
         }
       }
     }
-    __syncthreads();  // the next sums overwrite these
+    __syncthreads();  // the next iteration overwrites `partial`
   };
   for (int first = 0; first < count;) {
     if (count - first <= kPairs) {
@@ -250,7 +251,8 @@ __global__ void __launch_bounds__(kThreads, 2) down_kernel(ExpertsArgs a) {
 
 unsigned parts(int n, int size) { return static_cast<unsigned>((n + size - 1) / size); }
 
-// CTAs that share the `blocks` of rows of each expert.  With many, each takes several: it finds its pairs only once.
+// CTAs that share the `blocks` row blocks of each expert.  If there are many, a CTA takes several blocks, because it
+// then lists its pairs only once.
 unsigned shares(unsigned blocks, unsigned experts) {
   const unsigned turns = std::clamp<unsigned>(blocks * experts / kManyCtas, 1, kMostTurns);
   return (blocks + turns - 1) / turns;
@@ -259,7 +261,7 @@ unsigned shares(unsigned blocks, unsigned experts) {
 }  // namespace
 
 void experts_mma(const ExpertsArgs& a, cudaStream_t stream) {
-  const unsigned most = std::min(a.tokens * a.top, a.experts);  // experts that are chosen
+  const unsigned most = std::min(a.tokens * a.top, a.experts);  // maximum of chosen experts
   by_half_dtype(a.dtype, [&](auto number) {
     using T = decltype(number);
     const auto gate_up = a.activation == Activation::clamped ? gate_up_kernel<T, Activation::clamped>

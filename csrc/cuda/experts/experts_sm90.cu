@@ -1,26 +1,27 @@
-// The GEMMs of `experts` on Hopper and later, at the speed at which the weights of chosen experts can be read.
+// The GEMMs of `experts` on Hopper and later, bound by the bandwidth of reading the chosen experts' weights.
 //
-//   gate_up   x ──> between [pairs, inner]         low rows: gate        high rows: up
-//   down      between ──> sums [pairs, hidden]     low rows: the first   high rows: the second half of hidden
+//   gate_up   x ──> between [pairs, inner]         low rows: gate                     high rows: up
+//   down      between ──> sums [pairs, hidden]     low rows: first half of hidden     high rows: second half
 //
-// So both weights are [experts, 2, rows, size] (gpt-oss has its gate and up rows in turn: [experts, rows, 2, size]).
+// So both weights have the shape [experts, 2, rows, size] (gpt-oss interleaves gate and up: [experts, rows, 2, size]).
 //
-//   an item   an expert that is chosen, and 16 of its low rows with the 16 high rows that belong to them
-//   a slab    64 numbers, 128 bytes, of each of the 32 rows
+//   an item   a chosen expert, 16 of its low rows and the 16 corresponding high rows
+//   a slab    64 elements, 128 bytes, of each of the 32 rows
 //   a stage   4 slabs, 16 KB, copied at once by TMA
 //
-// Every multiprocessor gets one CTA, and CTAs take the items in turn.  So they read neighbouring rows at the same time, and share
-// the items of an expert with many pairs, which take longer.  One warp starts copies as far ahead as the ring of
-// stages allows, across items, and 8 warps multiply.  Each takes half a slab of every stage, 32 values:
+// Every multiprocessor gets one CTA, and CTA i takes items i, i + CTAs, ...  So the CTAs read neighbouring rows at the
+// same time, and share the slower items of an expert with many pairs.  A producer warp starts copies as far ahead as
+// the ring of stages allows, across items, and 8 warps multiply.  Each of them takes half a slab of every stage, 32
+// elements:
 //
-//   low, high rows   lane 4g + t: numbers 8t .. 8t + 7 of a low and of a high row      A of two mma16816, twice
-//   8 pairs          the same numbers of pair g, from global memory, a stage ahead      B
+//   low, high rows   lane 4g + t: elements 8t .. 8t + 7 of a low and of a high row      A of two mma16816, twice
+//   8 pairs          lane 4g + t: the same elements of pair g, from global memory        B, loaded a stage ahead
 //
-// The order in which a product adds up its values is free.  So the first mma takes four of a lane's eight values as
-// if they were its columns 2t, 2t + 1, 2t + 8 and 2t + 9, and the second mma the other four.  At the end of an item the
-// sums of the 8 warps are added in their order: float32, in one order that `size` decides.
+// A dot product may add its terms in any order.  So the first mma takes four of a lane's eight elements as columns 2t,
+// 2t + 1, 2t + 8 and 2t + 9, and the second mma takes the other four.  At the end of an item the accumulators of the 8
+// warps are added in warp order, in float32: the order of summation depends only on `size`.
 //
-// For more than 32 pairs of an expert, a CTA goes over an item again: its rows are copied again, but from L2.
+// If an expert has more than 32 pairs, a CTA repeats the item for each 32 of them; its rows are then copied from L2.
 #include <cuda.h>
 
 #include <type_traits>
@@ -37,24 +38,24 @@
 namespace quire::cuda {
 namespace {
 
-enum class Kind { silu, clamped, down };  // what becomes of the sums of a low and a high row
+enum class Kind { silu, clamped, down };  // what is computed from the results of a low and a high row
 
 constexpr int kWarp = 32, kWarps = 8, kMultipliers = kWarps * kWarp, kThreads = kMultipliers + kWarp;
 constexpr int kSlab = 64, kSlabBytes = 128;
-constexpr int kRows = 16, kBlocks = kRows / 8;  // low rows of an item, and as many high ones; their 8s
-constexpr int kDepth = 4, kStages = 10;         // slabs of a stage, which the 8 warps share; stages of the ring
-constexpr int kHalfBytes = kRows * kSlabBytes;  // low or high rows of a slab
+constexpr int kRows = 16, kBlocks = kRows / 8;  // low rows per item, and high rows; row blocks of 8
+constexpr int kDepth = 4, kStages = 10;         // slabs per stage, shared by the 8 warps; stages of the ring
+constexpr int kHalfBytes = kRows * kSlabBytes;  // bytes of the low or the high rows of a slab
 constexpr int kStageBytes = kDepth * 2 * kHalfBytes;
 constexpr int kRoom = kStages * kStageBytes + 1024;
 constexpr int kOfWarp = kSlab / 2;  // elements of a stage per warp
 constexpr int kOfStage = kDepth * kSlab;
-constexpr int kTile = 8, kMostTiles = 4, kMostAtOnce = kMostTiles * kTile;  // pairs
+constexpr int kTile = 8, kMostTiles = 4, kMostAtOnce = kMostTiles * kTile;  // pairs per tile; tiles and pairs per pass
 static_assert(kOfStage == kWarps * kOfWarp);
 
 struct Product {
   const void* x;     // gate_up: [tokens, size], down: [pairs, size]
   const void* bias;  // [all rows], in the order of the weight, or null
-  int rows, size;    // rows: low rows per expert
+  int rows, size;    // rows: low rows per expert; size: contracted dimension
 };
 
 struct Chosen {
@@ -63,22 +64,22 @@ struct Chosen {
 
 struct Pairs {
   int starts[kMostExperts];    // per expert: first its pair count, then the index of its first pair in `order`
-  uint16_t order[kMostPairs];  // pairs by expert; those of an expert in an order that differs between CTAs
-  Chosen chosen[kMostPairs];   // experts that have pairs, rising
-  int count;                   // number of those
+  uint16_t order[kMostPairs];  // pairs sorted by expert; the order within an expert differs between CTAs
+  Chosen chosen[kMostPairs];   // experts that have pairs, ascending
+  int count;                   // number of experts that have pairs
 };
 
-// Sums of one tile: each warp's, for each 8 low and 8 high rows, as lanes hold them.
+// Accumulators of one tile, per warp, row block (8 low and 8 high rows) and lane.
 using Partial = float4[kWarps][kBlocks][kWarp];
 
-// Kernels for GPUs before Hopper are empty: hence [[maybe_unused]].
+// For GPUs before Hopper the kernel's body is empty and these functions are unused: hence [[maybe_unused]].
 [[maybe_unused]] __device__ void sync_multipliers() { hopper::named_sync(1, kMultipliers); }
 
 // Lists the chosen experts, and turns counts of pairs into start indices.  Called by all lanes of one warp.
 [[maybe_unused]] __device__ void list_chosen(int experts, Pairs& pairs) {
   const int lane = threadIdx.x % kWarp, of_lane = (experts + kWarp - 1) / kWarp;
   const int first = min(lane * of_lane, experts), end = min(first + of_lane, experts);
-  int sum = 0;  // pairs; from bit 16 on: experts that have any
+  int sum = 0;  // low 16 bits: pairs; high bits: experts that have pairs
   for (int expert = first; expert < end; ++expert) {
     const int count = pairs.starts[expert];
     sum += count + (count > 0 ? 1 << 16 : 0);
@@ -96,22 +97,22 @@ using Partial = float4[kWarps][kBlocks][kWarp];
   __syncwarp();
 }
 
-// Which of a block's 8 rows a lane has.  Lanes 4g to 4g + 7 read 16 bytes each at a time.  Swizzled, rows r and r + 4
-// have them in different banks; neighbouring rows would not.
+// Row of a block of 8 that a lane reads.  Lanes 4g to 4g + 7 read 16 bytes each at a time.  In the swizzled layout rows
+// r and r + 4 have these bytes in different banks; neighbouring rows do not.
 [[maybe_unused]] __device__ int row_of_lane() {
   const int g = threadIdx.x % kWarp / 4;
   return g / 2 + g % 2 * 4;
 }
 
-// The items of this CTA: first, and every step-th after it below end.  Item / blocks tells which of the chosen experts it is of,
-// item % blocks which rows it has.
+// Items of this CTA: first, first + step, ... below end.  item / blocks is the index of its chosen expert, item %
+// blocks the index of its row block.
 struct Share {
   int blocks, first, step, end;
   __device__ Share(int chosen, int rows)
       : blocks(rows / kRows), first(blockIdx.x), step(gridDim.x), end(chosen * blocks) {}
 };
 
-// For one thread.
+// Issues all weight copies of this CTA; called by one thread.
 [[maybe_unused]] __device__ void copy_weights(const CUtensorMap& map, const Product& p, const Pairs& pairs,
                                               char* stages, uint64_t* full, uint64_t* empty) {
   const Share share(pairs.count, p.rows);
@@ -121,7 +122,7 @@ struct Share {
     const int row = item % share.blocks * kRows;
     for (int pair = 0; pair < chosen.count; pair += kMostAtOnce) {
       for (int slab = 0; slab < p.size / kSlab; slab += kDepth) {
-        hopper::wait(&empty[ring.at], ring.phase ^ 1);  // the first time round, this returns at once
+        hopper::wait(&empty[ring.at], ring.phase ^ 1);  // returns at once during the first pass over the ring
         hopper::arrive_expecting(&full[ring.at], kStageBytes);
         hopper::copy_once(stages + ring.at * kStageBytes, &map, &full[ring.at], 0, row, 0, slab, chosen.expert);
         ring.step(kStages);
@@ -136,16 +137,16 @@ struct Stages {
   hopper::Ring ring;
 };
 
-// What a lane needs of x at once: 16 bytes of pair g of each tile.
+// A lane's elements of x for one stage: 16 bytes of pair g of each tile.
 template <int kTiles>
 struct Inputs {
   uint4 of_tile[kTiles];
 };
 
-// Offset of a lane's values of a stage in x, relative to the first value of the pair.
+// Offset of a lane's elements of a stage, relative to the first element of the pair's row of x.
 [[maybe_unused]] __device__ int place_in_stage() { return threadIdx.x / kWarp * kOfWarp + threadIdx.x % 4 * 8; }
 
-// The values of a stage of x, or whatever was there if a warp has none.
+// Loads a lane's elements of x for a stage.  If the warp's elements lie past `size`, y keeps its old contents.
 template <class T, int kTiles>
 __device__ void load_inputs(const T* x, const int (&from)[kTiles], int tiles, int stage, int size, Inputs<kTiles>& y) {
   if (stage + place_in_stage() >= size) return;
@@ -155,14 +156,14 @@ __device__ void load_inputs(const T* x, const int (&from)[kTiles], int tiles, in
   }
 }
 
-// sums[n][b]: the GEMMs of block b, 8 low and 8 high rows, with the pairs of tile n, over this warp's share of the
-// values.  x + from[n]: the values of pair g of tile n.  first: those of the first stage.  A lane's sums: its low row with
-// pairs 2t and 2t + 1, then its high row with them.
+// sums[n][b]: results of row block b (8 low and 8 high rows) with the pairs of tile n, over this warp's share of the
+// contracted dimension.  x + from[n]: input of pair g of tile n.  first: elements of x for the first stage.  A lane's
+// sums: its low row with pairs 2t and 2t + 1, then its high row with the same pairs.
 template <class T, int kTiles>
 __device__ void multiply(const T* x, const int (&from)[kMostTiles], const Inputs<kMostTiles>& first, int size,
                          Stages& s, float (&sums)[kTiles][kBlocks][4]) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = row_of_lane();
-  const int chunk = warp % 2 * 4 + lane % 4;  // 16 bytes of a slab's row: at chunk ^ (row % 8)
+  const int chunk = warp % 2 * 4 + lane % 4;  // 16-byte chunk of a slab's row, stored at chunk ^ (row % 8)
   const int at = warp / 2 * 2 * kHalfBytes + row * kSlabBytes + (chunk ^ row) * 16;
   Inputs<kMostTiles> next = first;
   for (int stage = 0; stage < size; stage += kOfStage) {
@@ -189,11 +190,11 @@ __device__ void multiply(const T* x, const int (&from)[kMostTiles], const Inputs
   }
 }
 
-// Adds the sums of all warps, tile by tile.  Calls use(i, low, high) for each i below count, with the sums of the
-// lane's low and high row of block warp % 2.  Two warps do that for a tile while the others go on.
+// Adds the accumulators of all warps, tile by tile.  Calls use(i, low, high) for each pair i below count, with the
+// results of the lane's low and high row of block warp % 2.  Two warps do that for a tile while the others continue.
 //
-// `round` counts tiles, which use the two buffers in turn.  A warp that writes to a buffer has passed the sync of the
-// tile after the one that was last in it, and the warps that read that one arrive there only when they have read it.
+// `round` counts tiles, which use the two buffers in turn.  A warp writes to a buffer only after the sync of the tile
+// that followed the buffer's last tile.  Warps that read the buffer reach that sync only after they have read it.
 template <int kTiles, class Use>
 __device__ void add_up(const float (&sums)[kTiles][kBlocks][4], int count, Partial (&partials)[2], int& round,
                        const Use& use) {
@@ -225,7 +226,7 @@ __device__ void add_up(const float (&sums)[kTiles][kBlocks][4], int count, Parti
 
 constexpr int tiles_of(int count) { return (count + kTile - 1) / kTile; }
 
-// Calls run(tiles{}) with as many tiles as `count` pairs need.
+// Calls run(tiles{}) with the number of tiles that `count` pairs need: 1, 2 or kMostTiles.
 template <class Run>
 __device__ void by_tiles(int count, const Run& run) {
   if (count <= kTile) return run(std::integral_constant<int, 1>{});
@@ -233,7 +234,7 @@ __device__ void by_tiles(int count, const Run& run) {
   run(std::integral_constant<int, kMostTiles>{});
 }
 
-// low, high: a pair's sums of a low and a high row, with biases.
+// Stores a pair's results of a low and a high row.  low, high: results with the biases added.
 template <class T, Kind kKind>
 __device__ void store(const ExpertsArgs& a, int64_t pair, int row, float low, float high) {
   if constexpr (kKind == Kind::down) {
@@ -245,15 +246,15 @@ __device__ void store(const ExpertsArgs& a, int64_t pair, int row, float low, fl
   }
 }
 
-// An item with up to kMostAtOnce pairs of its expert.
+// One pass over an item, for up to kMostAtOnce pairs of its expert.
 struct Pass {
-  int item, first;  // index of the pairs' first
+  int item, first;  // first: index, among the expert's pairs, of the pass's first pair
   Chosen chosen;
   const uint16_t* order;
   int count;
   int from[kMostTiles];  // pair g of each tile: offset of its row in x; at most 512 * size
 
-  // pairs_of_input: pairs that share a row of x.
+  // pairs_of_input: number of consecutive pairs that share a row of x.
   __device__ Pass(int item, int first, const Share& share, const Pairs& pairs, int size, int pairs_of_input)
       : item(item), first(first), chosen(pairs.chosen[item / share.blocks]) {
     order = pairs.order + chosen.first + first;
@@ -267,7 +268,7 @@ struct Pass {
   __device__ bool last_of_item() const { return first + count == chosen.count; }
 };
 
-// For the warps that multiply.
+// Computes all items of this CTA; called by the warps that multiply.
 template <class T, Kind kKind>
 __device__ void multiply_items(const Product& p, const ExpertsArgs& a, const Pairs& pairs, Stages s,
                                Partial (&partials)[2]) {
@@ -297,7 +298,7 @@ __device__ void multiply_items(const Product& p, const ExpertsArgs& a, const Pai
       constexpr int kTiles = tiles;
       float sums[kTiles][kBlocks][4] = {};
       multiply<T>(x, pass.from, first, p.size, s, sums);
-      if (more) {  // before the end of this one: reads of x take long
+      if (more) {  // load x for the next pass before this pass ends, because the loads take long
         next = pass.last_of_item() ? pass_at(pass.item + share.step, 0) : pass_at(pass.item, pass.first + pass.count);
         load_inputs(x, next.from, tiles_of(next.count), 0, p.size, first);
       }
@@ -310,7 +311,7 @@ __device__ void multiply_items(const Product& p, const ExpertsArgs& a, const Pai
   }
 }
 
-/* Grid (multiprocessors).  Moves the weights of chosen experts from memory; inputs of pairs from L2, for each item.
+/* Grid (multiprocessors).  Memory traffic: the weights of chosen experts; from L2 the inputs of pairs, per item.
 
    `down` reads `chosen` and starts copies before gate_up has ended.  It may, for these reasons:
    - No CTA of `down` starts before every CTA of gate_up has called let_next_kernel_start.  They call it after their
@@ -341,7 +342,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if constexpr (kKind != Kind::down) wait_for_previous_kernels();
   let_next_kernel_start();  // for gate_up not earlier: see above
 
-  constexpr int kOfThread = kMostPairs / kMultipliers, kListed = 2;  // pairs; a named barrier
+  constexpr int kOfThread = kMostPairs / kMultipliers, kListed = 2;  // pairs per thread; id of a named barrier
   int expert[kOfThread], place[kOfThread];
   const int count = a.tokens * a.top;
   if (warp < kWarps) {
@@ -374,7 +375,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// A weight [experts, 2, rows, size], or [experts, rows, 2, size] `in_turn`, as [experts, slabs, 2, rows, kSlab].
+// TMA map of a weight [experts, 2, rows, size] or, if in_turn, [experts, rows, 2, size], as [experts, slabs, 2, rows,
+// kSlab].
 template <class T>
 CUtensorMap map_of(const void* weight, int experts, const Product& p, bool in_turn) {
   constexpr auto kType = std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;

@@ -1,25 +1,27 @@
 // Grouped GEMM of a mixture of experts by TMA and wgmma (sm_90a), for any number of pairs of a token and an expert.
 //
-//   gate_up   rows of x in the order of the experts ──> between [places, inner]     low rows: gate    high rows: up
-//   down      between ──> sums [pairs, hidden]                  low rows: the first half of hidden    high rows: the second
+//   gate_up   x, gathered in sorted order ──> between [places, inner]      low rows: gate        high rows: up
+//   down      between ──> sums [pairs, hidden]          low rows: first half of hidden    high rows: second half
 //
-// Operands are swapped: rows of the weight are the 64 rows of a wgmma, and pairs its N columns.  So an expert with few
-// pairs wastes no tensor core time on empty rows, and one kernel serves 1 pair per expert and thousands.
+//   a place   index of a pair in the order of the sort
 //
-//   a tile    an expert and up to 192 of its pairs, which the sort has brought together (sort.h)
-//   an item   a tile, and 128 low rows of its expert with the 128 high rows that belong to them
-//   a stage   64 inputs of those 256 rows (32 KB), and of the tile's pairs
+// Operands are swapped: rows of the weight are the 64 rows of a wgmma, and pairs are its N columns.  So an expert with
+// few pairs wastes no tensor core time on empty rows, and one kernel serves one to thousands of pairs per expert.
+//
+//   a tile    an expert and up to 192 of its pairs, contiguous after the sort (sort.h)
+//   an item   a tile, 128 low rows of its expert and the 128 corresponding high rows
+//   a stage   64 elements of the contracted dimension, of these 256 rows (32 KB) and of the tile's pairs
 //
 //   warp 0       takes items by ticket, and copies stages by TMA as far ahead as the ring of 4 allows, across items
 //   warps 4-7,   a warpgroup each for 64 low and 64 high rows.  A thread has the sums of a gate row and of its up row for
-//   warps 8-11   the same pairs, so the activation needs no exchange
+//   warps 8-11   the same pairs, so the activation needs no shuffles
 //
-// wgmma's N is 16, 32, 64, 96, .. 192: the next that holds the pairs of the tile.  Sums are float32 in the order of
-// `size`, so a token's result does not depend on the others.  Results are turned by movmatrix and quad shuffles, so that
-// a thread stores 16 bytes of a pair.
+// wgmma's N is 16, 32, 64, 96, .. 192: the smallest that holds the pairs of the tile.  Results accumulate in float32,
+// in an order that depends only on `size`, so a token's result does not depend on other tokens.  Results are transposed
+// by movmatrix and quad shuffles, so that a thread stores 16 bytes of one pair.
 //
-// Weights of an expert with one tile are read once, and leave L2 first.  Grid: a CTA per multiprocessor, 225 KB of shared
-// memory.  Traffic from L2 per item: size * (256 + pairs) * 2 bytes; FLOPs: size * 256 * pairs * 2.
+// If an expert has one tile, its weights are read once and leave L2 first.  Grid: a CTA per multiprocessor, 225 KB of
+// shared memory.  Traffic from L2 per item: size * (256 + pairs) * 2 bytes; FLOPs: size * 256 * pairs * 2.
 #pragma once
 
 #include <cuda.h>
@@ -41,13 +43,13 @@ using namespace hopper;
 
 constexpr int kWarp = 32, kWarpgroup = 128, kGroups = 2;  // kGroups: warpgroups that multiply
 constexpr int kThreads = (1 + kGroups) * kWarpgroup, kMultiplyingWarps = kGroups * kWarpgroup / kWarp;
-constexpr int kSlab = 64, kSlabBytes = 128;  // inputs of a stage
-constexpr int kGroupRows = 64;               // low rows of a warpgroup, and as many high ones
+constexpr int kSlab = 64, kSlabBytes = 128;  // elements of the contracted dimension per stage, and their bytes
+constexpr int kGroupRows = 64;               // low rows per warpgroup, and high rows
 constexpr int kItemRows = kGroups * kGroupRows;
 constexpr int kHalfBytes = kItemRows * kSlabBytes, kWeightBytes = 2 * kHalfBytes;
 constexpr int kStageBytes = kWeightBytes + kTilePairs * kSlabBytes, kStages = 4;
 constexpr int kRoom = kStages * kStageBytes + 1024;
-constexpr int kBoxRows = 16;  // rows of x that one copy takes
+constexpr int kBoxRows = 16;  // rows of x per copy
 static_assert(kTilePairs <= kWarp * kBoxRows);
 
 struct Item {
@@ -61,22 +63,22 @@ struct Params {
   const void* bias;
   void* out;
   int* ticket;
-  int blocks, rows, slabs;  // items, one per stage that begins one
+  int blocks, rows, slabs;  // items per tile; low rows per expert; stages per item
   ExpertsArgs experts;
 };
 
 struct Shared {
   char* stages;
   uint64_t *full, *empty;
-  Item* items;  // items, one per stage that begins one
+  Item* items;  // [kStages]: for a stage that begins an item, that item
 };
 
-// Kernels for GPUs before Hopper are empty: hence [[maybe_unused]].
+// For GPUs before Hopper the kernel's body is empty and these functions are unused: hence [[maybe_unused]].
 
 // -- The warp that copies
 
-// The rows of x of a tile, a box per lane.  Those of the last box beyond the tile's are another tile's or zeros; their
-// sums are not stored.
+// Copies the rows of x of a tile, one box per lane.  The last box may include rows of the next tile or zeros; their
+// results are not stored.
 [[maybe_unused]] __device__ inline void copy_x(const Params& p, const PairTile& tile, char* to, uint64_t* full,
                                                int slab, int lane) {
   const int at = lane * kBoxRows;
@@ -85,10 +87,10 @@ struct Shared {
 
 constexpr int x_bytes(int count) { return (count + kBoxRows - 1) / kBoxRows * kBoxRows * kSlabBytes; }
 
-/* For one whole warp.  `down` reads the tiles and copies weights before gate_up has ended.  It may, for these reasons:
+/* Called by one complete warp.  `down` reads the tiles and copies weights before gate_up has ended.  It may, because:
    - No CTA of `down` starts before every CTA of gate_up has called let_next_kernel_start.  They call it after their
      wait, so the sort has ended and its results are visible in L2, where __ldcg reads them.
-   - gate_up does not write what the sort wrote, except its own ticket, and no later kernel writes before `down` has ended.
+   - gate_up writes only its own ticket there, and later kernels write nothing before `down` has ended.
    - No kernel writes weights. */
 template <Kind kKind>
 __device__ void copy_stages(const Params& p, const Shared& s) {
@@ -127,7 +129,7 @@ __device__ void copy_stages(const Params& p, const Shared& s) {
       if (started > 0) {
         --started;
       } else {
-        wait(&s.empty[ring.at], ring.phase ^ 1);  // the first time round, this returns at once
+        wait(&s.empty[ring.at], ring.phase ^ 1);  // returns at once during the first pass over the ring
         start_weights(tile, item, slab, ring);
       }
       __syncwarp();
@@ -144,7 +146,7 @@ __device__ void copy_stages(const Params& p, const Shared& s) {
 
 // -- The warpgroups that multiply
 
-// Biases of a thread's low and high rows, row and row + 8.
+// Biases of a thread's two low rows and two high rows: row and row + 8.
 struct Biases {
   float low[2] = {}, high[2] = {};
 };
@@ -164,7 +166,7 @@ __device__ Biases read_biases(const Params& p, int expert, int row) {
   return biases;
 }
 
-using Sums = float[kTilePairs / 2];  // 64 rows by the pairs of a tile, as wgmma leaves them; N / 2 are used
+using Sums = float[kTilePairs / 2];  // accumulators of 64 rows x the tile's pairs, in wgmma's layout; N / 2 are used
 
 template <class T>
 __device__ uint32_t both(T first, T second) {
@@ -172,14 +174,14 @@ __device__ uint32_t both(T first, T second) {
          static_cast<uint32_t>(reinterpret_cast<const uint16_t&>(second)) << 16;
 }
 
-// Sums of 64 low and 64 high rows with N pairs, as wgmma leaves them, to `out`.
+// Stores the results of 64 low and 64 high rows with N pairs to `out`; low and high are in wgmma's layout.
 template <class T, Kind kKind, int N>
 __device__ void store(const Params& p, const Item& item, const Biases& biases, const Sums& low, const Sums& high) {
   const int lane = threadIdx.x % kWarp;
-  const int row = item.row + (threadIdx.x / kWarp - kWarpgroup / kWarp) * 16;  // first of this warp's 16 low ones
+  const int row = item.row + (threadIdx.x / kWarp - kWarpgroup / kWarp) * 16;  // first of this warp's 16 low rows
   T* const out = static_cast<T*>(p.out);
 #pragma unroll
-  for (int four = 0; four < (N + 31) / 32; ++four) {        // blocks of 8 pairs
+  for (int four = 0; four < (N + 31) / 32; ++four) {        // four blocks of 8 pairs per iteration
     const int pair = (four * 4 + lane % 4) * 8 + lane / 4;  // pair that this lane stores
     const bool ours = pair < item.tile.count;
 #pragma unroll
@@ -216,12 +218,12 @@ __device__ void store(const Params& p, const Item& item, const Biases& biases, c
   }
 }
 
-// One item of up to N pairs.
+// Computes one item of up to N pairs.
 template <class T, Kind kKind, int N>
 __device__ void multiply_item(const Params& p, const Shared& s, const Item& item, Ring& ring, Sums& low, Sums& high) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp - kWarpgroup / kWarp, group = warp / 4;
   const Biases biases = read_biases<T, kKind>(p, item.tile.expert, item.row + warp * 16 + lane / 4);
-  int before = 0;  // the stage whose GEMMs may still be under way
+  int before = 0;  // ring index of the stage whose wgmma may still run
   for (int slab = 0; slab < p.slabs; ++slab) {
     wait(&s.full[ring.at], ring.phase);
     const char* const stage = s.stages + ring.at * kStageBytes;
@@ -275,7 +277,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Pa
   extern __shared__ char memory[];
   __shared__ uint64_t full[kStages], empty[kStages];
   __shared__ Item items[kStages];
-  const Shared s{memory + (-shared_address(memory) & 1023), full, empty, items};  // swizzled rows start at 1024s
+  const Shared s{memory + (-shared_address(memory) & 1023), full, empty, items};  // swizzled rows start at n * 1024
   if (threadIdx.x == 0) {
     prefetch_map(&p.weight);
     prefetch_map(&p.x);
@@ -303,7 +305,8 @@ template <class T>
 constexpr CUtensorMapDataType kMapType =
     std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 
-// A weight [experts, 2, rows, size], or [experts, rows, 2, size] `in_turn`, as [experts, slabs, 2, rows, kSlab].
+// TMA map of a weight [experts, 2, rows, size] or, if in_turn, [experts, rows, 2, size], as [experts, slabs, 2, rows,
+// kSlab].
 template <class T>
 CUtensorMap weight_map(const Gemm& g, bool in_turn) {
   const cuuint64_t rows = g.rows, row_bytes = g.size * sizeof(T), half_bytes = rows * row_bytes;

@@ -1,4 +1,4 @@
-// Which experts each token has: grid (tokens), a warp each.
+// Routing: the top-k experts of each token.
 #include <type_traits>
 
 #include "cuda/common/launch.cuh"
@@ -12,14 +12,15 @@ namespace {
 
 constexpr int kWarp = 32;
 
-// Orders values by size, NaN apart, and equal ones by index.  No two are equal, and none is 0.
+// Key of a value and its index: the larger value has the larger key, of equal values the one with the lower index.  NaN
+// is not ordered.  All keys differ, and none is 0.
 __device__ uint64_t order_of(float x, int place) {
   const uint32_t bits = __float_as_uint(x + 0.0f);  // -0 becomes 0
   const uint32_t ordered = bits & 0x80000000 ? ~bits : bits | 0x80000000;
   return static_cast<uint64_t>(ordered) << 32 | static_cast<uint32_t>(~place);
 }
 
-/* Grid (tokens), a warp each, a lane for kPerLane experts.  Moves the logits. */
+/* Grid (tokens), one warp per token, kPerLane experts per lane.  Memory traffic: the logits. */
 template <class T, int kPerLane>
 __global__ void route_kernel(RouteArgs a) {
   let_next_kernel_start();
@@ -38,7 +39,7 @@ __global__ void route_kernel(RouteArgs a) {
   for (int i = 0; i < kPerLane; ++i) sum += i * kWarp + lane < a.experts ? expf(x[i] - largest) : 0;
   sum = sum_of_warp(sum);
 
-  uint32_t taken = 0;  // bit i: x[i]
+  uint32_t taken = 0;  // bit i: the expert of x[i] is chosen
   float mine = 0, chosen_sum = 0;
   int expert_of_mine = 0;
   for (int k = 0; k < a.top; ++k) {

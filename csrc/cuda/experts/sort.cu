@@ -1,6 +1,6 @@
-// Sorts pairs by expert.  Up to kChunk pairs: one CTA.  More: a CTA for each chunk counts its pairs, then each adds up the
-// counts of all chunks and scatters its own pairs.  Experts' places in the order do not depend on the chunks, and a pair's
-// result does not depend on its place.
+// Sorts pairs by expert.  Up to kChunk pairs: one CTA.  More: one CTA per chunk counts the chunk's pairs per expert;
+// then each CTA adds up the counts of all chunks and scatters its own pairs.  Each expert's range of places does not
+// depend on the chunks, and a pair's result does not depend on its place.
 #include "cuda/experts/sort.h"
 
 #include <algorithm>
@@ -13,13 +13,13 @@ namespace quire::cuda {
 namespace {
 
 constexpr int kWarp = 32, kThreads = 1024;
-constexpr int kChunk = 8192;  // pairs of a CTA
-constexpr int kHeader = 4;    // ints: the number of tiles, two tickets, and one that aligns the tiles
+constexpr int kChunk = 8192;  // pairs per CTA
+constexpr int kHeader = 4;    // ints: number of tiles, two tickets, and padding that aligns the tiles
 
 int chunks_of(int pairs) { return (pairs + kChunk - 1) / kChunk; }
 int most_tiles(int pairs, int experts) { return std::min(pairs, experts) + pairs / kTilePairs; }
 
-// Adds this CTA's chunk to counts in shared memory, which are 0 at first.
+// Counts the pairs of this CTA's chunk per expert.  counts: in shared memory, initially 0.
 __device__ void count_chunk(const int* chosen, int pairs, int* counts) {
   const int end = min(pairs, (static_cast<int>(blockIdx.x) + 1) * kChunk);
 #pragma unroll 4
@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(kThreads) count_kernel(const int* chosen, Pair
   if (threadIdx.x < to.experts) to.counts[blockIdx.x * to.experts + threadIdx.x] = counts[threadIdx.x];
 }
 
-// Turns counts of experts into first places, and CTA 0 writes the tiles.  Called by all lanes of one warp.
+// Turns the pair counts of experts into first places, in `counts`.  CTA 0 also writes the tiles.  Called by all lanes
+// of one warp.
 __device__ void place_experts(int* counts, const PairOrder& to) {
   const int lane = threadIdx.x % kWarp, of_lane = (to.experts + kWarp - 1) / kWarp;
   const int first = min(lane * of_lane, to.experts), end = min(first + of_lane, to.experts);
@@ -68,7 +69,7 @@ __device__ void place_experts(int* counts, const PairOrder& to) {
 /* Grid (chunks).  kAlone: there is one chunk, which this kernel counts itself. */
 template <bool kAlone>
 __global__ void __launch_bounds__(kThreads) scatter_kernel(const int* chosen, PairOrder to) {
-  __shared__ int next[kMostExperts];    // first pairs per expert, then each expert's next free place
+  __shared__ int next[kMostExperts];    // pairs per expert, later the expert's next free place
   __shared__ int before[kMostExperts];  // pairs of the expert in chunks before this one
   const int thread = threadIdx.x, chunk = blockIdx.x;
   if (thread < kMostExperts) next[thread] = before[thread] = 0;
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(const int* chosen, Pa
   }
 }
 
-/* Grid (places / 8), a warp for each.  Moves each row of x once for each of its experts. */
+/* Grid (places / 8), one warp per place.  Copies each row of x once per expert of its token. */
 constexpr int kGatherWarps = 8;
 __global__ void __launch_bounds__(kGatherWarps* kWarp)
     gather_kernel(const uint4* x, int packs, int top, const int* order, int pairs, uint4* sorted) {

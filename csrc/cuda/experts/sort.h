@@ -2,7 +2,7 @@
 //
 //   chosen [pairs] ── count ──> pairs per expert ── prefix sums ──> first place of each expert ── scatter ──> order [pairs]
 //
-// The host knows the number of pairs only, so a CUDA graph may hold these launches.
+// The host needs only the number of pairs, so a CUDA graph can capture these launches.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@
 
 namespace quire::cuda {
 
-constexpr int kTilePairs = 192;  // maximum pairs of a tile
+constexpr int kTilePairs = 192;  // maximum pairs per tile
 
 struct PairTile {
   int expert, first, count;  // its pairs are order[first], ..., order[first + count - 1]
@@ -19,16 +19,16 @@ struct PairTile {
 };
 
 struct PairOrder {
-  int* tile_count;  // [1], then two tickets, 0 at first: for the GEMMs that follow
-  PairTile* tiles;  // [most_tiles]: experts rising, and of each expert the places rising
-  int* order;       // [pairs]: pairs by expert.  Those of an expert stand in any order
-  int* counts;      // [chunks, experts], used where one CTA does not sort all pairs
+  int* tile_count;  // [1] number of tiles; two tickets follow, initially 0, for the two GEMMs
+  PairTile* tiles;  // [most_tiles], sorted by expert, then by place
+  int* order;       // [pairs]: pairs sorted by expert, in any order within an expert
+  int* counts;      // [chunks, experts], used if several CTAs sort
   int pairs, experts;
 
   int* ticket(int gemm) const { return tile_count + 1 + gemm; }
 };
 
-// Bytes that a PairOrder needs, and one that lies there.
+// Bytes that a PairOrder needs, and the PairOrder whose arrays lie in `memory`.
 int64_t pair_order_bytes(int pairs, int experts);
 PairOrder pair_order_at(void* memory, int pairs, int experts);
 

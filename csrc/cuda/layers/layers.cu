@@ -82,8 +82,8 @@ void launch_rms_norm(const RmsNormArgs& a, cudaStream_t stream) {
     while (lanes < threads) lanes *= 2;
     launch_rms_norm<T, kWidth, each>(a, dim3(lanes, 128 / lanes), stream);
   };
-  // One pack per thread: with few rows the latency of one row counts.  With many rows the bytes in flight count, and
-  // two packs are faster.
+  // With few rows the latency of a row matters, and one pack per thread is faster.  With many rows the bytes in flight
+  // matter, and two packs per thread are faster.
   if (a.tokens * a.heads > kManyRows && packs > 4 * kWarp && packs <= 2 * kMaxThreads) {
     return with(std::integral_constant<int, 2>{});
   }

@@ -135,7 +135,7 @@ void launch_rope(const RopeArgs& a, cudaStream_t stream) {
   const int packs = (a.size / 2 + kWidth - 1) / kWidth, all_heads = a.heads + 2 * a.kv_heads;
   int lanes = 1;
   while (lanes < packs && lanes < kWarp) lanes *= 2;
-  // All heads in one thread block if they fit, else in equal parts; complete warps.
+  // All heads in one thread block if they fit, otherwise in equal parts; thread blocks consist of complete warps.
   const int y = (all_heads + kHeads - 1) / kHeads, max_rows_per_block = kMaxThreads / lanes,
             parts = (y + max_rows_per_block - 1) / max_rows_per_block;
   const int per_warp = kWarp / lanes, each = ((y + parts - 1) / parts + per_warp - 1) / per_warp * per_warp;
@@ -153,8 +153,8 @@ void launch_rope(const RopeArgs& a, cudaStream_t stream) {
                     aligned(a.sin, a.sin_stride) && aligned(a.to.k_cache, a.to.k_block_stride) &&
                     aligned(a.to.v_cache, a.to.v_block_stride) && aligned(a.q_norm, 0) && aligned(a.k_norm, 0);
   if (!wide) return launch_rope<T, Stored, 1, 1>(a, stream);
-  // Few tokens: the latency of one counts, so a lane has one head.  Many tokens: the bytes in flight count, so a lane
-  // has two.
+  // With few tokens the latency of a token matters, and one head per lane is faster.  With many tokens the bytes in
+  // flight matter, and two heads per lane are faster.
   if (a.tokens <= kManyTokens) return launch_rope<T, Stored, kWidth, 1>(a, stream);
   launch_rope<T, Stored, kWidth, 2>(a, stream);
 }

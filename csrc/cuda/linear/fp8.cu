@@ -17,7 +17,7 @@ constexpr float kLargest = 448;  // maximum of e4m3
 constexpr float kMinMagnitude =
     1e-30f;  // floor of a row's maximum magnitude: below it the inverse scale would overflow
 
-// Block-wide reduction; every thread gets the result.  Each call needs its own `per_warp`.
+// Block-wide reduction; every thread gets the result.  Each call in a kernel needs a separate buffer `per_warp`.
 template <class Join>
 __device__ float join_block(float x, float* per_warp, const Join& join) {
   for (int step = kWarp / 2; step > 0; step /= 2) x = join(x, __shfl_xor_sync(kAllLanes, x, step));

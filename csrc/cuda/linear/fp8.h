@@ -1,6 +1,6 @@
-// Kernels around cuBLAS's e4m3 GEMM: quantise the rows of x to e4m3, one scale per row, and scale the result by the
-// scales of x and of the weight.  For weights with a scale per 128 x 128 block, x has one per 128 elements of a row,
-// and cuBLAS applies both.
+// Kernels around cuBLAS's e4m3 GEMM: quantise each row of x to e4m3 with one scale per row, and multiply the GEMM's
+// result by the scales of x and of the weight.  If the weight has one scale per 128 x 128 block, x gets one scale per
+// 128 elements of a row, and cuBLAS applies the scales of both.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,19 +14,19 @@ struct QuantiseArgs {
   int64_t x_stride;  // elements between rows
   const void* norm;  // [size] bf16: each row becomes rms_norm(row, norm, eps) first; or null
   float eps;
-  void* values;          // [tokens, size] e4m3, out; x = values * scale
-  float* one;            // [1], out: 1; not written with groups
-  float* scale;          // [tokens], out: the row's maximum magnitude / the maximum of e4m3
-  int64_t group_stride;  // 0; else scale is [size / 128, group_stride], one per 128 elements of a row
+  void* values;  // [tokens, size] e4m3, out; x = values * scale
+  float* one;    // [1], out: the value 1, cuBLAS's scale argument for both operands; not written if group_stride > 0
+  float* scale;  // [tokens], out: the row's maximum magnitude / the maximum of e4m3
+  int64_t group_stride;  // 0; else scale is [size / 128, group_stride]: one scale per 128 elements of a row
   int64_t tokens;
-  int size;  // a multiple of 16, or 128 with groups; at most kMaxQuantised
+  int size;  // a multiple of 16 (128 if group_stride > 0), at most kMaxQuantised
 };
 constexpr int kMaxQuantised = 65536;
 void quantise_rows(const QuantiseArgs& args, cudaStream_t stream);
 
 struct ScaleArgs {
-  const void* gemm;      // [tokens, features, or 2 * features with silu_mul] GEMM result, in out's dtype: gate, then up
-  const float* x_scale;  // [tokens]; or null: the GEMM applied the scales
+  const void* gemm;      // GEMM's result in out's dtype: [tokens, features]; silu_mul: [tokens, gate and up features]
+  const float* x_scale;  // [tokens]; null if the GEMM has applied the scales
   const float* weight_scale;  // [columns of GEMM]; or null
   const void* bias;           // [columns of GEMM] bf16; or null
   void* out;                  // [tokens, features] bf16, or float32

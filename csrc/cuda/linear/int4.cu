@@ -26,7 +26,7 @@ CUtensorMap map_weight(const Int4Args& a, const Int4Params& p) {
       {rows, rows * all, k_block}, box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-// x: bf16, or quantised activations, which take as many bytes.
+// x: bf16 activations, or their quantised form of the same size.
 CUtensorMap map_x(const Int4Args& a, const Int4Params& p, const void* x, int64_t stride) {
   const cuuint32_t box[3] = {kInt4Inputs, static_cast<cuuint32_t>(p.depth), static_cast<cuuint32_t>(a.tokens)};
   return tensor_map(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, x,
@@ -51,7 +51,7 @@ Int4Params params_of(const Int4Args& a) {
   p.k_blocks = a.inner / kInt4Inputs;
   const bool converting = converts(a.tokens, a.inner);
   if (!converting) p.x_scales = x_scales_of(a);
-  // Copies of about 16 KB: the compute after the last copy is not hidden, so they are small.
+  // Copies are small (about 16 KB), because the compute after the last copy is not hidden.
   constexpr int kCopyBytes = 16 << 10;
   const int k_block_bytes = p.blocks * int4_block_bytes(a.groups) + (converting ? 0 : a.tokens * kXBytes);
   p.depth = std::clamp(kCopyBytes / k_block_bytes, 1, p.k_blocks);
@@ -62,7 +62,7 @@ Int4Params params_of(const Int4Args& a) {
 }
 
 // Quantises x; eight lanes convert the 128 elements of a token in one packed block.  Grid (tokens * k blocks / chunks
-// per thread block).  Moves tokens * inner * 4 bytes.
+// per thread block).  Memory traffic: tokens * inner * 4 bytes.
 template <int kGroups>
 __global__ void __launch_bounds__(kConverting) convert_kernel(Int4Args a, char* to, char* x_scales) {
   let_next_kernel_start();
@@ -81,8 +81,8 @@ void convert_first(const Int4Args& a, cudaStream_t stream) {
   launch(kernel, dim3(blocks), dim3(kConverting), 0, stream, a, static_cast<char*>(a.converted), x_scales_of(a));
 }
 
-// Dequantises to bf16, one packed block per warp.  Grid (packed blocks / warps per thread block).  Moves the bytes of
-// the weight and 2 bytes per element.
+// Dequantises to bf16, one packed block per warp.  Grid (packed blocks / warps per thread block).  Memory traffic: the
+// packed weight, and 2 bytes per element written.
 __global__ void __launch_bounds__(kDequantising) dequantise_kernel(DequantiseArgs a) {
   let_next_kernel_start();
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kDequantising) dequantise_kernel(DequantiseArg
   for (int half = 0; half < kHalves; ++half) {
     const auto words = load_pack<4>(reinterpret_cast<const uint32_t*>(k_block + half * kHalfBytes) + lane * 4);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {  // 32 inputs each: 8 per lane
+    for (int i = 0; i < 2; ++i) {  // 32 inputs per iteration, 8 per lane
       const int pair = (((a.groups == 1 ? 0 : half) * 8 + g) * groups_per_half + (groups_per_half == 2 ? i : 0)) * 2;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {

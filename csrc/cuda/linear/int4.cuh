@@ -5,9 +5,9 @@
 // copies them as plain bytes.
 //
 // The activations are first quantised to 16-bit integers, with one power-of-two scale per token and 128 elements of
-// inner, chosen so that the maximum reaches 2^14.  The error of an element is at most 2^-15 of that maximum; rounding
-// the weight cost up to half a step of its own scale.  Up to four tokens: each CTA quantises all activations into
-// shared memory at its start.  More tokens: convert_kernel runs first, and the stages copy its result.
+// inner, chosen so that the maximum reaches 2^14.  The error of an activation is at most 2^-15 of that maximum;
+// rounding a weight to int4 has cost up to half a step of its scale.  Up to four tokens: each CTA quantises all
+// activations into shared memory at its start.  More tokens: convert_kernel runs first, and the stages copy its result.
 //
 // A shift and a mask unpack four int4 weights into bytes.  The tensor cores multiply bytes (mma.m16n8k32), and an
 // activation is 256 * high + low, so each token takes two columns of the mma.  Sums within a group are exact integers;
@@ -33,16 +33,16 @@ constexpr int kHalfBytes = kInt4Rows * kUnit / 2;
 
 struct Int4Params : Epilogue {
   const float* row_scale;
-  const void* x;  // bf16 activations, if the CTAs convert them
+  const void* x;  // bf16 activations, if each CTA quantises them
   int64_t x_stride;
   const char* x_scales;  // [k_blocks, tokens] scales of activations quantised by convert_kernel
   int blocks;            // row blocks of 16 per tile; with silu_mul gate blocks, then up blocks
   int k_blocks;          // packed blocks per row block
   int depth;             // packed blocks along inner per stage
-  int count, stages;     // stages per tile; stages in shared memory
+  int count, stages;     // stages per tile; stages in the shared-memory ring
 };
 
-// Scale of a token's quantised activations in one packed block, and their sums for the zero-point correction.
+// Scale of a token's quantised activations in one packed block, and the negated sums of these for the zero-point term.
 template <int kGroups>
 struct alignas(16) XScale {
   int minus_sum[kGroups];  // -(sum of the integers), per group
@@ -57,20 +57,20 @@ template <int kNTiles>
 constexpr bool kConverts = kNTiles == 1;
 
 // Whether two CTAs share a multiprocessor, so that the next kernel starts early.  With more than eight tokens the
-// registers do not suffice for two; forcing two made 16 tokens 1.8 times as slow.
+// registers do not suffice for two CTAs; forcing two made a GEMM of 16 tokens 1.8 times as slow.
 template <int kNTiles>
 constexpr bool kShared = kNTiles <= 2;
 constexpr int kFullSmemBytes = 190 << 10;
 constexpr int int4_smem_bytes(int tokens) { return tokens <= 8 ? kSmemBytes : kFullSmemBytes; }
 
-// Stage layout: x [tokens, depth, 128], then packed blocks [depth, blocks], then x scales [depth, tokens].  If the CTAs
-// quantise, a stage holds only packed blocks; x [tokens, k_blocks, 128] and x scales [k_blocks, tokens] follow all
-// stages.
+// Stage layout: x [tokens, depth, 128], then packed blocks [depth, blocks], then x scales [depth, tokens].  If each CTA
+// quantises the activations, a stage holds only packed blocks, and x [tokens, k_blocks, 128] and x scales [k_blocks,
+// tokens] follow all stages.
 inline __host__ __device__ int stage_x_bytes(const Int4Params& p) { return p.tokens * p.depth * kXBytes; }
 inline __host__ __device__ int weight_bytes(const Int4Params& p, int groups) {
   return p.blocks * p.depth * int4_block_bytes(groups);
 }
-inline __host__ __device__ int in_128s(int bytes) { return (bytes + 127) / 128 * 128; }  // alignment of a bulk copy
+inline __host__ __device__ int in_128s(int bytes) { return (bytes + 127) / 128 * 128; }  // alignment of bulk copies
 inline __host__ __device__ int stage_bytes(const Int4Params& p, int groups, bool converts) {
   const int x_bytes = converts ? 0 : stage_x_bytes(p) + p.tokens * p.depth * x_scale_bytes(groups);
   return in_128s(weight_bytes(p, groups) + x_bytes);
@@ -85,8 +85,9 @@ struct Int4Barriers {
 
 // The producer warp's loop.  TMA fills zeros past the end of either tensor.
 //
-// If the CTAs quantise, the next kernel may start once the last weight copy is issued: its first copies then overlap
-// this kernel's tail.  An earlier start gains nothing, nor does it help if convert_kernel runs in between.
+// If each CTA quantises x, the next kernel may start once the last weight copy is issued: its first copies then overlap
+// the end of this kernel.  An earlier start gains nothing.  If convert_kernel quantises x, an early start gains nothing
+// either.
 template <int kNTiles, int kGroups>
 __device__ inline void copy_stages(const CUtensorMap* weight_map, const CUtensorMap* x_map, const Int4Params& p,
                                    int first_feature, char* stages, Int4Barriers& barriers) {
@@ -127,8 +128,8 @@ __device__ inline void copy_stages(const CUtensorMap* weight_map, const CUtensor
 
 // Rounds four bf16 values times `raise` to integers and splits them into signed high and low bytes.
 __device__ inline void to_bytes(uint32_t pair, uint32_t next_pair, float raise, uint32_t& high, uint32_t& low) {
-  // At 1.5 * 2^23 the last bit of a float counts 1.  Adding 128 makes its second byte the high byte of (integer - low
-  // byte).
+  // Adding 1.5 * 2^23 puts the rounded integer into the low mantissa bits.  Adding 128 more makes the second byte the
+  // high byte of (integer - signed low byte).
   constexpr float kIntegers = 12582912 + 128;
   const float four[4] = {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000),
                          __uint_as_float(next_pair << 16), __uint_as_float(next_pair & 0xffff0000)};
@@ -146,8 +147,8 @@ __device__ inline int sum_of(const uint4& bytes, int begin) {  // sums eight of 
                     : __dp4a(static_cast<int>(bytes.z), kOnes, __dp4a(static_cast<int>(bytes.w), kOnes, 0));
 }
 
-// Quantises 128 activations of a token.  Of each half, the high bytes fill the first 32 places and the low bytes the
-// others.
+// Quantises 128 activations of a token.  Of the 128 bytes of each half, the first 64 are high bytes and the last 64 are
+// low bytes.
 template <int kGroups>
 __device__ inline void convert(const XChunk& x, char* to, XScale<kGroups>* x_scale) {
   const unsigned together = 0xffu << (threadIdx.x % 32 & 24);
@@ -157,10 +158,10 @@ __device__ inline void convert(const XChunk& x, char* to, XScale<kGroups>* x_sca
 #pragma unroll
   for (int step = 1; step < 8; step *= 2) max_pair = __vmaxu2(max_pair, __shfl_xor_sync(together, max_pair, step));
   const uint32_t largest = max(max_pair & 0xffff, max_pair >> 16);
-  // One bf16 step higher, because 255 * 2^7 would overflow the integers by one.
+  // Takes the exponent of the next larger bf16, because a maximum of 255 * 2^7 would overflow the integers by one.
   const int exponent = static_cast<int>(largest + 1 >> 7) - 127;
   const int up = min(14 - exponent, 120);
-  constexpr uint32_t kInfinity = 0x7f80;  // bf16 bits; larger ones are NaN
+  constexpr uint32_t kInfinity = 0x7f80;  // bf16 bits of infinity; larger magnitudes are NaN
   const float raise = __uint_as_float(static_cast<uint32_t>(up + 127) << 23);
   const float scale = largest >= kInfinity ? NAN : __uint_as_float(static_cast<uint32_t>(127 - up) << 23);
   uint4 high, low;
@@ -185,7 +186,7 @@ __device__ inline void convert(const XChunk& x, char* to, XScale<kGroups>* x_sca
   }
 }
 
-// Quantises all of x, by the consumer warps, after the preceding kernels have ended.
+// Quantises all of x after the preceding kernels have ended; called by the consumer warps.
 template <int kGroups>
 __device__ inline void convert_all(const Int4Params& p, char* to, char* x_scales) {
   struct Part {
@@ -213,7 +214,8 @@ __device__ inline void convert_all(const Int4Params& p, char* to, char* x_scales
   }
 }
 
-// Scales and zero points of a lane's two rows, per group of a half block (groups of 128: per block).
+// Scales and zero points of a lane's two rows, per group of a half of a packed block (with groups of 128: per packed
+// block).
 template <int kGroups>
 struct GroupScales {
   float scale[kGroups][2];
@@ -247,7 +249,7 @@ __device__ inline void multiply_bytes(int (&c)[4], const uint32_t (&a)[4], uint3
 }
 
 // Token whose sums a lane holds in n tile `tile`.  A token has two mma columns, one for high and one for low bytes.
-// With more than one n tile the order makes the sums match mma.m16n8k16: tokens 2 t and 2 t + 1 of eight.
+// With more than one n tile, tokens are ordered so that a lane holds those of mma.m16n8k16: 2 t and 2 t + 1 of eight.
 template <int kNTiles>
 __device__ inline int token_of(int tile, int pair) {
   return kNTiles == 1 ? pair : tile / 2 * 8 + pair * 2 + tile % 2;
@@ -259,7 +261,7 @@ struct Int4Lane {
   int x_at[kNTiles];         // offset of this lane's bytes in a quantised k block, per n tile
   int scale_token[kNTiles];  // token whose scale applies to this lane's sums
 
-  // A token past the end reads the last token's data, and its sums are never stored.
+  // A token past the end reads the last token's data, and its accumulators are never stored.
   __device__ Int4Lane(const Int4Params& p, int x_row_bytes) {
     const int lane = threadIdx.x % 32, column = lane / 4, t = lane % 4;
 #pragma unroll
@@ -290,8 +292,8 @@ __device__ inline void add_group(const int (&group_sums)[kNTiles][4], const Grou
 
 // Multiplies a packed block of each of kBlocks row blocks and adds the results to the accumulators.  An mma waits for
 // the previous mma on the same accumulator, so the row blocks are interleaved.
-//   k_block  packed block of the first row block; the next ones lie `step` bytes apart
-//   x        quantised activations for these elements of inner
+//   k_block  packed block of the first row block; each further row block lies `step` bytes behind the previous one
+//   x        quantised activations of the 128 elements of inner that the packed blocks cover
 template <int kNTiles, int kGroups, int kBlocks>
 __device__ inline void multiply_blocks(const char* k_block, int step, const char* x, const Int4Lane<kNTiles>& at,
                                        const XScale<kGroups>* x_scales, float (*sums)[kNTiles][2]) {
@@ -312,7 +314,7 @@ __device__ inline void multiply_blocks(const char* k_block, int step, const char
       words[b] = *reinterpret_cast<const uint4*>(k_block + b * step + half * kHalfBytes + lane * 16);
     }
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {  // 32 inputs each: the low, then the high half of each byte
+    for (int part = 0; part < 2; ++part) {  // 32 inputs per part: the low nibbles, then the high nibbles
       constexpr uint32_t kLow = 0x0f0f0f0f;
       const bool begins = kGroups == 4 || part == 0 && (kGroups == 2 || half == 0);
       const bool ends = kGroups == 4 || part == 1 && (kGroups == 2 || half == 1);
@@ -343,7 +345,7 @@ __device__ inline void multiply_blocks(const char* k_block, int step, const char
   }
 }
 
-// Calls run(first, count), with integral constants, for runs of at most kMax that cover 0 to kBlocks - 1.
+// Splits 0 .. kBlocks - 1 into bundles of at most kMax and calls run(first, count) for each, with integral constants.
 template <int kBlocks, int kMax, int kFrom = 0, class Run>
 __device__ inline void for_bundles(const Run& run) {
   if constexpr (kFrom < kBlocks) {
@@ -420,13 +422,13 @@ __global__ __launch_bounds__(kThreads,
   } else {
     wait_for_previous_kernels();
   }
-  constexpr bool kEarly = !kShared<kNTiles> || kNTiles * kBlocks <= 4;  // otherwise the accumulators need its registers
+  constexpr bool kEarly = !kShared<kNTiles> || kNTiles * kBlocks <= 4;  // if false, accumulators need its registers
   Pack<bf16, 8> residual = {};
   if (kEarly) residual = read_out<bf16>(p, first_feature);
 
   float sums[kBlocks][kNTiles][2] = {};
   hopper::Ring next;
-  unsigned k_block = k_split;  // index in the stage; past its end: in a later stage
+  unsigned k_block = k_split;  // this warp's next packed block, relative to the stage's first
   for (int i = 0; i < p.count; ++i) {
     hopper::wait(&barriers.full[next.at], next.phase);
     const char* const stage = stages + next.at * stage_bytes(p, kGroups, kConverting);
@@ -436,7 +438,7 @@ __global__ __launch_bounds__(kThreads,
     const unsigned k_blocks = min(p.depth, p.k_blocks - i * p.depth);
     for (; k_block < k_blocks; k_block += kKSplits) {
       const char* const weight = stage + weight_at + (k_block * p.blocks + first_block) * kBlockBytes;
-      // Row blocks past the end of the tile read arbitrary data, and their sums are never stored.
+      // Row blocks past the end of the tile read arbitrary data, and their accumulators are never stored.
       for_bundles<kBlocks, kBundle>([&](auto first, auto count) {
         multiply_blocks<kNTiles, kGroups, count>(
             weight + kRowWarps * first * kBlockBytes, kRowWarps * kBlockBytes, x + k_block * kXBytes, at,
@@ -458,7 +460,8 @@ __global__ __launch_bounds__(kThreads,
 #endif
 }
 
-// Launches the kernel for p.blocks and `groups` groups per packed block; defined in int4_*.cu.
+// Launches the kernel instance for p.blocks row blocks per tile and `groups` groups per packed block; defined in
+// int4_*.cu.
 template <int kNTiles>
 void run_int4(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Int4Params& p, int groups, int tiles,
               cudaStream_t stream);

@@ -3,14 +3,15 @@
 //
 //   weight[row, input] = (q - zero) * scale[of its row and group] * row_scale[row]
 //
-// q and zero are 0 to 15; a group is 32, 64 or 128 elements of inner.  The packed weight is an array [rows / 16, inner
-// / 128] of packed blocks of 16 rows x 128 elements of inner.  A packed block holds, without gaps:
+// q and zero are 0 to 15; a group is 32, 64 or 128 consecutive elements of inner, the contracted dimension.  The packed
+// weight is an array [rows / 16, inner / 128] of packed blocks of 16 rows x 128 elements of inner.  A packed block
+// holds, without gaps:
 //
-//   q        [2 halves of the inputs, 8 g, 4 t, 4 w] words: the fragment of lane 4 g + t for mma.m16n8k32. Byte b holds in its
-//            lower half (h = 0) and its upper half (h = 1) the value of row g + 8 (w % 2) and input
+//   q        [2 halves of the inputs, 8 g, 4 t, 4 w] words of 32 bits: the A fragment of lane 4 g + t for mma.m16n8k32.
+//            The low nibble (h = 0) and the high nibble (h = 1) of byte b hold the value of row g + 8 (w % 2) and input
 //            64 half + 32 h + 8 t + 4 (w / 2) + b
-//   scales   [halves, 8 g, groups per half, 2 r] fp16; groups of 128: one half
-//   zeros    as scales, u8
+//   scales   [halves, 8 g, groups per half, 2 r] fp16, for row g + 8 r; with groups of 128 there is one half
+//   zeros    u8, in the layout of the scales
 //
 // engine/executor/int4_layout.py packs it.
 #pragma once
@@ -27,11 +28,11 @@ constexpr int int4_block_bytes(int groups) { return kInt4Rows * kInt4Inputs / 2 
 struct Int4Args {
   const void* x;           // [tokens, inner] bf16
   int64_t x_stride;        // elements between rows
-  const uint8_t* weight;   // packed blocks: features rows; with silu_mul features gate rows, then features up rows
+  const uint8_t* weight;   // packed blocks of `features` rows; silu_mul: `features` gate rows, then as many up rows
   const float* row_scale;  // [rows]
   int groups;              // groups per packed block: 1, 2 or 4
   const void* bias;        // [rows] bf16, or null
-  void* converted;         // scratch of int4_converted_bytes(), 16-byte aligned
+  void* converted;         // scratch for quantised x: int4_converted_bytes() bytes, 16-byte aligned
   void* out;               // [tokens, features] bf16, or float32
   int64_t out_stride;
   int tokens, features, inner;

@@ -50,8 +50,8 @@ constexpr int kSmemBytes = 110 << 10;  // shared memory for the stages, in bytes
 
 inline int tiles_of(int n, int size) { return (n + size - 1) / size; }
 
-// Features per tile, a multiple of `unit`: the minimum at which one CTA per multiprocessor covers all features, or two,
-// and so on.
+// Features per tile, a multiple of `unit`: as few as possible while n CTAs per multiprocessor cover all features, for
+// the smallest n that kMaxRows allows.
 inline int features_of_tile(int features, bool silu_mul, int unit) {
   const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
   const int rounds = tiles_of(tiles_of(features, silu_mul ? kMaxRows / 2 : kMaxRows), multiprocessors);
@@ -65,12 +65,12 @@ struct Epilogue {
   int64_t out_stride;
   int tokens, features;  // shape of out
   int tile_features;     // columns of out per tile: a multiple of 8
-  int rows;              // rows of the weight per tile: tile_features, or with silu_mul twice as many
+  int rows;              // rows of the weight per tile: tile_features, or 2 * tile_features with silu_mul
   bool add, silu_mul;
   bool float32_out;  // excludes add and silu_mul
 };
 
-// Makes the epilogue's parameters from any linear layer's arguments.  unit: features per tile are a multiple of it.
+// Makes the epilogue's parameters from the arguments of any linear layer.  unit: tile_features is a multiple of it.
 template <class Args>
 Epilogue epilogue_of(const Args& a, int unit) {
   const int tile_features = features_of_tile(a.features, a.silu_mul, unit);
@@ -88,11 +88,11 @@ Epilogue epilogue_of(const Args& a, int unit) {
 
 struct Params : Epilogue {
   int depth;          // slabs per stage
-  int count, stages;  // stages per tile; stages in shared memory
+  int count, stages;  // stages per tile; stages in the shared-memory ring
 };
 
-// Shared memory of the epilogue: accumulators of every k split, then the output tile [tokens, rows].  A row has 8
-// elements of padding, so that tokens start in different banks.
+// Shared memory of the epilogue: accumulators of every k split, then the output tile [tokens, rows].  Each token's row
+// of the output tile has 8 elements of padding, so that tokens start in different banks.
 constexpr int out_tile_stride(int rows) { return rows * 2 + 16; }
 constexpr int sums_bytes(int rows, int n_tiles, int k_splits) {
   return k_splits * ((rows + 15) / 16) * n_tiles * 32 * 16;
@@ -100,7 +100,7 @@ constexpr int sums_bytes(int rows, int n_tiles, int k_splits) {
 
 __device__ inline void sync_consumers() { hopper::named_sync(1, kConsumerThreads); }
 
-// of(a[i], b[i]) in float, for all 8 elements.
+// Applies `of` to a[i] and b[i], widened to float, for all 8 elements.
 template <class T, class Of>
 __device__ Pack<T, 8> each(const Pack<T, 8>& a, const Pack<T, 8>& b, const Of& of) {
   float x[8], y[8];
@@ -111,12 +111,13 @@ __device__ Pack<T, 8> each(const Pack<T, 8>& a, const Pack<T, 8>& b, const Of& o
   return narrow<T>(x);
 }
 
-// The part of an output tile that a thread stores: 8 features of every token_step-th token, if any.
+// The share of an output tile that a thread stores: 8 features of every token_step-th token.  any: the thread stores
+// something.
 template <class T>
 struct OutShare {
   int part, first_token, token_step;
   bool any;
-  T* out;  // address in the row of token 0
+  T* out;  // address of the thread's 8 features in the row of token 0
 
   __device__ OutShare(const Epilogue& p, int first_feature) {
     const int parts = p.tile_features / 8;
@@ -126,8 +127,8 @@ struct OutShare {
   }
 };
 
-// Reads the residual: what out holds for the thread's first token, if add.  Called after the preceding kernels have
-// ended and before the main loop, which hides the memory latency.
+// If p.add, reads the residual: the present values of out for the thread's first token.  Called after the preceding
+// kernels have ended and before the main loop, which hides the memory latency.
 template <class T>
 __device__ Pack<T, 8> read_out(const Epilogue& p, int first_feature) {
   const OutShare<T> share(p, first_feature);
@@ -135,8 +136,8 @@ __device__ Pack<T, 8> read_out(const Epilogue& p, int first_feature) {
   return load_pack<8>(share.out + share.first_token * p.out_stride);
 }
 
-// Stores the output tile, with activation or residual.  out_tile: [tokens, rows], rows out_tile_stride apart.
-// residual: from read_out.
+// Stores the output tile, with activation or residual.  out_tile: [tokens, rows], with out_tile_stride bytes per token.
+// residual: the result of read_out.
 template <class T>
 __device__ void store_tile(const Epilogue& p, int first_feature, const char* out_tile, Pack<T, 8> residual) {
   const OutShare<T> share(p, first_feature);
@@ -157,8 +158,8 @@ __device__ void store_tile(const Epilogue& p, int first_feature, const char* out
   }
 }
 
-// Reduces the accumulators of all k splits and applies scales and bias.  Calls use(token, row, feature, y, y of the
-// next token) for a lane's rows of the tile, including tokens and features past the end.
+// Reduces the accumulators of all k splits and applies scales and bias.  Calls use(token, row, feature, y, next) for a
+// lane's rows of the tile; next is y of token + 1.  Tokens and features past the end are included.
 template <class T, int kKSplits, int kNTiles, class TokenFactor, class RowFactor, class Use>
 __device__ void reduce_k_splits(const Epilogue& p, int first_feature, const float4* all_sums,
                                 const TokenFactor& token_factor, const RowFactor& row_factor, const Use& use) {
@@ -191,11 +192,11 @@ __device__ void reduce_k_splits(const Epilogue& p, int first_feature, const floa
 }
 
 // The epilogue, for the consumer warps: reduces the k splits, scales, and stores with bias, activation and residual.
-// Warp w holds k split w / kRowWarps, and for row blocks first_block, first_block + kRowWarps, ... the accumulators of
-// mma.m16n8k16: rows times tokens.
-//   stages       shared memory without copies in flight: [k splits, blocks, kNTiles, 32 lanes] of 4 sums, then the output tile
-//   token_factor     factor of a token's sums
-//   row_factor       factor of the sums of a row of the tile
+// Warp w has k split w / kRowWarps and the row blocks first_block, first_block + kRowWarps, ...  `sums` holds its
+// accumulators in the C layout of mma.m16n8k16 (rows x tokens).
+//   stages        shared memory of the stages, reused: float4 [k splits, blocks, kNTiles, 32], then the output tile
+//   token_factor  function of a token: the factor of its accumulators
+//   row_factor    function of a row of the tile: the factor of its accumulators
 template <class T, int kRowWarps, int kNTiles, int kBlocks, class TokenFactor, class RowFactor>
 __device__ void run_epilogue(const Epilogue& p, int first_feature, int first_block,
                              const float (&sums)[kBlocks][kNTiles][4], char* stages, const Pack<T, 8>& residual,
@@ -216,7 +217,7 @@ __device__ void run_epilogue(const Epilogue& p, int first_feature, int first_blo
     }
   }
   sync_consumers();
-  if (p.float32_out) {  // compiled twice, so that the other epilogues stay free of its branches: they cost 0.2 us
+  if (p.float32_out) {  // a separate instance: its branches would cost the other epilogues 0.2 us
     reduce_k_splits<T, kKSplits, kNTiles>(
         p, first_feature, all_sums, token_factor, row_factor, [&](int token, int, int feature, float y, float next) {
           if (feature >= p.features) return;
@@ -247,7 +248,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
   char* const stages = shared + (-shared_address(shared) & 1023);  // swizzled rows start at multiples of 1024
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int first_feature = blockIdx.x * p.tile_features;
-  // Of a stage: [depth, rows] of the weight (with silu_mul: the gate rows of all slabs, then the up rows), then
+  // Stage layout: [depth, rows] of the weight (with silu_mul: the gate rows of all slabs, then the up rows), then
   // [depth, tokens] of x.
   const int weight_bytes = p.depth * p.rows * kSlabBytes;
   const int stage_bytes = weight_bytes + p.depth * kNTiles * 8 * kSlabBytes;
@@ -291,18 +292,19 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     return;
   }
 
-  // A row of a slab has four quarters of 32 bytes.  A k split is two of them, or one, or one of every other slab.
+  // A slab's 128 bytes of a row are four quarters of 32 bytes.  A warp's k split is two quarters of every slab (2
+  // splits), one quarter (4 splits), or one quarter of every other slab (8 splits).
   constexpr int kKSplits = kWarps / kRowWarps, kQuarters = kKSplits < 4 ? 4 / kKSplits : 1;
   constexpr int kSlabStep = kKSplits > 4 ? kKSplits / 4 : 1;
   const int k_split = warp / kRowWarps, first_block = warp % kRowWarps;
   const int first_slab = k_split / 4, quarter = k_split % 4 * kQuarters;
 
-  // Position of the lane's operand rows in a stage.  The swizzle puts 16-byte chunk c of row r at chunk c ^ (r % 8).
+  // Byte offset of the lane's operand rows in a stage.  The swizzle puts 16-byte chunk c of row r at chunk c ^ (r % 8).
   const int half = p.silu_mul ? p.tile_features : p.rows;  // contiguous rows
   int w_at[kBlocks];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
-    // A row block past the end reads the last row, and its sums are never used.
+    // A row block past the end reads the last row, and its accumulators are never used.
     int row = min((first_block + kRowWarps * b) * 16 + lane % 16, p.rows - 1);
     w_at[b] = ((quarter * 2 + lane / 16) ^ row % 8) * 16;
     if (row >= half) row += (p.depth - 1) * half;
@@ -323,7 +325,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     for (int d = first_slab; d < p.depth; d += kSlabStep) {
 #pragma unroll
       for (int k = 0; k < kQuarters; ++k) {
-        // Further quarters differ only in bits that the swizzle flips.
+        // The swizzle is an XOR, so the address of quarter k is that of quarter 0 with k * 32 flipped.
         uint32_t x[kNTiles][2];
         const uint32_t x_slab = at + x_at + d * kNTiles * 8 * kSlabBytes;
         if constexpr (kNTiles == 1) {
@@ -354,7 +356,8 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
 #endif
 }
 
-// Launches the kernel for p.rows (with over 16 tokens at most kManyTokensRows); defined in linear_*.cu.
+// Launches the kernel instance for p.rows rows per tile (at most kManyTokensRows for more than 16 tokens); defined in
+// linear_*.cu.
 template <class T, int kNTiles>
 void run(const CUtensorMap& weight_map, const CUtensorMap& x_map, const Params& p, int tiles, cudaStream_t stream);
 

@@ -13,13 +13,13 @@ struct LinearArgs {
   Dtype dtype;         // dtype of all tensors: bf16 or fp16
   const void* x;       // [tokens, inner]
   int64_t x_stride;    // elements between rows
-  const void* weight;  // [features, inner]; with silu_mul features gate rows, then as many up rows
+  const void* weight;  // [features, inner]; with silu_mul `features` gate rows, then `features` up rows
   const void* bias;    // [features, or 2 * features with silu_mul], or null
   void* out;           // [tokens, features]
   int64_t out_stride;
   int tokens, features, inner;
-  bool add;          // out += the linear layer's result, rounded first; else out = the result
-  bool silu_mul;     // out = silu(gate) * up, from the rounded results
+  bool add;          // out += the result, which is rounded to dtype first; if false, out = the result
+  bool silu_mul;     // out = silu(gate) * up; gate and up are rounded to dtype first
   bool float32_out;  // out is float32; excludes add and silu_mul
 };
 

@@ -5,8 +5,8 @@
 // fp16, too: each CTA converts all of them at its start, into shared memory.
 //
 // Per k16 step a lane loads four consecutive k values of A and B instead of mma's 2 + 2; permuting k in both operands
-// leaves the sum unchanged.  x is stored in shared memory in an order in which one load gives a lane its values of two
-// k16 steps.
+// leaves the result unchanged.  x is stored in shared memory in an order in which a lane loads its values of two k16
+// steps at once.
 //
 // Grid (tiles).  Memory traffic: the weight once from memory, tokens * inner * 2 bytes per tile from L2.
 #include "cuda/linear/linear_fp8.h"
@@ -25,22 +25,22 @@ using namespace linears;
 
 constexpr int kSlabOfW = kSlab<e4m3>;
 constexpr int kXPadding = 64;    // bytes between tokens, so that they start in different banks
-constexpr int kQuarterOfX = 64;  // bytes: 32 activations, which meet 32 bytes of the weight
+constexpr int kQuarterOfX = 64;  // bytes of 32 fp16 activations, which are multiplied by 32 bytes of a weight row
 
 struct Fp8Params : Epilogue {
   XArgs x;
   const float* scale;
   int x_at, table_at;        // byte offsets from the start of the stages
   int slabs;                 // slabs per row
-  int depth, count, stages;  // slabs per stage; stages per tile; stages in shared memory
+  int depth, count, stages;  // slabs per stage; stages per tile; stages in the shared-memory ring
 };
 
 inline __host__ __device__ int x_row_bytes(int inner) { return inner * static_cast<int>(sizeof(fp16)) + kXPadding; }
 
-// Kernels are empty for GPUs before Hopper: hence [[maybe_unused]].
+// For GPUs before Hopper the kernel's body is empty and these functions are unused: hence [[maybe_unused]].
 
-// Block scales of a tile's rows, [kMaxSets, slabs]; a slab is as wide as a block.  First the blocks of its rows, or
-// gate rows: at most 3 for 224 rows, 2 for 112.  Then those of its up rows.
+// Table of a tile's block scales, [kMaxSets, slabs]; a slab is as wide as a scale block.  A set is one row of scale
+// blocks: at most 3 for 224 rows; with silu_mul 2 for 112 gate rows, then 2 for 112 up rows.
 constexpr int kBlock = 128, kMaxSets = 4;
 constexpr int sets_per_half(bool silu_mul) { return silu_mul ? 2 : 3; }
 
@@ -53,8 +53,8 @@ constexpr int sets_per_half(bool silu_mul) { return silu_mul ? 2 : 3; }
   }
 }
 
-// Finds the table index of the scales of the lane's two rows in each row block.  8 rows never cross a border of scale
-// blocks.
+// Finds, for each row block, the table indices of the scales of the lane's two rows.  A group of 8 rows never crosses a
+// border of scale blocks.
 template <int kRowWarps, int kBlocks>
 __device__ void find_scales(const Fp8Params& p, int first_feature, int first_block, int (&scale_at)[kBlocks][2]) {
 #pragma unroll
@@ -71,11 +71,12 @@ __device__ void find_scales(const Fp8Params& p, int first_feature, int first_blo
   }
 }
 
-// bf16 has more exponents than fp16. So each token of x is multiplied by a power of two that brings its maximum between
-// 2^14 and 2^15.  Elements 2^29 times as small keep all of their bits; those 2^39 times as small become 0.
+// bf16 has a wider exponent range than fp16, so each token of x is multiplied by a power of two that brings its maximum
+// magnitude to between 2^14 and 2^15.  Elements down to 2^-29 of the maximum keep all of their bits; elements below
+// 2^-39 of it become 0.
 struct TokenScales {
-  uint32_t raise;  // factor of x, twice as bf16
-  float lower;     // factor of the sums
+  uint32_t raise;  // factor of x: a power of two as bf16, in both halves of the word
+  float lower;     // 1 / raise: factor of the accumulators
 };
 
 __device__ TokenScales scales_of(uint32_t largest) {  // largest: a bf16 magnitude, as bits
@@ -93,10 +94,11 @@ __device__ uint32_t to_fp16(uint32_t pair, uint32_t raise) {  // two bf16 values
 struct Conversion {
   float squares[kMaxTokens][kWarps];
   uint32_t largest[kMaxTokens];  // maximum magnitude per token, as bits; initially 0
-  float lower[8];                // per token, existing or not
+  float lower[8];                // TokenScales::lower per token, padded with 0 to 8 tokens
 };
 
-// Stores the 32-element part `quarter` of a half: elements 8 t to 8 t + 7 are the k values of two lanes, four each.
+// Stores this lane's 8 elements of a 32-element quarter as fp16, in fragment order: elements 8 t to 8 t + 7 are the k
+// values of two lanes, four each.
 __device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
   const int t = threadIdx.x % 4, k16 = t / 2, lane = t % 2 * 2;
   char* const to = quarter + lane * 16 + k16 * 8;
@@ -104,10 +106,10 @@ __device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
   *reinterpret_cast<uint2*>(to + 16) = make_uint2(to_fp16(eight.z, raise), to_fp16(eight.w, raise));
 }
 
-// Reads and converts all of x, by the consumer warps.
+// Reads all of x and converts it to fp16; called by the consumer warps.
 [[maybe_unused]] __device__ void convert_all(const Fp8Params& p, char* to, Conversion& shared) {
   const int row_bytes = x_row_bytes(p.x.chunks * kXChunk);
-  const unsigned together = 0xffu << (threadIdx.x % 32 & 24);  // lanes that hold a row block
+  const unsigned together = 0xffu << (threadIdx.x % 32 & 24);  // the eight lanes that hold a chunk
   read_x(p.x, p.tokens, to, row_bytes, shared.squares);
 #pragma unroll 1
   for (int token = 0; token < p.tokens; ++token) {
@@ -128,7 +130,7 @@ __device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
       XChunk x;
       char* const place = to + token * row_bytes + chunk * kXBytes;
       x.load(place);
-      __syncwarp(together);  // the lanes overwrite what others have read
+      __syncwarp(together);  // all lanes have loaded the chunk before any lane overwrites it
       char* const half = place + threadIdx.x % 8 / 4 * 2 * kQuarterOfX;
       store_fp16(x.a, raise, half);
       store_fp16(x.b, raise, half + kQuarterOfX);
@@ -148,7 +150,7 @@ __device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
   const int stage_bytes = p.depth * p.rows * kSlabBytes;
   hopper::Ring next;
   for (int i = 0; i < p.count; ++i) {
-    hopper::wait(&empty[next.at], next.phase ^ 1);  // the first time round, this returns at once
+    hopper::wait(&empty[next.at], next.phase ^ 1);  // returns at once during the first pass over the ring
     char* const to = stages + next.at * stage_bytes;
     hopper::arrive_expecting(&full[next.at], stage_bytes);
     hopper::copy_once(to, map, &full[next.at], 0, first_feature, i * p.depth);
@@ -160,7 +162,7 @@ __device__ void store_fp16(const uint4& eight, uint32_t raise, char* quarter) {
   let_next_kernel_start();
 }
 
-// kRowWarps: warps along the rows.  kBlocks: row blocks per warp.  kGrid: block-wise scales.
+// kRowWarps: warps along the rows.  kBlocks: row blocks per warp.  kGrid: the weight has one scale per 128 x 128 block.
 template <int kRowWarps, int kBlocks, bool kGrid>
 __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_constant__ CUtensorMap weight_map,
                                                                  const __grid_constant__ Fp8Params p) {
@@ -188,18 +190,19 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
     return;
   }
 
-  // A row of a slab has four quarters of 32 bytes.  A k split is two of them, or one, or one of every other slab.
+  // A slab's 128 bytes of a row are four quarters of 32 bytes.  A warp's k split is two quarters of every slab (2
+  // splits), one quarter (4 splits), or one quarter of every other slab (8 splits).
   constexpr int kKSplits = kWarps / kRowWarps, kQuarters = kKSplits < 4 ? 4 / kKSplits : 1;
   constexpr int kSlabStep = kKSplits > 4 ? kKSplits / 4 : 1;
   const int k_split = warp / kRowWarps, first_block = warp % kRowWarps;
   const int first_slab = k_split / 4, quarter = k_split % 4 * kQuarters;
 
-  // Position of the lane's rows in a stage.  The swizzle puts 16-byte chunk c of row r at chunk c ^ (r % 8).
+  // Byte offset of the lane's rows in a stage.  The swizzle puts 16-byte chunk c of row r at chunk c ^ (r % 8).
   const int half = p.silu_mul ? p.tile_features : p.rows;  // contiguous rows
   int w_at[kBlocks];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
-    // A row block past the end reads the last row, and its sums are never used.
+    // A row block past the end reads the last row, and its accumulators are never used.
     int row = min((first_block + kRowWarps * b) * 16 + lane % 16, p.rows - 1);
     w_at[b] = ((quarter * 2 + lane / 16) ^ row % 8) * 16;
     if (row >= half) row += (p.depth - 1) * half;
@@ -217,7 +220,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
 
   convert_all(p, stages + p.x_at, conversion);
   const Pack<bf16, 8> residual = read_out<bf16>(p, first_feature);
-  // A token past the end reads the last token's data, and its sums are never stored.
+  // A token past the end reads the last token's data, and its accumulators are never stored.
   const char* const x = stages + p.x_at + min(lane / 4, p.tokens - 1) * x_row_bytes(p.slabs * kSlabOfW) +
                         lane % 4 * 16 + quarter * kQuarterOfX;
 
@@ -237,7 +240,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
         // An mma waits for the previous mma on the same accumulator, so the row blocks are interleaved.
         uint32_t bytes[kBlocks][4];
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {  // the swizzle changes this bit only
+        for (int b = 0; b < kBlocks; ++b) {  // XOR with k * 32 selects quarter k under the swizzle
           load_matrices(bytes[b], (at + w_at[b] + d * half * kSlabBytes) ^ k * 32);
         }
 #pragma unroll
@@ -274,19 +277,19 @@ __global__ __launch_bounds__(kThreads, 2) void linear_fp8_kernel(const __grid_co
 #endif
 }
 
-// Shared memory behind the stages: x, then the table of block scales.
+// Shared memory after the stages: x, then the table of block scales.
 int table_bytes(const LinearFp8Args& a) {
   return a.blocks ? kMaxSets * (a.inner / kSlabOfW) * static_cast<int>(sizeof(float)) : 0;
 }
 int bytes_after_stages(const LinearFp8Args& a) { return a.tokens * x_row_bytes(a.inner) + table_bytes(a); }
 
 Fp8Params params_of(const LinearFp8Args& a) {
-  constexpr int kUnit = 8;  // features
+  constexpr int kUnit = 8;  // tile_features is a multiple of it
   Fp8Params p{epilogue_of(a, kUnit)};
   p.x = {.x = a.x, .x_stride = a.x_stride, .norm = a.norm, .eps = a.eps, .chunks = a.inner / kXChunk};
   p.scale = a.scale;
   p.slabs = a.inner / kSlabOfW;
-  // Copies of about 16 KB: the compute after the last copy is not hidden, so they are small.
+  // Copies are small (about 16 KB), because the compute after the last copy is not hidden.
   constexpr int kCopyBytes = 16 << 10;
   const int slab_bytes = p.rows * kSlabBytes;
   p.depth = std::clamp(kCopyBytes / slab_bytes, 1, p.slabs);

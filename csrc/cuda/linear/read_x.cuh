@@ -1,4 +1,4 @@
-// Loading of all activations into a CTA's shared memory, for few tokens.  Eight lanes of the consumer warps hold 128
+// Loads all activations into a CTA's shared memory, for few tokens.  Eight lanes of the consumer warps hold 128
 // consecutive elements of a token.  read_x() applies a preceding RMS norm on the way, which saves a kernel.
 #pragma once
 
@@ -8,12 +8,13 @@
 
 namespace quire::cuda::linears {
 
-// Chunk: 128 consecutive elements of a token, 16 in each of eight lanes.  The consumer warps load kXChunksAtOnce at
-// once.
+// Chunk: 128 consecutive elements of a token, 16 in each of eight lanes.  The consumer warps load kXChunksAtOnce chunks
+// at a time.
 constexpr int kXChunk = 128, kXBytes = kXChunk * static_cast<int>(sizeof(bf16));
 constexpr int kUnit = 64;  // bytes of half a 128-element chunk
 constexpr int kXChunksAtOnce = kConsumerThreads / 8;
-// Maximum chunks per thread, so at most as many tokens: more would not fit into registers.
+// Maximum chunks per thread, because more do not fit into registers.  A token has at least one, so it also limits
+// tokens.
 constexpr int kMaxParts = 4, kMaxTokens = kMaxParts;
 
 struct XArgs {
@@ -27,7 +28,7 @@ struct XArgs {
 // Chunks per thread.
 inline int parts_of(int tokens, int inner) { return tokens * tiles_of(inner / kXChunk, kXChunksAtOnce); }
 
-// Maximum magnitude of the even and of the odd elements, as bits.
+// Maximum magnitudes of the even and of the odd elements, as bf16 bits in the lower and upper half of the result.
 __device__ inline uint32_t largest_of(const uint4& pairs) {
   constexpr uint32_t kMagnitude = 0x7fff7fff;
   return __vmaxu2(__vmaxu2(pairs.x & kMagnitude, pairs.y & kMagnitude),
@@ -80,7 +81,7 @@ __device__ inline void for_parts(int chunks, const Use& use) {
 }
 
 // Applies the RMS norm to x in shared memory; each thread handles its own chunks.  For the consumer warps.
-//   squares  shared memory: sums per token and warp
+//   squares  scratch in shared memory: sum of squares per token and warp
 __device__ inline void norm_x(const XArgs& a, int tokens, char* smem_x, int row_bytes,
                               float (&squares)[kMaxTokens][kWarps]) {
 #pragma unroll 1
@@ -112,11 +113,12 @@ __device__ inline void norm_x(const XArgs& a, int tokens, char* smem_x, int row_
   }
 }
 
-// Waits for the preceding kernels and reads x into `smem_x`, tokens row_bytes apart, normalised if there is a norm.  A
-// thread may read its own chunks immediately, other threads' chunks only after a barrier.  For the consumer warps.
+// Waits for the preceding kernels and reads x into `smem_x`, where tokens are row_bytes apart.  Applies the RMS norm if
+// a.norm is set.  A thread may read its own chunks immediately, and chunks of other threads only after a barrier.  For
+// the consumer warps.
 __device__ inline void read_x(const XArgs& a, int tokens, char* smem_x, int row_bytes,
                               float (&squares)[kMaxTokens][kWarps]) {
-  if (a.norm != nullptr) {  // the norm's weight, into L1, while the kernels in front still run
+  if (a.norm != nullptr) {  // prefetch the norm's weight into L1 while the preceding kernels still run
     for_parts(a.chunks, [&](int chunk) {
       const char* const weight = static_cast<const char*>(a.norm) + chunk * kXBytes + XChunk::place();
       asm volatile("prefetch.global.L1 [%0];" ::"l"(weight));
@@ -137,7 +139,7 @@ __device__ inline void read_x(const XArgs& a, int tokens, char* smem_x, int row_
   if (a.norm != nullptr) norm_x(a, tokens, smem_x, row_bytes, squares);
 }
 
-// Prefetches the scales of a tile's rows into shared memory, because the epilogue would wait for memory otherwise.
+// Prefetches the scales of a tile's rows into shared memory, so that the epilogue does not wait for device memory.
 __device__ inline void read_row_scales(const Epilogue& p, int first_feature, const float* scales,
                                        float (&to)[kMaxRows]) {
   const int row = threadIdx.x;

@@ -1,4 +1,4 @@
-// TMA descriptor of a matrix copied in slabs of kSlabBytes per row.
+// TMA descriptor of a matrix that is copied in slabs: kSlabBytes of each row.
 #pragma once
 
 #include <type_traits>
@@ -15,8 +15,8 @@ constexpr CUtensorMapDataType kMapType<bf16> = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 template <>
 constexpr CUtensorMapDataType kMapType<fp16> = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 
-// Maps a matrix [rows, inner] of T as [slabs, rows, kSlab], in boxes of `depth` slabs of `box_rows` rows; zeros
-// outside.
+// Maps a matrix [rows, inner] of T as [slabs, rows, kSlab].  A box has `depth` slabs of `box_rows` rows; TMA fills
+// zeros outside of the matrix.
 template <class T>
 CUtensorMap map_slabs(int inner, const void* data, int64_t rows, int64_t stride, int box_rows, int depth) {
   const cuuint64_t sizes[3] = {kSlab<T>, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(inner / kSlab<T>)};

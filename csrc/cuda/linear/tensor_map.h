@@ -8,7 +8,7 @@
 
 namespace quire::cuda {
 
-// The driver's encoder of tensor maps, looked up at run time, so that nothing links to the driver.
+// The driver's function that encodes tensor maps, looked up at run time, so that the extension does not link libcuda.
 inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   static void* const encoder = [] {
     void* function = nullptr;
@@ -20,8 +20,8 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(encoder);
 }
 
-// sizes, box: elements, the innermost dimension first.  strides: bytes, of all dimensions but the innermost.  TMA fills
-// zeros outside of the tensor.
+// sizes, box: in elements, innermost dimension first.  strides: in bytes, for all dimensions but the innermost.  TMA
+// fills zeros outside of the tensor.
 template <int kDimensions>
 CUtensorMap tensor_map(CUtensorMapDataType type, const void* data, const cuuint64_t (&sizes)[kDimensions],
                        const cuuint64_t (&strides)[kDimensions - 1], const cuuint32_t (&box)[kDimensions],

@@ -3,7 +3,8 @@
 //   rank 0  part ──────────────────────> inbox of rank 1    [2 alternating calls, source ranks, CTAs, share]
 //           sum <── part + own inbox <── rank 1
 //
-// This costs one NVLink latency and no barrier; reading the others' parts would take a barrier before and one after.
+// Pushing parts costs one NVLink latency and no barrier; pulling the others' parts would take a barrier before and one
+// after.
 //
 //   words   16 bytes of a part are sent as 32: each 4 bytes are followed by the call number. Each 8 bytes are written and
 //           read by one access, so a rank that sees the number has the bytes, too (NCCL's LL protocol). Minimum latency, twice
@@ -12,18 +13,18 @@
 //           acquires that number before it reads.  For large parts, which are bound by bandwidth.
 //
 // Calls alternate between two halves of an inbox.  Two are enough: a CTA sends its part of call n + 2 only after it has
-// received every part of call n + 1, and a rank sends those only after its kernel of call n has ended.  So a rank can
-// be at most one call ahead.
+// received every part of call n + 1, and a rank sends its parts of call n + 1 only after its kernel of call n has
+// ended. So a rank can be at most one call ahead.
 //
 // Each CTA counts its own calls on the device, so replayed graphs and eager calls share one count.  A CTA of index i
 // waits only for CTAs of index i, and a call has the same grid on all ranks.  Counts wrap after 2^32 calls of a CTA. A
 // stale number could be mistaken for a new one only in memory that no call used in between.
 //
-// The next kernel may start once all CTAs of this one run, so it cannot keep them from starting.  Until then it copies
-// its weights.
+// The next kernel may start once all CTAs of this kernel run, so it cannot keep them from starting.  While it waits for
+// this kernel it copies its weights.
 //
-// Grid (rows, at most a.ctas): a CTA processes rows one after another, a thread kPacks times 16 bytes of each.  NVLink
-// traffic: (ranks - 1) * 2 (words) or 1 (blocks) * bytes in each direction.
+// Grid (rows, at most a.ctas): a CTA processes rows one after another, and a thread kPacks packs of 16 bytes per row.
+// NVLink traffic: (ranks - 1) * 2 (words) or 1 (blocks) * bytes in each direction.
 #include "cuda/ranks/rank_sum.h"
 
 #include <algorithm>
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kMaxThreads) rank_sum_kernel(const __grid_cons
     for (int i = 0; i < kPacks; ++i) {
       if (pack_of(i) >= packs) continue;
       const uint4 x = *reinterpret_cast<const uint4*>(at(a.part, row, pack_of(i)));
-      for (int step = 1; step < a.ranks; ++step) {  // each rank begins with another destination
+      for (int step = 1; step < a.ranks; ++step) {  // each rank starts with a different destination
         char* const to = place((a.rank + step) % a.ranks, a.rank).packs + offset(row, pack_of(i));
         if constexpr (kWords) {
           send_words(to, x.x, x.y, call);

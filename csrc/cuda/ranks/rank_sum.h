@@ -18,15 +18,15 @@ enum class Sending { words, blocks };
 struct RankSumArgs {
   Dtype dtype;       // dtype of all tensors: f32, bf16, fp16
   void* part;        // [rows, size], this rank's partial result
-  void* plus;        // [rows, size], equal on all ranks: += the reduced result; or null: part = the reduced result
-  const void* norm;  // [size], then normed = rms_norm(the result, norm, eps); or null
+  void* plus;        // [rows, size], equal on all ranks: plus += reduced result; if null, part = reduced result
+  const void* norm;  // [size]: then normed = rms_norm(result, norm, eps); or null
   void* normed;      // [rows, size]
   float eps;
   int64_t rows;
   int size;  // at most kMaxSummed; rows are 16-byte aligned
   int ctas;  // upper bound, up to kSumCtas; all must be resident on each rank's GPU at once
   Sending sending;
-  int64_t words_share, blocks_share;  // bytes of parts per CTA and call, by words and by blocks; multiples of 16
+  int64_t words_share, blocks_share;  // bytes per CTA and call, for words and for blocks; multiples of 16
   void* inboxes[kMaxRanks];           // one per rank, inbox_bytes() writable by all ranks; initially zeros
   int* calls;                         // [kSumCtas], private to this rank; initially zeros
   int rank, ranks;
@@ -38,8 +38,9 @@ constexpr int64_t inbox_bytes(int ranks, int64_t words_share, int64_t blocks_sha
   return int64_t{2} * ranks * kSumCtas * (kMarkBytes + 2 * words_share + blocks_share);
 }
 
-// All ranks make the same calls, with equal sizes and in the same order.  All get the same bits: parts are summed in
-// rank order, in float32, then plus, with one rounding.  Waits on the GPU for the other ranks' calls, without a limit.
+// All ranks make the same calls, with equal sizes and in the same order.  All ranks get the same bits: parts are summed
+// in rank order, then plus is added, in float32 with one rounding.  Waits on the GPU for the other ranks' calls,
+// without a limit.
 void rank_sum(const RankSumArgs& args, cudaStream_t stream);
 
 }  // namespace quire::cuda

@@ -6,10 +6,10 @@
 // rows x cluster.  Few rows get large clusters, so that a row does not wait for one SM.
 //
 //   1  read the logits (rows x size x 2 or 4 bytes: the minimum traffic) and find the maximum over the cluster.  A row
-//      without a temperature ends here
+//      without a temperature takes that token and ends here
 //   2  with top_k or top_p: histograms of w by its leading bits, merged over the cluster, show which bucket holds the
-//      floor.  The next 9 bits of that bucket's members narrow it down, and the last 9 bits find it.  This is a radix
-//      select: nothing is sorted
+//      floor.  A second pass over that bucket's members uses their next 9 bits, a third pass the last 9 bits.  This is a
+//      radix select: nothing is sorted
 //   3  sums of kept weights per warp, over the cluster, show which slice holds the drawn value; sums per tile show the token
 //
 // Each later pass over the row recomputes w from the logits, which then are in L2.  That takes 20 instructions for kept
@@ -78,8 +78,9 @@ __device__ void cluster_sync() {
 #endif
 }
 
-// A CTA must not end while others read its shared memory.  Each calls the first when it has read the others' memory,
-// and the second before it ends.  (A release, because it must wait for the reads.)
+// A CTA must not end while other CTAs read its shared memory.  Each CTA calls done_with_peers() after its last read of
+// another CTA's memory, and wait_until_peers_are_done() before it ends.  (The arrive is a release, so that the reads
+// come before it.)
 __device__ void done_with_peers() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -91,7 +92,7 @@ __device__ void wait_until_peers_are_done() {
 #endif
 }
 
-// The variable `mine` in the shared memory of CTA `rank`.
+// The variable `mine` of CTA `rank` of the cluster, in that CTA's shared memory.
 template <class T>
 __device__ const T& peer_value(const T& mine, int rank) {
 #if __CUDA_ARCH__ >= 900
@@ -121,7 +122,7 @@ __device__ float exp2_as_cpu(float x) {
   return __fmul_rn(p, __int_as_float((__float_as_int(shifted) + 127) << 23));
 }
 
-// Maximum, or NaN.
+// Maximum of a and b, or NaN if either is NaN.
 __device__ float larger(float a, float b) {
   float c;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
@@ -158,7 +159,7 @@ struct Histogram {
     uint32_t* words = reinterpret_cast<uint32_t*>(&sums[bucket]);
     if (atomicAdd(words + swapped(bucket), weight) > ~weight) atomicAdd(words + !swapped(bucket), 1);
   }
-  // Tally over the cluster.
+  // Tally of a bucket, summed over the cluster.
   __device__ Tally total(int bucket, bool counted, bool summed) const {
     switch (cluster_size()) {  // one case per size, so that all loads are in flight at once
       case 1: return total_of<1>(bucket, counted, summed);
@@ -204,7 +205,7 @@ struct Shared {
 };
 constexpr int kTopK = 2, kTopP = 3;
 
-// Suffix sums of the cluster's buckets, from the most probable down; each thread holds a few buckets.
+// Running totals over the cluster's buckets, from the most probable bucket down; each thread holds a few buckets.
 template <int buckets>
 struct BucketScan {
   static constexpr int kEach = buckets / kThreads;
@@ -223,7 +224,7 @@ struct BucketScan {
       own[i] = mine.total(bucket(i), counted, summed);
       sum = sum + own[i];
     }
-    Tally upto = sum;  // this thread's, and those of the preceding lanes
+    Tally upto = sum;  // tally of this thread and the preceding lanes
     for (int step = 1; step < 32; step *= 2) {
       const Tally before{__shfl_up_sync(kAll, upto.sum, step), __shfl_up_sync(kAll, upto.count, step)};
       if (lane >= step) upto = upto + before;
@@ -242,7 +243,7 @@ struct BucketScan {
 
 struct Wanted {
   bool by_count;
-  uint64_t target;  // target: tokens, or sum of weights
+  uint64_t target;  // number of tokens, or sum of weights
   __device__ bool reached(Tally t) const { return (by_count ? t.count : t.sum) >= target; }
 };
 
@@ -294,7 +295,7 @@ struct Eight {
     if constexpr (std::is_same_v<T, bf16>) return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
     if constexpr (std::is_same_v<T, fp16>) return to_float(__ushort_as_half(i % 2 ? word >> 16 : word & 0xffffu));
   }
-  // Maximum, or NaN if there is one.
+  // Maximum of the eight elements, or NaN if one of them is NaN.
   __device__ float largest() const {
     if constexpr (std::is_same_v<T, float>) {
       return larger(larger(larger(at(0), at(1)), larger(at(2), at(3))),
@@ -328,7 +329,7 @@ struct Row {
     return eight;
   }
 
-  // Scalar loads; past the end: -inf.
+  // Reads a tile with scalar loads; elements past the end are -inf.
   __device__ Eight<T> read(int tile) const {
     Eight<T> eight;
 #pragma unroll
@@ -360,7 +361,7 @@ struct Row {
     for (; tile < slice.first + slice.tiles; ++tile) use(tile, read(tile));
   }
 
-  // As each(), for a use of a few instructions, which is unrolled.
+  // each() for a use of a few instructions, with an unrolled loop.
   template <class Use>
   __device__ void each_quickly(Slice slice, const Use& use) const {
     constexpr int kTogether = 8 / sizeof(T);
@@ -407,7 +408,7 @@ __device__ uint64_t best_of(const Row<T>& row, Slice slice) {
   });
   if (all != all) return key_of(all, 0);
   if (top == -std::numeric_limits<float>::infinity()) return 0;
-  // Reloads the eight elements: cheaper than to carry along the position of the maximum.
+  // Reloading eight elements is cheaper than tracking the position of the maximum in the loop.
   const Eight<T> eight = row.complete(best) ? row.read_complete(best) : row.read(best);
   int place = 0;
 #pragma unroll
@@ -428,13 +429,13 @@ __device__ Choice choice_of(uint64_t key) {
 
 // --- weights --------------------------------------------------------------------------------------------------------
 
-// A row that is adjusted or drawn from.
+// A row whose logits are adjusted, or from which a token is drawn.
 template <class T>
 struct Weights {
   const Row<T>& row;
   const Slice slice;
   const Settings& settings;
-  const bool early;  // fewer than min_tokens are out
+  const bool early;  // fewer than min_tokens tokens are in the output
   const float scale;
   float peak;  // maximum adjusted logit
 
@@ -455,7 +456,7 @@ struct Weights {
     alignas(16) uint32_t marks[kVector] = {};
     alignas(16) float bias[kVector] = {};
 #pragma unroll
-    for (int i = 0; i < kVector; i += 4) {  // a line is a multiple of a vector
+    for (int i = 0; i < kVector; i += 4) {  // marks and bias are padded to a multiple of kVector
       if (settings.marks)
         *reinterpret_cast<uint4*>(marks + i) = *reinterpret_cast<const uint4*>(settings.marks + at + i);
       if (settings.bias)
@@ -493,27 +494,28 @@ struct Weights {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) y[i] = __fmul_rn(__fsub_rn(y[i], peak), scale);
   }
-  // exp2 has a relative error of 1e-6: smaller y are certain to have w < floor.
+  // Bound of y: elements with a smaller y certainly have w < min_weight.  The margin covers exp2's relative error of
+  // 1e-6.
   __device__ static float coldest(float min_weight) { return log2f(min_weight) - 1e-3f; }
 
   // --- the floor
 
   struct Upper {
     float floor;
-    uint64_t sum;  // sum of weights from that bucket up
+    uint64_t sum;  // sum of weights in the floor's bucket and in all buckets above it
   };
 
   // Exact floor within a bucket of the coarse histogram, by two finer histograms.
   __device__ Upper descend(Crossing at, Wanted wanted, bool counted, Shared& shared, int& turn) const {
     uint32_t prefix = at.bucket + sampling::kBucketBase;
     for (int shift = sampling::kBucketShift; shift > 0; counted = true) {
-      // If all members of the bucket are kept, or there is only one, its lower edge separates them as well as their
-      // minimum.
+      // If the bucket has one member, or all of its members are kept, its lower edge separates them as well as their
+      // minimum does.
       if (counted && (at.inside.count == 1 || (wanted.by_count && at.above.count + at.inside.count == wanted.target))) {
         return {__uint_as_float(prefix << shift), at.above.sum + at.inside.sum};
       }
       turn ^= 1;
-      Histogram<kFine>& fine = shared.fine[turn];  // cluster_sync() has passed since its readers of two passes ago
+      Histogram<kFine>& fine = shared.fine[turn];  // a cluster_sync() has followed its last reads, two passes ago
       fine.clear();
       __syncthreads();
       const uint32_t lowest = prefix << shift;
@@ -578,11 +580,11 @@ struct Weights {
       if (w >= floor) one[i] = weight(w);
     }
     return uint64_t{one[0] + one[1] + one[2]} + (one[3] + one[4] + one[5]) +
-           (one[6] + one[7]);  // 32 bits hold the sum of three
+           (one[6] + one[7]);  // 32 bits hold the sum of three weights
   }
 
-  // Token at which the running sum of kept weights exceeds the drawn value: for one thread of the cluster; -1 for
-  // others.
+  // Returns the token at which the running sum of kept weights exceeds the drawn value, in one thread of the cluster;
+  // -1 in the other threads.
   __device__ int draw(float floor, uint64_t hash, Shared& shared) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float cold = coldest(floor);
@@ -604,7 +606,7 @@ struct Weights {
     const uint64_t lane_sum = upto;
     upto = sum_up_to_lane(upto);
     const uint64_t goal = sampling::goal(hash, __shfl_sync(kAll, upto, 31));
-    // The warp whose slice holds the drawn value, and the rest within it.
+    // winner: the warp whose slice holds the drawn value.  left: the remainder of that value inside the slice.
     uint64_t left = goal - (upto - lane_sum);
     int winner = -1;
     if (goal < upto && goal >= upto - lane_sum) {
@@ -621,7 +623,7 @@ struct Weights {
     return find(Slice(row.size, winner), left, floor, shared);
   }
 
-  // Searches a slice, with all warps of the CTA.
+  // Finds the token in a slice, with all warps of the CTA.
   __device__ int find(Slice among, uint64_t left, float floor, Shared& shared) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float cold = coldest(floor);
@@ -749,8 +751,9 @@ __global__ void __launch_bounds__(kThreads) chosen_kernel(const int64_t* keys, S
   write(a, row, a.slots[row] < 0 ? Choice{0, sampling::kChosen} : choice_of(sampling::from_signed(keys[row])));
 }
 
-// CTAs per row.  Few rows get many.  A larger cluster synchronises more slowly; this rule was measured to pick the best
-// size for each of 1 to 1024 rows.  Rows that are read again take two CTAs, so that the active rows fit into L2.
+// CTAs per row.  Few rows get many CTAs.  A larger cluster synchronises more slowly; this rule was measured to pick the
+// best size for each of 1 to 1024 rows.  If rows are read several times, each gets two CTAs or more, so that the active
+// rows fit into L2.
 int cluster_of(int64_t rows, bool again) {
   const int max_cluster = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? kMaxCluster : 1;
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount);

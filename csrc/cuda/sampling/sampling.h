@@ -1,4 +1,4 @@
-// Samples one token per row of logits: see sampling_rules.h for what all devices agree on.
+// Samples one token per row of logits.  sampling_rules.h has the rules that all devices share.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,14 +32,14 @@ struct LikeliestArgs {
   const void* logits;  // [rows, size]: this rank's columns of the logits
   int64_t row_stride;  // elements between rows
   int64_t first;       // token of the first column
-  int64_t* keys;       // [rows]: sampling::to_signed of the row's maximum key
+  int64_t* keys;       // [rows]: the row's maximum key, converted by sampling::to_signed
   int64_t rows;
   int size;
 };
 
 void likeliest(const LikeliestArgs& args, cudaStream_t stream);
 
-// From keys [rows] of raw logits: the token and outcome that `sample` would choose.
+// Writes the token and outcome that `sample` would choose, from the keys [rows] of raw logits.
 void chosen(const int64_t* keys, const int64_t* slots, int64_t* tokens, uint8_t* outcome, int64_t rows,
             cudaStream_t stream);
 

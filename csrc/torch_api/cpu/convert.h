@@ -36,7 +36,7 @@ void by_dtype(const char* who, const at::Tensor& t, const Run& run) {
   }
 }
 
-// [tokens, size] counts as one head.
+// A tensor [tokens, size] counts as one head per token.
 template <class T>
 Heads<T> heads_of(const at::Tensor& t) {
   auto* data = static_cast<T*>(const_cast<void*>(t.const_data_ptr()));

@@ -38,7 +38,7 @@ struct ProductSizes {
       together{"elements together"};
 };
 
-// layout: of `packed`, its columns and its elements together.
+// layout: columns, and elements together, of `packed`; see product_layout in ops.cpp.
 void check_product(ProductSizes& s, const at::Tensor& x, const at::Tensor& packed, std::tuple<int64_t, int64_t> layout,
                    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& plus,
                    const at::Tensor& out) {
@@ -119,7 +119,7 @@ void product(const at::Tensor& x, const at::Tensor& packed, const std::optional<
   plain_product(x, packed, bias, plus, out, false);
 }
 
-// widen: with many rows of bfloat16, dequantises the weights to bfloat16.
+// widen: if bfloat16 x has many rows, the weights are dequantised to bfloat16.
 void int8_product(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scale,
                   const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& plus, const at::Tensor& out,
                   bool widen) {

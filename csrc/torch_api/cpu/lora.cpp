@@ -14,7 +14,8 @@
 namespace quire::cpu::torch_api {
 namespace {
 
-// A row of an adapter's table: where A is, and its rows; then the same of B, with first and number of columns, per part.
+// Fields of a site in an adapter's table: offset and rows of A; then per part offset of B, rank, first column of y,
+// columns.
 constexpr int64_t kPartFields = 4, kLoraFields = 2 + kPartFields * kLoraParts;
 
 // Returns where a packed weight [features, inner] begins, after the check that all of it is there.

@@ -35,7 +35,7 @@ inline Dtype model_dtype_of(const char* who, const at::Tensor& t) {
 // Torch's current stream on the tensor's device.  The caller holds a c10::cuda::CUDAGuard for it.
 inline cudaStream_t stream_of(const at::Tensor& t) { return c10::cuda::getCurrentCUDAStream(t.device().index()); }
 
-// [tokens, size] counts as one head.
+// A tensor [tokens, size] counts as one head per token.
 inline Heads heads_of(const at::Tensor& t) {
   return {const_cast<void*>(t.const_data_ptr()), t.stride(0), t.dim() == 3 ? t.stride(1) : 0};
 }

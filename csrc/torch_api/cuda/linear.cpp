@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kBlock = 128;  // rows and columns that share a scale
 constexpr int64_t kRows = 4;     // row multiple required by cuBLAS's block-scaled GEMMs
-constexpr int64_t kScales = 4;   // multiple of scales per row of blocks required by any cuBLAS release
+constexpr int64_t kScales = 4;   // cuBLAS releases need a multiple of this many scales per row of blocks
 
 int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -78,7 +78,7 @@ Quantised quantised(const at::Tensor& x, const std::optional<at::Tensor>& norm, 
   const at::Tensor rows = in_16_bytes(x.const_data_ptr(), x.stride(0), 2) ? x : x.contiguous();
   const int64_t count = groups ? rounded_up(x.size(0), kRows) : x.size(0);
   const at::Tensor values = at::empty({count, inner}, x.options().dtype(at::kFloat8_e4m3fn));
-  constexpr int64_t kApart = 4;  // elements: both parts are 16-byte aligned
+  constexpr int64_t kApart = 4;  // elements before the scales, so that `one` and `scale` are 16-byte aligned
   const at::Tensor scales = at::empty({kApart + count * (groups ? inner / kBlock : 1)}, x.options().dtype(at::kFloat));
   const at::Tensor all = scales.slice(0, kApart);
   const Quantised result{values, scales.select(0, 0), groups ? all.view({inner / kBlock, count}).t() : all};
@@ -143,7 +143,8 @@ void linear_fp8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor&
   };
   if (x.size(0) == 0) return;
   if (fits_linear_fp8(args)) return cuda::linear_fp8(args, stream_of(x));
-  // cuBLAS's GEMMs with one scale are faster than those with a scale per row and column.
+  // cuBLAS's GEMMs with one scale are faster than those with a scale per row and column, so scale_gemm applies the
+  // latter.
   if (wide && blocks) {  // some cuBLAS releases return bf16 from block-scaled GEMMs
     const at::Tensor narrow = at::empty(out.sizes(), x.options());
     linear_fp8(x, weight, scale, bias, norm, eps, add, silu_mul, narrow);

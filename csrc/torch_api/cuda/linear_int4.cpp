@@ -1,5 +1,5 @@
-// Bindings of int4 linear layers on a GPU: the kernel for few tokens; for many, a GEMM on weights dequantised to
-// bfloat16, which exist only meanwhile.
+// Bindings of int4 linear layers on a GPU: the kernel for few tokens; for many tokens a GEMM on a temporary copy of the
+// weights, dequantised to bfloat16.
 
 #include "cuda/linear/int4.h"
 
