@@ -7,7 +7,7 @@ from collections.abc import Callable
 from quire.engine.adapters.counts import AdapterCounts
 from quire.engine.executor.grammar_store import HeldAdapters
 from quire.engine.gate import Gate
-from quire.engine.orders import Inbox
+from quire.engine.orders import Inbox, Order, Returned
 from quire.engine.wire.clock import steady_ms
 from quire.engine.wire.messages import Generate
 
@@ -15,10 +15,13 @@ from quire.engine.wire.messages import Generate
 class AdapterGate(Gate):
     """Its store reads adapters."""
 
-    def __init__(self, inbox: Inbox, store: HeldAdapters | None, clock: Callable[[], int] = steady_ms) -> None:
-        """`store`: None: the executor takes no adapters."""
+    def __init__(
+        self, inbox: Inbox, store: HeldAdapters | None, clock: Callable[[], int] = steady_ms, *, returns: bool = False
+    ) -> None:
+        """`store`: None: the executor takes no adapters.  `returns`: requests whose adapter is not on this machine go
+        back to the queue; else they end."""
         super().__init__(inbox, store, clock)
-        self._adapters = store
+        self._adapters, self._returns = store, returns
 
     @property
     def loads(self) -> tuple[float, int]:
@@ -28,6 +31,11 @@ class AdapterGate(Gate):
     def counts(self) -> AdapterCounts:
         """Return what is in host memory and what was loaded."""
         return AdapterCounts() if self._adapters is None else self._adapters.counts
+
+    def end(self, order: Order, request: Generate, fault: str) -> Order:
+        if self._returns and self._adapters is not None and self._adapters.is_missing(self.need(request)):
+            return Returned(request, fault)
+        return super().end(order, request, fault)
 
     def need(self, request: Generate) -> str:
         return f"{request.adapter}={request.adapter_path}" if request.adapter else ""

@@ -49,6 +49,8 @@ class BusThread:
     each turn that published, on each wake-up, and after a third of STALE_MS (1 s) or of a shorter lease in any
     case."""
 
+    returns = True
+
     def __init__(self, config: EngineConfig, telemetry: Telemetry | None = None) -> None:
         """`telemetry`: None where no metrics are served."""
         self.relieved, self.queued = False, 0  # see Inbox
@@ -116,7 +118,7 @@ class BusThread:
         return self._put - self._sent >= BUFFER_TOKENS
 
     def put(self, outputs: Outputs, report: Report) -> None:
-        if outputs.deltas or outputs.finished:
+        if outputs.deltas or outputs.finished or outputs.returned:
             self._put += sum(map(len, outputs.deltas.values()))
             self._outputs.append((outputs, report.dropped))
         self._report = report
@@ -236,12 +238,13 @@ class BusThread:
 
     async def _exchange(self, bus: EngineSide, report: Report) -> None:
         """Send what has gathered, claim what fits, pass the reply to the loop."""
-        deltas, finished, count = self._gather()
+        deltas, finished, returned, count = self._gather()
         load, room_tokens, room_requests, claim_tokens = self._room(report)
         batches = [(gateway, TokenBatch(self._config.engine_id, group)) for gateway, group in deltas.items()]
         began = time.monotonic()
         prefixes = self._prefix_report(report)
-        reply = await bus.exchange(batches, finished, load, room_tokens, room_requests, prefixes, claim_tokens)
+        room = room_tokens, room_requests
+        reply = await bus.exchange(batches, finished, load, *room, prefixes, claim_tokens, returned)
         self._telemetry.exchanged(time.monotonic() - began, bus.queue_share, len(reply.resumed))
         self._telemetry.claimed(reply.claim(request.id).reason for request in reply.generates)
         self._retry_s = reply.retry_ms / 1000 if reply.retry_ms else None
@@ -251,10 +254,12 @@ class BusThread:
         self._sent += count
         self._pass_on(reply, bus)
 
-    def _gather(self) -> tuple[dict[str, list[Delta]], list[str], int]:
-        """Take the outputs of all turns since the last sync: deltas by gateway, finished ids, number of deltas."""
+    def _gather(self) -> tuple[dict[str, list[Delta]], list[str], dict[str, str], int]:
+        """Take the outputs of all turns since the last sync: deltas by gateway, finished ids, requests for other
+        engines with the reason, number of deltas."""
         deltas: dict[str, list[Delta]] = {}
         finished: list[str] = []
+        returned: dict[str, str] = {}
         turns, count = len(self._outputs), 0
         for _ in range(turns):
             outputs, dropped = self._outputs.popleft()
@@ -263,13 +268,14 @@ class BusThread:
                 self._lost = {name: number for name, number in self._lost.items() if number > dropped}
                 outputs = without(outputs, self._lost)
             finished += outputs.finished
-            self._backlog.remove(outputs.finished)
+            returned |= outputs.returned
+            self._backlog.remove((*outputs.finished, *outputs.returned))
             for gateway, group in outputs.deltas.items():
                 deltas.setdefault(gateway, []).extend(group)
                 self._backlog.remove(delta.id for delta in group)
         if turns > 1:
             deltas = {gateway: merged(group) for gateway, group in deltas.items()}
-        return deltas, finished, count
+        return deltas, finished, returned, count
 
     def _room(self, report: Report) -> tuple[EngineLoad, int, int, int]:
         """Return load, prompt tokens and requests to offer, and prompt tokens to claim at once: the report's, less the

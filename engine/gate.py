@@ -173,5 +173,10 @@ class Gate:
         assert request is not None
         if not (fault := self._store.fault(self.need(request))):
             return orders
+        end = self.end(order, request, fault)
         self._store.release(request.id)
-        return [Refused(request, order.outputs if isinstance(order, Resume) else None, fault), *orders[1:]]
+        return [end, *orders[1:]]
+
+    def end(self, order: Order, request: Generate, fault: str) -> Order:
+        """Return what becomes of the request of `order`, whose need is at fault."""
+        return Refused(request, order.outputs if isinstance(order, Resume) else None, fault)

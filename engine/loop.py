@@ -37,7 +37,7 @@ from quire.engine.observers.accounting_checks import AccountingChecks
 from quire.engine.observers.canary import Canary
 from quire.engine.observers.load_report import LoadReport
 from quire.engine.observers.turn_record import Observer, TurnRecord
-from quire.engine.orders import Inbox, Outbox, Report, Resume, StepCosts, apply_order, request_of
+from quire.engine.orders import Inbox, Outbox, Report, Resume, Returned, StepCosts, apply_order, request_of
 from quire.engine.wire.clock import steady_ms
 from quire.engine.wire.messages import Abort
 
@@ -127,7 +127,7 @@ class Engine:
         self.busy_since = 0.0  # monotonic seconds at which the present step began; 0: no step is running
         self._leave_at = math.inf  # monotonic seconds at which a draining engine leaves in any case
         held_mib = config.grammars_held_mib
-        self._adapters = AdapterGate(inbox, executor.adapter_store, clock)
+        self._adapters = AdapterGate(inbox, executor.adapter_store, clock, returns=outbox.returns)
         self._inbox = GrammarGate(self._adapters, executor.grammar_store, clock, most_held_mib=held_mib)
         self._outbox = outbox
         self._clock = clock
@@ -241,6 +241,7 @@ class Engine:
         record.gated, record.gated_by_adapters = gated[0], self._adapters.waiting_sequences
         record.load = self._load.describe(core, now, draining=record.draining, queued=record.queued > 0, gated=gated)
         record.outputs = core.outputs()
+        record.outputs.returned = {one.request.id: one.why for one in record.orders if isinstance(one, Returned)}
         for gate in gates:
             gate.ended(record.outputs.finished)
         record.last_step, record.last_committed, record.idle = core.step, core.committed, core.idle

@@ -1,7 +1,7 @@
 """What enters the step loop and what leaves it: orders, tokens and reports.
 
     Inbox.drain() ==Generate, Resume, Abort, ResetPrefixCache==> Engine.turn ==Outputs, Report==> Outbox.put()
-                      '-- Refused, of GrammarGate
+                      '-- Refused, Returned of a gate
 
 The bus thread (`bus_thread.py`) is the inbox and outbox of a server, `LocalBox` that of a caller in the same process.
 """
@@ -35,11 +35,18 @@ class Refused(msgspec.Struct, frozen=True):
     why: str  # one line for the client
 
 
+class Returned(msgspec.Struct, frozen=True):
+    """A request whose LoRA adapter is not on this machine: it goes back to the queue, for another engine."""
+
+    request: Generate
+    why: str  # one line for the client, if no other engine has the adapter
+
+
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
     """Empty the prefix cache.  Requests that run keep their blocks."""
 
 
-Order = Generate | Resume | Refused | Abort | ResetPrefixCache
+Order = Generate | Resume | Refused | Returned | Abort | ResetPrefixCache
 
 
 class Inbox(Protocol):
@@ -82,6 +89,8 @@ class Report(msgspec.Struct, frozen=True):
 class Outbox(Protocol):
     """The receiver of tokens."""
 
+    returns: bool  # whether it passes `Outputs.returned` on to a queue of several engines
+
     @property
     def full(self) -> bool:
         """Whether no more tokens may be generated for now."""
@@ -93,7 +102,7 @@ class Outbox(Protocol):
 class LocalBox:
     """Inbox and outbox in memory, for a caller in the same process."""
 
-    relieved = full = False
+    relieved = full = returns = False
     queued = 0
 
     def __init__(self, on_delta: Callable[[Delta], None]) -> None:
@@ -120,6 +129,8 @@ def apply_order(core: Scheduler, order: Order) -> None:
         core.accept(order.request, order.outputs, fault=order.why)
     elif isinstance(order, ResetPrefixCache):
         core.reset_prefix_cache()
+    elif isinstance(order, Returned):
+        pass  # the scheduler has not seen it
     elif order.reassigned:
         core.drop(order.id)
     else:
@@ -130,7 +141,7 @@ def request_of(order: Order) -> Generate | None:
     """Return the request that an order brings; None for one that brings none."""
     if isinstance(order, Abort | ResetPrefixCache):
         return None
-    return order.request if isinstance(order, Resume | Refused) else order
+    return order.request if isinstance(order, Resume | Refused | Returned) else order
 
 
 def on_own_clock(request: Generate, clock: RedisClock) -> Generate:
@@ -146,6 +157,7 @@ def without(outputs: Outputs, ids: Container[str]) -> Outputs:
     return Outputs(
         {gateway: [delta for delta in deltas if delta.id not in ids] for gateway, deltas in outputs.deltas.items()},
         [request_id for request_id in outputs.finished if request_id not in ids],
+        returned={request_id: why for request_id, why in outputs.returned.items() if request_id not in ids},
     )
 
 

@@ -388,7 +388,7 @@ def test_a_grammar_at_fault_is_the_request_s(checkpoint: Callable[[str], Path]) 
     deltas: list[Delta] = []
 
     class Out:
-        full = False
+        full = returns = False
 
         def put(self, outputs: Outputs, report: Report) -> None:
             deltas.extend(delta for some in outputs.deltas.values() for delta in some)
@@ -411,7 +411,7 @@ def test_no_more_is_claimed_than_slots_wait_for_grammars(checkpoint: Callable[[s
     reports: list[Report] = []
 
     class Out:
-        full = False
+        full = returns = False
 
         def put(self, outputs: Outputs, report: Report) -> None:
             reports.append(report)

@@ -14,3 +14,7 @@ class AdapterError(OperatorError):
         """`limit`, `given`: the limit that the adapter exceeds, and its value; None: the fault has no limit."""
         super().__init__(message)
         self.limit, self.given = limit, given
+
+
+class AdapterMissing(AdapterError):
+    """An adapter's files are not on this machine, or other files are there.  Another engine may have them."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from quire.engine.adapters.config import MOST_RANK, AdapterConfig, parse_config
-from quire.engine.adapters.errors import AdapterError
+from quire.engine.adapters.errors import AdapterError, AdapterMissing
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MOST_CONFIG_BYTES = MOST_HEADER_BYTES = 4 << 20
@@ -61,15 +61,21 @@ class AdapterFile(msgspec.Struct, frozen=True):
     pairs: dict[str, Pair]  # pairs per module path of the base model
 
 
-def read_adapter(folder: Path, most_bytes: int) -> AdapterFile:
-    """Read an adapter of at most `most_bytes`.  Raises AdapterError."""
+def read_adapter(folder: Path, most_bytes: int, name: str = "", digest: str = "") -> AdapterFile:
+    """Read an adapter of at most `most_bytes`.
+
+    `name`, `digest`: of the files that requests are for; "": any files.  Raises AdapterError, AdapterMissing where
+    these files are not there."""
     config_data = _read(folder / CONFIG, MOST_CONFIG_BYTES)
-    config = parse_config(config_data, str(folder / CONFIG))
-    _check_pickle(folder)
+    if not digest:
+        _check_pickle(folder)
     data = _read(folder / WEIGHTS, most_bytes)
-    digest = blake2b(config_data, digest_size=16)
-    digest.update(data)
-    return AdapterFile(str(folder), digest.hexdigest(), config, pairs_of(data, str(folder / WEIGHTS)))
+    state = blake2b(config_data, digest_size=16)
+    state.update(data)
+    if digest and state.hexdigest() != digest:
+        raise AdapterMissing(f"{folder}: its files have changed since they were loaded as {name}: load it again")
+    config = parse_config(config_data, str(folder / CONFIG))
+    return AdapterFile(str(folder), state.hexdigest(), config, pairs_of(data, str(folder / WEIGHTS)))
 
 
 def digest_of(folder: Path) -> str:
@@ -170,13 +176,13 @@ def _check_pickle(folder: Path) -> None:
 
 
 def _open(path: Path) -> FileIO:
-    """Open a regular file.  Raises AdapterError."""
+    """Open a regular file.  Raises AdapterError, AdapterMissing without one that can be read."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise AdapterError(f"{path}: not a regular file")
         return FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except OSError as error:
-        raise AdapterError(f"{path}: {error.strerror or error}") from None
+        raise AdapterMissing(f"{path}: {error.strerror or error}") from None
 
 
 def _read(path: Path, most_bytes: int) -> bytearray:
@@ -191,13 +197,13 @@ def _read(path: Path, most_bytes: int) -> bytearray:
             while at < len(data) and (count := file.readinto(view[at : at + _READ])):
                 at += count
         except OSError as error:
-            raise AdapterError(f"{path}: {error.strerror or error}") from None
+            raise AdapterMissing(f"{path}: {error.strerror or error}") from None
         _check_unchanged(before, os.fstat(file.fileno()), path)
     if at != before.st_size:
-        raise AdapterError(f"{path}: changed while it was read")
+        raise AdapterMissing(f"{path}: changed while it was read")
     return data
 
 
 def _check_unchanged(before: os.stat_result, after: os.stat_result, path: Path) -> None:
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise AdapterError(f"{path}: changed while it was read")
+        raise AdapterMissing(f"{path}: changed while it was read")

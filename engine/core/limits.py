@@ -56,6 +56,8 @@ class Outputs(msgspec.Struct):
     deltas: dict[str, list[Delta]]  # deltas by gateway
     finished: list[str]  # ids of requests all of whose sequences have ended
     events: list[Event] = []  # in the order they happened
+    # Requests that go back to the queue, because this machine lacks their LoRA adapter: id -> one line that says so.
+    returned: dict[str, str] = {}
 
 
 def _per_source() -> dict[str, int]:

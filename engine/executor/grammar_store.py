@@ -96,6 +96,9 @@ class HeldAdapters(HeldResources, Protocol):
     load_s: float  # seconds until one more is loaded, by the loads so far; 0: not known
     unloaded: int  # adapters that wait for their load, the one that is loaded now included
 
+    def is_missing(self, text: str) -> bool:
+        """Return whether an adapter is at fault because its files are not on this machine."""
+
     def changes(self) -> tuple[list[str], list[str]]:
         """Return the ids of adapters that were loaded since the last call, and of those that left."""
 

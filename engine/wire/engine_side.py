@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 import uuid
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 import msgspec
@@ -94,6 +94,7 @@ class EngineSide:
         room_requests: int,
         prefixes: PrefixReport | None = None,
         claim_tokens: int = ANY_TOKENS,
+        returned: Mapping[str, str] | None = None,
     ) -> ExchangeReply:
         """Send tokens, end requests, renew the lease, claim requests and take aborts, in one round trip.
 
@@ -109,6 +110,9 @@ class EngineSide:
         a moment to an engine that has less to do for them.  None: it takes the queue as it stands, and no other engine
         leaves it anything.
 
+        `returned`: claimed requests whose LoRA adapter this engine lacks, with one line that says so.  They return to
+        the queue; "Adapters" in KEYS.md says when they end with that line.
+
         If the lease has lapsed, or Redis has lost acknowledged data, it leaves out what this engine holds no more (see
         `reassigned`).  It sends again what the remaining logs lack.
 
@@ -117,15 +121,15 @@ class EngineSide:
         """
         reassigned: list[str] = []
         self._journal.add(batches, finished)
-        room = room_tokens, room_requests, claim_tokens
-        while (reply := await self._send(batches, finished, load, room, prefixes)) is None:
+        room, returned = (room_tokens, room_requests, claim_tokens), returned or {}
+        while (reply := await self._send(batches, finished, load, room, prefixes, returned)) is None:
             prefixes = msgspec.structs.replace(prefixes, added=[], removed=[]) if prefixes is not None else None
             self._prefixes.start_afresh()
             gone = set(await self._rejoin(load))
             reassigned += gone
             batches = [(gateway, _without(batch, gone)) for gateway, batch in batches]
             finished = [request_id for request_id in finished if request_id not in gone]
-        self._forget(finished)
+        self._forget([*finished, *returned])
         works, orders, queued, engines, _, watched, retry_ms, _ = reply
         self.queue_share, self.watched = queued / max(1, engines), bool(watched)
         reset = RESET_ORDER in orders
@@ -166,6 +170,7 @@ class EngineSide:
         load: EngineLoad,
         room: tuple[int, int, int],
         prefixes: PrefixReport | None,
+        returned: Mapping[str, str],
     ) -> Any:
         """Run one sync under a sequence number of its own; return Redis' reply, None if it was refused."""
         self._seq += 1
@@ -180,7 +185,7 @@ class EngineSide:
         publishes, added, removed = self._prefixes.update(prefixes)
         costs = prefixes or PrefixReport()
         arguments = self._arguments(
-            load, room, costs, logged, finished=finished, produced=produced, publishes=publishes
+            load, room, costs, logged, finished=finished, returned=returned, produced=produced, publishes=publishes
         )
         sent = self.clock.ticks()
         try:

@@ -48,15 +48,21 @@ PATIENCE_PERCENT = 75  # % of the TTFT target after which an on-time request tha
 # Loads of a LoRA adapter for which engines without it may pass over a request that needs it.
 LOADS_PASSED = 1
 MOST_LOADS = 2  # loads that wait in an engine, beyond which it claims no request that needs another one
+# How long an engine leaves requests to others after it did not find their LoRA adapter.  A request that no engine finds
+# it for ends after as long.
+LACKING_MS = 5_000
 RECOMPUTE = 2  # what a token costs that another engine holds: its time, and the cached token that it evicts
 PACE_TOKENS = 32  # output tokens for which the step time of an engine counts in its cost
 RESPONSE_BYTES = 1024  # overhead per stored response, besides its input and output
 # Engines whose leases one reading of the fleet looks at; a larger fleet takes several readings.
 READING_ENGINES = 256
+LEASE_HEAD = 16  # bytes of a lease before its EngineLoad
 # Positions of fields of an EngineLoad, as scripts read it: from 1.
 LOAD_BLOCK_SIZE = 6
 LOAD_TOTAL_BLOCKS = 7
+LOAD_DRAINING = 21
 LOAD_CROWD = 38
+LOAD_HONOURS = 45
 RINGS = 2  # engines that one script wakes for requests that wait; each wakes as many if it leaves requests waiting
 RING_TRIES = 8  # engines to which it publishes at most, until RINGS of them listen
 TENANTS_SHOWN = 32  # most tenants of a lane in a reading of the fleet; totals count all

@@ -32,6 +32,7 @@ SHARED = (
     "endings",
     "lanes",
     "engines",
+    "lacking",
     "locality",
     "quotas",
     "responses",

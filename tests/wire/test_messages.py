@@ -8,8 +8,16 @@ import msgspec
 import pytest
 
 from quire.engine.wire import token_messages
-from quire.engine.wire.layout import LOAD_BLOCK_SIZE, LOAD_CROWD, LOAD_TOTAL_BLOCKS, TOKEN_CHANNELS
+from quire.engine.wire.layout import (
+    LOAD_BLOCK_SIZE,
+    LOAD_CROWD,
+    LOAD_DRAINING,
+    LOAD_HONOURS,
+    LOAD_TOTAL_BLOCKS,
+    TOKEN_CHANNELS,
+)
 from quire.engine.wire.messages import (
+    ADAPTERS,
     CONSTRAINT,
     Abort,
     Beams,
@@ -241,9 +249,10 @@ def test_counts_of_drafts_cross_the_wire_and_cost_others_nothing() -> None:
 
 
 def test_scripts_know_where_the_fields_of_a_load_stand() -> None:
-    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(LOAD))
-    found = [fields[at - 1] for at in (LOAD_BLOCK_SIZE, LOAD_TOTAL_BLOCKS, LOAD_CROWD)]
-    assert found == [LOAD.block_size, LOAD.total_blocks, LOAD.crowd]
+    places = LOAD_BLOCK_SIZE, LOAD_TOTAL_BLOCKS, LOAD_DRAINING, LOAD_CROWD, LOAD_HONOURS
+    known = msgspec.structs.replace(LOAD, draining=True, honours=[ADAPTERS])
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(known))
+    assert [fields[at - 1] for at in places] == [LOAD.block_size, LOAD.total_blocks, True, LOAD.crowd, ["adapter"]]
 
 
 def test_a_token_message_of_a_newer_peer_is_read() -> None:

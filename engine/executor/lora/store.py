@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.engine.adapters.counts import AdapterCounts
-from quire.engine.adapters.errors import AdapterError
+from quire.engine.adapters.errors import AdapterError, AdapterMissing
 from quire.engine.adapters.files import WEIGHTS, AdapterFile, read_adapter
 from quire.engine.adapters.names import digest_part
 from quire.engine.executor.lora.packing import PackedAdapter
@@ -37,6 +37,7 @@ class Adapter:
     holders: set[str] = field(default_factory=set)
     packed: PackedAdapter | None = None
     fault: str = ""
+    missing: bool = False  # the fault: its files are not on this machine
 
     @property
     def id(self) -> str:
@@ -143,6 +144,12 @@ class AdapterStore:
             adapter = self._adapters.get(text)
             return "" if adapter is None else adapter.fault
 
+    def is_missing(self, text: str) -> bool:
+        """Return whether an adapter is at fault because its files are not on this machine."""
+        with self._lock:
+            adapter = self._adapters.get(text)
+            return adapter is not None and adapter.missing
+
     def is_held(self, text: str) -> bool:
         """Return whether a request holds an adapter."""
         with self._lock:
@@ -197,7 +204,7 @@ class AdapterStore:
             try:
                 packed = self._load(adapter.key)
             except AdapterError as error:
-                fault = str(error)
+                fault, adapter.missing = str(error), isinstance(error, AdapterMissing)
             except Exception:
                 log.exception("loading %s failed", adapter.key)
                 fault = DIED
@@ -219,9 +226,7 @@ class AdapterStore:
                     return None
                 self._lock.wait()
                 self._evict(size)
-        file = read_adapter(folder, self._most_bytes)
-        if file.digest != digest_part(name):
-            raise AdapterError(f"{folder}: its files have changed since they were loaded as {name}: load it again")
+        file = read_adapter(folder, self._most_bytes, name, digest_part(name))
         if not file.config.is_for(self._base):
             log.warning(
                 "adapter %s was trained on %s; this engine serves %s",
@@ -238,7 +243,11 @@ class AdapterStore:
         """Take the result of a load."""
         self._faults += bool(fault)
         if fault:
-            log.warning("adapter refused: %s", fault)
+            log.warning(
+                "adapter %s: %s",
+                "not here, its requests are left to other engines" if adapter.missing else "refused",
+                fault,
+            )
         if packed is None and not adapter.holders:
             self._forget(adapter)
             return

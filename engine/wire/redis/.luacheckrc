@@ -8,9 +8,10 @@ local constants = {
   "LAYOUT_VERSION", "EXPIRY_MS", "TOMBSTONE_MS", "TOKEN_CHANNELS", "TAIL", "TAIL_BYTES", "MEMORY_MS", "GATEWAY_MS",
   "OUTPUT_COST", "PLACES", "SIZES", "FRONT", "MOVES", "AWAY_MS", "AMNESTY_MS", "STALE_MS", "MAX_ATTEMPTS", "QUARANTINE",
   "QUARANTINED_MS", "QUOTA_MS", "QUOTA_CHECK_MS", "QUOTA_CHECKS", "DIGEST_BYTES", "PREFIX_BLOCK", "PREFIX_DENSE", "PREFIX_STEPS", "PREFIX_COUNT",
-  "WINDOW", "TRIES", "PATIENCE_PERCENT", "LOADS_PASSED", "MOST_LOADS", "RECOMPUTE", "PACE_TOKENS", "RESPONSE_BYTES",
-  "READING_ENGINES",
-  "LOAD_BLOCK_SIZE", "LOAD_TOTAL_BLOCKS", "LOAD_CROWD", "RINGS", "RING_TRIES", "TENANTS_SHOWN", "COMMAND_WORDS",
+  "WINDOW", "TRIES", "PATIENCE_PERCENT", "LOADS_PASSED", "MOST_LOADS", "LACKING_MS", "RECOMPUTE", "PACE_TOKENS",
+  "RESPONSE_BYTES", "READING_ENGINES", "LEASE_HEAD",
+  "LOAD_BLOCK_SIZE", "LOAD_TOTAL_BLOCKS", "LOAD_DRAINING", "LOAD_CROWD", "LOAD_HONOURS", "RINGS", "RING_TRIES", "TENANTS_SHOWN",
+  "COMMAND_WORDS",
 }
 local shared = {
   "P", "call", "NOW", "now_ms", "alive", "order",
@@ -23,7 +24,8 @@ local shared = {
   "bury", "withdraw", "unlisten", "end_with", "claimable", "head", "first_suspect",
   "next_request", "count_share",
   "offer", "free_room", "renew_lease", "ring", "hold", "let_go", "condemn", "accuse", "give_back",
-  "prefix_tokens", "prefix_digest", "split_adapter", "each_part", "add_prefixes", "chooser", "sweep_prefixes",
+  "lacked_of", "split_adapter", "adapter_of", "leaves", "others_may_have", "lacked_ms", "take_returned",
+  "prefix_tokens", "prefix_digest", "each_part", "add_prefixes", "chooser", "sweep_prefixes",
   "bucket_debt", "precise", "shift_bucket", "refund_bucket", "bucket_debts", "prompts_of", "forget_request", "settle_quota",
   "settle_request", "check_quotas",
   "forget_response", "keep_response",

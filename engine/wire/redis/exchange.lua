@@ -9,6 +9,7 @@
 --   yield_tokens        as in EngineLoad
 --   late_share          least share of the claimed prompt tokens that the late lane gets
 --   finished            ids of requests that have ended
+--   returned            {id = why}: requests whose LoRA adapter the engine does not have, and a line for the client
 --   produced            {tenant = output tokens}
 --   segments            id, choice, output position, tokens, ... of what goes into the logs
 --   flushes_tail        whether the segments leave nothing of the tail, which has something
@@ -59,9 +60,17 @@ for _, id in ipairs(x.finished) do
   if call('ZREM', P .. 'held:' .. x.engine, id) == 1 then bury(id) end
 end
 publish_digests(x, added, removed)
+if next(x.returned) then
+  if suspect and x.returned[suspect] then
+    call('HDEL', state, 'trial')
+    suspect = nil
+  end
+  take_returned(x)
+end
 
--- Three keys that are rarely there, at once.
-local rare = call('EXISTS', P .. 'suspects', P .. 'orders:' .. x.engine, P .. 'watch') > 0
+-- Four keys that are rarely there, at once.
+local rare = call('EXISTS', P .. 'suspects', P .. 'orders:' .. x.engine, P .. 'watch', P .. 'lacking') > 0
+x.lacking = rare and call('EXISTS', P .. 'lacking') == 1
 local closed, retry = (suspect or rare) and isolates(x, suspect), 0
 if closed then x.room_tokens = 0 elseif waiting > 0 then retry = claim_share(x, waiting, engines) end
 local left = #x.claimed < x.room_requests and x.room_tokens or 0  -- without a slot free tokens are of no use

@@ -70,7 +70,7 @@ local function isolates(x, suspect)
   if suspect and runs_suspect(x, suspect) then return true end
   if x.room_requests == 0 then return false end
   local first, size = first_suspect()
-  if not first then return false end
+  if not first or leaves(x, first) then return false end
   if not claim_request(x, nil, first, size) then return waits_for_capacity(x, size) end
   call('DEL', P .. 'making_room')
   call('HSET', P .. 'engine:' .. x.engine, 'trial', first)
@@ -82,14 +82,15 @@ end
 -- smaller ones would keep it waiting.  So does one that exceeds `claim_tokens`: what this engine cannot compute yet
 -- stays in the lanes, in their order.
 --
--- Engines that publish their prefixes choose among what fairness and lanes allow (locality.lua).
+-- Engines that publish their prefixes choose among what fairness and lanes allow (locality.lua), and so does each one
+-- while any engine lacks a LoRA adapter.
 -- Returns the ms after which the engine should ask again, 0 for no such time.
 local function claim_share(x, waiting, engines)
   local most, left_out = math.min(x.room_requests, math.ceil(waiting / math.max(1, engines))), {}
   local choose, note_claim, finish
-  if x.publishes ~= '' and engines > 1 and most > 0 and call('EXISTS', P .. 'prefixes') == 1 then
+  if most > 0 and (x.publishes ~= '' and engines > 1 or x.lacking) and call('EXISTS', P .. 'prefixes') == 1 then
     local me = {name = x.engine, token_us = x.token_us, step_us = x.step_us, backlog = x.backlog,
-                load_us = x.load_us, loads = x.loads}
+                load_us = x.load_us, loads = x.loads, publishes = x.publishes ~= '', lacking = x.lacking}
     choose, note_claim, finish = chooser(me, now_ms())
   end
   while #x.claimed < most and x.claim_tokens > 0 do
@@ -131,8 +132,13 @@ local function claim_by_preemption(x)
   x.room_tokens = x.yield_tokens
   local elsewhere = free_room(x.engine)
   while x.room_tokens > 0 and x.claim_tokens > 0 do
-    local lane, id, size = 'on_time', head('on_time', over)
-    if not id then lane, id, size = 'late', head('late', over) end
-    if not id or size <= elsewhere or not claim_request(x, lane, id, size) then break end
+    local lane, id, size, tenant = 'on_time', head('on_time', over)
+    if not id then lane, id, size, tenant = 'late', head('late', over) end
+    if not id or size <= elsewhere then break end
+    if leaves(x, id) then
+      leave_out(over, lane, tenant)
+    elseif not claim_request(x, lane, id, size) then
+      break
+    end
   end
 end

@@ -21,13 +21,6 @@ local function prefix_digest(digests, at)
   return string.sub(digests, (at - 1) * DIGEST_BYTES + 1, at * DIGEST_BYTES)
 end
 
--- The digest of the LoRA adapter that a request needs, '' for none, and the digests of its prefixes.  In the field
--- `prefixes` the adapter's comes first, behind one letter.
-local function split_adapter(digests)
-  if #digests % DIGEST_BYTES == 0 then return '', digests end
-  return string.sub(digests, 2, DIGEST_BYTES + 1), string.sub(digests, DIGEST_BYTES + 2)
-end
-
 local function each_part(command, key, digests)  -- run a command on a key with all digests, some at a time
   local words = {}
   for at = 1, #digests / DIGEST_BYTES do
@@ -49,8 +42,9 @@ end
 
 -- How an engine that publishes its prefixes claims.  Returns three functions: a sync calls choose for the tenant
 -- whose turn it is, note_claim after each claim, and finish once at the end.
--- `me`: {name, token_us, step_us, backlog, load_us, loads} of the engine; load_us: until it has loaded
--- one more adapter; loads: adapters that it loads or has still to load.  `now`: unix ms.
+-- `me`: {name, token_us, step_us, backlog, load_us, loads, publishes, lacking} of the engine; load_us: until it has
+-- loaded one more adapter; loads: adapters that it loads or has still to load; lacking: whether any engine lacks an
+-- adapter.  `now`: unix ms.
 --
 -- They are made here, not among the shared functions: only claims by prefix pay for making them (scripts.py).
 local function chooser(me, now)
@@ -96,6 +90,7 @@ local function chooser(me, now)
   -- For each request in the window: whether it needs an adapter that the engine does not hold.
   local function lacking_adapters(engine, window)
     local words, places, lacks = {}, {}, {}
+    if not me.publishes then return lacks end
     for at, adapter in ipairs(window.adapters) do
       if adapter ~= '' then
         words[#words + 1] = adapter
@@ -136,26 +131,32 @@ local function chooser(me, now)
     return waited * engine.token_us + PACE_TOKENS * engine.step_us + (lacks and engine.load_us or 0)
   end
 
-  -- The first requests of a tenant's queue, of the priority class of `first`, its head.  Arrays in their order: ids;
-  -- prefixes: their digests; shortest: the first digest of each; entries: what the hash `passed` has of them, or false;
-  -- held: how many digests the engine holds; adapters: digest of the adapter, or ''; lacks: whether the engine does not
-  -- hold it; done: true once tried or claimed.  elsewhere: engine -> {held, lacks} of that one.
-  -- nil if none has a prefix or adapter that could be held.
-  local function read_window(lane, tenant, first)
+  -- The requests of a tenant's queue behind the first `after`, of the priority class of `first`, its head.  Arrays in
+  -- their order: ids; prefixes: their digests; shortest: the first digest of each; entries: what `passed` has of
+  -- them, or false; held: how many digests the engine holds; adapters: digest of the adapter, or ''; lacks: whether the
+  -- engine does not hold it; left: whether it lacks its files; done: true once tried or claimed.
+  -- elsewhere: engine -> {held, lacks, left} of that one.  all_left: whether the engine lacks the files of all.
+  -- nil if there is none, or none of the first ones has a prefix or adapter that could be held.
+  local function read_window(lane, tenant, first, after)
     local queue = P .. 'queue:' .. lane .. ':' .. tenant
     local class = math.floor(call('ZSCORE', queue, first) / PLACES)
     local ids = call('ZRANGE', queue, '-inf', string.format('(%.0f', (class + 1) * PLACES), 'BYSCORE',
-                     'LIMIT', 0, WINDOW)
+                     'LIMIT', after, WINDOW)
+    if #ids == 0 then return nil end
     local prefixes, adapters, shortest, any = call('HMGET', P .. 'prefixes', unpack(ids)), {}, {}, false
     for i = 1, #ids do
       local adapter, digests = split_adapter(prefixes[i] or '')
       prefixes[i], adapters[i], shortest[i] = digests, adapter, string.sub(digests, 1, DIGEST_BYTES)
       any, so_far.adapters = any or digests ~= '' or adapter ~= '', so_far.adapters or adapter ~= ''
     end
-    if not any then return nil end
+    if not any and after == 0 then return nil end
     local window = {ids = ids, prefixes = prefixes, adapters = adapters, shortest = shortest, done = {}, elsewhere = {},
                     entries = call('HMGET', P .. 'passed', unpack(ids))}
     window.held, window.lacks = held_counts(me.name, window), lacking_adapters(me.name, window)
+    window.left = me.lacking and lacked_of(me.name, adapters) or {}
+    local left = 0
+    for _ in pairs(window.left) do left = left + 1 end
+    window.after, window.all_left = after, left == #ids
     return window
   end
 
@@ -201,10 +202,11 @@ local function chooser(me, now)
       if other.room >= size then
         -- Asked once for the complete window: with many engines, one request at a time is what a claim would cost.
         local theirs = window.elsewhere[other.name]
-                       or {held = held_counts(other.name, window), lacks = lacking_adapters(other.name, window)}
+                       or {held = held_counts(other.name, window), lacks = lacking_adapters(other.name, window),
+                           left = me.lacking and lacked_of(other.name, window.adapters) or {}}
         window.elsewhere[other.name] = theirs
         local by = mine - start_cost(other, other.backlog, size, theirs.held[at], theirs.lacks[at])
-        if by > ahead then ahead, name = by, other.name end
+        if by > ahead and not theirs.left[at] then ahead, name = by, other.name end
       end
     end
     return math.min(ahead, most), name
@@ -256,8 +258,8 @@ local function chooser(me, now)
       if id ~= first.id then size, due = claimable(id, now) end
       local in_lane = lane == 'late' or not due or due > now or id == first.id
       -- It would wait here for other loads, while another engine may have its adapter, or be free to load it.
-      local waits = window.lacks[at] and so_far.loads >= MOST_LOADS
-      if size and size <= most and in_lane and not waits then
+      local waits, left = window.lacks[at] and so_far.loads >= MOST_LOADS, window.left[at]
+      if size and size <= most and in_lane and not waits and not left then
         local limit = not urgent and left_until(lane, window, at, size, lane == 'on_time' and due or nil)
         if not limit then
           for i = 1, at - 1 do
@@ -270,7 +272,7 @@ local function chooser(me, now)
         end
         so_far.retry_at = math.min(so_far.retry_at or limit, limit)
         if not window.entries[at] then passed_over[id] = true end
-      elseif urgent and size and size > most then
+      elseif urgent and size and size > most and not left then
         return {id = id, size = size, prefixes = '', held = 0}  -- it does not fit, which ends the claim
       end
     end
@@ -283,13 +285,19 @@ local function chooser(me, now)
     hold_new_digests()
     local key = lane .. ' ' .. tenant
     while so_far.tried < TRIES do
-      local window = so_far.windows[key] or read_window(lane, tenant, first.id)
+      local window = so_far.windows[key] or read_window(lane, tenant, first.id, 0)
       if not window then break end
       so_far.windows[key] = window
       local request = choose_of(window, lane, first, most)
-      if request or not window.claims then return request end
-      so_far.windows[key] = nil  -- more may wait behind a window of which it has claimed some
+      if request then return request end
+      if window.claims then
+        so_far.windows[key] = nil  -- more may wait behind a window of which it has claimed some
+      else
+        so_far.windows[key] = window.all_left and read_window(lane, tenant, first.id, window.after + WINDOW)
+        if not so_far.windows[key] then return nil end
+      end
     end
+    if me.lacking and lacked_of(me.name, {adapter_of(first.id)})[1] then return nil end
     return {id = first.id, size = first.size, prefixes = '', held = 0}
   end
 
