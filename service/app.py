@@ -5,9 +5,9 @@
 
 This file holds the routes and the order of start-up and shutdown:
 
-    start   tokenizer, Redis, first reading of the engines, then the port: no client connects before it can be answered
-    stop    (SIGTERM, SIGINT) not ready, port closed; running answers get `drain_s`.  Then streams whose clients can
-            resume break off, to continue at another gateway; the others end in an error; exit 0
+    start   tokenizer, Redis, first reading of the engines, then the port: clients connect once they can be served
+    stop    (SIGTERM, SIGINT) /ready fails, port closed; running answers get `drain_s`.  Then streams whose clients can
+            resume break off, to continue at another gateway; other answers end in an error; exit status 0
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from quire.service.text.vocabulary import ModelError
 
 log = logging.getLogger("quire.gateway")
 
-# Parts of `drain_s` at its end: last events of the streams that are cut off, and closing all connections.
+# Last seconds of `drain_s`: for the last events of streams that are cut off, and for closing all connections.
 LAST_EVENTS_S, CLOSE_S = 5.0, 1.0
-GIL_SWITCH_S = 0.001  # seconds that a thread may keep the event loop waiting for the interpreter; Python's own: 0.005
+GIL_SWITCH_S = 0.001  # seconds until another thread must release the GIL to the event loop; Python's default: 0.005
 
 
 class Gateway:
-    """The HTTP side of the process.  `streams` must be started before, and stopped after, the app serves."""
+    """The HTTP side of the process.  `streams` must be started before the app serves, and stopped after it."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class Gateway:
         open_files: int = open_files.MOST,
         defaults: Sampling | None = None,
     ) -> None:
-        """`gateway`: the id of this process.  `open_files`: how many files it may have open, connections included.
+        """`gateway`: id of this process.  `open_files`: its maximum number of open files, connections included.
 
-        `defaults`: of the sampling parameters; None: OpenAI's."""
+        `defaults`: default sampling parameters; None: OpenAI's defaults."""
         self._config, self._streams, self._tenants = config, streams, tenants
         model, *aliases = served_names(config)
         adapters = Adapters(config, [model, *aliases], defaults or Sampling(), streams)
@@ -116,7 +116,7 @@ class Gateway:
             config.path_prefix,
             cors := Cors(config.cors_origins),
             WebGuard(
-                host="" if config.uds else config.host,  # no browser reaches a socket
+                host="" if config.uds else config.host,  # browsers cannot connect to a Unix socket
                 guarded=tenants.guarded,
                 allowed_hosts=config.allowed_hosts,
                 cors=cors,
@@ -128,11 +128,11 @@ class Gateway:
         return web.AppRunner(
             self.app(),
             access_log=None,
-            handler_cancellation=True,  # or a queued request whose client left is noticed only at the first write
+            handler_cancellation=True,  # so that a queued request is cancelled at once when its client leaves
             shutdown_timeout=shutdown_timeout,
             lingering_time=2.0,
-            keepalive_timeout=2 * self._config.keepalive_s,  # connections.py closes idle connections before
-            auto_decompress=False,  # see bodies.py
+            keepalive_timeout=2 * self._config.keepalive_s,  # never reached: connections.py closes idle connections
+            auto_decompress=False,  # bodies.py decompresses, within its limits
         )
 
     def app(self) -> web.Application:
@@ -195,7 +195,9 @@ class Gateway:
         return app
 
     def page(self) -> web.Application:
-        """Return what `metrics_port` serves: the metrics of this process, even if others share the API's port."""
+        """Return the routes of `metrics_port`: metrics and health of this process alone.
+
+        The API's port may be shared by several gateway processes; each has its own metrics port."""
         app = web.Application(middlewares=[metrics_guard(self._config.host, self._config.allowed_hosts)])
         app.add_routes([web.get("/metrics", self._status.metrics), web.get("/health", self._status.health)])
         return app
@@ -203,12 +205,12 @@ class Gateway:
     # -- shutdown
 
     def refuse_new(self) -> None:
-        """Refuse every new request from now on, and end the streams of the engines' state."""
+        """Refuse every new request from now on, and end the streams of /engine/state."""
         self.capacity.draining = True
         self.engine_state.close()
 
     async def drain(self) -> None:
-        """Let running answers finish; then the rest is handed over, or ends in an error, within `drain_s` in all."""
+        """Let running answers finish; then break off the unfinished ones.  Takes at most `drain_s` in total."""
         answers_s, last_events_s = drain_parts(self._config.drain_s)
         log.info(
             "shutting down: %d requests may take %g s more; this process ends within %g s (--drain-s)",
@@ -228,34 +230,34 @@ class Gateway:
             await self.break_off(Finish("cancelled"), last_events_s)
 
     async def break_off(self, finish: Finish, last_events_s: float = LAST_EVENTS_S) -> None:
-        """End every answer with `finish`, but hand over those whose clients may resume."""
+        """End every answer with `finish`; a resumable answer is left to another gateway instead."""
         self._streams.end_all(finish)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.capacity.idle.wait(), last_events_s)
 
 
 def drain_parts(drain_s: float) -> tuple[float, float]:
-    """Return how many seconds of a drain running answers have, and then their last events.
+    """Divide `drain_s`: return the seconds for running answers, and the seconds for last events.
 
-    With CLOSE_S they add up to `drain_s`, if that is 2 s or more; last events have a second at least."""
+    With CLOSE_S they add up to `drain_s`, if `drain_s` is at least 2 s.  Last events get at least 1 s."""
     last_events_s = min(LAST_EVENTS_S, max(1.0, drain_s / 6))
     return max(0.0, drain_s - last_events_s - CLOSE_S), last_events_s
 
 
 class StartError(OperatorError):
-    """The gateway cannot start; one line an operator can act on."""
+    """The gateway cannot start.  The message is one line with what to do."""
 
     exit_status = 2
 
 
 class Unserviceable(OperatorError):
-    """The gateway ran and cannot continue, which a restart may mend; one line."""
+    """The gateway ran and cannot continue, but may work after a restart.  The message is one line."""
 
 
 async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callable[[], None] = lambda: None) -> None:
-    """Run one gateway until `stopping` is set; `started` is called once it answers.
+    """Run one gateway until `stopping` is set; `started` is called once it accepts connections.
 
-    Raises StartError, and Unserviceable when it cannot read tokens or engines any more."""
+    Raises StartError, and Unserviceable if its tasks that read from Redis keep failing."""
     gateway_id = config.gateway_id or settings.process_name()
     try:
         tenants = Tenants(config.api_keys, config.tenants, config.admin_keys, config.highest_priority)
@@ -300,7 +302,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event, started: Callabl
 
 @contextlib.asynccontextmanager
 async def _streams(config: GatewayConfig, gateway_id: str) -> AsyncIterator[tuple[Streams, Telemetry]]:
-    """A context in which tokens and engines are read.  Raises StartError when Redis cannot be used."""
+    """A context in which tokens and the engines' state are read.  Raises StartError if Redis cannot be used."""
     try:
         bus = GatewaySide(
             config.redis_url, gateway_id, namespace=config.namespace, retain_s=config.retain_s, grace_s=config.resume_s
@@ -330,7 +332,7 @@ async def _streams(config: GatewayConfig, gateway_id: str) -> AsyncIterator[tupl
 
 @contextlib.asynccontextmanager
 async def _listening(config: GatewayConfig, gateway: Gateway, telemetry: Telemetry) -> AsyncIterator[int]:
-    """A context in which the gateway's ports are open; yields the API's.  Raises StartError for a port in use."""
+    """A context in which the gateway's ports are open; yields the API's port.  Raises StartError for a used port."""
     runner = gateway.runner()
     page = web.AppRunner(gateway.page(), access_log=None, shutdown_timeout=1.0)
     stalls = StallWatch(telemetry.record_stall)
@@ -384,7 +386,7 @@ def _port_in_use(host: str, port: int, flag: str) -> Iterator[None]:
 def main(argv: Sequence[str]) -> None:
     """Run `python -m quire.service.app [MODEL] [options]`.
 
-    Returns after a drain.  Else prints one line and exits: 2 when it cannot start, 1 when it cannot continue."""
+    Returns after a drain.  On errors it prints one line and exits: status 2 if it cannot start, 1 if it ran before."""
     prog = "quire gateway"
     config = settings.load(GatewayConfig, argv, os.environ, prog=prog, positional="model", table="gateway")
     logs.start(config.log_format)
@@ -395,14 +397,14 @@ def main(argv: Sequence[str]) -> None:
         )
     memory.return_large_blocks()
     logging.getLogger("aiohttp.server").addFilter(drop_broken_http)
-    # transformers would load an installed torch (1.3 s, 200 MB) only to define models that a gateway does not use.
+    # Otherwise transformers would import torch (1.3 s, 200 MB) for model classes that a gateway does not use.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # transformers would log its absence
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # otherwise transformers would log that torch is missing
 
     heartbeat = Heartbeat()
 
     def started() -> None:
-        # What is loaded now stays: the collector need not walk through it again while tokens wait.
+        # Objects that exist now stay for good, so the garbage collector need not traverse them again.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)

@@ -1,7 +1,7 @@
 """Load and unload LoRA adapters while the server runs, as vLLM's endpoints do.
 
-POST /v1/load_lora_adapter    files read here ──> an engine computes a token with it ──> served by all gateways
-POST /v1/unload_lora_adapter  unknown to all gateways; requests that were accepted continue
+POST /v1/load_lora_adapter    gateway reads the files ──> an engine computes a token with them ──> all gateways serve it
+POST /v1/unload_lora_adapter  all gateways stop serving the name; requests that were accepted before continue
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.service.http.middleware import METER, TENANT, Capacity
 
 log = logging.getLogger("quire.gateway")
 
-VALUES = 64  # most JSON values in a body
+VALUES = 64  # maximum number of JSON values in a body
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -43,7 +43,7 @@ class UnloadBody(msgspec.Struct):
 
 
 class AdapterEndpoints:
-    """Handlers of these endpoints.  Both need the admin scope."""
+    """Handlers of both endpoints, which need the admin scope."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class AdapterEndpoints:
         *,
         gateway: str,
     ) -> None:
-        """`gateway`: the id of this process."""
+        """`gateway`: id of this gateway process."""
         self._config, self._streams, self._bodies = config, streams, bodies
         self._capacity, self._adapters, self._gateway = capacity, adapters, gateway
 
     async def load(self, request: web.Request) -> web.Response:
-        """POST /v1/load_lora_adapter.  Answers once an engine has the adapter.  Raises Refusal."""
+        """POST /v1/load_lora_adapter.  Answers once an engine has loaded the adapter.  Raises Refusal."""
         request[TENANT].require_admin()
         with self._capacity.occupy():
             asked = await self._read(request, LoadBody)
@@ -83,7 +83,7 @@ class AdapterEndpoints:
         return web.Response(text=f"unloaded LoRA adapter '{adapter.name}'")
 
     async def _read(self, request: web.Request, kind: type[T]) -> T:
-        """Return the body, and record its unknown fields for the answer.  Raises Refusal."""
+        """Return the decoded body, and record its unknown fields for `x-unknown-fields`.  Raises Refusal."""
         async with self._bodies.read(request, VALUES) as body:
             asked, unknown = decoding.decode_all(bytes(body.data), kind, "adapters", self._config)
         request[METER].record_unknown(unknown)
@@ -91,7 +91,7 @@ class AdapterEndpoints:
 
 
 def _required(param: str, value: str | None) -> str:
-    """Return a field that must be given.  Raises Refusal."""
+    """Return the value of a required field.  Raises Refusal if it is missing or empty."""
     if not value:
         raise Refusal(400, "invalid_value", f"{param}: must be given", param=param, limit="a text", given=value)
     return value

@@ -1,13 +1,13 @@
-"""One request, step by step.
+"""The steps of one request, from its HTTP body to its last event.
 
     Handlers.chat -> Answers.answer -> bodies.read -> Answers.begin:
         Intake.accept -> quotas.hold -> streams.open (admission.decide) -> text_stream.decode -> sse.write
 
-A client that resumes an answer takes a shorter way (`Answers.resume`, see `resume.py`):
+A request that resumes an answer needs fewer steps (`Answers.resume`, see `resume.py`):
 
         streams.find -> streams.join -> text_stream.decode -> sse.write
 
-Every `Refusal` on the way becomes a response in `middleware.py`.
+`middleware.py` turns a `Refusal` raised in any step into an error response.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from quire.service.output.pieces import Piece
 from quire.service.text.text_stream import decode, reasoning_tokens
 from quire.service.text.tokenizer import Tokenizer
 
-# Errors under which the first request with an idempotency key leaves no answer behind.
+# Error codes after which the first request with an idempotency key has no answer that a retry could get.
 FAILED = ("stream_gone", "stream_not_found", "deadline_exceeded", "request_lost", "engine_error")
-RETRIES = 3  # first requests under one idempotency key that may turn out to have no answer, before a retry gives up
+RETRIES = 3  # maximum attempts to find or make an answer for an idempotency key
 
 
 class NoAnswer(Exception):
-    """The first request under an idempotency key has no answer, and will have none."""
+    """The first request with an idempotency key ended without an answer."""
 
 
 class Answers:
-    """Begins, resumes and writes the answers of one gateway, in every format."""
+    """Begins, resumes and writes the answers of one gateway, in every API format."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Answers:
     async def answer(
         self, request: web.Request, parse: Parse, prefix: str, max_values: int = VALUES
     ) -> web.StreamResponse:
-        """Answer a new request, or resume an earlier one: Last-Event-ID or the Idempotency-Key says so."""
+        """Answer a new request; with Last-Event-ID or a known Idempotency-Key, return the earlier answer instead."""
         with self._capacity.occupy():
             if (last := request.headers.get("Last-Event-ID")) is not None:
                 had = Position.parse(last)
@@ -104,7 +104,7 @@ class Answers:
     ) -> web.StreamResponse:
         """Accept, admit and answer a new request.
 
-        Raises Refusal, and AlreadySubmitted when another request with the same `key` was quicker."""
+        Raises Refusal, and AlreadySubmitted if another request with the same `key` was submitted meanwhile."""
         accepted = await self._intake.accept(request, body, parse, prefix)
         running = self._running(request, accepted, key)
         if accepted.valid.shown.get("background"):
@@ -141,11 +141,12 @@ class Answers:
         accepted: Accepted,
         running: contextlib.AbstractAsyncContextManager[OpenRequest],
     ) -> web.StreamResponse:
-        """Begin a response that is computed without its client, and answer with its state or its events."""
+        """Begin a background response, and answer with its state, or with its events if the request streams."""
         valid, form = accepted.valid, accepted.form
         assert isinstance(form, ResponseFormat)
         response_id = accepted.orders[0].id.rpartition(".")[0]
-        meter, request[METER] = request[METER], request[METER].fresh()  # the job's ends with the answer
+        # The job keeps the first meter until the response ends; the new one records only this HTTP request.
+        meter, request[METER] = request[METER], request[METER].fresh()
         queued = msgspec.json.encode(form.response("queued"))
         try:
             await self._background.start(Job(response_id, holder_of(request), valid, form, meter), running)
@@ -172,10 +173,10 @@ class Answers:
         *,
         fresh: bool = False,
     ) -> web.StreamResponse:
-        """Continue an answer after what the client already has; None: from its start.  Raises Refusal.
+        """Continue an answer after the position `had`, which the client already has; None: from its start.
 
-        `after`: as a stream of a response's events after this one; -1: all of them.  `fresh`: it was begun by this very
-        request, whose quotas are taken."""
+        `after`: stream the events of a response (`/v1/responses`) after this event number; -1: all events.
+        `fresh`: this HTTP request itself began the answer, so no quota is taken again.  Raises Refusal."""
         if had is not None and had.done:
             return web.Response(status=204)  # EventSource then stops reconnecting
         streams = self._streams
@@ -185,7 +186,7 @@ class Answers:
         if isinstance(form, ResponseFormat):
             if after is not None:
                 valid = form.events_after(after)
-            elif valid.shown.get("background") and not valid.stream:  # again under its idempotency key
+            elif valid.shown.get("background") and not valid.stream:  # a retry with the same idempotency key
                 return await self._work.write(request, [(await self._stored.load(holder_of(request), request_id)).body])
         prompts, n = len(record.prompts), valid.n
         had = had or Position.start(request_id, prompts * n)
@@ -214,22 +215,22 @@ class Answers:
             ]
             form.skip(had, cached, reasoning, [mailbox.predictions or (0, 0) for mailbox in opened.mailboxes])
             if valid.shown.get("background"):
-                opened.announce()  # its first events do not wait for tokens
+                opened.announce()  # send the first events at once, before any token
             for choice in had.ended:
                 opened.end(choice)
             try:
                 return await self._deliver(request, valid, opened, form, resumed=True)
             except Refusal as refusal:
-                if refusal.code == "cancelled":  # because its client left
+                if refusal.code == "cancelled":  # its first client has left
                     raise Refusal(410, "stream_gone", "this request was cancelled", given=request_id) from None
                 raise
 
     async def _answer_duplicate(
         self, request: web.Request, key: IdempotencyKey, duplicate: DuplicateRequest
     ) -> web.StreamResponse:
-        """Return the answer of the first request under `key`.
+        """Return the answer of the first request with this idempotency key.
 
-        Raises NoAnswer when there will be none; the key is free then."""
+        Raises NoAnswer if that request ended without an answer; the key has been freed then."""
         if not duplicate.same_body:
             message = "idempotency-key: it was used for another request, whose path or body differs"
             raise Refusal(409, "idempotency_key_reused", message, param="idempotency-key")
@@ -239,7 +240,7 @@ class Answers:
             if refusal.code not in FAILED:
                 raise
             await self._streams.release(key, duplicate)
-            if refusal.code == "engine_error":  # a retry may kill another engine: the client decides
+            if refusal.code == "engine_error":  # not retried here, since the request may crash another engine
                 raise
             raise NoAnswer from None
 
@@ -276,7 +277,7 @@ class Answers:
         parts = await form.whole(answered, opened.pacer)
         if save is not None and isinstance(form, ResponseFormat):
             await save()
-            parts = [form.body()]  # it says whether it was stored
+            parts = [form.body()]  # anew: `store` in the body is false if saving failed
         response = await self._work.write(request, parts, headers)
         opened.record_sent(form.tokens)
         return response
@@ -285,7 +286,7 @@ class Answers:
 async def _ending_with(
     pieces: AsyncIterator[list[Piece]], last: Callable[[], Awaitable[None]] | None
 ) -> AsyncGenerator[list[Piece], None]:
-    """Yield all deltas; call `last` once their reader has asked for more than there are."""
+    """Yield all deltas; then call `last`, before the iteration ends."""
     async for changed in pieces:
         yield changed
     if last is not None:

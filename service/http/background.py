@@ -1,11 +1,11 @@
-"""Background responses: computed to their end whether or not a client is connected, and by whichever gateway lives.
+"""Background responses: computed to their end without a connected client, even if their gateway dies.
 
-    POST background --start--> a job reads the answer --> stored: queued, in_progress, then its end
-    its gateway dies: its lease lapses --renew, at another gateway--> a job reads the same answer from the token log
+    POST background --start--> a job reads the answer --> stored: queued, in_progress, then the final state
+    its gateway dies: the lease lapses --renew, at another gateway--> a job there reads the answer from the token log
     its gateway shuts down: the lease is released, and another gateway takes the response over at once
 
-A taken over response is the same, token for token.  If its tokens are gone (no gateway lived for `--resume-s` while it
-ran, or for `--retain-s` after it ended), it is reported as failed.
+A response that another gateway takes over is the same, token for token.  It becomes `failed` if its token log has
+expired: no gateway was alive for `--resume-s` while it ran, or for `--retain-s` after it ended.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from quire.service.text.tokenizer import Tokenizer
 
 log = logging.getLogger("quire.gateway")
 
-ENDPOINT = "/v1/responses in the background"  # endpoint of a background job, in metrics and in the log
+ENDPOINT = "/v1/responses in the background"  # endpoint of background jobs in metrics and log
 LEASE_MS = 6000  # ms without renewal until another gateway takes over
-RENEW_S = 1.5
+RENEW_S = 1.5  # seconds between two renewals
 STORE_TRIES = 60  # attempts, a second apart, to store the end of a response while Redis is away
 
 Running = AbstractAsyncContextManager[OpenRequest]
 
 
 class Job(msgspec.Struct, eq=False):
-    """One background response that this gateway answers for."""
+    """One background response that this gateway computes."""
 
     id: str
     holder: str
@@ -72,10 +72,10 @@ class Background:
         self._config, self._tokenizer, self._streams = config, tokenizer, streams
         self._stored, self._capacity, self._telemetry = stored, capacity, telemetry
         self._jobs: dict[str, asyncio.Task[None]] = {}
-        self._leased: set[str] = set()  # those of them that Redis knows as running here
+        self._leased: set[str] = set()  # ids of responses whose lease in Redis belongs to this gateway
 
     async def serve(self, _: web.Application) -> AsyncIterator[None]:
-        """Renew leases, and take over responses of dead gateways, as long as the app is served (`cleanup_ctx`)."""
+        """Renew leases, and take over responses of dead gateways, while the app runs (aiohttp's `cleanup_ctx`)."""
         ticker = asyncio.create_task(self._renew_for_ever())
         try:
             yield
@@ -88,16 +88,17 @@ class Background:
     async def start(self, job: Job, running: Running) -> None:
         """Begin a response.  `running`: the context in which its request runs.
 
-        Returns once it is queued and stored.  Raises what `running` raises, and Refusal if it cannot be stored."""
+        Returns once it is queued and stored.  Raises the errors of `running`, and Refusal if it cannot be stored."""
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        accepted.add_done_callback(lambda done: done.cancelled() or done.exception())  # its client may have left
+        # Retrieves the exception, so that asyncio does not log it if the client has left.
+        accepted.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._jobs[job.id] = asyncio.create_task(self._run(job, running, accepted))
         await asyncio.shield(accepted)
 
     async def cancel(self, response_id: str) -> None:
-        """Stop a response that was deleted or cancelled, at whichever gateway and engine it runs.
+        """Stop the request of a deleted or cancelled response, which any gateway may be running.
 
-        While Redis is away it continues: the next renewal at its gateway stops it."""
+        If Redis is away, the response continues until the next renewal at its gateway stops it."""
         with contextlib.suppress(BusDown):
             await self._streams.cancel([f"{response_id}.0"])
 
@@ -120,7 +121,7 @@ class Background:
                 accepted.set_exception(error)
         finally:
             self._forget(job.id)
-            if not accepted.cancel() and accepted.exception() is None:  # else its client's request is recorded
+            if not accepted.cancel() and accepted.exception() is None:  # otherwise the client's request is recorded
                 job.meter.close(ENDPOINT, status)
 
     def _forget(self, response_id: str) -> None:
@@ -132,11 +133,11 @@ class Background:
             response = job.form.response("queued")
             await self._stored.begin(job.holder, job.valid, response, LEASE_MS, job.valid.timeout_s)
         except Refusal:
-            opened.resumable = False  # its client learns no id
+            opened.resumable = False  # the client gets no id with which it could resume
             raise
 
     async def _answer(self, job: Job, opened: OpenRequest) -> int:
-        """Read an answer to its end, and store the response.  Returns the status to record."""
+        """Read an answer to its end, and store the response.  Returns the HTTP status for metrics and log."""
         status = 200
         try:
             await self._read(job, opened)
@@ -146,7 +147,7 @@ class Background:
             await self._release(job)
             return 503
         except Refusal as refusal:
-            opened.resumable = False  # what is still computed is for nothing
+            opened.resumable = False  # cancel what is still being computed
             job.meter.fail(refusal)
             status, response = refusal.status, job.form.failed(refusal)
         await self._end(job, response)
@@ -191,12 +192,12 @@ class Background:
             try:
                 await self.renew()
             except BusDown:
-                pass  # leases outlast a few renewals
-            except Exception:  # one fault must not end all leases of this gateway
+                pass  # leases outlast a few failed renewals
+            except Exception:  # one error must not end all leases of this gateway
                 log.exception("leases of background responses were not renewed")
 
     async def renew(self) -> None:
-        """Renew the leases of this gateway's responses, and take over those whose lease has lapsed.  Raises BusDown."""
+        """Renew this gateway's leases, and take over responses whose lease has lapsed.  Raises BusDown."""
         most = 0 if self._capacity.draining else TAKEN
         leases = await self._streams.responses.renew(LEASE_MS, list(self._leased), most)
         for response_id in self._leased.intersection(leases.stopped):
@@ -207,7 +208,7 @@ class Background:
                 self._jobs[response_id] = asyncio.create_task(self._take_over(response_id, holder))
 
     async def _take_over(self, response_id: str, holder: str) -> None:
-        """Answer for a response of a gateway that died or shut down."""
+        """Continue a response of a gateway that died or shut down."""
         try:
             with self._capacity.occupy():
                 found = await self._streams.find(response_id)
@@ -241,7 +242,7 @@ class Background:
             meter.close(ENDPOINT, status)
 
     async def _give_up(self, response_id: str, holder: str) -> None:
-        """Report a response as failed: its gateway ended, and its tokens are gone."""
+        """Store a response as failed: its gateway ended, and its token log has expired."""
         stored = await self._stored.load(holder, response_id)
         error = {"code": "server_error", "message": "the gateway that answered it ended, and its tokens are not kept"}
         response = {**msgspec.json.decode(stored.body), "status": "failed", "error": error}

@@ -1,10 +1,10 @@
-"""Read request bodies, bounded in size, in time, in bytes of all bodies together, and in JSON values.
+"""Read request bodies, within limits on size, time, JSON values, and bytes of all bodies together.
 
     socket --64 KiB at a time--> unzip --> scan --> parts --> one `Body`, which counts as in flight until released
 
-msgspec holds the interpreter while it decodes, so a body must be cheap to decode before it is decoded.  Long strings
-are cheap: a few milliseconds for each MiB.  Many small values are not: 4 MiB of them take a second.  `Scan` counts
-them as the body arrives, and refuses the body as soon as it holds too many.
+msgspec holds the GIL while it decodes, so only bodies that decode fast may be decoded.  Long strings decode fast: a few
+milliseconds per MiB.  Many small values do not: 4 MiB of them take a second.  `Scan` counts the values while the body
+arrives, and the body is refused as soon as it has too many.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from quire.service.common.limits import STRUCTURES, VALUES, shown
 from quire.service.common.refusal import Refusal, limit_refusal
 from quire.service.config import GatewayConfig
 
-FREE_BYTES = 16 * 1024  # bytes per body that do not count, so that large bodies never keep out small requests
-PIECE_BYTES = 64 * 1024  # unzipped and scanned at a time
+FREE_BYTES = 16 * 1024  # first bytes of each body, not counted, so that large bodies never keep out small requests
+PIECE_BYTES = 64 * 1024  # bytes that are unzipped and scanned at a time
 
 
 class Scan:
@@ -31,21 +31,21 @@ class Scan:
 
     def __init__(self) -> None:
         self.structures = 0  # strings, objects and arrays
-        self.values = 0  # commas outside strings: one less than the values of each object or array
+        self.values = 0  # commas outside strings: number of values, less one per non-empty object or array
         self._in_string = False
-        self._escaped = False  # the last chunk ended with a backslash whose character has not arrived
+        self._escaped = False  # True if the last chunk ended with a backslash that escapes the next chunk's first byte
 
     def feed(self, data: bytes) -> None:
         """Count the values of the next chunk."""
         if b"\\" in data or self._escaped:
             if self._escaped:
                 data = data[1:]
-            # Without pairs of backslashes, a backslash that is left escapes the character after it.
+            # Once pairs of backslashes are removed, any other backslash escapes the character after it.
             data = data.replace(b"\\\\", b"")
             self._escaped = data.endswith(b"\\")
             data = data.replace(b'\\"', b"")
         quotes = data.count(b'"')
-        if quotes > 2 * STRUCTURES:  # refused in any case
+        if quotes > 2 * STRUCTURES:  # too many strings: the body will be refused
             self.structures += quotes // 2
             return
         parts = data.split(b'"')
@@ -66,28 +66,27 @@ class Body:
         self.data = b""
 
     def hold(self, total: int) -> None:
-        """Count `total` bytes of this body as in flight.  Raises Refusal(503) when there is no free capacity for
-        them."""
+        """Count `total` bytes of this body as in flight.  Raises Refusal(503) beyond the limit for all bodies."""
         more = max(0, total - FREE_BYTES) - self._held
         self._bodies.reserve(more)
         self._held += more
 
     def release(self) -> None:
-        """Free the body: the request does not need it any more."""
+        """Free the body, and stop counting its bytes."""
         self._bodies.held -= self._held
         self._held, self.data = 0, b""
 
 
 class Bodies:
-    """All bodies that a gateway reads, or holds until their request is queued."""
+    """All bodies that a gateway reads, or keeps until their request is queued."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         self._room = config.max_bodies_mib * 2**20
-        self.held = 0  # bytes
+        self.held = 0  # bytes in flight
 
     def reserve(self, more: int) -> None:
-        """Count `more` bytes as in flight.  Raises Refusal(503) when there is no free capacity for them."""
+        """Count `more` bytes as in flight.  Raises Refusal(503) beyond the limit for all bodies."""
         if self.held + more > self._room:
             message = f"the request bodies in flight are limited to {self._config.max_bodies_mib} MiB together"
             raise limit_refusal("bodies", message, self._room, retry_after_s=1.0)
@@ -95,11 +94,11 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, request: web.Request, max_values: int = VALUES) -> AsyncIterator[Body]:
-        """A context with the complete body, which is released at its end.
+        """A context with the complete body, which is released at the context's end.
 
-        `max_values`: how many numbers and other values without structure the body may hold.  Raises Refusal: 400 for a
-        broken transfer or too many values, 408 when the body is too slow, 413 when it is too long (before reading it
-        if its length is announced), 415 for an unknown encoding, 503 when all bodies together are too long."""
+        `max_values`: maximum number of numbers, booleans and nulls in the body.  Raises Refusal: 400 for a broken
+        transfer or too many values, 408 if the body is too slow, 413 if it is too long (before reading it, if its
+        Content-Length is), 415 for an unknown encoding, 503 if all bodies together are too long."""
         body = Body(self)
         try:
             await self._fill(body, request, max_values)
@@ -136,8 +135,8 @@ class Bodies:
 def require_json(request: web.Request) -> None:
     """Raise Refusal(415) unless the Content-Type is application/json; parameters are ignored.
 
-    A web page can send any other type, or none, to another site without that site's consent (CORS).  So a page could
-    make a server on its reader's own machine compute.  vLLM refuses the same."""
+    A web page may send requests with some other types, or with none, to any site without a CORS preflight.  So a page
+    could make a server on its visitor's own machine compute.  vLLM refuses such requests, too."""
     given = request.headers.get("Content-Type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
         message = f"content-type: must be application/json, got '{shown(given)}'"
@@ -151,7 +150,7 @@ def _too_large(limit: int, given: int | str) -> Refusal:
 
 
 def _check(scan: Scan, max_values: int) -> None:
-    """Raise Refusal when the part of the body that has arrived holds too many values."""
+    """Raise Refusal if the part of the body that has arrived has too many values."""
     for key, given, limit, what in (
         ("body structures", scan.structures, STRUCTURES, "strings, objects and lists"),
         ("body values", scan.values, max_values + STRUCTURES, "values"),
@@ -162,7 +161,7 @@ def _check(scan: Scan, max_values: int) -> None:
 
 
 async def _unzipped(request: web.Request) -> AsyncIterator[bytes]:
-    """Yield the decoded body as it arrives, in chunks of at most PIECE_BYTES.  The loop runs between two of them."""
+    """Yield the unzipped body as it arrives, in chunks of at most PIECE_BYTES.  The event loop runs between chunks."""
     unzip = _decompressor(request)
     while data := await request.content.readany():
         for at in range(0, len(data), PIECE_BYTES):

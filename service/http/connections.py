@@ -1,14 +1,14 @@
-"""Connections of the API's port: their number and their silence are bounded.
+"""Connections of the API's port: limits on their number and on the time for which a client may be silent.
 
-aiohttp has no timeout for a request's head and no limit of connections.  So each connection gets a `Connection` in
-front of aiohttp's protocol.  It passes everything on, and closes a connection that is silent for too long:
+aiohttp has no timeout for a request's headers and no limit of connections.  So a `Connection` stands in front of
+aiohttp's protocol.  It passes all calls on, and closes the connection if the client is silent for too long:
 
-    accepted --header_timeout_s--> head complete --> request (the body has its own timeout) --> answered
-                                        ^--header_timeout_s-- first byte of the next <--keepalive_s--'
+    accepted --header_timeout_s--> headers complete --> request (the body has its own timeout) --> answered
+                                        ^--header_timeout_s-- first byte of the next request <--keepalive_s--'
 
-At `max_connections` a new connection replaces the one that has been idle for longest.  If every connection has a
-request, RESERVE more are accepted for probes only (`PROBES`).  Otherwise a full gateway
-would look like a dead one.
+At `max_connections`, a new connection replaces the connection that has been idle for the longest time.  If every
+connection has a request, RESERVE further connections are accepted for probes (`PROBES`).  Otherwise an orchestrator
+would take a full gateway for a dead one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from quire.service.common.refusal import limit_refusal
 from quire.service.config import GatewayConfig
 
 PROBES = ("/ping", "/health", "/v1/health", "/healthz", "/ready", "/metrics")
-RESERVE = 64  # connections for probes, when every other one has a request
-OTHER_FILES = 128  # open files besides clients: Redis, logs, libraries, listening sockets
-READ_BYTES = 16 * 1024  # read from one socket before others are served: tiny chunks cost aiohttp 4 microseconds each
-BACKLOG = 1024  # connections that the kernel keeps until they are accepted
-ACCEPT = 64  # accepted in one turn of the event loop: one takes 0.1 ms
+RESERVE = 64  # number of further connections for probes while all connections have a request
+OTHER_FILES = 128  # open files of other kinds: Redis, logs, libraries, listening sockets
+READ_BYTES = 16 * 1024  # maximum bytes per read of one socket; aiohttp needs 4 us for each tiny HTTP chunk in them
+BACKLOG = 1024  # connections that the kernel queues until they are accepted
+ACCEPT = 64  # maximum connections accepted in one turn of the event loop, 0.1 ms each
 
 
 class Connection(asyncio.Protocol):
@@ -39,8 +39,8 @@ class Connection(asyncio.Protocol):
     def __init__(self, connections: Connections, inner: asyncio.Protocol) -> None:
         self._all, self._inner = connections, inner
         self._timer: asyncio.TimerHandle | None = None
-        self._begun = True  # a request is expected or has begun to arrive: its head has header_timeout_s
-        self._entered = False  # counted, and passed to aiohttp
+        self._begun = True  # True while headers are awaited or arrive, within header_timeout_s
+        self._entered = False  # True once the connection is counted and passed to aiohttp
         self.probes_only = False
         self.transport: asyncio.Transport | None = None
 
@@ -77,13 +77,13 @@ class Connection(asyncio.Protocol):
             self._inner.connection_lost(exc)
 
     def begin_request(self) -> None:
-        """Stop the timer: the head of a request is complete."""
+        """Stop the timer, since the headers of a request are complete."""
         self._begun = True
         self._stop_waiting()
         self._all.idle.pop(self, None)
 
     def end_request(self) -> None:
-        """Start the idle timer: the request is answered, and another may follow."""
+        """Start the idle timer, since the request is answered and another may follow."""
         if self.transport is not None and not self.transport.is_closing():
             self._begun = False
             self._all.idle[self] = None
@@ -108,10 +108,10 @@ class Connections:
     """All client connections of a gateway."""
 
     def __init__(self, config: GatewayConfig, open_files: int) -> None:
-        """`open_files`: how many files the process may have open."""
+        """`open_files`: maximum number of open files of this process."""
         self.config = config
         self.limit = max(1, min(config.max_connections, open_files - OTHER_FILES - RESERVE))
-        self.idle: dict[Connection, None] = {}  # connections without a request, the longest idle first
+        self.idle: dict[Connection, None] = {}  # connections without a request, ordered by idle time, longest first
         self._by_transport: dict[asyncio.BaseTransport, Connection] = {}
         self._server: asyncio.Server | None = None
         self._socket = ""  # path of the Unix socket that this process listens at; "" for a port
@@ -120,7 +120,9 @@ class Connections:
         return len(self._by_transport)
 
     async def listen(self, server: web.Server, host: str, port: int) -> int:
-        """Accept connections, and return the port; other processes may listen there, too.  Raises OSError."""
+        """Accept connections on a TCP port, which other processes may share (SO_REUSEPORT).  Returns the port.
+
+        Raises OSError."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
             lambda: Connection(self, server()), host, port, backlog=ACCEPT, reuse_port=True
@@ -130,11 +132,11 @@ class Connections:
         return found
 
     async def listen_at(self, server: web.Server, path: str) -> None:
-        """Accept connections at a Unix socket; one that a dead process left there is replaced.  Raises OSError.
+        """Accept connections on a Unix socket.  A socket file left by a dead process is replaced.  Raises OSError.
 
-        Its user and, where the umask allows it, its group can connect; other users cannot."""
+        The owner of the socket can connect, and its group if the umask allows that; other users cannot."""
         loop = asyncio.get_running_loop()
-        before = os.umask(0o077)  # strict also for what another thread may create meanwhile
+        before = os.umask(0o077)  # strict, in case another thread creates a file meanwhile
         os.umask(before | 0o007)
         try:
             self._server = await loop.create_unix_server(lambda: Connection(self, server()), path, backlog=ACCEPT)
@@ -144,7 +146,7 @@ class Connections:
         self._socket = path
 
     def stop_listening(self) -> None:
-        """Accept no more connections; those that are open stay."""
+        """Accept no more connections; open connections stay."""
         if self._server is not None:
             self._server.close()
         if self._socket:
@@ -152,18 +154,18 @@ class Connections:
             self._socket = ""
 
     def of(self, request: web.BaseRequest) -> Connection | None:
-        """Return the connection of a request; None when it is closed, or is not one of these."""
+        """Return the connection of a request; None if it is closed or belongs to another server."""
         return self._by_transport.get(request.transport) if request.transport is not None else None
 
     def check(self, request: web.BaseRequest, path: str) -> None:
-        """Raise Refusal(503) for a request on a connection of the reserve, unless its `path` is a probe's."""
+        """Raise Refusal(503) if the request came on a reserved connection and its `path` is not in PROBES."""
         found = self.of(request)
         if found is not None and found.probes_only and path not in PROBES:
             message = f"this gateway has {self.limit} connections at a time"
             raise limit_refusal("connections", message, self.limit, retry_after_s=1.0)
 
     def enter(self, one: Connection) -> bool:
-        """Count a new connection.  Returns False when there is no free capacity for it."""
+        """Count a new connection.  Returns False if all connections, the reserve included, are in use."""
         assert one.transport is not None
         if len(self) >= self.limit:
             longest = next(iter(self.idle), None)
@@ -179,14 +181,16 @@ class Connections:
         return True
 
     def leave(self, one: Connection) -> None:
-        """Forget a connection that is closed."""
+        """Remove a closed connection."""
         self.idle.pop(one, None)
         if one.transport is not None:
             self._by_transport.pop(one.transport, None)
 
 
 def _keep_more(server: asyncio.Server) -> None:
-    """Let the kernel keep BACKLOG connections: asyncio accepts its own `backlog` of them in one turn of the loop."""
+    """Raise the kernel's backlog to BACKLOG.
+
+    asyncio's `backlog` is also the number of connections that it accepts in one turn, so that one must be smaller."""
     for listening in server.sockets:
         with contextlib.closing(socket.fromfd(listening.fileno(), listening.family, listening.type)) as same:
             same.listen(BACKLOG)

@@ -1,10 +1,10 @@
 """Cross-origin requests: which pages of other origins a browser lets read this API.
 
-    browser --OPTIONS, Origin, what it wants to send--> `preflight`: 204 with what is allowed; no key is needed
-    browser --the request, Origin---------------------> the answer, with `headers`
+    browser --OPTIONS, Origin, method and headers--> `preflight`: 204 with the allowed methods; no API key is needed
+    browser --request, Origin----------------------> answer with `headers`
 
-Off without origins: then a browser lets no other page read an answer, and none can send JSON or a key.  Cookies are
-never used, so no answer allows credentials.  https://fetch.spec.whatwg.org/#http-cors-protocol
+Without --cors-origins, CORS is off.  Browsers then let no page of another origin read an answer, or send JSON or an API
+key.  Cookies are never used, so no answer allows credentials.  https://fetch.spec.whatwg.org/#http-cors-protocol
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-MAX_AGE_S = 600  # how long a browser may keep the answer to a preflight
+MAX_AGE_S = 600  # seconds for which a browser may cache the answer to a preflight
 EXPOSED = (
     "x-request-id, openai-processing-ms, retry-after, retry-after-ms, x-should-retry, x-queue-lane, x-queue-place, "
     "x-queue-wait, x-answer-id, x-unknown-fields, x-ratelimit-limit-requests, x-ratelimit-limit-tokens, "
@@ -26,7 +26,7 @@ class Cors:
     """The origins whose pages may use the API."""
 
     def __init__(self, origins: Sequence[str]) -> None:
-        """`origins`: such as https://example.com; "*" stands for any."""
+        """`origins`: allowed origins, such as https://example.com; "*": any origin."""
         self._any, self._origins = "*" in origins, frozenset(origins)
 
     def allows(self, origin: str | None) -> bool:
@@ -34,19 +34,19 @@ class Cors:
         return origin is not None and (self._any or origin in self._origins)
 
     def headers(self, request: web.BaseRequest) -> dict[str, str]:
-        """Return the headers by which a browser passes an answer on; none for an origin that is not allowed."""
+        """Return the headers that let the requesting page read an answer; for a forbidden origin at most Vary."""
         if not self._origins:
             return {}
         origin = request.headers.get("Origin", "")
         if self._any:
             return {"Access-Control-Allow-Origin": "*", "Access-Control-Expose-Headers": EXPOSED}
-        found = {"Vary": "Origin"}  # or a cache would give one origin's answer to another
+        found = {"Vary": "Origin"}  # without it a cache would give one origin's answer to another origin
         if origin in self._origins:
             found |= {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": EXPOSED}
         return found
 
     def preflight(self, request: web.BaseRequest) -> web.Response | None:
-        """Return the answer to a browser's question before a request; None if this is no such question."""
+        """Return the answer to a CORS preflight request; None for any other request."""
         method = request.headers.get("Access-Control-Request-Method")
         if request.method != "OPTIONS" or method is None or "Origin" not in request.headers or not self._origins:
             return None

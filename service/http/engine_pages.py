@@ -1,8 +1,8 @@
-"""Show engines' metrics under vLLM's names on the gateway's page, so that a dashboard made for vLLM reads one address.
+"""Add the engines' `vllm:...` metrics to the gateway's /metrics, so that a dashboard made for vLLM needs one address.
 
-    GET /metrics  -->  this gateway's metrics, then every family `vllm:...` of each page that --engine-metrics names
+    GET /metrics  -->  this gateway's metrics, then every `vllm:...` family of each page that --engine-metrics lists
 
-Scrape the gateway's page or the engines', not both: a sum over both would count everything twice.
+Scrape either the gateway or the engines, not both: a sum over both would count everything twice.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import aiohttp
 log = logging.getLogger("quire.gateway")
 
 PREFIX = "vllm:"
-TIMEOUT_S = 2.0  # seconds per page; Prometheus itself waits 10 s
-FRESH_S = 1.0  # a page read a shorter time ago is shown again, so that requests for metrics cost engines little
-MAX_BYTES = 4 << 20  # maximum bytes of one page; an engine's has 60 KB
+TIMEOUT_S = 2.0  # timeout in seconds per engine page; Prometheus waits 10 s for the gateway
+FRESH_S = 1.0  # seconds for which pages are cached, so that frequent scrapes cost engines little
+MAX_BYTES = 4 << 20  # maximum size of one page; an engine's page has about 60 KB
 
 
 class EnginePagesError(ValueError):
-    """--engine-metrics is not a list of URLs; one line."""
+    """--engine-metrics is not a list of URLs.  The message is one line."""
 
 
 class EnginePages:
     """The metrics pages of engines."""
 
     def __init__(self, urls: str) -> None:
-        """`urls`: of pages, separated by commas, such as http://10.0.0.7:9100/metrics.  Raises EnginePagesError."""
+        """`urls`: URLs such as http://10.0.0.7:9100/metrics, separated by commas.  Raises EnginePagesError."""
         self._urls = [url.strip() for url in urls.split(",") if url.strip()]
         for url in self._urls:
             if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
@@ -41,7 +41,7 @@ class EnginePages:
         self._failed: set[str] = set()
 
     async def families(self) -> bytes:
-        """Return all families of vLLM's names in Prometheus' text format.  A page that cannot be read is left out."""
+        """Return all `vllm:...` families in Prometheus' text format.  A page that cannot be read is left out."""
         if not self._urls:
             return b""
         async with self._reading:
@@ -53,7 +53,7 @@ class EnginePages:
             return self._page
 
     async def _fetch(self, session: aiohttp.ClientSession, url: str) -> str:
-        """Return a page; an empty one if it cannot be read, which is logged once until it can."""
+        """Return the text of a page; "" if it cannot be read.  Repeated failures are logged once."""
         try:
             async with session.get(url, allow_redirects=False) as response:
                 response.raise_for_status()
@@ -73,9 +73,9 @@ class EnginePages:
 
 
 def merge(pages: Sequence[str]) -> bytes:
-    """Return the families `vllm:...` of all pages, each with one head and the samples of every page.
+    """Merge the `vllm:...` families of all pages: HELP and TYPE once per family, then the samples of every page.
 
-    The text format wants the lines of a family together, after its HELP and TYPE."""
+    The text format requires the lines of a family to stand together, after its HELP and TYPE."""
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for page in pages:

@@ -1,9 +1,9 @@
-"""GET /engine/state: the block pools and the load of all engines, live, for the clients that watch them.
+"""GET /engine/state: a live stream of block pools and load of all engines.  Its clients are called watchers.
 
-    Redis, FleetView --EngineStateFeed, 5 times per second--> newest FleetState --> each watcher: what changed
+    Redis, FleetView --EngineStateFeed, 5 times per second--> newest FleetState --> each watcher: changes only
 
-One reader serves all watchers, and there is none without a watcher: then engines publish nothing.  A watcher gets the
-newest state whenever its socket takes it, so a slow one skips states and nothing waits for it.
+One reader task serves all watchers.  Without a watcher it does not run, and engines publish no pool state.  A watcher
+gets the newest state once its socket has taken the previous event.  So a slow watcher skips states and delays no other.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from quire.service.http.state_events import FleetState, event, observe
 
 log = logging.getLogger("quire.gateway")
 
-PERIOD_S = 0.2  # shortest time between two events
-KEEP_S = 1.0  # longest time between two events, or comments; also between two renewals of the watch in Redis
-BYTES_PER_S = 16_000  # rate of one watcher's events: larger ones are further apart
-BURST_BYTES = 64_000  # bytes that one watcher may receive at once
-SLOWEST_S = 30.0  # seconds for a watcher to read what is in its socket; then its connection is cut
-RETRY_S = 5.0  # Retry-After of a watcher beyond the limit
+PERIOD_S = 0.2  # minimum seconds between two events
+KEEP_S = 1.0  # maximum seconds between two events or comments; also between two renewals of the `watch` key in Redis
+BYTES_PER_S = 16_000  # maximum mean rate of one watcher's events
+BURST_BYTES = 64_000  # maximum bytes for one watcher at once
+SLOWEST_S = 30.0  # seconds in which a watcher must read its socket's buffer; then its connection is closed
+RETRY_S = 5.0  # Retry-After in seconds for watchers beyond the limit
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class ByteBudget:
-    """The bytes that one watcher may have: BURST_BYTES, filled again at BYTES_PER_S."""
+    """A token bucket for the bytes of one watcher's events: BURST_BYTES, refilled at BYTES_PER_S."""
 
     def __init__(self, now: float) -> None:
-        """`now`: seconds, on the clock that every call uses."""
+        """`now`: present time in seconds, on the same clock as in `spend`."""
         self._left, self._at = float(BURST_BYTES), now
 
     def spend(self, size: int, now: float) -> float:
-        """Take an event's bytes.  Returns the seconds until the next event."""
+        """Take an event's bytes from the bucket.  Returns the seconds until the next event may be sent."""
         self._left = min(BURST_BYTES, self._left + (now - self._at) * BYTES_PER_S) - size
         self._at = now
         return max(PERIOD_S, -self._left / BYTES_PER_S)
@@ -55,10 +55,10 @@ class EngineStateFeed:
         self._streams = streams
         self._watchers = 0
         self._reader: asyncio.Task[None] | None = None  # runs while there are watchers
-        self._state: FleetState | None = None  # the newest; None: none was read yet
-        self._failed_at = 0.0  # first failure since the last reading, in the event loop's time; 0: the last one worked
-        self._encoded: dict[FleetState | None, bytes] = {}  # events that lead to the newest state, by the state before
-        self._news = asyncio.Event()  # the next reading sets it
+        self._state: FleetState | None = None  # newest state; None: no state was read yet
+        self._failed_at = 0.0  # event-loop time of the first failure since the last good reading; 0: no failure
+        self._encoded: dict[FleetState | None, bytes] = {}  # previous state -> event that changes it to the newest
+        self._news = asyncio.Event()  # set, and replaced, by each reading
         self._closing = asyncio.Event()
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
@@ -73,7 +73,7 @@ class EngineStateFeed:
                     try:
                         async with asyncio.timeout(SLOWEST_S):
                             await response.write(data)
-                            await request.writer.drain()  # aiohttp checks the buffer only every 64 KiB
+                            await request.writer.drain()  # aiohttp by itself waits only after every 64 KiB
                     except TimeoutError:
                         raise ConnectionResetError("client does not read") from None
             await response.write_eof()
@@ -134,9 +134,9 @@ class EngineStateFeed:
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """Yield events and comments until close()."""
         clock = asyncio.get_running_loop().time
-        sent: FleetState | None = None  # what the watcher has
-        seen: FleetState | None = None  # the last one that was looked at
-        due = 0.0  # when an event is sent even if nothing changed
+        sent: FleetState | None = None  # state that the watcher has
+        seen: FleetState | None = None  # last state that was compared with `sent`
+        due = 0.0  # time at which an event is sent even if nothing has changed
         budget = ByteBudget(clock())
         while not self._closing.is_set():
             newest = await self._newer(seen)
@@ -154,7 +154,7 @@ class EngineStateFeed:
                     await self._closing.wait()
 
     async def _newer(self, seen: FleetState | None) -> FleetState | None:
-        """Wait for a state other than `seen`; None: there is none within KEEP_S, or close() was called."""
+        """Wait for a state newer than `seen`.  Returns None if none arrives within KEEP_S, or after close()."""
         try:
             async with asyncio.timeout(KEEP_S):
                 while self._state is None or self._state is seen:
@@ -166,18 +166,18 @@ class EngineStateFeed:
         return self._state
 
     def _event(self, before: FleetState | None, state: FleetState) -> bytes:
-        """Return the event that leads from `before` to the newest state; watchers with the same state share it."""
+        """Return the event that changes `before` to the newest state.  Watchers with the same `before` share it."""
         if before not in self._encoded:
             self._encoded[before] = event(before, state)
         return self._encoded[before]
 
     def _comment(self, now: float) -> bytes:
-        """Return a line for a watcher that there is no news for."""
+        """Return a keep-alive comment; while Redis is away, it contains the age of the state."""
         if not self._failed_at:
             return KEEP_ALIVE
         return b": redis is away, the state is %d s old\n\n" % max(0, now - self._failed_at)
 
 
 def _bug(error: Exception) -> Exception | None:
-    """Return the error if its traceback belongs in the log."""
+    """Return the error if its traceback shall be logged: any error but BusDown."""
     return None if isinstance(error, BusDown) else error

@@ -1,8 +1,8 @@
-"""Endpoints that make text.  `answers.py` has the steps of a request, `intake.py` those until it is admitted.
+"""Endpoints that generate text.  `answers.py` has the steps of a request; `intake.py` the steps before admission.
 
-Handlers --answers--> Answers         new, repeated and resumed answers
---responses> ResponseEndpoints   /v1/responses and what is stored of it
---tokens---> TokenEndpoints      tokens are counted, none are generated
+Handlers --answers--> Answers            new, repeated and resumed answers
+         --responses> ResponseEndpoints  /v1/responses and stored responses
+         --tokens---> TokenEndpoints     tokenizer endpoints, which generate nothing
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from quire.service.text.tokenizer import Tokenizer
 
 
 class Handlers:
-    """Handlers of completions, chats and messages, and of answers by their id."""
+    """Handlers of completions, chats and messages, and of running answers by their id."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Handlers:
         gateway: str,
         adapters: Adapters,
     ) -> None:
-        """`model`: the name that clients use.  `gateway`: the id of this process."""
+        """`model`: the model's name in the API.  `gateway`: id of this gateway process."""
         self._streams, self._capacity = streams, capacity
         self.bodies = Bodies(config)
         self._work = work = RequestWork(config, streams, capacity)
@@ -86,9 +86,10 @@ class Handlers:
             return await self.answers.answer(request, messages.parse, messages.PREFIX)
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/streams/{id}: an answer from its start, or on from an event; for EventSource, which can only GET.
+        """GET /v1/streams/{id}: resume an answer, for browsers' EventSource, which can only GET.
 
-        `id` is a request's or an event's.  A Last-Event-ID is newer."""
+        `id`: id of the request (from its start) or of an event (after that event).  The header Last-Event-ID, if any,
+        replaces the event in the path."""
         request_id, asked = _stream_of(request)
         last = request.headers.get("Last-Event-ID")
         had = Position.parse(last) if last else asked
@@ -98,9 +99,9 @@ class Handlers:
             return await self.answers.resume(request, request_id, had)
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
-        """DELETE /v1/streams/{id}: end an answer as cancelled, although its client may resume it.
+        """DELETE /v1/streams/{id}: cancel an answer, even one that a client could still resume.
 
-        204, also where the answer is over; else as for a client that resumes."""
+        Responds 204, also if the answer has ended.  Raises the Refusals of resuming (404, 410)."""
         request_id, _ = _stream_of(request)
         with self._capacity.occupy():
             record = await self.answers.record(request, request_id)
@@ -109,7 +110,7 @@ class Handlers:
 
 
 def _stream_of(request: web.Request) -> tuple[str, Position | None]:
-    """Return the answer that a path names by its id or by that of an event, and the event.  Raises Refusal."""
+    """Return the request id in a path, and the position if the path has an event id.  Raises Refusal."""
     given = request.match_info["id"]
     if re.fullmatch(ANSWER_ID, given):
         return given, None

@@ -1,8 +1,8 @@
-"""From the body of a new request to orders for engines, step by step.
+"""Intake of a new request: the steps from its body to orders for engines.
 
     body -> api.parse -> tokenizer.encode -> grammar -> fitting.fit -> cost, orders, record, answer format = Accepted
 
-Nothing is queued here.  `Answers.begin` takes the quotas, and `Streams.open` decides on admission.
+Nothing is queued here: afterwards `Answers.begin` takes the quotas, and `Streams.open` decides on admission.
 """
 
 from __future__ import annotations
@@ -47,22 +47,23 @@ from quire.service.text.tokenizer import Tokenizer
 
 Parse = Callable[[bytes, GatewayConfig, str, float, api.Served], ValidRequest]
 
-NAMES = {messages.PREFIX: messages.NAMES, RESPONSE: responses.NAMES}  # names of a chat's fields, by format
-MOMENT_S = 0.001  # minimum time that a request has left after it waited for an engine; admission refuses it
+# By the format's id prefix: its names for fields of /v1/chat/completions.
+NAMES = {messages.PREFIX: messages.NAMES, RESPONSE: responses.NAMES}
+MOMENT_S = 0.001  # timeout left to a request that waited for an engine until its deadline; admission refuses it
 
 
 class Accepted(NamedTuple):
     """A request that was parsed, encoded and checked: ready for admission."""
 
     valid: ValidRequest
-    orders: list[Generate]  # one for each prompt
+    orders: list[Generate]  # one order per prompt
     cost: admission.Cost
     form: AnswerFormat
-    record: bytes  # record for a client that resumes: see resume.Record
+    record: bytes  # encoded resume.Record, stored in Redis for resuming the answer
 
 
 class Intake:
-    """Makes `Accepted` values of the requests of one gateway."""
+    """Parses, encodes and checks the requests of one gateway."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Intake:
         gateway: str,
         adapters: Adapters,
     ) -> None:
-        """`model`: the name that clients use.  `gateway`: the id of this process."""
+        """`model`: the model's name in the API.  `gateway`: id of this gateway process."""
         self._config, self._tokenizer, self._streams = config, tokenizer, streams
         self._work, self._stored = work, stored
         self._model, self._gateway, self._adapters = model, gateway, adapters
@@ -84,7 +85,9 @@ class Intake:
         self._inference_headers = InferenceHeaders(config)
 
     async def accept(self, request: web.Request, body: Body, parse: Parse, prefix: str) -> Accepted:
-        """Return a new request, ready for admission.  `prefix`: of its id; "": its body decides.  Raises Refusal."""
+        """Parse, encode and check a new request.  Raises Refusal.
+
+        `prefix`: prefix of the request id; "": the body decides whether it is a chat or a completion."""
         tenant, priority = self._inference_headers.place(request.headers, request[TENANT])
         timeout_s = api.header_timeout(request.headers.get("X-Request-Timeout"), self._config)
         longest_wait_s = api.header_queue_wait(request.headers.get("X-Max-Queue-Wait"), self._config)
@@ -123,7 +126,7 @@ class Intake:
         return Accepted(valid, orders, cost, form, await self._work.offload(size, record.encode))
 
     def _envelope(self, valid: ValidRequest, tenant: Tenant, prefix: str) -> Envelope:
-        """Return a new request's id, sender and times, without its trace."""
+        """Return id, gateway, tenant and times of a new request; the trace context is added later."""
         now_ms = self._streams.redis_ms()
         return Envelope(
             request_id=resume.new_id(prefix or ("chatcmpl-" if valid.chat else "cmpl-"), now_ms),
@@ -151,7 +154,9 @@ class Intake:
     async def parse(
         self, request: web.Request, body: Body, parse: Parse, prefix: str, timeout_s: float
     ) -> tuple[ValidRequest, int]:
-        """Return a body as a request, and the bytes of all that its prompt is made of.  Raises Refusal."""
+        """Parse a body.  Returns the request, and the total bytes of body and of stored responses that it continues.
+
+        Raises Refusal."""
         config, size, holder = self._config, len(body.data), holder_of(request)
         if prefix == RESPONSE:
             wanted = await self._work.offload(size, responses.wanted_of, body.data, config)
@@ -173,17 +178,19 @@ class Intake:
     async def _wait_for_limits(
         self, valid: ValidRequest, longest_wait_s: float
     ) -> tuple[EngineLimits, ValidRequest, float]:
-        """Wait for an engine if none takes requests.  Return what every engine can serve, and what is left of the
-        request's time and of the longest wait.  Raises Refusal."""
+        """Wait until an engine takes requests.
+
+        Returns the limits of the engines, the request with its timeout shortened by the wait, and `longest_wait_s`
+        shortened by the wait.  Raises Refusal."""
         waited_s = await self._streams.fleet_watch.engine_wait.wait(min(longest_wait_s, valid.timeout_s))
         limits = admission.limits(self._streams.fleet, valid.beams)
         left_s = max(MOMENT_S, valid.timeout_s - waited_s)
         return limits, msgspec.structs.replace(valid, timeout_s=left_s), max(0.0, longest_wait_s - waited_s)
 
     async def _forbid(self, valid: ValidRequest, size: int) -> ValidRequest:
-        """Return a request whose sampling forbids its bad words, and ends at special tokens that `stop` names.
+        """Return the request with token ids for its `bad_words`, and for special tokens in its `stop` strings.
 
-        Raises Refusal, also for fields that engines lack."""
+        Raises Refusal, also for fields that the engines do not support."""
         valid = with_stop_tokens(valid, self._tokenizer.vocabulary.special)
         valid = await self._tokenizer.threads.run(size, self._tokenizer.forbid, self._tokenizer.end_infill(valid))
         admission.require_fields(self._streams.fleet, valid.sampling)
@@ -192,9 +199,10 @@ class Intake:
         return valid
 
     async def _predicted(self, valid: ValidRequest, size: int, meter: Meter) -> list[int]:
-        """Return the tokens that a client expects in its answer; none where the engines draft nothing for it.
+        """Return the token ids of the client's `prediction`, which engines use for speculative decoding.
 
-        Then a header of the answer names the field.  Raises Refusal if there are too many."""
+        If the engines cannot use it for this request, return [] and name the field in `x-unknown-fields`.  Raises
+        Refusal if it has too many tokens."""
         if valid.prediction is None:
             return []
         tokens = await self._tokenizer.threads.run(size, self._tokenizer.predicted, valid.prediction)
@@ -207,7 +215,9 @@ class Intake:
     async def _constrain(
         self, valid: ValidRequest, prompts: list[list[int]], size: int, tenant: Tenant, meter: Meter
     ) -> ValidRequest:
-        """Return a request with the reading of its answer, and the grammar that it asks for.  Raises Refusal."""
+        """Return the request with the rules for parsing its answer, and with the compiled grammar if it needs one.
+
+        Raises Refusal."""
         tokenizer = self._tokenizer
         reading = await tokenizer.threads.run(size, tokenizer.rules.reading_of_all, valid, prompts)
         valid = msgspec.structs.replace(valid, reading=reading)
@@ -231,7 +241,9 @@ class Intake:
 
 
 def _right_to(tenant: Tenant, asked: int, meter: Meter) -> int:
-    """Return the priority that a key has a right to.  If it is a lower one, a header of the answer names the field."""
+    """Return the requested priority, limited to what the tenant may use.
+
+    If it had to be lowered, `priority` is named in `x-unknown-fields`."""
     if (priority := tenant.priority(asked)) != asked:
         meter.record_unknown(("priority",))
     return priority

@@ -1,7 +1,7 @@
-"""One request's clock: its latencies, its token counts, its span and its line in the log.
+"""Measurement of one request: its latencies, its token counts, its trace span and its log line.
 
-`Meter` is the one place that knows all of a request.  It records most of it once, at the end, so that a token costs an
-addition.
+A `Meter` collects all of them.  It records most metrics once, at the end of the request, so that the cost per token is
+small.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from quire.service.output.pieces import Piece
 
 log = logging.getLogger("quire.request")
 
-API_PATHS = ("/v1/", "/tokenize", "/detokenize")  # endpoints of clients; the others are probes
-NO_ROOM = (429, 503)  # refusals for want of room, not for a fault in the request
+API_PATHS = ("/v1/", "/tokenize", "/detokenize")  # prefixes of paths logged at level INFO; probes are logged at DEBUG
+NO_ROOM = (429, 503)  # statuses of refusals for lack of capacity, not for a fault of the request
 
 
 def _operation(valid: ValidRequest) -> str:
@@ -32,7 +32,7 @@ def _operation(valid: ValidRequest) -> str:
 
 
 def _messages(messages: list[dict[str, Any]]) -> str:
-    """Return messages as the GenAI conventions write them.  A prompt of token ids shows its ids."""
+    """Encode messages in the JSON format of OpenTelemetry's GenAI conventions.  Token-id prompts appear as ids."""
     return msgspec.json.encode(
         [{"role": message["role"], "parts": [{"type": "text", "content": message["content"]}]} for message in messages]
     ).decode()
@@ -42,28 +42,28 @@ class Meter:
     """Measures one request, from its arrival to its last byte."""
 
     def __init__(self, telemetry: Telemetry, started: float, request_id: str = "") -> None:
-        """`started`: when the request arrived, in `time.monotonic` seconds.  `request_id`: the id its client knows."""
+        """`started`: arrival of the request, in `time.monotonic` seconds.  `request_id`: value of `x-request-id`."""
         self._telemetry, self._started, self._request_id = telemetry, started, request_id
         self._answer_id = ""
         self._first_s: float | None = None  # seconds from arrival to the first token
-        self._last: dict[int, float] = {}  # choice -> when its last tokens arrived
+        self._last: dict[int, float] = {}  # choice -> arrival time of its last tokens
         self._gaps_s, self._gaps = 0.0, 0
         self._code: str | None = None  # code of the error response
         self._retry_after_s: float | None = None
         self._finishes: set[str] = set()
         self._cached_tokens = 0
-        self._described = 0.0  # when its body had been parsed and encoded
+        self._described = 0.0  # time at which parsing and encoding were done
         self._valid: ValidRequest | None = None
         self._trace: Trace | None = None
-        self._context = "", ""  # the traceparent that its work belongs to, and its tracestate
-        self._texts: dict[int, str] = {}  # choice -> its text, where traces carry it
+        self._context = "", ""  # traceparent and tracestate for spans and log lines of this request
+        self._texts: dict[int, str] = {}  # choice -> its text, kept only with --trace-prompts
         self._tenant, self._lane = "", ""
         self._admitted = self._resumed = self._no_room = False
         self.unknown_fields: tuple[str, ...] = ()
         self._prompt_tokens = self._output_tokens = self._max_tokens = self._choices = 0
 
     def fresh(self) -> Meter:
-        """Return a meter of the same arrival that has recorded nothing: another task ends this one."""
+        """Return a new meter with the same arrival time and request id."""
         return Meter(self._telemetry, self._started, self._request_id)
 
     def describe(
@@ -76,10 +76,10 @@ class Meter:
         traceparent: str = "",
         tracestate: str = "",
     ) -> tuple[str, str]:
-        """Record what was asked for.  If it is admitted, the answer's id will be `answer_id`.
+        """Record the parsed request.  `answer_id`: id of the answer if the request is admitted.
 
-        Returns the trace context for all further work, as `traceparent` and `tracestate`: that of its own span, or as
-        the client sent them where this request is not traced."""
+        Returns `traceparent` and `tracestate` for all further work on the request: those of its own span, or the
+        client's if this request is not traced."""
         self._answer_id, self._tenant, self._prompt_tokens, self._choices = answer_id, tenant, prompt_tokens, valid.n
         self._max_tokens, self._described = max_tokens, time.monotonic()
         return self._begin(valid, _operation(valid), traceparent, tracestate)
@@ -117,16 +117,17 @@ class Meter:
     ) -> None:
         """Record that a client resumes an answer that was admitted before.
 
-        `begun`: the trace context of the answer, in which this continues.  `given`: what the client sent now."""
+        `begun`: trace context of the original request, which this one continues.  `given`: trace context that the
+        client sent now."""
         self._answer_id, self._choices, self._tenant = answer_id, choices, tenant
-        self._prompt_tokens = 0  # counted when it was admitted
+        self._prompt_tokens = 0  # already counted when the request was admitted
         self._admitted = self._resumed = True
         self._telemetry.count(metrics.COMEBACKS)
         parent, state = begun if begun[0] else given
         self._begin(valid, "resume", parent, state, given[0] if begun[0] else "")
 
     def record_piece(self, piece: Piece) -> None:
-        """Record new tokens or the end of a choice."""
+        """Record a delta: new tokens or the end of a choice."""
         if tokens := len(piece.token_ids):
             now = time.monotonic()
             if self._first_s is None:
@@ -134,13 +135,13 @@ class Meter:
                 if not self._resumed:
                     self._telemetry.observe_first_token(self._first_s, self._lane)
             if (last := self._last.get(piece.choice)) is not None:
-                # The tokens arrived together: each took its part of the gap.
+                # Tokens of one delta arrived together, so the gap is divided evenly among them.
                 self._telemetry.observe(metrics.INTER_TOKEN, (now - last) / tokens, times=tokens)
                 self._gaps_s += now - last
                 self._gaps += tokens
             else:
                 self._cached_tokens += piece.cached_tokens
-                if tokens > 1 and not self._resumed and piece.score is None:  # they arrived with the choice's first
+                if tokens > 1 and not self._resumed and piece.score is None:  # arrived together with the first token
                     self._telemetry.observe(metrics.INTER_TOKEN, 0.0, times=tokens - 1)
                     self._gaps += tokens - 1
             self._last[piece.choice] = now
@@ -151,11 +152,11 @@ class Meter:
             self._texts[piece.choice] = self._texts.get(piece.choice, "") + piece.text
 
     def record_unknown(self, fields: tuple[str, ...]) -> None:
-        """Record further fields of the request that nothing reads; a header of the answer names them."""
+        """Record fields of the request that have no effect; the header `x-unknown-fields` names them."""
         self.unknown_fields += fields
 
     def fail(self, refusal: Refusal) -> None:
-        """Record the error that the client gets: instead of an answer, or at the end of a broken one."""
+        """Record the error that the client gets, as an error response or as the last event of a stream."""
         self._code, self._retry_after_s = refusal.code, refusal.retry_after_s
         self._telemetry.count(metrics.REFUSALS, 1, refusal.code)
         if not self._admitted and refusal.status in NO_ROOM and not isinstance(refusal, OverQuota):
@@ -167,11 +168,11 @@ class Meter:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """The mean over all tokens but the first of each choice."""
+        """Mean time per output token (TPOT), without the first token of each choice; None without such tokens."""
         return self._gaps_s / self._gaps if self._gaps else None
 
     def close(self, endpoint: str, status: int) -> None:
-        """Record the end, with the HTTP status (499: the client left)."""
+        """Record the end of the request.  `status`: HTTP status; 499: the client left."""
         seconds, telemetry = time.monotonic() - self._started, self._telemetry
         telemetry.count(metrics.REQUESTS, 1, endpoint, str(status))
         if self.unknown_fields:
@@ -196,7 +197,7 @@ class Meter:
     def _record_answer(self, seconds: float) -> None:
         telemetry = self._telemetry
         telemetry.count(metrics.OUTPUT_TOKENS, self._output_tokens)
-        if self._resumed:  # its first part was recorded when it was admitted
+        if self._resumed:  # the original request records these metrics
             return
         if self._first_s is None:
             telemetry.count(metrics.STARTS, 1, self._lane, "never")
@@ -244,7 +245,7 @@ class Meter:
         log.log(level, "request", extra={"fields": line})
 
     def _attributes(self, valid: ValidRequest, status: int) -> dict[str, Value]:
-        """Return the span's attributes, named by OpenTelemetry's GenAI conventions."""
+        """Return the attributes of the trace span, named by OpenTelemetry's GenAI conventions."""
         sampling = valid.sampling
         found: dict[str, Value] = {
             "gen_ai.operation.name": _operation(valid),
@@ -265,7 +266,7 @@ class Meter:
             "quire.request_id": self._request_id,
             "quire.tenant": self._tenant or NAMELESS,
         }
-        if not self._resumed:  # the first span of its trace has these
+        if not self._resumed:  # for a resumed answer, the span of the original request has these
             found["gen_ai.request.max_tokens"] = self._max_tokens
             found["gen_ai.usage.input_tokens"] = self._prompt_tokens
             found["gen_ai.usage.cache_read.input_tokens"] = self._cached_tokens
@@ -287,7 +288,7 @@ class Meter:
         return found
 
     def _outcome(self, status: int) -> str:
-        """Return ok, cancelled (the client left), refused (for want of room), invalid or failed."""
+        """Return "ok", "cancelled" (the client left), "refused" (lack of capacity), "invalid" or "failed"."""
         if status == 499:
             return "cancelled"
         if self._code is None:

@@ -1,4 +1,4 @@
-"""Around every request: authentication, limits of concurrency, errors as JSON, the request log.
+"""Middleware of every request: authentication, concurrency limit, errors as JSON, request log.
 
 connection limit -> API key -> handler -> response, or a Refusal as JSON -> Meter.close (metrics, span, log line)
 """
@@ -38,9 +38,9 @@ PATH = web.RequestKey("path", str)  # without `root_path`
 REQUEST_ID = web.RequestKey("request_id", str)
 METER = web.RequestKey("meter", Meter)
 TENANT = web.RequestKey("tenant", Tenant)
-OWNER = web.RequestKey("owner", str)  # digest of the API key that was given
-MESSAGES = "/v1/messages"  # its errors have Anthropic's format
-# Paths that need a key.
+OWNER = web.RequestKey("owner", str)  # digest of the client's API key
+MESSAGES = "/v1/messages"  # endpoint whose errors have Anthropic's format
+# Prefixes of paths that need an API key.
 GUARDED = (
     "/v1/",
     "/tokenize",
@@ -51,23 +51,23 @@ GUARDED = (
     "/engine/",
     "/reset_prefix_cache",
 )
-CLIENT_LEFT = 499  # nginx's number
-UNREAD_BODY = (408, 413, 415)  # statuses that are sent before the body was read
+CLIENT_LEFT = 499  # nginx's status code for a client that closed the connection
+UNREAD_BODY = (408, 413, 415)  # statuses of errors that are sent before the body was read
 
 
 class Capacity:
-    """How many requests this gateway answers at a time, and whether it takes new ones."""
+    """Number of requests that this gateway answers now, its limit, and whether new requests are taken."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._limit = config.max_open
         self.answering = 0
         self.draining = False
-        self.idle = asyncio.Event()  # set while nothing is answered
+        self.idle = asyncio.Event()  # set while no request is being answered
         self.idle.set()
 
     @contextlib.contextmanager
     def occupy(self) -> Iterator[None]:
-        """A context around all that a client waits for, the arrival of its body included.
+        """A context around one request, from before its body is read until its answer is written.
 
         Raises Refusal(503) when this gateway shuts down or answers `max_open` requests."""
         if self.draining:
@@ -99,7 +99,7 @@ class Middleware:
         cors: Cors | None = None,
         guard: WebGuard | None = None,
     ) -> None:
-        """`root_path`: what paths may begin with, besides nothing: "" or "/" and words, without a slash at the end."""
+        """`root_path`: optional prefix of all paths, such as "/llm", without a slash at its end; "": none."""
         self._root, self._cors = root_path, cors or Cors(())
         self._guard = guard or WebGuard(host="", guarded=tenants.guarded)
         self._telemetry, self._tenants, self._quotas = telemetry, tenants, quotas
@@ -112,19 +112,19 @@ class Middleware:
         path = request.path
         request[PATH] = path.removeprefix(self._root) if path.startswith(self._root + "/") else path
         given = request.headers.get("X-Request-Id", "")
-        # A client's own id is repeated if it is harmless in a header and a log.
+        # The client's X-Request-Id is used if it is harmless in a header and a log.
         request[REQUEST_ID] = given if re.fullmatch(r"[\w.:/+=@-]{1,128}", given) else uuid.uuid4().hex
         resource = request.match_info.route.resource
         endpoint = resource.canonical.removeprefix(self._root) if resource is not None else "other"
         request[METER] = Meter(self._telemetry, request[STARTED], request[REQUEST_ID])
-        status = CLIENT_LEFT  # unless something below gets so far as to answer
+        status = CLIENT_LEFT  # recorded if the request is cancelled before it has a response
         connection = self._connections.of(request)
         if connection is not None:
             connection.begin_request()
         try:
             status, response = await self._respond(request, handler)
         finally:
-            request[METER].close(endpoint, status)  # it may be another one by now: see Answers.begin
+            request[METER].close(endpoint, status)  # read anew: background responses replace the meter
             if connection is not None:
                 connection.end_request()
         if self._capacity.draining or status in UNREAD_BODY or (connection is not None and connection.probes_only):
@@ -132,11 +132,11 @@ class Middleware:
         return response
 
     async def _respond(self, request: web.Request, handler: Handler) -> tuple[int, web.StreamResponse]:
-        """Return the status to record, and the response."""
+        """Check and handle the request.  Returns the status for log and metrics, and the response."""
         try:
             self._connections.check(request, request[PATH])
             self._guard.check(request)
-            if (answer := self._cors.preflight(request)) is not None:  # a browser asks it without a key
+            if (answer := self._cors.preflight(request)) is not None:  # browsers send preflights without the API key
                 return answer.status, answer
             self._authenticate(request)
             response = await handler(request)
@@ -151,7 +151,7 @@ class Middleware:
             if "Allow" in error.headers:
                 refused.headers["Allow"] = error.headers["Allow"]
             return error.status, refused
-        except ConnectionError as error:  # no client is left to answer; aiohttp would log it as a failure of ours
+        except ConnectionError as error:  # the client has left; aiohttp would log the error as a server failure
             if request.transport is not None:
                 request.transport.abort()
             status = 503 if isinstance(error, HandedOver) else CLIENT_LEFT
@@ -162,7 +162,7 @@ class Middleware:
             return failure.status, refuse(failure, request)
 
     async def _without_slash(self, request: web.Request) -> str:
-        """Return the address of an endpoint that a client asked for with a slash at its end; "" if there is none."""
+        """Return the request's URL without the slash at its end; "" if no endpoint has that path."""
         path = request[PATH].rstrip("/")
         if not path or path == request[PATH]:
             return ""
@@ -173,10 +173,10 @@ class Middleware:
         return self._root + path + (f"?{query}" if query else "")
 
     def _authenticate(self, request: web.Request) -> None:
-        """Find the tenant of the request's key.  Probes and metrics need no key.  Raises Refusal(401)."""
+        """Find the tenant of the request's API key.  Probes and metrics need no key.  Raises Refusal(401)."""
         if request[PATH].startswith(GUARDED) and request[PATH] not in PROBES:
             authorization = request.headers.get("Authorization", "")
-            if not authorization and (key := request.headers.get("X-Api-Key")):  # Anthropic's clients send it
+            if not authorization and (key := request.headers.get("X-Api-Key")):  # the header of Anthropic's clients
                 authorization = f"Bearer {key}"
             request[TENANT] = self._tenants.of(authorization)
             request[OWNER] = self._tenants.owner(authorization)
@@ -195,7 +195,7 @@ class Middleware:
 
 
 def refuse(refusal: Refusal, request: web.Request) -> web.Response:
-    """Record a refusal and return it as a response, in the format of the request's endpoint."""
+    """Record a refusal, and return it as an error response in the format of the endpoint (OpenAI or Anthropic)."""
     request[METER].fail(refusal)
     foreign = request[PATH].startswith(MESSAGES)
     body = error_body(refusal, request[REQUEST_ID]) if foreign else refusal.body()
@@ -203,9 +203,7 @@ def refuse(refusal: Refusal, request: web.Request) -> web.Response:
 
 
 def drop_broken_http(record: logging.LogRecord) -> bool:
-    """Filter aiohttp's log: a client that sends malformed HTTP, or leaves too early, is one line at level DEBUG.
-
-    aiohttp would log a traceback."""
+    """Filter of aiohttp's log: replace the traceback for malformed HTTP or a broken connection by one DEBUG line."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, (http_exceptions.HttpProcessingError, RequestPayloadError, ConnectionError)):
         log.debug("malformed or broken HTTP: %s", " ".join(str(error).split()))

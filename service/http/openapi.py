@@ -2,9 +2,10 @@
 
     structs that parse requests ─┐
     fields.py, limits.py ────────┼─ document ──> schemas, with bounds and what is accepted without effect
-    OPERATIONS, a row a route ───┘
+    OPERATIONS, one per route ───┘
 
-Source: OpenAPI Specification 3.1.1.  `tests/service/http/test_openapi.py` compares it with the routes and docs/api.md.
+Source: OpenAPI Specification 3.1.1.  `tests/service/http/test_openapi.py` compares OPERATIONS with the routes and with
+docs/api.md.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Operation(NamedTuple):
     path: str
     summary: str
     body: type[msgspec.Struct] | None = None
-    endpoint: fields.Endpoint | None = None  # endpoint's name in `fields.py`
-    answers: tuple[str, ...] = (JSON,)  # content types of a 200; empty: the answer is a 204
+    endpoint: fields.Endpoint | None = None  # name of the endpoint in `fields.py`
+    answers: tuple[str, ...] = (JSON,)  # content types of a 200 response; empty: the response is a 204
 
 
 OPERATIONS = (
@@ -104,7 +105,7 @@ ERROR = {
 
 
 def document(config: GatewayConfig, version: str, *, guarded: bool) -> dict[str, Any]:
-    """Return the document of a gateway.  `guarded`: requests need a key."""
+    """Return the OpenAPI document of a gateway.  `guarded`: requests need an API key."""
     bodies = [operation.body for operation in OPERATIONS if operation.body is not None]
     _, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     for operation in OPERATIONS:
@@ -162,7 +163,7 @@ def _describe(schema: dict[str, Any], endpoint: fields.Endpoint | None, config: 
 
 
 def _bounds(config: GatewayConfig) -> Iterator[tuple[str, str]]:
-    """Yield (field, bound in words) of every limit."""
+    """Yield (field, text of its bound) for every limit."""
     for limit in LIMITS.values():
         if text := limit.text(config):
             for field in limit.field.split(", "):

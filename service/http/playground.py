@@ -1,13 +1,13 @@
-"""The playground: a page to chat, and to watch the engines, at `/` of the gateway; the API reference at `/docs`.
+"""The playground, a page at `/` to chat and to watch the engines, and the API reference, a page at `/docs`.
 
     GET /              web/index.html
     GET /web/{name}    the files of web/: plain ES modules, styles, the icon
-    GET /docs          the same frame with api_docs/docs.js, which draws /openapi.json
-    GET /docs/{name}   the files of api_docs/: what the API reference needs besides those of web/
+    GET /docs          the same HTML with api_docs/docs.js instead, which draws /openapi.json
+    GET /docs/{name}   the files of api_docs/, needed by the API reference only
 
-The files are read once, at start.  The pages name them by relative addresses, so they work under any path prefix.  A
-browser asks again each time and gets a 304 while a file is the same.  The policy lets the page load and reach nothing
-but this server, and it lets no string become a script.
+The files are read once, at start.  The pages use relative URLs, so they work under any path prefix.  A browser
+revalidates a file each time, and gets 304 if it has not changed.  The Content-Security-Policy lets the pages load
+resources from, and connect to, this server only, and forbids turning strings into scripts.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ TYPES = {
     "css": "text/css; charset=utf-8",
     "svg": "image/svg+xml",
 }
-# Every source is 'self'.  lit-html and dompurify are the only modules that may turn a string into markup.
+# Content-Security-Policy.  lit-html and dompurify are the only modules that may turn a string into markup.
 POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
     "require-trusted-types-for 'script'; trusted-types lit-html dompurify"
 )
-FOLDERS = {"web/": "web", "docs/": "api_docs"}  # the folder of service/ that a path shows
+FOLDERS = {"web/": "web", "docs/": "api_docs"}  # URL path -> folder in service/
 FRAME = "web/index.html"
-DOCS = "docs"  # the name of a page that is no file
+DOCS = "docs"  # key of the page at /docs, which is made from FRAME
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # a browser may keep a file, and asks whether it is the same
+    "Cache-Control": "no-cache",  # a browser may cache a file, but must revalidate it
 }
 
 
@@ -44,7 +44,7 @@ class Playground:
     """The files of both pages, in memory."""
 
     def __init__(self, prefix: str = "") -> None:
-        """`prefix`: what paths may begin with, without a slash at its end."""
+        """`prefix`: optional prefix of all paths, without a slash at its end."""
         self._prefix = prefix
         self._files = {
             name: (found.read_bytes(), TYPES[name.rpartition(".")[2]])
@@ -82,7 +82,7 @@ class Playground:
         return self._answer(request, f"docs/{request.match_info['name']}")
 
     async def slash(self, request: web.Request) -> web.Response:
-        """Redirect the bare prefix to the page: relative addresses need the slash."""
+        """Redirect from the prefix without a slash to the page, since relative URLs need the slash."""
         return web.Response(status=307, headers={"Location": f"{self._prefix}/"})
 
     def _answer(self, request: web.Request, name: str) -> web.Response:
@@ -98,7 +98,7 @@ class Playground:
 
 
 def _files(folder: Traversable, prefix: str = "") -> list[tuple[str, Traversable]]:
-    """Return the name and content of each file below a folder; names have slashes."""
+    """Return (path relative to the folder, file) for each file below a folder."""
     found = []
     for one in folder.iterdir():
         found += _files(one, f"{prefix}{one.name}/") if one.is_dir() else [(prefix + one.name, one)]

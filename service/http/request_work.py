@@ -1,4 +1,4 @@
-"""What the handlers of requests share: work on threads, answers written in parts, clients that do not read."""
+"""Helpers of request handlers: work on threads, answers written in parts, a timeout for clients that do not read."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from quire.service.http.middleware import Capacity
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LAST_READ_S = 30.0  # seconds after the deadline for a client to read its answer's end; then its connection is cut
-INLINE_BYTES = 64 * 1024  # larger bodies are parsed on a thread: Python switches threads every GIL_SWITCH_S (app.py)
+LAST_READ_S = 30.0  # seconds after the deadline for a client to read its answer; then its connection is closed
+INLINE_BYTES = 64 * 1024  # larger bodies are parsed on a thread, which releases the GIL every GIL_SWITCH_S (app.py)
 WRITE_BYTES = 256 * 1024  # bytes of a long answer that are written before other requests run
 
 
 class RequestWork:
-    """Work that may be long, for every handler of one gateway."""
+    """Long work for handlers: on threads, or in parts between which the event loop runs."""
 
     def __init__(self, config: GatewayConfig, streams: Streams, capacity: Capacity) -> None:
         self._config, self._streams, self._capacity = config, streams, capacity
@@ -34,8 +34,7 @@ class RequestWork:
     async def write(
         self, request: web.Request, parts: list[bytes], headers: Mapping[str, str] | None = None
     ) -> web.StreamResponse:
-        """Send a complete JSON answer part by part, so that a long one neither stalls the loop nor is copied at
-        once."""
+        """Send a JSON answer part by part, so that a long answer does not stall the event loop."""
         response = web.StreamResponse(headers=headers)
         response.content_type, response.content_length = "application/json", sum(map(len, parts))
         if self._capacity.draining:
@@ -49,21 +48,21 @@ class RequestWork:
         return response
 
     async def offload(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do a part of the work on a request whose body has `size` bytes: here when it is short, else on a thread."""
+        """Call `work` for a request whose body has `size` bytes: inline if the body is short, else on a thread."""
         if size <= INLINE_BYTES:
             return work(*args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args, **kwargs))
 
     def max_tokens(self) -> int:
-        """Return how many tokens one request may bring: `max_prompt_tokens`, or a complete context if that is
-        longer."""
+        """Return the maximum prompt tokens of a request: `max_prompt_tokens` or the context length, the larger one."""
         return max(self._config.max_prompt_tokens, self._streams.fleet_watch.max_model_len or 0)
 
 
 @contextlib.asynccontextmanager
 async def cut_after(timeout_s: float) -> AsyncIterator[None]:
-    """A context around an answer.  Raises ConnectionResetError LAST_READ_S after `timeout_s`: the client does not
-    read it."""
+    """A context around writing an answer.
+
+    Raises ConnectionResetError LAST_READ_S after `timeout_s`, because the client does not read."""
     try:
         async with asyncio.timeout(timeout_s + LAST_READ_S):
             yield
@@ -72,7 +71,7 @@ async def cut_after(timeout_s: float) -> AsyncIterator[None]:
 
 
 def trace_context(request: web.Request) -> TraceContext:
-    """Return the `traceparent` and `tracestate` of a request; both are empty if the first is not valid."""
+    """Return a request's `traceparent` and `tracestate`; both are empty if `traceparent` is not valid."""
     parent = traceparent(request.headers.get("traceparent", ""))
     state = tracestate(",".join(request.headers.getall("tracestate", ()))) if parent else ""
     return TraceContext(parent, state)

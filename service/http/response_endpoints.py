@@ -24,7 +24,7 @@ from quire.service.text.tokenizer import Tokenizer
 
 
 class ResponseEndpoints:
-    """Handlers of these endpoints."""
+    """Handlers of /v1/responses and the paths below it."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class ResponseEndpoints:
             return await self._answers.answer(request, responses.parse, RESPONSE)
 
     async def compact(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/responses/compact: a conversation, summarised by the model."""
+        """POST /v1/responses/compact: let the model summarise a conversation."""
         with renaming(responses.NAMES):
             return await self._answers.answer(request, parse_compaction, RESPONSE)
 
     async def input_tokens(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/responses/input_tokens: the prompt that POST /v1/responses would make, without an answer."""
+        """POST /v1/responses/input_tokens: count the prompt tokens that POST /v1/responses would use."""
         timeout_s = self._config.default_timeout_s
         with renaming(responses.NAMES), self._capacity.occupy():
             await self._quotas.count(request, request[TENANT])
@@ -81,7 +81,7 @@ class ResponseEndpoints:
             return await self._answers.resume(request, response_id, None, int(after))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/responses/{id}/cancel: end a response that runs in the background."""
+        """POST /v1/responses/{id}/cancel: cancel a background response."""
         response_id, holder = request.match_info["id"], holder_of(request)
         cancelled = await self._stored.cancel(holder, response_id)
         await self._background.cancel(response_id)
@@ -96,5 +96,5 @@ class ResponseEndpoints:
         return await self._work.write(request, [msgspec.json.encode(gone)])
 
     async def input_items(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/responses/{id}/input_items: what a stored response was asked, without what it continues."""
+        """GET /v1/responses/{id}/input_items: a stored response's own input, without that of earlier responses."""
         return await self._work.write(request, [await self._stored.input_items(request)])

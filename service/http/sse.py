@@ -1,23 +1,23 @@
 """Server-sent events: headers, frames, keep-alives, and the end of a stream.
 
-    data: {"id":"cmpl-5f0c", ...}    a chunk, in one line
+    data: {"id":"cmpl-5f0c", ...}    an event: one JSON document in one line
                                      blank line
-                                     two more after a silence, since proxies cut idle connections
-                                     also while the request waits in the late lane
+                                     two more blank lines as a keep-alive, since proxies close idle connections
+                                     (also while the request waits in the late lane)
     data: [DONE]
 
-Many readers take every non-empty line for an event, `vllm bench serve` and llmperf among them.  So ids and
-comments are only for clients that ask for ids:
+Many clients take every non-empty line for an event, among them `vllm bench serve` and llmperf.  So `id:` lines and
+comments are sent only to clients that ask for event ids:
 
-    id: cmpl-5f0c:17                 how much of the answer the reader has after this event: `position.Position`
+    id: cmpl-5f0c:17                 position in the answer after this event: `position.Position`
     data: {"id":"cmpl-5f0c", ...}
                                      blank line
-    : keep-alive                     after a silence
+    : keep-alive                     if nothing was sent for a while
     : queued place=12 wait_s=8.3     while the request waits in the late lane
 
-Headers wait for the first token or the first heartbeat, so that an earlier failure has a proper HTTP status.  A late
-request does not wait: its headers and its place in the queue are sent at once.  Each handler waits only for its own
-socket, once WRITE_BUFFER_BYTES are buffered there.  Meanwhile tokens merge in the request's mailboxes.
+The HTTP headers are sent with the first token or the first keep-alive, so that an earlier failure gets a proper HTTP
+status.  Only for a request in the late lane are headers and place in the queue sent at once.  Each handler waits only
+for its own socket, once WRITE_BUFFER_BYTES are buffered there.  Meanwhile new tokens merge in the request's mailboxes.
 """
 
 from __future__ import annotations
@@ -39,20 +39,22 @@ from quire.service.output.pieces import Piece
 
 log = logging.getLogger("quire.gateway")
 
-# No blank line follows: after an id, OpenAI's client reads a lone blank line as an event without data, and fails.
+# Not followed by a blank line: OpenAI's client, after an id, takes a lone blank line for an event without data and
+# fails.
 KEEP_ALIVE = b": keep-alive\n"
-# For readers without ids.  Two line ends: a reader that splits at blank lines finds an empty part, and the next part
-# still begins with `data: `.
+# Keep-alive for clients without event ids.  Two line ends: a client that splits the stream at blank lines gets an empty
+# part, and the next part still begins with `data: `.
 BLANK_LINES = b"\n\n"
-RETRY = b"retry: 100\n"  # milliseconds before a reader that was handed over asks again
-# How much a socket may buffer for a slow reader, plus one event: in this process, and in the kernel, which doubles the
-# value and would buffer megabytes by itself.  The rest waits as tokens, which take a fiftieth of the space.
+RETRY = b"retry: 100\n"  # milliseconds until a client reconnects after this gateway broke off the stream at shutdown
+# Maximum bytes buffered for a slow client, plus one event: in asyncio's write buffer, and in the kernel.  The kernel
+# doubles its value; by default it would buffer megabytes.  Further output waits as tokens, which take a fiftieth of
+# the memory.
 WRITE_BUFFER_BYTES, SEND_BUFFER_BYTES = 16 * 1024, 32 * 1024
-TURN_BYTES = 64 * 1024  # bytes of one request's events that are built before other requests run: 1 to 3 ms
+TURN_BYTES = 64 * 1024  # bytes of events built for one request before other requests run; 1 to 3 ms of work
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # or nginx would buffer the events
+    "X-Accel-Buffering": "no",  # without it nginx would buffer the events
 }
 
 
@@ -67,14 +69,14 @@ async def write(
     silent: Callable[[], bool] = bool,
     pacer: Pacer | None = None,
 ) -> web.StreamResponse:
-    """Stream an answer to its end.  Calls `sent` with the tokens of each choice that were sent so far.
+    """Stream an answer to its end.  Before each write, calls `sent` with the number of tokens sent, per choice.
 
-    `waiting`: where the request stands in the queue.  `silent()`: whether the client was sent nothing for too long.
-    Tokens may arrive meanwhile, whose text is held back.
+    `waiting`: the request's place in the queue.  `silent()`: whether nothing was written for so long that a keep-alive
+    is due; tokens may have arrived whose text is held back.
 
-    Raises Refusal while nothing was sent; later it sends the error as an event.  Raises ConnectionError when the client
-    has left.  Raises HandedOver, which `pieces` raises, when the client shall resume elsewhere: the stream breaks off,
-    so that no reader takes it for complete."""
+    Raises Refusal while nothing was sent; later errors are sent as an event.  Raises ConnectionError when the client
+    has left.  Raises HandedOver, from `pieces`, when the client shall resume at another gateway.  The stream then
+    breaks off without `[DONE]`, so that no client takes it for complete."""
     response: web.StreamResponse | None = None
     try:
         async for changed in pieces:
@@ -84,10 +86,10 @@ async def write(
                 meter.record_piece(piece)
             data = await _chunks(form, changed)
             if data or ((not changed or silent()) and (data := form.idle() or _idle(waiting, comments=form.ids))):
-                sent(form.tokens)  # before the write: if it fails, a part may have arrived
+                sent(form.tokens)  # before the write, since even a failed write may deliver a part of the data
                 await response.write(data)
-                await request.writer.drain()  # aiohttp checks the buffer only every 64 KiB
-        if response is None:  # resumed after the last choice had ended
+                await request.writer.drain()  # aiohttp by itself waits only after every 64 KiB
+        if response is None:  # the client resumed after the last choice had ended
             response = await begin(request, _headers(form, waiting))
         await form.prepare_end(pacer or Pacer())
         last = form.usage_chunk() + form.done()
@@ -112,7 +114,7 @@ async def write(
 
 
 async def _chunks(form: AnswerFormat, changed: list[Piece]) -> bytes:
-    """Return the events of what is new.  Other requests run after every TURN_BYTES."""
+    """Return the events for new deltas.  Other requests run after every TURN_BYTES."""
     chunks, waiting = [], 0
     for piece in changed:
         await form.prepare(piece)
@@ -125,7 +127,7 @@ async def _chunks(form: AnswerFormat, changed: list[Piece]) -> bytes:
 
 
 def _idle(waiting: Waiting | None, *, comments: bool) -> bytes:
-    """Return what a silent stream sends."""
+    """Return the keep-alive of a stream: a comment (`comments`), or blank lines."""
     if not comments:
         return BLANK_LINES
     return KEEP_ALIVE if waiting is None or waiting.waited_s is not None else waiting.comment()
@@ -134,12 +136,12 @@ def _idle(waiting: Waiting | None, *, comments: bool) -> bytes:
 def _headers(form: AnswerFormat, waiting: Waiting | None) -> dict[str, str]:
     """Return the headers of an answer.
 
-    Its id comes before the first event, so that a client can resume or cancel an answer that still waits."""
+    They contain its id, so that a client can resume or cancel an answer before its first event."""
     return {"x-answer-id": form.request_id, **(waiting.headers() if waiting is not None else {})}
 
 
 async def begin(request: web.Request, headers: Mapping[str, str] | None = None) -> web.StreamResponse:
-    """Send the headers of a stream.  Its socket buffers no more than a slow reader needs."""
+    """Send the headers of a stream, and limit the send buffers of its socket."""
     if (transport := request.transport) is not None:
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

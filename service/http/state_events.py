@@ -1,9 +1,9 @@
-"""The events of GET /engine/state: the engines' state as a whole, or what has changed of it.
+"""The events of GET /engine/state: the complete state of the engines, or the changes since an earlier state.
 
     Fleet, PoolStates --observe()--> FleetState --event(None, state)---> {"full": true, ...}
-                                                --event(before, state)-> {"full": false, ...}: only what changed
+                                                --event(before, state)-> {"full": false, ...}: changes only
 
-docs/api.md describes the fields.  Nothing here waits or knows of clients.
+docs/api.md describes the fields.  The functions here are pure: no I/O, no waiting.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import msgspec
 from quire.engine.wire.messages import EngineLoad, PoolState
 from quire.engine.wire.records import Fleet
 
-# Digits of an answer's id that name its sequences: the first of its 20 random ones.  If there are no keys, a client
-# could read the answer with the complete id.
+# An answer's id has 20 random digits.  Names of sequences show only the first 8: on a gateway without API keys, the
+# complete id would let any watcher read the answer.
 RANDOM_DIGITS, SHOWN_DIGITS = 20, 8
-FEW = 256  # patches up to which the complete map is not considered instead
-# (kind, references) of each value of a cell: free, cached, owned by one table, shared by several.
+FEW = 256  # an event with at most this many patches is sent as patches, without trying the complete map
+# Cell value -> (kind, references): free, cached, in one block table, shared by several block tables.
 KINDS = [(0, 0), (1, 0), (2, 1), *((3, refs) for refs in range(2, 255))]
 RUN_BYTES = 8  # bytes per run of blocks in SequenceBlocks.runs
 
@@ -30,27 +30,27 @@ Json = dict[str, Any]
 
 
 class EngineState(msgspec.Struct, frozen=True):
-    """One engine, as one reading shows it."""
+    """State of one engine at one reading."""
 
-    figures: dict[str, int]
-    cells: bytes | None  # see PoolState; None: it publishes none
-    sequences: dict[str, bytes]  # name -> runs of blocks, see SequenceBlocks
+    figures: dict[str, int]  # load and sizes, by field name of the event
+    cells: bytes | None  # map of the block pool, see PoolState; None: the engine publishes none
+    sequences: dict[str, bytes]  # name of a sequence -> runs of its blocks, see SequenceBlocks
 
 
 class FleetState(msgspec.Struct, frozen=True, eq=False):
-    """All engines and the shared queue, as one reading shows them.  Each reading is a value of its own."""
+    """State of all engines and of the shared queue at one reading.  Compared and hashed by identity."""
 
     time_ms: int  # unix time on Redis' clock
-    lanes: dict[str, int]  # requests that wait in each
+    lanes: dict[str, int]  # lane -> number of waiting requests
     engines: dict[str, EngineState]
 
     def equals(self, other: FleetState) -> bool:
-        """Whether nothing but the time differs."""
+        """Return whether both states are equal except for their times."""
         return self.lanes == other.lanes and self.engines == other.engines
 
     @property
     def shape(self) -> list[tuple[str, int, int]]:
-        """What only a full event can change: the engines and the sizes of their maps."""
+        """The engines and the sizes of their maps.  If the shape changes, a full event is necessary."""
         return [
             (name, engine.figures["blocks"], -1 if engine.cells is None else len(engine.cells))
             for name, engine in self.engines.items()
@@ -58,7 +58,7 @@ class FleetState(msgspec.Struct, frozen=True, eq=False):
 
 
 def observe(fleet: Fleet, pools: Mapping[str, PoolState], time_ms: int) -> FleetState:
-    """Put one reading together.  `pools`: without the engines that publish no state."""
+    """Combine one reading of load and pools.  `pools` lacks engines that publish no pool state."""
     engines = {load.engine: _engine(load, pools.get(load.engine)) for load in fleet.engines}
     lanes = {"on_time": fleet.on_time.requests, "late": fleet.late.requests}
     return FleetState(time_ms, lanes, dict(sorted(engines.items())))
@@ -90,13 +90,13 @@ def _engine(load: EngineLoad, pool: PoolState | None) -> EngineState:
 
 
 def sequence_name(request_id: str, index: int) -> str:
-    """Return what a sequence is called: digits of its answer's id, the number of its prompt, that of its choice."""
+    """Return the name of a sequence: random digits of its answer's id, index of its prompt, index of its choice."""
     answer, _, prompt = request_id.rpartition(".")
     return f"{answer[-RANDOM_DIGITS:][:SHOWN_DIGITS]}.{prompt}.{index}"
 
 
 def event(before: FleetState | None, state: FleetState) -> bytes:
-    """Return one event of the stream: all of `state`, or what has changed since `before`."""
+    """Return one SSE event: the changes from `before` to `state`, or all of `state` if changes are not enough."""
     if before is None or before.shape != state.shape:
         body = _full(state)
     else:
@@ -139,7 +139,7 @@ def _engine_changes(before: EngineState, engine: EngineState) -> Json:
 
 
 def _cell_changes(before: bytes, cells: bytes) -> Json:
-    """Return patches of a map of the same size, or the complete map where that is shorter."""
+    """Return the patches between two maps of equal size, or the complete map if that is shorter."""
     patches: list[list[int]] = []
     end = last = -1
     for at in compress(range(len(cells)), _xor(int.from_bytes(before), cells)):
@@ -149,14 +149,14 @@ def _cell_changes(before: bytes, cells: bytes) -> Json:
         else:
             patches.append([at, 1, *KINDS[value]])
         end, last = at + 1, value
-    # A run has three numbers, a patch four.
+    # In JSON a run takes three numbers, a patch four.
     if len(patches) > FEW and 3 * len(whole := _runs(cells)) < 4 * len(patches):
         return {"cells": whole}
     return {"changed": patches}
 
 
 def _sequence_changes(before: Mapping[str, bytes], sequences: Mapping[str, bytes]) -> Iterator[list[Any]]:
-    """Yield [name, runs to keep, further runs] of each sequence that differs.  Tables grow at their end."""
+    """Yield [name, number of runs to keep, new runs] for each changed sequence.  Block tables grow at their end."""
     for name, runs in sequences.items():
         known = before.get(name, b"")
         if known == runs:
@@ -173,7 +173,7 @@ def _runs(cells: bytes) -> list[tuple[int, int, int]]:
 
 
 def _xor(number: int, cells: bytes) -> bytes:
-    """Return a byte for each cell: 0 where it equals that byte of `number`.  As one long number, for speed."""
+    """Return the bytewise XOR of `number` and `cells`: 0 for equal bytes.  One big-integer operation, for speed."""
     return (number ^ int.from_bytes(cells)).to_bytes(len(cells))
 
 

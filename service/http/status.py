@@ -1,4 +1,4 @@
-"""A gateway's own state as pages: models, liveness, readiness, version, metrics."""
+"""Endpoints that report the gateway's own state: models, liveness, readiness, version, metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quire.service.http.middleware import METER, TENANT, Capacity
 
 log = logging.getLogger("quire.gateway")
 
-RESET_PARAMETERS = {  # parameters of vLLM's endpoint
+RESET_PARAMETERS = {  # query parameters of vLLM's endpoint that are refused, and why
     "reset_running_requests": "requests that run are not stopped: they keep their blocks",
     "reset_external": "there is no external cache",
 }
@@ -57,9 +57,9 @@ class Status:
         strict: bool = False,
         ready_without_engine: bool = False,
     ) -> None:
-        """`names`: of the model for clients.  `root`: its hub name, or the name of its directory.
+        """`names`: the model's names in the API.  `root`: its hub name, or the name of its directory.
 
-        `document`: returns the OpenAPI document.  `strict`: unknown parameters are refused.
+        `document`: returns the OpenAPI document.  `strict`: refuse unknown parameters.
         `ready_without_engine`: see GatewayConfig."""
         self._strict, self._ready_without_engine = strict, ready_without_engine
         self._document, self._engine_pages = document, engine_pages
@@ -67,14 +67,15 @@ class Status:
         self._names, self._adapters = names, adapters
         self._telemetry, self._capacity = telemetry, capacity
         self._created = int(time.time())
-        self._logged_trouble: str | None = None  # last reason logged, so that each is logged once
+        self._logged_trouble: str | None = None  # last logged reason, so that a lasting one is logged once
 
     async def models(self, request: web.Request) -> web.Response:
-        """GET /v1/models.  Codex, which sends its version, wants a list of its own form in addition to OpenAI's."""
+        """GET /v1/models.  Codex, recognised by `client_version`, needs a list `models` in addition to OpenAI's."""
         cards = [self._card(name) for name in self._names]
         cards += [self._card(one.name, one) for one in await self._adapters.listed(request[TENANT])]
         listed: dict[str, object] = {"object": "list", "data": cards}
-        listed |= {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}  # a page, as at Anthropic
+        # Fields of a page in Anthropic's format.
+        listed |= {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
         return _json(listed | ({"models": []} if "client_version" in request.query else {}))
 
     async def model(self, request: web.Request) -> web.Response:
@@ -86,7 +87,7 @@ class Status:
         return _json(self._card(name, adapter))
 
     def _card(self, name: str, adapter: ServedAdapter | None = None) -> dict[str, object]:
-        """Return a model as OpenAI, vLLM and Anthropic describe it.  `adapter`: None: the base model."""
+        """Return a model's description with the fields of OpenAI, vLLM and Anthropic.  No `adapter`: the base model."""
         permission = {
             "id": "modelperm-" + hashlib.sha256(name.encode()).hexdigest()[:32],
             "object": "model_permission",
@@ -116,20 +117,20 @@ class Status:
         }
 
     async def health(self, request: web.Request) -> web.Response:
-        """GET /health: is an engine running?  A gateway without engines answers 503 and keeps running."""
+        """GET /health: 200 if an engine is running, else 503; the gateway itself keeps running."""
         alive = len(self._streams.fleet.engines)
         return _json({"status": "ok" if alive else "no engine is running", "engines": alive}, 200 if alive else 503)
 
     async def root(self, request: web.Request) -> web.Response:
-        """HEAD /: some programs ask it once, to see whether there is a server."""
+        """HEAD /: 200, since some clients send it first to see whether the server is up."""
         return web.Response()
 
     async def no_page(self, request: web.Request) -> web.Response:
-        """GET / without the playground: 404, although HEAD has an answer."""
+        """GET / without the playground: 404, although HEAD / is 200."""
         raise web.HTTPNotFound
 
     async def ready(self, request: web.Request) -> web.Response:
-        """GET /ready: may a load balancer send work here?  If not, the body says why."""
+        """GET /ready: 200 if a load balancer may send requests to this gateway, else 503 with the reason."""
         why = self._redis_trouble()
         engines = self._streams.fleet.engines
         if self._capacity.draining:
@@ -142,7 +143,7 @@ class Status:
         return _json({"ready": why is None, "reason": why}, 200 if why is None else 503)
 
     def _redis_trouble(self) -> str | None:
-        """Return why Redis cannot be used, without its address.  The address goes to the log, once for each reason."""
+        """Return why Redis cannot be used, without its address.  The log gets the full reason, once."""
         trouble, before = self._streams.trouble, self._logged_trouble
         self._logged_trouble = trouble
         if trouble is not None and trouble != before:
@@ -150,19 +151,19 @@ class Status:
         return None if trouble is None else NO_REDIS
 
     async def ping(self, request: web.Request) -> web.Response:
-        """GET /ping: does this process work, whatever the others do?  If not, it must be restarted."""
+        """GET /ping: liveness of this process alone.  On 503 it must be restarted."""
         if self._streams.supervisor.dead:
             return web.Response(text=self._redis_trouble() or NO_REDIS, status=503)
         return web.Response(text="pong")
 
     async def load(self, request: web.Request) -> web.Response:
-        """GET /load: how many requests this process answers now, the queued ones included."""
+        """GET /load: number of requests that this process is answering, queued requests included."""
         return _json({"server_load": self._capacity.answering})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         """POST /reset_prefix_cache: order all engines to empty their prefix caches.
 
-        Raises Refusal: 403 without the admin scope, 400 for what vLLM's parameters would stop, 503 without Redis."""
+        Raises Refusal: 403 without the admin scope, 400 for vLLM's parameters (RESET_PARAMETERS), 503 without Redis."""
         request[TENANT].require_admin()
         for name in (name for name in RESET_PARAMETERS if request.query.get(name, "false").lower() != "false"):
             raise Refusal(400, "unsupported", f"{name}: {RESET_PARAMETERS[name]}", param=name, limit="false")
@@ -184,13 +185,13 @@ class Status:
         return _json(self._document())
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """GET /metrics, in Prometheus' text format: of this process alone."""
+        """GET /metrics in Prometheus' text format: metrics of this process alone."""
         return _page(self._telemetry.expose())
 
     async def open_metrics(self, request: web.Request) -> web.Response:
-        """GET /metrics on the clients' port: with the engines' metrics that --engine-metrics names."""
+        """GET /metrics on the API's port: this process's metrics and those of the engines in --engine-metrics."""
         return _page(self._telemetry.expose() + await self._engine_pages.families())
 
     async def no_metrics(self, request: web.Request) -> web.Response:
-        """GET /metrics on the clients' port of a gateway with keys: metrics name tenants, so it is refused."""
+        """GET /metrics on the API's port of a gateway with API keys: refused, since metrics contain tenants' names."""
         raise Refusal(404, "not_found", "/metrics: a gateway with API keys or tenants serves it on --metrics-port only")

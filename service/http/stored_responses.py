@@ -1,10 +1,10 @@
-"""Stored responses of `/v1/responses`: kept after their end, retrieved, continued and deleted.
+"""Stored responses of `/v1/responses`: save, retrieve, continue and delete them.
 
     an answer that ends --save--> Redis --history--> the input of a request with previous_response_id
                                         --load-----> GET /v1/responses/{id}
 
-Each tenant sees only its own, as each API key does that belongs to no tenant.  A response is stored before its last
-event or its body is sent, so a client may continue it at once.
+Each tenant sees only its own responses; an API key without a tenant sees only the responses made with it.  A response
+is stored before its last event or its body is sent, so a client may continue it at once.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ log = logging.getLogger("quire.gateway")
 
 T = TypeVar("T")
 
-EARLY_MS = 10_000  # ms beyond its deadline that a running response stays stored, for its last state
-ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{4}")  # id of an output item: its response, its place in the output
-PAGE, PAGES = 20, 100  # items of one answer to GET .../input_items: by default and at most
+EARLY_MS = 10_000  # ms beyond its deadline for which a running response stays stored, so that its end can be stored
+ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{4}")  # id of an output item: digits of its response, its index
+PAGE, PAGES = 20, 100  # items per page of GET .../input_items: default and maximum
 
 
 def holder_of(request: web.Request) -> str:
-    """Return who may read the responses of a request."""
+    """Return the owner of a request's stored responses: its tenant, or its API key if it has no tenant."""
     tenant = request[TENANT]
     return f"tenant {tenant.name}" if tenant.name else f"key {request[OWNER]}"
 
@@ -55,9 +55,9 @@ class StoredResponses:
     # -- writing
 
     async def save(self, holder: str, valid: ValidRequest, form: ResponseFormat, pacer: Pacer) -> None:
-        """Store a response at its end, if its request allows it.
+        """Store a response at its end, unless its request has `store: false`.
 
-        If Redis is away, or the response is too large, it is not stored, and says so itself: `store` is false."""
+        If Redis is away, or the response is too large, it is not stored, and its field `store` becomes false."""
         if not form.stored:
             return
         await form.prepare_end(pacer)
@@ -102,7 +102,7 @@ class StoredResponses:
     async def update(self, holder: str, response: dict[str, Any], *, ended: bool) -> bool:
         """Store the next state of a response that runs in the background.
 
-        Returns whether it could be stored: not if it was deleted or has ended.  Raises BusDown."""
+        Returns False, without storing it, if the response was deleted or has ended.  Raises BusDown."""
         body = msgspec.json.encode(response)
         ttl_ms = self._ttl_ms if ended else self._ttl_ms + int(self._config.max_timeout_s * 1000)
         outcome = await self._store.put(holder, response["id"], body, ended=ended, ttl_ms=ttl_ms, most_bytes=self._most)
@@ -113,7 +113,9 @@ class StoredResponses:
         return outcome >= 0
 
     async def cancel(self, holder: str, response_id: str) -> bytes:
-        """End a response that runs in the background as cancelled; return how it ended.  Raises Refusal."""
+        """Mark a background response as cancelled, unless it has ended.  Returns the stored response as JSON.
+
+        Raises Refusal."""
         found = await self.load(holder, response_id)
         response = msgspec.json.decode(found.body)
         if not response["background"]:
@@ -133,14 +135,14 @@ class StoredResponses:
     # -- reading
 
     async def load(self, holder: str, response_id: str) -> StoredResponse:
-        """Return a response.  Raises Refusal: 404 if there is none of this holder."""
+        """Return a stored response.  Raises Refusal: 404 if this holder has no such response."""
         found = await ask(self._store.get(holder, response_id)) if self._ttl_ms else None
         if found is None:
             raise missing(response_id)
         return found
 
     async def history(self, holder: str, response_id: str | None) -> list[Turn]:
-        """Return input and response, as JSON, of a response and of those that it continues, oldest first.
+        """Return the chain of a response and of all that it continues, oldest first: (input, response) as JSON.
 
         Raises Refusal."""
         if not response_id:
@@ -163,9 +165,9 @@ class StoredResponses:
         return [(one.input, one.body) for one in reversed(chain.found)]
 
     async def items(self, holder: str, ids: list[str]) -> dict[str, Item]:
-        """Return output items of stored responses by their ids, those that there are.  Raises Refusal.
+        """Return the output items with these ids from stored responses; unknown ids are left out.  Raises Refusal.
 
-        An item's id holds that of its response, so each response is read once."""
+        An item's id contains its response's id, so each response is read once."""
         wanted = {PREFIX + match[1] for item in ids if (match := ITEM_ID.fullmatch(item))} if self._ttl_ms else set()
         found: dict[str, Item] = {}
         size, most = 0, self._config.max_body_bytes
@@ -180,12 +182,12 @@ class StoredResponses:
         return found
 
     async def drop(self, holder: str, response_id: str) -> None:
-        """Delete a response.  Raises Refusal: 404 if there is none of this holder."""
+        """Delete a stored response.  Raises Refusal: 404 if this holder has no such response."""
         if not self._ttl_ms or not await ask(self._store.drop(holder, response_id)):
             raise missing(response_id)
 
     async def input_items(self, request: web.Request) -> bytes:
-        """Return a page of a response's own input, as `GET /v1/responses/{id}/input_items` answers it."""
+        """Return a page of a response's input items as JSON, for `GET /v1/responses/{id}/input_items`."""
         query = request.query
         found = await self.load(holder_of(request), request.match_info["id"])
         items = msgspec.json.decode(found.input)

@@ -1,4 +1,4 @@
-"""Endpoints that read and count tokens and make none: /tokenize, /detokenize, /tokenizer_info, count_tokens."""
+"""Tokenizer endpoints, which generate nothing: /tokenize, /detokenize, /tokenizer_info, count_tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ B = TypeVar("B", TokenizeBody, DetokenizeBody)
 
 
 class TokenEndpoints:
-    """Handlers of these endpoints."""
+    """Handlers of the tokenizer endpoints."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class TokenEndpoints:
     async def _read_tokens(
         self, request: web.Request, kind: type[B], endpoint: Endpoint, max_values: int
     ) -> tuple[B, int]:
-        """Return the body of /tokenize or /detokenize, and its size in bytes.  Raises Refusal."""
+        """Return the decoded body of /tokenize or /detokenize, and its size in bytes.  Raises Refusal."""
         await self._quotas.count(request, request[TENANT])
         async with self._bodies.read(request, max_values) as body:
             size = len(body.data)
@@ -110,7 +110,7 @@ class TokenEndpoints:
         return asked, size
 
     def _text(self, tokens: list[int], most: int) -> str:
-        """Return the text of token ids.  Raises Refusal for more than `most`, and for ids outside the vocabulary."""
+        """Decode token ids to text.  Raises Refusal for more than `most` ids, and for ids outside the vocabulary."""
         if len(tokens) > most:
             raise fitting.too_many_tokens("tokens", most, len(tokens))
         vocab = len(self._tokenizer.vocabulary.table)
@@ -119,7 +119,7 @@ class TokenEndpoints:
         return self._tokenizer.text_of(tokens, skip_special=False)
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/messages/count_tokens: the prompt that POST /v1/messages would make, without an answer."""
+        """POST /v1/messages/count_tokens: count the prompt tokens that POST /v1/messages would use."""
         config = self._config
         with renaming(messages.NAMES), self._capacity.occupy():
             await self._quotas.count(request, request[TENANT])

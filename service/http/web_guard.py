@@ -1,4 +1,4 @@
-"""Web pages against a gateway without keys: the names under which it is served, and pages of other origins."""
+"""Protects a gateway without API keys from web pages of other sites: checks the headers Host and Origin."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from quire.service.http.cors import Cors
 
 
 class WebGuard:
-    """Refuses requests that a browser sends for a page which is none of this server's."""
+    """Refuses requests that a browser sends on behalf of another site's page."""
 
     def __init__(
         self, *, host: str, guarded: bool, allowed_hosts: Iterable[str] = (), cors: Cors | None = None
     ) -> None:
-        """`host`: address to listen on.  `guarded`: a key is needed, which no page of another site has."""
+        """`host`: address to listen on.  `guarded`: requests need an API key, which pages of other sites lack."""
         self._allowed = frozenset(name.strip("[]").lower() for name in allowed_hosts)
-        # At other addresses names cannot be known; a proxy or Kubernetes decides there.
+        # On other addresses than loopback the valid host names are unknown: a proxy or Kubernetes checks them.
         self._checks_host = bool(self._allowed) or (not guarded and is_loopback(host))
         self._guarded, self._cors = guarded, cors or Cors(())
 
     def check(self, request: web.BaseRequest) -> None:
-        """Raise Refusal(403) for a Host that this server does not have, or a page of another origin."""
+        """Raise Refusal(403) for a Host header that is no name of this server, or a page of another origin."""
         headers = request.headers
         host, origin = headers.get("Host"), headers.get("Origin")
         if self._checks_host and not allows_host(host, self._allowed):
@@ -38,9 +38,9 @@ class WebGuard:
 
 
 def metrics_guard(host: str, allowed_hosts: Iterable[str]) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """Return a middleware for a page without keys that listens at `host`: on loopback it checks names as WebGuard does.
+    """Return a middleware for the metrics port, which needs no API key: on loopback it checks Host as WebGuard does.
 
-    At other addresses a scraper may use any name, also where `allowed_hosts` bounds those of the API."""
+    On other addresses a scraper may use any host name, even if `allowed_hosts` limits the names for the API."""
     guard = WebGuard(host=host, guarded=False, allowed_hosts=allowed_hosts if is_loopback(host) else ())
 
     @web.middleware
