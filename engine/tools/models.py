@@ -39,7 +39,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from quire.engine.config import EngineConfig
 from quire.engine.executor import loading
 from quire.engine.executor.errors import ModelLoadError, UnsupportedModel, one_line
-from quire.engine.executor.models import hf, text_tower
+from quire.engine.executor.models import served_config, text_tower
 from quire.engine.executor.models.bars import no_bars
 from quire.engine.llm import LLM
 from quire.engine.tools.tiny_checkpoints import MORE_LAYERS, VOCAB, make_checkpoint
@@ -134,7 +134,7 @@ def refusal_of_default(family: str) -> str:
 
     A tiny checkpoint may hold a part only, as of an encoder-decoder, and is then refused for another reason."""
     try:
-        hf.check_architecture(AutoConfig.for_model(family))
+        served_config.check_architecture(AutoConfig.for_model(family))
     except UnsupportedModel as error:
         return str(error)
     except Exception:  # config classes raise what their authors liked

@@ -342,7 +342,7 @@ def test_loading_logs_bytes_and_shows_no_bar(
     size = sum(tensor.nbytes for tensor in load_file(package.checkpoint / "model.safetensors").values())
     stored = weights.stored_tensors([package.checkpoint / "model.safetensors"]).values()
     assert sum(tensor.bytes for tensor in stored) == size
-    with caplog.at_level("INFO", "quire.engine.executor.models.hf"):
+    with caplog.at_level("INFO", "quire.engine.executor.models.weight_reader"):
         hf.load_model(str(package.checkpoint), dtype="auto", device=torch.device("cpu"))
     [line] = caplog.messages
     assert line.startswith(f"read {size / 1e6:.0f} MB of weights in ")
@@ -354,7 +354,7 @@ def test_loading_that_takes_long_says_how_far_it_is(
     package: Package, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.engine.executor.progress.EVERY_S", 0.0)
-    with caplog.at_level("INFO", "quire.engine.executor.models.hf"):
+    with caplog.at_level("INFO", "quire.engine.executor.models.weight_reader"):
         hf.load_model(str(package.checkpoint), dtype="auto", device=torch.device("cpu"))
     assert len(caplog.messages) > 10
     assert all(line.startswith("reading weights: 0.0 GB of 0.0 GB") for line in caplog.messages[:-1])

@@ -24,7 +24,9 @@ from quire.engine.executor.kv_cache import KVShape, bytes_per_token
 from quire.engine.executor.models import hf
 from quire.engine.executor.models.linear import PackedLinear
 from quire.engine.executor.models.probe import probe
+from quire.engine.executor.models.served_config import check_architecture, check_length, read_config
 from quire.engine.executor.models.sources import hub
+from quire.engine.executor.models.weight_reader import read_weights
 from quire.engine.executor.ranks.ranks import Ranks
 from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from quire.engine.tools.tiny_checkpoints import tiny_config
@@ -84,7 +86,7 @@ def test_sharded_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["falcon", "bloom", "mpt", "gpt_neo", "stablelm"])
 def test_attention_past_the_interface_is_refused(family: str) -> None:
     with pytest.raises(UnsupportedModel, match=rf"^{family}: computes attention by itself"):
-        hf.check_architecture(AutoConfig.for_model(family))
+        check_architecture(AutoConfig.for_model(family))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_attention_past_the_interface_is_refused(family: str) -> None:
 )
 def test_other_architectures_are_refused(family: str, reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=rf"^{family}: {reason}"):
-        hf.check_architecture(AutoConfig.for_model(family))
+        check_architecture(AutoConfig.for_model(family))
 
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 640}
@@ -362,10 +364,10 @@ def test_lengths_at_which_angles_change_are_only_served_where_asked_for() -> Non
         "long_factor": [2.0] * 32,
     }
     config = config_of("phi3", rope_parameters=rope, original_max_position_embeddings=256)
-    assert hf.check_length(config, 0) == 256
-    assert hf.check_length(config, 257) == 257
+    assert check_length(config, 0) == 256
+    assert check_length(config, 257) == 257
     with pytest.raises(ModelLoadError, match=r"max_model_len 1025 is over the 1024 positions phi3 can serve"):
-        hf.check_length(config, MAX_LEN + 1)
+        check_length(config, MAX_LEN + 1)
 
 
 def test_make_checkpoint_is_repeatable(tmp_path: Path) -> None:
@@ -460,7 +462,7 @@ def test_integers_of_any_name_are_refused_where_the_model_has_a_parameter(
     directory = make_tiny(tmp_path / family, family)
     rewrite(directory, lambda weights: weights.update({name: weights[name].to(torch.int8)}))
     with pytest.raises(UnsupportedModel) as caught:
-        hf.read_weights(directory, hf.read_config(directory), "auto", ranks=Ranks(0, ranks))
+        read_weights(directory, read_config(directory), "auto", ranks=Ranks(0, ranks))
     reason = "is I8 in the weight files, and the config says nothing of quantised weights"
     assert str(caught.value) == f"{family}: {name} {reason}"
 

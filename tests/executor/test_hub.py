@@ -20,7 +20,9 @@ from huggingface_hub import snapshot_download
 
 from quire.engine.executor.errors import ModelLoadError
 from quire.engine.executor.models import hf
+from quire.engine.executor.models.served_config import read_config
 from quire.engine.executor.models.sources import hub
+from quire.engine.executor.models.weight_reader import read_weights
 from quire.engine.executor.models.weights import weight_files
 from tests.checkpoints import make_checkpoint
 
@@ -153,7 +155,7 @@ def test_weights_of_another_name_are_loaded(repository: type[Hub], tmp_path: Pat
     repository.files = {file.name: file.read_bytes() for file in made.iterdir()}
     repository.files["pytorch_model.safetensors"] = repository.files.pop(hub.WHOLE)
     usual, other = (
-        hf.read_weights(directory, hf.read_config(directory), "float32").state_dict()
+        read_weights(directory, read_config(directory), "float32").state_dict()
         for directory in (made, hf.find("org/name"))
     )
     assert usual.keys() == other.keys()

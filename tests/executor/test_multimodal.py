@@ -15,7 +15,9 @@ from quire.engine.config import EngineConfig
 from quire.engine.executor import local
 from quire.engine.executor.errors import ModelLoadError, UnsupportedModel
 from quire.engine.executor.models import hf
+from quire.engine.executor.models.served_config import read_config, served_part
 from quire.engine.executor.models.sharding import shard_proof
+from quire.engine.executor.models.weight_reader import read_weights
 from quire.engine.executor.ranks.ranks import Ranks
 from quire.engine.llm import LLM
 from quire.engine.tools.models import GREEDY, model_class, prompts
@@ -153,10 +155,10 @@ def test_tensors_that_do_not_fit_the_text(name: str, reason: str, tmp_path: Path
 
 def test_the_parts_of_two_ranks_are_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = make(tmp_path, "qwen3_vl_moe")
-    config = hf.served_part(hf.read_config(directory), directory)
-    whole = hf.read_weights(directory, config, "auto").state_dict()
+    config = served_part(read_config(directory), directory)
+    whole = read_weights(directory, config, "auto").state_dict()
     monkeypatch.setattr(shard_proof, "prove_parts", lambda *_: None)  # which needs the other rank
-    parts = [hf.read_weights(directory, config, "auto", ranks=Ranks(rank, 2)).state_dict() for rank in range(2)]
+    parts = [read_weights(directory, config, "auto", ranks=Ranks(rank, 2)).state_dict() for rank in range(2)]
     halved = [name for name, tensor in whole.items() if parts[0][name].numel() * 2 == tensor.numel()]
     assert {name.split(".")[-2] for name in halved} >= {"q_proj", "k_proj", "v_proj", "o_proj", "experts", "lm_head"}
     first = "model.language_model.layers.0.self_attn.q_proj.weight"

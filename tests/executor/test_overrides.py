@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.executor.errors import ModelLoadError
 from quire.engine.executor.models import hf, overrides, rope
+from quire.engine.executor.models.served_config import check_length, positions_of
 from quire.engine.executor.models.weights import fingerprint
 from quire.engine.tools.models import our_texts, own_texts
 from quire.engine.tools.tiny_checkpoints import make_checkpoint
@@ -108,7 +109,7 @@ def test_angles_are_those_of_a_sequence_as_long_as_any(scaling: str, llama: Path
     plain = AutoModelForCausalLM.from_pretrained(directory, config=overrides.load_config(directory, changes))
     model = AutoModelForCausalLM.from_pretrained(directory, config=overrides.load_config(directory, changes))
     text = model.config.get_text_config()
-    assert rope.fix_angles(model, text, hf.positions_of(text), LENGTH)
+    assert rope.fix_angles(model, text, positions_of(text), LENGTH)
     x = torch.ones(1, 1, 8)
     wanted = plain.model.rotary_emb(x, torch.arange(LENGTH)[None])
     for first, end in ((0, LENGTH), (0, 3), (7, 20)):
@@ -130,10 +131,10 @@ def test_angles_are_those_of_a_sequence_as_long_as_any(scaling: str, llama: Path
 )
 def test_how_far_scaling_reaches(llama: Path, changes: dict[str, Any], most: int) -> None:
     own, config = overrides.load_config(llama, {}), overrides.load_config(llama, changes)
-    assert hf.check_length(config, most, own) == most
-    assert hf.check_length(config, 0, own) == changes.get("max_position_embeddings", MADE_FOR)  # unless asked for more
+    assert check_length(config, most, own) == most
+    assert check_length(config, 0, own) == changes.get("max_position_embeddings", MADE_FOR)  # unless asked for more
     with pytest.raises(ModelLoadError, match=rf"max_model_len {most + 1} is over the {most} positions llama can serve"):
-        hf.check_length(config, most + 1, own)
+        check_length(config, most + 1, own)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from quire.engine.executor.models.quantised.dequantise import as_stored, dequant
 from quire.engine.executor.models.quantised.quantisation import Quantisation, read_quantisation
 from quire.engine.executor.models.quantised.quantised import DTYPE, Quantised, QuantisedLinear
 from quire.engine.executor.models.quantised.quantising import Quantising
+from quire.engine.executor.models.served_config import read_config
+from quire.engine.executor.models.weight_reader import read_weights
 from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from tests.checkpoints import make_checkpoint
 from tests.executor.driver import NEW, Driver, greedy, served
@@ -44,7 +46,7 @@ def written(directory: Path, config: dict[str, Any] | None, **files: Any) -> Pat
 
 def loaded(directory: Path, dtype: str) -> dict[str, torch.Tensor]:
     """The weights of a checkpoint before any submodule is swapped."""
-    return hf.read_weights(directory, hf.read_config(directory), dtype).state_dict()
+    return read_weights(directory, read_config(directory), dtype).state_dict()
 
 
 READ = {
@@ -224,7 +226,7 @@ def served_weights(
     directory: Path, quantize: Literal["none", "int8", "fp8", "int4"], device: torch.device = CPU
 ) -> dict[str, Quantised]:
     """The weights of a checkpoint's layers that have 8 or 4 bits when it is served."""
-    model = hf.read_weights(directory, hf.read_config(directory), "bfloat16", quantising=Quantising(quantize, device))
+    model = read_weights(directory, read_config(directory), "bfloat16", quantising=Quantising(quantize, device))
     found = {name: part.quantised for name, part in model.named_modules() if isinstance(part, QuantisedLinear)}
     head = found.pop("lm_head", None)
     assert (head is not None) == (quantize == "int4")
@@ -274,7 +276,7 @@ def test_how_the_fingerprint_names_int4(quantised: Callable[[str], tuple[Path, d
     for quantize in ("none", "int4", "int8"):
         loading = Quantising(quantize, CPU)
         directory = quantised("awq-32")[0]
-        hf.read_weights(directory, hf.read_config(directory), "bfloat16", quantising=loading)
+        read_weights(directory, read_config(directory), "bfloat16", quantising=loading)
         found[quantize] = loading.changes["weights of linear layers"]
     assert found == {"none": "int4 as stored", "int4": "int4, int4 as stored", "int8": "int8"}
 
@@ -355,7 +357,7 @@ def test_fp8_stays_as_it_is_stored(wide: Callable[[str], tuple[Path, Path, dict[
     """On a GPU that has products for it, also where --quantize fp8 would round again."""
     _, directory, exact = wide(kind)
     quantising = Quantising("none", GPU)
-    hf.read_weights(directory, hf.read_config(directory), "bfloat16", quantising=quantising)
+    read_weights(directory, read_config(directory), "bfloat16", quantising=quantising)
     assert quantising.changes == {"weights of linear layers": "fp8 as stored"}
     assert quantising.rounds_inputs
     for quantize in ("none", "fp8"):
@@ -387,7 +389,7 @@ def test_fp8_stays_only_where_its_products_are(
     assert served_weights(blocks, "none", GPU) == {}
     assert len(served_weights(rows, "none", GPU)) == 14
     with_float16 = Quantising("none", GPU)
-    hf.read_weights(rows, hf.read_config(rows), "float16", quantising=with_float16)
+    read_weights(rows, read_config(rows), "float16", quantising=with_float16)
     assert not with_float16.kept
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert served_weights(rows, "none", GPU) == {}
@@ -400,7 +402,7 @@ def test_int4_stays_as_it_is_stored_on_a_gpu(
 ) -> None:
     directory, exact = quantised(kind)
     quantising = Quantising("none", GPU)
-    hf.read_weights(directory, hf.read_config(directory), "bfloat16", quantising=quantising)
+    read_weights(directory, read_config(directory), "bfloat16", quantising=quantising)
     assert quantising.changes == {"weights of linear layers": "int4 as stored"}
     assert not quantising.rounds_inputs
     for quantize in ("none", "int4"):
@@ -414,7 +416,7 @@ def test_a_head_in_e4m3_rounds_its_inputs(quantised: Callable[[str], tuple[Path,
     directory = quantised("awq-32")[0]
     for device, rounds in ((GPU, True), (CPU, False)):
         quantising = Quantising("int4", device)
-        hf.read_weights(directory, hf.read_config(directory), "bfloat16", quantising=quantising)
+        read_weights(directory, read_config(directory), "bfloat16", quantising=quantising)
         assert quantising.rounds_inputs == rounds
 
 
@@ -424,7 +426,7 @@ def test_int4_stays_only_where_its_products_are(
 ) -> None:
     directory = quantised("w4-64-asym")[0]
     with_float16 = Quantising("none", GPU)
-    hf.read_weights(directory, hf.read_config(directory), "float16", quantising=with_float16)
+    read_weights(directory, read_config(directory), "float16", quantising=with_float16)
     assert not with_float16.kept
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert served_weights(directory, "none", GPU) == {}
@@ -680,7 +682,7 @@ def test_quantised_shards_and_the_end_token_of_generation(
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     described = json.loads((copy / "generation_config.json").read_bytes())
     (copy / "generation_config.json").write_text(json.dumps(described | {"eos_token_id": [7, 5]}))
-    module = hf.read_weights(copy, hf.read_config(copy), "auto")
+    module = read_weights(copy, read_config(copy), "auto")
     assert all(map(torch.equal, module.state_dict().values(), loaded(whole, "auto").values()))
     assert end_tokens.eos_ids(module, copy, module.config.vocab_size)[:2] == [7, 5]
     assert module.config._attn_implementation == attention.NAME

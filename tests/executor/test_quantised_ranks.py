@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.engine.executor.models import hf
 from quire.engine.executor.models.cuts import Cut
 from quire.engine.executor.models.quantised.dequantise import dequantise
 from quire.engine.executor.models.quantised.quantisation import Quantisation, read_quantisation
@@ -22,7 +21,9 @@ from quire.engine.executor.models.quantised.quantised import Quantised, Quantise
 from quire.engine.executor.models.quantised.quantising import Quantising
 from quire.engine.executor.models.quantised.stored_areas import read_area
 from quire.engine.executor.models.quantised.stored_weights import StoredWeights
+from quire.engine.executor.models.served_config import read_config
 from quire.engine.executor.models.sharding import shard_proof
+from quire.engine.executor.models.weight_reader import read_weights
 from quire.engine.executor.ranks.ranks import Ranks
 from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from quire.engine.wire.messages import Sampling
@@ -41,7 +42,7 @@ DOWN, UP = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("down", "up"))
 def weight_of(directory: Path, name: str, cut: Cut | None, dtype: torch.dtype = torch.float32) -> Tensor:
     how = read_quantisation(directory, "llama")
     assert how is not None
-    weights = StoredWeights(directory, hf.read_config(directory), how)
+    weights = StoredWeights(directory, read_config(directory), how)
     with weights.opened({} if cut is None else {name: cut}, dtype, Quantising("none", CPU)) as tensors:
         found: Tensor = tensors[name][...]
         return found
@@ -119,12 +120,12 @@ def parts_of(directory: Path, make: Callable[[], Quantising], dtype: str) -> tup
     """Both ranks' models and how they were quantised, each as if the other rank were there."""
     seen = []
     for rank in range(2):
-        hf.read_weights(directory, hf.read_config(directory), dtype, ranks=(ranks := RowsOf(rank)), quantising=make())
+        read_weights(directory, read_config(directory), dtype, ranks=(ranks := RowsOf(rank)), quantising=make())
         seen.append(ranks.seen)
     answers = [torch.maximum(a, b) for a, b in zip(*seen, strict=True)]
     hows = [make() for _ in range(2)]
     models = [
-        hf.read_weights(directory, hf.read_config(directory), dtype, ranks=RowsOf(rank, answers), quantising=hows[rank])
+        read_weights(directory, read_config(directory), dtype, ranks=RowsOf(rank, answers), quantising=hows[rank])
         for rank in range(2)
     ]
     return models, hows
@@ -133,7 +134,7 @@ def parts_of(directory: Path, make: Callable[[], Quantising], dtype: str) -> tup
 def check_parts(directory: Path, make: Callable[[], Quantising], dtype: str = "bfloat16") -> None:
     """All linear layers are quantised, and numbers, scales and zero points of both ranks are those of one rank."""
     how = make()
-    whole = hf.read_weights(directory, hf.read_config(directory), dtype, quantising=how)
+    whole = read_weights(directory, read_config(directory), dtype, quantising=how)
     models, hows = parts_of(directory, make, dtype)
     assert how.changes == hows[0].changes == hows[1].changes != {}
     layers = {name: part.quantised for name, part in whole.named_modules() if isinstance(part, QuantisedLinear)}
@@ -177,8 +178,8 @@ def test_int4_of_both_ranks_is_that_of_one(quantised: Made, kind: str) -> None:
 def test_parts_that_end_within_a_group_are_dequantised(quantised: Made) -> None:
     """`o_proj` and `down_proj` have 256 inputs in two groups of 128, which four ranks would cut."""
     directory, _ = quantised("awq-128")
-    config = hf.read_config(directory)
-    model = hf.read_weights(directory, config, "float32", ranks=Ranks(1, 4), quantising=Quantising("none", CPU))
+    config = read_config(directory)
+    model = read_weights(directory, config, "float32", ranks=Ranks(1, 4), quantising=Quantising("none", CPU))
     kept = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, QuantisedLinear)}
     assert kept == {"k_proj", "v_proj", "q_proj", "gate_proj", "up_proj"}
 
@@ -262,7 +263,7 @@ def test_the_text_of_one_rank_that_rounds(plain: Path, quantised: Made, kind: st
 
 def test_a_head_that_is_tied_to_the_embeddings_in_int8_beside_int4(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "tied", "qwen3")
-    assert hf.read_config(directory).tie_word_embeddings
+    assert read_config(directory).tie_word_embeddings
     assert texts_of(directory, 1, quantize="int4") == texts_of(directory, 2, quantize="int4")
 
 
@@ -279,9 +280,9 @@ def test_experts_that_are_quantised_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unproved")
 def test_the_parts_of_experts_in_mxfp4(gpt_oss: Path) -> None:
     """Gate and up of a unit are neighbours, so they stay together.  The bias of the sum is rank 0's."""
-    config = hf.read_config(gpt_oss)
-    whole = hf.read_weights(gpt_oss, config, "float32").state_dict()
-    first, second = (hf.read_weights(gpt_oss, config, "float32", ranks=Ranks(rank, 2)).state_dict() for rank in (0, 1))
+    config = read_config(gpt_oss)
+    whole = read_weights(gpt_oss, config, "float32").state_dict()
+    first, second = (read_weights(gpt_oss, config, "float32", ranks=Ranks(rank, 2)).state_dict() for rank in (0, 1))
     dims = {"gate_up_proj": -1, "gate_up_proj_bias": -1, "down_proj": -2, "sinks": -1, "q_proj.bias": -1}
     for name, dim in dims.items():
         [path] = [path for path in whole if ".1." in path and path.endswith(name)]

@@ -16,7 +16,9 @@ from quire.engine.executor.errors import ModelLoadError
 from quire.engine.executor.models import hf
 from quire.engine.executor.models.quantised.quantised import DTYPE, Quantised, QuantisedLinear
 from quire.engine.executor.models.quantised.quantising import Quantising
+from quire.engine.executor.models.served_config import read_config, served_part
 from quire.engine.executor.models.sharding import shard_proof
+from quire.engine.executor.models.weight_reader import read_weights
 from quire.engine.executor.ranks.ranks import ALONE, Ranks
 from quire.engine.tools.models import model_class
 from quire.engine.wire.messages import Sampling
@@ -49,8 +51,8 @@ UP = "model.layers.1.mlp.up_proj"
 
 def read(directory: Path, dtype: str, quantising: Quantising | None = None, ranks: Ranks = ALONE) -> Any:
     """The model before any submodule is swapped."""
-    config = hf.served_part(hf.read_config(directory), directory)
-    return hf.read_weights(directory, config, dtype, part=True, quantising=quantising, ranks=ranks)
+    config = served_part(read_config(directory), directory)
+    return read_weights(directory, config, dtype, part=True, quantising=quantising, ranks=ranks)
 
 
 def kept(directory: Path, dtype: str, quantising: Quantising, ranks: Ranks = ALONE) -> dict[str, Quantised]:
@@ -272,10 +274,10 @@ def test_two_tensors_of_one_name_are_refused(kind: str, tmp_path: Path, monkeypa
     directory, _ = make_quantised(tmp_path, "llava", "w4-32")
     directory = directory if kind == "w4-32" else tmp_path / "plain" / "llava"
     rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": torch.ones(640, 128)}))
-    config = hf.served_part(hf.read_config(directory), directory)
+    config = served_part(read_config(directory), directory)
     both = r"language_model\.lm_head\.weight and lm_head\.weight are both lm_head\.weight of the model$"
     with pytest.raises(ModelLoadError, match=both):
-        hf.read_weights(directory, config, "auto", part=True, ranks=Ranks(0, 2))
+        read_weights(directory, config, "auto", part=True, ranks=Ranks(0, 2))
 
 
 @pytest.mark.parametrize("place", ["text_config", "hf_quant_config"])

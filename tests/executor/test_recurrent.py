@@ -18,6 +18,7 @@ from quire.engine.executor.local import LocalExecutor
 from quire.engine.executor.models import hf
 from quire.engine.executor.models.recurrent import gated_delta
 from quire.engine.executor.models.recurrent.families import check_device
+from quire.engine.executor.models.served_config import read_config
 from quire.engine.executor.state_memory import divide_states
 from quire.engine.llm import LLM
 from quire.engine.loop import ConfigError
@@ -147,7 +148,7 @@ def test_bfloat16_is_proved_too(family: str, tiny: Tiny) -> None:
 
 
 def test_what_cannot_be_served_is_refused_in_one_line(tiny: Tiny) -> None:
-    config = hf.read_config(tiny("qwen3_5_text"))
+    config = read_config(tiny("qwen3_5_text"))
     with pytest.raises(UnsupportedModel, match=r"recurrent state have no GPU kernels yet .*--device cpu can do it"):
         check_device(config, torch.device("cuda"), 1)
     with pytest.raises(UnsupportedModel, match=r"--tensor-parallel is 2, at most 1"):

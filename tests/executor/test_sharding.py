@@ -16,6 +16,7 @@ from quire.engine.executor.models.cuts import Cut
 from quire.engine.executor.models.quantised import plain_weights
 from quire.engine.executor.models.sharding import shard_proof, sharding
 from quire.engine.executor.models.sharding.sharding import plan_shards
+from quire.engine.executor.models.weight_reader import read_weights
 from quire.engine.executor.ranks.ranks import Ranks
 from quire.engine.tools.tiny_checkpoints import make_checkpoint as make_tiny
 from quire.engine.tools.tiny_checkpoints import tiny_config
@@ -103,7 +104,7 @@ def test_the_parts_of_all_ranks_are_the_whole_and_nothing_else_is_read(
     parts, size = [], 2
     for rank in range(size):
         read.clear()
-        model = hf.read_weights(directory, config, "float32", ranks=Ranks(rank, size))
+        model = read_weights(directory, config, "float32", ranks=Ranks(rank, size))
         own = {
             name: tensor for name, tensor in model.named_parameters() if name != "lm_head.weight" or not tied(config)
         }

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from quire.engine.executor.errors import ModelLoadError, UnsupportedModel
 from quire.engine.executor.models import hf, overrides
 from quire.engine.executor.models.fused import is_fused
+from quire.engine.executor.models.served_config import read_config, served_part
 from quire.engine.executor.models.sharding import shard_proof
+from quire.engine.executor.models.weight_reader import read_weights
 from quire.engine.executor.ranks.ranks import Ranks
 from quire.engine.tools.models import EQUAL, Verdict, judge
 from tests.towers import make, reorder
@@ -65,10 +67,10 @@ def test_a_missing_tensor_of_the_text_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES - {"llama4"}))
 def test_the_parts_of_two_ranks_are_the_text_part(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = make(tmp_path, family, **({"text_config": {"global_head_dim": 32}} if family == "gemma4" else {}))
-    config = hf.served_part(hf.read_config(directory), directory)
-    whole = hf.read_weights(directory, config, "auto", part=True).state_dict()
+    config = served_part(read_config(directory), directory)
+    whole = read_weights(directory, config, "auto", part=True).state_dict()
     monkeypatch.setattr(shard_proof, "prove_parts", lambda *_: None)  # which needs the other rank
-    parts = [hf.read_weights(directory, config, "auto", part=True, ranks=Ranks(rank, 2)) for rank in range(2)]
+    parts = [read_weights(directory, config, "auto", part=True, ranks=Ranks(rank, 2)) for rank in range(2)]
     divided = 0
     for name, tensor in whole.items():
         first, second = (part.state_dict()[name] for part in parts)
@@ -88,9 +90,9 @@ def test_tensors_of_no_known_part_are_refused_by_ranks(tmp_path: Path, monkeypat
     directory = make(tmp_path, "mistral3")
     file = directory / "model.safetensors"
     save_file(load_file(file) | {"another_tower.norm.weight": torch.ones(128)}, file, {"format": "pt"})
-    config = hf.served_part(hf.read_config(directory), directory)
+    config = served_part(read_config(directory), directory)
     with pytest.raises(UnsupportedModel, match=r"^mistral: the weight files hold another_tower\.norm\.weight, which"):
-        hf.read_weights(directory, config, "auto", part=True, ranks=Ranks(0, 2))
+        read_weights(directory, config, "auto", part=True, ranks=Ranks(0, 2))
 
 
 def test_integers_of_other_towers_do_not_matter(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quire.engine.executor.errors import ModelLoadError
-from quire.engine.executor.models import hf, weights
+from quire.engine.executor.models import weights
 from quire.engine.executor.models.quantised.plain_weights import PlainWeights
 from quire.engine.executor.models.quantised.quantising import Quantising
+from quire.engine.executor.models.served_config import read_config
+from quire.engine.executor.models.weight_reader import read_weights
 from quire.engine.executor.models.weights import fingerprint, weight_files
 
 
@@ -97,8 +99,8 @@ def test_a_whole_file_wins_over_an_index_and_its_shards(checkpoint: Callable[[st
     assert weight_files(both) == [both / "model.safetensors"]
     assert fingerprint(both, torch.float32, tmp_path / "cache") != before
     name = "model.layers.1.self_attn.o_proj.weight"
-    config = hf.read_config(both)
-    assert torch.equal(hf.read_weights(both, config, "auto").state_dict()[name], changed[name])
+    config = read_config(both)
+    assert torch.equal(read_weights(both, config, "auto").state_dict()[name], changed[name])
     with PlainWeights(both).opened({}, torch.float32, Quantising("none", torch.device("cpu"))) as stored:
         assert torch.equal(stored[name][...], changed[name])
 
@@ -115,4 +117,4 @@ def test_weights_that_the_config_names_are_refused(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
     with pytest.raises(ModelLoadError, match=r"config\.json: transformers_weights names other\.safetensors"):
-        hf.read_config(model)
+        read_config(model)

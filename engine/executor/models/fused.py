@@ -281,7 +281,7 @@ class Decoder(nn.Module):
         super().__init__()
         plain, window = model.model, WINDOW[type(model)]
         self.embed_tokens = plain.embed_tokens
-        # Angles depend on the position alone; models/hf.py checks up to which length.  So each is computed once, as
+        # Angles depend on the position alone; served_config.py checks up to which length.  So each is computed once, as
         # the model itself would: [max_model_len, 2, D], cos and sin, in its dtype.
         positions = torch.arange(max_model_len, device=model.device)
         angles = torch.stack(plain.rotary_emb(self.embed_tokens.weight[:1], positions[None]), 2)[0]

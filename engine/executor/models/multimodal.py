@@ -47,7 +47,7 @@ def class_of(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def served_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the class that computes the text of a config that `check_architecture` of hf.py has accepted."""
+    """Return the class that computes the text of a config that served_config.py has accepted."""
     found = class_of(config)
     assert found is not None
     return found

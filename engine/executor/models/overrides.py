@@ -4,7 +4,7 @@
 
 Objects are merged field by field.  Only fields that the model's config class or its config.json knows can be changed.
 A change that the config class does not honour is refused, too: after the merge each changed field is read back.  So is
-one that changes nothing of the model that is served (hf.py, by `each_left_out`), as of a part that is not loaded.
+one that changes nothing of the model that is served (served_config.py), as of a part that is not loaded.
 """
 
 from __future__ import annotations

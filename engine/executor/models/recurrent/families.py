@@ -1,7 +1,7 @@
 """Families whose layers keep recurrent state, and the modules that take the place of transformers' own.
 
 A family is served when its layers are of kinds that it has here and the proof at load holds (`proof.py`).  Layers of
-the same names in other families are refused (`hf.check_architecture`).
+the same names in other families are refused (`check_architecture` of served_config.py).
 """
 
 from __future__ import annotations

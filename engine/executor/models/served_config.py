@@ -1,0 +1,144 @@
+"""Reads a checkpoint's config, and refuses what this server does not compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from quire.engine.executor.errors import ModelLoadError, UnsupportedModel
+from quire.engine.executor.models import multimodal, overrides, rope, text_tower
+from quire.engine.executor.models.quantised.quantisation import read_quantisation
+from quire.engine.executor.models.recurrent import families
+
+PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+CHUNKED = "chunked_attention"  # sees the tokens of its own chunk only: all of them, in the first one
+
+
+def read_config(directory: Path, changes: dict[str, Any] | None = None) -> PretrainedConfig:
+    """The config of a checkpoint with the operator's changes.  Raises UnsupportedModel for an unknown quantisation."""
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(f"{directory}: no config.json")
+    config = overrides.load_config(directory, changes or {})
+    text = config.get_text_config()
+    if not hasattr(text, "vocab_size"):
+        raise UnsupportedModel(f"{config.model_type}: its config has no vocab_size, so it is no language model")
+    read_quantisation(directory, config.model_type)
+    for described in (config, text):
+        if named := getattr(described, "transformers_weights", None):
+            reason = "which is not read; name it model.safetensors, or list it in model.safetensors.index.json"
+            raise UnsupportedModel(f"{directory}/config.json: transformers_weights names {named}, {reason}")
+        vars(described).pop("quantization_config", None)  # transformers need not know: the weights are dequantised
+    padding = getattr(text, "pad_token_id", None)
+    if padding is not None and not 0 <= padding < text.vocab_size:
+        text.pad_token_id = None  # torch refuses such a token; no batch is padded here
+    return config
+
+
+def served_part(whole: PretrainedConfig, directory: Path, changes: dict[str, Any] | None = None) -> PretrainedConfig:
+    """The config of what is served: the text part of a multimodal model, else the whole.
+
+    changes: the operator's, which `whole` has.  Raises UnsupportedModel, and ModelLoadError for changes without
+    effect."""
+    if changes:
+        check_effect(directory, changes)
+    if not text_tower.has_tower(whole):
+        check_architecture(whole)
+        if multimodal.loses_towers(whole):
+            text_tower.lend_fields(whole, whole.get_text_config())
+        without_temperature(whole.get_text_config())
+        return whole
+    text = text_tower.text_config(whole, directory)
+    try:
+        check_architecture(text)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{whole.model_type}: its text part: {error}") from None
+    return without_temperature(text)
+
+
+def check_effect(directory: Path, changes: dict[str, Any]) -> None:
+    """Raise ModelLoadError for a change of the operator's that leaves the served model as it is.
+
+    Such are fields of a part that is not loaded, and what weight files decide.  `eos_ids` reads its field by itself."""
+    whole, served = fields_of(directory, changes)
+    for path, others in overrides.each_left_out(changes, overrides.load_config(directory, {})):
+        if path.endswith("eos_token_id"):
+            continue
+        try:
+            whole_without, served_without = fields_of(directory, others)
+        except ModelLoadError:  # without it there is no model
+            continue
+        if whole != whole_without and served == served_without:
+            raise ModelLoadError(f"{overrides.OPTION}: {path} changes nothing of the model that is served")
+
+
+def fields_of(directory: Path, changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of a checkpoint's config with these changes, and of the config of what is served."""
+    whole = overrides.load_config(directory, changes).to_dict()
+    return whole, multimodal.text_fields(served_part(read_config(directory, changes), directory))
+
+
+def without_temperature(text: PretrainedConfig) -> PretrainedConfig:
+    """Switch off what changes nothing within `plain_positions`, and takes positions from the place in the batch."""
+    if hasattr(text, "attn_temperature_tuning"):
+        text.attn_temperature_tuning = False
+    return text
+
+
+def check_architecture(config: PretrainedConfig) -> None:
+    """Refuse, before any weight is read, what is known to compute something else than causal paged attention."""
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(f"{kind}: an encoder-decoder; only decoder-only language models are served")
+    if multimodal.class_of(config) is None:
+        raise UnsupportedModel(f"{kind}: transformers has no class of this type that generates text")
+    text = config.get_text_config()
+    if multimodal.loses_towers(config) and text is not config:
+        kind = f"{kind}: its text part, {text.model_type}"
+    kinds = set(getattr(text, "layer_types", None) or [])
+    if getattr(text, "cross_attention_layers", None):  # mllama
+        kinds.add("cross_attention")
+    if odd := sorted(kinds - PLAIN_LAYERS - {CHUNKED} - families.known_kinds(text)):
+        raise UnsupportedModel(f"{kind}: layers of type {odd[0]}; only full and sliding-window attention are computed")
+    if not (multimodal.passes_attention(config) or families.known_kinds(text)):  # these are watched at load
+        raise UnsupportedModel(f"{kind}: computes attention by itself, past the interface our kernels plug into")
+    if getattr(text, "alibi", False):
+        raise UnsupportedModel(f"{kind}: ALiBi position bias")
+
+
+def positions_of(text: PretrainedConfig) -> int:
+    """For how many positions a model was made, by its config; 0 where that does not say."""
+    return getattr(text, "max_position_embeddings", None) or 0
+
+
+def plain_positions(text: PretrainedConfig) -> tuple[int, str] | None:
+    """How many positions have plain attention, and what ends them; None: all.
+
+    In Llama 4: one chunk, while its temperature is one."""
+    bounds = []
+    if CHUNKED in (getattr(text, "layer_types", None) or []):
+        bounds.append((int(text.attention_chunk_size), "the first chunk of its attention"))
+    if hasattr(text, "attn_temperature_tuning"):
+        bounds.append((int(text.floor_scale) - 1, "the positions before its attention's temperature changes"))
+    return min(bounds, default=None)
+
+
+def check_length(config: PretrainedConfig, asked: int, own: PretrainedConfig | None = None) -> int:
+    """max_model_len: `asked`, or what the model was made for.
+
+    Raises ModelLoadError when asked for more than rope scaling reaches.  `own`: the config before the operator's
+    changes."""
+    text = config.get_text_config()
+    made_for, plain = positions_of(text), plain_positions(text)
+    if not made_for:
+        raise UnsupportedModel(f"{config.model_type}: the config does not say for how many positions it was made")
+    most = rope.reach(text, made_for, own and own.get_text_config())
+    hint = f"; {overrides.OPTION} with rope scaling extends models with rotary embeddings"
+    if plain is not None:
+        made_for = min(made_for, plain[0])
+        if plain[0] <= most:
+            most, hint = plain[0], f"; it is served within {plain[1]}"
+    if asked > most:
+        raise ModelLoadError(f"max_model_len {asked} is over the {most} positions {config.model_type} can serve{hint}")
+    return asked or rope.short_reach(text, made_for)
