@@ -76,9 +76,10 @@ def attend(
     soft_cap: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of a step's queries [T, H, D] over one layer's cache, which has their keys already -> [T, H, D].
+    """Return causal attention [T, H, D] of a step's queries [T, H, D] over one layer's cache, which has their keys
+    already.
 
-    window 0 and soft_cap 0.0: none.  sinks [H]: a score without a value, added to every softmax of the head.
+    window 0 and soft_cap 0.0: none.  sinks [H]: attention sink, a score without a value in every softmax of its head.
     """
     heads, size = q.shape[1:]
     if cache.window and not 0 < window <= cache.window:

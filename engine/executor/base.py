@@ -27,19 +27,19 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     max_model_len: int  # tokens
     eos_ids: list[int]
-    kv_bytes_per_token: int  # keys and values of all layers but those of `windows`, all ranks together
-    grammars: bool = False  # it honours Sampling.grammar
-    beams: bool = False  # it reports Slice.candidates
-    adapters: bool = False  # it honours Start.adapter
-    state_bytes: int = 0  # recurrent state of a sequence; 0: all layers attend
-    checkpoints: int = 0  # places for copies of such states
-    draft_tokens: int = 0  # maximum drafts of a step; 0: as many as it has tokens for
-    windows: list[WindowGroup] = []  # layers that release what a sliding window has passed
+    kv_bytes_per_token: int  # keys and values of all layers but those of `windows`, summed over the ranks
+    grammars: bool = False  # supports Sampling.grammar
+    beams: bool = False  # supports Slice.candidates
+    adapters: bool = False  # supports Start.adapter
+    state_bytes: int = 0  # bytes of recurrent state per sequence; 0: all layers attend
+    checkpoints: int = 0  # places for copies of recurrent states
+    draft_tokens: int = 0  # maximum drafts of a step; 0: limited by the step's tokens only
+    windows: list[WindowGroup] = []  # layers that release blocks before their sliding window
 
 
 class StepError(Exception):
-    """A step failed.  The executor has freed all slots and forgotten all tables.  Blocks that finished steps wrote keep
-    their content.  The message is for the log only: clients never see it."""
+    """A step failed.  The executor has freed all slots and cleared all block tables.  Blocks that finished steps wrote
+    keep their content.  The message is for the log only: clients never see it."""
 
 
 class ExecutorLost(Exception):
@@ -50,26 +50,27 @@ class Executor(Protocol):
     """Runs plans strictly in order.  Not thread-safe: one loop owns it."""
 
     info: ModelInfo
-    max_seqs: int  # slots of the batch, where the configuration leaves it open
-    step_tokens: int  # tokens of a step at most, likewise
+    max_seqs: int  # slots of the batch: configured, or the default of the device
+    step_tokens: int  # maximum tokens of a step: configured, or the default of the device
     blocks: int  # KV blocks in the pool, fixed at start
     host_blocks: int  # blocks in host memory for the KV of preempted sequences; 0: none
-    swap_bytes_per_s: float  # between the two, as measured at start; 0: not known
+    swap_bytes_per_s: float  # bandwidth between the two, measured at start; 0: not known
     start_parts: dict[str, float]  # seconds that the parts of loading took, by name
     memory_parts: dict[str, int]  # bytes on the device that the parts of the engine take, all ranks together, by name
-    drafter: Drafter | None  # finds drafts for sequences in its slots; None: nothing drafts
-    depth: int  # how many plans may be in flight (1: collect before the next submit)
+    drafter: Drafter | None  # finds drafts for the sequences in its slots; None: no drafts
+    depth: int  # maximum plans in flight; 1: collect before the next submit
 
     @property
     def grammar_store(self) -> HeldGrammars | None:
-        """The store of the requests' grammars, each compiled before its first plan; None: it follows none."""
+        """The store of the requests' grammars, each compiled before its first plan; None: grammars are not
+        supported."""
 
     @property
     def adapter_store(self) -> HeldAdapters | None:
-        """LoRA adapters that requests hold, each loaded before its first plan; None: the model takes none."""
+        """LoRA adapters that requests hold, each loaded before its first plan; None: adapters are not supported."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Start one step.  Returns before it has run when `depth` > 1."""
+        """Start one step.  If `depth` > 1, returns before the step has run."""
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight.  Raises StepError if it failed; every step in flight is then void.
@@ -77,14 +78,15 @@ class Executor(Protocol):
         Raises ExecutorLost when no further step can run."""
 
     def catch_up(self) -> bool:
-        """Do one piece of the work that the start put off, while no request is here.  Returns whether more is left."""
+        """Do one item of the work that the start deferred, while there are no requests.  Returns whether more is
+        left."""
 
     def close(self) -> None:
         """Free everything; harmless when called twice."""
 
 
 def scripted_token(seed: int, sibling: int, position: int, vocab_size: int) -> int:
-    """The token ScriptedExecutor samples at an output position; never 0 or 1, so those can serve as EOS tokens."""
+    """Return the token that ScriptedExecutor samples at an output position; never 0 or 1, which may be EOS tokens."""
     return 2 + (seed * 31 + sibling * 7 + position) % (vocab_size - 2)
 
 
@@ -93,7 +95,7 @@ def _mask(max_seqs: int, vocab_size: int) -> npt.NDArray[np.int32]:
 
 
 class ScriptedExecutor:
-    """Says a known text at a known pace, with no model and no torch: for tests and load tests of everything else.
+    """Generates a known text at a known pace, without model and torch, to test and load-test the rest of the engine.
 
     If a grammar or bad_words forbid the next token of that text, the first token that they allow takes its place."""
 
@@ -118,7 +120,7 @@ class ScriptedExecutor:
         self.host_blocks = host_blocks
         self.start_parts: dict[str, float] = {}
         self.memory_parts: dict[str, int] = {}
-        self.step_seconds = step_seconds  # how long a step takes
+        self.step_seconds = step_seconds  # duration of a step
         self._plans: deque[StepPlan] = deque()
         self._decoding: dict[int, tuple[Sampler, int]] = {}  # slot -> (sampler, next output position)
 
@@ -143,7 +145,7 @@ class ScriptedExecutor:
             grammars=grammars is not None,
         )
         blocks = config.kv_blocks or 4096
-        host_blocks = blocks if config.swap_memory_gib > 0 else 0  # a block is nothing here, so all fit
+        host_blocks = blocks if config.swap_memory_gib > 0 else 0  # blocks take no memory here, so all fit
         step_seconds = config.scripted_step_ms / 1000
         constraints = Constraints(mask, vocab_size, grammars)
         return cls(info, blocks, step_seconds=step_seconds, host_blocks=host_blocks, constraints=constraints)
@@ -188,9 +190,9 @@ class ScriptedExecutor:
         )
 
     def _accept(self, piece: Slice) -> int:
-        """Move a slot behind the drafts that its text has.  Returns how many these are.
+        """Move a slot past those of its drafts that its text has.  Returns their number.
 
-        A slot with a mask accepts none: what it says then depends on what the mask forbids."""
+        A slot with a mask accepts no draft, because its text then depends on the mask."""
         sampler, position = self._decoding[piece.slot]
         count = 0
         if not Constraints.wanted(sampler.sampling):
@@ -213,7 +215,8 @@ class ScriptedExecutor:
     def _constrain(
         constraints: Constraints, slots: list[int], tokens: list[int]
     ) -> tuple[dict[int, str], list[Follower]]:
-        """Replace the tokens that are forbidden.  Returns by slot why it has no token, and who follows a grammar."""
+        """Replace forbidden tokens.  Returns the slots that have no token, with the reason, and the followers of
+        grammars."""
         impossible = {}
         constraints.fill()
         followers = constraints.followers(slots)
@@ -224,7 +227,7 @@ class ScriptedExecutor:
         return impossible | advance(followers, tokens), followers
 
     def token(self, sampler: Sampler, position: int) -> int:
-        """The token of a slot at an output position."""
+        """Return the token of a slot at an output position."""
         return scripted_token(sampler.sampling.seed, sampler.sibling, position, self.info.vocab_size)
 
     @property

@@ -5,15 +5,16 @@ The device copy is what lets a plan list only changes.  For each slot it keeps, 
     tables   [max_seqs, max_blocks] i32   block ids; entries past a sequence's length are stale, never read (host too)
     position [max_seqs]             i64   position of the token that a decoding slot computes next
     token    [max_seqs]             i64   that token: the one sampled last, fed back without passing through Python
-    slots    [max_seqs]             i32   those that decode, in the order of the step, and behind them, in a step whose
-                                          slices are all one token with candidates, the slots of these; -1 after that
+    slots    [max_seqs]             i32   slots that decode, in the order of the step; then, if every slice of the step
+                                          is one token with candidates, the slots of the slices; then -1
 
 A steady decode step is two operators over the slots, whatever their number: `decode_inputs` gathers tokens, positions
-and `kv_indices`, `decode_outputs` takes the sampled tokens back.  Python touches only slots that the plan names.
+and `kv_indices`, `decode_outputs` stores the sampled tokens.  Python touches only slots that the plan names.
 
 Tokens of a step lie one sequence after another:   | one for each decoding slot | slice | slice | ...
 The tensors of a step without slices are views into buffers allocated once: a CUDA graph reads the same addresses again.
-Those of a step with slices are made on the host, save what belongs to decoding slots, in one page of memory.
+The tensors of a step with slices are built on the host, in one page of memory; the device fills in the entries of
+decoding slots.
 
 One plan at a time: `stage` (host, and one copy to the device), `apply` (device only), then `decode_step` and `gather`,
 or `mixed_step`; compute; `finish`.
@@ -42,7 +43,7 @@ from quire.engine.executor.window_tables import GroupPlaces, WindowTables
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Prompt logprobs asked of one slice: of ids[i], by the logits of the step's token at[i]."""
+    """Prompt logprobs requested for one slice: the logprob of ids[i], from the logits of the step's token at[i]."""
 
     slot: int
     at: Tensor  # [.] i64
@@ -51,7 +52,7 @@ class Targets:
 
 
 class Plans:
-    """Memory of `attention_plan`: a buffer for each kind of attention layer, made when the first of its kind runs."""
+    """Buffers of `attention_plan`: one per kind of attention layer, allocated when the first layer of its kind runs."""
 
     def __init__(self, *, max_seqs: int, max_tokens: int, device: torch.device) -> None:
         self._most = {"max_seqs": max_seqs, "max_tokens": max_tokens}
@@ -59,7 +60,7 @@ class Plans:
         self._buffers: dict[tuple[int, int, int, int], Tensor] = {}
 
     def buffer(self, heads: int, kv_heads: int, head_size: int, window: int) -> Tensor:
-        """[bytes] u8, the same for the same arguments."""
+        """Return the buffer [bytes] u8 of this kind of layer; equal arguments give the same buffer."""
         key = heads, kv_heads, head_size, window
         if (found := self._buffers.get(key)) is None:
             size = ops.attention_plan_bytes(
@@ -72,19 +73,19 @@ class Plans:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """One step, ready to compute.  T tokens of S sequences; N slots sample; `targets` want logits of further tokens."""
+    """One step, ready to compute: T tokens of S sequences, N slots that sample, and targets of prompt logprobs."""
 
     input_ids: Tensor  # [1, T] i64
     position_ids: Tensor  # [1, T] i64
-    kv_indices: Tensor  # [T] i64: where each token's key and value go; -1: nowhere
-    tables: Tensor  # [max_seqs, max_blocks] i32: of every slot, indexed by `rows`
-    rows: Tensor  # [S] i32: the slot of each sequence, as an index into `tables`
-    q_start: Tensor  # [S + 1] i32: its first token; the last entry is T
-    lens: Tensor  # [S] i32: its length with this step's tokens; 0: padding
+    kv_indices: Tensor  # [T] i64: index in the KV cache for each token's key and value; -1: not stored
+    tables: Tensor  # [max_seqs, max_blocks] i32: block tables of all slots, indexed by `rows`
+    rows: Tensor  # [S] i32: the slot of each sequence, an index into `tables`
+    q_start: Tensor  # [S + 1] i32: first token of each sequence; the last entry is T
+    lens: Tensor  # [S] i32: length of each sequence with this step's tokens; 0: padding
     decodes: int  # leading sequences with one token each
     caches: Caches
     plans: Plans
-    # [N + R] i64: tokens that the N slots sample after, then the R drafts of the step, then padding; None: all T
+    # [N + R] i64: tokens that need logits: the last token of each of N slots, then R drafts, then padding; None: all T
     logits_at: Tensor | None
     sample_slots: Tensor  # [N] i64; -1: padding
     known: Tensor  # [N] i64: tokens before the one sampled now, drafts of the slot included
@@ -93,15 +94,15 @@ class StepTensors:
     planned: set[tuple[int, ...]] = field(default_factory=set)  # kinds of attention layers that have a plan already
     # Tokens with LoRA adapters; None: none has one.
     adapters: ops.AdapterRows | ops.DeviceAdapters | None = None
-    windows: tuple[GroupPlaces, ...] = ()  # indices and tables of window groups, in place of the two above
+    windows: tuple[GroupPlaces, ...] = ()  # kv_indices and tables of each window group
 
     @property
     def places(self) -> tuple[GroupPlaces, ...]:
-        """Indices and tables of keys and values, by the group of a layer."""
+        """kv_indices and block tables per KV group, full layers first."""
         return GroupPlaces(self.kv_indices, self.tables), *self.windows
 
     def attention_plan(self, heads: int, kv_heads: int, head_size: int, window: int) -> Tensor:
-        """How this step's attention work is shared out; decided once for all layers of a kind."""
+        """Return the partition of this step's attention work, computed once for all layers of a kind."""
         kind = heads, kv_heads, head_size, window
         buffer = self.plans.buffer(*kind)
         if kind not in self.planned:
@@ -113,15 +114,15 @@ class StepTensors:
 class Page(NamedTuple):
     """The tensors of a step with slices, T = decodes + tokens and S = decodes + slices; on the host or on the device.
 
-    One after another in one piece of memory, so that they travel in one copy and a graph finds them again.  What
-    belongs to decoding slots is left open: only the device has it.
+    They lie one after another in one buffer, so that one copy sends them and a CUDA graph finds them at the same
+    addresses.  The entries of decoding slots stay empty: only the device has their values.
     """
 
     ids: Any  # [T] i64
     positions: Any  # [T] i64
     kv_indices: Any  # [T] i64; -1: padding
     logits_at: Any  # [logits] i64
-    sample_seqs: Any  # [samples] i64: the sequence that each sampling slot continues
+    sample_seqs: Any  # [samples] i64: the sequence from which each sampling slot continues
     slots: Any  # [decodes] i32; -1: padding
     rows: Any  # [S] i32
     lens: Any  # [S] i32; 0: padding
@@ -129,7 +130,7 @@ class Page(NamedTuple):
 
     @classmethod
     def over(cls, memory: Any, shape: Shape, int32: Any) -> Page:
-        """Views of `memory`, an array or tensor of `words(shape)` int64; int32: what it calls that type."""
+        """Return views of `memory`, an array or tensor of `words(shape)` int64.  int32: numpy's or torch's int32."""
         views, at = [], 0
         for size, wide in cls._sizes(shape):
             words = size if wide else -(-size // 2)
@@ -155,40 +156,40 @@ class Mixed:
 
     shape: Shape
     page: Page
-    joined: tuple[Tensor, Tensor] | None  # slots i64 that begin to decode, and the position i64 of their last token
+    joined: tuple[Tensor, Tensor] | None  # slots i64 that begin to decode, and position i64 of their last token
     targets: list[Targets]
-    candidates: tuple[tuple[int, int], ...] = ()  # (slot, how many it wants), in the rows behind all others
-    drafts: DraftRows | None = None  # draft rows, whose logits follow those of all slots
+    candidates: tuple[tuple[int, int], ...] = ()  # (slot, number of candidates); rows after sampling slots
+    drafts: DraftRows | None = None  # drafts; their logits rows follow those of all slots
     keeps: Tensor | None = None  # as in StepTensors
-    windows: tuple[Tensor, ...] = ()  # per window group [T] i64, as `kv_indices` of the page
+    windows: tuple[Tensor, ...] = ()  # kv_indices [T] i64 per window group
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A plan whose values are on their way to the device."""
+    """A plan whose values are being copied to the device."""
 
-    slots: Tensor | None  # [max_seqs] i32, where the set changed
-    edits: Tensor | None  # [n, 3] i32: slot, index, block
+    slots: Tensor | None  # [max_seqs] i32; None: unchanged
+    edits: Tensor | None  # [n, 3] i32: slot, index in its block table, block
     mixed: Mixed | None  # None: no slices, or only `single`
     single: SingleRows | None  # not with `mixed`
-    # By group, full layers first; None: there are none.
+    # Lists per KV group, full layers first; None: the group has none.
     poison: list[Tensor | None]  # [n] i64: blocks to fill with NaN
     copies: list[Tensor | None]  # [n, 2] i64: from block, to block
-    window_edits: list[Tensor]  # as `edits`, of each window group
+    window_edits: list[Tensor]  # `edits` of each window group
 
 
 @dataclass(frozen=True, slots=True)
 class SingleRows:
-    """Slices of one token each, all with candidates, in a step without others: rows of a decode step, behind its
-    slots."""
+    """Slices of one token each, all with candidates, in a step without other slices.  They are computed as rows of a
+    decode step, after the decoding slots."""
 
     at: int  # first row
     inputs: Tensor  # [3, n] i64: slots, tokens, positions
-    candidates: tuple[tuple[int, int], ...]  # (slot, how many it wants)
+    candidates: tuple[tuple[int, int], ...]  # (slot, number of candidates)
 
 
 class DecodeBuffers(NamedTuple):
-    """Tensors of a decode step at fixed addresses, for every slot; a step uses the first of them."""
+    """Tensors of a decode step at fixed addresses, with an entry per slot; a step uses the first entries."""
 
     ids: Tensor  # [max_seqs] i64
     positions: Tensor  # [max_seqs] i64
@@ -209,7 +210,7 @@ class DecodeBuffers(NamedTuple):
 
 
 class Batch:
-    """The device copy of the block tables, and the way of a plan there."""
+    """The device copy of the block tables, and the staging of plans that update it."""
 
     def __init__(
         self,
@@ -223,7 +224,7 @@ class Batch:
         adapters: AdapterBank | None = None,
         windows: Sequence[range] = (),
     ) -> None:
-        """`adapters`: None: no sequence has an adapter.  `windows`: ids of the blocks of each window group."""
+        """`adapters`: None: no sequence has an adapter.  `windows`: block ids of each window group."""
         device = caches[0][0].device
         self._caches, self._staging, self._adapters = caches, staging, adapters
         self._block_size = block_size
@@ -237,9 +238,9 @@ class Batch:
         self._host_slots = np.full(max_seqs, -1, dtype=np.int32)
         self._host_tables = np.zeros(
             self.tables.shape, dtype=np.int32
-        )  # as `tables`, to find where the keys of slices go
-        self.shapes = Shapes()  # steps with slices are padded to one of these where one holds them
-        self._pages: dict[Shape, Page] = {}  # those of padded steps, which always lie at the same addresses
+        )  # host copy of `tables`, for the kv_indices of slices
+        self.shapes = Shapes()  # a step with slices is padded to the smallest of these that holds it
+        self._pages: dict[Shape, Page] = {}  # pages of padded steps, at fixed addresses
         columns = self.tables.shape[1]
         self._windows = WindowTables(windows, max_seqs=max_seqs, columns=columns, block_size=block_size, device=device)
         self.reset()
@@ -247,8 +248,8 @@ class Batch:
     def reset(self) -> None:
         """Free every slot."""
         self._order: list[int] = []  # slots that decode, as in `slots`
-        self._place: dict[int, int] = {}  # slot -> where it stands there
-        self.decoding_slots: tuple[int, ...] = ()  # the same, shared by all steps until it changes
+        self._place: dict[int, int] = {}  # slot -> index in _order
+        self.decoding_slots: tuple[int, ...] = ()  # _order as a tuple, shared by all steps until it changes
         self._host_slots[:] = -1
         self._changed = True
         self._adapter_rows: ops.AdapterRows | ops.DeviceAdapters | None = (
@@ -260,7 +261,7 @@ class Batch:
     def vacate(self) -> None:
         """Empty every slot on the device until the next plan is staged.  Call it only while no slot is in use.
 
-        A step that runs meanwhile then reads and writes nothing of any slot.
+        A step that runs meanwhile reads and writes nothing of any slot.
         """
         self.slots.fill_(-1)
         self._buffers.sample_slots.fill_(-1)
@@ -270,7 +271,7 @@ class Batch:
     # ---------------------------------------------------------------------------------------------------- on the host
 
     def stage(self, plan: StepPlan) -> Staged:
-        """Take the plan in, and start the copy of its values to the device.
+        """Update the host's state by the plan, and start the copy of its values to the device.
 
         The page of a step with slices is staged first: pages of one shape always lie at the same addresses.
         Raises ValueError, with the device copy in an undefined state, when the plan does not fit the buffers.
@@ -282,7 +283,7 @@ class Batch:
         edits, window_edits = self._windows.split(self._edits(plan))
         if edits is not None:
             self._host_tables[edits[:, 0], edits[:, 1]] = edits[:, 2]
-        for piece in plan.slices:  # one that decodes jumps: it computes its slice instead
+        for piece in plan.slices:  # a decoding slot with a slice computes the slice in this step
             self._leave(piece.slot)
         decoding = len(self._order)
         for piece in plan.slices:
@@ -301,7 +302,7 @@ class Batch:
         if self._adapters is not None:
             padded = (mixed.shape.decodes, mixed.shape.decodes + mixed.shape.tokens) if mixed is not None else None
             self._adapter_rows = self._adapters.rows(plan, self._order[:decoding], self.decoding_slots, staging, padded)
-        self._changed = single is not None  # the device's `slots` then names these, for this step only
+        self._changed = single is not None  # then the device's `slots` includes the slices' slots, for this step only
         staged = Staged(
             slots,
             staging.stage_array(edits) if edits is not None else None,
@@ -315,7 +316,7 @@ class Batch:
         return staged
 
     def _stage_blocks(self, blocks: Sequence[int | tuple[int, int]]) -> list[Tensor | None]:
-        """Stage blocks, or pairs of them, by group."""
+        """Stage blocks, or pairs of blocks, per KV group."""
         parts = self._windows.split_blocks(np.array(blocks, dtype=np.int64) if blocks else None)
         return [None if part is None else self._staging.stage_array(part) for part in parts]
 
@@ -337,7 +338,7 @@ class Batch:
         self._changed = True
 
     def _leave(self, slot: int) -> None:
-        """Remove a slot from the order; the last one takes its place."""
+        """Remove a slot from the order; the last slot takes its place."""
         if (at := self._place.pop(slot, None)) is None:
             return
         last = self._order.pop()
@@ -349,7 +350,7 @@ class Batch:
         self._changed = True
 
     def _edits(self, plan: StepPlan) -> Array | None:
-        """[n, 3] i32: every table entry that the plan sets."""
+        """Return every table entry that the plan sets: [n, 3] i32 (slot, index, block)."""
         tables = [(start.slot, start.table) for start in plan.starts if start.table]
         tables += [(fork.slot, fork.table) for fork in plan.forks]
         if not tables and not plan.edits:
@@ -399,10 +400,9 @@ class Batch:
             page.rows[sequences], page.lens[sequences] = slots, starts + sizes
             page.q_start[shape.decodes + 1 :][: len(slices)] = ends
 
-        # Logits are computed for every slot that samples, in the order of `slots`.  First are those that decode, then
-        # slices that reach their last known token, then forks, which read their parent's logits again.  Slices
-        # with candidates follow, whose slots do not sample.  Then logits after drafts, and last those of tokens with a
-        # target.
+        # Order of the logits rows: decoding slots; slices that reach their last known token; forks, which read their
+        # parent's logits again; slices with candidates, whose slots do not sample; tokens after drafts; tokens with a
+        # target. The first three are in the order of `slots`.
         number = {piece.slot: i for i, piece in enumerate(slices) if piece.sampler or piece.drafts}
         asking = [*number.values(), *(number[fork.parent] for fork in plan.forks)]
         read = [*asking, *(i for i, piece in enumerate(slices) if piece.candidates)]
@@ -433,7 +433,7 @@ class Batch:
             raise ValueError(f"a step of {tokens} tokens in {sequences} sequences, {limits}")
 
     def _stage_page(self, memory: Array, shape: Shape) -> Page:
-        """Stage a page, before anything else of its step."""
+        """Stage a page; it must be the first array of its step."""
         there = self._staging.stage_array(memory)
         page = self._pages.get(shape)
         if page is None or page.ids.data_ptr() != there.data_ptr():
@@ -443,8 +443,8 @@ class Batch:
         return page
 
     def _targets(self, slices: list[Slice], logits_at: Tensor) -> list[Targets]:
-        """Return the prompt logprobs that the slices want.  `logits_at`: tokens before their targets, one slice after
-        another."""
+        """Return the prompt logprobs that the slices request.  `logits_at`: tokens whose logits are read, slice after
+        slice."""
         found, at = [], 0
         for piece in slices:
             if piece.targets:
@@ -454,7 +454,8 @@ class Batch:
         return found
 
     def _keeps(self, slices: Sequence[Slice], ends: list[int]) -> Tensor | None:
-        """Stage the copies of recurrent state that slices ask for.  ends: the step's token behind each slice."""
+        """Stage the copies of recurrent state that slices request.  ends: index of the step's token after each
+        slice."""
         keeps = [
             (end - len(piece.token_ids) - piece.start + position, len(self.slots) + checkpoint)
             for piece, end in zip(slices, ends, strict=True)
@@ -488,12 +489,12 @@ class Batch:
         return self._adapter_rows is not None
 
     def with_adapters(self, step: StepTensors) -> StepTensors:
-        """Return a step that computes what adapters on a GPU may add; the same step if there are none."""
+        """Return the step with the device rows of GPU adapters, whether or not a row has one; unchanged without GPU."""
         rows = self._adapters.device_rows if self._adapters is not None else None
         return step if rows is None else replace(step, adapters=rows)
 
     def decode_step(self, size: int) -> StepTensors:
-        """A step of the first `size` slots only; slots past the decoding ones are padding.
+        """Return a step of the first `size` slots; slots past the decoding ones are padding.
 
         Its tensors are valid after `gather`.
         """
@@ -517,14 +518,14 @@ class Batch:
         )
 
     def gather(self, step: StepTensors) -> None:
-        """Fill a decode_step."""
+        """Fill the tensors of a decode_step."""
         ids, positions = step.input_ids[0], step.position_ids[0]
         for place in step.places:
             self._decode_inputs(self.slots[: step.decodes], ids, positions, place, step.rows, step.lens)
         torch.add(positions, 1, out=step.known)
 
     def mixed_step(self, mixed: Mixed) -> StepTensors:
-        """A step with slices, filled."""
+        """Return the filled tensors of a step with slices."""
         shape, page = mixed.shape, mixed.page
         windows = self._windows.mixed_places(mixed.windows)
         if shape.decodes:
@@ -554,14 +555,14 @@ class Batch:
         )
 
     def idle_step(self, shape: Shape) -> Mixed:
-        """A step of that shape and of no effect: it writes no key and attends to nothing."""
+        """Return a step of that shape without effect: it writes no key and attends to nothing."""
         self._staging.begin_step()
         page = self._stage_page(blank(shape)[0], shape)
         self._staging.send()
         return Mixed(shape, page, None, [])
 
     def idle_drafts(self) -> DraftRows:
-        """A draft of slot 0, which is not in use."""
+        """Return one draft of slot 0, which must not be in use."""
         self._staging.begin_step()
         rows = DraftRows.stage([Slice(0, 0, [0, 0], drafts=1)], [0], 1, self._staging)
         self._staging.send()
@@ -574,7 +575,8 @@ class Batch:
     def _decode_inputs(
         self, slots: Tensor, ids: Tensor, positions: Tensor, place: GroupPlaces, rows: Tensor, lens: Tensor
     ) -> None:
-        """Fill what decoding slots compute next, and where that goes in one group.  The groups agree on the rest."""
+        """Write the next inputs of decoding slots, and their kv_indices in one KV group.  Other inputs are equal in
+        all."""
         count = len(slots)
         ops.decode_inputs(
             slots,
@@ -591,7 +593,7 @@ class Batch:
 
 
 def blank(shape: Shape) -> tuple[Array, Page]:
-    """A page of nothing but padding, and the memory it lies in."""
+    """Return a page of padding only, and the memory it lies in."""
     memory = np.zeros(Page.words(shape), dtype=np.int64)
     page = Page.over(memory, shape, np.int32)
     page.kv_indices[:] = -1
@@ -601,6 +603,6 @@ def blank(shape: Shape) -> tuple[Array, Page]:
 
 
 def ramps(starts: Array, sizes: list[int]) -> Array:
-    """starts[0], starts[0] + 1, ... (sizes[0] of them), starts[1], starts[1] + 1, ..."""
+    """Return starts[0], starts[0] + 1, ... (sizes[0] of them), starts[1], starts[1] + 1, ..."""
     ends = np.cumsum(sizes)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)

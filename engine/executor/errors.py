@@ -20,7 +20,7 @@ class NotEnoughMemory(ModelLoadError):
 
 
 def one_line(error: BaseException) -> str:
-    """The first line that is not empty, and the next one after a line that only announces it by a colon."""
+    """Return the type and first line of an error's text; if that line ends with a colon, the next line too."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
         lines[0] = f"{lines[0]} {lines[1]}"

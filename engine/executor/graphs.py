@@ -1,14 +1,14 @@
 """Decode steps as CUDA graphs: one launch by the host in place of hundreds.
 
-    slots that decode  1   2   4   8   16  24  ...  max_seqs     a ladder; a step takes the next rung up, and the slots
-    model      graph   o   o   o   o   o   o         o           that it does not need are padding: slot -1, length 0
-    sampling   graph   o   o   o   o   o   o         o           greedy rows only
-               graph   o   o   o   o   o   o         o             any wish
+    slots that decode  1   2   4   8   16  24  ...  max_seqs     sizes with a graph; a step is padded to the next size
+    model      graph   o   o   o   o   o   o         o           padding has slot -1 and length 0
+    sampling   graph   o   o   o   o   o   o         o           greedy only
+               graph   o   o   o   o   o   o         o           any sampling settings
 
 Model and sampling are separate graphs, so that the two ways to sample share one capture of the model.  Steps with
 prompt slices have graphs of the model at a few more sizes (`mixed_ladder`), and use the same graphs of sampling.  Steps
-with drafts have some, too (`draft_shapes`); their sampling is launched.  All take their memory from one pool: graphs
-run one after another, so each may use what the others used.
+with drafts have graphs of the model, too (`draft_shapes`); their sampling is launched eagerly.  All graphs share one
+memory pool, because they run one after another.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from quire.engine.executor.progress import Progress
 from quire.engine.executor.shapes import Shape
 
 log = logging.getLogger(__name__)
-SPLIT = 16  # tokens of drafting sequences up to which attention takes each for a sequence
+SPLIT = 16  # with up to this many tokens of drafting sequences, attention treats each token as a sequence
 Key = TypeVar("Key")
 
 
 def ladder(most: int) -> list[int]:
-    """Sizes worth a graph: close sizes waste little on padding, but each one takes time at the start."""
+    """Return the batch sizes worth a graph: close sizes waste little on padding, but each takes time at the start."""
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 64), most}
     return sorted(size for size in sizes if size <= most)
 
 
 def urgent(sizes: list[int]) -> list[int]:
-    """The order of captures: the largest for its memory, then powers of two, in case time runs out."""
+    """Return the order of captures: the largest first for its memory, then powers of two, in case time runs out."""
     powers = [size for size in sizes if size & (size - 1) == 0]
     return list(dict.fromkeys([sizes[-1], *reversed(powers), *reversed(sizes)]))
 
 
 def rung(sizes: list[int], count: int) -> int | None:
-    """The smallest size that holds `count`."""
+    """Return the smallest size that holds `count`; None: no size does."""
     at = bisect.bisect_left(sizes, count)
     return sizes[at] if at < len(sizes) else None
 
 
 def mixed_ladder(max_seqs: int, step_tokens: int) -> list[Shape]:
-    """Sizes of steps with slices worth a graph.  Larger ones keep the device busy while they are launched."""
+    """Return the shapes of steps with slices worth a graph.  Larger steps keep the device busy while they launch."""
     shapes = []
     for tokens in (64, 128, 256, 512, 1024, 2048):
         slices = max(4, tokens // 32)
@@ -60,10 +60,10 @@ def mixed_ladder(max_seqs: int, step_tokens: int) -> list[Shape]:
 
 
 def draft_shapes(max_seqs: int, step_tokens: int) -> list[Shape]:
-    """Sizes of steps with drafts worth a graph: 2 to 512 tokens of slices, each of which has at least 2.
+    """Return the shapes of steps with drafts worth a graph: 2 to 512 tokens of slices, at least 2 per slice.
 
     Logits are computed for all tokens.  Slices need not be equally long: 32 tokens are 16 slices of 2 or one of 32.
-    Up to SPLIT tokens, attention takes each for a sequence of its own (`Shapes.is_split`)."""
+    Up to SPLIT tokens, attention treats each token as a sequence of its own (`Shapes.is_split`)."""
     shapes = []
     for tokens in (2, 4, 8, 16, 32, 64, 128, 256, 512):
         sizes = {tokens} if tokens <= SPLIT else {min(size, tokens // 2, max_seqs) for size in (64, 256)}
@@ -75,21 +75,22 @@ def draft_shapes(max_seqs: int, step_tokens: int) -> list[Shape]:
 
 
 def mixed_shapes(max_seqs: int, step_tokens: int, *, drafts: bool) -> list[Shape]:
-    """Sizes of all steps with slices worth a graph; `drafts`: of steps with drafts, too."""
+    """Return the shapes of all steps with slices worth a graph; `drafts`: also of steps with drafts."""
     return mixed_ladder(max_seqs, step_tokens) + (draft_shapes(max_seqs, step_tokens) if drafts else [])
 
 
 def memory_first(shapes: Iterable[Shape]) -> list[Shape]:
-    """The order of captures of mixed steps: the one with most tokens, so that all others find their memory in the pool,
-    then from the smallest on, in case time runs out.
+    """Return the order of captures of mixed steps: the one with the maximum tokens first, so that all others find their
+    memory in the pool, then from the smallest on, in case time runs out.
 
-    From the smallest to the largest, those of a mixture of 30B parameters did not fit into 80 GB with its weights."""
+    Captured from the smallest to the largest, the graphs of a 30B mixture of experts did not fit into 80 GB with its
+    weights."""
     by_tokens = sorted(shapes, key=lambda shape: shape.total)
     return [*by_tokens[-1:], *by_tokens[:-1]]
 
 
 class Where:
-    """What graphs of one process share: memory, and the stream they are captured on (cuBLAS takes memory for each)."""
+    """Shared by the graphs of a process: the memory pool, and the stream of captures (cuBLAS has memory per stream)."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
@@ -97,7 +98,7 @@ class Where:
 
 
 class Graphs(Generic[Key]):
-    """One kind of launches, captured at some sizes.  `run(key)` launches them; everything they touch is static."""
+    """One kind of launches, captured at some sizes.  `run(key)` launches them; all tensors they touch are static."""
 
     def __init__(self, run: Callable[[Key], None], where: Where) -> None:
         self._run = run
@@ -105,9 +106,10 @@ class Graphs(Generic[Key]):
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
 
     def capture(self, key: Key, *, run: bool = True) -> None:
-        """Run once, which loads kernels and fills caches, then record.  Raises RuntimeError if it cannot be.
+        """Run the launches once, which loads kernels and fills caches, then record them.  Raises RuntimeError if that
+        fails.
 
-        run: False where the same launches have run before, and running them now would change sequences that are being
+        run: False if the same launches have run before, and running them now would change sequences that are being
         served.  Recording computes nothing; it waits until the steps in flight are done."""
         stream = self._where.stream
         stream.wait_stream(torch.cuda.current_stream())
@@ -138,7 +140,7 @@ class Graphs(Generic[Key]):
 class SecondUse:
     """Chooses the launches to capture as CUDA graphs while requests are served: those that run for the second time.
 
-    The first time they run as they are, which loads their kernels.  One batch size is captured per step, so the pause
+    The first time they run eagerly, which loads their kernels.  One batch size is captured per step, so the pause
     stays short: about 12 ms per graph of an 8B model."""
 
     def __init__(self) -> None:
@@ -146,7 +148,8 @@ class SecondUse:
         self._step = -1
 
     def due(self, step: int, *launches: object) -> bool:
-        """Whether to record these now.  Notes their use in `step` if not all of them were used before."""
+        """Return whether to record these launches now.  Notes their use in `step` if not all of them were used
+        before."""
         if not self._used.issuperset(launches):
             self._used.update(launches)
             return False
@@ -157,11 +160,11 @@ class SecondUse:
 
 
 def capture_all(jobs: Sequence[Callable[[], None]], seconds: float, agree: Callable[[int], int] = int) -> int:
-    """Do these captures in this order, for at most `seconds`; how many were done.
+    """Run these captures in this order, for at most `seconds`.  Return how many were done.
 
-    agree: returns the smallest number of all ranks, which must capture the same.
+    agree: returns the minimum over all ranks, which must capture the same graphs.
 
-    None for a model that looks at values on the host: it must run launch by launch."""
+    Returns 0 for a model that reads device values on the host: it runs without graphs."""
     started = time.monotonic()
     progress = Progress(log.info, "capturing CUDA graphs", len(jobs))
     for done, capture in enumerate(jobs):

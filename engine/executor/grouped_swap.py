@@ -1,4 +1,4 @@
-"""Swap of blocks whose layers have block tables of their own: one `Swap` per group, behind the ids of plans."""
+"""Swap for models with window groups: one `Swap` per KV group, selected by the block ids of plans."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Pairs = list[tuple[int, int]]
 
 
 class GroupedSwap:
-    """Sends each pair of a plan to the swap of its group.  On a CPU, where copies are done on return."""
+    """Sends each pair of a plan to the swap of its group.  Only for a CPU, where copies are complete on return."""
 
     def __init__(self, swaps: list[Swap], blocks: list[int]) -> None:
-        """`blocks`: of each group, full layers first."""
+        """`blocks`: number of blocks per group, full layers first."""
         self._swaps = swaps
         self._first = [0, *accumulate(blocks)]
         self._first_host = [0, *accumulate(swap.host_blocks for swap in swaps)]
@@ -34,12 +34,12 @@ class GroupedSwap:
                 self._swaps[group].back(own)
 
     def moved(self) -> tuple[int, float]:
-        """(bytes, seconds) of the copies completed since the last call."""
+        """Return (bytes, seconds) of the copies completed since the last call."""
         parts = [swap.moved() for swap in self._swaps]
         return sum(size for size, _ in parts), sum(seconds for _, seconds in parts)
 
     def measure(self) -> float:
-        """Measure bytes/s out and back, with blocks of full layers."""
+        """Measure the bandwidth of swaps in bytes/s, with blocks of full layers."""
         return self._swaps[0].measure()
 
     @staticmethod

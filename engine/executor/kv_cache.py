@@ -39,7 +39,7 @@ class KVShape:
 
 
 class LayerState(NamedTuple):
-    """Recurrent state of one layer, by place (`models/recurrent/states.py`)."""
+    """Recurrent state of one layer, with an entry per place (`models/recurrent/states.py`)."""
 
     conv: Tensor  # [places, taps - 1, channels], dtype of the model
     recurrent: Tensor | None  # [places, heads, keys, values] f32; None: the layer is a convolution only
@@ -65,18 +65,18 @@ class WindowBlocks(NamedTuple):
 
 
 Caches = list[LayerCache]
-KV_DTYPES = {"e4m3": torch.float8_e4m3fn}  # others: the model's own
+KV_DTYPES = {"e4m3": torch.float8_e4m3fn}  # dtypes by option value; others: the model's own
 
 
 def bytes_per_token(layers: list[KVShape], dtype: torch.dtype) -> int:
-    """2 x layers x KV heads x head size x bytes per element (PagedAttention, SOSP 2023, section 3).
+    """Return 2 x layers x KV heads x head size x bytes per element (PagedAttention, SOSP 2023, section 3).
 
     A layer that shares another layer's cache adds nothing."""
     return sum(2 * layer.heads * layer.head_size for layer in layers if layer.shares is None) * dtype.itemsize
 
 
 def by_shape(caches: Caches) -> list[list[Tensor]]:
-    """Return the tensors of all layers, each once, grouped by shape: operators that move blocks take one group."""
+    """Return the tensors of all layers, each once, grouped by shape: a call that moves blocks takes one shape."""
     groups: dict[torch.Size, dict[int, Tensor]] = {}
     for cache in caches:
         for tensor in (cache.k, cache.v):
@@ -98,10 +98,10 @@ def blocks_that_fit(
     cpu_budget: int = int(CPU_DEFAULT_GIB * GIB),
     agree: Callable[[int], int] = int,
 ) -> int:
-    """Number of KV blocks to allocate: `kv_blocks` if set, else the maximum that fits into memory.
+    """Return the number of KV blocks to allocate: `kv_blocks` if set, else the maximum that fits into memory.
 
     activations: bytes per step in addition to weights and cache.
-    cpu_budget: bytes left by a CPU's memory limit, at most the default.
+    cpu_budget: bytes for the cache under a CPU's memory limit, at most the default.
     agree: maps the number that fits here to the minimum over all ranks.
 
     Raises NotEnoughMemory when a single sequence of max_model_len tokens does not fit: it could never finish.
@@ -142,7 +142,7 @@ def allocate(
     on_demand: on a CPU, let the system allocate each zero page at its first write.  An engine that takes over saves
     0.6 s per GiB; the previous engine has shown that the machine has the memory.
     scales: [2, Hkv] per layer, for e4m3; None: 1, because e4m3's range of 448 suffices for trained models.
-    windows: by index, layers whose group has blocks of its own; None: there are none."""
+    windows: by layer index, the blocks of layers in window groups; None: there are none."""
 
     def tensor(layer: KVShape, count: int) -> Tensor:
         shape = count, layer.heads, block_size, layer.head_size

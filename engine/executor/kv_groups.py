@@ -4,13 +4,13 @@
     group           0: layers that see most tokens      1: window    2: another window
     memory          the rest                            max_seqs windows, a plan's tokens, an eighth for cached ones
 
-`core/layer_groups.py` says which blocks a sequence holds.  What all slots may hold is fixed by windows and slots, so it
-is taken first.  With less memory fewer sequences run at once: as many as fit if each has the length of four windows.
-One table serves all layers
+`core/layer_groups.py` defines which blocks a sequence holds.  The window blocks that all slots can hold together follow
+from windows and slots, so they are allocated first.  With less memory fewer sequences run at once: as many as fit if
+each is four windows long.  One block table serves all layers
 
-  * where they are of one kind, or a window is as long as the longest sequence
+  * if they are of one kind, or a window is as long as the longest sequence
   * on a GPU, with several ranks, and with recurrent layers
-  * where memory is so small that window blocks would not leave more tokens for the other layers than before
+  * if memory is so small that window blocks would leave no more tokens for the other layers than one table does
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from quire.engine.executor.swap import Swap
 
 log = logging.getLogger(__name__)
 
-CACHED = 8  # one in CACHED of the live window blocks is added for cached ones
-REFERENCE = 4  # windows of a sequence for which both kinds of blocks run out together, if memory is scarce
+CACHED = 8  # one cached window block is added per CACHED live ones
+REFERENCE = 4  # length in windows of sequences for which both kinds of blocks run out together, if memory is scarce
 
 
 @dataclass(frozen=True)
@@ -40,28 +40,28 @@ class KVGroup:
 
     window: int  # tokens; 0: all
     layers: tuple[int, ...]
-    token_bytes: int  # keys and values of all its layers
+    token_bytes: int  # bytes per token: keys and values of all its layers
     blocks: int = 0
 
     def spec(self, host_blocks: int = 0, block_size: int = 0) -> WindowGroup:
-        """Return what the scheduler knows of a window group."""
+        """Return the scheduler's description of a window group."""
         return WindowGroup(self.window, self.blocks, host_blocks, block_size * self.token_bytes)
 
 
 class KVMemory(NamedTuple):
     """The KV cache of a worker, by group of layers."""
 
-    token_bytes: int  # keys and values of the first group's layers
-    windows: list[WindowGroup]  # the others
-    shapes: list[list[list[Tensor]]]  # per group what operators that move blocks take in one call
+    token_bytes: int  # bytes per token of the first group's layers
+    windows: list[WindowGroup]  # the other groups
+    shapes: list[list[list[Tensor]]]  # per group, lists of tensors of one shape: one call moves their blocks
 
 
 def group_layers(layers: list[KVShape], windows: Sequence[int], itemsize: int, longest: int) -> list[KVGroup]:
-    """Return the groups, the one that sees most tokens first.  `windows`: of each layer, 0: none; empty: not known.
+    """Return the KV groups, the longest window first.  `windows`: tokens per layer, 0: no window; empty: not known.
 
     itemsize: bytes per element.  longest: tokens of the longest sequence."""
     reach = [window if 0 < window < longest else 0 for window in windows] or [0] * len(layers)
-    owned = dict[int, int]()  # layers with a cache of their own -> the window of the queries that read it
+    owned = dict[int, int]()  # layers with a cache of their own -> longest window of the layers that read it
     for index, layer in enumerate(layers):
         owner = index if layer.shares is None else layer.shares
         seen = owned.get(owner, reach[index])
@@ -76,13 +76,13 @@ def group_layers(layers: list[KVShape], windows: Sequence[int], itemsize: int, l
 
 
 def window_layers(windows: Sequence[KVGroup]) -> dict[int, WindowBlocks]:
-    """Return where each layer of the window groups has its blocks."""
+    """Return the blocks of each layer that is in a window group, by layer index."""
     places = [WindowBlocks(group.blocks, at, group.window) for at, group in enumerate(windows, 1)]
     return {layer: place for group, place in zip(windows, places, strict=True) for layer in group.layers}
 
 
 def block_ids(full_blocks: int, windows: Sequence[KVGroup]) -> list[range]:
-    """Return the ids that plans have for the blocks of each window group."""
+    """Return the ids by which plans name the blocks of each window group."""
     ids, at = [], full_blocks
     for group in windows:
         ids.append(range(at, at + group.blocks))
@@ -101,10 +101,10 @@ def shapes_by_group(caches: Caches) -> list[list[list[Tensor]]]:
 
 
 def swap_for(caches: Caches, host_bytes: int) -> Swap | GroupedSwap:
-    """Return what swaps the blocks of all layers, with each group's part of the host's memory.
+    """Return the swap of all layers' blocks, in which each group has its share of the host's memory.
 
-    No sequence starts while another one is swapped out.  So at most the contents of the cache are swapped out.  It is
-    twice that if most blocks were shared, because each holder takes a copy."""
+    No sequence starts while another one is swapped out, so at most the contents of the cache are swapped out.  That
+    takes up to twice the cache's blocks if most were shared, because each holder gets a copy."""
     tensors = [[tensor for shape in shapes for tensor in shape] for shapes in shapes_by_group(caches)]
     counts = [len(own[0]) for own in tensors]
     total = sum(tensor.nbytes for own in tensors for tensor in own)
@@ -120,7 +120,7 @@ def blocks_held(group: KVGroup, tokens: int, block_size: int) -> int:
 
 
 def held_share(groups: Sequence[KVGroup], tokens: int, block_size: int) -> float:
-    """Return what a sequence takes, as a share of what it takes where one table serves all layers."""
+    """Return a sequence's memory, as a share of its memory if one table served all layers."""
     held = sum(blocks_held(group, tokens, block_size) * group.token_bytes for group in groups)
     return held / (-(-tokens // block_size) * sum(group.token_bytes for group in groups))
 
@@ -135,10 +135,10 @@ def divide(
     memory: int,
     kv_blocks: int,
 ) -> list[KVGroup]:
-    """Return the window groups with their blocks; none: one table serves all layers.
+    """Return the window groups with their number of blocks; none if one table serves all layers.
 
-    memory: bytes for all groups.  kv_blocks: blocks of the first group, to which those of the others are added; 0: it
-    gets what is left of the memory."""
+    memory: bytes for all groups.  kv_blocks: blocks of the first group, in addition to those of window groups; 0: the
+    first group gets the rest of the memory."""
     full, *windows = groups
     if not windows or not full.token_bytes:
         return []

@@ -1,11 +1,11 @@
 """The executor in this process: a worker, called by the loop's own thread.
 
-On a GPU `submit` only queues a step's work, and `collect` waits for an event with the interpreter released.  A thread
-in between would add a hand-over per step and gain nothing.  On a CPU torch computes inside `submit` and releases the
-interpreter there, so the bus thread runs meanwhile.
+On a GPU `submit` only queues a step's work, and `collect` waits for an event with the interpreter lock released.  A
+thread in between would add a hand-over per step and gain nothing.  On a CPU torch computes inside `submit` and releases
+the interpreter lock there, so the bus thread runs meanwhile.
 
-If masks depend on tokens, a step's sampling waits for those of the step before.  Threads compute the masks while
-the loop commits that step and plans the next one:
+If token masks depend on sampled tokens, a step's sampling is launched only after the tokens of the previous step are
+collected.  Threads compute the masks while the loop commits that previous step and plans the next one:
 
     device   sample N | model of step N+1            | sample N+1 | model of step N+2
     threads             masks of step N+1
@@ -47,23 +47,23 @@ log = logging.getLogger(__name__)
 # have not run on a GPU: "cuda" joins when tests/executor/test_lora_gpu.py has passed on one.
 ADAPTER_DEVICES = {"cpu"}
 
-# If the configuration leaves it open: (max_seqs, step_tokens).  A GPU needs many sequences in a step.  By a roofline
-# of 1,000 prompts at once with an 8B model, 256 slots are 6 % slower than 1024. 1024 tokens per step are 1.5 % slower
-# than 8192.
+# Defaults of (max_seqs, step_tokens) by device.  A GPU needs many sequences in a step.  By a roofline of 1,000 prompts
+# at once with an 8B model, 256 slots are 6 % slower than 1024, and 1024 tokens per step 1.5 % slower than 8192.
 SIZES = {"cpu": (256, 1024), "cuda": (1024, 8192)}
 
 
 def device_kind(config: EngineConfig) -> str:
-    """Return "cpu" or "cuda"."""
+    """Return the device that the configuration selects: "cpu" or "cuda"."""
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     return auto if config.device == "auto" else config.device
 
 
 def wants_drafts(config: EngineConfig, kind: str, recurrent: bool = False, dependence: str = "") -> bool:
-    """Return whether sequences draft on a device, "cpu" or "cuda".  Raises ModelLoadError.
+    """Return whether sequences use drafts (speculative decoding) on a device, "cpu" or "cuda".  Raises ModelLoadError.
 
-    `recurrent`: the model has layers whose state cannot go back to the last accepted token.  `dependence`: why the bits
-    of a token's logits depend on the rest of its step, so that drafts could change a text at a near-tie."""
+    `recurrent`: the model has layers whose state cannot be rolled back to the last accepted token.  `dependence`: why a
+    token's logits depend on the rest of its step, so that drafts could change a text at a near-tie; empty: they do
+    not."""
     if config.drafts == "auto":
         return kind == "cpu" and config.tensor_parallel == 1 and not recurrent and not dependence
     if config.drafts == "off":
@@ -77,7 +77,7 @@ def wants_drafts(config: EngineConfig, kind: str, recurrent: bool = False, depen
 
 
 def read_model(config: EngineConfig, kind: str, ranks: Ranks = ALONE) -> LoadedModel:
-    """Load the configured model, or a rank's part, onto a device, "cpu" or "cuda".  Raises ModelLoadError."""
+    """Load the configured model, or a rank's shard of it, onto a device, "cpu" or "cuda".  Raises ModelLoadError."""
     return load_model(
         config.model,
         dtype=config.dtype,
@@ -94,22 +94,22 @@ def read_model(config: EngineConfig, kind: str, ranks: Ranks = ALONE) -> LoadedM
 
 
 def fingerprint_of(config: EngineConfig, model: LoadedModel) -> str:
-    """Return the fingerprint of a loaded model.  Raises OSError where its files are gone."""
+    """Return the fingerprint of a loaded model.  Raises OSError if its files are missing."""
     return fingerprint(model.directory, model.dtype, random=config.load == "random", changes=model.changes)
 
 
 class LocalExecutor:
-    """An `quire.engine.executor.base.Executor` over one worker.  Not thread-safe: one loop owns it.
+    """The `quire.engine.executor.base.Executor` with one worker in this process.  Not thread-safe: one loop owns it.
 
-    Load it on the thread that will use it.  Torch's OpenMP keeps a team of threads for each thread that ever computed.
-    With a second team the runtime takes the machine for oversubscribed and sends waiting threads to sleep at every
+    Create it on the thread that will use it.  Torch's OpenMP keeps a team of threads for each thread that ever
+    computed.  With two teams the runtime considers the machine oversubscribed, and waiting threads sleep at every
     barrier.
     """
 
     def __init__(self, config: EngineConfig, ranks: Ranks = ALONE) -> None:
-        """Compile the kernels where this machine has not yet, load the model, take the KV memory, start.
+        """Compile the kernels if this machine has not yet, load the model, allocate the KV cache, start.
 
-        ranks: of several, this process computes one rank's part of each step (`parallel.py`).
+        ranks: if there are several, this process computes the shard of one of them (`parallel.py`).
         Raises ModelLoadError, and KernelBuildError without a compiler.
         """
         began = time.monotonic()
@@ -120,8 +120,8 @@ class LocalExecutor:
         self.max_seqs, self.step_tokens = config.max_seqs or SIZES[kind][0], config.step_tokens or SIZES[kind][1]
         started = time.monotonic()
         model = read_model(config, kind, ranks)
-        # Threads of torch's team wait for the slowest one, so the team has one where our kernels compute all layers.
-        # Torch's activations give an element other bits where a thread's share of them ends.
+        # Threads of torch's team wait for the slowest one, so the team has one thread if our kernels compute all
+        # layers. Torch's activation functions give an element other last bits if a thread's range ends next to it.
         alone = kind == "cpu" and (config.deterministic or fused.is_fused(model.module))
         ops.set_threads(threads)
         torch.set_num_threads(1 if alone else threads)
@@ -158,16 +158,18 @@ class LocalExecutor:
             "graphs": self._worker.graphs_s,
         }
         self.memory_parts = self._memory_parts(config, model, ranks, kind)
-        # A device computes step N while Python plans N+1.  On a CPU both need the same cores, so planning ahead gains
-        # nothing.  A token at batch 1 takes 5.5 to 5.8 ms with depth 1, 5.6 to 6.0 ms with 2.  It also computes one
-        # token too many after each stop token, and a request that arrives during step N waits for N+1 as well.
+        # A GPU computes step N while Python plans N+1.  On a CPU both need the same cores, so planning ahead gains
+        # nothing. A token at batch 1 takes 5.5 to 5.8 ms with depth 1, 5.6 to 6.0 ms with depth 2.  Depth 2 also
+        # computes one token too many after each stop token, and a request that arrives during step N waits for N+1 as
+        # well.
         self.depth = 1 if kind == "cpu" else GPU_DEPTH
         self._in_flight: deque[Launched | Pending | Exception] = deque()  # Launched: its sampling waits for masks
         self._begun: deque[float] = deque()  # submit time of each step in flight
-        self._ended = 0.0  # when the last one was collected
+        self._ended = 0.0  # time at which the last step was collected
 
     def _memory_parts(self, config: EngineConfig, model: LoadedModel, ranks: Ranks, kind: str) -> dict[str, int]:
-        """Return the bytes that weights and KV cache take on the device, and on a GPU all else that torch took."""
+        """Return the bytes of weights and KV cache on the device, and on a GPU of everything else that torch
+        allocated."""
         weights = host_memory.weight_bytes(model.module, kind)
         kv_cache = self.blocks * config.block_size * self.info.kv_bytes_per_token
         kv_cache += ranks.size * sum(group.blocks * group.block_bytes for group in self.info.windows)
@@ -179,12 +181,12 @@ class LocalExecutor:
         return parts
 
     def submit(self, plan: StepPlan) -> None:
-        """Start one step; on a GPU returns at once.  At most `depth` may be in flight."""
+        """Start one step; on a GPU returns at once.  At most `depth` steps may be in flight."""
         if len(self._in_flight) >= self.depth:
             raise RuntimeError(f"{len(self._in_flight)} steps in flight: collect one first")
         self._begun.append(time.perf_counter())
         self._launch_sampling()
-        if self._in_flight and isinstance(self._in_flight[-1], Exception):  # its slots are freed: what follows is void
+        if self._in_flight and isinstance(self._in_flight[-1], Exception):  # it freed all slots, so this step is void
             self._in_flight.append(self._in_flight[-1])
             return
         assert self._worker is not None
@@ -202,7 +204,8 @@ class LocalExecutor:
         return bool(self._in_flight) and isinstance(self._in_flight[-1], Exception)
 
     def _launch_sampling(self) -> None:
-        """Launch the sampling of the one step in flight, if it waits: the step before it has been collected."""
+        """Launch the sampling of the oldest step in flight, if it waits for the previous step, which is now
+        collected."""
         if not self._in_flight or not isinstance(launched := self._in_flight[0], Launched):
             return
         assert self._worker is not None
@@ -241,34 +244,34 @@ class LocalExecutor:
         raise StepError(one_line(step)) from step
 
     def _timed(self, result: StepResult, begun: float) -> StepResult:
-        """With how long the step took: from when it could begin, since steps run one after another."""
+        """Return the result with the step's duration, from the time at which it could begin: steps run one by one."""
         assert self._worker is not None
         now, ended = time.perf_counter(), self._ended
         seconds, self._ended = now - max(begun, ended), now
         if self.depth > 1 and result.device_s:
-            # The device finished earlier: the time until this thread asked is no part of the step.  A step with drafts
-            # waited for the result before it, and the device for this thread: that is part of it.
+            # The device may finish before this thread calls `collect`; that time is not part of the step.  With drafts,
+            # the step waited for the previous result, and the device for this thread: that time is part of the step.
             seconds = now - ended if result.accepted else result.device_s
         size, swap_s = self._worker.swap.moved()
         return msgspec.structs.replace(result, step_s=seconds, swapped_bytes=size, swap_s=swap_s)
 
     @property
     def grammar_store(self) -> GrammarStore | None:
-        """The store of the requests' grammars; None: the model's answers can follow none."""
+        """The store of the requests' grammars; None: the model supports no grammars."""
         return None if self._worker is None or self._worker.grammars is None else self._worker.grammars.store
 
     @property
     def adapter_store(self) -> AdapterStore | None:
-        """LoRA adapters that requests hold; None: the model takes none."""
+        """LoRA adapters that requests hold; None: the model supports no adapters."""
         return None if self._worker is None else self._worker.adapters
 
     def catch_up(self) -> bool:
-        """Do one piece of the work that a takeover put off.  Returns whether more is left.  Only while no request is
-        here; does nothing while steps are in flight."""
+        """Do one item of the work that a takeover deferred, and return whether more is left.  Call it only while there
+        are no requests.  It does nothing while steps are in flight."""
         return self._worker is not None and not self._in_flight and self._worker.catch_up()
 
     def close(self) -> None:
-        """Drop the steps in flight and let go of all memory."""
+        """Drop the steps in flight and free all memory."""
         self._in_flight.clear()
         if (store := self.grammar_store) is not None:
             store.close()
@@ -279,4 +282,4 @@ class LocalExecutor:
             self.drafter = None
         self._worker = None
         gc.collect()  # a worker and its graphs refer to each other
-        torch.cuda.empty_cache()  # nothing where no GPU was used
+        torch.cuda.empty_cache()  # no effect if no GPU was used

@@ -41,7 +41,7 @@ class Staging:
         self._end = 0
 
     def begin_step(self) -> None:
-        """Start staging the next step.  Waits only for the copy of a step that ended long ago."""
+        """Start staging the next step.  Waits only for the last copy from this buffer, which was several steps ago."""
         self._current = (self._current + 1) % len(self._buffers)
         self._end = 0
         if not self._here:

@@ -5,8 +5,8 @@
                               └─ no request runs ─> catch_up captures one
                               all done ─> only sizes with all their graphs are used from then on
 
-A step is padded to a size that has a graph, or would have one: the number of rows of a GEMM decides the order of its
-sums, and a graph must not change a token.
+A step is padded to a size that has a graph, or will have one: the number of rows of a GEMM decides its order of
+summation, and a graph must not change a token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class StepGraphs:
-    """Graphs of decode steps, of small steps with slices, and of sampling; none where `sizes` is empty."""
+    """Graphs of decode steps, of small steps with slices, and of sampling; no graphs if `sizes` is empty."""
 
     def __init__(
         self,
@@ -45,29 +45,30 @@ class StepGraphs:
         seconds: float,
         agree: Callable[[int], int] = int,
     ) -> None:
-        """`logits` [rows, V] f32: where graphs leave a step's logits.  `sizes`, `shapes`: what decode steps and steps
-        with slices are padded to.  `seconds`: for captures.  `agree`: returns the minimum of all ranks."""
+        """`logits` [rows, V] f32: output buffer of the graphs.  `sizes`, `shapes`: sizes to which decode steps, and
+        steps with slices, are padded.  `seconds`: time limit of captures.  `agree`: returns the minimum over all
+        ranks."""
         self.logits = logits
         self._launches, self._batch, self._agree = launches, batch, agree
         self._sizes = sizes
         batch.shapes = Shapes(shapes)
-        self._seconds = seconds  # left for captures
+        self._seconds = seconds  # seconds left for captures
         self._captured = False  # every size in use has all its graphs
-        self._second_use: SecondUse | None = None  # while graphs are recorded as they are needed
-        self._postponed: deque[Callable[[], None]] = deque()  # captures that a takeover leaves for idle moments
+        self._second_use: SecondUse | None = None  # set while graphs are recorded lazily
+        self._postponed: deque[Callable[[], None]] = deque()  # captures that a takeover deferred
         self._idle: dict[Shape, Mixed] = {}
         self.adapted: AdapterGraphs | None = None  # graphs of steps whose rows have LoRA adapters; None: no graphs
 
     def padded(self, count: int) -> int:
-        """Number of rows that a step of `count` rows computes, padding included."""
+        """Return the number of rows that a step of `count` rows computes, padding included."""
         return rung(self._sizes, count) or count
 
     # ----------------------------------------------------------------------------------------------------- every step
 
     def decode(self, number: int, size: int, general: bool) -> bool:
-        """Replay the model's graph of decode step `number` with `size` rows.  False: it has none.
+        """Replay the model's graph of decode step `number` with `size` rows.  Returns False if there is none.
 
-        `general`: how the step will sample."""
+        `general`: the step will sample with any settings, not only greedily."""
         if self._batch.adapted:
             return self.adapted is not None and self.adapted.decode(number, size)
         if not self._captured and not self._recorded(number, size, general):
@@ -76,7 +77,7 @@ class StepGraphs:
         return True
 
     def mixed(self, number: int, mixed: Mixed) -> bool:
-        """Replay the model's graph of step `number`, which has slices.  False: it has none."""
+        """Replay the model's graph of step `number`, which has slices.  Returns False if there is none."""
         if self._batch.adapted:
             return self.adapted is not None and self.adapted.mixed(number, mixed)
         if mixed.shape not in self._batch.shapes or not (self._captured or self._recorded_mixed(number, mixed)):
@@ -85,20 +86,20 @@ class StepGraphs:
         return True
 
     def sample(self, size: int, general: bool) -> None:
-        """Sample from the logits that a graph of the model left, with a graph where one has this size."""
+        """Sample from the logits that a graph of the model left, with a graph if there is one of this size."""
         if size in self._sample_graphs[general]:
             self._sample_graphs[general].replay(size)
         else:
             self._launches.sample(self._batch.decode_step(size), self.logits[:size], general)
 
     def sample_drafts(self, drafts: DraftRows, general: bool) -> Verified | None:
-        """Sample after tokens and drafts from the logits that a graph of the model left."""
+        """Sample and verify drafts, from the logits that a graph of the model left."""
         return self._launches.sample(self._batch.decode_step(len(drafts.behind)), self.logits, general, drafts)
 
     def _recorded(self, number: int, size: int, general: bool) -> bool:
-        """Whether step `number` has graphs of a decode step of this size.
+        """Return whether step `number` has graphs of a decode step of this size.
 
-        After a takeover, record them the second time their launches run."""
+        After a takeover, graphs are recorded when their launches run for the second time."""
         if self._second_use is None:
             return False
         kinds = self._decode_graphs, self._sample_graphs[general]
@@ -108,7 +109,7 @@ class StepGraphs:
         return self._record([partial(graphs.capture, size, run=False) for graphs in missing])
 
     def _recorded_mixed(self, number: int, mixed: Mixed) -> bool:
-        """Whether step `number` has the model's graph of a step with these slices.  Records as `_recorded` does."""
+        """Return whether the model has a graph of a step with these slices.  Records graphs as `_recorded` does."""
         if self._second_use is None:
             return False
         if mixed.shape in self._mixed_graphs:
@@ -119,7 +120,8 @@ class StepGraphs:
         return self._record([partial(self._mixed_graphs.capture, mixed.shape, run=False)])
 
     def _record(self, captures: Sequence[Callable[[], None]]) -> bool:
-        """Capture these graphs while requests are served.  False: a capture failed, and no other one is tried."""
+        """Capture these graphs while requests are served.  Returns False if a capture failed; then no other is
+        tried."""
         try:
             for capture in captures:
                 capture()
@@ -145,7 +147,7 @@ class StepGraphs:
         log.info("%d CUDA graphs in %.1f s", done, time.monotonic() - started)
 
     def postpone(self) -> None:
-        """Capture lazily: in idle moments, or when a launch is made a second time."""
+        """Capture lazily: in idle moments, or when the same launches run a second time."""
         self._make_graphs()
         self._second_use = SecondUse()
         self._postponed.extend(itertools.chain(*self._captures()))
@@ -200,7 +202,8 @@ class StepGraphs:
         self._mixed_graphs = Graphs(mixed, where)
 
     def _captures(self) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
-        """Captures in order: decode steps of every size with both ways to sample; small steps with slices."""
+        """Return the captures in order: decode steps of every size with both ways to sample; small steps with
+        slices."""
 
         def decode(graphs: Graphs[int], size: int) -> None:
             if size not in graphs:  # else it was recorded while requests were served
@@ -218,7 +221,7 @@ class StepGraphs:
         return decodes, [partial(mixed, shape) for shape in memory_first(self._batch.shapes)]
 
     def _use_captured(self) -> bool:
-        """From now on use only the sizes that have all their graphs.  False: no size has."""
+        """From now on use only the sizes that have all their graphs.  Returns False if no size has."""
         kinds = self._decode_graphs, *self._sample_graphs
         if sizes := [size for size in self._decode_graphs.keys if all(size in graphs for graphs in kinds)]:
             self._sizes, self._captured = sizes, True

@@ -3,7 +3,7 @@
     StepTensors ── Forward ──> logits [N, V] ── sample ──> tokens, outcomes of StepOutput, and the next step's input
                       └─ score: prompt logprobs, TARGET_ROWS positions at a time
 
-The worker runs them as they are, or has `step_graphs.py` replay a CUDA graph of them.
+The worker runs them eagerly, or `step_graphs.py` replays a CUDA graph of them.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class StepLaunches:
         divided: DividedLogits | None,
         sites: Sites | None = None,
     ) -> None:
-        """`divided`: None: this rank computes all columns of the logits.  `sites`: of LoRA adapters; None: there are
-        none."""
+        """`divided`: vocab-parallel logits; None: this rank computes all columns.  `sites`: GEMMs that take LoRA
+        adapters; None: there are none."""
         self._model, self._batch, self._samplers = model, batch, samplers
         self._output, self._divided, self._sites = output, divided, sites
 
     def forward(self, step: StepTensors) -> Forward:
-        """Return a step through the model.  Its layers run when logits are asked for first, before the next step."""
+        """Return the forward pass of a step.  Its layers run at the first call for logits, before the next step."""
         if self._sites is not None:
             self._sites.rows = step.adapters
         return Forward(self._model, step)
 
     def logits(self, forward: Forward, at: Tensor | None, out: Tensor | None = None, *, whole: bool = False) -> Tensor:
-        """Logits [., V] of tokens `at` of a step (None: of all), in `out` where given.
+        """Return logits [., V] of tokens `at` of a step (None: of all tokens), written to `out` if given.
 
-        Of several ranks only this one's columns, where the model has those, unless `whole`."""
+        If logits are vocab-parallel, only this rank's columns are returned, unless `whole`."""
         return forward.logits(at, out, own=self._divided is not None and not whole)
 
     def score(self, forward: Forward, asked: Targets) -> Logprobs:
@@ -61,10 +61,11 @@ class StepLaunches:
     ) -> Verified | None:
         """Choose a token for each slot from the step's logits, and make it the next step's input.
 
-        `drafts`: the rows behind those of the slots, if the step has any.  Returns which drafts are accepted."""
-        count = len(step.sample_slots) if drafts is None else len(drafts.behind)  # without padding: drafts lie behind
+        `drafts`: the draft rows, after the rows of the slots, if the step has any.  Returns which drafts are
+        accepted."""
+        count = len(step.sample_slots) if drafts is None else len(drafts.behind)  # no padding: draft rows follow
         tokens, outcomes = self._output.tokens[:count], self._output.outcomes[:count]
-        if drafts is not None:  # ranks that share the logits get none
+        if drafts is not None:  # never with vocab-parallel logits
             known = step.known[:count] - drafts.behind
             self._samplers.run(logits[:count], step.sample_slots[:count], known, tokens, outcomes, general)
             verified = verify(drafts, self._samplers, logits, tokens, outcomes, self._batch.position)
@@ -80,7 +81,7 @@ class StepLaunches:
 
     @torch.inference_mode()
     def warm_drafts(self, vocab_size: int) -> None:
-        """Launch once what samples after drafts: loading its kernels must not count as the time of a step.
+        """Run the sampling of drafts once, so that loading its kernels does not count as the time of a step.
 
         No slot may be in use."""
         drafts = self._batch.idle_drafts()
@@ -89,7 +90,8 @@ class StepLaunches:
 
     @torch.inference_mode()
     def peak_bytes(self, max_seqs: int, step_tokens: int, top: int, drafts: int = 0) -> int:
-        """Bytes on a GPU that the largest step takes besides weights and KV cache, measured on an empty step.
+        """Return the bytes that the largest step takes on a GPU besides weights and KV cache, measured on an empty
+        step.
 
         All slots sample, `drafts` further tokens have logits, and a prompt is scored with `top` logprobs per token."""
         device = self._model.device

@@ -13,7 +13,8 @@ from torch import Tensor
 
 
 class Stopwatch:
-    """Measures a step's time on its device, awaits its end.  On a CPU the step has ended when `stop` is called."""
+    """Measures a step's time on its device, and waits for its end.  On a CPU the step has ended when `stop` is
+    called."""
 
     def __init__(self, gpu: bool) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if gpu else []
@@ -50,12 +51,12 @@ class StepOutput:
 
     @classmethod
     def allocate(cls, count: int, *, device: torch.device | str = "cpu", pinned: bool = False) -> StepOutput:
-        """An output of zeros.  pinned: in memory that a GPU can copy to in the background."""
+        """Return an output of zeros.  pinned: in pinned memory, to which a GPU copies asynchronously."""
         return cls(torch.zeros(9 * count, dtype=torch.uint8, device=device, pin_memory=pinned), count)
 
 
 class StepOutputs:
-    """The device's output, and in turn the host's buffers and clocks."""
+    """The output on the device, and a ring of host copies, each with a clock."""
 
     def __init__(self, max_seqs: int, device: torch.device, depth: int) -> None:
         """`depth`: maximum steps in flight."""
@@ -66,7 +67,7 @@ class StepOutputs:
         self._current = 0
 
     def start(self) -> None:
-        """A step begins: start its clock."""
+        """Start the clock of a new step."""
         self._clocks[self._next()].start()
 
     def copy(self) -> tuple[StepOutput, Stopwatch]:

@@ -2,8 +2,8 @@
 
     plan.edits  (slot, index, id) ──id──> full layers: Batch.tables      group 1: tables, kv_indices      group 2: ...
 
-Entries that a window has passed are stale, as those past a sequence's length: no kernel reads them.  Models without
-window groups have none of this.
+Entries of blocks before a sequence's window are stale, like entries past its length: no kernel reads them.  A model
+without window groups has no such tables.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from quire.engine.executor.staging import Array, Staging
 
 
 class GroupPlaces(NamedTuple):
-    """Indices and tables of the keys and values of a group's layers, in one step."""
+    """Cache indices and block tables of a KV group's layers, in one step."""
 
-    kv_indices: Tensor  # [T] i64: where each token's key and value go; -1: nowhere
+    kv_indices: Tensor  # [T] i64: index in the cache for each token's key and value; -1: not stored
     tables: Tensor  # [max_seqs, max_blocks] i32: block ids, numbered within the group
 
 
@@ -32,14 +32,15 @@ class WindowTables:
     def __init__(
         self, ids: Sequence[range], *, max_seqs: int, columns: int, block_size: int, device: torch.device
     ) -> None:
-        """`ids`: of each group's blocks in plans, ascending.  `columns`: maximum blocks of a sequence."""
+        """`ids`: the ids of each group's blocks in plans, ascending.  `columns`: maximum blocks of a sequence."""
         self._ids, self._block_size = ids, block_size
         self._tables = [torch.zeros(max_seqs, columns, dtype=torch.int32, device=device) for _ in ids]
         self._host = [np.zeros((max_seqs, columns), dtype=np.int32) for _ in ids]
         self._decode = [torch.zeros(max_seqs, dtype=torch.int64, device=device) for _ in ids]
 
     def split(self, edits: Array | None) -> tuple[Array | None, list[Array]]:
-        """Return a plan's edits [n, 3] of full layers, and those of each group, and take these in on the host."""
+        """Return a plan's edits [n, 3] of full layers, and of each window group; apply the latter to the host's
+        tables."""
         if edits is None or not self._ids:
             return edits, []
         found = []
@@ -51,7 +52,7 @@ class WindowTables:
         return edits[edits[:, 2] < self._ids[0].start], found
 
     def split_blocks(self, blocks: Array | None) -> list[Array | None]:
-        """Return a plan's blocks, or pairs of them, by group, full layers first; None: it has none there."""
+        """Return a plan's blocks, or pairs of blocks, per group, full layers first; None: no blocks of that group."""
         if blocks is None or not self._ids:
             return [blocks, *([None] * len(self._ids))]
         first = blocks if blocks.ndim == 1 else blocks[:, 0]
@@ -68,7 +69,7 @@ class WindowTables:
                 ops.apply_edits(own, tables)
 
     def stage_slices(self, slots: Array, positions: Array, at: slice, tokens: int, staging: Staging) -> list[Tensor]:
-        """Stage where the slices of a step write: per group [tokens] i64, -1 but for the tokens `at`.
+        """Stage the kv_indices of a step's slices: per window group [tokens] i64, -1 outside of the tokens `at`.
 
         slots, positions: of each token of the slices."""
         size, staged = self._block_size, []
@@ -79,10 +80,10 @@ class WindowTables:
         return staged
 
     def decode_places(self, count: int) -> tuple[GroupPlaces, ...]:
-        """Return the places of a step of `count` decoding slots, to be filled by `Batch.gather`."""
+        """Return the indices and tables of a step of `count` decoding slots; `Batch.gather` fills the indices."""
         pairs = zip(self._decode, self._tables, strict=True)
         return tuple(GroupPlaces(indices[:count], tables) for indices, tables in pairs)
 
     def mixed_places(self, kv_indices: Sequence[Tensor]) -> tuple[GroupPlaces, ...]:
-        """Return the places of a step with slices, those of its decoding slots still open."""
+        """Return the indices and tables of a step with slices; the indices of decoding slots are not filled yet."""
         return tuple(GroupPlaces(*pair) for pair in zip(kv_indices, self._tables, strict=False))

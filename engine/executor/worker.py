@@ -6,7 +6,7 @@ launch   plan ─ stage: one pinned copy ─ apply ─> StepTensors ─ model �
 collect  wait for that step's event, read the tokens
 
 On a GPU a launch only queues work: plan N+1 may be launched before result N is collected, and nothing waits.  On a CPU
-it computes, and `collect` has nothing to wait for.
+a launch computes the step, and `collect` has nothing to wait for.
 """
 
 from __future__ import annotations
@@ -62,27 +62,27 @@ from quire.engine.executor.step_output import StepOutput, StepOutputs, Stopwatch
 
 log = logging.getLogger(__name__)
 
-# For clients.
+# Error text for clients.
 FAILED = "the model's logits for this token are not finite"
 MOST_LOGPROBS = 20  # most probable tokens of each position in the memory plan; more take a few bytes each
 MOST_DRAFTS = 448  # maximum drafts of a step on a GPU: 64 sequences with 7 each
-GPU_DEPTH = 2  # steps in flight: the device computes one while the host reads the one before and issues the next
+GPU_DEPTH = 2  # steps in flight: the device computes one while the host reads the previous result and launches the next
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A launched step.  Its host memory may be read after the step, until GPU_DEPTH further launches."""
+    """A launched step.  Its host buffers are valid from the step's end until GPU_DEPTH further launches."""
 
     step: int
     slots: tuple[int, ...] = ()  # slots that sample
     output: StepOutput | None = None  # output of these slots, in their order
     clock: Stopwatch | None = None
     logprobs: Logprobs | None = None  # log probabilities of the sampled tokens, if requested
-    prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one slot
-    followers: Sequence[Follower] = ()  # members of `slots` with a grammar or bad_words
+    prompt_logprobs: tuple[Logprobs, ...] = ()  # one per scored slice
+    followers: Sequence[Follower] = ()  # sequences of `slots` with a grammar or bad_words
     candidates: Candidates | None = None
-    look_ahead: bool = True  # as in its plan
-    verified: Verified | None = None  # verdict on its drafts
+    look_ahead: bool = True  # StepPlan.look_ahead
+    verified: Verified | None = None  # accepted drafts of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,27 +90,27 @@ class Launched:
     """A step whose model is launched and whose sampling is not."""
 
     step: int
-    logits: Tensor | None = None  # [N, V] of the slots that sample, or a rank's own columns; None: nothing is computed
-    sample: Callable[[], Verified | None] | None = None  # launches their sampling; None: no slot samples
-    prompt_logprobs: tuple[Logprobs, ...] = ()  # each of one slot
-    candidates: tuple[tuple[int, int], ...] = ()  # (slot, candidates requested) of the following rows
+    logits: Tensor | None = None  # [N, V] of the slots that sample, or this rank's columns; None: nothing to compute
+    sample: Callable[[], Verified | None] | None = None  # launches the sampling; None: no slot samples
+    prompt_logprobs: tuple[Logprobs, ...] = ()  # one per scored slice
+    candidates: tuple[tuple[int, int], ...] = ()  # (slot, number of candidates) per row after the sampling slots
 
 
 class Worker:
-    """Owns everything on one device.  All memory that grows with traffic is taken here, once."""
+    """Owns all memory of one rank's device.  Memory that depends on traffic is allocated once, at the start."""
 
     def __init__(
         self, config: EngineConfig, model: LoadedModel, *, max_seqs: int, step_tokens: int, ranks: Ranks = ALONE
     ) -> None:
-        """Take the KV memory and capture CUDA graphs.  The kernels must be loaded.
+        """Allocate the KV cache and capture CUDA graphs.  The kernels must be loaded.
 
         ranks: they agree on the number of blocks and of graphs; everything else follows from the plans.
 
-        Raises NotEnoughMemory when the cache cannot hold one sequence of the max_model_len that the configuration asks
-        for.  Without one, `max_model_len` is what the cache holds.
+        Raises NotEnoughMemory when the cache cannot hold one sequence of the configured max_model_len.  If none is
+        configured, `max_model_len` becomes the length that the cache holds.
         """
         self.device = device = model.module.device
-        if model.states:  # such sequences are not swapped
+        if model.states:  # sequences with recurrent state are not swapped
             config = msgspec.structs.replace(config, preempt="recompute")
         self._config, self._loaded, self._model, self._ranks = config, model, model.module, ranks
         self._step_tokens = step_tokens
@@ -134,7 +134,7 @@ class Worker:
         self._staging = Staging(capacity=64 * max(step_tokens, max_seqs) + (1 << 18), steps=GPU_DEPTH, device=device)
         self._outputs = StepOutputs(max_seqs, device, GPU_DEPTH)
         has_graphs = self._gpu and config.graph_seconds > 0
-        # The graphs' output buffer: logits, not rounded to the model's dtype.
+        # Output buffer of the graphs: float32 logits.
         columns = self._divided.columns if self._divided is not None else vocab_size
         shapes = mixed_shapes(max_seqs, step_tokens, drafts=self.draft_tokens > 0) if self._gpu else []
         rows = max([max_seqs, *(shape.logits for shape in shapes)]) if has_graphs else 0
@@ -148,7 +148,7 @@ class Worker:
             seconds=config.graph_seconds,
             agree=ranks.least,
         )
-        self._look_ahead = True  # value of the last plan
+        self._look_ahead = True  # StepPlan.look_ahead of the last plan
         started = time.monotonic()
         if has_graphs and config.standby:
             self._graphs.postpone()
@@ -159,7 +159,7 @@ class Worker:
         self.graphs_s = time.monotonic() - started  # seconds of graph capture at the start
 
     def _new_states(self, memory: HostMemory, max_seqs: int) -> tuple[States | None, int]:
-        """Allocate recurrent states, if layers have them.  Returns them, and for how many slots there are live ones."""
+        """Allocate recurrent states, if layers need them.  Return the states, and the number of slots that have one."""
         config, model = self._config, self._loaded
         if not model.states:
             return None, max_seqs
@@ -169,7 +169,7 @@ class Worker:
         return States(model.states, division.slots, division.checkpoints, *where), division.slots
 
     def _divide_memory(self) -> HostMemory:
-        """Divide the host's memory between KV cache, recurrent states included, and swap space."""
+        """Divide the host's memory between KV cache (with recurrent states) and swap space."""
         config, model = self._config, self._loaded
         return host_memory.divide(
             config,
@@ -181,7 +181,7 @@ class Worker:
         )
 
     def _allocate_cache(self, memory: HostMemory) -> None:
-        """Take the KV cache, the host's memory for swapped blocks, and the batch's tensors.  Raises NotEnoughMemory."""
+        """Allocate the KV cache, host memory for swapped blocks, and the batch's tensors.  Raises NotEnoughMemory."""
         config, model = self._config, self._loaded
         kv_dtype = KV_DTYPES.get(config.kv_dtype, model.dtype)
         # On a GPU, with several ranks and with recurrent layers one block table serves all layers.
@@ -197,13 +197,13 @@ class Worker:
         token_bytes = full.token_bytes
         taken = sum(group.blocks * group.token_bytes * config.block_size for group in windows)
         taken += self._states.bytes if self._states else 0
-        # Without a length in the configuration the cache decides: a model's own may be made for a larger machine.
+        # If no length is configured, the cache decides: the model's own maximum may be meant for a larger machine.
         self.blocks = blocks_that_fit(
             token_bytes=token_bytes,
             block_size=config.block_size,
             max_model_len=model.max_model_len if config.max_model_len else 1,
             kv_blocks=config.kv_blocks,
-            kv_memory_gib=0.0 if taken else config.kv_memory_gib,  # `memory` contains it, and what is taken
+            kv_memory_gib=0.0 if taken else config.kv_memory_gib,  # cpu_budget has this limit, less `taken`
             device=self.device,
             activations=self._planned_activations(kv_dtype),
             cpu_budget=memory.kv - taken,
@@ -237,12 +237,12 @@ class Worker:
         self.kv = KVMemory(token_bytes, specs, shapes_by_group(caches))
 
     def _planned_activations(self, kv_dtype: torch.dtype) -> int:
-        """Bytes to leave free for activations; 0 where the configuration fixes the size of the cache, or on a CPU."""
+        """Return the bytes to leave free for activations; 0 on a CPU, or if the configuration fixes the cache size."""
         config, model = self._config, self._loaded
         if not self._gpu or config.kv_blocks or config.kv_memory_gib:
             return 0
         batch = self._new_batch(allocate(model.layers, 1, config.block_size, kv_dtype, self.device))
-        # A takeover reuses what the engine before it measured.
+        # An engine that takes over reuses what the previous engine measured.
         sizes = f"{self.max_seqs} {self._step_tokens} {model.max_model_len} {model.dtype} {self.draft_tokens}"
         plan = MemoryPlan(config, model.directory, sizes)
         activations = plan.recall() if config.standby else 0
@@ -275,25 +275,25 @@ class Worker:
 
     @property
     def draft_tokens(self) -> int:
-        """Maximum drafts of a step on a GPU, whose memory plan counts their logits; 0: not limited, or none draft."""
+        """Maximum drafts of a step on a GPU, where the memory plan counts their logits; 0: no limit, or no drafts."""
         return MOST_DRAFTS if self._gpu and self._config.drafts == "on" else 0
 
     @property
     def adapters(self) -> AdapterStore | None:
-        """LoRA adapters in host memory; None: the model takes none."""
+        """LoRA adapters in host memory; None: the model supports no adapters."""
         return None if self._adapters is None else self._adapters.store
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a sequence: the model's, or what the KV cache holds."""
+        """Maximum tokens of a sequence: the model's limit, or what the KV cache holds."""
         return self._loaded.max_model_len
 
     def state_facts(self) -> dict[str, int]:
-        """Return what `ModelInfo` says of recurrent state."""
+        """Return the fields of `ModelInfo` about recurrent state."""
         return {} if self._states is None else self._states.facts()
 
     def catch_up(self) -> bool:
-        """Capture a graph that a takeover left for later, while no request runs.  Returns whether more are left."""
+        """Capture a graph that a takeover deferred, while no request runs.  Returns whether more are left."""
         return self._graphs.catch_up()
 
     def reset(self) -> None:
@@ -312,7 +312,8 @@ class Worker:
     def launch_model(self, plan: StepPlan, *, all_collected: bool = True) -> Launched:
         """Apply the plan and start computing the step's logits.  After an exception only `reset` may be called.
 
-        all_collected: every step before has been, so that its masks can be computed now; else `begin_masks` later."""
+        all_collected: all earlier steps are collected, so the step's masks are computed now; if not, call
+        `begin_masks`."""
         samplers, batch = self._samplers, self._batch
         self._look_ahead = plan.look_ahead
         self._outputs.start()
@@ -360,18 +361,19 @@ class Worker:
                     ops.block_copy(tensors, pairs)
 
     def waits_for_tokens(self, launched: Launched) -> bool:
-        """Whether the step before must be collected before `launch_sampling`: a slot's mask needs its tokens."""
+        """Whether the previous step must be collected before `launch_sampling`, because a mask depends on its
+        tokens."""
         return self._samplers.following and launched.sample is not None
 
     def begin_masks(self) -> None:
-        """Begin to compute the masks of a launched step on other threads, once all steps before it are collected.
+        """Start computing the masks of a launched step on worker threads, once all earlier steps are collected.
 
-        `launch_sampling` comes next."""
+        Call `launch_sampling` next."""
         self._samplers.begin_masks()
 
     @torch.inference_mode()
     def launch_sampling(self, launched: Launched) -> Pending:
-        """Sample from the logits of a launched model; `waits_for_tokens` says what comes before."""
+        """Sample from the logits of a launched model.  If `waits_for_tokens`, collect the previous step before."""
         if launched.logits is None:
             return Pending(launched.step)
         verified = None
@@ -417,8 +419,8 @@ class Worker:
         )
 
     def _decode(self, number: int, candidates: tuple[tuple[int, int], ...]) -> Launched:
-        """Compute one more token for every slot, and of `candidates`, with two graph launches if there are
-        graphs."""
+        """Compute the next token of every decoding slot, and the rows of `candidates`, with two graph launches if there
+        are graphs."""
         graphs, launches, general = self._graphs, self._launches, self._samplers.general
         count = len(self._batch.decoding_slots)
         size = graphs.padded(count + len(candidates))
@@ -451,7 +453,7 @@ class Worker:
         return partial(graphs.sample, graphs.padded(count), self._samplers.general) if count else None
 
     def _pending(self, launched: Launched, logits: Tensor, verified: Verified | None) -> Pending:
-        """Copy the step's output to the host, in the background."""
+        """Start the copy of the step's output to the host."""
         slots = self._batch.decoding_slots
         if self._divided is not None and (self._samplers.reporting or launched.candidates):
             logits = self._divided.whole(logits[: len(slots) + len(launched.candidates)])
