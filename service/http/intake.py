@@ -37,7 +37,7 @@ from quire.service.delivery.adapters import Adapters
 from quire.service.delivery.streams import Streams
 from quire.service.grammar.grammar_checks import GrammarChecks
 from quire.service.grammar.grammar_errors import NotServed
-from quire.service.http.bodies import Body
+from quire.service.http.bodies import Body, parse_weight
 from quire.service.http.meter import Meter
 from quire.service.http.middleware import METER, OWNER, TENANT
 from quire.service.http.request_work import RequestWork, trace_context
@@ -158,17 +158,19 @@ class Intake:
 
         Raises Refusal."""
         config, size, holder = self._config, len(body.data), holder_of(request)
+        weight = parse_weight(body.data)
         if prefix == RESPONSE:
-            wanted = await self._work.offload(size, responses.wanted_of, body.data, config)
+            wanted = await self._work.offload(weight, responses.wanted_of, body.data, config)
             history = await self._stored.history(holder, wanted.previous)
             items = await self._stored.items(holder, wanted.items)
             size += sum(len(given) + len(answered) for given, answered in history)
-            earlier = await self._work.offload(size, earlier_items, history)
+            weight += sum(parse_weight(given) + parse_weight(answered) for given, answered in history)
+            earlier = await self._work.offload(weight, earlier_items, history)
             parse = partial(cast(Any, parse), earlier=earlier, items=items)
         work, data = self._work, body.data
 
         async def parsed(served: api.Served) -> ValidRequest:
-            return await work.offload(size, parse, data, config, self._model, timeout_s, served)
+            return await work.offload(weight, parse, data, config, self._model, timeout_s, served)
 
         valid = await self._adapters.chosen(request[TENANT], parsed)
         unread = left_out(self._tokenizer.chat.unread(valid), NAMES.get(prefix, ()), config)

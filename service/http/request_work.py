@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import ParamSpec, TypeVar
 
 from aiohttp import web
 
 from quire.service.api.trace_context import TraceContext, traceparent, tracestate
+from quire.service.common.work_threads import WorkThreads
 from quire.service.config import GatewayConfig
 from quire.service.delivery.streams import Streams
 from quire.service.http.middleware import Capacity
@@ -20,7 +19,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LAST_READ_S = 30.0  # seconds after the deadline for a client to read its answer; then its connection is closed
-INLINE_BYTES = 64 * 1024  # larger bodies are parsed on a thread, which releases the GIL every GIL_SWITCH_S (app.py)
+# Weight of a body (bodies.py) above which it is parsed on a thread, which releases the GIL every GIL_SWITCH_S (app.py).
+# 32 bodies that arrive in one turn of the event loop (pacing.TURN_EVENTS) take it up to 45 ms.
+INLINE_BYTES = 16 * 1024
 WRITE_BYTES = 256 * 1024  # bytes of a long answer that are written before other requests run
 
 
@@ -29,7 +30,7 @@ class RequestWork:
 
     def __init__(self, config: GatewayConfig, streams: Streams, capacity: Capacity) -> None:
         self._config, self._streams, self._capacity = config, streams, capacity
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="parse")
+        self._threads = WorkThreads(INLINE_BYTES, "parse")
 
     async def write(
         self, request: web.Request, parts: list[bytes], headers: Mapping[str, str] | None = None
@@ -47,11 +48,9 @@ class RequestWork:
         await response.write_eof()
         return response
 
-    async def offload(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `work` for a request whose body has `size` bytes: inline if the body is short, else on a thread."""
-        if size <= INLINE_BYTES:
-            return work(*args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args, **kwargs))
+    async def offload(self, weight: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `work` for a request whose body has this weight: inline if the body is light, else on a thread."""
+        return await self._threads.run(weight, work, *args, **kwargs)
 
     def max_tokens(self) -> int:
         """Return the maximum prompt tokens of a request: `max_prompt_tokens` or the context length, the larger one."""

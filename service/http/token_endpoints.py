@@ -19,7 +19,7 @@ from quire.service.config import GatewayConfig
 from quire.service.delivery.adapters import Adapters
 from quire.service.delivery.quotas import Quotas
 from quire.service.delivery.streams import Streams
-from quire.service.http.bodies import Bodies
+from quire.service.http.bodies import Bodies, parse_weight
 from quire.service.http.middleware import METER, TENANT, Capacity
 from quire.service.http.request_work import RequestWork, cut_after
 from quire.service.text.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ class TokenEndpoints:
         """POST /tokenize."""
         config = self._config
         with self._capacity.occupy():
-            asked, size = await self._read_tokens(request, TokenizeBody, "tokenize", VALUES)
+            asked, size, weight = await self._read_tokens(request, TokenizeBody, "tokenize", VALUES)
             if (asked.prompt is None) == (asked.messages is None):
                 raise Refusal(400, "invalid_value", "prompt: give either prompt or messages", param="prompt")
             total = self._work.max_tokens()
@@ -61,7 +61,7 @@ class TokenEndpoints:
                     asked.prompt, special=asked.add_special_tokens, size=size, total=total
                 )
             else:
-                messages, options = await self._work.offload(size, api.tokenized_chat, asked, config)
+                messages, options = await self._work.offload(weight, api.tokenized_chat, asked, config)
                 ids = await self._tokenizer.tokenize_chat(messages, options, size=size, total=total)
             found: dict[str, Any] = {
                 "count": len(ids),
@@ -85,7 +85,7 @@ class TokenEndpoints:
         """POST /detokenize."""
         config, most = self._config, self._work.max_tokens()
         with self._capacity.occupy():
-            asked, size = await self._read_tokens(request, DetokenizeBody, "detokenize", most)
+            asked, size, _ = await self._read_tokens(request, DetokenizeBody, "detokenize", most)
             text = await self._tokenizer.threads.run(size, self._text, asked.tokens, most)
             encoded = await self._work.offload(size, msgspec.json.encode, {"prompt": text})
             async with cut_after(config.default_timeout_s):
@@ -93,13 +93,13 @@ class TokenEndpoints:
 
     async def _read_tokens(
         self, request: web.Request, kind: type[B], endpoint: Endpoint, max_values: int
-    ) -> tuple[B, int]:
-        """Return the decoded body of /tokenize or /detokenize, and its size in bytes.  Raises Refusal."""
+    ) -> tuple[B, int, int]:
+        """Return the decoded body of /tokenize or /detokenize, its size in bytes and its weight.  Raises Refusal."""
         await self._quotas.count(request, request[TENANT])
         async with self._bodies.read(request, max_values) as body:
-            size = len(body.data)
+            size, weight = len(body.data), parse_weight(body.data)
             asked, unknown = await self._work.offload(
-                size, decoding.decode_all, body.data, kind, endpoint, self._config
+                weight, decoding.decode_all, body.data, kind, endpoint, self._config
             )
         request[METER].record_unknown(unknown)
 
@@ -107,7 +107,7 @@ class TokenEndpoints:
             api.check_model(asked.model, self._model, served)
 
         await self._adapters.chosen(request[TENANT], check_model)
-        return asked, size
+        return asked, size, weight
 
     def _text(self, tokens: list[int], most: int) -> str:
         """Decode token ids to text.  Raises Refusal for more than `most` ids, and for ids outside the vocabulary."""
@@ -124,12 +124,12 @@ class TokenEndpoints:
         with renaming(messages.NAMES), self._capacity.occupy():
             await self._quotas.count(request, request[TENANT])
             async with self._bodies.read(request) as body:
-                size = len(body.data)
+                size, weight = len(body.data), parse_weight(body.data)
                 data, timeout_s = body.data, config.default_timeout_s
 
                 async def parsed(served: api.Served) -> ValidRequest:
                     given = data, config, self._model, timeout_s, served
-                    return await self._work.offload(size, messages.parse_count, *given)
+                    return await self._work.offload(weight, messages.parse_count, *given)
 
                 valid = await self._adapters.chosen(request[TENANT], parsed)
                 unread = left_out(self._tokenizer.chat.unread(valid), messages.NAMES, config)

@@ -3,7 +3,7 @@
 Tokenizer --vocabulary--> Vocabulary      bytes of each token
 --chat--------> ChatTemplate    text of a chat, tools, reasoning markers
 --rules-------> AnswerRules     constraint and reading of an answer
---threads-----> TextThreads     long work, beside the event loop
+--threads-----> WorkThreads     long work, beside the event loop
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from quire.service.api.tools import ChatOptions
 from quire.service.api.valid_request import Prompt, ValidRequest
 from quire.service.common.limits import PREDICTED_TOKENS, WORD_TOKENS
 from quire.service.common.refusal import Refusal, limit_refusal, placing, renamed, unsupported
+from quire.service.common.work_threads import WorkThreads
 from quire.service.config import GatewayConfig
 from quire.service.text import infill
 from quire.service.text.answer_rules import AnswerRules
 from quire.service.text.chat_template import ChatTemplate
-from quire.service.text.text_threads import INLINE_BYTES, TextThreads
 from quire.service.text.token_budget import UNLIMITED, TokenBudget
 from quire.service.text.turn_boundary import TurnBoundary
 from quire.service.text.vocabulary import ModelError, Vocabulary, longest_token
 
+# Encoding and templates take about a microsecond per four characters.  Larger requests run on a thread, or they would
+# hold the event loop for milliseconds.
+INLINE_BYTES = 4096
 LEAD = "\u263a"  # a character that joins no other into a token
 
 
@@ -81,7 +84,7 @@ class Tokenizer:
         if self.chat.responses is not None:
             self.vocabulary.keep_markers(self.chat.responses)
         self.rules = AnswerRules(self.vocabulary, self.chat)
-        self.threads = TextThreads()
+        self.threads = WorkThreads(INLINE_BYTES, "encode")
         self._added = _added(backend)
         self._infill = infill.find(backend)
         self._longest_token = longest_token(backend, self.vocabulary.table)

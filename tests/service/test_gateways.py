@@ -19,5 +19,5 @@ def test_a_gateway_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -
     gateway = MeasuredGateway(settings(), tokenizer)
     with pytest.raises(RuntimeError, match="did not start") as caught:
         gateway.__enter__()
-    gateway._loop.close()
+    gateway.loop.close()
     assert str(caught.value.__cause__) == "no Redis"

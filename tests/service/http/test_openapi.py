@@ -81,3 +81,22 @@ async def test_it_is_served_without_a_key_and_names_the_paths_that_need_one(serv
     assert found["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
     open_to_all = document(GatewayConfig(), "1", guarded=False)
     assert "security" not in open_to_all["paths"]["/v1/chat/completions"]["post"]
+
+
+async def test_the_document_is_made_once(serve: Serve) -> None:
+    """It takes 20 ms, and many clients ask for it at once."""
+    served, made = await serve(), 0
+    status = served.gateway._status
+    make = status._document
+
+    def count() -> dict[str, Any]:
+        nonlocal made
+        made += 1
+        return make()
+
+    status._document = count
+    pages = set()
+    for _ in range(3):
+        async with served.session.get("/openapi.json") as response:
+            pages.add(await response.read())
+    assert made == len(pages) == 1

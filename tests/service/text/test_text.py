@@ -17,9 +17,8 @@ from quire.service.api import api
 from quire.service.api.valid_request import ValidRequest
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
-from quire.service.text.text_threads import INLINE_BYTES
 from quire.service.text.token_decoder import TextStream
-from quire.service.text.tokenizer import Tokenizer
+from quire.service.text.tokenizer import INLINE_BYTES, Tokenizer
 from quire.service.text.vocabulary import ModelError, longest_token, vocabulary_bytes
 from tests.service.fakes import save
 
