@@ -1,7 +1,7 @@
-"""The check of the block accounting: every block against every table.
+"""The full check of the block accounting: compares every block's reference count with all block tables.
 
-It takes O(blocks), tens of milliseconds on a large GPU.  So it runs when the engine becomes idle,
-every some seconds while it is busy, in tests, and on demand.
+The check takes O(blocks), tens of milliseconds for the KV cache of a large GPU.  So it runs when the engine becomes
+idle, every few seconds while the engine is busy, in tests, and on demand.
 
 A wrong count is never harmless.  After a Leak, blocks cannot be used until a restart.  A DoubleFree lets two sequences
 write into one block, which would mix the answers of two clients.
@@ -22,7 +22,7 @@ from quire.engine.core.waiting_queue import WaitingQueue
 
 
 class Auditor:
-    """Looks, never mends.  Call it between two plans: within one, tables and counts move one after another."""
+    """Checks the accounting and repairs nothing.  Call it only between two plans: planning updates counts stepwise."""
 
     def __init__(
         self,

@@ -1,11 +1,12 @@
 """The batch: which sequences run, in which slots, and the steps that have been planned and committed.
 
-A decoding sequence is not looked at until it needs a block or reaches its length.  Both steps are known in advance, so
-the sequence is entered in a calendar under the earlier one.  So a steady step takes O(sequences that changed).
+The scheduler does not visit a decoding sequence until the sequence needs a block or reaches its maximum length.  Both
+steps are known in advance, so the calendar lists the sequence under the earlier step.  So a steady step takes
+O(sequences that changed).
 
     admit --> prefilling --last known token--> decoding --calendar--> a block, a pause, or the end
                   ^                               |
-                  +----- resume ---- paused <-----+   no slot, but every block
+                  +----- resume ---- paused <-----+   keeps its blocks, gives up its slot
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from quire.engine.core.slots import Slots
 
 
 class IssuedPlan(NamedTuple):
-    """What the scheduler remembers of a plan until its result arrives."""
+    """Counts of a plan that the scheduler keeps until its result arrives."""
 
-    decoding: int  # sequences that decode in it
-    prompt_tokens: int  # prompt tokens of all slices
+    decoding: int  # sequences that decode in this step
+    prompt_tokens: int  # tokens of all slices: prompts, jumps and drafts
     jumps: int  # sequences that compute forced tokens in a slice
-    jump_tokens: int  # jump-forward tokens among them
-    swaps: bool  # it copies blocks to or from the host
-    sealed: list[int]  # blocks that entered the prefix index before they were written
+    jump_tokens: int  # tokens of the slices of jumps, counted in `prompt_tokens` too
+    swaps: bool  # the plan copies blocks to or from the host
+    sealed: list[int]  # blocks that entered the prefix index before the step wrote them
     drafting: int = 0  # sequences that compute drafts
-    drafts: int = 0  # tokens that these compute behind their last known ones
+    drafts: int = 0  # draft tokens of all sequences
 
 
 class Batch:
@@ -43,25 +44,25 @@ class Batch:
         self.prefilling: list[Sequence] = []  # sequences in prefill, by rank
         self.paused: list[Sequence] = []  # paused sequences, by rank
         self.decoding = 0  # sequences that compute one token each step without being named in a plan
-        self.reserved_blocks = 0  # what static allocation would hold for all of these
+        self.reserved_blocks = 0  # blocks that static allocation would hold for all started sequences
         self._block_size = block_size
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # the calendar: step -> decoding sequences
         self._issued: deque[IssuedPlan] = deque()
-        self._departed: list[tuple[int, str]] = []  # last steps of ended sequences, while in flight; their requests
+        self._departed: list[tuple[int, str]] = []  # (last step, request id) of ended sequences, while in flight
 
     @property
     def running(self) -> int:
-        """Sequences with a slot that compute: those that prefill and those that decode."""
+        """Number of sequences that prefill or decode."""
         return self.decoding + len(self.prefilling)
 
     @property
     def late(self) -> int:
-        """Steps in flight: how many plans are ahead of the last result."""
+        """Number of steps in flight: plans issued whose results have not arrived."""
         return self.step - self.committed
 
     @property
     def verifying(self) -> bool:
-        """Whether a step with drafts is in flight.  Lengths are not known before its result, so it is the last one."""
+        """Whether a step with drafts is in flight.  No step follows it before its result, which decides the lengths."""
         return bool(self._issued) and self._issued[-1].drafting > 0
 
     def issue(self, plan: IssuedPlan) -> int:
@@ -71,8 +72,9 @@ class Batch:
         return self.step
 
     def commit(self, step: int) -> IssuedPlan:
-        """Record that the result of `step` arrived.  Raises AccountingError when it is not the oldest step in
-        flight."""
+        """Record that the result of `step` arrived and return its counts.
+
+        Raises AccountingError when `step` is not the oldest step in flight."""
         if step != self.committed + 1:
             raise AccountingError(f"result of step {step} after step {self.committed}")
         self.committed = step
@@ -92,33 +94,33 @@ class Batch:
     # ------------------------------------------------------------------------------------------ sequences in and out
 
     def admit(self, seq: Sequence) -> None:
-        """Start the prefill of a sequence; its siblings get slots at once, for the fork at the end of the prompt."""
+        """Start the prefill of a sequence.  Its siblings get slots now, for their fork at the end of the prompt."""
         seq.state = State.PREFILLING
         for member in (seq, *seq.siblings):
             self._assign_slot(member)
         insort(self.prefilling, seq, key=lambda s: s.rank)
 
     def resume(self, seq: Sequence) -> None:
-        """Give a slot to a paused sequence; it keeps its table."""
+        """Give a slot to a paused sequence, which keeps its block table."""
         self.remove(seq)
         seq.state = State.PREFILLING
         self._assign_slot(seq)
         insort(self.prefilling, seq, key=lambda s: s.rank)
 
     def join(self, seq: Sequence) -> None:
-        """Let a sibling that has a slot compute tokens of its own."""
+        """Start a beam in the slot that it has already; it computes its own tokens as a prefill."""
         seq.state = State.PREFILLING
         insort(self.prefilling, seq, key=lambda s: s.rank)
 
     def begin_decoding(self, seq: Sequence, step: int, *, forked: bool) -> None:
-        """From `step` on the sequence computes one token each step; `forked`: it shares its last block."""
+        """Let the sequence compute one token per step from `step` on; `forked`: siblings share its last block."""
         seq.state = State.DECODING
         seq.since = step
         self.decoding += 1
         self.schedule(seq, step, now=forked)
 
     def jump(self, seq: Sequence, end: int, step: int) -> None:
-        """Let a decoding sequence compute all tokens before `end` in `step`, and decode on from the next step."""
+        """Record that one slice of `step` computes the forced tokens up to `end`; decoding resumes in the next step."""
         seq.unconfirmed = seq.known - end
         seq.jumped_in = step
         seq.computed = end
@@ -126,25 +128,26 @@ class Batch:
         self.schedule(seq, step + 1)
 
     def schedule(self, seq: Sequence, step: int, *, now: bool = False) -> None:
-        """Enter the next step that needs the scheduler: its table is full, or its last token has been sampled."""
+        """Enter a decoding sequence in the calendar: the step in which its table is full or it reaches its limit."""
         full = step + len(seq.table) * self._block_size - seq.computed
         last = step + seq.limit - seq.computed - 1
         seq.due = step if now else min(full, last)
         self._due[seq.due].append(seq)
 
     def pop_due(self, step: int) -> list[Sequence]:
-        """Return the sequences in the calendar for `step`, by rank.  Compare `due` again before using each one."""
+        """Return the calendar's sequences for `step`, by rank.  Skip those whose `due` is another step by now."""
         return sorted(self._due.pop(step, ()), key=lambda s: s.rank)
 
     def pause(self, seq: Sequence) -> None:
-        """Take the slot, leave the blocks.  All known tokens are computed but the one sampled last and forced ones."""
+        """Free the slot of a sequence that keeps its blocks.  Only its last sampled token and forced tokens are not
+        computed yet."""
         self.remove(seq)
         seq.state = State.PAUSED
         self.reserved_blocks += seq.greatest_blocks(self._block_size)
         insort(self.paused, seq, key=lambda s: s.rank)
 
     def remove(self, seq: Sequence) -> None:
-        """Take the slot, or the place among the paused ones.  Steps in flight still report tokens for `seq`."""
+        """Free the slot of a sequence, or remove it from the paused list.  Steps in flight still report its tokens."""
         if seq.state is State.PAUSED:
             self.paused.remove(seq)
             self.reserved_blocks -= seq.greatest_blocks(self._block_size)
@@ -166,7 +169,7 @@ class Batch:
             self.decoding -= 1
 
     def depart(self, seq: Sequence) -> None:
-        """Take the slot of a sequence that ends, for whatever reason, and remember that steps in flight compute it."""
+        """Remove a sequence that ends, and remember its request while steps in flight compute it."""
         if self.in_flight(seq):
             self._departed.append((self.step, seq.request.id))
         self.remove(seq)
@@ -178,10 +181,9 @@ class Batch:
     # -------------------------------------------------------------------------------------------------------- queries
 
     def holders(self) -> Iterator[Sequence]:
-        """Iterate over every sequence that holds blocks, or is about to.  A leader stands for siblings that have yet to
-        fork.
+        """Iterate over every sequence that holds blocks or is about to, once each.
 
-        A vacated slot that still reports for its sequence counts only if that sequence has no other slot."""
+        Siblings that have not forked yet are left out: they hold no blocks of their own."""
         for slot, seq in enumerate(self.slots.occupants):
             if seq is None or seq.state is State.WAITING:
                 continue
@@ -190,23 +192,23 @@ class Batch:
         yield from self.paused
 
     def in_flight(self, seq: Sequence) -> bool:
-        """Return whether a step without a result computes the sequence, or samples its next token."""
+        """Return whether a step in flight computes the sequence or samples its next token."""
         return (seq.slot >= 0 and seq.state is not State.WAITING) or seq.sampled_in > self.committed
 
     def departed(self) -> set[str]:
-        """Return the requests of ended sequences that a step without a result computes."""
+        """Return the ids of requests with ended sequences that a step in flight still computes."""
         return {request for _, request in self._departed}
 
     def promised_blocks(self) -> int:
-        """Blocks that started prompts have yet to take."""
+        """Return how many blocks started prompts and their siblings still have to take."""
         return sum(map(self.blocks_to_take, self.prefilling))
 
     def blocks_to_take(self, seq: Sequence) -> int:
-        """Blocks that the prompt of one started sequence has yet to take."""
+        """Return how many blocks the prompt of one started sequence and its siblings still have to take."""
         return -(-(seq.known + 1) // self._block_size) - len(seq.table) + seq.sibling_blocks
 
     def decoding_here(self) -> int:
-        """Decoding sequences that began on this engine: all except the reassigned ones.  O(slots)."""
+        """Return the number of decoding sequences that began on this engine, not on an earlier one.  O(slots)."""
         occupants = self.slots.occupants
         return sum(seq is not None and seq.state is State.DECODING and not seq.reassigned for seq in occupants)
 

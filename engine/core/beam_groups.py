@@ -1,26 +1,25 @@
 """Beam groups: the beams of one request as sequences of the batch, re-forked after every step.
 
-A group is one request with `beams.width` sequences.  The first one leads: it waits in the queue for all of them, and
-computes the prompt.  A beam never decodes on its own, since its next token and its past are chosen for all beams
-together.  So each step computes it as a prompt that has grown by one token.  Its slice asks for candidates, the
-most probable next tokens, in place of a sample:
+A group is one request with `beams.width` sequences.  The first sequence is the leader: it represents all of them in the
+queue and computes the prompt.  A beam does not decode like other sequences, because the search chooses its next token
+and its parent beam together with those of the other beams.  So each step computes a beam as a prompt that has grown by
+one token.  The beam's slice requests candidates, the top-k next tokens, instead of a sampled token:
 
     plan      Slice(token, candidates) for every beam · edits of tables · copies of last blocks that are shared
     result    candidates of every slot
-    commit    BeamSearch chooses the next beams (parent, token); `refork` moves tables and tokens:
+    commit    BeamSearch chooses the next beams (parent, token); `_refork` moves tables and tokens:
 
-        slot 0  [7 2 9]        slot 0  [7 2 9]  first child of 0: stays
-        slot 1  [7 2 4]  --->  slot 1  [7 2 9]  second child of 0: takes the place of 1, whose block 4 is free
-        slot 2  [7 5 6]        slot 2  [7 5 6]  child of 2: stays
+        slot 0  [7 2 9]        slot 0  [7 2 9]  first child of beam 0: stays
+        slot 1  [7 2 4]  --->  slot 1  [7 2 9]  second child of beam 0: takes the slot of beam 1, whose block 4 is freed
+        slot 2  [7 5 6]        slot 2  [7 5 6]  child of beam 2: stays
 
-No KV moves.  Only table entries that differ are sent.  The next plan gives each beam a block of its own before it
-writes: all beams that share a last block, except one, get a copy.
+A re-fork copies no KV: the plan sends only the changed table entries.  Beams must not write to a shared last block, so
+the next plan copies it for all beams that share it, except one.
 
-With several steps in flight, a group leaves out the steps until its candidates are here.  Others run on.
+With several steps in flight, a group computes nothing until its candidates have arrived; other sequences continue.
 
-A group is preempted as a whole, and always computed again: its beams are copied to the host in no case.  When it
-starts again, each beam shares the full blocks that it has in common with an earlier one, so the pool holds no more
-than before.
+A group is preempted as a whole and always recomputed, never swapped.  When it starts again, each beam shares the full
+blocks that it has in common with an earlier beam, so the group takes no more blocks than before.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from quire.engine.core.sequence import Sequence, State
 from quire.engine.core.sequence_group import Candidates, Choice, Moves, Outputs
 from quire.engine.wire.messages import LENGTH_PENALTIES, Finish, FinishReason, Generate, Sampling, TokenLogprob
 
-SHARING_EVERY = 8  # tokens of output between two counts of a group's blocks, which take a microsecond for 30 entries
+SHARING_EVERY = 8  # output tokens between two counts of a group's blocks; a count takes 1 us per 30 table entries
 
 
 class BeamGroup:
@@ -59,13 +58,13 @@ class BeamGroup:
         self.beams = beams
         self.search = search
         self._pool, self._batch, self._layers = pool, batch, layers
-        self._unsent = set(range(self.request.n)) - answered  # answers that the client waits for
-        self._withdrawn: set[int] = set()  # answers among them that this group has cancelled itself
-        self._order = list(beams)  # as in `search.running`
-        self._computed = 0  # beams' tokens that no Finish has reported
+        self._unsent = set(range(self.request.n)) - answered  # indices of answers that the client waits for
+        self._withdrawn: set[int] = set()  # indices of unsent answers that the client has cancelled
+        self._order = list(beams)  # the member of each beam, in the order of `search.running`
+        self._computed = 0  # computed tokens of all beams that no Finish has charged yet
         self._entries = self._blocks = 0  # block-table entries of all members, and distinct blocks: see `_count_blocks`
         self._rows: dict[int, Row] = {}  # candidates of this step that have arrived, by the index of the sequence
-        # Sequences whose tables the executor does not know, with the tables that it does; None: the slot has none.
+        # Members whose table has changed, by index, with the table that the executor has; None: it has none.
         self._moved: dict[int, list[int] | None] = {}
 
     @property
@@ -87,17 +86,17 @@ class BeamGroup:
         return seq.index in self._unsent
 
     def take_computed(self) -> int:
-        """Return the tokens computed in all beams since the last call.  Their tenant is charged once."""
+        """Return the number of tokens computed in all beams since the last call, to charge them to the tenant once."""
         computed, self._computed = self._computed, 0
         return computed
 
     def withdraw(self, index: int, unfinished: list[Sequence]) -> list[Sequence]:
-        """Cancel one answer: it is not sent when the search is done.  All beams end if none is left to be found."""
+        """Cancel one answer: it is not sent when the search is done.  All beams end if every answer is cancelled."""
         self._withdrawn.add(index)
         return unfinished if self._unsent <= self._withdrawn else []
 
     def successor(self, seq: Sequence) -> Sequence | None:
-        """The beams end together."""
+        """Return None: all beams of a group end together."""
         return None
 
     # --------------------------------------------------------------------------------------------------------- plans
@@ -124,10 +123,10 @@ class BeamGroup:
         return False, [(i, block) for i, block in enumerate(seq.table) if i >= len(before) or before[i] != block]
 
     def join(self, leader: Sequence) -> Iterator[Sequence]:
-        """Let the other beams follow when a group starts again.
+        """Iterate over the other beams when a preempted group starts again.
 
-        Each shares the full blocks that it has in common with a beam before it.  Nothing for a group that has no tokens
-        yet: its beams fork when the search begins."""
+        Each beam shares the full blocks that it has in common with an earlier beam.  Empty for a group without output
+        tokens: its beams fork when the search begins."""
         if not self.search.started:
             return
         size = self._pool.block_size
@@ -148,7 +147,7 @@ class BeamGroup:
         self._rows, self._moved = {}, {}
         for at, member in enumerate(self.beams):
             shared = max((common_blocks(member, other, other.known, size) for other in self.beams[:at]), default=0)
-            # Blocks that it will take behind those which it shares with a beam before it.
+            # New blocks of this beam: its full length, minus the blocks that it shares with an earlier beam.
             member.fork_blocks = -(-(member.known + 1) // size) - shared if self.search.started else 1
         return self.beams
 
@@ -166,7 +165,7 @@ class BeamGroup:
         return len(self._rows) == (len(self.beams) if self.search.started else 1)
 
     def advance(self) -> int:
-        """Let the search choose the next beams, and give every member the table and the tokens of its new one."""
+        """Let the search choose the next beams, and give every member the table and tokens of its new beam."""
         parents = self._order if self.search.started else [self.leader]
         rows, self._rows = [self._rows[seq.index] for seq in parents], {}
         self._computed += self.search.width
@@ -175,7 +174,7 @@ class BeamGroup:
         return self.search.width
 
     def finished(self) -> list[Choice]:
-        """Return the best answers, and the cancelled ones."""
+        """Return the best answers, then the cancelled choices."""
         answers = {index: self.search.answers[index] for index in sorted(self._unsent - self._withdrawn)}
         paths = {index: answer.path.unroll() for index, answer in answers.items()}
         searched = self.take_computed() - sum(len(tokens) for tokens, _ in paths.values())
@@ -191,10 +190,10 @@ class BeamGroup:
         return choices + [Choice(self.beams[index], Finish("cancelled"), []) for index in sorted(self._unsent)]
 
     def _refork(self, children: list[Child]) -> None:
-        """Give every member the table and the tokens of its new beam.  The first child of a beam stays in its slot."""
+        """Give every member the table and tokens of its new beam.  The first child of a beam keeps the beam's slot."""
         self._count_blocks()
         parents = self._order
-        stays: dict[int, Sequence] = {}  # child -> the member that it stays in
+        stays: dict[int, Sequence] = {}  # index of the child -> the member that gets this child
         taken: set[int] = set()  # indices of members that have a child
         for at, (parent, _) in enumerate(children):
             if (seq := parents[parent]).index not in taken:
@@ -208,7 +207,7 @@ class BeamGroup:
             self._pool.acquire(source.table)
             self._pool.release(seq.table)
             self._layers.share(source, len(source.table), seq)
-            if seq.state is State.WAITING:  # it has no place in the batch before the first tokens
+            if seq.state is State.WAITING:  # before its first token a beam has a slot but is not in the batch
                 self._join_batch(seq)
             else:
                 self._moved.setdefault(seq.index, seq.table)
@@ -221,29 +220,29 @@ class BeamGroup:
         self._order = [stays[at] for at in range(len(children))]
 
     def _join_batch(self, seq: Sequence) -> None:
-        """Let a beam compute tokens of its own in the slot that it has; the executor knows no table of it."""
+        """Start a beam in the slot that it has already; the executor has no table for this slot yet."""
         self.leader.siblings.remove(seq)
         seq.started_before = True
         self._batch.join(seq)
         self._moved[seq.index] = None
 
     def _count_blocks(self) -> None:
-        """Count what the beams share after a step, every SHARING_EVERY tokens.  O(entries of their tables)."""
+        """Count table entries and distinct blocks of the beams, every SHARING_EVERY tokens.  O(entries)."""
         output = self.leader.known - self.leader.prompt_len
-        if output % SHARING_EVERY == 2:  # with one token only the prompt is stored
+        if output % SHARING_EVERY == 2:  # with 1 output token the KV cache holds only the prompt
             self._entries += sum(len(seq.table) for seq in self.beams)
             self._blocks += len({block for seq in self.beams for block in seq.table})
 
     @property
     def _shared(self) -> float:
-        """1 - blocks / entries of the beams' tables, over the search so far; 0.0 before its second token.
+        """1 - distinct blocks / entries of the beams' tables, over the search so far; 0.0 before its second token.
 
-        Source: as `Occupancy.shared_fraction`.  A block counts once, whatever other requests share it."""
+        Blocks that other requests share, too, count once.  Source: see `Occupancy.shared_fraction`."""
         return 1 - self._blocks / self._entries if self._entries else 0.0
 
 
 class BeamGroups:
-    """The kind of group that requests with beams have."""
+    """The group kind of beam-search requests."""
 
     def __init__(self, pool: BlockPool, batch: Batch, limits: Limits, layers: LayerGroups) -> None:
         self._pool, self._batch, self._limits, self._layers = pool, batch, limits, layers
@@ -252,7 +251,9 @@ class BeamGroups:
         return request.beams is not None
 
     def outputs(self, request: Generate, outputs: Outputs) -> Outputs:
-        """Begin again if an answer is open: an answer is sent only when it is complete."""
+        """Return empty outputs: an interrupted search starts again from the prompt, since no partial answer was sent.
+
+        Returns an empty list if all answers have been sent."""
         assert request.beams is not None
         return [[]] * max(request.n, request.beams.width) if outputs.count(None) < request.n else []
 
@@ -292,16 +293,16 @@ class BeamGroups:
 
 
 def common_blocks(seq: Sequence, other: Sequence, computed: int, size: int) -> int:
-    """Full blocks at the beginning of `seq` that hold the same tokens in the first `computed` tokens of `other`.
+    """Return the number of full blocks with equal tokens at the beginning of `seq` and of `other`[:computed].
 
-    At least one token of `seq` is left out: computing it gives the next candidates."""
+    Leaves out the last token of `seq`, which must be computed to get the next candidates."""
     limit = min(computed, seq.known - 1)
     pairs = zip(seq.tokens[:limit], other.tokens[:limit], strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) // size
 
 
 def unsupported(sampling: Sampling) -> str:
-    """Return a setting that beam search does not honour, with its value; '' when there is none."""
+    """Return a sampling setting that beam search does not support, with its value; '' when all are supported."""
     asked = {
         "a grammar": sampling.grammar != "",
         f"presence_penalty {sampling.presence_penalty}": sampling.presence_penalty != 0,

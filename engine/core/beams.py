@@ -1,21 +1,21 @@
-"""Beam search, as transformers defines it: which sequences live on, and which answers are the best so far.
+"""Beam search, as transformers defines it: chooses the beams of the next step, and keeps the best answers so far.
 
-    rows: the likeliest next tokens of every running beam, with log-probabilities
+    rows: the top-k next tokens of every running beam, with log-probabilities
       |  + score of the beam
       v
-    the best `kept` of all rows, best first      kept = max(2, 1 + end tokens) * width
+    the best `kept` candidates of all rows       kept = max(2, 1 + EOS tokens) * width
       |                    |
-      | do not end         | end, and among the first `width`
+      | no EOS token       | EOS token, and among the first `width`
       v                    v
     the best `width`:    answers: score / length ** length_penalty,
-    the next beams       the best `width` of old and new
+    the next beams       the best `width` of old and new answers
 
-`kept` is large enough that `width` candidates are left when every beam ends with every EOS token.
+`kept` is large enough that `width` candidates remain even if every beam ends with every EOS token.
 
-Scores are sums in float32, rounded after each token, because transformers adds tensors of float32.  Python's floats
-are float64.  A sum of two float32 that is rounded to float64 first, then to float32, is the float32 sum.
+Scores are float32 sums, rounded after each token, because transformers adds float32 tensors.  Python computes in
+float64: adding two float32 values in float64 and rounding the sum to float32 gives the exact float32 sum.
 
-This module knows numbers only.  `beam_groups.py` gives the beams their slots and blocks.
+This module only computes scores.  `beam_groups.py` gives the beams their slots and blocks.
 
 Source: transformers 5, `GenerationMixin._beam_search` in generation/utils.py, with do_sample=False.
 """
@@ -30,12 +30,12 @@ from typing import NamedTuple
 
 from quire.engine.wire.messages import Beams
 
-NEVER = -1e9  # the score of what cannot be chosen
+NEVER = -1e9  # score of a beam that cannot be chosen
 Row = tuple[Sequence[int], Sequence[float]]  # token ids and log-probabilities in float32, most probable first
 
 
 class Path(NamedTuple):
-    """The tokens of a beam, the last one first.  Beams with a common beginning share it."""
+    """The tokens of a beam as a linked list, the last token first.  Beams with a common prefix share its links."""
 
     token: int
     logprob: float
@@ -55,33 +55,33 @@ class Path(NamedTuple):
 class Beam(NamedTuple):
     """A sequence that has not ended."""
 
-    score: float  # sum of its log-probabilities
+    score: float  # sum of the log-probabilities of its tokens
     path: Path | None  # None: no token yet
 
 
 class Answer(NamedTuple):
     """A beam that has ended."""
 
-    score: float  # sum of its log-probabilities / length ** length_penalty; the EOS token counts
+    score: float  # sum of the log-probabilities / length ** length_penalty; the EOS token counts
     path: Path
-    stopped: bool  # its last token is an EOS token; else it reached the maximum length
+    stopped: bool  # True: its last token is an EOS token; False: it reached the maximum length
 
 
 class Child(NamedTuple):
-    """A beam of the next step: beam `parent` of this step, by its place in `running`, and one token more."""
+    """A beam of the next step: beam `parent` of this step, an index into `running`, and the token appended to it."""
 
     parent: int
     token: int
 
 
 class BeamSearch:
-    """One search.  `advance` it with the rows of the running beams until `done`; then `answers` has the best first."""
+    """One beam search.  Call `advance` with the candidates of the running beams until `done`; then read `answers`."""
 
     def __init__(
         self, beams: Beams, stops: frozenset[int], most_tokens: int, *, min_tokens: int = 0, vocab_size: int = 0
     ) -> None:
-        """`stops`: tokens that end a sequence, not before it has `min_tokens`.  `most_tokens`: its maximum length.
-        `vocab_size` bounds `row_size`; 0: it is not known."""
+        """`stops`: tokens that end a beam once it has `min_tokens`.  `most_tokens`: maximum output length of a beam.
+        `vocab_size`: upper bound of `row_size`; 0: unknown."""
         self.width = beams.width
         self.length = 0  # tokens of every running beam
         self.done = False
@@ -92,19 +92,19 @@ class BeamSearch:
         # One beam is greedy search, which transformers ends at the first EOS token.
         self._early_stopping = beams.early_stopping if beams.width > 1 else True
         self._kept = max(2, 1 + len(stops)) * beams.width
-        # Before `min_tokens` the EOS tokens of a row are passed over.
+        # Before `min_tokens` the search skips EOS tokens among the candidates.
         wanted = self._kept + (len(stops) if min_tokens else 0)
-        self.row_size = min(wanted, vocab_size) if vocab_size else wanted  # candidates that each row must have
+        self.row_size = min(wanted, vocab_size) if vocab_size else wanted  # candidates needed per beam
 
     @property
     def started(self) -> bool:
-        """Whether the beams have tokens, so that each has a row of its own."""
+        """Whether the beams have output tokens, so that each beam has its own candidates."""
         return self.length > 0
 
     def advance(self, rows: Sequence[Row]) -> list[Child]:
-        """Take the rows of the running beams, in their order; before the first token there is one row for all.
+        """Choose the beams of the next step.  `rows`: candidates per running beam, in order; one entry at first.
 
-        Returns the beams of the next step, best first, `width` of them; none when the search is done."""
+        Returns the `width` next beams, best first; an empty list when the search is done."""
         before = self.running
         if not self.started:
             rows = [rows[0]] * self.width
@@ -116,9 +116,9 @@ class BeamSearch:
             if end:
                 path = Path(token, logprob, before[parent].path)
                 self.answers.append(Answer(_float32(score / divisor), path, token in self._stops))
-        self.answers.sort(key=lambda answer: -answer.score)  # stable: of equal ones the older stays
+        self.answers.sort(key=lambda answer: -answer.score)  # stable: of answers with equal scores the older stays
         del self.answers[self.width :]
-        # Those that end are last.  They are chosen only where the vocabulary is too small to leave others.
+        # Candidates that end come last: they are chosen only if the vocabulary is too small for `width` others.
         order = sorted(range(len(best)), key=lambda i: -_float32(best[i][0] + NEVER) if ends[i] else -best[i][0])
         chosen = [best[i] for i in order[: self.width]]
         self.running = [
@@ -129,14 +129,13 @@ class BeamSearch:
         self.done = all(ends) or not self._may_improve()
         if self.done:
             return []
-        last = 0 if length == 1 else self.width - 1  # before the first token all beams are the same one
+        last = 0 if length == 1 else self.width - 1  # before the first token all beams are the same beam
         return [Child(min(parent, last), token) for _, parent, token, _ in chosen]
 
     def _candidates(self, rows: Sequence[Row]) -> Iterator[tuple[float, int, int, float]]:
-        """Iterate over (score, beam, token, log-probability) of all rows, best first.
+        """Iterate over (score, beam, token, log-probability) of all candidates, best first.
 
-        Of equal ones that of the earlier beam comes first, then what is earlier in its row.  Reads no more of a row
-        than is taken from it, and one."""
+        Equal scores are ordered by beam, then by rank within the beam.  Lazy: reads one entry per beam ahead."""
         withheld = self._stops if self.length < self._min_tokens else frozenset()
 
         def of_beam(number: int, row: Row) -> Iterator[tuple[float, int, int, int, float]]:
@@ -149,7 +148,7 @@ class BeamSearch:
         return ((-negated, number, token, logprob) for negated, number, _, token, logprob in ordered)
 
     def _may_improve(self) -> bool:
-        """Return whether a running beam may still become a better answer than the worst one, by transformers' rule."""
+        """Return whether a running beam may still beat the worst of the answers, by transformers' rule."""
         if len(self.answers) < self.width:
             return True
         if self._early_stopping is True:
@@ -163,5 +162,5 @@ class BeamSearch:
 
 
 def _float32(value: float) -> float:
-    """Round to float32; what is too large becomes infinite."""
+    """Round to float32; values beyond its range become infinite."""
     return c_float(value).value

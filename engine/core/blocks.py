@@ -1,21 +1,21 @@
 """BlockPool: the KV cache's physical blocks, managed as an operating system manages page frames.
 
-Every block is in exactly one of three places:
+Every block is in exactly one of three states:
 
-    free   nothing worth keeping          allocate() takes these first
-    idle   no table names it, but it      lookup() can revive it; allocate() evicts one when no free block is left:
-           holds a cached prefix          policy/eviction.py chooses it
-    held   refs >= 1                      one count for every table that names it
+    free   holds no cached prefix         allocate() takes free blocks first
+    idle   no table contains it, but it   lookup() and acquire() can reuse it; allocate() evicts an idle block when no
+           holds a cached prefix          free block is left, and policy/eviction.py chooses which
+    held   refs >= 1                      one reference for every table that contains it
 
            allocate                  release, last ref, sealed
     free ------------> held ---------------------------------> idle
       ^                 ^  |                                    | |
-      |   release, last |  +--- acquire: one more table         | |
+      |   release, last |  +--- acquire: one more reference     | |
       +--- ref, unsealed+---------------- acquire --------------+ |
       +--------------------- evicted by allocate, or forgotten ---+
 
-The automatic prefix cache: a block that is *sealed* (full, its tokens known) can be found again by a digest.  Digests
-chain over everything before the block, so equal digests mean equal prefixes under the same model and salt.
+The automatic prefix cache: a block that is *sealed* (full, its tokens known) can be found again by a digest.  A block's
+digest covers its own tokens and all tokens before it, so equal digests mean equal prefixes of one model and salt.
 
 Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023.
 """
@@ -38,58 +38,60 @@ class OutOfBlocks(Exception):
 
 
 class AccountingError(Exception):
-    """The block accounting does not balance; names the block.  Always a bug of the engine, never of a client."""
+    """The block accounting is inconsistent; the message names the block.  Always a bug of the engine."""
 
 
 class Leak(AccountingError):
-    """Blocks that are neither held nor available: no request can use them until a restart."""
+    """A block is neither held nor available: no request can use it until a restart."""
 
 
 class DoubleFree(AccountingError):
-    """A held block was released, or will be too early: the next sequence to get it would overwrite it."""
+    """A held block was released, or will be released too early: the next sequence that gets it would overwrite it."""
 
 
 def root_digest(fingerprint: str, salt: str, adapter: str = "") -> bytes:
-    """The first digest of every chain of one model, tenant and adapter: other weights or salts share no digest.
+    """Return the first digest of every chain of one model, salt and adapter: others share no digest with it.
 
-    `adapter`: digest of a LoRA adapter's files, which change keys and values as other weights do; "": none."""
+    `adapter`: digest of a LoRA adapter's files, because an adapter changes keys and values; "": no adapter."""
     key = blake2b(adapter.encode(), digest_size=32).digest() if adapter else b""
     return blake2b(f"{len(fingerprint)}:{fingerprint}{salt}".encode(), digest_size=32, key=key).digest()
 
 
 def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Digest of one full block given the digest of everything before it.  Cryptographic: a tenant can't forge a hit."""
+    """Return the digest of one full block; `parent`: digest of the block before it.
+
+    The hash is cryptographic, so that a tenant cannot forge a cache hit."""
     return blake2b(parent + array("I", token_ids).tobytes(), digest_size=32).digest()
 
 
 class BlockPool:
-    """Sole owner of free list, reference counts and digest index.  Callers hold tables; only the pool counts.
+    """Sole owner of the free list, reference counts and digest index.  Callers own the block tables.
 
-    Every operation takes O(blocks it names).  Not thread-safe: the engine loop owns it.
+    Every operation takes O(blocks in its arguments).  Not thread-safe: the engine loop owns it.
     """
 
     def __init__(self, total: int, block_size: int, *, caching: bool = True, note_discarded: bool = False) -> None:
         self.total = total
         self.block_size = block_size  # tokens
         self.caching = caching
-        self.discarded: list[int] = []  # with note_discarded: blocks whose content is garbage since the last take
-        self.note_evicted = False  # set from outside by the one that takes `evicted`
-        self.evicted: list[bytes] = []  # with note_evicted: digests that find no block since the last take
+        self.discarded: list[int] = []  # with note_discarded: blocks freed since a caller last emptied this list
+        self.note_evicted = False  # set by the caller that reads and empties `evicted`
+        self.evicted: list[bytes] = []  # with note_evicted: digests removed from the cache since it was last emptied
         self.note_discarded = note_discarded
         self._refs = array("i", bytes(total * array("i").itemsize))
-        self._free = list(range(total - 1, -1, -1))  # a stack: the block used last is warm in cache
+        self._free = list(range(total - 1, -1, -1))  # a stack: the block freed last may still be in the L2 cache
         self._idle: OrderedDict[int, None] = OrderedDict()  # idle blocks in eviction order, see FairEviction.choose
         self._eviction = FairEviction(total)
         self._digest: list[bytes | None] = [None] * total
-        self._sealed = bytearray(total)  # 1 where `_digest` has one
+        self._sealed = bytearray(total)  # per block, 1 if `_digest` has a digest
         self._index: dict[bytes, int] = {}
-        # Sums of the same, which each operation changes; balance() compares.
-        self._held = 0
-        self._named = 0
+        # Running totals, updated by each operation; check() compares them with the blocks.
+        self._held = 0  # held blocks
+        self._named = 0  # references of all blocks
 
     @property
     def available(self) -> int:
-        """Blocks a new table can have: free ones and idle ones."""
+        """Number of blocks that allocate() can return: free and idle blocks."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -97,7 +99,9 @@ class BlockPool:
         return len(self._idle)
 
     def lookup(self, digests: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix of a chain.  Takes nothing: acquire() them before anything else."""
+        """Return the blocks of the longest cached prefix of a digest chain.
+
+        Takes no reference: call acquire() before the next allocation can evict them."""
         found = []
         for digest in digests:
             if (block := self._index.get(digest)) is None:
@@ -106,7 +110,7 @@ class BlockPool:
         return found
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Count one more table for each block: a prefix hit, or a fork."""
+        """Add one reference to each block, for a prefix hit or a fork."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._idle[block]
@@ -115,17 +119,19 @@ class BlockPool:
             self._named += 1
 
     def acquire_prefix(self, blocks: Iterable[int], tenant: str = "", weight: float = 1.0) -> None:
-        """acquire() blocks that a request of this tenant has found with lookup()."""
+        """acquire() blocks that lookup() found for a request of this tenant; eviction counts them as used by it."""
         for block in blocks:
             self._eviction.found(block, tenant, weight)
         self.acquire(blocks)
 
     def idle_among(self, blocks: Iterable[int]) -> int:
-        """How many of these acquire() would take out of `available`."""
+        """Return how many of these blocks are idle: acquire() would lower `available` by this number."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with undefined content and one reference each; all or nothing.  Raises OutOfBlocks."""
+        """Allocate `count` blocks with undefined content and one reference each.
+
+        Raises OutOfBlocks if fewer are available; nothing is allocated then."""
         if count > self.available:
             raise OutOfBlocks(f"{count} blocks wanted, {self.available} of {self.total} available")
         taken = []
@@ -143,13 +149,13 @@ class BlockPool:
         return taken
 
     def has_run(self, count: int) -> bool:
-        """Whether allocate_run() would succeed.  O(total) where enough blocks are free at all."""
+        """Return whether allocate_run() would succeed.  O(total) if at least `count` blocks are free."""
         return count <= len(self._free) and self._first_run(count) >= 0
 
     def allocate_run(self, count: int) -> list[int]:
-        """`count` free blocks that lie next to each other, the first such run: what an allocator without block tables
-        has to find.  Cached blocks are not evicted for it.  O(total).  Raises OutOfBlocks, also where enough blocks
-        are free but scattered."""
+        """Allocate the first `count` consecutive free blocks, as an allocator without block tables must.
+
+        Evicts no cached block.  O(total).  Raises OutOfBlocks if no run is long enough, even if `count` are free."""
         first = self._first_run(count)
         if first < 0:
             raise OutOfBlocks(f"{count} consecutive blocks wanted, {len(self._free)} of {self.total} free in all")
@@ -162,7 +168,9 @@ class BlockPool:
         return list(run)
 
     def release(self, table: Sequence[int]) -> None:
-        """One table less for each block.  Goes backwards, so that eviction eats a prefix from its tail."""
+        """Drop one reference from each block of a table.
+
+        The last block is released first, so that eviction takes the end of a prefix before its beginning."""
         for block in reversed(table):
             if self._refs[block] <= 0:
                 raise DoubleFree(f"block {block} released more often than it was taken")
@@ -176,38 +184,39 @@ class BlockPool:
                     self._idle[block] = None
 
     def refs(self, block: int) -> int:
-        """How many tables contain the block.  With more than one it must be copied before it is written."""
+        """Return how many tables contain the block.  A block in several tables must be copied before it is written."""
         return self._refs[block]
 
     def views(self) -> tuple[memoryview, memoryview]:
-        """Read-only views of every block, without a copy: references (int32 each), and whether it is sealed (1 byte
-        each).  A sealed block without references is idle.  The next operation changes what they show."""
+        """Return zero-copy, read-only views of all blocks: reference counts (int32), and whether sealed (1 byte).
+
+        A sealed block without references is idle.  The views show later changes of the pool."""
         return memoryview(self._refs).toreadonly(), memoryview(self._sealed).toreadonly()
 
     def held_only_by(self, tables: Sequence[Sequence[int]], but: Sequence[int]) -> int:
-        """Blocks, `but` these, that would be available if these tables were released.  O(their blocks)."""
+        """Return how many blocks, except those in `but`, would be free if all `tables` were released.  O(entries)."""
         counts, others = Counter(chain.from_iterable(tables)), set(but)
         return sum(self._refs[block] == count and block not in others for block, count in counts.items())
 
     def shared_prefix(self, table: Sequence[int]) -> int:
-        """About how many blocks at the beginning of a table are in other tables as well.  O(log blocks).
+        """Estimate how many blocks at the beginning of a table are in other tables, too.  O(log blocks).
 
-        What tables share is their beginning, but for twins: two sequences that computed the same block at the same
-        time keep one each, and may share later ones.  `certain_prefix` counts these right."""
+        Tables usually share a prefix.  The estimate is wrong if two sequences computed the same block at once: each
+        keeps its own block, and they may share later blocks.  `certain_prefix` is exact."""
         refs = self._refs
         if not table or refs[table[0]] == 1:
             return 0
         return bisect_left(table, True, key=lambda block: refs[block] == 1)
 
     def certain_prefix(self, table: Sequence[int]) -> int:
-        """How many blocks of a table come before the first one that no other table has.  O(blocks)."""
+        """Return how many blocks at the beginning of a table are also in other tables.  O(blocks)."""
         refs = self._refs
         return next((at for at, block in enumerate(table) if refs[block] == 1), len(table))
 
     def seal(self, block: int, digest: bytes, tenant: str = "", weight: float = 1.0) -> None:
-        """Let later requests find a full block.  The first block under a digest wins; twins stay private.
+        """Add a full block to the prefix cache, unless another block with the same digest is cached already.
 
-        The block counts as cached by `tenant`; `weight` is the tenant's share of the cache relative to others."""
+        The block counts as cached by `tenant`; `weight`: the tenant's share of the cache relative to other tenants'."""
         if self.caching and self._digest[block] is None and digest not in self._index:
             self._index[digest] = block
             self._digest[block] = digest
@@ -215,8 +224,7 @@ class BlockPool:
             self._eviction.cached(block, digest, tenant, weight)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Remove blocks from the prefix index: their content is wrong.  Block tables that contain them are not
-        changed."""
+        """Remove blocks with wrong content from the prefix index.  Block tables that contain them do not change."""
         for block in blocks:
             self._unseal(block)
             if block in self._idle:
@@ -231,7 +239,7 @@ class BlockPool:
         self.forget(list(self._index.values()))
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Check against every live table.  Raises AccountingError naming the block.  O(blocks)."""
+        """Compare all counts with the live block tables.  Raises AccountingError naming the block.  O(blocks)."""
         named = Counter(block for table in tables for block in table)
         places = Counter(self._free)
         for block in range(self.total):
@@ -248,7 +256,7 @@ class BlockPool:
             raise AccountingError(f"the eviction policy counts wrongly: {fault}")
 
     def _check_sums(self, named: int) -> None:
-        """Check the sums: each block has one place, and all tables together contain `named`.  O(1).
+        """Check that each block is free, idle or held, and that the tables have `named` entries in total.  O(1).
 
         Raises AccountingError."""
         free, idle = len(self._free), len(self._idle)
@@ -262,7 +270,7 @@ class BlockPool:
             raise kind(f"blocks were taken {self._named} times more often than released, tables name {named}")
 
     def _check_block(self, block: int, named: int) -> None:
-        """Check one block, which `named` tables contain.  O(1).  Raises AccountingError."""
+        """Check one block; `named`: number of tables that contain it.  O(1).  Raises AccountingError."""
         refs, digest = self._refs[block], self._digest[block]
         if refs != named:
             kind = Leak if refs > named else DoubleFree
@@ -279,7 +287,7 @@ class BlockPool:
             raise AccountingError(f"block {block} can be found but is neither held nor idle")
 
     def _first_run(self, count: int) -> int:
-        """First block of the lowest run of `count` free ones; -1: there is none."""
+        """Return the first block of the lowest run of `count` consecutive free blocks; -1: there is none."""
         free = bytearray(self.total)
         for block in self._free:
             free[block] = 1
@@ -301,10 +309,10 @@ class BlockPool:
 
 
 class HostPool:
-    """Blocks of the host's memory, which keep what preempted sequences computed.
+    """Blocks of host memory, which keep the KV cache of swapped sequences.
 
-    A block is free or held by exactly one sequence: nothing is shared here, so nothing is counted.  The lowest free
-    numbers go first, so that a sequence mostly gets neighbours, which are copied together."""
+    A block is free or held by exactly one sequence, so blocks need no reference counts.  The lowest free blocks are
+    allocated first, so that a sequence mostly gets consecutive blocks, which one copy can move."""
 
     def __init__(self, total: int = 0) -> None:
         self.total = total
@@ -316,7 +324,9 @@ class HostPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with undefined content; all or nothing.  Raises OutOfBlocks.  O(count log total)."""
+        """Allocate `count` blocks with undefined content.  O(count log total).
+
+        Raises OutOfBlocks if fewer are free; nothing is allocated then."""
         if count > len(self._free):
             raise OutOfBlocks(f"{count} host blocks wanted, {len(self._free)} of {self.total} available")
         taken = [heappop(self._free) for _ in range(count)]
@@ -332,7 +342,7 @@ class HostPool:
             heappush(self._free, block)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Check against every table of host blocks.  Raises AccountingError naming the block.  O(total)."""
+        """Compare the pool with all tables of host blocks.  Raises AccountingError naming the block.  O(total)."""
         named = Counter(block for table in tables for block in table)
         places = Counter(self._free)
         for block in range(self.total):
@@ -348,7 +358,7 @@ class HostPool:
         self._check_sums(sum(named.values()))
 
     def _check_sums(self, named: int) -> None:
-        """Check the sums, when all tables together name `named`.  O(1).  Raises AccountingError."""
+        """Check the totals; `named`: entries of all host tables.  O(1).  Raises AccountingError."""
         free, held = len(self._free), len(self._held)
         if free + held != self.total or held != named:
             kind = DoubleFree if free + held > self.total or held < named else Leak

@@ -1,21 +1,21 @@
-"""Checkpoints: what the scheduler does about recurrent state, next to the blocks of the KV cache.
+"""Checkpoints: copies of recurrent state (Mamba and the like), which a prefix hit needs in addition to cached blocks.
 
-A sequence of a model with recurrent layers has a live state in its slot.  To resume from another position than its
-last token it needs a copy of the state there.  Copies are kept
+A sequence of a model with recurrent layers has a live state in its slot.  To start at a position after a cached prefix,
+a sequence needs a copy of the state at this position.  The scheduler keeps copies
 
     at anchors        the last full block before the end of each turn of the prompt (`Generate.anchors`)
-    at junctions      where a prompt leaves a chain of cached blocks: another one may leave it there, too
-    every STEP tokens of a prompt: every 128 while most places are free, every 1,024 while any is
-    in the answer     at the end of each block, one per sequence, which moves along
+    at junctions      where a prompt diverges from a chain of cached blocks: other prompts may diverge there, too
+    in long prompts   every 128 tokens while most places of the state pool are free, every 1,024 while any is
+    in the answer     one per sequence, at its last full block; it is replaced as the answer grows
 
     tokens   |------------ cached blocks ------------|
-    states   ^ empty            ^ checkpoint         ^ junction: kept by the first prompt that leaves here
+    states   ^ empty            ^ checkpoint         ^ junction: saved by the first prompt that diverges here
              '---- the hit -----'- computed again ---'
 
-A prefix is found up to the longest position that has all blocks and a checkpoint.  A slice of a prompt names what it
-keeps on its way (`Slice.keep`).  Slots that decode are copied at the beginning of a plan (`StepPlan.keep`).
+A prefix hit ends at the last position that has all blocks and a checkpoint.  A slice of a prompt lists the checkpoints
+to save on its way (`Slice.keep`).  The states of decoding slots are copied before the step runs (`StepPlan.keep`).
 
-Models of attention layers have `NoCheckpoints`: nothing is kept, and no plan differs.
+Models with only attention layers use `NoCheckpoints`, which saves nothing.
 """
 
 from __future__ import annotations
@@ -27,55 +27,54 @@ from quire.engine.core.blocks import BlockPool
 from quire.engine.core.sequence import Sequence
 from quire.engine.core.state_pool import StateCounts, StatePool
 
-DENSE, SPARSE = 128, 1024  # tokens between checkpoints of a prompt: while most places are free, and while any is
-MOSTLY_FREE = 2  # most: more than 1/MOSTLY_FREE of the places
+DENSE, SPARSE = 128, 1024  # tokens between checkpoints of a prompt: while most places are free; while any is free
+MOSTLY_FREE = 2  # most places are free: more than 1/MOSTLY_FREE of them
 
 
 class CheckpointPolicy(Protocol):
-    """Decides which states to keep, and the one that a sequence begins with."""
+    """Decides which recurrent states to save, and which checkpoint a sequence begins with."""
 
     counts: StateCounts  # counters for metrics
 
     def hit(self, seq: Sequence, blocks: list[int]) -> list[int]:
-        """Return those of the cached blocks of a prefix that the sequence can begin with."""
+        """Cut the cached blocks of a prefix at the last position with a checkpoint, and return the rest."""
 
     def begin(self, seq: Sequence) -> int:
-        """The sequence starts with `computed` tokens.  Return the checkpoint that its slot begins with; -1: the empty
-        state."""
+        """Return the checkpoint with which a sequence starts after `computed` cached tokens; -1: the empty state."""
 
     def keep(self, seq: Sequence, start: int, end: int) -> list[tuple[int, int]]:
-        """Return (position, checkpoint) of what a slice from `start` to `end` keeps."""
+        """Return the (position, checkpoint) pairs that a slice from `start` to `end` saves."""
 
     def keep_answer(self, seq: Sequence) -> None:
-        """A decoding sequence has filled a block: keep its state."""
+        """Save the state of a decoding sequence that has filled a block."""
 
     def park(self, seq: Sequence) -> bool:
-        """The sequence leaves its slot and keeps its blocks.  Return whether its state is kept as well."""
+        """Save the state of a sequence that pauses without a slot.  Return False if no place can be taken."""
 
     def unpark(self, seq: Sequence) -> int:
-        """The sequence gets a slot again.  Return the checkpoint that the slot begins with; -1: models without one."""
+        """Return the checkpoint with which a paused sequence resumes; -1: the model has no recurrent state."""
 
     def release(self, seq: Sequence) -> None:
-        """The sequence gives up its blocks, and with them the state that was kept for it."""
+        """Free the state saved for a sequence that gives up its blocks."""
 
     def forget(self, seq: Sequence) -> None:
-        """What the sequence computed is not to be trusted."""
+        """Drop the checkpoints of a sequence whose computed values may be wrong."""
 
     def step_failed(self, committed: int) -> None:
-        """No plan after step `committed` has run."""
+        """Drop the checkpoints of all plans after step `committed`, which have not run."""
 
     def forget_all(self) -> None:
-        """Empty the cache of checkpoints."""
+        """Drop all checkpoints."""
 
     def issue(self) -> list[tuple[int, int]]:
-        """The plan is made: return its (slot, checkpoint) copies, once."""
+        """Publish the plan's checkpoints.  Return its (slot, checkpoint) copies, once."""
 
     def check(self, live: Iterable[Sequence]) -> None:
-        """Check every place against every sequence.  Raises AccountingError."""
+        """Compare the state pool with all sequences.  Raises AccountingError."""
 
 
 class NoCheckpoints:
-    """Models whose layers all attend: blocks are all there is."""
+    """Policy of models without recurrent layers: nothing to save."""
 
     counts = StateCounts()
 
@@ -117,13 +116,13 @@ class NoCheckpoints:
 
 
 class Checkpoints:
-    """Models with recurrent layers."""
+    """Policy of models with recurrent layers."""
 
     def __init__(self, pool: BlockPool, states: StatePool, fingerprint: str) -> None:
         self.states, self.counts = states, states.counts
         self._pool, self._fingerprint, self._size = pool, fingerprint, pool.block_size
-        self._moves: list[tuple[int, int]] = []  # (slot, place), of the plan in the making
-        self._step = 0  # plans issued
+        self._moves: list[tuple[int, int]] = []  # (slot, place) copies of the plan in the making
+        self._step = 0  # number of plans issued
 
     def hit(self, seq: Sequence, blocks: list[int]) -> list[int]:
         seq.junction = len(blocks) * self._size
@@ -196,24 +195,26 @@ class Checkpoints:
         self.states.check([seq.parked for seq in live if seq.parked >= 0])
 
     def _positions(self, seq: Sequence) -> set[int]:
-        """Positions behind `computed` that are worth a checkpoint: ends of blocks that the prompt fills."""
+        """Return the positions after `computed` at which to save checkpoints; all are ends of full prompt blocks."""
         if not self._pool.caching:
             return set()
         size, first = self._size, seq.computed
-        last = (seq.known - 1) // size * size  # a prefix that is found leaves at least one token to compute
+        last = (seq.known - 1) // size * size  # a prefix hit leaves at least one token to compute
         wanted = {anchor // size * size for anchor in seq.request.anchors} | {seq.junction}
         if step := self._stride():
             wanted |= set(range(first // step * step + step, last + 1, step))
         return {position for position in wanted if first < position <= last}
 
     def _stride(self) -> int:
-        """Tokens between checkpoints that nothing but the prompt's length asks for; 0: none are kept."""
+        """Return the tokens between regular checkpoints of a long prompt; 0: save none, since no place is free."""
         if self.states.free > self.states.total // MOSTLY_FREE:
             return max(DENSE, self._size) // self._size * self._size
         return max(SPARSE, self._size) // self._size * self._size if self.states.free else 0
 
     def _write(self, seq: Sequence, position: int, place: int) -> int:
-        """Let the plan in the making write a taken place, or one that it takes (-1).  Returns the place; -1: none."""
+        """Let the plan in the making save a checkpoint.  `place`: a taken place; -1: take one.
+
+        Returns the place; -1: the checkpoint exists already, or no place can be taken."""
         digest = self._digest(seq, position // self._size)
         if place < 0 and (self.states.find(digest) >= 0 or (place := self.states.take()) < 0):
             return -1
@@ -222,10 +223,10 @@ class Checkpoints:
         return place
 
     def _digest(self, seq: Sequence, blocks: int) -> bytes:
-        """The chain digest of the first `blocks` blocks of a sequence, at least one."""
+        """Return the chain digest of the first `blocks` blocks of a sequence; `blocks` >= 1."""
         return seq.digest(blocks - 1, self._fingerprint, self._size)
 
 
 def checkpoint_policy(pool: BlockPool, states: StatePool | None, fingerprint: str) -> CheckpointPolicy:
-    """Build the policy of a model with recurrent state, or without (None)."""
+    """Build the checkpoint policy of a model.  `states`: its state pool; None: the model has no recurrent layers."""
     return NoCheckpoints() if states is None else Checkpoints(pool, states, fingerprint)

@@ -1,8 +1,8 @@
-"""Drafts: guesses of the next tokens, computed together with the last known token and kept as far as they are right.
+"""Drafts (speculative decoding): guessed next tokens, computed together with the last known token and verified.
 
 A drafting sequence computes its last token and k drafts in one slice.  The executor samples after each of these k + 1
-tokens, each time by (seed, sibling, position), as a step of its own would.  It accepts drafts while they equal these
-samples.  So the text is the one of decoding one by one, at any temperature, whatever the drafts are.
+tokens, each draw seeded by (seed, sibling, position), exactly as separate decode steps would.  It accepts drafts while
+they equal these samples.  So the text equals that of normal decoding, at any temperature and for any drafts.
 
     tokens     0 ......... computed | t                    drafts d1 d2 d3
     plan 8                          [t   d1  d2  d3]       samples s1 s2 s3 s4 after these four
@@ -10,15 +10,16 @@ samples.  So the text is the one of decoding one by one, at any temperature, wha
     tokens     0 ............ computed: t d1 d2 | s3       the KV of d3 is overwritten by the next step
 
 Only the first token of such a slice is certain, so:
-  * `computed` counts t alone until the result arrives, and then the accepted drafts.
-  * Blocks with drafts are sealed when the result has proved their tokens.  Those that hold none are given back.
-  * No plan is made while a step with drafts is in flight (`Batch.verifying`): lengths are not known before its result.
-  * Drafts follow the last token, which must be known.  An executor that runs ahead has a step in flight when the next
-    one is planned.  If drafts pay for its idle time, the plan waits for that step's result (`wait_for_tokens`).
-  * A draft takes no block from another sequence.  Without a free one the draft is shorter, or none.
+  * `computed` counts only t until the result arrives, and then the accepted drafts, too.
+  * Blocks with drafts are sealed when the result has confirmed their tokens; blocks with no such token are freed.
+  * No plan is made while a step with drafts is in flight (`Batch.verifying`), since the sequences' lengths are unknown.
+  * Drafts follow the last token, so that token must be known.  An executor that runs ahead has a step in flight when
+    the next step is planned.  If drafts save more than idle time costs, the plan waits for that step's result
+    (`wait_for_tokens`).
+  * A draft preempts no sequence.  If no block is free, the draft is shortened or dropped.
 
-The method: "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications" (arXiv 2411.04975) for drafts
-without a model.  Acceptance by equality with the seed's own draw is Quire's.
+Source for drafts without a draft model: "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications"
+(arXiv 2411.04975).  Accepting drafts by equality with the seeded sample is Quire's own method.
 """
 
 from __future__ import annotations
@@ -40,26 +41,26 @@ class Policy(Protocol):
     """Decides how many drafts a step computes."""
 
     def choose(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> list[int]:
-        """Return how many tokens of each draft to compute, in a step of `seqs` sequences and at most `most` drafts."""
+        """Return how many tokens of each draft to compute, in a step of `seqs` sequences with at most `most` drafts."""
 
     def pays(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> bool:
-        """Return whether to wait for the step in flight, so that the next one may compute drafts like these.
+        """Return whether to wait for the result of the step in flight, so that the next step can compute drafts.
 
-        They begin with the token that the step in flight samples."""
+        `drafts`: they begin with a guess of the token that the step in flight samples."""
 
     def least_match(self, seqs: int) -> int:
-        """Return the fewest tokens of a match for which drafts may pay in a step of `seqs` sequences."""
+        """Return the minimum match length, in tokens, for which drafts may pay in a step of `seqs` sequences."""
 
     def learn(self, seq: Sequence, draft: Draft, computed: int, accepted: int) -> None:
-        """`accepted` of the first `computed` tokens of a draft were right."""
+        """Record that `accepted` of the first `computed` tokens of a draft were accepted."""
 
     def record(self, seconds: float, seqs: int, tokens: int, accepted: int, idle_s: float) -> None:
-        """A step of `seqs` sequences, without prompts, took `seconds` with `tokens` drafts, `accepted` of them right.
+        """Record the time of a step without prompts: `seqs` sequences, `tokens` drafts, `accepted` of them accepted.
 
-        For `idle_s` of these seconds the device waited for the step."""
+        `idle_s`: the part of `seconds` for which the device waited for the step."""
 
     def forget(self, request: Generate) -> None:
-        """A request has ended."""
+        """Drop the rates of a request that has ended."""
 
 
 PREDICTION = "prediction"  # the entry of DRAFT_SOURCES for drafts from a client's `prediction` field
@@ -68,15 +69,15 @@ PREDICTION = "prediction"  # the entry of DRAFT_SOURCES for drafts from a client
 class _InFlight(NamedTuple):
     seq: Sequence
     draft: Draft
-    computed: int  # its first tokens, which the step computes
-    blocks: int  # length of the table before it grew for the drafts
+    computed: int  # number of tokens of the draft that the step computes
+    blocks: int  # length of the sequence's table before it grew for the drafts
 
 
 def may_draft(request: Generate) -> bool:
-    """Return whether a request may draft: what it samples depends on its known tokens, its seed and a grammar alone.
+    """Return whether a request may draft: its samples depend only on its known tokens, its seed and a grammar.
 
-    Penalties, bad_words, allowed_token_ids and min_tokens keep counts or marks for the next position only, and beams
-    are chosen by the scheduler."""
+    Penalties, bad_words, allowed_token_ids and min_tokens keep state for the next position only, so the executor cannot
+    sample after drafts.  The scheduler chooses the tokens of beams itself."""
     sampling = request.sampling
     return not (
         request.beams is not None
@@ -90,7 +91,7 @@ def may_draft(request: Generate) -> bool:
 
 
 class Drafts:
-    """Owner of the drafts: those found, and those of the step in flight."""
+    """Owns the drafts that the drafter has found and the drafts of the step in flight."""
 
     def __init__(
         self,
@@ -104,18 +105,18 @@ class Drafts:
         self._pool, self._batch, self._allocation, self._report = pool, batch, allocation, report
         self._layers = layers
         self.policy = policy
-        self.drafter: Drafter | None = None  # None: nothing drafts
-        self.run_ahead = False  # sequences draft, and the executor has a step in flight while the next one is planned
-        self.most_drafts = 0  # maximum drafts of a step; 0: as many as it has tokens for
+        self.drafter: Drafter | None = None  # None: speculative decoding is off
+        self.run_ahead = False  # drafting is on, and the executor has a step in flight while the next step is planned
+        self.most_drafts = 0  # maximum drafts of a step; 0: limited only by the step's token budget
         self._followed: dict[int, Sequence] = {}  # sequences whose tokens the drafter has, by slot
-        self._joining: dict[int, Sequence] = {}  # sequences whose first token is on its way, by slot
+        self._joining: dict[int, Sequence] = {}  # sequences whose first token is still being sampled, by slot
         self._found: list[Draft] = []
-        self._in_flight: dict[int, _InFlight] = {}  # step in flight, by slot
+        self._in_flight: dict[int, _InFlight] = {}  # drafts of the step in flight, by slot
 
     # ------------------------------------------------------------------------------------------------------------ plan
 
     def join(self, seq: Sequence) -> None:
-        """A sequence begins to decode in its slot."""
+        """Start drafting for a sequence that begins to decode, if its request may draft."""
         if self.drafter is None:
             return
         self._leave(seq.slot, keep=False)
@@ -124,13 +125,13 @@ class Drafts:
 
     @property
     def found(self) -> int:
-        """Sequences that have drafts now."""
+        """Number of sequences that have drafts now."""
         return len(self._found)
 
     def wait_for_tokens(self, most: int) -> bool:
-        """Return whether to plan no step before the result of the one in flight, because its tokens' drafts will pay.
+        """Return whether the next plan should wait for the result of the step in flight, because drafts will pay.
 
-        `most`: maximum tokens of the next step in addition to one for each sequence."""
+        `most`: maximum tokens of the next step, in addition to one per sequence."""
         if not self._found or not self._batch.late or self._batch.prefilling:
             return False
         able = self._able(self._batch.step + 1)
@@ -140,8 +141,8 @@ class Drafts:
         return False
 
     def choose(self, step: int, most: int) -> list[tuple[Sequence, Draft, int]]:
-        """Return the drafts that `step` should compute and their lengths, at most `most` tokens together."""
-        # The last tokens are on their way, or the step has prompts, for which the executor can run ahead.
+        """Return (sequence, draft, draft tokens to compute) for `step`, at most `most` draft tokens in total."""
+        # A step in flight still samples the last tokens, or the step has prompts, so that the executor can run ahead.
         if self._batch.late or (self.run_ahead and self._batch.prefilling):
             self._found = []
             return []
@@ -154,9 +155,9 @@ class Drafts:
         return min(most, self.most_drafts) if self.most_drafts else most
 
     def _able(self, step: int) -> list[tuple[Sequence, Draft]]:
-        """Return the drafts of sequences that decode in `step` and have no further known token to compute.
+        """Return the drafts of sequences that decode in `step` and have exactly one known token to compute.
 
-        Steps in flight add a token each to what these know."""
+        Counts the one token that each step in flight adds to a sequence."""
         able, late = [], self._batch.late
         for draft in self._found:
             seq = self._followed.get(draft.slot)
@@ -168,9 +169,9 @@ class Drafts:
         return able
 
     def begin(self, seq: Sequence, draft: Draft, count: int, step: int) -> list[int]:
-        """Let a sequence compute its last token and `count` tokens of a draft in `step`.  Returns these.
+        """Record that `step` computes a sequence's last token and `count` draft tokens.  Returns these draft tokens.
 
-        Call it before the table grows for them.  `settle` lets the sequence decode on."""
+        Call it before the table grows for the drafts.  `settle` lets the sequence decode on."""
         self._in_flight[seq.slot] = _InFlight(seq, draft, count, len(seq.table))
         seq.computed = seq.computed_before(step) + 1
         seq.since = step + 1
@@ -179,24 +180,25 @@ class Drafts:
 
     @property
     def planned(self) -> tuple[int, int]:
-        """(sequences that draft in the step being planned or in flight, drafts of that step)."""
+        """(sequences that draft, draft tokens) of the step that is being planned or in flight."""
         return len(self._in_flight), sum(entry.computed for entry in self._in_flight.values())
 
     # ---------------------------------------------------------------------------------------------------------- commit
 
     def accepted(self, slot: int, count: int) -> list[int]:
-        """Return the drafts of a slot that a result has accepted.  Raises AccountingError if it computed fewer."""
+        """Return the `count` accepted draft tokens of a slot.  Raises AccountingError if the slot computed fewer."""
         entry = self._in_flight.get(slot)
         if entry is None or not 0 <= count <= entry.computed:
             raise AccountingError(f"slot {slot}: {count} drafts accepted, {entry.computed if entry else 0} computed")
         return entry.draft.tokens[:count]
 
     def settle(self, seq: Sequence, count: int) -> None:
-        """`count` drafts were accepted and are among the known tokens: count them as computed, seal blocks, give back
-        blocks that hold no token, and let the sequence decode on."""
+        """Count `count` accepted drafts, which are known tokens now, as computed, and let the sequence decode on.
+
+        Seals full blocks, and frees blocks that hold only refused drafts."""
         entry, size = self._in_flight.pop(seq.slot), self._pool.block_size
         first, seq.computed, seq.drafts = seq.computed, seq.computed + count, 0
-        # A stop token among them ends the sequence: what follows it is not known.
+        # If an accepted draft is a stop token, the sequence ends there and the later drafts are not known tokens.
         for full in range(first // size + 1, min(seq.computed, seq.known - 1) // size + 1):
             self._allocation.seal(seq, full * size)
         kept = max(entry.blocks, -(-seq.computed // size))
@@ -209,16 +211,16 @@ class Drafts:
         totals.drafted_tokens[source] += entry.computed
         totals.accepted_drafts[source] += count
         if source == PREDICTION:
-            seen = min(count, seq.known - first)  # those behind a stop token are not in the answer
+            seen = min(count, seq.known - first)  # drafts after a stop token are not in the answer
             accepted, rejected = seq.predictions or (0, 0)
             seq.predictions = accepted + seen, rejected + entry.computed - seen
         self.policy.learn(seq, entry.draft, entry.computed, count)
 
     def take(self, result: StepResult, irregular: Iterable[Sequence]) -> None:
-        """Show the drafter a step's tokens, which are known by now, and keep what it finds.
+        """Pass a step's tokens to the drafter, and keep the drafts that it finds.
 
-        `irregular`: sequences to which the result added other tokens than the one that it names."""
-        self._in_flight.clear()  # those left belong to sequences that have ended
+        `irregular`: sequences that did not append exactly the one sampled token."""
+        self._in_flight.clear()  # the remaining entries belong to sequences that have ended
         if (drafter := self.drafter) is None:
             return
         slots, tokens, apart = result.slots, result.tokens, {seq.slot for seq in irregular}
@@ -244,14 +246,14 @@ class Drafts:
     # --------------------------------------------------------------------------------------------------------- endings
 
     def leave(self, seq: Sequence, *, complete: bool) -> None:
-        """A sequence ends; `complete`: by itself, so that later answers may resemble it."""
-        # One that ended at its length may have given back its slot before its last token arrived.
+        """Stop drafting for a sequence that ends.  `complete`: its answer is complete, so keep it for later drafts."""
+        # A sequence that ended at its maximum length may have freed its slot before its last token arrived.
         if (slot := next((slot for slot, other in self._followed.items() if other is seq), -1)) >= 0:
             self._leave(slot, keep=complete)
         self.policy.forget(seq.request)
 
     def vacate(self, slots: list[int]) -> None:
-        """Let go of sequences that gave back these slots and have not ended: they join again when they decode on."""
+        """Stop drafting for unfinished sequences that left these slots; they join again when they resume decoding."""
         for slot in slots:
             seq = self._followed.get(slot)
             if seq is not None and seq.slot != slot and seq.state is not State.ENDING:
@@ -263,7 +265,7 @@ class Drafts:
             self.drafter.end(slot, keep=keep)
 
     def reset(self) -> None:
-        """Every step in flight is void, and every slot is free."""
+        """Drop all drafts after a failed step: every step in flight is void, and every slot is free."""
         self._found.clear()
         self._in_flight.clear()
         for slot in list(self._followed):
@@ -272,7 +274,7 @@ class Drafts:
 
 
 def logprobs_of(result: StepResult, slot: int, count: int) -> list[TokenLogprob] | None:
-    """Return what a result reports of the first `count` tokens that a slot got from it; None: nothing."""
+    """Return the log probabilities of the first `count` tokens that a result added to a slot; None: not requested."""
     if (last := result.logprobs.get(slot)) is None:
         return None
     return [*result.draft_logprobs.get(slot, ()), last][:count]

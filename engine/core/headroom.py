@@ -1,8 +1,8 @@
-"""The engine's free capacity: how much to claim from the shared queue, and what gateways read about it.
+"""Headroom: the engine's free capacity, which decides how much it claims from the shared queue; gateways read it, too.
 
 KV cache    | running: predicted peak | waiting here |  startable: prompt tokens, requests  |
-                                                      `-- claimable: what the next steps compute
-fairness    yielding: prompt tokens for which sequences of tenants at their share would be preempted
+                                                      `-- claimable: prompt tokens of the next steps
+fairness    yielding: prompt tokens that could start if sequences of tenants at their share were preempted
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.engine.core.waiting_queue import WaitingQueue
 
 
 class Headroom:
-    """Reads the scheduler's parts and changes none."""
+    """Computes the free capacity from the scheduler's parts; changes nothing."""
 
     def __init__(
         self,
@@ -45,23 +45,25 @@ class Headroom:
         self._fairness, self._swapping = fairness, swapping
 
     def startable(self) -> tuple[int, int]:
-        """(prompt tokens, requests) that the engine could start soon: what to claim from the shared queue."""
+        """Return (prompt tokens, requests) that the engine could start soon: the bound for claims from the queue."""
         slots = self._batch.slots.free - len(self._waiting)
         if not self._requests:
             return self._pool.total * self._pool.block_size, slots
-        if self._swapping.sequences or self._isolation.active:  # until these are back, or cleared, nothing new starts
+        if self._swapping.sequences or self._isolation.active:  # swapped sequences and suspects go before new requests
             return 0, 0
         return max(0, self._admission.free_blocks(self._waiting)) * self._pool.block_size, max(0, slots)
 
     def claimable(self) -> int:
-        """Prompt tokens to claim at once from the shared queue, of those startable: what the next steps compute.
+        """Return the prompt tokens to claim now from the shared queue: as many as the next steps compute.
 
-        The prompt that exceeds them is still claimed.  0: claim none now."""
+        The request whose prompt exceeds this number is still claimed.  0: claim no request now."""
         return self._claims.at_once(self.prompt_budget())
 
     def yielding(self) -> tuple[list[str], int]:
-        """(tenants that hold their share or more, prompt tokens of others that could start because sequences of these
-        tenants would be preempted for fairness).  A few steps old when many sequences run."""
+        """Return (tenants that hold their share or more, prompt tokens that other tenants could start now).
+
+        For these prompt tokens, sequences of the first tenants would be preempted for fairness.  The values are a few
+        steps old when many sequences run."""
         if not self._requests or not self._admission.preempts or self._isolation.active:
             return [], 0
         self._fairness.sum_holdings()
@@ -69,13 +71,15 @@ class Headroom:
         return self._fairness.crowd, min(tokens, self._pool.total * self._pool.block_size)
 
     def predicted_peak(self) -> int:
-        """Predicted peak KV usage of the running sequences, in blocks, if no other starts (mode "reserve": the
-        maximum).  A few steps old when many run."""
+        """Return the predicted peak KV usage of the running sequences if no other starts, in blocks.
+
+        Mode "reserve" of the baselines returns the maximum.  The value is a few steps old when many sequences run."""
         return self._admission.predicted_peak() if self._requests else 0
 
     def prompt_budget(self) -> int:
-        """Maximum prompt tokens of the next step.  Requests count as waiting here if they were left in the shared queue
-        because others are computed first."""
+        """Return the maximum prompt tokens of the next step.
+
+        Requests that were left in the shared queue, because earlier prompts are computed first, count as waiting."""
         waiting = len(self._waiting)
         if self._claims.queued:
             waiting += self._claims.fitting(self.startable()[0])

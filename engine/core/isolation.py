@@ -1,9 +1,9 @@
-"""Isolation: finds the request that makes steps fail, so that it ends and the others finish.
+"""Isolation: finds the request that makes steps fail, so that only this request ends with an error.
 
-A failed step (StepError: out of memory, an exception in a kernel's binding) names no culprit.  Every sequence in it
-returns to the queue with its tokens and is computed again.  Most failures do not repeat, so all start again together.
-A sequence that was in two failed steps without gaining a token between them becomes a suspect.  Suspects run in groups,
-one group after the other, and a group whose step fails is split in half:
+A failed step (StepError: out of memory, an exception in a kernel's binding) does not name the request that caused it.
+Every sequence of the step returns to the queue with its tokens and is recomputed.  Most failures do not repeat, so all
+sequences start again together.  A sequence that was in two failed steps without gaining a token between them becomes a
+suspect.  Suspects run in groups, one group after the other, and a group whose step fails is split in half:
 
     step fails   A B C D E F G H         first failure: all start again
     step fails   A B C D E F G H         second failure at the same positions: all are suspects
@@ -11,11 +11,11 @@ one group after the other, and a group whose step fails is split in half:
     step runs    A B | C D | E F G H     A and B gain a token each: cleared, and they keep running
     step fails   A B + C D | E F G H     C and D failed again; A and B are at new positions
     step fails   C | D | E F G H         C was alone: its request ends
-    step runs    D | E F G H  ...        once every group has gained a token, anything may start
+    step runs    D | E F G H  ...        once every group has gained a token, any sequence may start
 
-One bad request among n makes at most 4 + log2(n) steps fail.  Halves find the request in the fewest steps.  After the
-death of an engine, suspects are tried one at a time instead ("Suspects" in engine/wire/README.md).  Recovery from a
-death takes longer than from a failed step.
+One bad request among n makes at most 4 + log2(n) steps fail.  After the death of an engine process, suspects run one
+at a time instead ("Suspects" in engine/wire/README.md), because recovery from a death takes longer than from a failed
+step.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Isolation:
     """Decides which sequences may start after failed steps, and which request ends."""
 
     def __init__(self) -> None:
-        self._groups: deque[list[Sequence]] = deque()  # groups of suspects; only members of the first may start
+        self._groups: deque[list[Sequence]] = deque()  # groups of suspects; only sequences of the first group may start
 
     def failed(self, sequences: Iterable[Sequence], departed: Set[str]) -> str | None:
-        """A step with these sequences failed.  Returns the id of the request that must end; None: every one continues.
+        """Record that a step with these sequences failed.  Returns the id of the request that must end, or None.
 
         A request must end if it was alone in the step and was in a failed step at the same position before.
-        `departed`: requests of further sequences in the step, which have ended since.  They may be the cause."""
+        `departed`: requests of ended sequences that were in the step, too, and may have caused the failure."""
         sequences = list(sequences)
         again = [seq for seq in sequences if seq.failed_at == seq.known]
         for seq in sequences:
@@ -54,14 +54,16 @@ class Isolation:
 
     @property
     def active(self) -> bool:
-        """Some suspect has yet to gain a token."""
+        """Whether a suspect has not gained a token since its last failed step."""
         groups = self._groups
         while groups and not any(seq.known == seq.failed_at and seq.state is not State.FINISHED for seq in groups[0]):
             groups.popleft()
         return bool(groups)
 
     def first(self, waiting: Iterable[Sequence]) -> Sequence | None:
-        """The first of these that may start; None: none may before the suspects have gained a token."""
+        """Return the first waiting sequence that may start.
+
+        None: only suspects of the first group may start now, and none of them waits."""
         if not self.active:
             return next(iter(waiting), None)
         group = set(map(id, self._groups[0]))

@@ -1,22 +1,22 @@
-"""Layer groups: layers with a sliding window have block tables of their own, and release what the window has passed.
+"""Layer groups: sliding-window layers have their own block tables, and free the blocks that the window has passed.
 
     tokens           0 ..................................... computed
     full layers      [ 0][ 1][ 2][ 3][ 4][ 5][ 6][ 7][ 8][ 9]           Sequence.table
     window layers     '--- passed, released ---'[70][71][72]            Sequence.windows[group]
                                                '- window + chunk -'
 
-  * Every group has a BlockPool.  Block ids of window groups follow those of full layers, so a plan names blocks of any
-    group: its edits, copies, swaps and poison need no field more.
-  * A logical index means the same tokens in every table.  Entries before `WindowTable.first` do not exist here, and are
-    stale in the executor, which never reads them.
-  * Between two plans a sequence holds at most `WindowGroup.blocks_per_sequence` blocks of a group, whatever its length.
-    A plan adds the blocks of its own tokens.  So a sequence reserves them once, when it starts, and window blocks
-    never run out (window_reservations.py): admission, forecast and preemption count blocks of full layers only.
-  * A prefix is found up to the longest position at which every group has the last window cached.  Passed blocks stay
-    cached until others need them: first those that are in no window before an anchor (window_pool.py).
+  * Every group has a BlockPool.  Block ids of window groups follow those of full layers, so the edits, copies, swaps
+    and poison of a plan can name blocks of any group without further fields.
+  * A table index means the same tokens in every table.  Entries before `WindowTable.first` do not exist in the
+    scheduler's table, and are stale in the executor's table, which never reads them.
+  * Between two plans a sequence holds at most `WindowGroup.blocks_per_sequence` blocks of a group, at any length.
+    A plan adds the blocks of its own tokens.  A sequence reserves these blocks once, when it starts, so window blocks
+    never run out (window_reservations.py).  Admission, forecast and preemption count only blocks of full layers.
+  * A prefix hit ends at the last position at which every group has its last window cached.  Passed blocks stay cached
+    until the pool needs them; blocks outside the windows before an anchor are evicted first (window_pool.py).
   * Beams keep all their window blocks, because a re-fork may return to any of them.
 
-Models of one kind of layers have the base class `LayerGroups`: it does nothing, and no plan differs.
+Models without sliding windows use the base class `LayerGroups`, which does nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Edits = list[tuple[int, int, int]]  # (slot, table index, block)
 
 
 class LayerGroups:
-    """All layers attend to every token: one table per sequence, and nothing to do here."""
+    """The layer groups of a model whose layers all attend to every token: one table per sequence, nothing to do."""
 
     pools: Sequence[WindowPool] = ()  # one per window group
     reservations = WindowReservations([], 1 << 30, 1)  # without groups every sequence fits
@@ -46,87 +46,88 @@ class LayerGroups:
     # ------------------------------------------------------------------------------------------------------ admission
 
     def hit(self, seq: Seq, blocks: list[int]) -> list[int]:
-        """Return those of the cached blocks of a prefix that the sequence can begin with."""
+        """Cut the cached blocks of a prefix at the last position whose windows are cached, and return the rest."""
         return blocks
 
     # ------------------------------------------------------------------------------------------- tables of a sequence
 
     def begin_plan(self) -> None:
-        """Begin the next plan: release what the last one computed and windows have passed."""
+        """Release the window blocks that the last plan's tokens have pushed out of their windows."""
 
     def begin(self, seq: Seq) -> None:
-        """The sequence starts in its slot with the blocks that `hit` and `swap_in` have left in its table."""
+        """Build the window tables of a sequence that starts with cached or swapped-in blocks in its table."""
 
     def resume(self, seq: Seq) -> None:
-        """The sequence has another slot, of which the executor knows no table."""
+        """Add the complete window tables of a sequence to the plan: the executor has none for its new slot."""
 
     def advance(self, seq: Seq, position: int) -> None:
-        """The next token that the sequence computes stands at `position`: release what its window has passed."""
+        """Release the blocks that the window has passed when the sequence computes the token at `position` next."""
 
     def grow(self, seq: Seq, count: int) -> None:
-        """Append `count` blocks to the tables of the sequence."""
+        """Append `count` blocks to each window table of the sequence."""
 
     def copy(self, seq: Seq, index: int) -> None:
-        """Replace one block by a private copy, as `PlanEdits.copy` does with the full layers' table."""
+        """Replace the block at a table index by a private copy, as `PlanEdits.copy` does in the full layers' table."""
 
     def fork(self, leader: Seq, sibling: Seq) -> None:
-        """The prompt of a leader is planned: its sibling continues from there and shares its blocks."""
+        """Let a sibling share the window blocks of its leader, whose prompt is planned."""
 
     def share(self, source: Seq, count: int, seq: Seq) -> None:
-        """A beam gives up its tables, and shares the first `count` blocks of another one."""
+        """Replace the window tables of a beam by the first `count` blocks of another beam's tables."""
 
     def truncate(self, seq: Seq) -> None:
-        """Release the blocks behind the end of the full layers' table."""
+        """Release the window blocks beyond the length of the full layers' table."""
 
     def seal(self, seq: Seq, index: int, digest: bytes) -> None:
-        """Let prompts find the block at a table index."""
+        """Add the window blocks at a table index to the prefix cache."""
 
     def release(self, seq: Seq) -> None:
-        """Release every block of the sequence, also in host memory, and its reservation."""
+        """Release every window block of the sequence, host blocks included, and its reservation."""
 
     def fits_host(self, seq: Seq) -> bool:
-        """Return whether host memory can take what the windows of the sequence hold."""
+        """Return whether host memory has free blocks for the window blocks of the sequence."""
         return True
 
     def swap_out(self, seq: Seq) -> Copies:
-        """Release the window blocks of a sequence.  Return the copies (block, host block) that keep their content."""
+        """Release the window blocks of a sequence.  Return the copies (block, host block) that save their content."""
         return []
 
     def swap_in(self, seq: Seq, hits: int) -> Copies:
-        """Bring window blocks back, or leave them to `begin` where the first `hits` cached blocks are all it had.
+        """Return the copies (host block, block) that bring the window blocks of a sequence back.
 
-        Return the copies (host block, block)."""
+        Without copies if the first `hits` blocks of its table, which are cached, are all it had computed: `begin` then
+        takes the window blocks from the cache."""
         return []
 
     # ---------------------------------------------------------------------------------------------------------- plans
 
     def drop(self, seq: Seq) -> None:
-        """Forget the edits of the tables that the sequence has given up."""
+        """Drop the edits of a preempted sequence's window tables."""
 
     def edits(self) -> tuple[Copies, Edits, list[int]]:
-        """Return (copies, edits) of the plan in the making, and blocks whose content became garbage, once."""
+        """Return (copies, edits, freed blocks) of the plan in the making; each freed block is returned once."""
         return [], [], []
 
     def clear(self) -> None:
-        """The plan is made: release the sources of its copies."""
+        """Release the source blocks of the plan's copies, once the plan is made."""
 
     # --------------------------------------------------------------------------------------------------------- faults
 
     def forget(self, seq: Seq) -> None:
-        """What the sequence computed is not to be trusted: no prompt may find it."""
+        """Remove a sequence's window blocks from the prefix cache: their content may be wrong."""
 
     def forget_all(self) -> None:
         """Empty the prefix cache."""
 
     def step_failed(self, committed: int) -> None:
-        """No plan after step `committed` has run."""
+        """Remove the blocks that plans after step `committed` sealed from the cache: these plans have not run."""
 
     def check(self, live: Iterable[Seq]) -> None:
-        """Check every block against every table.  Raises AccountingError."""
+        """Compare all window blocks with all window tables.  Raises AccountingError."""
 
 
 class WindowGroups(LayerGroups):
-    """Layers with one or several sliding windows, next to layers that attend to every token."""
+    """The layer groups of a model with sliding-window layers and layers that attend to every token."""
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class WindowGroups(LayerGroups):
         step_tokens: int,
         max_model_len: int,
     ) -> None:
-        """`host_blocks`: of full layers.  `step_tokens`: maximum tokens of a plan."""
+        """`host_blocks`: host blocks of full layers.  `step_tokens`: maximum tokens of a plan."""
         self.pools: list[WindowPool] = []
         at, size = pool.total, pool.block_size
         for group in groups:
@@ -152,9 +153,10 @@ class WindowGroups(LayerGroups):
         self.reservations = WindowReservations([group.blocks_per_sequence(**sizes) for group in groups], capacity, size)
         self._growth: list[tuple[Seq, int, int]] = []  # (sequence, table index, block id)
         self._copies: list[tuple[Seq, int, int]] = []  # (sequence, from id, to id)
-        self._sources: list[Counter[int]] = [Counter() for _ in groups]  # references that copies hold
-        self._wide: list[Seq] = []  # they have grown in the last plan, and may hold more than their windows
-        self._sealed: deque[tuple[int, WindowPool, int]] = deque()  # (step, pool, block): not committed yet
+        # Per group: source block of a planned copy -> references held until the plan is made.
+        self._sources: list[Counter[int]] = [Counter() for _ in groups]
+        self._wide: list[Seq] = []  # sequences that grew in the last plan, so their tables may exceed the windows
+        self._sealed: deque[tuple[int, WindowPool, int]] = deque()  # (step, pool, block) sealed by steps in flight
 
     # ------------------------------------------------------------------------------------------------------ admission
 
@@ -249,7 +251,7 @@ class WindowGroups(LayerGroups):
 
     def release(self, seq: Seq) -> None:
         if seq.table:
-            self.advance(seq, seq.computed)  # what it has passed is overwritten before its last window
+            self.advance(seq, seq.computed)  # free passed blocks first, so that they are evicted before the last window
         for pool, table in zip(self.pools, seq.windows, strict=False):
             pool.release(table.blocks)
             pool.host.release(table.host)
@@ -262,7 +264,7 @@ class WindowGroups(LayerGroups):
 
     def swap_out(self, seq: Seq) -> Copies:
         self.advance(seq, seq.computed)
-        # A private copy that this plan was to make is not made: its source still has the content.
+        # If this plan was to copy a shared block for the sequence, the source block has the content.
         planned = {target: source for owner, source, target in self._copies if owner is seq}
         moves: Copies = []
         for pool, table in zip(self.pools, seq.windows, strict=True):
@@ -338,13 +340,13 @@ class WindowGroups(LayerGroups):
                 raise AccountingError(f"{seq.request.id}, {seq.state.value}, has {len(seq.windows)} window tables")
 
     def _check_table(self, seq: Seq, pool: WindowPool, table: WindowTable, *, wide: bool) -> None:
-        """Check the length of one table.  `wide`: it has grown in the last plan; the next one trims it."""
+        """Check the length of one window table.  `wide`: it grew in the last plan, and the next plan trims it."""
         name, computed = seq.request.id, seq.computed_before(self._batch.step + 1)
         if table.end != len(seq.table):
             raise AccountingError(f"{name}: a table of window {pool.window} ends at {table.end}, not {len(seq.table)}")
         if table.first > pool.first_read(seq, computed):
             raise AccountingError(f"{name}: block {table.first - 1} of window {pool.window} was released too early")
-        seen = min(computed, max(0, len(seq.table) - 1) * self._size)  # where the scheduler last looked, or before
+        seen = min(computed, max(0, len(seq.table) - 1) * self._size)  # at most the position of the last advance()
         if not wide and table.first < pool.first_read(seq, seen):
             raise AccountingError(f"{name}: block {table.first} of window {pool.window} is passed and still held")
 
@@ -353,7 +355,7 @@ class WindowGroups(LayerGroups):
 
 
 def last_lacking(pool: WindowPool, seq: Seq, count: int, fingerprint: str) -> int:
-    """Return the last of the first `count` blocks that the window behind them needs and the pool lacks; -1: none."""
+    """Return the last table index that a window ending after `count` blocks needs and the pool lacks; -1: none."""
     size = pool.block_size
     wanted = range(count - 1, pool.first_read(seq, count * size) - 1, -1)
     return next((index for index in wanted if pool.find(seq.digest(index, fingerprint, size)) < 0), -1)

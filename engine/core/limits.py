@@ -17,36 +17,36 @@ class Limits(msgspec.Struct, frozen=True):
 
     max_seqs: int  # slots of the executor's batch
     step_tokens: int  # token budget of a step, decodes included
-    chunk_tokens: int  # most prompt tokens of one sequence in a step
+    chunk_tokens: int  # maximum prompt tokens of one sequence per step
     max_model_len: int  # tokens
     vocab_size: int
     admit_threshold: float  # fraction of the pool
     eos_ids: frozenset[int]
     fingerprint: str
-    admission: str = "forecast"  # name of the mode: policy/admission.py, and policy/allocation.py
-    preempt: Preempt = "auto"  # what a preempted sequence has computed is dropped, or copied to the host: swapping.py
-    block_bytes: int = 0  # keys and values of a block, all layers; prices a swap in mode "auto"
-    itl_stretch: float = 0.0  # longest step with prompts, relative to a decode-only step; 0: no bound
-    step_target_s: float = 0.0  # longest step with prompts, seconds; 0: no bound
-    grammars: bool = False  # the executor honours Sampling.grammar
-    beams: bool = False  # the executor reports the candidates of a slice
-    adapter_slots: int = 0  # LoRA adapters whose sequences may run at once; 0: the executor takes none
-    recurrent: bool = False  # layers keep a state per slot, of which a sequence needs a copy to leave the slot
+    admission: str = "forecast"  # admission mode (policy/admission.py); also selects policy/allocation.py's policy
+    preempt: Preempt = "auto"  # whether preemption drops a sequence's KV cache or copies it to the host: swapping.py
+    block_bytes: int = 0  # bytes of keys and values per block, all layers; mode "auto" estimates swap times with it
+    itl_stretch: float = 0.0  # maximum time of a step with prompts, relative to a decode-only step; 0: no bound
+    step_target_s: float = 0.0  # maximum time of a step with prompts, seconds; 0: no bound
+    grammars: bool = False  # whether the executor supports Sampling.grammar
+    beams: bool = False  # whether the executor supports Slice.candidates, which beam search needs
+    adapter_slots: int = 0  # LoRA adapters whose sequences may run at once; 0: the executor has no LoRA support
+    recurrent: bool = False  # the model has recurrent layers, which keep a state per slot
 
 
 Milestone = Literal["started", "resumed", "first", "paused", "continued", "preempted", "requeued", "ended"]
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A milestone of one sequence, for metrics and the request log, which add the time: the core has no clock."""
+    """A milestone of one sequence, for metrics and the request log.  They add the time, since the core has no clock."""
 
     kind: Milestone
     request: Generate
-    index: int  # index among the request's n choices; before the fork: the leader's
-    tokens: int = 0  # started: prompt tokens found in the cache; resumed: to compute again; ended: of its output
-    reason: FinishReason | None = None  # ended: why; None: another engine answers the request now
-    step: int = 0  # the plan it belongs to; first, ended: the last plan made
-    # Digests of full blocks.  At start: of the blocks found.  At the end: of all that the prefix cache was asked for.
+    index: int  # index among the request's n choices; before the siblings fork: the leader's index
+    tokens: int = 0  # started: cached prompt tokens; resumed: tokens to compute; ended: output tokens
+    reason: FinishReason | None = None  # ended: finish reason; None: another engine answers the request now
+    step: int = 0  # step of the plan that caused it; first, ended: step of the last plan
+    # Digests of full blocks.  started: the cached blocks; ended: all blocks whose digest was computed.
     digests: list[bytes] = []
 
 
@@ -55,8 +55,8 @@ class Outputs(msgspec.Struct):
 
     deltas: dict[str, list[Delta]]  # deltas by gateway
     finished: list[str]  # ids of requests all of whose sequences have ended
-    events: list[Event] = []  # in the order they happened
-    # Requests that go back to the queue, because this machine lacks their LoRA adapter: id -> one line that says so.
+    events: list[Event] = []  # in chronological order
+    # Requests that return to the queue, because this machine lacks their LoRA adapter: id -> error line.
     returned: dict[str, str] = {}
 
 
@@ -69,24 +69,24 @@ class Totals(msgspec.Struct):
 
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
-    blocks_cached_prompt_tokens: int = 0  # prompt tokens in cached blocks, with or without a checkpoint behind them
+    blocks_cached_prompt_tokens: int = 0  # prompt tokens in cached blocks, hits that lacked a checkpoint included
     states: StateCounts = msgspec.field(default_factory=StateCounts)  # counts for models with recurrent state
     generated_tokens: int = 0
-    forced_tokens: int = 0  # output tokens known before a step sampled them, because a grammar allowed no other
-    jumped_tokens: int = 0  # output tokens computed together with the token before them, not in a step of their own
-    drafted_tokens: dict[str, int] = msgspec.field(default_factory=_per_source)  # drafts computed
-    accepted_drafts: dict[str, int] = msgspec.field(default_factory=_per_source)  # those that equal what was sampled
-    refused_drafts: int = 0  # drafts found that steps did not compute, because they would not have paid
-    recomputed_tokens: int = 0  # computed again after a preemption
+    forced_tokens: int = 0  # output tokens known before a step sampled them, because a grammar allowed no other token
+    jumped_tokens: int = 0  # output tokens computed in a jump's slice instead of a decode step of their own
+    drafted_tokens: dict[str, int] = msgspec.field(default_factory=_per_source)  # computed draft tokens by source
+    accepted_drafts: dict[str, int] = msgspec.field(default_factory=_per_source)  # accepted draft tokens by source
+    refused_drafts: int = 0  # draft tokens found but not computed, because computing them would not have paid
+    recomputed_tokens: int = 0  # tokens computed again after a preemption
     preemptions: int = 0
     yields: int = 0  # preemptions for fairness between tenants
-    pauses: int = 0  # times a sequence paused with its blocks because the pool was full
+    pauses: int = 0  # times that a sequence paused with its blocks because the pool was full
     swap_preemptions: int = 0  # preemptions that kept the computed KV in host memory
-    swapped_out_blocks: int = 0  # copied to the host's memory
-    swapped_in_blocks: int = 0  # blocks copied back; fewer if the prefix cache still had them
-    copied_blocks: int = 0
-    released_blocks: int = 0  # by sequences that finished
+    swapped_out_blocks: int = 0  # blocks copied to host memory
+    swapped_in_blocks: int = 0  # blocks copied back; blocks still in the prefix cache are not copied
+    copied_blocks: int = 0  # copy-on-write copies of shared blocks
+    released_blocks: int = 0  # blocks released by sequences that finished
     audits: int = 0  # full checks of the block accounting
     leaks: int = 0  # checks that found blocks which are neither held nor available
-    double_frees: int = 0  # those that found a held block released
-    other_alarms: int = 0  # those that found something else wrong
+    double_frees: int = 0  # checks that found a held block released
+    other_alarms: int = 0  # checks that found another accounting error

@@ -1,4 +1,4 @@
-"""How much of the allocated KV cache holds tokens.  A token's place within a block is a KV position here."""
+"""Occupancy: how much of the allocated KV cache holds tokens.  A KV position is the place of one token in a block."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from quire.engine.core.open_requests import OpenRequests
 
 
 class Occupancy:
-    """How full the blocks of all tables are when the next step begins.  O(sequences) or more: ask seldom."""
+    """Computes how full the blocks of all tables are when the next step begins.  O(sequences) or more: call seldom."""
 
     def __init__(
         self, pool: BlockPool, batch: Batch, requests: OpenRequests, layers: LayerGroups, block_bytes: int
     ) -> None:
-        """`block_bytes`: keys and values of a block of the layers without a window."""
+        """`block_bytes`: bytes of keys and values per block of the full-attention layers."""
         self._pool, self._batch, self._requests = pool, batch, requests
         self._layers, self._block_bytes = layers, block_bytes
 
     def group_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
-        """(bytes that sequences hold, bytes of cached prefixes that none holds), by group of layers.  O(groups)."""
+        """Return (bytes that sequences hold, bytes of idle cached blocks), each by group of layers.  O(groups)."""
         pools = [("full", self._pool, self._block_bytes)]
         pools += [(f"window {pool.window}", pool, pool.block_bytes) for pool in self._layers.pools]
         held = {name: (pool.total - pool.available) * size for name, pool, size in pools}
         return held, {name: pool.idle * size for name, pool, size in pools}
 
     def used_positions(self) -> tuple[int, int]:
-        """(KV positions that hold tokens, KV positions allocated) over all tables, shared blocks counted once."""
+        """Return (KV positions that hold tokens, KV positions allocated) of all tables; shared blocks count once."""
         filled: dict[int, int] = {}
         step, block_size = self._batch.step + 1, self._pool.block_size
         for seq in self._requests.live():
@@ -36,8 +36,9 @@ class Occupancy:
         return sum(filled.values()), len(filled) * block_size
 
     def wasted_positions(self) -> int:
-        """KV positions allocated that hold no token.  All of them are in last blocks; one that a fork shares counts
-        once."""
+        """Return the number of allocated KV positions without a token.
+
+        Only the last block of a table has such positions; a last block that forks share counts once."""
         open_ends = {}
         step = self._batch.step + 1
         for seq in self._requests.live():
@@ -46,10 +47,10 @@ class Occupancy:
         return sum(open_ends.values())
 
     def shared_fraction(self) -> float:
-        """1 - blocks held / entries of all block tables, from 0: nothing is shared.  Each held block counts once.
+        """Return 1 - held blocks / entries of all block tables; 0: no block is shared.
 
-        Forks, groups and cached prefixes share blocks.  Source: section 6.3 of Kwon et al., "Efficient Memory
-        Management for Large Language Model Serving with PagedAttention", SOSP 2023."""
+        Forks, beams and cached prefixes share blocks.  Source: section 6.3 of Kwon et al., "Efficient Memory Management
+        for Large Language Model Serving with PagedAttention", SOSP 2023."""
         entries = sum(len(seq.table) for seq in self._requests.live())
         held = self._pool.total - self._pool.available
         return max(0.0, 1 - held / entries) if entries else 0.0

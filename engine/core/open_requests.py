@@ -19,7 +19,7 @@ class OpenRequests:
         self.tenants: Counter[str] = Counter()  # open requests of each tenant
         self._groups: dict[str, list[Sequence]] = {}  # id -> its unfinished sequences
         self._deadlines: list[tuple[int, str]] = []  # heap of (deadline_ms, id); ended requests drop out lazily
-        self._reassigned: list[Sequence] = []  # not caught up with when last looked at
+        self._reassigned: list[Sequence] = []  # reassigned sequences not recomputed yet, as of the last `behind`
         self._arrivals = 0
 
     def __contains__(self, request_id: str) -> bool:
@@ -60,7 +60,7 @@ class OpenRequests:
         self._reassigned += [seq for seq in group if seq.reassigned]
 
     def close(self, seq: Sequence) -> bool:
-        """Remove one sequence.  Returns True when it was the last of its request."""
+        """Remove one sequence.  Returns whether it was the last unfinished sequence of its request."""
         group, request = self._groups[seq.request.id], seq.request
         group.remove(seq)
         if group:
@@ -72,7 +72,7 @@ class OpenRequests:
         return True
 
     def unfinished(self, request_id: str) -> list[Sequence]:
-        """The sequences of a request that have not finished; empty for an unknown id."""
+        """Return the unfinished sequences of a request; empty for an unknown id."""
         return list(self._groups.get(request_id, ()))
 
     def live(self) -> Iterator[Sequence]:
@@ -81,13 +81,13 @@ class OpenRequests:
             yield from group
 
     def expired(self, now_ms: int) -> Iterator[str]:
-        """Iterate over the ids whose deadline has passed, each once; some of these requests may have ended."""
+        """Iterate over the ids of requests whose deadline has passed, each once; some may have ended already."""
         while self._deadlines and self._deadlines[0][0] <= now_ms:
             yield heapq.heappop(self._deadlines)[1]
 
     @property
     def behind(self) -> int:
-        """Sequences that an earlier engine began and that have not been computed again yet."""
+        """Number of sequences that an earlier engine began and this engine has not recomputed yet."""
         if self._reassigned:
             behind = (State.WAITING, State.PREFILLING)
             self._reassigned = [seq for seq in self._reassigned if seq.state in behind]
@@ -95,7 +95,7 @@ class OpenRequests:
 
 
 def refusal(request: Generate, outputs: Outputs | None, limits: Limits, room: int) -> str:
-    """Return why this engine can never run the request, naming limit and value; '' when it can."""
+    """Return why this engine can never run the request, with the limit and the value; '' when it can."""
     prompt = request.token_ids
     tokens = [prompt, *(output for output in outputs or () if output)]
     if len(prompt) >= room:
@@ -114,9 +114,9 @@ def refusal(request: Generate, outputs: Outputs | None, limits: Limits, room: in
 
 
 def tokens_outside(sampling: Sampling, vocab_size: int) -> str:
-    """Return which field of a request's sampling names a token that the model does not have; '' if none does.
+    """Return an error for a sampling field with a token id outside the vocabulary; '' if all ids are valid.
 
-    A token id past the vocabulary would fail the step of all sequences: masks and logits have no place for it."""
+    Such an id would index past the logits and masks, and fail the step of all sequences."""
     fields = (
         ("stop_token_ids", sampling.stop_token_ids),
         ("allowed_token_ids", sampling.allowed_token_ids),

@@ -1,12 +1,12 @@
 """The plan builder: the parts of Scheduler.plan(), in the order in which they run.
 
-begin             empty edits
-attend_decoding   sequences due in the calendar: a block, a private copy of a shared one, a pause, or the end
-advance_groups    stepped groups compute the tokens that have been chosen for their members
-jump              sequences with tokens that a grammar forced compute them at once
+begin_plan        start with empty edits
+attend_decoding   decoding sequences due in the calendar get a block or a private copy of a shared block, pause, or end
+advance_groups    beams compute the tokens that the search has chosen for them
+jump              sequences with tokens that a grammar forced compute all of them in one slice
 draft             sequences with drafts compute them behind their last token
-start_favoured    a tenant below its share starts first; others give up blocks for it
-continue_prompts  started prompts advance by a chunk, except long ones
+start_favoured    sequences of tenants below their share start first; other tenants' sequences are preempted for them
+continue_prompts  started prompts advance by a chunk, except long prompts
 resume_paused     paused sequences get a slot again
 start_waiting     the head of the queue starts, for as long as slots, token budget and blocks last
 continue_long     long prompts advance with the rest of the budget
@@ -69,18 +69,18 @@ class PlanBuilder:
         self._adapters = adapters
         self._step = 0  # number of the plan in the making
         self._chunk_tokens = 0
-        self._decoding = 0  # sequences that decode in it
+        self._decoding = 0  # sequences that decode in the plan
         self._budget = 0  # prompt tokens that the plan can still take
-        self._long_budget = 0  # those set aside for long prompts
-        self._awaits_slot = False  # a favoured sequence waits for a slot that cools: no other sequence starts
+        self._long_budget = 0  # prompt tokens set aside for long prompts
+        self._awaits_slot = False  # a favoured sequence waits for a slot that steps in flight still use: start no other
 
     @property
     def layers(self) -> LayerGroups:
-        """Window layers, whose tables follow those of the full ones."""
+        """Block tables of sliding-window layers, which grow and shrink with the tables of full-attention layers."""
         return self._edits.layers
 
     def begin_plan(self, limits: Limits) -> None:
-        """Begin the next plan."""
+        """Reset the state of the last plan."""
         self._step = self._batch.step + 1
         self.layers.begin_plan()
         self._chunk_tokens = limits.chunk_tokens
@@ -88,20 +88,20 @@ class PlanBuilder:
         self._awaits_slot = False
 
     def attend_decoding(self) -> None:
-        """Serve the decoding sequences that are due, by rank, so that the last one is preempted first."""
+        """Give blocks to the decoding sequences that are due, in order of rank: the last rank is preempted first."""
         for seq in self._batch.pop_due(self._step):
             if seq.due == self._step:
                 self._attend(seq)
         self._decoding = self._batch.decoding
 
     def advance_groups(self) -> int:
-        """Let stepped groups compute the tokens chosen for them: every member, or none.  Returns these tokens.
+        """Plan one token for every member of each stepped group, or for no member.  Returns the number of tokens.
 
-        They count as decoding, since each is one token of a sequence that the plan cannot put off."""
+        These tokens count as decoding, because a plan cannot postpone them as it postpones prompt tokens."""
         before = self._decoding
         for group in self._groups.in_step():
             if not group.in_step or not self._preemption.make_room(group.leader, group.blocks_to_step()):
-                continue  # it was preempted for an older one
+                continue  # the group was preempted for an older sequence
             members = group.members(group.leader)
             self._budget = len(members)
             for seq in members:
@@ -110,13 +110,14 @@ class PlanBuilder:
         return self._decoding - before
 
     def jump(self, budget: int, free: int) -> int:
-        """Let decoding sequences compute their forced tokens at once (forced.py).
+        """Let decoding sequences compute their forced tokens in one slice each (forced.py).
 
-        `budget`: prompt tokens that the step may have; 0: it measures steps without slices.  `free`: tokens that it can
-        hold.  Sequences that do not jump are protected from long steps as they are from prompts, and half of the budget
-        is left to prompts.  A jump preempts no sequence: if it gets no block, it is shorter, or the sequence decodes
-        one token.  If the step has no prompts, jumps have to pay for the slices (JumpCosts).  Returns the tokens in
-        addition to the one that each of them computes in any case."""
+        `budget`: maximum prompt tokens of the step; 0: the step measures pure decoding and takes no jumps.  `free`:
+        maximum tokens that still fit the step.  Jumps use the prompt budget, so that sequences which only decode are
+        protected from long steps; half of it is left to waiting prompts.  A jump preempts no sequence: without a free
+        block the jump is shorter, or the sequence decodes one token.  In a step without prompts, jumps run only if they
+        save time (JumpCosts).  Returns the computed tokens, minus the one token that each jumping sequence would decode
+        anyway."""
         ready = self._forced.ready(self._step)
         if not ready or budget <= 0:
             return 0
@@ -139,7 +140,7 @@ class PlanBuilder:
             self._edits.slices.append(Slice(seq.slot, start, seq.tokens[start:end], sampler_of(seq, end)))
             self._edits.named.add(id(seq))
             self._batch.jump(seq, end, self._step)
-            self._seal_computed(seq, start - self._batch.late, end)  # steps in flight computed the first ones
+            self._seal_computed(seq, start - self._batch.late, end)  # steps in flight compute the tokens before `start`
             self._decoding -= 1
             self._forced.jumped(end - start)
             left -= end - start - 1
@@ -149,13 +150,13 @@ class PlanBuilder:
     def draft(self, budget: int, free: int) -> int:
         """Let decoding sequences compute drafts behind their last token (drafts.py).
 
-        `budget`, `free`: as for `jump`, with the same share for prompts.  Returns the drafts."""
+        `budget`, `free`: as for `jump`; half of the budget is left to waiting prompts.  Returns the drafts' number."""
         if budget <= 0 or free <= 0:
             return 0
         most = min(budget, free)
         if self._waiting or self._batch.prefilling:
             most //= 2
-        elif self._drafts.found == self._batch.decoding:  # none waits for the drafts of another one
+        elif self._drafts.found == self._batch.decoding:  # every decoding sequence drafts, so drafts delay no other
             most = free
         for seq, draft, count in self._drafts.choose(self._step, most):
             start = seq.computed_before(self._step)
@@ -171,7 +172,7 @@ class PlanBuilder:
         return self._drafts.planned[1]
 
     def _writable_end(self, seq: Sequence, start: int, count: int) -> int:
-        """Return where a slice of at most `count` tokens from `start` ends: it takes no block from another sequence."""
+        """Return the end of a slice of at most `count` tokens from `start` that fits without a preemption."""
         end = start + min(self._chunk_tokens, count)
         more = -(-end // self._pool.block_size) - len(seq.table)
         if more <= 0:
@@ -180,13 +181,13 @@ class PlanBuilder:
         return end if more <= spare and self._admission.may_grow(seq) else len(seq.table) * self._pool.block_size
 
     def start_favoured(self, budget: int) -> None:
-        """Start sequences of tenants that hold less than their share, with all `budget` prompt tokens to take."""
+        """Start sequences of tenants below their share; they may use all `budget` prompt tokens of the step."""
         self._budget = budget
         self._batch.slots.reclaim(self._batch.committed)
         while self._budget > 0 and (favoured := self._fairness.favoured(self._edits.named)) is not None:
             seq, victims = favoured
             for victim in victims:
-                if victim.state in PREEMPTIBLE:  # else it has left with another member of its group
+                if victim.state in PREEMPTIBLE:  # else it was preempted together with another member of its group
                     self._preemption.preempt_for_fairness(victim)
             if self._batch.slots.free <= len(seq.siblings):
                 self._awaits_slot = True
@@ -194,9 +195,9 @@ class PlanBuilder:
             self._start(seq)
 
     def continue_prompts(self, started: list[Sequence]) -> list[Sequence]:
-        """Let the prompts that had started before this plan advance; return the long ones, which come last.
+        """Advance the prompts that started before this plan, except long prompts, which are returned for later.
 
-        While there are long ones, everything else shares SHORT_SHARE of the budget, the shortest prompt first."""
+        While there are long prompts, all other prompts share SHORT_SHARE of the budget, the shortest rest first."""
         short, long = split_by_length(started, self._budget)
         if long:
             self._long_budget = self._budget - int(SHORT_SHARE * self._budget)
@@ -206,18 +207,18 @@ class PlanBuilder:
         return long
 
     def continue_long(self, long: list[Sequence]) -> None:
-        """Let long prompts advance, the oldest first, with their part of the budget and what the others have left."""
+        """Advance long prompts, the oldest first, with their share of the budget and what short prompts left of it."""
         if long:
             self._budget += self._long_budget
             self._advance_prompts(long)
 
     def _advance_prompts(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
-            if seq.state is State.PREFILLING:  # else it has just been preempted
+            if seq.state is State.PREFILLING:  # else this plan has preempted it
                 self._advance(seq)
 
     def resume_paused(self) -> None:
-        """Let paused sequences continue, oldest first.  If all of them wait for each other, preempt the newest."""
+        """Resume paused sequences, oldest first.  If all are paused and no block is free, preempt the newest."""
         batch = self._batch
         self._admission.begin_starts()
         if batch.paused and not batch.running and not batch.late:
@@ -241,10 +242,10 @@ class PlanBuilder:
                 self._advance(seq)
 
     def start_waiting(self) -> None:
-        """Start waiting sequences in order, until one has to wait."""
+        """Start waiting sequences in queue order, until the first one that cannot start."""
         while self._budget > 0 and self._waiting and not self._batch.paused and not self._awaits_slot:
             head = self._isolation.first(self._adapters.startable(self._waiting))
-            if head is None or head.sampled_in > self._batch.committed:  # its last token is still on the way
+            if head is None or head.sampled_in > self._batch.committed:  # a step in flight still samples its last token
                 return
             if self._batch.slots.free < 1 + len(head.siblings) or not self._admission.may_start(head):
                 return
@@ -255,7 +256,7 @@ class PlanBuilder:
         edits, pool, swapping = self._edits, self._pool, self._swapping
         copies, table_edits = edits.table_edits()
         starts, slices, forks = edits.starts, edits.slices, edits.forks
-        poison, pool.discarded = pool.discarded, []  # without the sources of copies, which this plan reads
+        poison, pool.discarded = pool.discarded, []  # before edits.clear() frees the sources of this plan's copies
         edits.clear()
         if not slices and not self._batch.decoding and not swapping.planned:
             pool.discarded += poison
@@ -285,7 +286,7 @@ class PlanBuilder:
     # ----------------------------------------------------------------------------------------------- one sequence
 
     def _attend(self, seq: Sequence) -> None:
-        """End a decoding sequence at its length, else make its next KV position writable."""
+        """End a decoding sequence that reaches its maximum length, else make its next KV position writable."""
         batch = self._batch
         seq.computed += self._step - seq.since
         seq.since = self._step
@@ -312,7 +313,9 @@ class PlanBuilder:
         batch.schedule(seq, self._step)
 
     def _make_private(self, seq: Sequence, index: int) -> bool:
-        """Give a table its own copy of a block that others share.  False: the sequence was preempted to make room."""
+        """Copy a block that other tables share, before the sequence writes to it (copy-on-write).
+
+        False: the sequence itself was preempted because no block was free."""
         if not self._edits.is_shared(seq.table[index]):
             return True
         if not self._preemption.make_room(seq, 1):
@@ -323,7 +326,7 @@ class PlanBuilder:
         return True
 
     def _grow(self, seq: Sequence, count: int) -> bool:
-        """Append blocks to a table.  False: the sequence itself was preempted to free blocks."""
+        """Append `count` blocks to a table.  False: the sequence itself was preempted because too few were free."""
         if count <= 0:
             return True
         if not self._preemption.make_room(seq, count):
@@ -332,7 +335,7 @@ class PlanBuilder:
         return True
 
     def _start(self, seq: Sequence) -> None:
-        """Move a waiting sequence into the batch, with its cached or swapped blocks, and compute its first chunk."""
+        """Move a waiting sequence into the batch with its cached or swapped blocks, and plan its first chunk."""
         self._waiting.remove(seq)
         totals, size = self._report.totals, self._pool.block_size
         hits = self._allocation.cached_prefix(seq)
@@ -363,7 +366,7 @@ class PlanBuilder:
         self._advance(seq)
 
     def _advance(self, seq: Sequence) -> None:
-        """Let computed catch up with known, within the budget."""
+        """Plan a slice of a sequence's known tokens that are not computed yet, at most a chunk, within the budget."""
         start, known, size = seq.computed, seq.known, self._pool.block_size
         count = min(known - start, self._budget, self._chunk_tokens)
         if count <= 0:
@@ -385,7 +388,7 @@ class PlanBuilder:
         keep = self.checkpoints.keep(seq, start, end)
         slice_ = Slice(seq.slot, start, seq.tokens[start:end], sampler, targets, top, candidates, keep=keep)
         self._edits.slices.append(slice_)
-        if seq.siblings or id(seq) not in self._edits.named:  # the first member of a group names all
+        if seq.siblings or id(seq) not in self._edits.named:  # a group's first member marks all members as named
             self._edits.named.update(map(id, (*group.members(seq), *seq.siblings)))
         seq.computed = end
         self._seal_computed(seq, start, end)
@@ -399,7 +402,7 @@ class PlanBuilder:
                 self._advance(member)
 
     def _publish_moves(self, seq: Sequence) -> None:
-        """Send the executor what a re-fork has changed in the table of a sequence."""
+        """Add the block-table entries that a re-fork of beams has changed to the plan."""
         fresh, entries = self._groups.of(seq.request.id).take_moves(seq)
         if fresh:
             self._edits.starts.append(Start(seq.slot, list(seq.table), adapter=self._adapters.slot_of(seq)))
@@ -409,7 +412,9 @@ class PlanBuilder:
             self.layers.resume(seq)
 
     def _begin_decoding(self, seq: Sequence, siblings: list[Sequence]) -> None:
-        """The prompt is planned: let the sequence and its siblings decode, each from the logits of this very step."""
+        """Let a sequence decode, now that its prompt is planned, and fork its siblings.
+
+        All of them sample from the logits of this step."""
         for sibling in siblings:
             self.layers.fork(seq, sibling)
             self._edits.forks.append(Fork(sibling.slot, seq.slot, list(seq.table), sampler_of(sibling)))
@@ -419,9 +424,9 @@ class PlanBuilder:
             self._drafts.join(member)
 
     def _seal_computed(self, seq: Sequence, start: int, end: int) -> None:
-        """Let other sequences find the blocks that became full from token `start` to `end`.
+        """Add the blocks that became full between tokens `start` and `end` to the prefix cache.
 
-        This very plan computes the last of them."""
+        The plan in the making computes their last tokens."""
         size = self._pool.block_size
         for full in range(start // size + 1, end // size + 1):
             if (block := self._allocation.seal(seq, full * size)) is not None:
@@ -429,7 +434,7 @@ class PlanBuilder:
 
 
 def sampler_of(seq: Sequence, end: int | None = None) -> Sampler:
-    """Return what the executor needs to sample for a sequence after its first `end` tokens; None: after all of them."""
+    """Build the sampling parameters of a sequence for sampling after its first `end` tokens; None: after all tokens."""
     sampling, end = seq.request.sampling, seq.known if end is None else end
     reads_history = (
         sampling.presence_penalty != 0

@@ -18,11 +18,11 @@ class PlanEdits:
         self.starts: list[Start] = []
         self.slices: list[Slice] = []
         self.forks: list[Fork] = []
-        self.sealed: list[int] = []  # blocks that entered the prefix index before they are written
+        self.sealed: list[int] = []  # blocks that entered the prefix index before this step writes them
         self.named: set[int] = set()  # ids of sequences in slices or forks: they cannot leave in the same plan
         self._growth: list[tuple[Sequence, int, int]] = []  # (sequence, table index, block)
         self._copies: list[tuple[Sequence, int, int]] = []  # (sequence, from, to)
-        self._sources: Counter[int] = Counter()  # references that the copies hold on their sources
+        self._sources: Counter[int] = Counter()  # source block of copies -> references held until the plan is issued
 
     def grow(self, seq: Sequence, count: int) -> None:
         """Append `count` blocks to a table.  Raises OutOfBlocks."""
@@ -32,18 +32,18 @@ class PlanEdits:
         self.layers.grow(seq, count)
 
     def set_entry(self, seq: Sequence, index: int, block: int) -> None:
-        """Add an entry of a table that has changed already to the plan, for the executor."""
+        """Add one entry of a table to the plan, for the executor; the sequence's own table has it already."""
         self._growth.append((seq, index, block))
 
     def is_shared(self, block: int) -> bool:
-        """Return whether more than one table names the block; references of this plan's copies do not count."""
+        """Return whether more than one table contains the block; references of this plan's copies do not count."""
         return self._pool.refs(block) - self._sources[block] > 1
 
     def copy(self, seq: Sequence, index: int) -> None:
         """Replace one block of a table by a private copy.  Raises OutOfBlocks.
 
-        The table's reference to the source passes to `_sources` until the plan is out.  A block that is freed and
-        taken again within one plan could otherwise be source and target of the same batch of copies."""
+        `_sources` keeps the table's reference to the source block until the plan is issued.  Otherwise the block could
+        be freed, allocated again, and become source and target of the same batch of copies."""
         source = seq.table[index]
         (seq.table[index],) = self._pool.allocate(1)
         self._sources[source] += 1
@@ -52,17 +52,17 @@ class PlanEdits:
         self.layers.copy(seq, index)
 
     def copies_of(self, seq: Sequence) -> dict[int, int]:
-        """Planned private copies of a sequence: target block -> source block, which still has the content."""
+        """Return a sequence's planned copies: target block -> source block, which still has the content."""
         return {target: source for owner, source, target in self._copies if owner is seq}
 
     def drop(self, seq: Sequence) -> None:
-        """Forget the edits of a table that its sequence has given up; the same plan may start it again in a slot."""
+        """Drop the edits of a preempted sequence's table; the same plan may start the sequence again."""
         self._growth = [edit for edit in self._growth if edit[0] is not seq]
         self._copies = [copy for copy in self._copies if copy[0] is not seq]
         self.layers.drop(seq)
 
     def table_edits(self) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
-        """This plan's (copies, edits)."""
+        """Return this plan's (copies, edits), as `StepPlan` has them."""
         copies = [(source, target) for _, source, target in self._copies]
         edits = [(seq.slot, index, block) for seq, index, block in self._growth]
         window_copies, window_edits, discarded = self.layers.edits()
@@ -75,7 +75,7 @@ class PlanEdits:
         return sealed
 
     def clear(self) -> None:
-        """Begin the next plan; release the sources of this one's copies.  What is sealed waits for the next issue."""
+        """Begin the next plan: release the sources of this plan's copies.  `sealed` stays until take_sealed()."""
         if self._sources:
             self._pool.release(list(self._sources.elements()))
             self._sources = Counter()

@@ -1,4 +1,4 @@
-"""Preemption: which sequence gives up its blocks when the pool has none left, and what becomes of its KV cache."""
+"""Preemption: chooses the sequence that gives up its blocks when the pool is full, and drops or swaps its KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.engine.core.waiting_queue import WaitingQueue
 
 
 class Preemption:
-    """Takes every block and the slot of a running sequence, and puts it back into the queue."""
+    """Frees all blocks and the slot of a running sequence, and puts the sequence back into the queue."""
 
     def __init__(
         self,
@@ -31,14 +31,13 @@ class Preemption:
         self._fairness, self._edits, self._report, self._groups = fairness, edits, report, groups
 
     def make_room(self, seq: Sequence, count: int) -> bool:
-        """Preempt until `count` blocks are available.  False: `seq` itself was preempted, or waits for the next
-        plan, since this one names another member of its group already.
+        """Preempt sequences until `count` blocks are available.  Returns False if `seq` cannot have them: it was itself
+        preempted, or its group is in this plan already and has to wait for the next one.
 
-        The victim is the newest sequence of the least urgent class.  If tenants contend, only tenants that hold
-        their share or more are asked first.  The newest has computed the fewest tokens to recompute, and the others
-        keep the order in which they were promised service.  The same rank decides which sequence is planned first and
-        which returns first.  So a victim never blocks one that was preempted before it, and can never drive out the
-        sequence that drove it out."""
+        The victim is the sequence with the last rank: the lowest priority class, then the newest.  If several tenants
+        have requests, sequences of tenants that hold their share or more are preempted first.  The newest sequence has
+        the fewest tokens to recompute.  The same rank decides which sequence is planned first and which resumes first,
+        so a preempted sequence can never preempt the sequence that displaced it."""
         while self._pool.available < count:
             holders = [s for s in self._batch.holders() if s.state in PREEMPTIBLE and id(s) not in self._edits.named]
             if self._fairness.contend:
@@ -54,8 +53,9 @@ class Preemption:
         return True
 
     def preempt(self, seq: Sequence, *, swap: bool = True) -> None:
-        """Take every block and the slot.  Known tokens stay.  What is computed is copied to the host's memory first
-        (swap), or computed again later (recompute).  It leaves with all of its group."""
+        """Free all blocks and the slot of a sequence and of its group; the known tokens stay.
+
+        The KV cache is copied to host memory first (swap), or computed again later (recompute)."""
         totals, group = self._report.totals, self._groups.of(seq.request.id)
         totals.preemptions += 1
         self._report.record("preempted", group.members(seq)[0])
@@ -64,7 +64,7 @@ class Preemption:
             return
         self._batch.remove(seq)
         if swap and self._swapping.pays(seq):
-            # A private copy that this plan was to make for it is not made: its source goes to the host instead.
+            # If this plan was to copy a shared block for the sequence, the source block goes to the host instead.
             totals.swap_preemptions += 1
             totals.swapped_out_blocks += self._swapping.swap_out(seq, self._edits.copies_of(seq))
         else:
@@ -74,7 +74,7 @@ class Preemption:
         self._waiting.add(seq)
 
     def requeue(self, seq: Sequence, recompute_tokens: int) -> None:
-        """Take the slots and blocks of a sequence and of all that move with it, and let its leader wait for them."""
+        """Free the slots and blocks of all members of a sequence's group, and put its leader into the queue."""
         group = self._groups.of(seq.request.id)
         members = group.disband(seq)
         for member in members:
@@ -87,8 +87,8 @@ class Preemption:
         self._waiting.add(members[0])
 
     def preempt_for_fairness(self, seq: Sequence) -> None:
-        """The same, so that another tenant's sequence can start; at most once in a sequence's life."""
+        """Preempt a sequence so that another tenant's sequence can start; at most once in a sequence's life."""
         for member in self._groups.of(seq.request.id).members(seq):
             member.preempted_for_fairness = True
         self._report.totals.yields += 1
-        self.preempt(seq, swap=False)  # the newest have little to compute again
+        self.preempt(seq, swap=False)  # the newest sequences have few tokens to recompute

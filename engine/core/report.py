@@ -1,4 +1,4 @@
-"""What the scheduler reports: deltas for clients, milestones for metrics and recordings, and counts since start."""
+"""The scheduler's report: deltas for clients, milestones for metrics and the request log, and counts since start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.engine.wire.messages import Delta, Finish, FinishReason, TokenLogprob
 
 
 class SchedulerReport:
-    """Collects what happens until the engine loop takes it, and counts it."""
+    """Collects deltas and milestones until the engine loop takes them, and counts events."""
 
     def __init__(self, batch: Batch, block_size: int) -> None:
         self.totals = Totals()
@@ -34,13 +34,13 @@ class SchedulerReport:
         self._events.append(Event(kind, seq.request, seq.index, tokens, reason, step, digests))
 
     def finish(self, seq: Sequence, finish: Finish) -> None:
-        """Add a Finish without a token: the sequence ends though it could have gone on."""
+        """Add a Finish without a token, for a sequence that ends before a stop token or its limit."""
         finish = with_predictions(finish, seq)
         delta = Delta(seq.request.id, seq.sent, [], finish, seq.index)
         self.deltas[seq.request.gateway].append(delta)
 
     def finish_whole(self, choice: Choice) -> None:
-        """Add a complete choice, with its Finish and both milestones."""
+        """Add a complete choice of a beam search in one delta, with its Finish and both milestones."""
         seq, finish, tokens, logprobs, cached_tokens = choice
         delta = Delta(seq.request.id, 0, tokens, finish, seq.index, logprobs, cached_tokens)
         self.deltas[seq.request.gateway].append(delta)
@@ -59,7 +59,7 @@ class SchedulerReport:
 
 
 def full_delta(seq: Sequence, first: int, finish: Finish | None, logprobs: list[TokenLogprob] | None) -> Delta:
-    """Build a delta of the tokens from output position `first` on, with everything that a client may have asked for."""
+    """Build a delta of the tokens from output position `first` on, with logprobs, cache counts and predictions."""
     return Delta(
         seq.request.id,
         first,
@@ -74,13 +74,13 @@ def full_delta(seq: Sequence, first: int, finish: Finish | None, logprobs: list[
 
 
 def finish_of(seq: Sequence) -> Finish:
-    """Return the Finish of a sequence that its last token ends: a stop token, or the last that fits."""
+    """Return the Finish of a sequence whose last token is a stop token or reaches its limit."""
     last = seq.tokens[-1]
     return with_predictions(Finish("stop", last) if last in seq.stops else Finish("length"), seq)
 
 
 def with_predictions(finish: Finish, seq: Sequence) -> Finish:
-    """Return a Finish that counts the drafts from the client's prediction."""
+    """Add the counts of drafts from the client's `prediction` field to a Finish."""
     if seq.predictions is None:
         return finish
     return msgspec.structs.replace(finish, predictions=seq.predictions)

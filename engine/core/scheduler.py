@@ -67,10 +67,10 @@ class Scheduler:
         states: StatePool | None = None,
         windows: list[WindowGroup] | None = None,
     ) -> None:
-        """`host`: the memory that preempted sequences are swapped to; None: they are computed again.
+        """`host`: host memory for swapping; None: preempted sequences are recomputed.
 
-        `states`: places for copies of recurrent state.  `windows`: layers with block tables of their own.
-        None: the model has none.
+        `states`: memory for copies of recurrent state; None: the model has no recurrent layers.
+        `windows`: groups of sliding-window layers, each with block tables of its own; None: the model has none.
 
         Raises KeyError for an admission mode that is not registered."""
         self.pool, self.limits = pool, limits
@@ -147,12 +147,12 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------- requests
 
     def accept(self, request: Generate, outputs: list[list[int] | None] | None = None, *, fault: str = "") -> None:
-        """Queue a request.  One that can never run is finished with an error naming limit and value.
+        """Queue a request.  A request that can never run ends with an error that names the limit and the value.
 
-        `fault`: why what the answer must match cannot be followed; the request then ends with that.
+        `fault`: why the request's grammar or adapter cannot be used; the request then ends with this error.
 
-        `outputs`: what an earlier engine has emitted, one entry for each sequence; None: that one has finished.
-        These sequences wait here as if they had been preempted: known tokens are computed again, and new ones follow.
+        `outputs`: tokens that an earlier engine has emitted, one entry per sequence; None: the sequence has finished.
+        The engine treats such sequences as preempted ones: it recomputes the known tokens and continues after them.
         A request that is delivered twice runs once."""
         if request.id in self.requests:
             return
@@ -171,7 +171,7 @@ class Scheduler:
             self._enqueue(sequences)
 
     def abort(self, request_id: str, index: int = -1) -> None:
-        """End one sequence of a request now, or every one (-1).  Unknown and finished ones are ignored."""
+        """End one sequence of a request now, or all of them (-1).  Unknown and finished requests are ignored."""
         if index < 0:
             self._end_request(request_id, "cancelled")
             return
@@ -189,19 +189,18 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache: no sequence that starts from now on finds a block that was sealed before.
 
-        Sequences that run keep their blocks; the blocks that they fill from now on are still sealed.  O(cached
-        blocks)."""
+        Running sequences keep their blocks, and still seal the blocks that they fill from now on.  O(cached blocks)."""
         self.pool.forget_all()
         self.builder.layers.forget_all()
         self.builder.checkpoints.forget_all()
 
     def step_failed(self) -> tuple[int, str | None]:
-        """The executor dropped every step in flight and freed all slots.  Put every running sequence back.
+        """Requeue every running sequence: the executor has dropped the steps in flight and freed all slots.
 
-        As after a preemption, its tokens stay and its blocks are freed.  Returns how many sequences were put back, and
-        the id of a request that ended because it failed twice at the same position, or None.
+        As after a preemption, a sequence keeps its tokens and frees its blocks.  Returns the number of requeued
+        sequences, and the id of a request that ended because it failed twice at the same position, or None.
 
-        Cached blocks that finished steps wrote stay: a step writes only to blocks that no other sequence can find."""
+        Cached blocks that finished steps wrote stay cached: the failed steps have not written to them."""
         leaders = self.groups.leaders(self.live())
         lost = [seq for seq in leaders if self.batch.in_flight(seq)]
         back = [seq for seq in leaders if seq.state not in (State.WAITING, State.FINISHED)]
@@ -209,7 +208,7 @@ class Scheduler:
         for seq in back:
             self.report.record("requeued", seq)
             self.preemption.requeue(seq, min(seq.computed_before(self.batch.step + 1), seq.known - 1))
-        for seq in self.waiting:  # a copy to the host may have been in a step that never ran
+        for seq in self.waiting:  # the copy of its blocks to the host may belong to a step that never ran
             if seq.host:
                 seq.recompute_tokens = seq.computed
                 self.swapping.free_all_blocks(seq)
@@ -225,10 +224,10 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------- the step
 
     def plan(self, now_ms: int) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute.  May be called before earlier results are in.
+        """Plan the next step; None when there is nothing to compute.  Earlier steps may still be in flight.
 
-        None as well while a step with drafts is in flight, and where the next one should have drafts behind the tokens
-        of the one in flight: commit its result first."""
+        Also returns None while the scheduler needs the result of the step in flight first: it computes drafts, or the
+        next step should compute drafts that follow its tokens."""
         for request_id in self.requests.expired(now_ms):
             self._end_request(request_id, "deadline")
         builder, batch = self.builder, self.batch
@@ -239,7 +238,7 @@ class Scheduler:
         group_tokens = builder.advance_groups()
         started = list(batch.prefilling)
         budget = self.headroom.prompt_budget()
-        if budget > 0:  # else this step only measures
+        if budget > 0:  # 0: this step takes no prompts, to measure the time of a decode-only step
             self.admission.forecast.step_tokens = budget
         free = self.limits.step_tokens - batch.decoding - group_tokens
         jumped = builder.jump(budget, free)
@@ -253,17 +252,17 @@ class Scheduler:
         return builder.finish()
 
     def commit(self, result: StepResult) -> None:
-        """Take a step's tokens: append them, seal blocks that became full, end what met a stop token or its length.
+        """Append a step's sampled tokens, seal full blocks, and end sequences at a stop token or their maximum length.
 
-        Results arrive in the order of their plans.  Raises AccountingError when one is missing."""
+        Results arrive in the order of their plans.  Raises AccountingError when a result is missing."""
         self._record_times(result, self.batch.commit(result.step))
         self._end_failed(result)
         occupants, deltas, block_size = self.batch.slots.occupants, self.report.deltas, self.pool.block_size
         step, several, generated = result.step, result.forced.keys() | result.accepted.keys(), 0
-        irregular = list[Sequence]()  # they know other tokens than the one that the result names
+        irregular = list[Sequence]()  # sequences that did not append exactly the one sampled token
         for slot, token in zip(result.slots, result.tokens, strict=True):
             seq = occupants[slot]
-            # It ended while this step ran, or has jumped: then the token is known, and the jump has sealed its blocks.
+            # The sequence ended while this step ran, or a jump has already computed this token and sealed its block.
             if seq is None or seq.state is State.FINISHED or step < seq.jumped_in:
                 irregular += [] if seq is None else [seq]
                 continue
@@ -298,7 +297,7 @@ class Scheduler:
         self.batch.slots.reclaim(self.batch.committed)
 
     def outputs(self) -> Outputs:
-        """Everything reported since the last call: deltas by gateway, finished requests, and milestones."""
+        """Return everything reported since the last call: deltas by gateway, finished requests, and milestones."""
         return self.report.take_outputs()
 
     # -------------------------------------------------------------------------------------------------------- queries
@@ -310,7 +309,7 @@ class Scheduler:
 
     @property
     def paused(self) -> int:
-        """Sequences that hold blocks and have no slot until others have ended."""
+        """Number of paused sequences: they keep their blocks and wait without a slot until other sequences end."""
         return len(self.batch.paused)
 
     @property
@@ -333,8 +332,9 @@ class Scheduler:
         return self.requests.live()
 
     def _append_several(self, seq: Sequence, slot: int, token: int, result: StepResult) -> list[int]:
-        """Append accepted drafts, the token that follows them, and what a grammar forces behind it.  Returns the tokens
-        that were not known before."""
+        """Append accepted drafts, the sampled token after them, and the tokens that a grammar forces after that token.
+
+        Returns the tokens that were not known before."""
         count = result.accepted.get(slot, 0)
         drafts = self.drafts.accepted(slot, count) if slot in result.accepted else []
         fresh = self.forced.append(seq, [*drafts, token], result.forced.get(slot, ()))
@@ -345,14 +345,16 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------------------- endings
 
     def _enqueue(self, sequences: list[Sequence]) -> None:
-        """Queue the sequences of a request.  Those without output share one prefill, led by the first (with static
-        allocation each has its own); the others have forked already."""
+        """Queue the sequences of a request.
+
+        Sequences without output share one prefill, which the first of them computes; with static allocation each
+        computes its own.  Sequences with output have forked on an earlier engine and are queued one by one."""
         fresh = [seq for seq in sequences if seq.known == seq.prompt_len and self.allocation.shares_prompt]
         if fresh:
             leader, *leader.siblings = fresh
             self.waiting.add(leader)
         for seq in sequences:
-            if seq.known >= seq.limit:  # the engine that began it could hold more
+            if seq.known >= seq.limit:  # an earlier engine with a larger KV cache generated more than fits here
                 self._cut_short(seq, Finish("length"))
             elif seq not in fresh:
                 self.waiting.add(seq)
@@ -381,21 +383,21 @@ class Scheduler:
             if (seq := occupants[slot]) is not None:
                 self.builder.checkpoints.forget(seq)
                 self.builder.layers.forget(seq)
-                self.pool.forget(seq.table)  # what it computed is not to be trusted: no request may find it
+                self.pool.forget(seq.table)  # its KV cache may be wrong: remove its blocks from the prefix cache
                 self._end_request(seq.request.id, "error", message)
-        for slot, message in result.impossible.items():  # what it computed is sound: others share its prefix
+        for slot, message in result.impossible.items():  # its KV cache is correct and stays in the prefix cache
             if (seq := occupants[slot]) is not None:
                 self._end_request(seq.request.id, "error", message, code=CONSTRAINT)
 
     def _end_request(self, request_id: str, reason: FinishReason, message: str = "", code: str = "") -> None:
-        """End every sequence that is still open, with a Finish each."""
+        """End every unfinished sequence of a request, each with a Finish."""
         for seq in self.requests.unfinished(request_id):
             self._cut_short(seq, Finish(reason, message=message, code=code))
 
     def _advance_groups(self, result: StepResult) -> int:
-        """Choose the next tokens of each stepped group whose candidates have arrived.  Returns the number of tokens.
+        """Choose the next tokens of each beam-search group whose candidates have arrived.  Returns their number.
 
-        A group that is done reports its complete choices and ends."""
+        A group whose search is done reports its complete choices and ends."""
         tokens = 0
         for group in self.groups.take(result):
             tokens += group.advance()
@@ -411,7 +413,7 @@ class Scheduler:
         return tokens
 
     def _cut_short(self, seq: Sequence, finish: Finish) -> None:
-        """End a sequence that could have gone on, with a Finish for the client."""
+        """End a sequence before a stop token or its maximum length, with a Finish for the client."""
         if self.groups.of(seq.request.id).awaits(seq):
             self.admission.forecast.learn(seq, ended=False)
             if searched := self.groups.of(seq.request.id).take_computed():
@@ -420,7 +422,7 @@ class Scheduler:
         self._end(seq, finish.reason)
 
     def _end(self, seq: Sequence, reason: FinishReason | None) -> None:
-        """Give back the slot and every block.  `reason` None: another engine sends the Finish."""
+        """End a sequence: free its slot and all its blocks.  `reason` None: another engine sends the Finish."""
         if self.groups.of(seq.request.id).awaits(seq):
             self.report.record("ended", seq, seq.sent, reason)
         if seq.queued_tokens:

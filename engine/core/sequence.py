@@ -1,11 +1,11 @@
-"""One request's tokens, and how much of its KV cache is computed.
+"""Sequence: the tokens of one choice of a request, and how many of them are in the KV cache.
 
     tokens  0 ........ cached ........ computed ........ known
-    KV      |-- shared, ref+1 --|-- ours, written --|-- to compute --|     table: [7 7 2 | 9 4 | new]
+    KV      |-- shared, ref+1 --|-- own, written ---|-- to compute --|     table: [7 7 2 | 9 4 | new]
 
-One rule drives everything: *computed catches up with known*.  `known - computed` is the rest of the prompt while
-prefilling, and 1 while decoding, or more while a grammar has forced tokens that no step has sampled yet (forced.py).
-After a preemption it is the tokens that neither the prefix cache nor host memory has kept.
+One rule drives everything: *computed catches up with known*.  `known - computed` is the rest of the prompt during
+prefill, and 1 while decoding, or more while a grammar has forced tokens that no step has sampled yet (forced.py).
+After a preemption it counts the tokens that neither the prefix cache nor host memory has kept.
 
     waiting --start-> prefilling --last known token--> decoding --length--> ending --last token is in--> finished
        ^                  |   ^                           | | |                                            ^
@@ -28,21 +28,21 @@ class State(enum.Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
     DECODING = "decoding"
-    PAUSED = "paused"  # no slot, but all its blocks: it resumes when others have ended
-    ENDING = "ending"  # nothing left to compute; its last token is sampled but not yet reported
+    PAUSED = "paused"  # holds its blocks but no slot; resumes when other sequences have ended
+    ENDING = "ending"  # nothing left to compute; a step in flight samples its last token
     FINISHED = "finished"
 
 
 class WindowTable(msgspec.Struct):
-    """The blocks of a sequence in one window group (layer_groups.py), numbered as in its pool."""
+    """The blocks of a sequence in one group of sliding-window layers (layer_groups.py), numbered as in its pool."""
 
-    first: int = 0  # table index of the first one; the window has passed those before it
+    first: int = 0  # table index of the first held block; the window has passed earlier blocks, which are released
     blocks: list[int] = []
-    host: list[int] = []  # while swapped: host blocks with what it had from `first` on
+    host: list[int] = []  # while swapped: host blocks with the KV cache from table index `first` on
 
     @property
     def end(self) -> int:
-        """The table index behind the last one: the length of the full layers' table."""
+        """The table index after the last block; equals the length of the full-attention layers' table."""
         return self.first + len(self.blocks)
 
 
@@ -51,43 +51,41 @@ class Sequence(msgspec.Struct, eq=False):
 
     request: Generate
     index: int  # index among the request's n choices
-    arrival: tuple[int, int]  # (order of the request, index): older compares less
-    stops: frozenset[int]  # tokens that end it
-    limit: int  # most tokens, prompt included
+    arrival: tuple[int, int]  # sort key (arrival number of the request, index): an older sequence compares less
+    stops: frozenset[int]  # EOS and stop tokens, which end the sequence
+    limit: int  # maximum tokens, prompt included
     tokens: list[int]  # prompt and output known so far
     state: State = State.WAITING
-    queued_tokens: int = 0  # what it counts for in the queue; 0: not in the queue
+    queued_tokens: int = 0  # known tokens that the queue counts for it; 0: not in the queue
     queued_forks: int = 0  # blocks of its siblings that the queue counts
     slot: int = -1  # its place in the executor's batch; -1: none
     table: list[int] = []
-    windows: list[WindowTable] = []  # one per window group, if the model has any and the sequence has blocks
-    window_units: int = 0  # sequences whose window blocks it has reserved; a leader's include those of siblings
-    computed: int = 0  # tokens whose KV is written once every plan issued so far has run; while decoding: as of `since`
-    since: int = (
-        0  # the step before which `computed` was true; a decoding sequence computes a token a step from there on
-    )
+    windows: list[WindowTable] = []  # one table per window group; empty: no such layers, or the sequence has no blocks
+    window_units: int = 0  # reserved window blocks, in sequences; a leader also holds its siblings' reservations
+    computed: int = 0  # tokens with KV once all issued plans have run; while decoding: when step `since` begins
+    since: int = 0  # decoding: the step at whose begin `computed` was set; each step from here on computes one token
     due: int = 0  # the next step in which a decoding sequence needs the scheduler
-    sampled_in: int = 0  # the last step planned that samples for it: its token may still be on the way
+    sampled_in: int = 0  # the last planned step that samples for it; that step may still be in flight
     unconfirmed: int = 0  # forced tokens at the end that results in flight may still report as sampled
-    predictions: Predictions | None = None  # its drafts from the client's prediction; None: none was computed
+    predictions: Predictions | None = None  # counts of drafts from the client's `prediction`; None: none was computed
     drafts: int = 0  # unverified draft tokens that the step in flight computes
-    jumped_in: int = 0  # the step of its last jump: results of earlier steps report tokens that it computes
-    digests: list[bytes] = []  # digests of the full blocks of `tokens`, as far as they were needed
+    jumped_in: int = 0  # the step of its last jump; results of earlier steps report tokens that the jump computes, too
+    digests: list[bytes] = []  # digests of the first full blocks of `tokens`, computed on demand
     host: list[int] = []  # while swapped: host blocks with the computed tokens, in the order of its table
-    started_before: bool = False  # it has run; if it waits now, it was preempted
-    reassigned: bool = False  # an earlier engine began it: its client waits for the next token, not for a first one
-    preempted_for_fairness: bool = False  # preempted for another tenant, at most once
-    failed_at: int = -1  # tokens known when a step with it last failed; -1: none has
-    recompute_tokens: int = 0  # tokens it had computed when a preemption kept nothing
+    started_before: bool = False  # the sequence has run; if it waits now, it was preempted
+    reassigned: bool = False  # an earlier engine began it, so its client waits for the next token, not the first
+    preempted_for_fairness: bool = False  # preempted for another tenant; happens at most once per sequence
+    failed_at: int = -1  # known tokens when a step with this sequence last failed; -1: no such step has failed
+    recompute_tokens: int = 0  # computed tokens that the last preemption dropped
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at its first start
-    predicted: list[int] = []  # output tokens it stays within, one for each of forecast_accuracy.LEVELS
-    parked: int = -1  # the copy of its recurrent state while it has blocks and no slot; -1: none
-    to_keep: list[int] = []  # positions at which its prompt keeps a checkpoint, the last one first
-    kept_at: int = 0  # the last position with a checkpoint of its own
-    junction: int = 0  # tokens in cached blocks when its prefix was looked up last, with or without a checkpoint
-    checkpoint: bytes = b""  # digest of the checkpoint that moves along its answer; empty: none
+    predicted: list[int] = []  # predicted output lengths, tokens: one quantile per forecast_accuracy.LEVELS
+    parked: int = -1  # state-pool index of the copy of its recurrent state while it is paused; -1: none
+    to_keep: list[int] = []  # prompt positions at which to save a checkpoint, in descending order
+    kept_at: int = 0  # the last position at which this sequence saved a checkpoint
+    junction: int = 0  # tokens in cached blocks at the last prefix lookup, with or without a checkpoint
+    checkpoint: bytes = b""  # digest of the checkpoint at the last full block of its answer; empty: none
     siblings: list[Sequence] = []  # only in a leader: sequences that fork from it when its prompt is done
-    fork_blocks: int = 1  # only in a sibling: blocks of its own that it takes at the fork
+    fork_blocks: int = 1  # only in a sibling: new blocks that it takes when it forks from its leader
     prompt_logprobs: list[TokenLogprob] = []
 
     @property
@@ -96,7 +94,7 @@ class Sequence(msgspec.Struct, eq=False):
 
     @property
     def rank(self) -> tuple[int, tuple[int, int]]:
-        """Sort key, ascending for starts, descending for preemptions: the more urgent class, then the older."""
+        """Sort key: the more urgent class, then the older sequence.  The lowest starts first and is preempted last."""
         return self.request.priority, self.arrival
 
     @property
@@ -105,24 +103,24 @@ class Sequence(msgspec.Struct, eq=False):
 
     @property
     def sent(self) -> int:
-        """Output tokens that have been reported; those of a beam are reported when the search is done."""
+        """Output tokens that have been reported; 0 for a beam, whose tokens are reported when the search is done."""
         return 0 if self.request.beams is not None else self.known - self.prompt_len
 
     @property
     def sibling_blocks(self) -> int:
-        """Blocks that its siblings take when its prompt is done."""
+        """Number of new blocks that its siblings take when its prompt is done."""
         return sum(sibling.fork_blocks for sibling in self.siblings)
 
     def greatest_blocks(self, block_size: int) -> int:
-        """Blocks that it holds at its maximum length."""
+        """Return the number of blocks that the sequence holds at its maximum length."""
         return -(-self.limit // block_size)
 
     def computed_before(self, step: int) -> int:
-        """`computed` as it stands when `step` begins."""
+        """Return the number of tokens that are computed when `step` begins."""
         return self.computed + (step - self.since if self.state is State.DECODING else 0)
 
     def digest(self, block: int, fingerprint: str, block_size: int) -> bytes:
-        """Digest of its `block`-th full block; each is computed once, on demand."""
+        """Return the digest of full block number `block`; each digest is computed once, on demand."""
         digests = self.digests
         while len(digests) <= block:
             parent = digests[-1] if digests else self._root(fingerprint)

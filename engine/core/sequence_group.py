@@ -1,26 +1,25 @@
 """Sequence groups: the protocol by which the scheduler treats the sequences of one request together.
 
-    kind          members       leader       a result adds                    preempted
-    independent   itself        itself       its sampled token, and forced    alone: swapped or recomputed
-                                             tokens behind it (forced.py)
-    stepped       all of them   the first    one token in every member, once  together: always recomputed
-                                             all candidates have arrived
+    kind          members          leader       a result adds                    preempted
+    independent   the sequence     itself       its sampled token, and forced    alone: swapped or recomputed
+                                                tokens behind it (forced.py)
+    stepped       all sequences    the first    one token in every member, once  together: always recomputed
+    (beams)       of the request                all candidates have arrived
 
     accept ── refusal, open ──> queue: the leader, with its siblings ──start──> batch
                                        ^                                          │ all known tokens planned: join
                                        └── disband, gather <── preemption ────────┤
                                                                                   v
-    independent   decodes on its own: the plan names it no more, and its group is not asked again until it ends
-    stepped       plan    in_step ─ blocks_to_step ─> a slice for every member, behind its take_moves
+    independent   decodes without being named in plans; the scheduler calls its group again only when it ends
+    stepped       plan    in_step ─ blocks_to_step ─> take_moves, then a slice for every member
                   commit  take every member's candidates ─> advance (chooses tokens, re-forks tables) ─> done: finished
 
-The `n` choices of a plain request are independent: each is a group of itself.  They have one thing in common, the
-prompt.  Until it is computed, the first one leads and has the others as siblings.
+The `n` choices of a plain request are independent: each is a group of one sequence.  They share the prompt: until the
+prompt is computed, the first choice is the leader and the other choices are its siblings.
 
-A steady decode step asks only `Groups.in_step` and `Groups.take`, which look at stepped groups alone.  Tokens that are
-known before a step samples them, forced by a grammar or drafted, need no kind of group: they let `known` of an
-independent sequence grow by more than one token per result (forced.py), and a plan computes them in one slice
-(`PlanBuilder.jump`).
+A steady decode step calls only `Groups.in_step` and `Groups.take`, which visit only stepped groups.  Forced and drafted
+tokens need no group kind of their own: one result may add several tokens to an independent sequence (forced.py), and a
+plan computes them in one slice (`PlanBuilder.jump`).
 
 `groups.py` has the table of kinds.  A new kind is a `GroupKind` and one entry there.
 """
@@ -35,8 +34,8 @@ from quire.engine.core.sequence import Sequence
 from quire.engine.wire.messages import Finish, Generate, TokenLogprob
 
 Candidates = tuple[list[int], list[float]]  # token ids and log-probabilities, most probable first
-Outputs = list[list[int] | None]  # per choice, the tokens that an earlier engine has emitted; None: it has finished
-Moves = tuple[bool, list[tuple[int, int]]]  # (no table is known, entries (index, block) that differ); see take_moves
+Outputs = list[list[int] | None]  # per choice, the tokens that an earlier engine has emitted; None: choice finished
+Moves = tuple[bool, list[tuple[int, int]]]  # (the executor has no table, changed entries (index, block)): take_moves
 
 
 class Choice(NamedTuple):
@@ -46,104 +45,105 @@ class Choice(NamedTuple):
     finish: Finish
     tokens: list[int]
     logprobs: list[TokenLogprob] | None = None  # log probabilities of `tokens`, if the request asked for them
-    cached_tokens: int = 0  # prompt tokens that the prefix cache had
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
 
 class SequenceGroup(Protocol):
-    """What the scheduler asks about any sequence that has not finished."""
+    """The methods of a group that the scheduler calls for any unfinished sequence."""
 
     swappable: bool  # a preempted member may be copied to the host; False: the group is always recomputed
 
     def members(self, seq: Sequence) -> list[Sequence]:
-        """Return all sequences that move together with `seq`, the leader first."""
+        """Return all sequences that start, step and are preempted together with `seq`, the leader first."""
 
     def leads(self, seq: Sequence) -> bool:
-        """Return whether `seq` stands for its group in the queue and in counts."""
+        """Return whether `seq` represents its group in the queue and in counts."""
 
     def candidate_count(self, seq: Sequence) -> int:
-        """Return how many next tokens to ask for after the last known token of `seq`; 0: the executor samples one."""
+        """Return how many top-k candidates the executor reports after the last known token; 0: it samples one token."""
 
     # ------------------------------------------------------------------------------------------------------- endings
 
     def awaits(self, seq: Sequence) -> bool:
-        """Return whether the client waits for a choice of this index."""
+        """Return whether the client still waits for the choice with the index of `seq`."""
 
     def take_computed(self) -> int:
-        """Return the tokens that the members computed and no Finish has charged; each is returned once."""
+        """Return the number of computed tokens that no Finish has charged to the tenant yet; each is returned once."""
 
     def withdraw(self, index: int, unfinished: list[Sequence]) -> list[Sequence]:
-        """The client cancels one choice.  Return the sequences, of those unfinished, that end for it."""
+        """Cancel one choice.  Return the sequences, from `unfinished`, that end because of it."""
 
     def successor(self, seq: Sequence) -> Sequence | None:
-        """`seq` has ended.  Return the sequence that leads its siblings from now on; None: it led none."""
+        """Return the sequence that leads the siblings of `seq`, which has ended; None: it led no siblings."""
 
     # --------------------------------------------------------------------------------------------------------- plans
 
     def join(self, leader: Sequence) -> Iterator[Sequence]:
-        """All known tokens of the leader are planned: yield the siblings that can continue now, with their tables.
+        """Iterate over the siblings that can run when all known tokens of the leader are planned; fill their tables.
 
-        Each is yielded before the next one looks for blocks to share."""
+        The caller plans each sibling before it takes the next one, so that the next one can share its blocks."""
 
     def take_moves(self, seq: Sequence) -> Moves:
-        """Return (the executor knows no table of its slot, entries (index, block) that differ from what it knows).
+        """Return (whether the executor has no table for the slot of `seq`, changed table entries (index, block)).
 
-        Each move is returned once."""
+        Each change is returned once."""
 
     def disband(self, seq: Sequence) -> list[Sequence]:
-        """The group leaves the batch.  Return its members, whose slots and blocks the caller takes."""
+        """Take the group out of the batch.  Return its members, whose slots and blocks the caller frees."""
 
     def gather(self, members: list[Sequence]) -> None:
-        """The members have left the batch: let the first one bring the others along when it starts again."""
+        """Make the other members siblings of the first member, which waits in the queue for all of them."""
 
 
 class SteppedGroup(SequenceGroup, Protocol):
-    """A group whose members compute one token each per step, chosen for all of them between two steps."""
+    """A group of beams: each step computes one token per member, and the search chooses all of them between steps."""
 
     @property
     def leader(self) -> Sequence: ...
 
     @property
     def in_step(self) -> bool:
-        """Whether every member is to compute the token that was chosen last, and nothing more."""
+        """Whether every member has exactly one token left to compute: the token that was chosen last."""
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to compute: `finished` has the choices."""
+        """Whether nothing is left to compute, so that `finished` returns the choices."""
 
     def blocks_to_step(self) -> int:
-        """Return the blocks that one more token in every member takes: new ones and private copies."""
+        """Return how many blocks one more token in every member takes: new blocks and copies of shared blocks."""
 
     def take(self, seq: Sequence, candidates: Candidates) -> bool:
-        """Take the candidates of one member.  Return whether those of all members of this step have arrived."""
+        """Store the candidates of one member.  Return whether the candidates of all members have arrived."""
 
     def advance(self) -> int:
         """Choose the next token of every member and re-fork their tables.  Return the number of tokens."""
 
     def finished(self) -> list[Choice]:
-        """Return the choices that the client still waits for, cancelled ones last.  Each is returned once, except
-        cancelled ones."""
+        """Return the choices that the client still waits for, cancelled choices last.
+
+        Each choice is returned once, except cancelled choices."""
 
 
 class GroupKind(Protocol):
-    """One way to schedule the sequences of a request together, and the requests that it is for."""
+    """A factory of groups that schedule the sequences of a request together."""
 
     def takes(self, request: Generate) -> bool:
-        """Return whether the sequences of this request are such a group."""
+        """Return whether the sequences of this request form a group of this kind."""
 
     def outputs(self, request: Generate, outputs: Outputs) -> Outputs:
-        """Return what each sequence of the group begins with, `outputs` being what has been emitted per choice."""
+        """Return the initial output tokens of each sequence.  `outputs`: tokens already emitted, per choice."""
 
     def refusal(self, request: Generate, limit: int) -> str:
-        """Return why this engine can never run the request, naming limit and value; '' when it can.
+        """Return why this engine can never run the request, with the limit and the value; '' when it can.
 
         `limit`: maximum tokens of a sequence, prompt included."""
 
     def open(self, request: Generate, members: list[Sequence], answered: set[int]) -> SteppedGroup:
-        """Return the group of a new request; the choices in `answered` have been sent before."""
+        """Return the group of a new request; `answered`: indices of the choices that have been sent already."""
 
 
 class IndependentSequences:
-    """Sequences that are groups of themselves.  One object serves all of them: it has no state per request."""
+    """The group of every independent sequence.  One object serves all of them, since it has no state per request."""
 
     swappable = True
 
@@ -163,7 +163,7 @@ class IndependentSequences:
         return True
 
     def take_computed(self) -> int:
-        return 0  # every token was reported
+        return 0  # every computed token was reported, and so charged
 
     def withdraw(self, index: int, unfinished: list[Sequence]) -> list[Sequence]:
         withdrawn = [seq for seq in unfinished if seq.index == index]
@@ -181,7 +181,7 @@ class IndependentSequences:
         return heir
 
     def join(self, leader: Sequence) -> Iterator[Sequence]:
-        """Let the siblings share the table of the prompt.  They sample from the logits of the leader's last slice."""
+        """Give the siblings the leader's block table.  They sample from the logits of the leader's last slice."""
         siblings, leader.siblings = leader.siblings, []
         for sibling in siblings:
             self._pool.acquire(leader.table)
@@ -198,4 +198,4 @@ class IndependentSequences:
         return [seq]
 
     def gather(self, members: list[Sequence]) -> None:
-        """Its siblings have stayed with it."""
+        """Nothing to do: a preempted leader keeps its siblings."""

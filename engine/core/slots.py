@@ -2,10 +2,10 @@
 
     free --assign--> taken --vacate(step N)--> cooling --step N committed--> free
       ^                |
-      +--- withdraw ---+   the executor never knew of it
+      +--- withdraw ---+   no plan has named the slot
 
-A vacated slot may still report tokens of steps in flight.  It stays with its sequence until the last of them is
-committed, so that (slot, token) is never ambiguous.
+Steps in flight may still report tokens of a vacated slot.  The slot belongs to its sequence until the last such step is
+committed, so a reported (slot, token) is never ambiguous.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Slots:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.occupants: list[Sequence | None] = [None] * count  # sequence per slot whose tokens the slot reports
+        self.occupants: list[Sequence | None] = [None] * count  # per slot, the sequence whose tokens results report
         self._free = list(range(count - 1, -1, -1))
-        self._vacated: list[int] = []  # the next plan names them
-        self._cooling: deque[tuple[int, int]] = deque()  # (last step that may report it, slot)
+        self._vacated: list[int] = []  # slots that the next plan lists as freed
+        self._cooling: deque[tuple[int, int]] = deque()  # (last step that may report a token of the slot, slot)
 
     @property
     def free(self) -> int:
@@ -48,7 +48,7 @@ class Slots:
         seq.slot = -1
 
     def withdraw(self, seq: Sequence) -> None:
-        """Free a slot that no plan has named: that of a sibling which has not forked yet."""
+        """Free the slot of a sibling that has not forked yet; no plan has named this slot."""
         self.occupants[seq.slot] = None
         self._free.append(seq.slot)
         seq.slot = -1
@@ -66,7 +66,7 @@ class Slots:
         return list(self._vacated)
 
     def take_vacated(self) -> list[int]:
-        """Return the slots that the plan has to free, once."""
+        """Return the slots that the plan has to free, and clear the list."""
         vacated, self._vacated = self._vacated, []
         return vacated
 

@@ -1,11 +1,11 @@
-"""StatePool: places for copies of recurrent state, next to the BlockPool.
+"""StatePool: memory for copies of recurrent state, the counterpart of BlockPool for recurrent layers.
 
-A slot has one live state, whose place is the slot itself: nothing allocates it.  What is allocated are the copies.
-Every place is in exactly one of four states:
+The live state of a sequence belongs to its slot and is not allocated here.  The pool has `total` places; each can store
+one copy of a state, and is in exactly one of four conditions:
 
-    free     nothing worth keeping
+    free     stores no copy
     pending  the plan in the making writes it         published when the plan is issued
-    cached   a prefix that ends here can be resumed   found by the chain digest of its last block
+    cached   a prompt with this prefix can start here found by the chain digest of the prefix's last block
     held     the state of a paused sequence, which has no slot
 
            take                 publish (plan issued)
@@ -15,7 +15,7 @@ Every place is in exactly one of four states:
       +---release-- held                                 |
       +------------- evicted by take, or forgotten ------+
 
-A place that the plan in the making reads is pinned: the plan's other copies must not overwrite it.
+A place that the plan in the making reads is pinned, so that other copies of the plan do not overwrite it.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from quire.engine.core.policy.state_eviction import StateEviction
 
 
 class Checkpoint(msgspec.Struct):
-    """A cached copy of a state."""
+    """A copy of a recurrent state at one position of a prefix."""
 
-    digest: bytes  # chain digest of the blocks before it
-    position: int  # tokens before it
-    saved: int  # tokens computed again if a hit had to use the checkpoint before it
-    step: int  # the plan that wrote it
-    used: int = 0  # the pool's clock when it was found or written last
-    hits: int = 0  # sequences that began with it
+    digest: bytes  # chain digest of the blocks before the position
+    position: int  # number of tokens before the position
+    saved: int  # tokens that a hit saves, compared with the previous checkpoint of the same sequence
+    step: int  # step of the plan that wrote it
+    used: int = 0  # value of the pool's clock when it was last found or written
+    hits: int = 0  # number of sequences that began with it
 
 
 class StateCounts(msgspec.Struct):
-    """What a pool of states has done and has, for metrics."""
+    """Counts of a state pool, for metrics."""
 
-    cached: int = 0  # checkpoints that a prompt can begin with now
+    cached: int = 0  # checkpoints in the cache now
     kept: int = 0  # checkpoints published since the start
-    evicted: int = 0  # checkpoints overwritten by others since the start
+    evicted: int = 0  # checkpoints evicted since the start
 
 
 class StatePool:
@@ -54,10 +54,10 @@ class StatePool:
         self.total = total
         self.counts = StateCounts()
         self._free = list(range(total - 1, -1, -1))
-        self._pending: dict[int, Checkpoint | None] = {}  # None: taken, and neither cached nor held yet
+        self._pending: dict[int, Checkpoint | None] = {}  # taken places; None: not written yet
         self._cached: dict[int, Checkpoint] = {}
         self._held: set[int] = set()
-        self._leaving: list[int] = []  # held until the plan in the making is issued
+        self._leaving: list[int] = []  # held places to free when the plan in the making is issued
         self._pinned: set[int] = set()
         self._index: dict[bytes, int] = {}
         self._clock = 0
@@ -65,25 +65,25 @@ class StatePool:
 
     @property
     def free(self) -> int:
-        """Places that `take` gets without an eviction."""
+        """Number of places that `take` can return without an eviction."""
         return len(self._free)
 
     @property
     def cached(self) -> int:
-        """Checkpoints that can be found."""
+        """Number of checkpoints in the cache."""
         return len(self._cached)
 
     @property
     def held(self) -> int:
-        """States of paused sequences."""
+        """Number of saved states of paused sequences."""
         return len(self._held)
 
     def find(self, digest: bytes) -> int:
-        """The place of the checkpoint under a digest; -1: there is none."""
+        """Return the place of the checkpoint with a digest; -1: there is none."""
         return self._index.get(digest, -1)
 
     def pin(self, place: int) -> None:
-        """A sequence begins with this cached checkpoint in the plan in the making."""
+        """Protect a cached checkpoint, with which a sequence of the plan in the making begins, and count the hit."""
         checkpoint = self._cached[place]
         self._pinned.add(place)
         self._clock += 1
@@ -91,7 +91,7 @@ class StatePool:
         checkpoint.hits += 1
 
     def take(self) -> int:
-        """A place to write in the plan in the making; a checkpoint may be evicted for it.  -1: none."""
+        """Take a place for the plan in the making to write; may evict a checkpoint.  -1: no place can be taken."""
         if self._free:
             place = self._free.pop()
         else:
@@ -105,11 +105,11 @@ class StatePool:
         return place
 
     def write(self, place: int, digest: bytes, position: int, saved: int, step: int) -> None:
-        """Publish a taken place under a digest once the plan is issued.  A digest that is cached by then stays."""
+        """Publish a taken place under a digest when the plan is issued, unless the digest is cached by then."""
         self._pending[place] = Checkpoint(digest, position, saved, step)
 
     def retake(self, digest: bytes) -> int:
-        """Take the place of a checkpoint that no sequence has begun with; -1: it is gone, or has been found."""
+        """Take the place of a checkpoint to overwrite it; -1: it was evicted, or a sequence has begun with it."""
         place = self._index.get(digest, -1)
         if place < 0 or place in self._pinned or self._cached[place].hits:
             return -1
@@ -118,18 +118,18 @@ class StatePool:
         return place
 
     def hold(self, place: int) -> None:
-        """Give a taken place to a paused sequence."""
+        """Mark a taken place as held by a paused sequence."""
         del self._pending[place]
         self._held.add(place)
 
     def release(self, place: int) -> None:
-        """Free a held place once the plan in the making is issued: it may still read it."""
+        """Free a held place when the plan in the making is issued, because this plan may still read it."""
         if place not in self._held or place in self._leaving:
             raise DoubleFree(f"state {place} released more often than it was taken")
         self._leaving.append(place)
 
     def issue(self) -> None:
-        """The plan in the making is out: what it writes can be found from the next one on."""
+        """Publish the checkpoints of the plan that was issued: the next plan can find them."""
         for place, checkpoint in self._pending.items():
             if checkpoint is None or checkpoint.digest in self._index:
                 self._free.append(place)
@@ -147,14 +147,14 @@ class StatePool:
         self.counts.cached = len(self._cached)
 
     def forget(self, digests: Iterable[bytes]) -> None:
-        """Remove checkpoints: what was computed is wrong, or no block finds it."""
+        """Remove the checkpoints with these digests, because their content may be wrong."""
         for digest in digests:
             if (place := self._index.get(digest)) is not None:
                 self._unpublish(place)
                 self._free.append(place)
 
     def abandon(self, step: int) -> None:
-        """No plan after `step` has run, and the one in the making is given up: remove what they have written."""
+        """Remove the checkpoints of all plans after `step` and of the plan in the making: they have not run."""
         self._free += self._pending
         self._pending.clear()
         self.forget([each.digest for each in self._cached.values() if each.step > step])
@@ -164,7 +164,9 @@ class StatePool:
         self.forget(list(self._index))
 
     def check(self, held: Iterable[int]) -> None:
-        """Check against the places that paused sequences hold.  Raises AccountingError naming the place.  O(total)."""
+        """Compare the pool with the places that paused sequences hold.  O(total).
+
+        Raises AccountingError, which names the place."""
         owned = list(held)
         if len(owned) != len(set(owned)):
             raise DoubleFree(f"two sequences hold one state: {sorted(owned)}")

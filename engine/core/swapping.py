@@ -1,13 +1,13 @@
 """Swapping: blocks of preempted sequences in host memory, and when a copy is cheaper than recomputing.
 
-    runs ----- preempted, it pays ----> swapped: no table, `host` lists host blocks ----- room again ----> runs
-                                          |       (in the queue, before all that never ran)
-                                          +-- cancelled, deadline, step lost: the host blocks are free
+    runs --- preempted, a swap pays ---> swapped: no table, `host` lists host blocks --- blocks free again ---> runs
+                                          |       (in the queue, ahead of sequences that never ran)
+                                          +-- cancelled, deadline, step failed: the host blocks are freed
 
-A swapped sequence keeps nothing on the device.  Shared blocks could be left out of the copy, since other tables or the
-prefix cache may still have them.  But a return could then need a block that was evicted meanwhile.  A reference kept on
-it would let waiting sequences hold memory that running ones need.  A full copy makes the return certain: all or
-nothing, and no token is computed twice.  Blocks that the prefix cache has by then are shared instead of copied back.
+A swapped sequence keeps no block on the device.  The copy includes shared blocks, although other tables or the prefix
+cache may still have them: a shared block could be evicted before the sequence resumes, and a reference kept on it
+would let waiting sequences hold memory that running sequences need.  So a swapped sequence can always resume without
+computing a token twice.  Blocks that are in the prefix cache at that time are shared instead of copied back.
 
 Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023,
 section 4.5.
@@ -28,7 +28,7 @@ Preempt = Literal["recompute", "swap", "auto"]
 
 
 class Swapping:
-    """Owns the host blocks, the host tables of swapped sequences, and the copies of the plan in the making."""
+    """Owns the host blocks, the host tables of swapped sequences, and the swap copies of the plan in the making."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class Swapping:
         checkpoints: CheckpointPolicy,
         layers: LayerGroups,
     ) -> None:
-        """`block_bytes`: keys and values of a block, all layers."""
+        """`block_bytes`: bytes of keys and values per block, all layers."""
         self.host = host
-        self.sequences = 0  # swapped now
+        self.sequences = 0  # sequences that are swapped out now
         self._pool, self._step_cost, self._preempt, self._block_bytes = pool, step_cost, preempt, block_bytes
         self._checkpoints, self._layers = checkpoints, layers
         self._out: list[tuple[int, int]] = []  # (block, host block)
@@ -50,32 +50,34 @@ class Swapping:
 
     @property
     def planned(self) -> bool:
-        """The plan in the making has copies."""
+        """Whether the plan in the making has swap copies."""
         return bool(self._out or self._in)
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """This plan's (swap_out, swap_in), once."""
+        """Return this plan's (swap_out, swap_in), and clear both."""
         copies, self._out, self._in = (self._out, self._in), [], []
         return copies
 
     def pays(self, seq: Sequence) -> bool:
-        """Whether to copy a victim's KV blocks to the host: free blocks are left there, and in mode "auto" the copies
-        take less time than recomputing.  The victim has no slot any more, but still its table."""
+        """Return whether to copy a preempted sequence's KV blocks to the host.
+
+        True if enough host blocks are free and, in mode "auto", both copies take less time than recomputing.  The
+        sequence must still have its table."""
         blocks = self._blocks(seq)
         room = 0 < blocks <= self.host.available and self._layers.fits_host(seq)
         if self._preempt == "recompute" or not room:
             return False
         if self._preempt == "swap":
             return True
-        # Blocks in other tables will be found again: they are neither copied back nor recomputed.
+        # Blocks that other tables share will be cache hits: they are neither copied back nor recomputed.
         shared = min(blocks, self._pool.shared_prefix(seq.table)) if self._pool.caching else 0
         again = max(0, seq.computed - shared * self._pool.block_size)
         return self._step_cost.swap_pays((2 * blocks - shared) * self._block_bytes, again)
 
     def swap_out(self, seq: Sequence, planned: Mapping[int, int]) -> int:
-        """Copy what it has computed to the host and release its table.  Returns the blocks copied.
+        """Plan the copy of a sequence's KV blocks to the host and release its table.  Returns the number of blocks.
 
-        planned: block of its table -> block that was to be copied there in this plan, and still has the content."""
+        `planned`: private copies that this plan was to make, target block -> source block, which has the content."""
         blocks = [planned.get(block, block) for block in seq.table[: self._blocks(seq)]]
         seq.host = self.host.allocate(len(blocks))
         self._out += zip(blocks, seq.host, strict=True)
@@ -86,12 +88,13 @@ class Swapping:
         return len(blocks)
 
     def leaves(self, seq: Sequence) -> bool:
-        """Whether the plan in the making swaps the sequence out."""
+        """Return whether the plan in the making swaps the sequence out."""
         return bool(seq.host) and any(block == seq.host[0] for _, block in self._out)
 
     def swap_in(self, seq: Sequence) -> int:
-        """Behind the cached blocks that its table begins with, bring back everything else it had computed.  Returns the
-        blocks copied.  Raises OutOfBlocks: nothing was taken."""
+        """Plan the copies back for a sequence whose table already has its cached blocks.
+
+        Returns the number of blocks copied.  Raises OutOfBlocks; nothing was allocated then."""
         hits = len(seq.table)
         rest = seq.host[hits:]
         blocks = self._pool.allocate(len(rest))
@@ -103,7 +106,7 @@ class Swapping:
         return len(rest)
 
     def free_all_blocks(self, seq: Sequence) -> None:
-        """Give back every block of the sequence, on the device and on the host.  Nothing of it is computed then."""
+        """Free every block of the sequence, on the device and on the host, and set `computed` to 0."""
         self._checkpoints.release(seq)
         self._layers.release(seq)
         self._pool.release(seq.table)
@@ -111,14 +114,14 @@ class Swapping:
         seq.table, seq.computed = [], 0
 
     def _release_host(self, seq: Sequence) -> None:
-        """Its host blocks are free from the next plan on.  Harmless for one that has none."""
+        """Free the host blocks of a sequence, if it has any."""
         if seq.host:
             self.host.release(seq.host)
             seq.host = []
             self.sequences -= 1
 
     def check(self, live: Iterable[Sequence]) -> None:
-        """Check against every sequence.  Raises AccountingError."""
+        """Compare the host blocks and counts with all sequences.  Raises AccountingError."""
         live = list(live)
         self.host.check([seq.host for seq in live])
         if self.sequences != sum(bool(seq.host) for seq in live):

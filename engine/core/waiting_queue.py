@@ -10,9 +10,9 @@ from quire.engine.core.sequence import Sequence, State
 
 
 class WaitingQueue:
-    """Sequences that have started before are ahead of all others; within each part, rank decides.
+    """Queue of sequences to start: first those that have run before (preempted), then new ones; each part by rank.
 
-    While a preempted sequence waits, a new one can take the blocks that it needs only for fairness between tenants."""
+    A new sequence can overtake a preempted one, and take blocks that it needs, only for fairness between tenants."""
 
     def __init__(self) -> None:
         self.tokens = 0  # known tokens of all waiting sequences, as they were when they joined or grew
@@ -26,7 +26,7 @@ class WaitingQueue:
         return iter(self._queue)
 
     def add(self, seq: Sequence) -> None:
-        """Insert at the sequence's place.  O(1) at the end of the queue, else O(sequences)."""
+        """Insert a sequence in queue order.  O(1) at the end of the queue, else O(sequences)."""
         seq.state = State.WAITING
         seq.queued_tokens, seq.queued_forks = seq.known, seq.sibling_blocks
         self.tokens += seq.queued_tokens
@@ -38,16 +38,16 @@ class WaitingQueue:
             queue.insert(next(i for i, other in enumerate(queue) if _place(other) > place), seq)
 
     def grown(self, seq: Sequence) -> None:
-        """Count a sequence anew, if it waits: a step that was in flight when it joined has named forced tokens.
+        """Update the counts of a waiting sequence: a step in flight when it was queued has added forced tokens.
 
-        The one token that such a step samples is not worth it: each sequence is given a block beyond its tokens."""
+        The single token that such a step samples needs no update: the counts allow one more block per sequence."""
         if seq.queued_tokens:
             self.tokens += seq.known - seq.queued_tokens
             self.fork_blocks += seq.sibling_blocks - seq.queued_forks
             seq.queued_tokens, seq.queued_forks = seq.known, seq.sibling_blocks
 
     def remove(self, seq: Sequence) -> None:
-        """Take a waiting sequence out."""
+        """Remove a waiting sequence."""
         self._queue.remove(seq)
         self.tokens -= seq.queued_tokens
         self.fork_blocks -= seq.queued_forks

@@ -1,12 +1,13 @@
-"""Reservations: a sequence starts only if the blocks of window layers cannot run out, whatever the others do.
+"""Reservations: a sequence starts only if its blocks of sliding-window layers are reserved, so they never run out.
 
-A sequence holds at most its windows between two plans, and a plan computes at most `step_tokens`.  So the blocks of a
-group are divided once:
+Between two plans a sequence holds at most its windows, and a plan computes at most `step_tokens`.  So the number of
+sequences that fit a group is fixed:
 
     blocks of a group = sequences * reserved_blocks + blocks_per_plan
 
-The unit is one sequence.  All slots fit, or the engine uses fewer slots (`most_sequences`).  Paused sequences keep
-their reservation without a slot.  Beams keep all their window blocks, and reserve several units.
+Reservations are counted in sequences.  If fewer sequences than slots fit, the engine uses fewer slots
+(`most_sequences`).  Paused sequences keep their reservation.  Beams keep all their window blocks, so a beam search may
+reserve more units than it has beams.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from quire.engine.core.sequence import Sequence as Seq
 def most_sequences(
     groups: Sequence[WindowGroup], *, block_size: int, step_tokens: int, max_model_len: int, full_blocks: int
 ) -> int:
-    """Return how many sequences fit the smallest group."""
+    """Return how many sequences fit all window groups."""
     plan = WindowGroup.blocks_per_plan(block_size, step_tokens, full_blocks)
     return min((group.blocks - plan) // group.reserved_blocks(block_size, max_model_len) for group in groups)
 
@@ -30,17 +31,17 @@ class WindowReservations:
     """Counts the sequences whose window blocks are reserved."""
 
     def __init__(self, each: list[int], capacity: int, block_size: int) -> None:
-        """`each`: blocks per sequence of each group.  `capacity`: sequences."""
+        """`each`: blocks per sequence, one entry per window group.  `capacity`: maximum sequences."""
         self.capacity = capacity
         self._each, self._size = each, block_size
         self._reserved = 0
 
     def may_hold(self, seq: Seq, gone: Iterable[Seq] = ()) -> bool:
-        """Return whether a sequence and its siblings can start, once the sequences in `gone` have left."""
+        """Return whether a sequence and its siblings can start, if the sequences in `gone` are preempted first."""
         return self._reserved - sum(other.window_units for other in gone) + self._units_of(seq) <= self.capacity
 
     def refusal(self, width: int, blocks: int) -> str:
-        """Return why `width` beams that take `blocks` blocks together can never run; "": they can."""
+        """Return why `width` beams with `blocks` blocks in total can never run; "": they can."""
         if (units := self._units_for(width, blocks)) <= self.capacity:
             return ""
         return (
@@ -49,24 +50,24 @@ class WindowReservations:
         )
 
     def reserve(self, seq: Seq) -> None:
-        """The sequence starts: reserve blocks for it and its siblings."""
+        """Reserve window blocks for a sequence that starts and for its siblings."""
         seq.window_units = self._units_of(seq)
         self._reserved += seq.window_units
 
     def leave(self, seq: Seq) -> None:
-        """Cancel the reservation of a sequence.  Harmless for one that has none."""
+        """Cancel the reservation of a sequence, if it has one."""
         self._reserved -= seq.window_units
         seq.window_units = 0
 
     def check(self, live: Iterable[Seq]) -> None:
-        """Raise AccountingError unless what sequences have is what is counted, and fits."""
+        """Raise AccountingError unless the sequences' reservations equal the count and fit the capacity."""
         units = sum(seq.window_units for seq in live)
         if units != self._reserved or units > self.capacity:
             reserved = f"{self._reserved} sequences of {self.capacity}"
             raise AccountingError(f"window blocks are reserved for {reserved}, {units} have them")
 
     def _units_of(self, seq: Seq) -> int:
-        """Sequences that a leader counts for: itself and its siblings, or what beams take."""
+        """Return the units that a leader reserves: one for itself and one per sibling, or the units of its beams."""
         request = seq.request
         if request.beams is None:
             return 1 + len(seq.siblings)

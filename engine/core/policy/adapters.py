@@ -1,14 +1,14 @@
-"""Adapter slots: which LoRA adapters the executor has, and which sequence may start with one.
+"""Adapter slots: which LoRA adapters are loaded in the executor, and which waiting sequences can start with them.
 
-    Generate.adapter ── slot has it ───────────────────────> starts
-                     ── a slot is free, or its adapter is unused ─> loaded there by the plan that starts it
-                     ── all are in use ─> waits; sequences behind it start before it
+    Generate.adapter ── is in a slot ──────────────────────> the sequence starts
+                     ── a slot is free or unused ──────────> the plan that starts the sequence loads the adapter there
+                     ── all slots are in use ──────────────> the sequence waits; sequences behind it start before it
 
-An adapter in use is never replaced: one of a sequence in the batch, or of a preempted sequence.  Among the others the
-one that started a sequence longest ago goes.
+An adapter is in use while a sequence in the batch or a preempted sequence has it, and is not replaced then.  Of the
+unused adapters, the least recently used one is replaced.
 
-A sequence that waits is overtaken at most PATIENCE times by sequences with other adapters.  Then one adapter, that with
-the fewest sequences in the batch, starts no more until its slot has gone to the one that waits.
+A waiting sequence is overtaken at most PATIENCE times by sequences with other adapters.  Then the adapter with the
+fewest sequences in the batch starts no further sequence, until the waiting sequence's adapter has its slot.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ from quire.engine.core.batch import Batch
 from quire.engine.core.sequence import Sequence
 from quire.engine.core.waiting_queue import WaitingQueue
 
-PATIENCE = 64  # starts of other adapters
+PATIENCE = 64  # starts with other adapters before a slot is emptied for a waiting sequence
 
 
 class AdapterSlots:
-    """Owner of the adapter slots.  Without adapters no method costs anything."""
+    """Owns the adapter slots.  Methods take O(1) if no request has an adapter."""
 
     def __init__(self, count: int, batch: Batch, waiting: WaitingQueue) -> None:
         self.count = count
         self._batch, self._waiting = batch, waiting
-        self._slots: dict[str, int] = {}  # adapter -> its slot, the one that started a sequence longest ago first
+        self._slots: dict[str, int] = {}  # adapter -> slot, least recently used first
         self._loads: list[tuple[int, str]] = []  # (slot, adapter) loads for the next plan
-        self._overtaken: dict[str, int] = {}  # adapter that waits -> starts of others since
+        self._overtaken: dict[str, int] = {}  # adapter without a slot -> starts with other adapters while it waits
 
     @property
     def resident(self) -> list[str]:
-        """Adapters in slots."""
+        """Names of the adapters in slots."""
         return list(self._slots)
 
     def slot_of(self, seq: Sequence) -> int:
-        """Return the slot of a started sequence's adapter; -1: the base model."""
+        """Return the adapter slot of a started sequence; -1: the base model."""
         return self._slots[seq.request.adapter] if seq.request.adapter else -1
 
     def startable(self, waiting: Iterable[Sequence]) -> Iterable[Sequence]:
-        """Return those of the waiting sequences, in order, that wait for no adapter slot."""
+        """Return the waiting sequences, in order, that can start as far as adapter slots are concerned."""
         return self._startable(waiting) if self.count else waiting
 
     def take(self, seq: Sequence) -> int:
-        """Return the adapter slot of a sequence that starts, one of `startable`; -1: the base model."""
+        """Return the adapter slot for a sequence that starts, and plan the load of its adapter; -1: the base model.
+
+        `seq`: one of the sequences that `startable` returned."""
         adapter = seq.request.adapter
         if not adapter:
             return -1
@@ -62,18 +64,20 @@ class AdapterSlots:
         return slot
 
     def take_loads(self) -> list[tuple[int, str]]:
-        """Return the loads that an issued plan makes, once."""
+        """Return the (slot, adapter) loads for the plan, once."""
         loads, self._loads = self._loads, []
         return loads
 
     def forget(self) -> None:
-        """The executor may have lost what its slots held: each adapter is loaded again before it is used."""
+        """Empty all slots after a failed step, so that each adapter is loaded again before it is used."""
         self._slots.clear()
         self._loads.clear()
 
     @property
     def blocked_tokens(self) -> int:
-        """Return the tokens of sequences that wait for a slot, as of the last plan: no reason to claim less."""
+        """Known tokens of the sequences that wait for an adapter slot, as of the last plan.
+
+        They do not use the prompt budget now, so the engine claims other requests in addition."""
         if not self._overtaken:
             return 0
         return sum(seq.queued_tokens for seq in self._waiting if seq.request.adapter in self._overtaken)
@@ -97,13 +101,13 @@ class AdapterSlots:
                     self._overtaken.setdefault(adapter, 0)
 
     def _in_use(self) -> Counter[str]:
-        """Return the adapters that must stay, with their sequences.  O(sequences that have started)."""
+        """Count the started sequences of each adapter in use.  O(started sequences)."""
         used = Counter(seq.request.adapter for seq in self._batch.holders())
         used.update(seq.request.adapter for seq in takewhile(lambda seq: seq.started_before, self._waiting))
         return used
 
     def _victim(self) -> str | None:
-        """Return the adapter to replace; None: all are in use."""
+        """Return the adapter to replace; None: all adapters are in use."""
         used = self._in_use()
         loading = {adapter for _, adapter in self._loads}
         return next((one for one in self._slots if one not in used and one not in loading), None)
@@ -117,7 +121,7 @@ class AdapterSlots:
         return self._slots.pop(victim)
 
     def _yielding(self) -> str:
-        """Return the adapter that starts no more, for one that was overtaken too often; "": none."""
+        """Return the adapter that starts no further sequence, so that a waiting adapter gets its slot; "": none."""
         overdue = [adapter for adapter, starts in self._overtaken.items() if starts >= PATIENCE]
         if not overdue:
             return ""

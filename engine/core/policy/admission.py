@@ -1,12 +1,12 @@
-"""Admission: when a waiting sequence may start, and what the engine can claim from the shared queue.
+"""Admission: when a waiting sequence may start, and how many blocks are free for requests of the shared queue.
 
-A sequence starts alone whenever its prompt fits.  With others it starts when its prompt fits and its mode agrees:
+If no other sequence runs, a sequence starts when its prompt fits.  Otherwise it must also meet the mode's condition:
 
-    forecast    the peak predicted for all running sequences, and it, fits the pool
+    forecast    the predicted peak of all running sequences, the new one included, fits the pool
     threshold   the pool's utilisation stays at or below `admit_threshold`
 
-One class per mode.  `register` adds a mode from outside: `loadtest/studies/baselines.py` has those that Quire is
-compared with.
+One class per mode.  `register` adds a mode: `loadtest/studies/baselines.py` registers the modes that Quire is compared
+with.
 """
 
 from __future__ import annotations
@@ -23,52 +23,51 @@ from quire.engine.core.policy.growth import GrowthPolicy
 from quire.engine.core.sequence import Sequence, State
 from quire.engine.core.waiting_queue import WaitingQueue
 
-UNPRESSED = 4  # with 1/UNPRESSED of the pool available every sequence may grow
-CROWDED = 4  # with this many paused sequences for each that runs,
-PATIENCE = 128  # and for this many steps, the largest gives up its blocks
-PRESSURE_SLOTS = 64  # sizes are sorted again every 1 + sequences / PRESSURE_SLOTS steps
+UNPRESSED = 4  # while 1/UNPRESSED of the pool is available, every sequence may grow
+CROWDED = 4  # if more than this many sequences are paused per running sequence,
+PATIENCE = 128  # for this many steps, the largest sequence is preempted
+PRESSURE_SLOTS = 64  # sequence sizes are sorted again every 1 + sequences / PRESSURE_SLOTS steps
 
 
 class AdmissionPolicy(Protocol):
-    """Decides which sequences may start and grow.  The policy only answers the scheduler; it changes no sequence and no
-    block."""
+    """Decides which sequences may start and grow; changes no sequence and no block itself."""
 
-    forecast: AdmissionForecast  # learns lengths and judges its own predictions in every mode
-    preempts: bool  # sequences may be preempted so that another tenant's can start
+    forecast: AdmissionForecast  # in every mode, it learns output lengths and measures its own accuracy
+    preempts: bool  # whether sequences may be preempted so that another tenant's sequence can start
 
     def blocks_to_start(self, seq: Sequence) -> int:
-        """Blocks that a start would take: new ones, and cached ones that are idle now."""
+        """Return how many available blocks a start takes: new blocks, and cached blocks that are idle now."""
 
     def may_start(self, seq: Sequence) -> bool:
-        """Return whether the head of the queue fits.  Slots for it and its siblings are free."""
+        """Return whether the head of the queue may start.  Slots for it and its siblings must be free."""
 
     def fits_without(self, seq: Sequence, need: int, gone: list[Sequence]) -> bool:
         """Return whether `seq` could start with `need` blocks if the sequences in `gone` were preempted."""
 
     def may_grow(self, seq: Sequence) -> bool:
-        """Return whether a sequence takes its next block now, or pauses until others have ended."""
+        """Return True if a sequence may take its next block now; False: it pauses until other sequences end."""
 
     def in_the_way(self) -> Sequence | None:
-        """Return the sequence to preempt because too many others pause for it; None: none."""
+        """Return a large sequence to preempt, because too many sequences are paused; None: no preemption."""
 
     def free_blocks(self, waiting: WaitingQueue) -> int:
-        """Blocks that requests from the shared queue could take soon; 0 or less: none."""
+        """Return how many blocks requests of the shared queue could take soon; 0 or less: none."""
 
     def predicted_peak(self) -> int:
-        """Blocks that the running sequences stay within, except for unusual luck, if none joins."""
+        """Return the predicted peak KV usage of the running sequences if no other starts, in blocks."""
 
     def begin_starts(self) -> None:
-        """Drop what was summed up before this plan's starts."""
+        """Drop the demand summed up for the previous plan."""
 
     def forget_sizes(self) -> None:
-        """Sort the sizes of the running sequences again before the next answer of may_grow()."""
+        """Let the next may_grow() sort the sizes of the running sequences again."""
 
     def judge_predictions(self, step: int) -> None:
-        """Judge earlier predictions by what the sequences hold at the end of `step`."""
+        """Compare earlier predictions with the blocks that sequences hold at the end of `step`."""
 
 
 class Unlimited:
-    """Starts a sequence whenever its prompt fits.  Base of all modes in which sequences grow block by block."""
+    """Starts a sequence whenever its prompt fits.  Base class of all modes in which sequences grow block by block."""
 
     preempts = True
 
@@ -86,7 +85,7 @@ class Unlimited:
         need = self.blocks_to_start(seq)
         if not self._allocation.may_hold(seq):
             return False
-        if self._batch.running == 0:  # alone it may pass the threshold, and siblings may take turns
+        if self._batch.running == 0:  # a single request may exceed the threshold; its siblings may pause for each other
             return need <= self._pool.available
         return need + seq.sibling_blocks <= self._spare() and self._start_fits(seq)
 
@@ -94,7 +93,7 @@ class Unlimited:
         if not self._allocation.may_hold(seq, gone):
             return False
         promised = sum(self._batch.blocks_to_take(s) for s in gone if s.state is State.PREFILLING)
-        hits = self._allocation.cached_prefix(seq)  # preempting their holders frees none of these
+        hits = self._allocation.cached_prefix(seq)  # `seq` will hold these blocks, so preemption does not free them
         if need > self._spare() + promised + self._pool.held_only_by([s.table for s in gone], hits):
             return False
         names = set(map(id, gone))
@@ -127,23 +126,23 @@ class Unlimited:
         return AdmissionForecast(pool)
 
     def _blocks_kept_free(self) -> int:
-        """Blocks of the pool that no start may take."""
+        """Return how many blocks of the pool a start must leave free."""
         return 0
 
     def _spare(self) -> int:
-        """Blocks that new work may take now."""
+        """Return how many blocks a new sequence may take now."""
         return self._pool.available - self._kept_free - self._batch.promised_blocks()
 
     def _claimable(self) -> int:
-        """Blocks for everything that waits, here and in the shared queue."""
+        """Return how many blocks are free for waiting requests, in this engine and in the shared queue."""
         return self._spare()
 
     def _start_fits(self, seq: Sequence) -> bool:
-        """Return whether the mode agrees to a start for which there are blocks now."""
+        """Return whether the mode allows a start for which enough blocks are free now."""
         return True
 
     def _would_fit(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence]) -> bool:
-        """The same for other holders than there are."""
+        """Return whether the mode would allow the start if only `holders` held blocks."""
         return True
 
 
@@ -155,10 +154,10 @@ class Threshold(Unlimited):
 
 
 class PeakBound(Unlimited):
-    """What the modes have in common that bound the peak of all running sequences."""
+    """Base class of the modes that bound the predicted peak of all running sequences."""
 
     def free_blocks(self, waiting: WaitingQueue) -> int:
-        # The forecast refused the head of the queue, and a new request would wait after it.
+        # The forecast refused the head of the queue, and a new request would wait behind it.
         if waiting and self.forecast.ask_again > self._batch.step:
             return 0
         return super().free_blocks(waiting)
@@ -175,15 +174,17 @@ class PeakBound(Unlimited):
 
 
 class Forecast(PeakBound):
-    """Starts a sequence if the predicted peak fits.  When the prediction was too low, the smallest sequences pause."""
+    """Starts a sequence if the predicted peak fits the pool.  If the peak was higher, the smallest sequences pause."""
 
     def __init__(self, pool: BlockPool, limits: Limits, batch: Batch, allocation: AllocationPolicy) -> None:
         super().__init__(pool, limits, batch, allocation)
-        self._sizes, self._sizes_step = GrowthPolicy(()), 0  # growth policy, and the step of the next sort by size
-        self._uncrowded = 0  # the last step in which enough sequences ran
+        self._sizes, self._sizes_step = GrowthPolicy(()), 0  # growth policy, and the step in which to rebuild it
+        self._uncrowded = 0  # the last step in which enough sequences ran, compared with the paused ones
 
     def may_grow(self, seq: Sequence) -> bool:
-        """A sequence whose end is known was admitted with every block that it will take."""
+        """Ask the growth policy under memory pressure.
+
+        A sequence without stop tokens may always grow: the forecast admitted it with its exact final length."""
         if not seq.stops:
             return True
         left = self._pool.available - self._batch.promised_blocks() - 1
@@ -196,10 +197,9 @@ class Forecast(PeakBound):
         return left >= 0 and self._sizes.may_take(len(seq.table), left)
 
     def in_the_way(self) -> Sequence | None:
-        """The largest of the few that run while many pause.
+        """Return the largest running sequence, if many sequences have been paused for long while few run.
 
-        It would get every block that becomes free until it ends, and the others would stand still as long.  One
-        preemption lets them continue."""
+        Without the preemption it would get every free block until it ends, and the paused sequences would wait."""
         batch = self._batch
         if len(batch.paused) <= CROWDED * batch.running or batch.running == 0:
             self._uncrowded = batch.step
@@ -210,7 +210,7 @@ class Forecast(PeakBound):
         return max(growing, key=lambda seq: len(seq.table), default=None)
 
     def forget_sizes(self) -> None:
-        """Sequences that ended must not delay the largest one that is left."""
+        """Rebuild the growth policy in the next may_grow(), so that ended sequences do not count any more."""
         self._sizes_step = 0
 
 
@@ -227,5 +227,5 @@ def register(mode: str, factory: Factory) -> None:
 
 
 def admission_policy(pool: BlockPool, limits: Limits, batch: Batch, allocation: AllocationPolicy) -> AdmissionPolicy:
-    """Build the policy that `limits` names.  Raises KeyError for a mode that is not registered."""
+    """Build the policy of the mode `limits.admission`.  Raises KeyError for a mode that is not registered."""
     return ADMISSION[limits.admission](pool, limits, batch, allocation)

@@ -1,7 +1,7 @@
-"""The forecast of one scheduler: blocks that the running sequences will hold, and whether one more fits.
+"""The admission forecast: the predicted peak KV usage of the running sequences, and whether one more sequence fits.
 
-`forecast.py` knows lengths and tokens.  Here sequences become such questions.  The answers are compared with what
-happened later (`forecast_accuracy.py`).
+This module translates sequences into lengths and tokens for `forecast.py`, which computes the bound.
+`forecast_accuracy.py` compares the predictions with the actual usage.
 """
 
 from __future__ import annotations
@@ -13,37 +13,38 @@ from quire.engine.core.policy.forecast import Demand, Held, LengthModel
 from quire.engine.core.policy.forecast_accuracy import LEVELS, Cohort, ForecastAccuracy, tokens_held
 from quire.engine.core.sequence import Sequence, State
 
-# How sure the forecast is: standard deviations of a normal with the same quantile.  It chooses a point on the curve
-# in docs/notes/core.md.  With lengths known there are no preemptions at any caution.
+# The quantile of the bound, as standard deviations of a normal distribution.  A higher value preempts less and admits
+# fewer sequences: the curve is in docs/notes/core.md.  If all lengths are known, no value causes preemptions.
 CAUTION = 2.5
-ASK_SLOTS = 256  # after a refusal the next question is 1 + sequences / ASK_SLOTS steps later: 1 us per sequence
+ASK_SLOTS = 256  # a refusal holds for 1 + sequences / ASK_SLOTS steps, since a forecast takes 1 us per sequence
 PEAK_SLOTS = 32  # the reported peak is computed again every 1 + sequences / PEAK_SLOTS steps
-WATCH_SLOTS = 16  # what a cohort holds is summed up again every 1 + sequences / WATCH_SLOTS steps
+WATCH_SLOTS = 16  # the blocks of a cohort are summed up again every 1 + sequences / WATCH_SLOTS steps
 
 
 class AdmissionForecast:
-    """Answers for the sequences that hold blocks (`holders`) and one step.  `late`: steps until a result arrives."""
+    """Predicts the peak KV usage.  `holders`: the sequences that hold blocks.  `late`: number of steps in flight."""
 
     def __init__(self, pool: BlockPool, *, worst_case: bool = False) -> None:
         """`worst_case`: count every sequence at its maximum length."""
         self.lengths = LengthModel()  # output lengths by tenant
         self.calibration = ForecastAccuracy()
-        self.ask_again = 0  # the forecast refused; it is not asked again before this step
-        self.step_tokens = 1 << 62  # prompt tokens that a step may have
+        self.ask_again = 0  # after a refusal: the first step in which the forecast is computed again
+        self.step_tokens = 1 << 62  # maximum prompt tokens of a step
         self._pool, self._worst_case = pool, worst_case
         self._demand: Demand | None = None  # demand of the running sequences, while a plan is made
-        self._rows = 0  # how many were summed up last
-        self._peak, self._peak_step = 0, -1  # peak() and the step it was computed in
+        self._rows = 0  # number of sequences in the last demand
+        self._peak, self._peak_step = 0, -1  # the last peak(), and the step in which it was computed
         self._cohort: Cohort | None = None
-        self._look_again = 0  # the step to look at it again
+        self._look_again = 0  # the step in which the cohort's blocks are summed up next
 
     def forget_demand(self) -> None:
-        """A plan begins its starts: forget the demand summed up for the plan before."""
+        """Drop the demand summed up for the previous plan."""
         self._demand = None
 
     def fits(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence], step: int, late: int) -> bool:
-        """Return whether the peak predicted for all holders and `seq` stays within the pool (mode "reserve": at their
-        maximum lengths).  `hits`: its cached blocks.  If so, it counts as a holder until forget_demand()."""
+        """Return whether the predicted peak of all holders and `seq` fits the pool.  `hits`: cached blocks of `seq`.
+
+        If it fits, `seq` counts as a holder until forget_demand()."""
         if self._demand is None:
             if step < self.ask_again:
                 return False
@@ -56,25 +57,28 @@ class AdmissionForecast:
         return False
 
     def would_fit(self, seq: Sequence, hits: list[int], holders: Iterable[Sequence], step: int, late: int) -> bool:
-        """The same for other holders than there are; nothing is remembered."""
+        """Return whether the peak of any given `holders` and `seq` would fit the pool; stores nothing."""
         return self._with(self._of(holders, step, late), seq, hits, late) <= self._pool.total
 
     def peak(self, holders: Iterable[Sequence], step: int, late: int) -> int:
-        """Blocks that the holders stay within, except for unusual luck (mode "reserve": at worst), if none joins.
-        A few steps old when many run."""
+        """Return the predicted peak KV usage of the holders if no other sequence starts, in blocks.
+
+        The value is a few steps old when many sequences run."""
         if step - self._peak_step > self._rows // PEAK_SLOTS:
             self._peak, self._peak_step = self._of(holders, step, late).bound(), step
         return self._peak
 
     def predict_length(self, seq: Sequence) -> None:
-        """Predict the output length of a sequence that starts; learn() judges the prediction."""
+        """Predict the output length of a sequence that starts; learn() checks the prediction later."""
         if seq.stops:
             lengths, produced = self.lengths.lengths(seq.request.tenant), seq.known - seq.prompt_len
             most = seq.limit - seq.known
             seq.predicted = [produced + lengths.quantile(level, produced, most) for level in LEVELS]
 
     def learn(self, seq: Sequence, *, ended: bool) -> None:
-        """Learn from a finished output; `ended`: by itself.  If only its limit could end it, nothing is learnt."""
+        """Learn from a finished output.  `ended`: a stop token ended it.
+
+        Outputs without stop tokens are skipped, because only their limit can end them."""
         if seq.stops and seq.known > seq.prompt_len:
             produced, cap = seq.known - seq.prompt_len, seq.limit - seq.prompt_len
             if ended or produced >= cap:
@@ -82,7 +86,7 @@ class AdmissionForecast:
             self.lengths.record_output(seq.request.tenant, produced, ended)
 
     def watch(self, holders: Iterable[Sequence], step: int, late: int) -> None:
-        """Judge the bounds, one cohort after the other, by what their members hold.  Call it in every step."""
+        """Compare the bound of the current cohort with the blocks that its members hold.  Call it in every step."""
         if step < self._look_again:
             return
         if self._cohort is None:
@@ -99,7 +103,7 @@ class AdmissionForecast:
         self._look_again = step + 1 + self._rows // WATCH_SLOTS
 
     def _with(self, demand: Demand, seq: Sequence, hits: list[int], late: int) -> int:
-        """The bound once `seq`, whose first blocks are cached as `hits`, has joined a demand."""
+        """Add `seq` and its siblings to a demand, and return the new bound.  `hits`: cached blocks of `seq`."""
         late += self._later(demand, seq.known - len(hits) * self._pool.block_size)
         self._expect(demand, seq, seq.known, len(hits) - self._pool.idle_among(hits), late)
         for sibling in seq.siblings:
@@ -108,7 +112,7 @@ class AdmissionForecast:
         return demand.bound()
 
     def _of(self, holders: Iterable[Sequence], step: int, late: int) -> Demand:
-        """The demand of the holders from the end of `step` on."""
+        """Sum up the demand of the holders from the end of `step` on."""
         demand, common = Demand(self._pool.block_size, CAUTION), set[int]()
         self._rows = 0
         for seq, tokens, shared in self._parts(holders, step, common):
@@ -119,20 +123,19 @@ class AdmissionForecast:
         return demand
 
     def _later(self, demand: Demand, to_compute: int) -> int:
-        """Steps by which a sequence ends later than if its prompt, and those before it, were computed in one step.
+        """Return the delay of a sequence's end, in steps, because prefills up to its own take several steps.
 
         `to_compute`: its prompt tokens that are not computed yet; the demand adds them up."""
         demand.to_compute += to_compute
         return max(0, demand.to_compute - 1) // self.step_tokens
 
     def _parts(self, holders: Iterable[Sequence], step: int, common: set[int]) -> Iterator[tuple[Sequence, int, int]]:
-        """(sequence, tokens it holds, its first blocks that are shared) of each holder, and of the siblings that
-        will fork from it.
+        """Iterate over (sequence, tokens it holds, number of shared blocks at its start), future siblings included.
 
-        Adds to `common` the blocks in several tables.  They count as held whichever sequence ends, since another
-        one may continue."""
+        Adds the blocks that several tables share to `common`.  Shared blocks count as held even if one of the
+        sequences ends, since another sequence may continue."""
         size = self._pool.block_size
-        # The worst case is a promise, and must not count a block too few.
+        # The worst case must be exact: it may not count a block too few.
         prefix = self._pool.certain_prefix if self._worst_case else self._pool.shared_prefix
         for seq in holders:
             tokens = tokens_held(seq, step)
@@ -144,7 +147,7 @@ class AdmissionForecast:
                 yield sibling, tokens, tokens // size
 
     def _expect(self, demand: Demand, seq: Sequence, tokens: int, shared: int, late: int) -> None:
-        """Add a sequence to a demand.  It has `tokens`, and other tables contain its first `shared` blocks."""
+        """Add a sequence with `tokens` tokens to a demand.  `shared`: number of its first blocks in other tables."""
         size = self._pool.block_size
         if self._worst_case:
             demand.hold(seq.greatest_blocks(size) - shared)
@@ -153,5 +156,5 @@ class AdmissionForecast:
             produced = max(0, tokens - len(request.token_ids))
             lengths = self.lengths.lengths(request.tenant)
             demand.add(lengths, tokens - shared * size, produced, max(1, seq.limit - tokens))
-        else:  # nothing ends it before its limit; the last token is never computed, but has to be reported
+        else:  # only its limit can end it; its last token is sampled, but its KV is never computed
             demand.add_known(Held(tokens - shared * size, max(0, seq.limit - 1 - tokens) + late))

@@ -1,7 +1,7 @@
-"""Allocation: how a sequence gets its blocks.
+"""Allocation: how a sequence gets its KV-cache blocks.
 
-`Paged`: as it grows; full blocks are shared with every sequence that has the same prefix.  `register` adds another
-policy for an admission mode from outside: `loadtest/studies/baselines.py` has static allocation.
+`Paged` allocates blocks as the sequence grows, and shares full blocks between sequences with the same prefix.
+`register` adds another policy for an admission mode: `loadtest/studies/baselines.py` registers static allocation.
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ from quire.engine.core.sequence import Sequence
 
 
 class AllocationPolicy(Protocol):
-    """Decides which blocks a sequence starts with, and which of them the prefix cache can find."""
+    """Chooses the blocks with which a sequence starts, and adds full blocks to the prefix cache."""
 
-    shares_prompt: bool  # choices of a request share one prefill
+    shares_prompt: bool  # whether the choices of a request share one prefill
 
     def __init__(self, pool: BlockPool, limits: Limits) -> None: ...
 
     def cached_prefix(self, seq: Sequence) -> list[int]:
-        """Cached blocks of the longest prefix, without the last token: computing that one gives the first logits."""
+        """Return the cached blocks of the longest prefix.
+
+        The last token is left out, because computing it gives the first logits."""
 
     def start_table(self, seq: Sequence, hits: list[int]) -> list[int]:
-        """Take the blocks that the sequence starts with, `hits` first."""
+        """Return the block table with which a sequence starts; it begins with `hits`, and holds references to them."""
 
     def seal(self, seq: Sequence, end: int) -> int | None:
-        """Let other sequences find the block that ends at token `end`, a multiple of the block size.
+        """Add the block that ends at token `end`, a multiple of the block size, to the prefix cache.
 
-        The tokens up to there are known and computed.  Returns the block; None: nothing is cached."""
+        All tokens before `end` must be known and planned.  Returns the block; None: the prefix cache is off."""
 
     def may_hold(self, seq: Sequence, gone: Iterable[Sequence] = ()) -> bool:
-        """Return whether window layers can hold a sequence and its siblings, once those in `gone` have left."""
+        """Return whether window layers have blocks for a sequence and its siblings, once `gone` are preempted."""
 
     def table_blocks(self, seq: Sequence, computed: int) -> int:
-        """Return the number of blocks that a sequence must hold once `computed` of its tokens are computed."""
+        """Return the number of blocks that a sequence must hold when `computed` of its tokens are computed."""
 
 
 class Paged:
-    """Blocks on demand, shared by prefix."""
+    """Allocates blocks on demand, and shares blocks of common prefixes."""
 
     shares_prompt = True
 
@@ -77,22 +79,22 @@ class Paged:
         return -(-computed // self._pool.block_size)
 
 
-OTHERS: dict[str, type[AllocationPolicy]] = {}  # admission mode -> its allocation, if that is not Paged
+OTHERS: dict[str, type[AllocationPolicy]] = {}  # admission mode -> allocation policy, for modes that do not use Paged
 
 
 def register(mode: str, policy: type[AllocationPolicy]) -> None:
-    """Give sequences of an admission mode their blocks in another way, for schedulers built from now on."""
+    """Set the allocation policy of an admission mode, for schedulers built from now on."""
     OTHERS[mode] = policy
 
 
 def shares_blocks(mode: str) -> bool:
-    """Return whether sequences of an admission mode can share blocks, which beam search needs."""
+    """Return whether sequences can share blocks in an admission mode; beam search needs it."""
     return OTHERS.get(mode, Paged).shares_prompt
 
 
 def allocation_policy(
     pool: BlockPool, limits: Limits, checkpoints: CheckpointPolicy, layers: LayerGroups
 ) -> AllocationPolicy:
-    """Build the policy of the admission mode that `limits` names."""
+    """Build the allocation policy of the admission mode `limits.admission`."""
     other = OTHERS.get(limits.admission)
     return Paged(pool, limits, checkpoints, layers) if other is None else other(pool, limits)

@@ -1,11 +1,11 @@
-"""How many prompt tokens an engine claims at once from the shared queue, of those that fit its KV cache.
+"""Claims: how many prompt tokens an engine takes at once from the shared queue, at most those that fit its KV cache.
 
     shared queue: lanes, fairness, priority ──claim──> prompts of this engine, in order of arrival ──> first tokens
                   '-- requests that wait here can still be overtaken, and leave the on-time lane --'
 
-What is claimed is computed in the order of its claim, whatever arrives later.  If prompts are slow, the KV cache has
-room for more of them than can be computed within the target of the time to first token.  So an engine claims what its
-next steps compute, and no more.  At least one prompt is claimed when none is left to compute, however long it is.
+An engine computes claimed requests in the order of their claims, even if more urgent requests arrive later.  If prompts
+are slow, more of them fit the KV cache than can be computed within the target TTFT.  So an engine claims only the
+prompt tokens of its next steps.  When no prompt is left to compute, it claims at least one prompt of any length.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from quire.engine.core.policy.adapters import AdapterSlots
 from quire.engine.core.policy.step_cost import StepCostModel
 from quire.engine.core.waiting_queue import WaitingQueue
 
-STEPS = 2  # steps whose prompt tokens are claimed ahead: the next sync with the queue comes with the next step
-SECONDS = 0.2  # seconds of steps whose prompt tokens are claimed ahead, if these are more steps: claims need no haste
-MEMORY = 8  # claimed requests whose prompts count in the usual length
+STEPS = 2  # steps whose prompt tokens are claimed ahead: the engine syncs with the queue once per step
+SECONDS = 0.2  # if more than STEPS steps fit this time, the prompt tokens of all these steps are claimed ahead
+MEMORY = 8  # window of the moving average of prompt lengths, in claimed requests
 
 
 class Claims:
-    """Knows what waits in the shared queue and what is claimed and not computed yet."""
+    """Computes how many prompt tokens to claim, from the claimed prompts that are not computed yet."""
 
     def __init__(self, step_cost: StepCostModel, batch: Batch, waiting: WaitingQueue, adapters: AdapterSlots) -> None:
-        self.queued = 0  # requests that wait in the shared queue: this engine's share of them
+        self.queued = 0  # this engine's share of the requests that wait in the shared queue
         self._step_cost, self._batch, self._waiting, self._adapters = step_cost, batch, waiting, adapters
-        self._usual = 1.0  # tokens of a claimed prompt: a moving average
+        self._usual = 1.0  # moving average of the length of claimed prompts, tokens
 
     def note(self, prompt_tokens: int) -> None:
-        """Take note of a request that was claimed."""
+        """Add the prompt length of a claimed request to the moving average."""
         self._usual += (prompt_tokens - self._usual) / MEMORY
 
     def fitting(self, room_tokens: int) -> int:
-        """Return how many of the queued requests would start, had they been claimed: an estimate."""
+        """Estimate how many of the queued requests could start if the engine had claimed them."""
         return min(self.queued, int(room_tokens / max(1.0, self._usual)))
 
     def at_once(self, budget: int) -> int:
-        """Return how many prompt tokens to claim now.  `budget`: prompt tokens that the next step may have."""
+        """Return how many prompt tokens to claim now.  `budget`: maximum prompt tokens of the next step."""
         batch = self._batch
         step_s = self._step_cost.decode_s(batch.decoding) + budget * self._step_cost.token_s
         steps = max(STEPS, SECONDS / step_s) if step_s else STEPS
@@ -45,8 +45,8 @@ class Claims:
 
     @property
     def pending(self) -> int:
-        """Prompt tokens that are claimed and not computed yet, without those that wait for an adapter slot.
+        """Claimed prompt tokens that are not computed yet, except prompts that wait for an adapter slot.
 
-        O(prompts that have started)."""
+        O(started prompts)."""
         waiting = self._waiting.tokens - self._adapters.blocked_tokens
         return waiting + sum(seq.known - seq.computed for seq in self._batch.prefilling)

@@ -1,26 +1,28 @@
 """Draft control: how many drafts a step computes, for the maximum tokens per second.
 
     D(n)          seconds of a step of n sequences without drafts (StepCostModel.exact_decode_s)
-    D(n) + X(d)   with d drafts in all: X is measured for each power of two of n
-    survival      probability that a draft and all before it are accepted: rate ** its place
+    D(n) + X(d)   seconds of a step of n sequences with d drafts in total: X is measured for each power of two of n
+    survival      probability that a draft token and all draft tokens before it are accepted: rate ** its position
 
-A step without drafts gives n tokens.  Each draft adds its survival.  All drafts of a batch are ranked by survival, and
-the first d are computed that maximise (n + sum of survivals) / (D(n) + X(d)).  None is where that is no better
-than n / D(n) by MARGIN.
+A step without drafts gives n tokens, and each draft token adds its survival.  All draft tokens of a batch are ranked by
+survival; the first d are computed, with the d that maximises (n + sum of survivals) / (D(n) + X(d)).  No draft is
+computed unless this exceeds n / D(n) by the factor MARGIN.
 
-Rates are learnt per request and per tenant, source and length of match.  A request begins with its tenant's rates.
-An executor that runs ahead has a step in flight when the next one is planned.  Drafts need that step's result, so the
-device is idle until the next plan arrives.  The measured time of a step with drafts includes this.  `pays` also counts
-the second such pause, behind the last step with drafts, and asks whether the token in flight will be the one guessed.
+Acceptance rates are learnt per request, and per tenant, source and match length.  A request begins with its tenant's
+rates.  An executor that runs ahead has a step in flight when the next step is planned.  Drafts need the result of the
+step in flight, so the device is idle until the next plan arrives.  The measured time of a step with drafts includes
+this idle time.  `pays` adds the idle time after the last step with drafts, and the probability that the token in flight
+equals the drafter's guess.
 
-Predictions err, so an account bounds what drafts may lose on any text and machine.  It counts D(n):
+Predictions err, so a credit account bounds the time that drafts may lose on any text and machine.  Its unit is D(n):
 
-    opens with FIRST_CREDIT, and never holds more than MOST_CREDIT
+    begins with FIRST_CREDIT, and never exceeds MOST_CREDIT
     + PROBES for each step in which drafts could have been computed and did not pay
     + time that accepted drafts have saved, - time that drafts have added, both as measured
 
-A step computes no more drafts than the account can pay for if all are wrong.  If all drafts were refused, nothing would
-be learnt any more.  So when the account holds twice the time of few drafts, these are computed (a probe).
+A step computes at most the drafts whose time the account can pay even if all of them are refused.  If no drafts were
+computed, no rate would be learnt.  So when the account holds twice the time of PROBE_TOKENS drafts, these are computed
+(a probe).
 """
 
 from __future__ import annotations
@@ -35,27 +37,27 @@ from quire.engine.core.policy.step_cost import FRESH, OUTLIER, StepCostModel, lo
 from quire.engine.core.sequence import Sequence
 from quire.engine.wire.messages import Generate
 
-MARGIN = 1.03  # minimum gain for which drafts are computed: predictions err
-PROBES = 1 / 200  # part of the time of steps without drafts that drafts may lose
-FIRST_CREDIT = 1.0  # steps without drafts whose time drafts may lose at first
-MOST_CREDIT = 2.0  # as many at any time, however much drafts have saved before
-GROWTH = 2.0  # a step has at most this multiple of the drafts that were measured, since their time is not known
-PROBE_TOKENS = 4  # drafts of a probe
-FIRST_RATE, FIRST_WEIGHT = 0.7, 2.0  # assumed rate of a tenant's first drafts; it counts as this many drafts
-TENANT_WEIGHT = 4.0  # drafts that the tenant's rate counts for in a request's
-UNLIKELY = 0.02  # probability up to which an accepted draft is worth no search
-KEPT = 0.97  # weight that earlier drafts keep when one more is judged
-TENANTS = 1024  # tenants with rates: those that drafted last
-MATCHES = (2, 4, 8, 16)  # minimum match of each class of drafts
-# Steps with drafts after which one has none, to measure what such a step takes now: at first, and at most.
+MARGIN = 1.03  # minimum predicted speedup for which drafts are computed, since predictions err
+PROBES = 1 / 200  # fraction of the time of steps without drafts that drafts may lose
+FIRST_CREDIT = 1.0  # initial credit, in steps without drafts
+MOST_CREDIT = 2.0  # maximum credit, in steps without drafts, however much time drafts have saved
+GROWTH = 2.0  # a step has at most this multiple of the drafts measured so far, since the time of more is unknown
+PROBE_TOKENS = 4  # draft tokens of a probe
+FIRST_RATE, FIRST_WEIGHT = 0.7, 2.0  # prior of a tenant's acceptance rate, and its weight in drafts
+TENANT_WEIGHT = 4.0  # weight of the tenant's rate in a request's rate, in drafts
+UNLIKELY = 0.02  # draft tokens with at most this survival are not considered
+KEPT = 0.97  # factor on the weight of earlier drafts for each new draft: exponential decay
+TENANTS = 1024  # tenants whose rates are kept, most recent first
+MATCHES = (2, 4, 8, 16)  # minimum match length of each class of drafts, in tokens
+# After this many steps with drafts one step has none, to measure its current time: first interval, maximum interval.
 FIRST_RECHECK, RECHECK = 8, 32
-KNOWN = 4  # steps without drafts that are measured first: one alone may err by half
-SEARCHES = 64  # steps after which drafts of any match are looked for once, where short ones have not paid
+KNOWN = 4  # steps without drafts that are measured before drafts begin: a single measurement may err by half
+SEARCHES = 64  # every SEARCHES steps matches of any length are searched, even if short matches have not paid
 
 
 @dataclass(slots=True)
 class _Rate:
-    """Share of drafts accepted, among those whose predecessors were; recent ones count more."""
+    """Fraction of accepted draft tokens among those whose predecessors were accepted; recent drafts count more."""
 
     right: float = 0.0
     tried: float = 0.0
@@ -71,14 +73,14 @@ class _Rate:
 
 @dataclass(slots=True)
 class _Extra:
-    """What drafts add to steps of about as many sequences: seconds by bit length of their number.
+    """Extra seconds that drafts add to steps of similar batch size, keyed by the bit length of the number of drafts.
 
-    A first reading may be far too long, and little would be drafted to correct it.  So the second may replace it.
-    A reading below 0 says that the clock erred.  It counts like the others, or the average would be too long."""
+    The first measurement may be far too long, and then few drafts would be computed to correct it, so a lower second
+    measurement replaces it.  Measurements below 0 are clock errors; they are averaged in, too, to avoid a bias."""
 
     seconds: dict[int, float] = field(default_factory=dict)
-    tokens: dict[int, float] = field(default_factory=dict)  # moving average of the drafts of the same steps
-    readings: dict[int, int] = field(default_factory=dict)
+    tokens: dict[int, float] = field(default_factory=dict)  # moving average of the number of drafts in these steps
+    readings: dict[int, int] = field(default_factory=dict)  # number of measurements
 
     def record(self, tokens: int, extra: float, alone: float) -> None:
         size = tokens.bit_length()
@@ -92,22 +94,22 @@ class _Extra:
         self.tokens[size] = count + FRESH * (tokens - count)
 
     def doubtful(self, tokens: int, limit_s: float) -> bool:
-        """Return whether so many drafts were measured once only, at more than `limit_s`."""
+        """Return whether steps with about `tokens` drafts were measured only once, at more than `limit_s`."""
         size = tokens.bit_length()
         return self.readings.get(size) == 1 and self.seconds[size] > limit_s
 
     def cheapest(self) -> float:
-        """Minimum seconds of a draft over the measured numbers of them."""
+        """Return the minimum seconds per draft token over all measured numbers of drafts."""
         return max(0.0, min(seconds / self.tokens[size] for size, seconds in self.seconds.items()))
 
     def line(self, size: int, token_s: float) -> tuple[float, float, float]:
-        """Return a line (drafts, seconds, seconds of each further draft) for numbers of drafts with a bit length.
+        """Return a linear estimate (drafts, seconds, seconds per further draft) for a bit length of numbers of drafts.
 
-        It begins at the nearest measured number, and rises in proportion above it."""
+        The line begins at the next lower measured number of drafts."""
         if not self.seconds:
             return 0.0, 0.0, token_s
         below = max((known for known in self.seconds if known <= size), default=0)
-        if not below:  # fewer than were ever measured: as long as those, at most
+        if not below:  # fewer drafts than ever measured: assume the time of the smallest measured number
             return inf, max(0.0, self.seconds[min(self.seconds)]), 0.0
         above = min((known for known in self.seconds if known > below), default=0)
         extra, count = max(0.0, self.seconds[below]), self.tokens[below]
@@ -116,11 +118,11 @@ class _Extra:
         return count, extra, max(extra / count, token_s) if count else token_s
 
 
-UNKNOWN = _Extra()  # nothing is measured
+UNKNOWN = _Extra()  # no measurements
 
 
 class DraftController:
-    """Admits drafts where they pay.  O(drafts found) a step."""
+    """Chooses the drafts that pay.  O(drafts found) per step."""
 
     def __init__(self, step_cost: StepCostModel) -> None:
         self._step_cost = step_cost
@@ -128,48 +130,48 @@ class DraftController:
         self._tenants: OrderedDict[str, dict[tuple[int, int], _Rate]] = OrderedDict()
         self._requests: dict[str, dict[int, _Rate]] = {}  # acceptance rates by source
         self._overall = [_Rate() for _ in MATCHES]  # rates of all tenants together, by class of match
-        self._in_a_row: dict[tuple[int, int], int] = {}  # by load_class: steps with drafts since one was left without
-        self._recheck: dict[
-            tuple[int, int], int
-        ] = {}  # the number at which one is left without, where it is not FIRST_RECHECK
+        self._in_a_row: dict[tuple[int, int], int] = {}  # by load_class: consecutive steps with drafts
+        self._recheck: dict[tuple[int, int], int] = {}  # by load_class: interval between steps without drafts
         self._searches = 0
-        self._credit = FIRST_CREDIT  # the account: steps without drafts whose time drafts may lose
+        self._credit = FIRST_CREDIT  # time that drafts may lose, in steps without drafts
         self._idle_s = 0.0  # moving average of the seconds that the device waits for a step with drafts
 
     # ------------------------------------------------------------------------------------------------------- learning
 
     def learn(self, seq: Sequence, draft: Draft, computed: int, accepted: int) -> None:
-        """`accepted` of the first `computed` tokens of a draft were right: the next one was judged, too."""
+        """Update the rates: `accepted` of the first `computed` tokens of a draft were accepted.
+
+        The first refused token counts as tried; later tokens do not, since they follow a wrong token."""
         tried = accepted + (accepted < computed)
         self._request_rate(seq.request.id, draft).add(accepted, tried)
         self._tenant_rate(seq.request.tenant, draft).add(accepted, tried)
         self._overall[_class(draft)].add(accepted, tried)
 
     def record(self, seconds: float, seqs: int, tokens: int, accepted: int, idle_s: float) -> None:
-        """Learn from a step of `seqs` sequences, without prompts, that computed `tokens` drafts; `accepted` were right.
+        """Learn from a step without prompts: `seqs` sequences, `tokens` drafts, `accepted` of them accepted.
 
-        For `idle_s` of its seconds the device waited for it."""
+        `idle_s`: the part of `seconds` for which the device waited for the step."""
         self._step_cost.mixed_steps += 1
         known = self._idle_s or idle_s
         self._idle_s = known + FRESH * (min(idle_s, OUTLIER * known) - known)
         if alone := self._step_cost.exact_decode_s(seqs):
             extra = self._extra.setdefault(seqs.bit_length(), _Extra())
             extra.record(tokens, seconds - alone, alone)
-            # The average, not the reading: other work on the machine delays single steps.
+            # Use the average, not this measurement, because other work on the machine delays single steps.
             if not extra.doubtful(tokens, OUTLIER * alone):
                 self._book(accepted / seqs - self.extra_s(seqs, tokens) / alone)
 
     def forget(self, request: Generate) -> None:
-        """A request has ended."""
+        """Drop the rates of a request that has ended."""
         self._requests.pop(request.id, None)
 
     # ------------------------------------------------------------------------------------------------------- choosing
 
     def least_match(self, seqs: int) -> int:
-        """Return the fewest tokens of a match for which drafts may pay in a step of `seqs` sequences.
+        """Return the minimum match length, in tokens, for which drafts may pay in a step of `seqs` sequences.
 
-        Shorter matches are frequent in any text.  If they do not pay, their search would cost the host for nothing.
-        Every SEARCHES steps all are searched, since a rate may have changed."""
+        Short matches are frequent in any text, so searching them costs host time in vain if they do not pay.  Every
+        SEARCHES steps all lengths are searched, since rates may have changed."""
         self._searches += 1
         worth = self._worth(seqs)
         if not worth or self._searches % SEARCHES == 0:
@@ -180,7 +182,7 @@ class DraftController:
         return MATCHES[-1]
 
     def choose(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> list[int]:
-        """Return how many tokens of each draft to compute, in a step of `seqs` sequences and at most `most` drafts."""
+        """Return how many tokens of each draft to compute, in a step of `seqs` sequences with at most `most` drafts."""
         rates = [self._rate(seq, draft) for seq, draft in drafts]
         lengths = [len(draft.tokens) for _, draft in drafts]
         if self._plain_step_due(seqs):
@@ -194,7 +196,7 @@ class DraftController:
         return counts
 
     def pays(self, drafts: list[tuple[Sequence, Draft]], seqs: int, most: int) -> bool:
-        """Return whether to wait for the step in flight, so that the next one may compute drafts like these."""
+        """Return whether to wait for the result of the step in flight, so that the next step can compute drafts."""
         rates = [self._rate(seq, draft) for seq, draft in drafts]
         lengths = [len(draft.tokens) for _, draft in drafts]
         if self._plain_step_due(seqs):
@@ -203,12 +205,12 @@ class DraftController:
         return gain or self._probe_size(lengths, seqs, most) > 0
 
     def extra_s(self, seqs: int, tokens: int) -> float:
-        """Seconds that `tokens` drafts add to a step of `seqs` sequences, as far as is known."""
+        """Return the estimated seconds that `tokens` drafts add to a step of `seqs` sequences."""
         count, seconds, each = self._line(seqs, tokens)
         return seconds + max(0.0, tokens - count) * each
 
     def _plain_step_due(self, seqs: int) -> bool:
-        """Return whether the next step should have no drafts, so that the time of such a step is known and recent."""
+        """Return whether the next step should have no drafts, to measure the current time of such a step."""
         size = load_class(seqs)
         recheck = self._recheck.get(size, FIRST_RECHECK)
         if self._step_cost.readings(seqs) >= KNOWN and self._in_a_row.get(size, 0) < recheck:
@@ -217,42 +219,42 @@ class DraftController:
         return True
 
     def _measurable(self, seqs: int) -> int:
-        """Return the maximum drafts of a step: GROWTH times as many as were measured with about so many sequences.
+        """Return the maximum drafts of a step: GROWTH times the maximum measured with a similar number of sequences.
 
-        At first one for each sequence: fewer would take less time than the clock errs by."""
+        Without measurements, one draft per sequence: the extra time of fewer would be below the clock's error."""
         extra = self._extra.get(seqs.bit_length())
         first = max(PROBE_TOKENS, seqs)
         return first if extra is None else max(first, int(GROWTH * max(extra.tokens.values())))
 
     def _worth(self, seqs: int) -> float:
-        """Return the survival that pays for one more draft at its cheapest; 0: not known."""
+        """Return the survival from which a draft token pays, at the lowest measured time per draft; 0: unknown."""
         alone, extra = self._step_cost.exact_decode_s(seqs), self._extra.get(seqs.bit_length())
         return 0.0 if not alone or extra is None else extra.cheapest() * seqs / alone
 
     def _line(self, seqs: int, tokens: int) -> tuple[float, float, float]:
-        """Return the line (drafts, seconds, seconds of each further draft) on which numbers of drafts like this lie."""
+        """Return the linear estimate (drafts, seconds, seconds per further draft) for about `tokens` drafts."""
         extra = self._extra.get(seqs.bit_length(), UNKNOWN)
         return extra.line(tokens.bit_length(), self._step_cost.token_s)
 
     def _book(self, steps: float) -> None:
-        """Note what drafts have saved or lost, in the time of steps without drafts."""
+        """Add saved (+) or lost (-) time to the credit account, in units of steps without drafts."""
         self._credit = min(self._credit + steps, MOST_CREDIT)
 
     def _best(
         self, rates: list[float], lengths: list[int], seqs: int, most: int, *, waits: bool = False
     ) -> tuple[list[int], bool]:
-        """Return the counts with the maximum tokens per second, and whether they pay.
+        """Return the draft tokens per sequence that maximise tokens per second, and whether drafts pay at all.
 
-        `waits`: the token before the drafts is in flight, a guess like them."""
+        `waits`: the token before the drafts is still in flight, so it is a guess, too."""
         counts = [0] * len(rates)
         alone = self._step_cost.exact_decode_s(seqs)
-        if not alone or most <= 0:  # nothing is measured yet: compute a few
+        if not alone or most <= 0:  # no measurements yet: only a probe computes drafts
             return counts, False
         ranked = [(-rate * rate if waits else -rate, at) for at, rate in enumerate(rates)]
         idle, credit = self._idle_s if waits else 0.0, self._credit * alone
         heapify(ranked)
         expected, tokens, best, best_tokens = float(seqs), 0, MARGIN * seqs / alone, 0
-        order, least = [], max(UNLIKELY, self._worth(seqs) / 2)  # measured times err: search down to half of what pays
+        order, least = [], max(UNLIKELY, self._worth(seqs) / 2)  # half of the worth, since measured times err
         while tokens < most and ranked[0][0] < -least:
             survival, at = -ranked[0][0], ranked[0][1]
             if not tokens & (tokens + 1):
@@ -272,26 +274,26 @@ class DraftController:
         return counts, best_tokens > 0
 
     def _probe(self, lengths: list[int], seqs: int, most: int) -> list[int]:
-        """Return the counts of a probe if the account pays for it, else none."""
+        """Return the draft tokens per sequence of a probe if the credit account can pay for it, else zeros."""
         counts = [0] * len(lengths)
         if count := self._probe_size(lengths, seqs, most):
             counts[lengths.index(max(lengths))] = count
         return counts
 
     def _probe_size(self, lengths: list[int], seqs: int, most: int) -> int:
-        """Credit a step without drafts.  Returns the drafts of the probe that is due; 0: none is."""
+        """Add PROBES to the credit account for a step without drafts.  Returns the tokens of a due probe, or 0."""
         self._book(PROBES)
         alone, count = self._step_cost.exact_decode_s(seqs), min(PROBE_TOKENS, most, max(lengths))
         if count <= 0:
             return 0
         extra = self._extra.get(seqs.bit_length())
-        if extra is not None and extra.doubtful(count, OUTLIER * alone):  # a first reading that is far too long
+        if extra is not None and extra.doubtful(count, OUTLIER * alone):  # the only measurement is implausible
             return count
         cost = 2 * (self.extra_s(seqs, count) + self._idle_s)
         return count if min(cost, MOST_CREDIT * alone) <= self._credit * alone else 0
 
     def _rate(self, seq: Sequence, draft: Draft) -> float:
-        """Probability that a token of a draft is accepted if those before it are."""
+        """Return the probability that a draft token is accepted if the draft tokens before it are."""
         tenant = self._tenant_rate(seq.request.tenant, draft).value(FIRST_RATE, FIRST_WEIGHT)
         return min(0.99, self._request_rate(seq.request.id, draft).value(tenant, TENANT_WEIGHT))
 
@@ -307,5 +309,5 @@ class DraftController:
 
 
 def _class(draft: Draft) -> int:
-    """Return the class of a draft by its match, an index into MATCHES."""
+    """Return the class of a draft by its match length, an index into MATCHES."""
     return max(0, sum(draft.match >= least for least in MATCHES) - 1)

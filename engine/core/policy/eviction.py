@@ -1,76 +1,77 @@
 """Eviction: which cached block is overwritten when no block is free.
 
-Least recently used first, except that a tenant that caches more than its share cannot evict the warm prefixes of the
-others.  The block at the head of the order is kept for another round if
+The order is LRU, except that a tenant that caches more than its share cannot evict the reused prefixes of other
+tenants.  The least recently used block is moved to the end of the order, for another round, if
 
     its tenant caches less than its share   by weight, among the tenants that have cached blocks
-    and the tenant uses it again            a request has found it, or computed it again soon after its eviction
-    and it has had fewer than ROUNDS        so what a tenant left behind is evicted in the end
+    and its tenant has reused the block     a request hit it, or recomputed it soon after its eviction
+    and it has had fewer than ROUNDS        so blocks that a tenant uses no more are evicted in the end
 
     head                                                        tail
     [quiet] [flood] [flood] [quiet] [flood] ............ [flood]
       |        '-- evicted                                  ^
       '------------- another round ------------------------'
 
-With one tenant this is plain LRU.  Tenants are those of requests (`Generate.tenant`), not their `cache_salt`: clients
-choose salts freely.
+With one tenant this is plain LRU.  The tenant is `Generate.tenant`, not `cache_salt`, because clients choose salts
+freely.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-ROUNDS = 16  # most passes of evictions over all idle blocks that a block survives after its last use
-MOST_MOVES = 1_024  # blocks that one eviction passes over, about 0.1 ms
-REMEMBERED = 4  # digests of evicted blocks are kept for a quarter of the pool's blocks
+ROUNDS = 16  # maximum extra rounds of a block after its last use
+MOST_MOVES = 1_024  # maximum blocks that one eviction moves to the end, about 0.1 ms
+REMEMBERED = 4  # digests of evicted blocks are remembered, at most total blocks / REMEMBERED
 
 
 class CachedBlocks:
-    """What one tenant has in the cache."""
+    """Cached blocks of one tenant."""
 
     __slots__ = ("count", "weight")
 
     def __init__(self) -> None:
-        self.count = 0  # blocks, idle and held
-        self.weight = 0.0
+        self.count = 0  # cached blocks, idle and held
+        self.weight = 0.0  # the tenant's fairness weight
 
 
 class FairEviction:
-    """Chooses the block to evict.  The block pool tells it what happens to cached blocks.
+    """Chooses the block to evict.  The block pool reports every change of a cached block.
 
-    Each call takes O(1), `choose` on average: a block is passed over at most ROUNDS times after each use."""
+    Each call takes O(1).  `choose` takes O(1) on average, since a block gets at most ROUNDS rounds after each use."""
 
     def __init__(self, total: int) -> None:
         """`total`: blocks of the pool."""
-        self._tenants: dict[str, CachedBlocks] = {}  # those with cached blocks
+        self._tenants: dict[str, CachedBlocks] = {}  # tenants with cached blocks
         self._of: list[str] = [""] * total  # block -> tenant that cached it
-        self._used_again = bytearray(total)  # block -> 1: its tenant has used it more than once
-        self._rounds = bytearray(total)  # block -> rounds since its last use
-        self._count = 0  # cached blocks
-        self._weight = 0.0  # sum over tenants
-        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # digests, of tenants below their share; oldest first
+        self._used_again = bytearray(total)  # block -> 1 if its tenant has used it more than once
+        self._rounds = bytearray(total)  # block -> extra rounds since its last use
+        self._count = 0  # cached blocks of all tenants
+        self._weight = 0.0  # sum of the tenants' weights
+        # Digests of evicted blocks whose tenants were below their share, oldest first.
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._remembered = max(1, total // REMEMBERED)
 
     def cached(self, block: int, digest: bytes, tenant: str, weight: float) -> None:
-        """Note that a held block entered the prefix index, for a tenant of this weight."""
+        """Record that a held block entered the prefix index.  `weight`: the tenant's weight."""
         self._add(block, tenant, weight)
         self._used_again[block] = digest in self._evicted
         if self._used_again[block]:
             del self._evicted[digest]
 
     def uncached(self, block: int) -> None:
-        """Note that a block left the prefix index."""
+        """Record that a block left the prefix index."""
         owner = self._tenants[self._of[block]]
         owner.count -= 1
         self._count -= 1
         if not owner.count:
             del self._tenants[self._of[block]]
-            self._weight = sum(other.weight for other in self._tenants.values())  # no rounding error stays
+            self._weight = sum(other.weight for other in self._tenants.values())  # avoids accumulated rounding errors
 
     def found(self, block: int, tenant: str, weight: float) -> None:
-        """Note that a request found a block in the prefix index.
+        """Record that a request of `tenant` found a block in the prefix index.
 
-        The block counts for its tenant from now on: a warm-up may have computed it (engine/process/hot_prefixes.py)."""
+        The block counts for this tenant from now on; a warm-up may have filled it (engine/process/hot_prefixes.py)."""
         if self._of[block] != tenant:
             self.uncached(block)
             self._add(block, tenant, weight)
@@ -88,8 +89,8 @@ class FairEviction:
         self._rounds[block] = 0
 
     def choose(self, idle: OrderedDict[int, None], digests: list[bytes | None]) -> int:
-        """Return the block to evict.  `idle`: never empty, least recently used first; blocks with another round move
-        to its end.  `digests`: of all blocks."""
+        """Return the block to evict.  `idle`: idle blocks, least recently used first, not empty; blocks that get
+        another round move to its end.  `digests`: digest per block, None for blocks that are not cached."""
         if len(self._tenants) == 1:
             return next(iter(idle))
         block = next(iter(idle))
@@ -106,7 +107,7 @@ class FairEviction:
         return block
 
     def check(self, digests: list[bytes | None]) -> str:
-        """Compare the counts with what is cached.  Returns the fault; "": none."""
+        """Compare the counts with the cached blocks.  Returns an error text; "": the counts are right."""
         counts: dict[str, int] = {}
         for block, digest in enumerate(digests):
             if digest is not None:

@@ -1,21 +1,21 @@
-"""Fairness: a tenant below its share does not wait until tenants above theirs are done.
+"""Fairness: preempts sequences of tenants above their share of the KV cache, so that tenants below theirs can start.
 
-Between tenants the queue is fair by Virtual Token Counter (engine/wire/redis/KEYS.md): it decides whose turn it is.
-In a pool that one tenant has filled, that is a turn to wait.  So a waiting sequence of a tenant
-below its share preempts the newest sequences of the tenant that holds most, as many as it needs:
+The shared queue is fair between tenants by Virtual Token Counter (engine/wire/redis/KEYS.md): it decides whose request
+is claimed next.  But if one tenant has filled the pool, a claimed request of another tenant must wait for blocks.  So a
+waiting sequence of a tenant below its share preempts the newest sequences of the tenant that holds most:
 
     blocks by weight
-    |  loud                        the giver comes down, the taker comes up, and they never change places;
-    |  ####  -- newest preempted   so no two tenants take from each other in turn (max-min fairness)
+    |  loud                        the loud tenant still holds at least as much as the quiet one afterwards,
+    |  ####  -- newest preempted   so two tenants never preempt each other in turn (max-min fairness)
     |  ####   |
-    |  ####   v    ....  taker
+    |  ####   v    ....  quiet
     |  ####        ####
     +----------------------------> tenants
 
 No block is kept free for requests that might arrive.  A sequence is preempted for fairness at most once, so at worst
-every token is computed twice.  It waits ahead of all that never ran, and resumes when another one ends.
+every token is computed twice.  It waits ahead of sequences that never ran, and resumes when another sequence ends.
 
-A block in several tables counts in each.
+A block in several tables counts once per table.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from quire.engine.core.sequence import Sequence, State
 from quire.engine.core.swapping import Swapping
 from quire.engine.core.waiting_queue import WaitingQueue
 
-LOOK_SLOTS = 32  # what tenants hold is summed up again every 1 + running / LOOK_SLOTS steps
-FAVOUR_SLOTS = 64  # after a search without result the next one is 1 + running / FAVOUR_SLOTS steps later
+LOOK_SLOTS = 32  # the blocks of each tenant are summed up again every 1 + running / LOOK_SLOTS steps
+FAVOUR_SLOTS = 64  # after a search without result, the next search follows 1 + running / FAVOUR_SLOTS steps later
 PREEMPTIBLE = (State.PREFILLING, State.DECODING, State.PAUSED)
 
 
 class Shares:
-    """What each tenant holds at one moment.  Building takes O(n log n)."""
+    """A snapshot of the blocks that each tenant holds.  Building takes O(n log n)."""
 
     def __init__(self, holders: Iterable[Sequence]) -> None:
         """`holders`: every sequence that holds blocks."""
         self._blocks: Counter[str] = Counter()
         self._weights: dict[str, float] = {}
-        self._newest: dict[str, list[Sequence]] = {}  # preemptible sequences, in the order in which they would go
+        self._newest: dict[str, list[Sequence]] = {}  # preemptible sequences per tenant, in preemption order
         for seq in holders:
             tenant = seq.request.tenant
             self._blocks[tenant] += len(seq.table)
@@ -58,12 +58,12 @@ class Shares:
             own.sort(key=lambda seq: seq.rank, reverse=True)
 
     def crowd(self) -> list[str]:
-        """Tenants that hold their share or more.  A tenant alone holds all of it."""
+        """Return the tenants that hold their share or more.  The only tenant always does."""
         held, weights = sum(self._blocks.values()), sum(self._weights.values())
         return [t for t, blocks in self._blocks.items() if blocks * weights >= self._weights[t] * held]
 
     def for_another(self) -> int:
-        """Blocks that would be given up for one more tenant of the mean weight."""
+        """Return how many blocks preemptions for fairness could free for one more tenant of the mean weight."""
         if not self._weights:
             return 0
         held, weights = sum(self._blocks.values()), sum(self._weights.values())
@@ -76,8 +76,8 @@ class Shares:
     def yielding_to(self, seq: Sequence, need: int) -> Iterator[Sequence]:
         """Iterate over the sequences to preempt so that `seq`, which takes `need` blocks, can start.
 
-        Each is the least urgent and newest of the tenant that then holds most by weight.  The end comes when that
-        tenant would keep less than the tenant of `seq` would have."""
+        Each is the sequence with the last rank, of the tenant that then holds most by weight.  Stops when that tenant
+        would keep less, by weight, than the tenant of `seq` gets."""
         taker, blocks = seq.request.tenant, Counter(self._blocks)
         level = (blocks[taker] + need) / seq.request.weight
         queues = {tenant: iter(own) for tenant, own in self._newest.items() if tenant != taker}
@@ -94,9 +94,9 @@ class Shares:
 
 
 class Fairness:
-    """Finds the waiting sequence that starts before all others, and the sequences preempted for it.
+    """Finds the waiting sequence that starts before all others, and the sequences to preempt for it.
 
-    What tenants hold is a few steps old when many sequences run."""
+    The tenants' holdings are a few steps old when many sequences run."""
 
     def __init__(
         self,
@@ -112,17 +112,17 @@ class Fairness:
         self._requests, self._batch, self._waiting = requests, batch, waiting
         self._admission, self._isolation, self._swapping = admission, isolation, swapping
         self._adapters = adapters
-        self._for_another = 0  # blocks that would be given up for one more tenant
-        self._look_step = 0  # the step from which holdings are summed up again
-        self._retry_step = 0  # the step from which a favoured sequence is looked for again
+        self._for_another = 0  # blocks that preemptions for fairness could free for one more tenant
+        self._look_step = 0  # the first step in which holdings are summed up again
+        self._retry_step = 0  # the first step in which a favoured sequence is searched again
 
     @property
     def contend(self) -> bool:
-        """More than one tenant has open requests."""
+        """Whether more than one tenant has open requests."""
         return len(self._requests.tenants) > 1
 
     def sum_holdings(self) -> None:
-        """Sum up what every tenant holds, unless the last sums are recent enough."""
+        """Sum up the blocks of every tenant, unless the last sums are recent enough."""
         batch = self._batch
         if self._look_step <= batch.step:
             shares = Shares(batch.holders())
@@ -130,28 +130,27 @@ class Fairness:
             self._look_step = batch.step + 1 + batch.running // LOOK_SLOTS
 
     def room(self, block_size: int) -> int:
-        """Prompt tokens that could start of tenants under their share, behind their own requests that wait already."""
+        """Return the prompt tokens that tenants below their share could start after their waiting requests."""
         theirs = (seq.queued_tokens for seq in self._waiting if seq.request.tenant not in self.crowd)
         return max(0, self._for_another - sum(tokens // block_size + 1 for tokens in theirs)) * block_size
 
     def favoured(self, named: Container[int]) -> tuple[Sequence, list[Sequence]] | None:
-        """Return a sequence that starts before all others, and the sequences to preempt for it, in that order.
+        """Return (sequence that starts before all others, sequences to preempt for it, in order); None: none does.
 
-        The first waiting sequence of each tenant below its share is tried, in the order of the queue.  So a tenant's
-        swapped sequences return before it starts a new one, and before new ones of others below their shares.  `named`:
-        ids of sequences that the plan names already, so that they cannot leave in the same one.  None: no sequence is
-        favoured now."""
+        Tries the first waiting sequence of each tenant below its share, in queue order.  So swapped sequences of these
+        tenants resume before new sequences of them start.  `named`: ids of sequences that the plan names already, which
+        it cannot preempt."""
         if not self.contend or not self._waiting or not self._admission.preempts or self._isolation.active:
             return None
         batch = self._batch
         if batch.step < self._retry_step:
             return None
-        if self._swapping.sequences:  # only a tenant below its share passes them: this plan's starts count
+        if self._swapping.sequences:  # a new sequence overtakes swapped ones only below its share: use current sums
             self._look_step = 0
         self.sum_holdings()
         tried = set(self.crowd)
         for seq in self._adapters.startable(self._waiting):
-            # A sequence that this very plan swaps out freed its blocks for others: it returns in a later plan.
+            # A sequence that this plan swaps out has just freed its blocks for others: it resumes in a later plan.
             ready = seq.sampled_in <= batch.committed and not self._swapping.leaves(seq)
             if seq.request.tenant not in tried and ready:
                 if (victims := self._victims(seq, named)) is not None:
@@ -161,7 +160,7 @@ class Fairness:
         return None
 
     def _victims(self, seq: Sequence, named: Container[int]) -> list[Sequence] | None:
-        """The fewest sequences whose blocks are enough for `seq`; None: all candidates together are not enough."""
+        """Return the fewest sequences to preempt so that `seq` can start; None: even all candidates are not enough."""
         slots = self._batch.slots
         need = self._admission.blocks_to_start(seq) + seq.sibling_blocks
         need_slots = 1 + len(seq.siblings) - slots.free - slots.cooling

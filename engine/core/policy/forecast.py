@@ -1,12 +1,13 @@
-"""Forecast: how long outputs get, and the peak of the KV cache that follows from it.
+"""Forecast: predicted output lengths, and the peak KV usage that follows from them.
 
-`LengthModel` learns how long outputs are.  `peak_curve` is exact where the ends are known.  `Demand` adds the rest: it
-puts a bound on the peak that a given set of sequences passes only rarely.  Admission compares it with the pool.
+`LengthModel` learns the distribution of output lengths.  `peak_curve` is exact for sequences with known lengths.
+`Demand` adds the sequences of unknown length, and computes a bound that the peak exceeds only rarely.  Admission
+compares this bound with the pool.
 
     blocks                     ____  bound: all sequences grow, and unusually few end
     pool |- - - - - - - - -__/- - -\\_ - - - -
-         |            __--/  .  .    \\__           The bound is the largest, over horizons, of a high quantile of
-         |  now ___--/.              .  \\_         what those that still live then hold
+         |            __--/  .  .    \\__           The bound is the maximum, over horizons, of a high quantile of the
+         |  now ___--/.              .  \\_         blocks held by the sequences that have not ended by then
          +----------------------------------> steps
 
 Sources: sorting by remaining length, the peak lies at a completion: Gong et al., "Past-Future Scheduler for LLM Serving
@@ -22,27 +23,27 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-STEPS = 8  # buckets an octave of lengths has: edges 1, 2, ... 16, 18, 20, ... 32, 36, ...
+STEPS = 8  # buckets per octave (doubling) of lengths: edges 1, 2, ... 16, 18, 20, ... 32, 36, ...
 OCTAVES = 17
 BUCKETS = STEPS * (OCTAVES + 1)
 LONGEST = STEPS << OCTAVES  # tokens; longer outputs count as this long
-MEMORY = 512.0  # observations after which an old one weighs 1/e
-PRIOR = 1.0  # sequences that every bucket has seen before any history
-PRIOR_HAZARD = 1 - 0.5 ** (1 / STEPS)  # half of the outputs end before their length doubles: a heavy tail, to be safe
-PRIOR_FROM = 16  # tokens: shorter outputs count as rare until some were seen
-TENANT_ENOUGH = 64.0  # observations (weighted) from which a tenant's own table is used
-TENANTS = 1024  # tables kept; beyond it the one not updated for longest is forgotten
-REFRESH = 1 / 64  # fraction of a table's weight that must be new before its curve is computed again
-NEGLIGIBLE = 1e-4  # probability to live on that counts as none
-SKEWEST = 4.0  # beyond it the transformation fails
-RESCALE = 1e9  # weights are divided by it when they pass it
+MEMORY = 512.0  # observations after which the weight of an old observation has decayed to 1/e
+PRIOR = 1.0  # weight of the prior in each bucket, in observations
+PRIOR_HAZARD = 1 - 0.5 ** (1 / STEPS)  # prior: half of the outputs end before their length doubles (a heavy tail)
+PRIOR_FROM = 16  # tokens: in the prior no output ends before this length
+TENANT_ENOUGH = 64.0  # weighted observations from which a tenant's own table is used
+TENANTS = 1024  # maximum tenants with tables; the least recently updated table is dropped
+REFRESH = 1 / 64  # a table's curve is recomputed when this fraction of its weight is new
+NEGLIGIBLE = 1e-4  # survival probabilities below this count as 0
+SKEWEST = 4.0  # maximum skewness for which the Wilson-Hilferty transformation is used
+RESCALE = 1e9  # observation weights are divided by this when the unit weight exceeds it
 
 # Horizons, in decode steps from now, at which the bound is evaluated.
 HORIZONS = (0, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, *(1 << i for i in range(10, 21)))
 
 
 def bucket_of(length: int) -> int:
-    """Index of the bucket that holds `length` tokens (>= 0)."""
+    """Return the index of the bucket that contains a length of `length` tokens (>= 0)."""
     if length < STEPS:
         return length
     octave = length.bit_length() - STEPS.bit_length()
@@ -50,38 +51,38 @@ def bucket_of(length: int) -> int:
 
 
 def edge(bucket: int) -> int:
-    """Its shortest length, tokens."""
+    """Return the shortest length of a bucket, tokens."""
     octave = max(0, bucket // STEPS - 1)
     return (bucket - STEPS * octave) << octave
 
 
 _EDGES = [edge(bucket) for bucket in range(BUCKETS + 1)]
-_BUCKETS = [bucket_of(length) for length in range(4096)]  # the common ones, looked up
+_BUCKETS = [bucket_of(length) for length in range(4096)]  # lookup table of bucket_of for common lengths
 
 
 class Lengths:
-    """A life table of output lengths: how many ended, and how many were last seen alive, in each bucket.
+    """A life table of output lengths: per bucket, how many outputs ended, and how many were cut off (censored).
 
-    add() takes O(1); the first question after enough of them takes O(BUCKETS)."""
+    add() takes O(1); the first query after many additions takes O(BUCKETS)."""
 
     def __init__(self, parent: Lengths | None = None) -> None:
         self._parent = parent  # model whose hazards serve as the prior
         self._ended = [0.0] * BUCKETS
         self._lost = [0.0] * BUCKETS
-        self._unit = 1.0  # weight of the next observation; growing it ages all others at once
-        self._sum = 0.0
-        self._news = 0  # observations since the curve was computed
-        self._hazards: list[float] = []
-        self._alive: list[float] = []  # the curve: P(length >= edge of bucket); empty: to be computed
-        self._rows: dict[int, list[tuple[float, float, float]]] = {}
+        self._unit = 1.0  # weight of the next observation; it grows, which ages all earlier observations at once
+        self._sum = 0.0  # sum of the weights of all observations
+        self._news = 0  # observations since the survival curve was computed
+        self._hazards: list[float] = []  # see hazards()
+        self._alive: list[float] = []  # survival curve: P(length >= edge of bucket); empty: must be computed
+        self._rows: dict[int, list[tuple[float, float, float]]] = {}  # cached results by bucket
 
     @property
     def weight(self) -> float:
-        """Observations it rests on, old ones counting less; at most MEMORY."""
+        """Weighted number of observations, at most about MEMORY; old observations count less."""
         return self._sum / self._unit
 
     def add(self, length: int, ended: bool) -> None:
-        """One output of `length` tokens; `ended` False: it would have gone on."""
+        """Add an output of `length` tokens; `ended` False: it was cut off, so its full length is unknown."""
         self._unit *= 1 + 1 / MEMORY
         if self._unit > RESCALE:
             self._ended = [value / RESCALE for value in self._ended]
@@ -95,7 +96,7 @@ class Lengths:
             self._news, self._alive = 0, []
 
     def alive(self, length: float) -> float:
-        """P(output has at least `length` tokens); between edges it falls geometrically."""
+        """Return P(output has at least `length` tokens), interpolated geometrically between bucket edges."""
         if not self._alive:
             self._build()
         if length >= LONGEST - 1:
@@ -106,11 +107,11 @@ class Lengths:
         return float(at * (past / at) ** ((length - low) / (high - low)))
 
     def lives(self, produced: int, more: float) -> float:
-        """P(it produces at least `more` tokens more | it has produced `produced` and did not end with them)."""
+        """Return P(output gets at least `more` further tokens | it has `produced` tokens and has not ended)."""
         return 1.0 if more <= 1 else self.alive(produced + more) / self.alive(produced + 1)
 
     def quantile(self, q: float, produced: int, cap: int) -> int:
-        """Most tokens still to come with probability `q` (0..1), at least 1, at most `cap`."""
+        """Return the `q`-quantile (0..1) of the number of further tokens, at least 1 and at most `cap`."""
         low, high = 1, max(1, cap)
         while low < high:  # the smallest r with P(remaining > r) <= 1 - q
             middle = (low + high) // 2
@@ -121,10 +122,10 @@ class Lengths:
         return low
 
     def row(self, bucket: int) -> list[tuple[float, float, float]]:
-        """Return moments of survival at each of HORIZONS, as far as any sequence lives.
+        """Return the moments of survival at each of HORIZONS, for a sequence whose output length is in this bucket.
 
-        They are the mean, the variance and the third central moment of 1 if a sequence lives and 0 if not.  The
-        sequences are those whose output so far ends in this bucket."""
+        The moments are mean, variance and third central moment of a variable that is 1 if the sequence still runs at
+        the horizon, else 0.  The list stops where survival is negligible."""
         if not self._alive:
             self._build()
         row = self._rows.get(bucket)
@@ -139,7 +140,7 @@ class Lengths:
         return row
 
     def hazards(self) -> list[float]:
-        """By bucket: the probability that an output which reached the bucket ends in it."""
+        """Return, per bucket, the probability that an output which reached the bucket ends in it."""
         if not self._alive:
             self._build()
         return self._hazards
@@ -150,7 +151,7 @@ class Lengths:
         for k in range(BUCKETS - 1, -1, -1):
             ended, lost = self._ended[k] / self._unit, self._lost[k] / self._unit
             guess = prior[k] if prior is not None else PRIOR_HAZARD if _EDGES[k] >= PRIOR_FROM else 0.0
-            # A sequence that left inside a bucket without an end was at risk for half of it.
+            # Actuarial convention: an output that was cut off inside a bucket was at risk for half of the bucket.
             hazards[k] = (ended + PRIOR * guess) / (reached + ended + lost / 2 + PRIOR)
             reached += ended + lost
         alive = [1.0]
@@ -160,21 +161,21 @@ class Lengths:
 
 
 class LengthModel:
-    """Distribution of output lengths: one for the model, and one per tenant with enough finished requests."""
+    """Distributions of output lengths: one for the model, and one per tenant with enough finished requests."""
 
     def __init__(self) -> None:
         self._model = Lengths()
         self._tenants: OrderedDict[str, Lengths] = OrderedDict()  # least recently updated first
 
     def lengths(self, tenant: str) -> Lengths:
-        """The table to use for a tenant ("": none in particular)."""
+        """Return the life table to use for a tenant ("": no tenant)."""
         own = self._tenants.get(tenant)
         return own if own is not None and own.weight >= TENANT_ENOUGH else self._model
 
     def record_output(self, tenant: str, produced: int, ended: bool) -> None:
-        """An output is over after `produced` tokens (>= 1).
+        """Record an output of `produced` tokens (>= 1).
 
-        `ended`: by itself.  Otherwise it ran into its cap, or was cancelled, and would have gone on."""
+        `ended`: a stop token ended it; otherwise it reached its maximum length or was cancelled."""
         self._model.add(produced, ended)
         if tenant:
             own = self._tenants.get(tenant)
@@ -187,19 +188,19 @@ class LengthModel:
 
 
 class Held(NamedTuple):
-    """One sequence whose end is known."""
+    """A sequence whose final length is known."""
 
     tokens: int  # tokens whose keys and values it holds now
-    remaining: int  # steps it still runs, a token each; with the last one it gives everything back
+    remaining: int  # steps that it still runs, one token each; it frees its blocks after the last step
 
 
 def peak_curve(sequences: Iterable[Held], block_size: int) -> list[tuple[int, int]]:
-    """(step, blocks held in it) for every step in which a sequence runs for the last time, latest first.
+    """Return (step, blocks held) for every step that is the last one of some sequence, latest step first.
 
-    Between two of them the sum only grows, so these are the local maxima.  O(n log n)."""
+    Between two such steps usage only grows, so these are the local maxima.  O(n log n)."""
     order = sorted(sequences, key=lambda held: -held.remaining)
-    counts = [0] * block_size  # living sequences by (tokens - 1) % block_size: when they take their next block
-    base = 0  # blocks now of those that live at the step under consideration
+    counts = [0] * block_size  # live sequences by (tokens - 1) % block_size, which decides when they take a block
+    base = 0  # current blocks of the sequences that still run at the considered step
     curve: list[tuple[int, int]] = []
     for living, held in enumerate(order, 1):
         blocks, place = divmod(held.tokens - 1, block_size)
@@ -214,31 +215,31 @@ def peak_curve(sequences: Iterable[Held], block_size: int) -> list[tuple[int, in
 
 
 class Demand:
-    """What a set of sequences will hold, built up one by one.
+    """The future KV usage of a set of sequences, which are added one by one.
 
-    Those of unknown length are gathered by (length table, age) into sums: of what they hold, its square and its cube.
-    Ends are independent, so the first three moments of the blocks held at a horizon add up.  A high quantile of a gamma
-    distribution with these moments gives the bound.  With few sequences that is near the worst case.  A cap on the
-    output counts from the next horizon on.
+    Sequences of unknown length are grouped by (length table, output length so far).  Each group keeps the sums of the
+    blocks held, of their squares and of their cubes.  Sequences end independently, so the first three central moments
+    of the blocks held at a horizon add up.  The bound is a high quantile of a gamma distribution with these moments.
+    For few sequences it is near the worst case.  An output's maximum length counts from the next horizon on.
 
-    add() takes O(1).  bound() takes O(horizons) for each new age, and O(n log n) in sequences of known length."""
+    add() takes O(1).  bound() takes O(horizons) per new group, and O(n log n) in the sequences of known length."""
 
     def __init__(self, block_size: int, caution: float) -> None:
-        """`caution`: the quantile, in standard deviations of a normal."""
-        self.to_compute = 0  # prompt tokens that its sequences have still to compute
+        """`caution`: the quantile, in standard deviations of a normal distribution."""
+        self.to_compute = 0  # prompt tokens that the sequences still have to compute
         self._size = block_size
-        self._grown = [horizon / block_size for horizon in HORIZONS]  # blocks by which each sequence has grown
+        self._grown = [horizon / block_size for horizon in HORIZONS]  # blocks that a sequence grows by each horizon
         self._caution = caution
-        self._constant = 0
+        self._constant = 0  # blocks that stay held at all horizons
         self._groups: dict[Lengths, dict[int, list[float]]] = {}
         self._known: list[Held] = []
-        self._all = [0.0] * len(HORIZONS)  # blocks held if no sequence ends before its cap
+        self._all = [0.0] * len(HORIZONS)  # blocks held per horizon if no sequence ends before its maximum length
         self._mean = [0.0] * len(HORIZONS)  # mean of the blocks held, per horizon
         self._variance = [0.0] * len(HORIZONS)
-        self._third = [0.0] * len(HORIZONS)  # central moment
+        self._third = [0.0] * len(HORIZONS)  # third central moment of the blocks held, per horizon
 
     def add(self, lengths: Lengths, tokens: int, produced: int, remaining: int) -> None:
-        """A sequence of unknown length: of its `tokens`, `produced` are output; at most `remaining` will follow."""
+        """Add a sequence of unknown length: `tokens` held, `produced` of them output, at most `remaining` to follow."""
         age = _BUCKETS[produced] if produced < 4096 else bucket_of(min(produced, LONGEST - 1))
         key = age * 32 + bisect_left(HORIZONS, remaining)
         groups = self._groups.get(lengths)
@@ -247,18 +248,18 @@ class Demand:
         sums = groups.get(key)
         if sums is None:
             sums = groups[key] = [0.0, 0.0, 0.0, 0.0]
-        held = tokens / self._size + 0.5  # on average half a block is not yet filled
+        held = tokens / self._size + 0.5  # blocks: on average half of the last block is not filled
         sums[0] += 1
         sums[1] += held
         sums[2] += held * held
         sums[3] += held * held * held
 
     def hold(self, blocks: int) -> None:
-        """Add blocks that stay held whichever sequence ends."""
+        """Add blocks that stay held even if single sequences end."""
         self._constant += blocks
 
     def add_known(self, held: Held) -> None:
-        """Add a sequence whose end is known."""
+        """Add a sequence whose final length is known."""
         self._known.append(held)
 
     def bound(self) -> int:
@@ -269,20 +270,20 @@ class Demand:
             return math.ceil(max(curve))
         worst, begin = 0.0, 0
         for step, blocks in reversed(peak_curve(self._known, self._size)):
-            # Until `step` the known ones grow; the others are at their worst somewhere on the way.
+            # Until `step` sequences of known length grow; add the maximum of the other sequences on the way.
             end = bisect_left(HORIZONS, step)
             worst = max(worst, blocks + max(curve[begin : end + 1]))
             begin = max(0, end - 1)
         return math.ceil(max(worst, *curve[begin:]))
 
     def _fold(self) -> None:
-        """Move the groups into the sums by horizon."""
+        """Add the moments of all groups to the sums per horizon."""
         everything, mean, variance, third = self._all, self._mean, self._variance, self._third
         for lengths, groups in self._groups.items():
             for key, (count, held, square, cube) in groups.items():
-                row = lengths.row(key // 32)[: key % 32 + 1]  # up to the first horizon past the cap
+                row = lengths.row(key // 32)[: key % 32 + 1]  # up to the first horizon beyond the maximum length
                 for h, (grown, (lives, spread, skew)) in enumerate(zip(self._grown, row, strict=False)):
-                    total = held + count * grown  # and its square and cube, for each (held + grown) of the group
+                    total = held + count * grown  # sum over the group of (held + grown); squares and cubes below
                     mixed = square + grown * held
                     total2 = mixed + grown * total
                     everything[h] += total
@@ -292,7 +293,7 @@ class Demand:
         self._groups = {}
 
     def _quantile(self, h: int) -> float:
-        """Blocks held at a horizon, except for unusual luck: Pearson type III by the formula of Wilson and Hilferty."""
+        """Return the quantile of the blocks held at a horizon: Pearson type III by the Wilson-Hilferty formula."""
         mean, variance = self._mean[h], self._variance[h]
         if variance <= 0:
             return mean

@@ -1,9 +1,10 @@
-"""Forecast accuracy: counts since the engine started.
+"""Forecast accuracy: how often two kinds of predictions came true since the engine started.
 
-Two predictions are judged.  For each output, when its sequence starts: the lengths within which it stays with the
-probabilities of `LEVELS`.  If the life table is right, these shares of the outputs do.  And for the sequences that
-hold blocks at some moment, a cohort: the bound on what they hold at once, without sequences that join later.  A bound
-should be passed rarely (forecast.py has the rate) and not lie far above.
+Output lengths: when a sequence starts, the forecast predicts a length for each probability in `LEVELS`.  If the life
+table is right, this fraction of outputs stays within the predicted length.
+
+Peak usage: a cohort is the set of sequences that hold blocks at one moment.  The forecast computes a bound on the
+blocks that the cohort holds at once.  The usage should rarely exceed the bound, and should not stay far below it.
 """
 
 from __future__ import annotations
@@ -18,53 +19,53 @@ LEVELS = (0.5, 0.9, 0.99)
 
 
 class ForecastAccuracy(msgspec.Struct):
-    """Predictions and how many of them came true; exported in EngineLoad and as metrics."""
+    """Counts of predictions and of those that came true; exported in EngineLoad and as metrics."""
 
-    judged: list[int] = msgspec.field(default_factory=lambda: [0] * len(LEVELS))  # outputs, by level
-    within: list[int] = msgspec.field(default_factory=lambda: [0] * len(LEVELS))  # those no longer than predicted
-    peaks: int = 0  # cohorts
-    peaks_passed: int = 0  # those that held more than their bound
-    bound_blocks: int = 0  # sum of the bounds
-    peak_blocks: int = 0  # sum of what was held at the most
+    judged: list[int] = msgspec.field(default_factory=lambda: [0] * len(LEVELS))  # outputs compared, per level
+    within: list[int] = msgspec.field(default_factory=lambda: [0] * len(LEVELS))  # outputs within the predicted length
+    peaks: int = 0  # cohorts compared
+    peaks_passed: int = 0  # cohorts that held more blocks than their bound
+    bound_blocks: int = 0  # sum of the cohorts' bounds, blocks
+    peak_blocks: int = 0  # sum of the cohorts' actual peaks, blocks
 
     def output(self, predicted: Several[int], produced: int, cap: int) -> None:
-        """Count an output that ended by itself or at its cap, `produced` tokens long.
+        """Count an output of `produced` tokens that ended at a stop token or at its maximum length `cap`.
 
-        A level whose length lies at the cap or beyond predicted nothing."""
+        Levels that predicted at least `cap` tokens are skipped: every output stays within them."""
         for level, length in enumerate(predicted):
             if length < cap:
                 self.judged[level] += 1
                 self.within[level] += produced <= length
 
     def peak(self, bound: int, held: int) -> None:
-        """Count a cohort that is over."""
+        """Count a cohort that is over.  `held`: its actual peak, blocks."""
         self.peaks += 1
         self.peaks_passed += held > bound
         self.bound_blocks += bound
         self.peak_blocks += held
 
     def table(self) -> list[tuple[float, int, int]]:
-        """(level, outputs judged, those within) for each level."""
+        """Return (level, outputs compared, outputs within the predicted length) per level."""
         return list(zip(LEVELS, self.judged, self.within, strict=True))
 
 
 def tokens_held(seq: Sequence, step: int) -> int:
-    """Tokens that a sequence keeps in the KV cache at the end of `step`, or will when it has prefilled or resumed."""
+    """Return the tokens in a sequence's KV cache at the end of `step`; for prompts in prefill, all known tokens."""
     known = seq.state is State.PREFILLING or seq.state is State.WAITING
     return len(seq.tokens) if known else seq.computed_before(step + 1)
 
 
 class Cohort:
-    """Sequences that held blocks when a bound was computed, until the rest of them cannot hold more than they have."""
+    """The sequences that held blocks when a bound was computed, observed until their usage cannot rise any more."""
 
     def __init__(self, members: list[tuple[Sequence, int]], common: int, bound: int, block_size: int) -> None:
-        """`members`: each with the number of its first blocks that are shared; `common`: these, counted once."""
+        """`members`: (sequence, number of shared blocks at its start).  `common`: all shared blocks, counted once."""
         self.bound = bound
-        self.peak = 0  # maximum of blocks held at once, as of the last look()
+        self.peak = 0  # maximum blocks held at once, as of the last look()
         self._members, self._common, self._size = members, common, block_size
 
     def look(self, step: int) -> bool:
-        """Add up what the members hold at the end of `step`.  True: the cohort is over.  O(members)."""
+        """Sum up the blocks of the members at the end of `step`.  Returns True if the cohort is over.  O(members)."""
         self._members = [(seq, shared) for seq, shared in self._members if seq.state is not State.FINISHED]
         held = most = self._common if self._members else 0
         for seq, shared in self._members:

@@ -1,20 +1,20 @@
-"""Growth policy: which sequence takes another block when the pool runs full, so that bad luck is no preemption.
+"""Growth policy: which sequences may take another block when the pool is almost full, to avoid preemptions.
 
-Admission starts what will *probably* fit.  When unusually few outputs end, the pool fills up, and sequences have to
-pause.  A paused sequence keeps its blocks and loses nothing, as long as others end.  So it matters which ones continue.
-A token takes 1/block_size of a block, whatever the sequence, and an end gives back all that a sequence holds.  If
-large and small sequences end equally often, a token of a large one is more likely to free many blocks.  So the smaller
-a sequence, the more blocks have to be left over when it takes one.  The last blocks belong to the largest one.
+Admission starts sequences that will *probably* fit.  If fewer outputs end than predicted, the pool fills up, and some
+sequences must pause.  A paused sequence keeps its blocks, so pausing costs no recomputation.  Every token takes
+1/block_size of a block, and an ending sequence frees all its blocks.  If large and small sequences end equally often
+per token, a token of a large sequence frees more blocks on average.  So large sequences go first: the smaller a
+sequence, the more blocks must stay free when it takes one, and the largest sequence may take the last block.
 
-    blocks that must be left over
+    blocks that must stay free
     |                                              .'     head + spread
     |                                         . '
-    |                                . . '                head: what the largest still needs
+    |                                . . '                head: blocks that the largest sequence still needs
     |....... . . . '
     +---------------------------------------------->
      largest              by size              smallest
 
-The spread is what the total of independent sequences varies by: the root of their number times their mean size.
+The spread estimates how much the total size of independent sequences varies: sqrt(number of sequences) * mean size.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from collections.abc import Iterable
 from math import sqrt
 
 SPREAD = 0.5
-HEAD = 1.0  # times the mean size: the most that is kept for the largest sequence
-POWER = 4
+HEAD = 1.0  # maximum blocks kept for the largest sequence, as a multiple of the mean size
+POWER = 4  # exponent of the curve above
 
 
 class GrowthPolicy:
-    """The sizes of all sequences that hold blocks, at one moment.  Building takes O(n log n), a question O(log n)."""
+    """A snapshot of the sizes of all sequences that hold blocks.  Building takes O(n log n), may_take() O(log n)."""
 
     def __init__(self, holders: Iterable[tuple[int, int]]) -> None:
-        """`holders`: (blocks held, blocks still needed at the most) of each."""
+        """`holders`: (blocks held, maximum blocks still needed) per sequence."""
         sizes = sorted((-held, need) for held, need in holders)
         self._sizes = [size for size, _ in sizes]  # negative: the largest first
         count = max(1, len(sizes))
@@ -42,12 +42,13 @@ class GrowthPolicy:
 
     @property
     def relaxed(self) -> float:
-        """With this many blocks left over every sequence may take one."""
+        """Number of free blocks from which every sequence may take a block."""
         return self._head + self._spread
 
     def may_take(self, held: int, left: int) -> bool:
-        """Return whether a sequence that holds `held` blocks may take one that leaves `left` for the others.  The
-        largest may while there is any."""
+        """Return whether a sequence that holds `held` blocks may take another block, if `left` blocks then stay free.
+
+        The largest sequence may take any block."""
         if left >= self.relaxed:
             return True
         rank = bisect_left(self._sizes, -held)

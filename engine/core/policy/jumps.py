@@ -1,17 +1,17 @@
-"""Jump costs: whether a step in which sequences jump over forced tokens saves more time than it takes.
+"""Jump costs: whether computing forced tokens in one slice (a jump) saves more time than it adds to the step.
 
-A jump turns a decode step into one with slices, which takes longer for every sequence in it.  On a GPU it launches
-other kernels, a large batch without a CUDA graph, so that a jump of four tokens may double the step.
+A jump adds a slice to a decode step, which makes the step longer for every sequence in it.  On a GPU such a step runs
+other kernels, and large batches run without a CUDA graph, so a jump of four tokens may double the step's time.
 
-    decode step       D seconds for n sequences                    a row of it is worth D / n
-    step with jumps   D + extra seconds                            it saves a row for each token that it jumps over
+    decode step       D seconds for n sequences        one token of one sequence is worth D / n
+    step with jumps   D + extra seconds                saves D / n per token that it jumps over
 
-So jumps pay where tokens * D / n > extra.  They are made only where they save GAIN times as much as they add: every
-sequence waits for the longer step, few of them jump, and a batch ends with its slowest sequence.  What they add depends
-on the device, the model and n, so it is measured.
+So jumps pay if tokens * D / n > extra.  The plan has jumps only if they save GAIN times the extra time, because every
+sequence waits for the longer step, few sequences jump, and a batch ends with its slowest sequence.  The extra time
+depends on the device, the model and n, so it is measured.
 
-The search for forced tokens takes the host some microseconds for each sequence with a grammar.  It stops for a while
-where jumps are refused again and again.
+The search for forced tokens takes some microseconds of host time per sequence with a grammar.  It stops for a while if
+jumps are refused repeatedly.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from dataclasses import dataclass
 
 from quire.engine.core.policy.step_cost import FRESH, OUTLIER, StepCostModel
 
-READINGS = 4  # steps with jumps that are measured before any is refused
-GAIN = 2.0
-PATIENCE = 16  # refused plans, one after another, before the search for forced tokens rests
-REST = 256  # plans without it.  One step with jumps is measured then: what made them slow may have passed
+READINGS = 4  # number of steps with jumps to measure before any jump is refused
+GAIN = 2.0  # minimum ratio of saved time to extra time
+PATIENCE = 16  # consecutive refused plans before the search for forced tokens stops
+REST = 256  # plans without the search; afterwards one step with jumps is measured again
 
 
 @dataclass(slots=True)
 class _Size:
-    """What is known of steps with about as many sequences."""
+    """Measurements of steps whose numbers of sequences have the same bit length."""
 
-    extra_s: float = 0.0  # moving average of what jumps add
-    readings: int = 0
-    refused: int = 0  # plans since the last one with jumps, or since the last rest
-    rest: int = 0  # plans of the rest that are left
-    again: bool = False  # after the rest, one step is measured
+    extra_s: float = 0.0  # moving average of the seconds that jumps add to a step
+    readings: int = 0  # measured steps with jumps
+    refused: int = 0  # refused plans since the last plan with jumps, or since the last pause of the search
+    rest: int = 0  # remaining plans without a search for forced tokens
+    again: bool = False  # measure one step with jumps after the pause
 
 
 class JumpCosts:
-    """Knows what jumps add to a step, for each power of two of sequences.  O(1) each."""
+    """Measures the time that jumps add to a step, per power of two of sequences.  Every method takes O(1)."""
 
     def __init__(self, step_cost: StepCostModel) -> None:
         self._step_cost = step_cost
         self._sizes: dict[int, _Size] = {}  # measurements by bit length of the sequences in a step
 
     def record(self, seconds: float, seqs: int) -> None:
-        """Learn from a step with jumps, without prompts.  `seqs`: sequences that decode or jump in it."""
+        """Learn from the time of a step with jumps and no prompts.  `seqs`: sequences that decode or jump in it."""
         self._step_cost.mixed_steps += 1
         if not (alone := self._step_cost.decode_s(seqs)):
             return
@@ -56,7 +56,7 @@ class JumpCosts:
         size.readings += 1
 
     def pay(self, tokens: int, seqs: int) -> bool:
-        """Return whether a step of `seqs` sequences should jump over `tokens` tokens, all its jumps together."""
+        """Return whether a step of `seqs` sequences should have jumps.  `tokens`: tokens saved by all of its jumps."""
         size = self._size(seqs)
         gain = tokens * self._step_cost.decode_s(seqs) / max(1, seqs)
         if size.readings < READINGS or gain > GAIN * size.extra_s or (size.again and not size.rest):
@@ -68,8 +68,9 @@ class JumpCosts:
         return False
 
     def look_ahead(self, seqs: int, prompts: bool) -> bool:
-        """Return whether to search for forced tokens in a step; ask once for each.  `prompts`: some are computed, and
-        the next steps with them have slices in any case."""
+        """Return whether a step should search for forced tokens; call it once per step.
+
+        `prompts`: prompts are in prefill, so that the next steps have slices, and jumps add little."""
         size = self._size(seqs)
         if not size.rest:
             return True

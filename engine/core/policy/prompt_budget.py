@@ -1,11 +1,11 @@
-"""Prompt tokens of a step: the budget next to decoding sequences, and its division between short and long prompts.
+"""Prompt budget: prompt tokens of a step that also decodes, and their division between short and long prompts.
 
-Prompts advance in the order of their starts, each with all tokens that the step has left.  A long one is the exception:
+Prompts advance in the order of their starts, each with all tokens that the step has left, except long prompts:
 
-    step budget   |  short prompts, and those that start now  |  long prompts, in the order of their starts  |
-                  |  a fifth at most, what they leave goes to ->
+    step budget   |  short prompts, and prompts that start now  |  long prompts, in the order of their starts  |
+                  |  a fifth at most; the unused rest goes to ->
 
-So a prompt that arrives behind a long one starts in the next step.  The long one keeps four fifths of its pace.
+So a prompt that arrives after a long prompt starts in the next step, and the long prompt keeps 4/5 of its speed.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from quire.engine.core.limits import Limits
 from quire.engine.core.policy.step_cost import FIRST, StepCostModel
 from quire.engine.core.sequence import Sequence
 
-LONG_STEPS = 2  # steps of its own that a long prompt still needs at least; a shorter one is soon out of the way
+LONG_STEPS = 2  # a prompt is long if its uncomputed tokens would take more than this many full steps
 SHORT_SHARE = 0.2  # fraction of a step's prompt tokens for prompts that are not long
 
 
 def prompt_budget(limits: Limits, step_cost: StepCostModel, batch: Batch, waiting: int, behind: int) -> int:
-    """Return the minimum of three bounds: the token budget, the aimed step time, and the stretch of a decode step.
+    """Return the prompt tokens of the next step: the minimum of the token budget and the bounds on the step's time.
 
-    `waiting`: sequences in the queue.  `behind`: reassigned sequences that have not been computed again yet.  All of
-    them paused together when their engine died.  Until the last one resumes, the bound on the stretch protects only
-    sequences that began here.  Otherwise those that resumed first would hold back the recomputing of the others."""
+    `waiting`: sequences in the queue.  `behind`: reassigned sequences that have not been recomputed yet.  While there
+    are any, the stretch bound protects only sequences that began on this engine.  Otherwise the reassigned sequences
+    that resumed first would delay the recomputation of the rest."""
     budget = limits.step_tokens - batch.decoding
     if limits.step_target_s:
         within = step_cost.tokens_within(batch.decoding, limits.step_target_s)
@@ -44,8 +44,8 @@ def prompt_budget(limits: Limits, step_cost: StepCostModel, batch: Batch, waitin
 
 
 def split_by_length(started: Iterable[Sequence], budget: int) -> tuple[list[Sequence], list[Sequence]]:
-    """Return (short, long), each in the order given.  A long prompt needs more than LONG_STEPS steps of `budget`
-    tokens.  O(prompts that have started)."""
+    """Split started prompts into (short, long), in order: long prompts need more than LONG_STEPS steps of `budget`
+    tokens.  O(started prompts)."""
     short, long = list[Sequence](), list[Sequence]()
     for seq in started:
         (long if seq.known - seq.computed > LONG_STEPS * budget else short).append(seq)

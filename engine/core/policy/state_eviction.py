@@ -1,12 +1,12 @@
-"""Which checkpoint of recurrent state is overwritten when no place is free.
+"""State eviction: which checkpoint of recurrent state is overwritten when no place is free.
 
-All checkpoints have the same size, so the one with the lowest recency + saved work goes.  Both are relative to the
-largest of the checkpoints: recency 1 is the one used last, saved work 1 the one without which a hit would have to
-compute most tokens again.  A checkpoint that was found counts as used then.
+All checkpoints have the same size, so the checkpoint with the lowest recency + saved work is evicted.  Both terms are
+scaled to 0..1: recency is 1 for the checkpoint used last, and saved work is 1 for the checkpoint that saves most tokens
+of recomputation.  A prefix hit counts as use.
 
-    system prompt, found often, 2,048 tokens saved     1.0 + 1.0
-    end of a turn, 300 tokens behind the last one      0.9 + 0.15
-    step of a long prompt, 128 tokens, never found     0.3 + 0.06    <- evicted
+    system prompt, hit often, 2,048 tokens saved               1.0 + 1.0
+    end of a turn, 300 tokens after the last checkpoint        0.9 + 0.15
+    middle of a long prompt, 128 tokens saved, never hit       0.3 + 0.06    <- evicted
 
 Source: Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs", arXiv 2411.19379, section 4.2.
 """
@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-SAVED_WEIGHT = 1.0  # factor of saved work; recency has 1
+SAVED_WEIGHT = 1.0  # weight of saved work, relative to recency
 
 
 class Candidate(Protocol):
-    """What the policy reads of a checkpoint."""
+    """The fields of a checkpoint that the policy reads."""
 
-    used: int  # the pool's clock when it was written or found last
-    saved: int  # tokens
+    used: int  # value of the pool's clock when the checkpoint was last written or found
+    saved: int  # tokens that a hit saves
 
 
 Kept = TypeVar("Kept", bound=Candidate)
@@ -33,7 +33,7 @@ class StateEviction:
     """Chooses the checkpoint to overwrite.  O(checkpoints) per choice."""
 
     def choose(self, checkpoints: Iterable[tuple[int, Kept]]) -> int:
-        """Return the place to overwrite; -1: there is none.  Among equals the least recently used one."""
+        """Return the place of the checkpoint to overwrite; -1: there is none.  Ties go to the least recently used."""
         found = list(checkpoints)
         if not found:
             return -1
