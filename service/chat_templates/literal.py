@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from quire.service.common.refusal import bad_request
 
@@ -31,6 +31,7 @@ _MARK = re.compile(r"[<\[][^\s<>\[\]]+[>\]]")
 # Reasoning between a pair of tags, as clients send it back that do not know it.
 _REASONING = re.compile(r"\s*(?:<([\w:]+)>.*?</\1>|\[(\w+)\].*?\[/\2\])", re.S)
 
+KeyOrder = Literal["", "exact", "lower"]  # "lower": whatever the case; "": as they come
 Span = tuple[int, int]  # first character and end in the rendered text
 
 
@@ -82,11 +83,11 @@ class LiteralContent:
         }
         self._readings: dict[frozenset[str], _Reading] = {}
 
-    def hidden(self, constants: frozenset[str], *contents: Any) -> Hidden:
+    def hidden(self, constants: frozenset[str], *contents: Any, sorts: KeyOrder = "") -> Hidden:
         """Return what hides characters of `contents`: all values of a request that the template gets.
 
-        `constants`: the template's own strings."""
-        return Hidden(self, self._reading(constants), contents)
+        `constants`: the template's own strings.  `sorts`: its order of the keys of an object."""
+        return Hidden(self, self._reading(constants), contents, sorts)
 
     def _reading(self, constants: frozenset[str]) -> _Reading:
         if (known := self._readings.get(constants)) is not None:
@@ -211,8 +212,11 @@ class LiteralContent:
 class Hidden:
     """The private characters of one request."""
 
-    def __init__(self, literal: LiteralContent, reading: _Reading, contents: Iterable[Any]) -> None:
-        self._literal, self._reading, self._contents = literal, reading, tuple(contents)
+    def __init__(
+        self, literal: LiteralContent, reading: _Reading, contents: Iterable[Any], sorts: KeyOrder = ""
+    ) -> None:
+        self._literal, self._reading, self._contents, self._sorts = literal, reading, tuple(contents), sorts
+        self._digits = ""  # private characters of ranks, in their order
         self._private: dict[str, str] = {}  # character -> the private one that stands for it
         self._free: Iterator[str] | None = None
 
@@ -248,8 +252,22 @@ class Hidden:
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, dict):
-            return {self._text(key, key=True): self.value(inner) for key, inner in value.items()}
+            keys = {key: self._text(key, key=True) for key in value}
+            if self._sorts and any(hidden != key for key, hidden in keys.items()):
+                keys = self._ranked(keys)
+            return {keys[key]: self.value(inner) for key, inner in value.items()}
         return [self.value(inner) for inner in value] if isinstance(value, list) else value
+
+    def _ranked(self, keys: dict[str, str]) -> dict[str, str]:
+        """Return hidden keys that a template sorts as the keys themselves: the rank of each precedes it.
+
+        Names that a template itself looks up keep their text: a schema has none that is hidden."""
+        if not self._digits:
+            self._digits = "".join(self._next() for _ in range(10))
+        ranked = sorted(keys, key=str.lower if self._sorts == "lower" else None)
+        width = len(str(len(ranked)))
+        ranks = {key: "".join(self._digits[int(digit)] for digit in f"{at:0{width}}") for at, key in enumerate(ranked)}
+        return {key: ranks[key] + hidden for key, hidden in keys.items()}
 
     def _text(self, text: str, *, key: bool = False) -> str:
         return self._literal.hide(text, self._reading, self._of, key=key) if text else text
@@ -258,6 +276,11 @@ class Hidden:
         return self._private.get(char) or self._new(char)
 
     def _new(self, char: str) -> str:
+        self._private[char] = self._next()
+        return self._private[char]
+
+    def _next(self) -> str:
+        """Return a private character that nothing else has, greater than those before.  Raises Refusal."""
         if self._free is None:
             used = {code for text in _strings(self._contents) for code in _private_codes(text)}
             self._free = (chr(code) for code in range(0xE000, 0xF900) if code not in used)
@@ -265,7 +288,6 @@ class Hidden:
         if not private:
             message = "messages: text that reads like special tokens beside 6,400 different private characters"
             raise bad_request("unsupported", message, "messages", "some private characters unused")
-        self._private[char] = private
         return private
 
     def reveal(self, text: str) -> tuple[str, list[Span]]:
@@ -273,9 +295,11 @@ class Hidden:
         if not self._private:
             return text, []
         if "\\u" in text:  # a template may write JSON in ASCII
-            escapes = {f"{ord(private):04x}": private for private in self._private.values()}
+            escapes = {f"{ord(private):04x}": private for private in (*self._private.values(), *self._digits)}
             pattern = rf"\\u({'|'.join(escapes)})"
             text = re.sub(pattern, lambda found: escapes[found[1].lower()], text, flags=re.I)
+        if self._digits:
+            text = re.sub(f"[{self._digits}]", "", text)
         whole = text
         for char, private in self._private.items():
             whole = whole.replace(private, char)

@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 from jinja2 import Environment, TemplateSyntaxError
 
+from quire.service.chat_templates.literal import KeyOrder
+
 TEMPLATES_KEPT = 4  # most recently read
 PROBE = "quireprobe"
 EFFORT = "reasoning_effort"
@@ -55,6 +57,7 @@ class Dialect(msgspec.Struct, frozen=True):
     parallel_calls: bool = True  # more than one call in a message
     content_with_calls: bool = True  # text of the assistant in a message with calls, also before later turns
     nine_letter_ids: bool = False  # it refuses call ids of another form
+    sorts: KeyOrder = ""  # its order of the keys of an object
     any_arguments: bool = True  # arguments that are no JSON object, as a string
 
 
@@ -206,7 +209,7 @@ class _Shapes:
             "assistant_first": renders(say("assistant"), say("user")),
         }
 
-    def _of_calls(self) -> dict[str, bool]:
+    def _of_calls(self) -> dict[str, Any]:
         say, renders, call, result = self._say, self._renders, self._call, self._result
         shown = {ids: renders(say("user"), call(ids), result(ids)) for ids in ("call_quire_0", "quire0123")}
         ids = next((ids for ids, whole in shown.items() if whole), "")
@@ -228,7 +231,20 @@ class _Shapes:
             "content_with_calls": renders(say("user"), speaking, result(ids))
             and renders(say("user"), speaking, result(ids), *final),
             "any_arguments": renders(say("user"), raw, result(ids)),
+            "sorts": self._sorts(call(ids)),
         }
+
+    def _sorts(self, message: dict[str, Any]) -> KeyOrder:
+        """Return the order of the keys of a call's arguments."""
+        keys = [f"{PROBE}{last}" for last in ("c", "a", "B")]
+        arguments: Any = dict.fromkeys(keys, 1)
+        call = message["tool_calls"][0]
+        function = {**call["function"], "arguments": arguments if self._dialect.arguments else json.dumps(arguments)}
+        given = [self._say("user"), {**message, "tool_calls": [{**call, "function": function}]}]
+        text = _rendered(self._render, given) or _rendered(self._render, given, [_tool()])
+        found = [key for _, key in sorted((text.rfind(key), key) for key in keys)]
+        orders: dict[KeyOrder, list[str]] = {"": keys, "exact": sorted(keys), "lower": sorted(keys, key=str.lower)}
+        return next((order for order, wanted in orders.items() if found == wanted), "")
 
     def _word(self) -> str:
         self._count += 1

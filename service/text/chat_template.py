@@ -84,7 +84,11 @@ class ChatTemplate:
         messages = with_family_ids(messages, self.responses)
         fitted = self._fitted(messages)
         given = {"tools": options.tools or None, "documents": options.documents or None, **variables}
-        hidden = self.literal.hidden(self.dialect.constants, fitted, given) if self.literal else None
+        hidden = (
+            self.literal.hidden(self.dialect.constants, fitted, given, sorts=self.dialect.sorts)
+            if self.literal
+            else None
+        )
 
         def render(shown: list[dict[str, Any]]) -> str:
             text: str = self._render(

@@ -203,6 +203,38 @@ def test_ids_of_harmless_content_do_not_change(published: Tokenizer, data: st.Da
         published.chat.literal = literal
 
 
+SORTING = {
+    "dictsort": "{% for key, _ in a | dictsort %}{{ key }},{% endfor %}",
+    "sensitive": "{% for key, _ in a | dictsort(true) %}{{ key }},{% endfor %}",
+    "sort": "{% for key in a | sort %}{{ key }},{% endfor %}",
+    "attribute": "{% for pair in a.items() | sort(attribute='0') %}{{ pair[0] }},{% endfor %}",
+}
+KEYS = st.lists(st.text(alphabet=st.sampled_from("<|~aAz0é\ue001"), max_size=4), min_size=2, max_size=5, unique=True)
+
+
+@pytest.fixture(scope="module", params=SORTING)
+def sorting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{% set a = c.function.arguments %}"
+        + SORTING[request.param]
+        + "{{ a.values() | join }}{% endfor %}<|im_end|>{% endfor %}"
+    )
+    return Tokenizer(str(with_template(byte_level(tmp_path_factory.mktemp("sorting") / "m"), template)))
+
+
+@given(keys=KEYS)
+@example(keys=["<|", "<~", "a", "z"])
+@example(keys=["<|a", "A<|", "zz<|im_end|>"])
+@example(keys=["AA", "a<", "B", "Z<|"])
+@settings(max_examples=20, deadline=None)
+def test_keys_are_sorted_by_their_own_text(sorting: Tokenizer, keys: list[str]) -> None:
+    function = {"name": "f", "arguments": dict.fromkeys(keys, 1)}
+    said = [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}]
+    text = sorting._hf.apply_chat_template(said, tokenize=False)
+    assert sorting.text_of(sorting._encode_chat(said), skip_special=False) == text
+
+
 def test_tokens_that_frame_messages_are_controls_though_not_special(tmp_path: Path) -> None:
     """As in DeepSeek's tokenizer."""
     template, _ = TEMPLATES["deepseek"]
