@@ -71,6 +71,7 @@ class StepLaunches:
             verified = verify(drafts, self._samplers, logits, tokens, outcomes, self._batch.position)
             self._batch.finish(tokens)
             return verified
+        logits = logits[:count]  # a step padded to the size of one with drafts has more
         if self._divided is not None and not general:
             self._divided.choose_likeliest(logits, step.sample_slots, tokens, outcomes)
         else:

@@ -43,6 +43,7 @@ from quire.engine.executor import loading
 from quire.engine.executor.models import hf
 from quire.engine.llm import LLM, Adapter
 from quire.engine.loop import ConfigError
+from quire.engine.process.interpreter import tune_interpreter
 from quire.engine.tools.bench import prefill, say
 from quire.engine.wire.messages import Sampling
 
@@ -171,6 +172,7 @@ def main(argv: list[str]) -> int:
     slots = max(config.lora_slots, own.adapters)
     config = msgspec.structs.replace(config, prefix_cache=False, lora_slots=slots)
     found: dict[str, dict[str, float]] = {}
+    tune_interpreter()
     try:
         with tempfile.TemporaryDirectory() as root:
             write_adapter(folder := Path(root) / "adapter", config.model, own.rank)
@@ -179,6 +181,7 @@ def main(argv: list[str]) -> int:
                 which: LLM.over(one, loading.load(one))
                 for which, one in (("without", msgspec.structs.replace(config, lora_slots=0)), ("with", config))
             }
+            engines["with"].generate([[5] * PROMPT] * own.adapters, GREEDY, max_new_tokens=1, adapters=adapters[:-1])
             for batch in own.batches:
                 found[str(batch)] = compare(engines, batch, own.new, own.rounds, adapters[:-1])
                 say(f"batch {batch}: {found[str(batch)]}")

@@ -183,6 +183,23 @@ def test_a_size_with_a_sequence_for_each_token_has_the_same_tokens(llm: LLM, str
     assert accepted > 0
 
 
+def test_a_prompt_step_of_the_size_of_one_with_drafts_samples_its_own_rows(llm: LLM) -> None:
+    """As on a GPU, where prompts are padded to any size that fits: those with drafts have more logits than slots."""
+    batch, padded = llm.executor._worker._batch, list[Shape]()  # type: ignore[attr-defined]
+
+    def with_logits(_: Shapes, exact: Shape) -> Shape:
+        padded.append(exact._replace(logits=exact.logits + 3))
+        return padded[-1]
+
+    plain = run(llm, PROMPTS, SAMPLINGS)
+    try:
+        with mock.patch.object(Shapes, "padded", with_logits):
+            assert answers(run(llm, PROMPTS, SAMPLINGS)) == answers(plain)
+    finally:
+        batch.shapes = Shapes()
+    assert padded
+
+
 def test_a_preempted_answer_drafts_on(checkpoint: Checkpoint) -> None:
     """In a pool too small for all, some are preempted, others find no block for their drafts."""
     small = open_llm(

@@ -84,7 +84,7 @@ def test_each_token_has_the_logits_of_a_step_of_its_own(
 
 
 def test_steps_with_drafts_replay_graphs(checkpoint: Checkpoint) -> None:
-    """All that fit: up to 40 sequences, and 256 tokens together."""
+    """Steps of up to 40 sequences, most of which draft: sizes with graphs hold the others, too."""
     replayed: list[bool] = []
     replay = StepGraphs.mixed
 
@@ -94,7 +94,7 @@ def test_steps_with_drafts_replay_graphs(checkpoint: Checkpoint) -> None:
             replayed.append(found)
         return found
 
-    llm = open_llm(checkpoint("llama"))
+    llm = open_llm(checkpoint("llama"), max_seqs=80, step_tokens=512)
     with mock.patch.object(StepGraphs, "mixed", count):
         for streams in (1, 2, 7, 40):
             compare(llm, [words(9, at) for at in range(streams)], [hot(at) for at in range(streams)], None)
@@ -203,13 +203,14 @@ def test_texts_differ_no_more_often_than_by_batch_size(
         prompts = [words(10 + at, at) for at in range(30)]
         samplings = [Sampling(temperature=temperature, seed=at, ignore_eos=True) for at in range(30)]
         together = run(llm, prompts, samplings, new=100)
-        alone = [run(llm, [ids], [each], new=100)[0] for ids, each in zip(prompts, samplings, strict=True)]
+        few = list(zip(prompts, samplings, strict=True))[:10]
+        alone = [run(llm, [ids], [each], new=100)[0] for ids, each in few]
         said = [ids + done.outputs[0].token_ids for ids, done in zip(prompts, together, strict=True)]
         drafts.drafter, drafts.policy = replaying(said, None), AllDrafts()
         drafted = run(llm, prompts, samplings, new=100)
         drafts.reset()
         drafts.drafter = None
-        rates[temperature] = differences(together, alone), differences(together, drafted)
+        rates[temperature] = differences(together[:10], alone), differences(together, drafted)
     with capsys.disabled():
         print(f"\n{dtype}: (differences, tokens) by batch size, by drafts: {rates}")
     by_batch, by_drafts = (sum(each[at][0] for each in rates.values()) for at in (0, 1))
