@@ -1,4 +1,4 @@
-"""Threads for the work on requests whose size would hold the event loop."""
+"""Threads for work on large requests, which would block the event loop."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LONG_BYTES = 256 * 1024  # larger requests share one thread, so that they never delay shorter ones for seconds
+LONG_BYTES = 256 * 1024  # larger requests share one thread, so that they never delay shorter requests for seconds
 
 
 class WorkThreads:
-    """Two pools: one for short requests, one for long ones."""
+    """Two thread pools: one for short requests, one for long requests."""
 
     def __init__(self, inline_bytes: int, name: str) -> None:
         """`inline_bytes`: work on larger requests runs on a thread.  `name`: prefix of the threads' names."""
@@ -26,8 +26,8 @@ class WorkThreads:
     async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `work` for a request of `size` bytes: inline if it is short, else on a thread.
 
-        Native code lets the event loop run meanwhile if it releases the interpreter, as the tokenizer does.  Python
-        code on the thread lets it run every GIL_SWITCH_S (app.py)."""
+        The event loop runs meanwhile if `work` is native code that releases the GIL, as the tokenizer is.  Python code
+        on the thread releases the GIL every GIL_SWITCH_S (app.py)."""
         if size <= self._inline:
             return work(*args, **kwargs)
         pool = self._pool if size <= LONG_BYTES else self._long_pool

@@ -1,8 +1,8 @@
-"""Types of arguments that a model writes as text: the schemas of the request's tools -> JSON values.
+"""Conversion of arguments that a model writes as plain text to JSON values, by the schemas of the request's tools.
 
     tools --reduced--> names and types, stored with the request --Tools--> text of an argument -> its JSON
 
-A text stays a string unless its schema names another type and the text is a value of it.
+A text stays a string unless the argument's schema has another type and the text is a value of that type.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 from quire.service.output.json_repair import WHOLE_CHARS, Repair, repaired, valid
 
-OUTLINES = 128  # schemas within one argument whose types are known to a reader of nested tags
-SCHEMAS = 64  # looked at for one argument, through references and unions
+OUTLINES = 128  # maximum number of subschemas kept per argument, for readers of nested tags
+SCHEMAS = 64  # maximum number of schemas visited for one argument, through references and unions
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-NO_STRING = ["integer", "number", "boolean", "null", "object", "array"]  # types of what is known to be no string
+NO_STRING = ["integer", "number", "boolean", "null", "object", "array"]  # types of an argument that is no string
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
 def reduced(tools: list[dict[str, Any]], *, nested: bool = False) -> list[dict[str, Any]]:
-    """Return names and types of arguments: what is needed to read calls.  `nested`: also of what is within them."""
+    """Reduce tools to the names and types of their arguments.  `nested`: keep the types within arguments, too."""
     found = []
     for tool in tools:
         parameters = tool["function"].get("parameters") or {}
@@ -37,7 +37,7 @@ def reduced(tools: list[dict[str, Any]], *, nested: bool = False) -> list[dict[s
 
 
 def _outline(schema: Any, root: dict[str, Any], left: list[int]) -> dict[str, Any]:
-    """Return types of a schema and of those within it, of at most `left[0]` schemas."""
+    """Return the types of a schema and of its subschemas, of at most `left[0]` schemas in total."""
     left[0] -= 1
     found: dict[str, Any] = {"type": types_of(schema, root)}
     for _ in range(SCHEMAS):
@@ -57,7 +57,7 @@ def _outline(schema: Any, root: dict[str, Any], left: list[int]) -> dict[str, An
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> list[str]:
-    """Return the types that a schema allows, in its order; references are followed within `root`."""
+    """Return the types that a schema allows, in the order of the schema.  References are resolved in `root`."""
     found: list[str] = []
     waiting, seen = [schema], 0
     while waiting and seen < SCHEMAS:
@@ -91,7 +91,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _referenced(path: str, root: dict[str, Any]) -> Any:
-    """Return the schema that a reference within the tool's parameters names; None if there is none."""
+    """Resolve a reference such as "#/$defs/x" in the tool's parameters; None if it points to nothing."""
     if not path.startswith("#"):
         return None
     found: Any = root
@@ -125,7 +125,7 @@ class Tools:
         return argument in self._types.get(name, {})
 
     def outlines(self, name: str) -> dict[str, Any]:
-        """Return what is known of a function's arguments, by their names."""
+        """Return the reduced schemas of a function's arguments, by their names."""
         return self._outlines.get(name, {})
 
     def is_text(self, name: str, argument: str) -> bool:
@@ -134,12 +134,12 @@ class Tools:
         return not types or types == ["string"]
 
     def types(self, name: str, argument: str) -> list[str]:
-        """Return the types of an argument; none: it is a string."""
+        """Return the types of an argument; []: not known, so it is read as a string."""
         return self._types.get(name, {}).get(argument, [])
 
 
 class ArgumentText:
-    """Text of one argument, as it arrives.  What may be an object or a list is repaired meanwhile."""
+    """Text of one argument, as it arrives.  If it may be an object or a list, it is repaired incrementally."""
 
     __slots__ = ("_parts", "_repair", "_types", "chars")
 
@@ -157,16 +157,16 @@ class ArgumentText:
 
     @property
     def begin(self) -> str:
-        """The first characters, without spaces before them."""
+        """The first characters, without leading white space."""
         return "".join(self._parts[:2]).lstrip()
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The text so far."""
         return "".join(self._parts)
 
     def value(self) -> str:
-        """Return the JSON of the text, which is complete."""
+        """Return the complete text converted to JSON."""
         text = self.text
         if (data := _CDATA.fullmatch(text)) is not None:
             return typed(data[1], self._types)
@@ -174,10 +174,10 @@ class ArgumentText:
 
 
 def typed(text: str, types: list[str], repair: Repair | None = None) -> str:
-    """Return the JSON of a text as the first of the types whose value it is, else as a string.
+    """Convert a text to JSON as the first type in `types` of which it is a value, else as a string.
 
-    The JSON of a value wins over what only may mean one: "1" is no boolean where an integer is one of the types.
-    `repair`: it has read the text."""
+    Exact JSON of a type takes precedence over looser spellings: if `types` has boolean and integer, "1" is an integer.
+    `repair`: a Repair that has already read the text."""
     bare = text.strip()
     for kind in types:
         if (found := _exact(bare, kind)) is not None:
@@ -193,11 +193,13 @@ def typed(text: str, types: list[str], repair: Repair | None = None) -> str:
 
 
 def _repairs(types: list[str]) -> bool:
-    return "string" not in types  # else what is no valid JSON is a string
+    return "string" not in types  # if strings are allowed, invalid JSON is a string
 
 
 def _exact(text: str, kind: str) -> str | None:
-    """Return the JSON of a scalar, if the text is that; numbers are written again, but for those beyond a float."""
+    """Return the JSON of a scalar if the text is exact JSON of this type, else None.
+
+    Numbers are normalised, except those beyond a float's range."""
     if kind in ("boolean", "null"):
         return text if text in {"boolean": ("true", "false"), "null": ("null",)}[kind] else None
     if kind not in ("integer", "number") or not _NUMBER.fullmatch(text):
@@ -206,7 +208,7 @@ def _exact(text: str, kind: str) -> str | None:
 
 
 def _scalar(text: str, kind: str) -> str | None:
-    """Return the JSON of a text as a value of one type; None if it is none."""
+    """Return the JSON of a text as a scalar of one type, looser spellings allowed; None if it is no such value."""
     if kind == "boolean":
         low = text.lower()
         return "true" if low in ("true", "1") else "false" if low in ("false", "0") else None
@@ -228,7 +230,7 @@ def _scalar(text: str, kind: str) -> str | None:
 
 
 def _container(text: str, begins: str, types: list[str], repair: Repair | None) -> str | None:
-    """Return the JSON of a text as an object or a list; None if it is none."""
+    """Return the JSON of a text as an object or a list; None if it is neither."""
     if not text.startswith(begins):
         return None
     if not _repairs(types):

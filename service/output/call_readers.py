@@ -1,15 +1,15 @@
-"""Readers of tool calls, one for each kind of notation: text of a call -> its name, and arguments as valid JSON.
+"""Readers of tool calls, one per kind of notation: text of a call -> its name, and its arguments as valid JSON.
 
-    opening marker --RegionReader--> a reader of the notation --> parts of calls, and how the text continues
+    opening marker --RegionReader--> reader of the notation --> parts of calls, and a Status
 
-    json    {"name": ..., "arguments": {...}}, a list of these, or the arguments alone where the marker holds the name
+    json    {"name": ..., "arguments": {...}}, a list of such objects, or only arguments if the marker has the name
     tags    <parameter=city>Paris</parameter> ...
     python  [weather(city="Paris"), ...]
-    nested  <near><item>3</item></near> ..., once a call is complete
-    whole   any other notation that transformers can read, once it is complete
+    nested  <near><item>3</item></near> ..., parsed once the call is complete
+    whole   any other notation that transformers can parse, once the call is complete
 
-A reader looks at each character a bounded number of times.  It never passes on arguments that are no JSON object, and
-never a call without the arguments that were written: what it cannot read is `BROKEN`, and becomes content.
+A reader visits each character a bounded number of times.  It never emits arguments that are no JSON object, and never a
+call without the arguments that the model wrote.  Text that it cannot read has status `BROKEN` and becomes content.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from quire.service.output.tag_calls import TagCalls
 
 
 class PythonCalls(SteppedCalls):
-    """Reads calls written as in Python."""
+    """Reads calls in Python syntax."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._reader: JsonReader | None = None  # reads the open call's arguments
+        self._reader: JsonReader | None = None  # reader of the open call's arguments
         self._name = ""
         self._first = True
 

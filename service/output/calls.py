@@ -1,4 +1,4 @@
-"""Parts that all readers of tool calls share: their interface, their context, and the calls in a JSON text."""
+"""Common code of all readers of tool calls: interface, context, and parsing of calls in complete JSON."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from quire.service.output.lenient_json import Event, JsonReader
 from quire.service.output.markers import Markers
 from quire.service.output.notations import Notation
 
-_BESIDE = "id|type|index|tool_call_id"  # keys of a call that are no arguments
+_BESIDE = "id|type|index|tool_call_id"  # keys of a call object that are ignored
 BESIDE = frozenset(_BESIDE.split("|"))
 _NO_ITEMS = re.compile(r"\[\s*\]")
 _ID_MEMBER = re.compile(rf"""["']?(?:{_BESIDE})["']?\s*[:=]\s*(?:"[\w.:-]*"|'[\w.:-]*'|[\w.:-]+)\s*""")
 
 End = Literal["", "cut", "whole"]  # end of the answer: not reached; cut by a limit; ended by the model
 CallPart = tuple[str | None, str]  # (name or None, a part of a call's arguments), or (TEXT, text that is content)
-TEXT = ""  # no call has this name
+TEXT = ""  # in place of a name: the part is content
 
 
 class Status(Enum):
-    """What a reader has found at the position that it returns."""
+    """State of a reader at the position that it returns."""
 
-    MORE = auto()  # the end of the text, within a call: read on once more text has come
-    NEXT = auto()  # the end of a complete call, and the beginning of another one
-    DONE = auto()  # the end of the last call: the text that follows is content or reasoning
-    BROKEN = auto()  # text that is no call: all text since the last complete call becomes content
+    MORE = auto()  # the text ends within a call: continue when more text has arrived
+    NEXT = auto()  # a call is complete, and another call begins here
+    DONE = auto()  # the last call is complete: the following text is content or reasoning
+    BROKEN = auto()  # the text is no call: all text since the last complete call becomes content
 
 
 class Context(msgspec.Struct, frozen=True):
-    """What a reader knows of its answer."""
+    """Parameters of a reader of calls."""
 
     notation: Notation
-    name: str  # the name in the marker, or ""
+    name: str  # name of the called function if the opening marker contains it, else ""
     tools: Tools
     parallel: bool
     ends: Markers  # markers that end calls, of the kinds `close`, `call`, `argument` and `junk`
@@ -49,17 +49,17 @@ class Context(msgspec.Struct, frozen=True):
 class CallReader(Protocol):
     """Reads the text after an opening marker."""
 
-    parts: list[CallPart]  # new ones; the caller takes them
-    committed: bool  # a part of the current call was passed on
+    parts: list[CallPart]  # new parts, which the caller removes
+    committed: bool  # a part of the current call was emitted
 
     def read(self, text: str, at: int, end: End) -> tuple[int, Status]:
-        """Read the text from a position on; return the position that was reached, and what was found there.
+        """Read the text from position `at` on.  Returns the position that was reached, and the status there.
 
-        After MORE the text from that position on is given again, with more text after it."""
+        After MORE, the caller passes the text from that position on again, with more text appended."""
 
 
 def string_of(text: str) -> str | None:
-    """Return the string that a JSON text holds; None if it holds no string."""
+    """Return the value of a JSON text that is a string; None if it is no string."""
     try:
         value = json.loads(text) if text.lstrip().startswith('"') else None
     except ValueError:
@@ -68,11 +68,11 @@ def string_of(text: str) -> str | None:
 
 
 def arguments_of(text: str) -> str | None:
-    """Return the JSON object in the JSON of a call's arguments, as written; "": no arguments; None: no object.
+    """Return a call's arguments, a JSON object, as the model wrote it; "": no arguments; None: not an object.
 
-    An object within a string is repaired."""
+    Arguments that are a string with an object in it are unwrapped and repaired."""
     text = text.strip()
-    if text in ("", "null") or _NO_ITEMS.fullmatch(text):  # PHP writes an object without members as a list
+    if text in ("", "null") or _NO_ITEMS.fullmatch(text):  # PHP encodes an empty object as a list
         return ""
     if (within := string_of(text)) is not None:
         if not within.strip():
@@ -82,7 +82,7 @@ def arguments_of(text: str) -> str | None:
 
 
 def members_of(text: str) -> list[tuple[str, str]]:
-    """Return keys and values of a JSON object, values and their order as written; a repeated key is there again."""
+    """Return (key, JSON of the value) for each member of a JSON object, in order, with repeated keys."""
     reader, found, at = JsonReader(watch=1), list[tuple[str, str]](), 0
     while True:
         at, event = reader.read(text, at, final=True)
@@ -94,7 +94,7 @@ def members_of(text: str) -> list[tuple[str, str]]:
 
 
 def _elements(text: str) -> list[str] | None:
-    """Return the elements of a JSON list, or the one value of any other JSON, as written; None if it is no JSON."""
+    """Return the JSON of each element of a list; for other JSON, the text itself; None if the list is invalid."""
     try:
         if not text.lstrip().startswith("["):
             return [text]
@@ -104,15 +104,15 @@ def _elements(text: str) -> list[str] | None:
 
 
 def is_id(member: str) -> bool:
-    """Return whether a member of a call, as it was written, is an id or a type."""
+    """Return whether the text of a member of a call object is an id, an index or a type."""
     return _ID_MEMBER.fullmatch(member) is not None
 
 
 def calls_of(text: str, notation: Notation) -> list[CallPart] | None:
-    """Return names and arguments of the calls in a JSON object or list; None if it holds anything else.
+    """Return names and arguments of the calls in a JSON object or list; None if it contains anything else.
 
-    Arguments stay as written: a repeated key, and a number beyond a float, too.  Members of a call that are no part of
-    one become content, after the call."""
+    Arguments are not changed, so repeated keys and numbers beyond a float's range stay.  Members of a call object that
+    do not belong to a call become content, after the call."""
     found: list[CallPart] = []
     for one in _elements(text) or [""]:
         if not one.lstrip().startswith("{"):
@@ -125,7 +125,7 @@ def calls_of(text: str, notation: Notation) -> list[CallPart] | None:
 
 
 def _call_of(members: list[tuple[str, str]], notation: Notation) -> list[CallPart] | None:
-    """Return the call that an object's members are, and what else it holds as content; None if it is no call."""
+    """Return the call in the members of an object, then its other members as content; None if it is no call."""
     if notation.keyed and len(members) == 1 and members[0][0] != "name":
         [(name, value)] = members
         arguments = arguments_of(value)
@@ -144,6 +144,6 @@ def _call_of(members: list[tuple[str, str]], notation: Notation) -> list[CallPar
     texts = [f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members if (key, value) not in used]
     beside = [text for text in texts if not is_id(text)]
     if not name or None in (arguments for _, arguments in every) or (beside and (notation.bare or not filled)):
-        return None  # or its arguments stand elsewhere
+        return None  # no call, or the arguments are under an unknown key
     call: list[CallPart] = [(name, arguments or "{}")]
     return [*call, (TEXT, "{" + ", ".join(beside) + "}")] if beside else call

@@ -1,4 +1,4 @@
-"""Readers of calls that are read once they are complete."""
+"""Readers that parse a call only once its text is complete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.service.output.calls import CallPart, Context, End, Status, calls_of
 
 
 class CompleteCalls(ABC):
-    """Collects the text up to the closing marker."""
+    """Collects the text up to the closing marker, then parses it."""
 
     def __init__(self, context: Context) -> None:
         self.parts: list[CallPart] = []
@@ -18,7 +18,7 @@ class CompleteCalls(ABC):
         self._body: list[str] = []
 
     def read(self, text: str, at: int, end: End) -> tuple[int, Status]:
-        """Read on; see `CallReader`."""
+        """See `CallReader.read`."""
         match, upto = self._context.ends.next(text, at, final=bool(end))
         while match is not None and match.marker.kind != "close":
             match, upto = self._context.ends.next(text, upto + 1, final=bool(end))
@@ -33,11 +33,11 @@ class CompleteCalls(ABC):
 
     @abstractmethod
     def _calls(self, text: str) -> list[CallPart] | None:
-        """Return the calls in a text; None: it holds none."""
+        """Return the calls in a text; None if it contains no valid call."""
 
 
 class WholeCalls(CompleteCalls):
-    """Reads calls in a notation that only transformers knows."""
+    """Reads calls in a notation that only transformers can parse."""
 
     def _calls(self, text: str) -> list[CallPart] | None:
         from transformers.utils.chat_parsing.content_parsers import process_field
@@ -46,6 +46,6 @@ class WholeCalls(CompleteCalls):
         try:
             value = process_field(text, notation.described, {notation.captured: self._context.name})
             found = json_of(value)
-        except Exception:  # whatever a content parser raises is caused by what the model wrote
+        except Exception:  # a content parser may raise any error for text that is not what it expects
             return None
         return calls_of(found, notation)

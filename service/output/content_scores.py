@@ -1,11 +1,11 @@
-"""Which tokens of a chat answer are its content: `logprobs.content` has an entry for each of them and no others.
+"""Finds the tokens of a chat answer that belong to its content: exactly these have an entry in `logprobs.content`.
 
     raw text      <think>Hm.</think>  The answer<tool_call>...
-    placed                             ----------         by ContentPlaces, where reasoning and calls are parsed out
-    released                           ------             text that is sent; a possible stop string waits
+    placed                             ----------         content, located in the raw text by ContentPlaces
+    released                           ------             content that is sent; a possible stop string is held back
 
 Tokens of reasoning, of markers, of calls, of a stop string that is cut off, and the EOS token have no entry.  A token
-that is partly content has an entry with that part of its text.  So the entries' bytes, joined, are the content.
+that is partly content has an entry with only that part of its text.  So the entries' bytes, joined, are the content.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Released = tuple[int, str]  # (offset in the raw text in characters, a part of t
 
 
 class Score(NamedTuple):
-    """One entry."""
+    """One entry of `logprobs.content`."""
 
     token: int
     at: TokenLogprob
-    text: bytes | None  # the part of the token that is content; None: all of it
+    text: bytes | None  # part of the token's bytes that is content; None: all bytes
 
 
 class _Token:
@@ -34,7 +34,7 @@ class _Token:
 
     def __init__(self, token: int, at: TokenLogprob, start: int, end: int, tail: bytes) -> None:
         self.token, self.at, self.start, self.end, self.kept = token, at, start, end, ""
-        self.tail, self.tail_kept = tail, False  # the beginning of the character after its own
+        self.tail, self.tail_kept = tail, False  # bytes that begin a character which the next token completes
 
     @property
     def last(self) -> int:
@@ -51,7 +51,7 @@ class _Token:
 
 
 def unfinished(written: bytes) -> bytes:
-    """Return the beginning of a character with which bytes end."""
+    """Return the incomplete UTF-8 character at the end of bytes; b"" if there is none."""
     if not written or written[-1] < 0x80:
         return b""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -68,12 +68,12 @@ class ContentScores:
         self._sent = 0  # characters that `release_next` has released
 
     def add(self, token: int, at: TokenLogprob, start: int, end: int, written: bytes) -> None:
-        """Add a token.  `start`, `end`: characters of raw text before it, and with it.  `written`: its bytes."""
+        """Add a token.  `start`, `end`: its range in the raw text, in characters.  `written`: its bytes."""
         tail = unfinished(written) if end > start else written
         self._tokens.append(_Token(token, at, start, end, tail))
 
     def release(self, start: int, text: str) -> None:
-        """Add content that is sent, and where its raw text begins."""
+        """Add content that is sent.  `start`: its position in the raw text."""
         end = start + len(text)
         while self._tokens and self._tokens[0].start < end:
             token = self._tokens[0]
@@ -84,7 +84,7 @@ class ContentScores:
             self._drop()
 
     def release_next(self, text: str) -> None:
-        """The same where all text is content: `text` follows what was sent before."""
+        """Add content of an answer without regions, which follows directly on the content sent before."""
         self.release(self._sent, text)
         self._sent += len(text)
 
@@ -102,18 +102,19 @@ class ContentScores:
 
 
 class ContentPlaces:
-    """Finds out where in the raw text of an answer its content stands.
+    """Finds the positions of an answer's content within its raw text.
 
-    The text is read a character at a time.  Then content is either what follows the content before it, or its end is
-    near the character that was read last: all in between was reasoning, calls, markers and white space beside them."""
+    The text is passed to the reader character by character.  New content then either follows directly on the previous
+    content, or stands close to the last character that was read.  The text in between was reasoning, calls, markers,
+    and white space next to them."""
 
     def __init__(self) -> None:
-        self._raw: list[str] = []  # characters that are not placed
-        self._end = 0  # characters read
-        self._placed: deque[list[int]] = deque()  # [start, length] of content that is not released
+        self._raw: list[str] = []  # last characters of raw text, in which new content is searched
+        self._end = 0  # number of characters read
+        self._placed: deque[list[int]] = deque()  # [start, length] of content that was not released yet
 
     def read(self, reader: RegionReader, text: str) -> Iterator[list[Part]]:
-        """Add text to a reader.  Yields its new parts."""
+        """Pass text to a reader, and yield its new parts after each character."""
         for char in text:
             before = reader.kind
             reader.push(char)
@@ -126,7 +127,7 @@ class ContentPlaces:
                 return
 
     def place(self, parts: list[Part]) -> list[Part]:
-        """Record where new content stands; return the same parts."""
+        """Record the positions of new content.  Returns `parts` unchanged."""
         for part in parts:
             if not isinstance(part, TextDelta):
                 self._raw.clear()
@@ -145,7 +146,7 @@ class ContentPlaces:
         del self._raw[: at + len(text)]
 
     def release(self, text: str) -> Iterator[Released]:
-        """Yield where content stands that is sent now: the text after what was released before."""
+        """Yield (position in the raw text, content) for content that is sent now."""
         while text and self._placed:
             start, length = self._placed[0]
             part, text = text[:length], text[length:]

@@ -1,6 +1,6 @@
-"""Values nested too deep for a client's JSON parser: their text becomes one JSON string.
+"""JSON values nested too deep for a client's JSON parser: their text becomes one JSON string.
 
-[[[ ... [1, "a]"] ... ]]]  --DeepValue.read-->  "[1, \\"a]\\"]", up to the bracket that closes it
+[[[ ... [1, "a]"] ... ]]]  --DeepValue.read-->  "[1, \\"a]\\"]", up to the bracket that closes the value
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import re
 
 _RUN = {True: re.compile(r'[^"\\]+'), False: re.compile(r'[^"\[\](){}]+')}  # within a string, and outside
 _OPENING, _CLOSING = re.compile(r"[\[({]+"), re.compile(r"[\])}]+")
-READ_TOGETHER = 256  # characters
+READ_TOGETHER = 256  # maximum characters per step
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
 
 
 def nests_deeper(text: str, most: int) -> bool:
-    """Return whether more than `most` objects and lists of valid JSON stand within one another."""
+    """Return whether objects and lists in valid JSON are nested deeper than `most`."""
     if text.count("{") + text.count("[") <= most:
         return False
     depth = 0
@@ -27,19 +27,19 @@ def nests_deeper(text: str, most: int) -> bool:
 
 
 class DeepValue:
-    """Reads one object or list."""
+    """Reads one deep object or list as the content of a JSON string."""
 
     __slots__ = ("_open", "quoted")
 
     def __init__(self) -> None:
-        self._open = 0  # brackets
-        self.quoted = False  # within a string of its text
+        self._open = 0  # number of open brackets
+        self.quoted = False  # the position is within a string of the value
 
     def read(self, text: str, at: int, upto: int, *, final: bool) -> tuple[str, int, bool]:
-        """Read on, at least a character, and not beyond `upto`.
+        """Read at least one character from `at`, and none beyond `upto`.
 
-        Return what was read as it stands in a JSON string, where the text continues, and whether the value is complete.
-        Nothing is read where more text decides."""
+        Returns the text read, escaped for a JSON string; the next position; and whether the value is complete.
+        Reads nothing if further text is needed to decide."""
         end = at + 1
         if run := _RUN[self.quoted].match(text, at, min(upto, at + READ_TOGETHER)):
             end = run.end()

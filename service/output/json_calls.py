@@ -1,4 +1,4 @@
-"""Reader of tool calls in JSON, as they arrive."""
+"""Incremental reader of tool calls in JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.service.output.calls import (
 )
 from quire.service.output.lenient_json import Event, JsonReader
 
-_BEFORE_KEY = " \t\r\n{,;"  # what may stand before a key of an object
+_BEFORE_KEY = " \t\r\n{,;"  # characters that may stand before a key of an object
 _NOTHING = re.compile(r"\s*(\{\s*\}|\[\s*\]|null|\"\s*\")?\s*")  # empty arguments
 
 
@@ -30,14 +30,14 @@ class JsonCalls:
         self.committed = False
         self._context, self._notation = context, context.notation
         self._value: _JsonCall | _JsonList | None = None  # the value that is being read
-        self._fence = False  # within the word after the backticks of a code fence
-        self._first = True
-        self._waiting: list[CallPart] = []  # complete, until it is known that they are calls
-        self._rest = False  # the call was passed on: the part of its object after the arguments is being read
-        self._blank = True  # the text of that part is nothing but spaces, so far
+        self._fence = False  # the reader is within the word after the backticks of a code fence
+        self._first = True  # no value was begun
+        self._waiting: list[CallPart] = []  # parts of complete calls, until a closing marker or the end confirms them
+        self._rest = False  # the call was emitted, and the members after its arguments are being read
+        self._blank = True  # the text of these members is only white space so far
 
     def read(self, text: str, at: int, end: End) -> tuple[int, Status]:
-        """Read on; see `CallReader`."""
+        """See `CallReader.read`."""
         while True:
             if self._value is None:
                 at, status = self._between(text, at, end)
@@ -48,13 +48,13 @@ class JsonCalls:
                 return at, event
 
     def _between(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
-        """Skip what stands before a value; begin the value or return how it continues."""
+        """Skip the text before a value.  Begins the value and returns None, or returns a status."""
         while at < len(text):
             match, pending = self._context.ends.at(text, at, final=bool(end))
             if pending:
                 return at, Status.MORE
             if match is not None and self._first and not self._context.name and match.marker.field is self._notation:
-                at = match.found.end()  # the opening marker, written twice
+                at = match.found.end()  # the model wrote the opening marker twice
                 continue
             if match is not None and match.marker.kind in ("close", "call"):
                 closes = match.marker.kind == "close"
@@ -83,7 +83,7 @@ class JsonCalls:
         return at, Status.NEXT
 
     def _is_junk(self, char: str) -> bool:
-        """Return whether a character between values means nothing: spaces, code fences, brackets and commas."""
+        """Return whether a character between values is skipped: white space, code fences, brackets and commas."""
         if char == "`":
             self._fence = True
         elif char.isspace():
@@ -103,7 +103,7 @@ class JsonCalls:
         return Status.DONE
 
     def _value_read(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
-        """Read the value; None: it is complete."""
+        """Continue to read the open value.  Returns the position and a status; None if the value is complete."""
         value, before = self._value, at
         assert value is not None
         at, event = value.read(text, at, end)
@@ -112,7 +112,7 @@ class JsonCalls:
             self.parts += value.parts
             self.committed = self.committed or (value.committed and not self._rest)
             value.parts = []
-        if event is Event.VALUE:  # its arguments are complete and were passed on
+        if event is Event.VALUE:  # the arguments are complete and were emitted
             self.committed, self._rest, self._blank = False, True, True
             return at, Status.NEXT
         if event is Event.MORE and not end:
@@ -140,20 +140,20 @@ class _JsonCall:
         self._named = bool(context.name) and not context.notation.inner
         self._json = JsonReader(context.notation.dialect, context.ends, watch=0 if self._named else 1)
         self._name = context.name
-        self._slot = "arguments" if self._named else ""
+        self._slot = "arguments" if self._named else ""  # role of the open member: name, arguments, function, other
         self._json.loosens = self._named
-        self._collected: list[str] = []  # text of the slot
-        self._arguments: list[str] = []
+        self._collected: list[str] = []  # JSON of the open member, if it is the name or the function
+        self._arguments: list[str] = []  # JSON of the arguments that was not emitted yet
         self._complete = False  # the arguments were read to their end
         self._filled = False  # the complete arguments are more than an empty object
-        self._is_rest = False  # the complete arguments were passed on
-        self._pairs = self._words = 0  # colons before the arguments, and bare values before the name
-        self._extra = False  # there are keys that are no part of a call
-        self._member: list[str] = []  # text since the last value, while its key is none of a call's
-        self._beside: list[str] = []  # members with such keys, as they were written
+        self._is_rest = False  # the complete arguments were emitted
+        self._pairs = self._words = 0  # number of colons before the arguments, and of bare values before the name
+        self._extra = False  # the object has keys that do not belong to a call
+        self._member: list[str] = []  # text since the last value, while the key is none of a call
+        self._beside: list[str] = []  # members that do not belong to a call, as the model wrote them
 
     def read(self, text: str, at: int, end: End) -> tuple[int, Event]:
-        """Read on, up to the end of the object."""
+        """Continue to read, up to the end of the object."""
         while True:
             before = at
             at, event = self._json.read(text, at, final=bool(end))
@@ -181,12 +181,12 @@ class _JsonCall:
         return self._json.is_between and self._json.depth == 1
 
     def take_beside(self) -> list[CallPart]:
-        """Return members that are no part of the call, as content."""
+        """Return the members that do not belong to the call, as content."""
         members, self._beside = self._beside, []
         return [(TEXT, ", ".join(members))] if members else []
 
     def end(self, event: Event, end: End) -> bool:
-        """End the object; return whether it is a call.  `event`: why reading ended."""
+        """End the object.  Returns whether it is a call.  `event`: the event that ended reading."""
         if self._json.in_key and not self.committed:
             return False
         if event is not Event.END and end != "cut":
@@ -202,7 +202,7 @@ class _JsonCall:
         if not self._name:
             return False
         arguments = arguments_of("".join(self._arguments))
-        if arguments is None or (self._extra and _NOTHING.fullmatch(arguments)):  # its arguments stand elsewhere
+        if arguments is None or (self._extra and _NOTHING.fullmatch(arguments)):  # arguments are under an unknown key
             return False
         if not arguments:
             if self._extra or self._notation.bare:
@@ -240,7 +240,7 @@ class _JsonCall:
             self._try_commit()
 
     def _try_commit(self) -> None:
-        """Pass the call on as soon as its name and its first argument's name are known."""
+        """Emit the call once its name and the key of its first argument are known."""
         known = self._filled if self._complete else self._json.pairs > self._pairs
         if not self._name or not known or self._notation.bare == "closed":
             return
@@ -254,7 +254,7 @@ class _JsonCall:
         self.parts += [*self.take_beside(), (self._name, arguments.lstrip())]
 
     def _end_slot(self) -> bool:
-        """End the value of a key; return whether it may belong to a call."""
+        """End a member of the object.  Returns False if the object cannot be a call because of this member."""
         slot, self._slot = self._slot, ""
         member, self._member = "".join(self._member), []
         if slot == "other" and not is_id(member := member.lstrip(_BEFORE_KEY)):
@@ -262,7 +262,7 @@ class _JsonCall:
         if self._json.depth == 1:
             self._json.watch = 1
         if slot == "arguments":
-            self._complete, self._json.strict, self._json.loosens = True, True, False  # anything else may follow
+            self._complete, self._json.strict, self._json.loosens = True, True, False
             self._filled = _NOTHING.fullmatch("".join(self._arguments)) is None
         elif slot in ("name", "function"):
             value = string_of("".join(self._collected))
@@ -277,7 +277,7 @@ class _JsonCall:
 
 
 class _JsonList:
-    """Reads a list of calls; nothing is known before it is complete."""
+    """Reads a list of calls, which is emitted only once it is complete."""
 
     def __init__(self, context: Context) -> None:
         self.parts: list[CallPart] = []
@@ -287,7 +287,7 @@ class _JsonList:
         self._text: list[str] = []
 
     def read(self, text: str, at: int, end: End) -> tuple[int, Event]:
-        """Read on, up to the end of the list."""
+        """Continue to read, up to the end of the list."""
         at, event = self._json.read(text, at, final=bool(end))
         self._text.append(self._json.take())
         return at, event
@@ -298,7 +298,7 @@ class _JsonList:
         return self._json.is_between and self._json.depth == 1
 
     def end(self, event: Event, end: End) -> bool:
-        """End the list; return whether it holds calls."""
+        """End the list.  Returns whether it contains only calls."""
         if event is not Event.END:
             if end == "cut" or not self.is_closing:
                 return False

@@ -1,19 +1,19 @@
-"""Escapes and ends of strings in JSON as models write it: what they stand for, or that more text decides."""
+"""Escapes and ends of strings in the JSON that models write.  Results are None if further text is needed to decide."""
 
 from __future__ import annotations
 
 import re
 
-LOOK_AHEAD = 16  # spaces after a quote, before the character that tells whether it ends its string
+LOOK_AHEAD = 16  # maximum spaces after a quote, before the character that shows whether the quote ends its string
 _AFTER_QUOTE = re.compile(rf"[ \t]{{0,{LOOK_AHEAD}}}")
-_ENDS_VALUE = ",}])\n\r\"'<;"  # what may follow a string that is a value
+_ENDS_VALUE = ",}])\n\r\"'<;"  # characters that may follow a string value
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
 
 
 def ends_string(text: str, at: int, *, final: bool, key: bool, strict: bool) -> bool | None:
-    """Return whether the quote before a position ends its string; None: more text decides.
+    """Return whether the quote before position `at` ends its string; None if further text is needed.
 
-    `key`: the string is a key.  `strict`: a backslash after it does not make it an end."""
+    `key`: the string is a key.  `strict`: a quote followed by a backslash does not end the string."""
     after = _AFTER_QUOTE.match(text, at)
     end = after.end() if after else at
     if end == len(text) and end - at < LOOK_AHEAD:
@@ -24,8 +24,7 @@ def ends_string(text: str, at: int, *, final: bool, key: bool, strict: bool) -> 
 
 
 def unescape(text: str, at: int, *, final: bool) -> tuple[str, int] | None:
-    """Read the escape at a position.  Return it as valid JSON, and where the text continues; None: more text
-    decides."""
+    """Read the escape at a position.  Returns it as valid JSON, and the next position; None if more text is needed."""
     if len(text) < at + 12 and not final and (len(text) == at + 1 or text[at + 1] in "ux"):
         short = text[at : at + 12]
         if not re.fullmatch(r"\\u(?!d[89ab])[0-9a-f]{4}.*|\\x[0-9a-f]{2}.*", short, re.IGNORECASE | re.DOTALL):
@@ -45,7 +44,7 @@ def unescape(text: str, at: int, *, final: bool) -> tuple[str, int] | None:
 
 
 def _unicode(text: str, at: int, code: int) -> tuple[str, int]:
-    """Return a \\u escape, which has been read, and where the text continues.  Half a pair becomes U+FFFD."""
+    """Return the \\u escape at a position, and the next position.  A lone surrogate becomes U+FFFD."""
     low = _HEX.match(text, at + 8) if text.startswith("\\u", at + 6) else None
     if 0xD800 <= code < 0xDC00 and low is not None and 0xDC00 <= int(low[0], 16) < 0xE000:
         return text[at : at + 12], at + 12

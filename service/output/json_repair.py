@@ -1,8 +1,8 @@
-"""Repair of JSON as models write it, a part at a time: no step is long, however long the text is.
+"""Incremental repair of invalid JSON written by models, so that no single step takes long.
 
 parts of a text --Repair.push--> JsonReader --Repair.finish--> valid JSON of an object or a list, or None
 
-Valid JSON stays as it was written, half surrogates aside.
+Valid JSON is not changed, except for lone surrogates.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from quire.service.common.surrogates import without_escaped_halves
 from quire.service.output.deep_values import nests_deeper
 from quire.service.output.lenient_json import DEPTH, Dialect, Event, JsonReader
 
-MOST_ESCAPES = 50_000  # backslashes of a text whose half surrogates are replaced at once
-WHOLE_CHARS = 4096  # longest text that is repaired at once: 10 to 20 ms
+MOST_ESCAPES = 50_000  # maximum backslashes in a text whose lone surrogates are replaced in one step
+WHOLE_CHARS = 4096  # maximum length of a text that is repaired in one step, which takes 10 to 20 ms
 
 
 class Repair:
-    """Repairs one object or list, as its text arrives."""
+    """Repairs one object or list while its text arrives."""
 
     __slots__ = ("_event", "_opens", "_reader", "_rest")
 
@@ -27,15 +27,15 @@ class Repair:
         self._reader = JsonReader(dialect)
         self._reader.strict = False
         self._rest = ""  # text that was not read yet
-        self._event: Event | None = None  # why reading ended
-        self._opens = False  # a bracket was seen
+        self._event: Event | None = None  # event that ended reading
+        self._opens = False  # whether the text contains an opening bracket
 
     def push(self, text: str) -> None:
         """Add text."""
         self._read(text, final=False)
 
     def finish(self) -> str | None:
-        """Return the object or list that the text holds as valid JSON; None if it holds anything else."""
+        """Return the object or list in the text as valid JSON; None if the text contains anything else."""
         self._read("", final=True)
         reader = self._reader
         if self._event is Event.BAD or not (reader.pairs or self._opens):
@@ -51,7 +51,7 @@ class Repair:
         self._opens = self._opens or "{" in text or "[" in text
         self._rest += text
         if self._event is not None:
-            self._rest = self._rest.strip()[:1]  # it only counts whether anything follows
+            self._rest = self._rest.strip()[:1]  # one character is enough to know that text follows
             return
         at, event = self._reader.read(self._rest, 0, final=final)
         self._rest = self._rest[at:]
@@ -60,9 +60,9 @@ class Repair:
 
 
 def repaired(text: str) -> str | None:
-    """Return the object or list that a text holds as valid JSON; None if it holds anything else.
+    """Return the object or list in a text as valid JSON; None if the text contains anything else.
 
-    A text of more than WHOLE_CHARS must be valid JSON, half surrogates aside."""
+    A text of more than WHOLE_CHARS is not repaired: it must be valid JSON, except for lone surrogates."""
     if len(text) > WHOLE_CHARS:
         return valid(text)
     repair = Repair()
@@ -71,13 +71,14 @@ def repaired(text: str) -> str | None:
 
 
 def valid(text: str) -> str | None:
-    """Return valid JSON of an object or a list, with U+FFFD for half surrogates; None for any other text.
+    """Return the text if it is JSON of an object or a list, with U+FFFD for lone surrogates; otherwise None.
 
-    None as well if it nests deeper than DEPTH."""
+    Also returns None for JSON with deeper nesting than DEPTH."""
     if text.count("\\") > MOST_ESCAPES:
         return None
     try:
-        found = json.loads(text, parse_constant=_refuse, parse_int=float)  # an int has at most 4,300 digits
+        # As floats, since Python refuses to parse an int of more than 4,300 digits.
+        found = json.loads(text, parse_constant=_refuse, parse_int=float)
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict | list) or nests_deeper(text, DEPTH):

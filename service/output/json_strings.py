@@ -8,15 +8,15 @@ _QUOTES = re.compile(r"\\.|[\"\\]", re.DOTALL)
 
 
 class JsonStrings:
-    """Follows the quotes of a text that begins as an object or a list; any other text has no strings."""
+    """Follows the quotes of a text that begins as an object or a list.  In any other text `inside` stays False."""
 
     def __init__(self) -> None:
         self.inside = False  # the text so far ends within a string
-        self._begins = ""  # the first character that is no space
-        self._escapes = False  # the text so far ends in a backslash
+        self._begins = ""  # first character that is no white space
+        self._escapes = False  # the text so far ends in a backslash that escapes the next character
 
     def follow(self, text: str) -> None:
-        """Read more of the text."""
+        """Read the next part of the text."""
         if not self._begins:
             self._begins = text.lstrip()[:1]
         if self._begins not in ("{", "["):

@@ -1,4 +1,4 @@
-"""Known chat templates: which response template belongs to each, from `response_templates.json`."""
+"""Lookup of the response template for a known chat template, in `response_templates.json`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ DATA = Path(__file__).with_name("response_templates.json")
 
 
 class _Known(msgspec.Struct, forbid_unknown_fields=True):
-    """Which response template belongs to a chat template."""
+    """The response template for chat templates with a digest, or with certain texts."""
 
-    response_template: str
+    response_template: str  # name of the response template
     sha256: str = ""  # digest of the chat template, as `digest` computes it
-    contains: list[str] = []  # all of these, for a chat template without a digest here
-    lacks: list[str] = []  # none of these
+    contains: list[str] = []  # texts that the chat template must contain, if no digest matches
+    lacks: list[str] = []  # texts that the chat template must not contain
 
 
 class _Data(msgspec.Struct, forbid_unknown_fields=True):
     """Content of `response_templates.json`."""
 
-    chat_templates: list[_Known]  # digests are looked up first; then the first entry whose strings fit counts
+    chat_templates: list[_Known]  # a matching digest counts first, then the first entry whose texts match
     response_templates: dict[str, dict[str, Any]]
 
 
@@ -35,13 +35,13 @@ def known() -> _Data:
 
 
 def digest(chat_template: str) -> str:
-    """Return the SHA-256 of a chat template, without spaces at the end of its lines and empty lines around it."""
+    """Return the SHA-256 of a chat template, ignoring white space at line ends and empty lines around it."""
     lines = [line.rstrip() for line in chat_template.strip().splitlines()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def name_of(chat_template: str) -> str | None:
-    """Return the name of the response template that belongs to a chat template; None for an unknown one."""
+    """Return the name of the response template for a chat template; None if the chat template is unknown."""
     wanted = digest(chat_template)
     for entry in known().chat_templates:
         if entry.sha256 == wanted:

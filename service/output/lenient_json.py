@@ -1,16 +1,16 @@
-"""JSON as models write it: read as it arrives, written on as valid JSON, in linear time.
+"""Incremental repair of the JSON that models write: emits valid JSON while the text arrives, in linear time.
 
     text of a model --JsonReader--> JSON text, and events: a key was read, its value is complete, all is complete
 
-Valid JSON passes as it is, spaces included.  Everything else is repaired by rule, one rule for each habit of models:
+Valid JSON is not changed, white space included.  Other text is repaired, by one rule per common error of models:
 
-- single quotes, bare keys and values, True, False, None, parentheses: as in Python, written as JSON
-- line ends and other control characters in strings, unknown escapes, quotes inside a string: escaped
-- half a surrogate pair: U+FFFD
-- an object or a list within DEPTH others: its text, as a string
-- commas too many or missing, a missing value (null), missing or wrong closing brackets: as if they were right
+- Python's single quotes, bare keys and values, True, False, None and parentheses become JSON
+- line ends and other control characters in strings, unknown escapes, and quotes inside a string are escaped
+- a lone surrogate becomes U+FFFD
+- an object or a list nested deeper than DEPTH becomes a string with its text
+- extra or missing commas and missing or wrong closing brackets are corrected; a missing value becomes null
 
-Some text is `BAD`: what does not begin like a value, and, while `strict`, a key without a colon or a value, and
+Some text is `BAD`: text that does not begin with a value.  While `strict`, also a key without a colon or a value, and
 anything but a comma, a quote or a bracket after a value.
 """
 
@@ -26,9 +26,9 @@ from quire.service.output.deep_values import READ_TOGETHER, DeepValue
 from quire.service.output.json_escapes import ends_string, unescape
 from quire.service.output.markers import Markers
 
-DEPTH = 256  # nested objects and lists: parsers of clients read 500 and more
-RUN = 256  # characters of a bare word that are looked at together
-_NO_KEY = re.compile(r"[{\[\"']")  # text between values, not a bare key
+DEPTH = 256  # maximum nesting of objects and lists; JSON parsers of clients accept 500 or more
+RUN = 256  # maximum characters of a bare word per step
+_NO_KEY = re.compile(r"[{\[\"']")  # characters that no bare key contains
 _SPACES = re.compile(r"[ \t\r\n]+")
 _ODD_SPACES = re.compile(r"[^\S \t\r\n]+")
 _RUN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
@@ -43,23 +43,23 @@ _CLOSERS = {"{": "}", "[": "]", "(": "]", "call": "}"}
 
 
 class Event(Enum):
-    """Why `JsonReader.read` returned."""
+    """Reason why `JsonReader.read` returned."""
 
-    MORE = auto()  # it needs more text
-    KEY = auto()  # a key of an object at the watched depth, and its colon
+    MORE = auto()  # more text is needed
+    KEY = auto()  # a key at the watched depth was read, with its colon
     VALUE = auto()  # a value at the watched depth is complete
-    END = auto()  # all is complete
-    STOP = auto()  # a marker stands here, outside of strings
-    BAD = auto()  # this cannot be read
+    END = auto()  # the object or list is complete
+    STOP = auto()  # a marker stands at this position, outside of strings
+    BAD = auto()  # the text cannot be repaired
 
 
 class Dialect(msgspec.Struct, frozen=True):
-    """How a family's JSON differs."""
+    """Additions of a model family to JSON."""
 
-    quotes: tuple[tuple[str, str], ...] = ()  # further marks around strings, in which nothing is escaped
+    quotes: tuple[tuple[str, str], ...] = ()  # (opening, closing) marks of strings without escapes
 
     def mark(self, text: str, at: int, *, final: bool) -> str | None:
-        """Return the mark that begins a string here; "": more text decides; None: there is none."""
+        """Return the opening mark at a position; "" if further text is needed to decide; None if there is none."""
         for mark, _ in self.quotes:
             if text.startswith(mark, at):
                 return mark
@@ -72,7 +72,7 @@ class _State(Enum):
     VALUE = auto()
     KEY = auto()
     COLON = auto()
-    AFTER = auto()  # a value: a comma or a closing bracket follows
+    AFTER = auto()  # after a value: a comma or a closing bracket should follow
     STRING = auto()
     WORD = auto()
     DEEP = auto()
@@ -87,58 +87,58 @@ class JsonReader:
     )  # fmt: skip
 
     def __init__(self, dialect: Dialect | None = None, stop: Markers | None = None, *, watch: int = 0) -> None:
-        """Begin with an object or a list.
+        """Create a reader that expects an object or a list.
 
-        stop   markers that end the text outside of strings
-        watch  depth of the object whose keys and values are events; 0: none"""
+        stop   markers that end reading, outside of strings
+        watch  depth of the objects whose keys and values cause events; 0: no such events"""
         self._dialect, self._stop, self.watch = dialect or Dialect(), stop, watch
         self._out: list[str] = []
         self._stack: list[str] = []
         self._state = _State.VALUE
-        self._gap = ""  # a comma and the spaces after it, until a value follows
-        self._quote = ""  # what ends the open string
-        self._deep = DeepValue()  # the open one
+        self._gap = ""  # a comma and white space after it, held back until a value follows
+        self._quote = ""  # the quote or mark that ends the open string
+        self._deep = DeepValue()  # the open value that is nested too deep
         self._is_key = False  # the open string or word is a key
-        self._word: list[str] = []
-        self._spaced = False  # there is a space in it
-        self._key: list[str] = []
-        self.key = ""  # last key read of the watched object
-        self.pairs = 0  # colons read
-        self.words = 0  # bare values read
-        self.strict = True  # text may still be bad
-        self.loosens = False  # with the next colon within the watched object it may no longer be
+        self._word: list[str] = []  # text of the open bare word
+        self._spaced = False  # the open word contains a space
+        self._key: list[str] = []  # text of the open or last key
+        self.key = ""  # last key of the watched object
+        self.pairs = 0  # number of colons read
+        self.words = 0  # number of bare values read
+        self.strict = True  # more kinds of text are BAD: see the module's docstring
+        self.loosens = False  # the next colon within the watched object sets `strict` to False
 
     @property
     def depth(self) -> int:
-        """Objects and lists that are open."""
+        """Number of open objects and lists."""
         return len(self._stack)
 
     @property
     def is_between(self) -> bool:
-        """Whether no value is open but objects and lists."""
+        """Whether the position is after a complete value."""
         return self._state is _State.AFTER
 
     @property
     def in_key(self) -> bool:
-        """Whether a key was begun whose value was not."""
+        """Whether the position is within a key, or between a key and its value."""
         return self._state is _State.COLON or (self._is_key and self._state in (_State.STRING, _State.WORD))
 
     def begin_call(self) -> None:
-        """Begin with the arguments of a call in Python's notation, after its parenthesis."""
+        """Expect the arguments of a call in Python syntax, from after its opening parenthesis."""
         self._stack.append("call")
         self._out.append("{")
         self._state = _State.KEY
 
     def take(self) -> str:
-        """Return the JSON text that is new."""
+        """Return the JSON text that was emitted since the last call."""
         text = "".join(self._out)
         self._out.clear()
         return text
 
     def read(self, text: str, at: int, *, final: bool = False) -> tuple[int, Event]:
-        """Read on from a position; return the position up to which all was read, and why it ends there.
+        """Read text from position `at` on.  Returns the position up to which it was read, and the event there.
 
-        The rest, a few characters, is given again with more text.  `final`: no more text comes."""
+        After MORE, the caller passes the unread characters again, with more text.  `final`: no more text comes."""
         steps = {_State.VALUE: self._value, _State.KEY: self._begin_key, _State.COLON: self._colon}
         while at < len(text):
             if self._state is _State.STRING:
@@ -168,12 +168,12 @@ class JsonReader:
         return at, Event.MORE
 
     def flush(self) -> None:
-        """Write the open word as far as it was read: no more text comes, and the value stays incomplete."""
+        """Emit the open bare word, although no more text comes and open objects stay incomplete."""
         if self._state is _State.WORD:
             self._end_word()
 
     def complete(self, depth: int = 0) -> None:
-        """Close what is open, down to a depth: no more text comes."""
+        """Close all open strings, objects and lists down to `depth`, since no more text comes."""
         if self._state in (_State.STRING, _State.DEEP):
             self._end_string()
         elif self._state is _State.WORD:
@@ -288,7 +288,9 @@ class JsonReader:
         return at, None
 
     def _close(self, char: str) -> Event | None:
-        """Close the innermost bracket that this one can close, and those within it.  Others are left out."""
+        """Close the innermost open bracket that fits `char`, and all brackets within it.
+
+        Does nothing if no open bracket fits."""
         wanted = {"}": ("{",), "]": ("[",), ")": ("(", "call")}[char]
         if not any(one in self._stack for one in wanted):
             return None
@@ -351,7 +353,7 @@ class JsonReader:
         return at + 1, None
 
     def _raw_string(self, text: str, at: int, final: bool) -> tuple[int, Event | None]:
-        """Read a string in which nothing is escaped."""
+        """Read a string without escapes."""
         quote = self._quote
         end = text.find(quote, at)
         upto = end if end >= 0 else len(text)
@@ -375,7 +377,7 @@ class JsonReader:
         return at, self._end_string() if ends else Event.MORE if at == before else None
 
     def _read_word(self, text: str, at: int) -> tuple[int, Event | None]:
-        """Read a bare key or value, up to what ends it."""
+        """Read a bare (unquoted) key or value up to its end."""
         char = text[at]
         if run := (_KEY_WORD if self._is_key else _VALUE_WORD).match(text, at, at + RUN):
             end = run.end() if self._stop is None else max(self._stop.candidate(text, at, run.end()), at + 1)
@@ -415,7 +417,7 @@ def _write_spaces(reader: JsonReader, spaces: str) -> None:
 
 
 def _json_word(word: str) -> str | None:
-    """Return a number or a literal as JSON writes it; None for anything else."""
+    """Return the JSON of a bare word that is a number or a literal such as None; None for any other word."""
     if _NUMBER.fullmatch(word):
         return word
     return _LITERALS.get(word)

@@ -1,7 +1,7 @@
-"""Texts with which every match of a marker's pattern begins: what a text must not hold, so that no marker is in it.
+"""Fixed beginnings of markers, computed from their patterns.  A text without any of them contains no marker.
 
 <parameter=(?P<key>[^>\\n]+)>            -> <parameter=
-\\n?</parameter>                         -> </parameter>, as white space before it is left out
+\\n?</parameter>                         -> </parameter>; leading white space is left out
 </function>(?:\\s*</call>)?|</call>      -> </function>, </call>
 """
 
@@ -12,28 +12,28 @@ from collections.abc import Iterable, Iterator
 
 _SPACE = re.compile(r"(?:\\[snrt]|[ \n\t]|\[(?:\\[snrt]|[ \n\t])+\])(?:[*+?]\??)?")
 _LITERAL = re.compile(r"\\(\W)|([^\\.^$*+?{}\[\]|()])", re.DOTALL)
-_REPEAT = re.compile(r"[*?]|\{0?,")  # a part before these may be left out
+_REPEAT = re.compile(r"[*?]|\{0?,")  # quantifiers that allow zero repetitions
 _GROUP = re.compile(r"\((?:\?:|\?P<\w+>|(?!\?))")
 
 
 def beginnings(pattern: str) -> list[str]:
-    """Return the beginnings of what a pattern matches; "" among them: a match may begin with any text."""
+    """Return the fixed beginnings of a pattern's matches, with "" if a match may begin with any text."""
     return list(dict.fromkeys(found for branch in _branches(pattern) for found in _of_branch(branch)))
 
 
 def fixed(patterns: Iterable[str], least: int = 3) -> list[str]:
-    """Return the beginnings of at least this length in characters; a shorter one may be any text."""
+    """Return the beginnings of all patterns with at least `least` characters; shorter ones occur in any text."""
     return list(dict.fromkeys(text for one in patterns for text in beginnings(one) if len(text) >= least))
 
 
 def shared_beginning(one: str, other: str) -> str:
-    """Return the characters with which both texts begin."""
+    """Return the longest common prefix of two texts."""
     length = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return one[:length]
 
 
 def required(pattern: str) -> str:
-    """Return a pattern without what may be missing at its beginning."""
+    """Return a pattern without the optional groups at its beginning."""
     while (group := _GROUP.match(pattern)) is not None:
         end = _after(pattern, 0)
         inner, rest = pattern[group.end() : end - 1], pattern[end:]
@@ -47,7 +47,7 @@ def required(pattern: str) -> str:
 
 
 def _branches(pattern: str) -> Iterator[str]:
-    """Yield the alternatives of a pattern that are in no group."""
+    """Yield the top-level alternatives of a pattern."""
     begin = at = 0
     while at < len(pattern):
         if pattern[at] == "|":
@@ -58,7 +58,7 @@ def _branches(pattern: str) -> Iterator[str]:
 
 
 def _after(pattern: str, at: int) -> int:
-    """Return where the character, set or group at a position ends."""
+    """Return the end of the character, set or group that begins at a position."""
     if pattern[at] == "\\":
         return at + 2
     if pattern[at] not in "([":

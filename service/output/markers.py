@@ -1,9 +1,9 @@
 """Search for the markers of a response template, in linear time.
 
-    text --first characters--> where a marker may begin --patterns, within a window--> match | pending | none
+    text --first characters--> positions at which a marker may begin --patterns--> match | pending | none
 
-A marker has at most WINDOW characters.  So each position costs at most a window, whatever patterns and text are:
-a pattern is never searched for, it is matched at single positions only.
+Patterns are only matched at single positions, and a marker has at most WINDOW characters.  So each position costs at
+most WINDOW steps, whatever the patterns and the text are.
 """
 
 from __future__ import annotations
@@ -14,52 +14,53 @@ from typing import Any
 
 import msgspec
 
-WINDOW = 512  # characters of a marker at most; a longer one is text
-KNOWN_CHARS = 2**16  # characters known to begin a marker or not; beyond, any other may
-# Patterns in which the text before a marker counts.
+WINDOW = 512  # maximum length of a marker in characters; a longer marker is text
+KNOWN_CHARS = 2**16  # maximum size of the cache of first characters; with more, any character may begin a marker
+# Finds patterns whose match depends on the text before it.
 _LOOKS_BEHIND = re.compile(r"\(\?<[=!]|\\[bBGmM]|(?<!\[)\^")
 
 
 class Marker(msgspec.Struct, frozen=True, eq=False):
-    """What may end or interrupt a region."""
+    """A pattern that may end or interrupt a region."""
 
     kind: str
-    pattern: Any  # compiled by the module `regex`: it tells whether a text could become a match
-    field: Any = None  # belongs to the caller
+    pattern: Any  # compiled by the module `regex`, which supports partial matches
+    field: Any = None  # data of the caller
     grows: bool = True  # a match at the end of the text may become longer with more text
-    empty: bool = True  # a match without characters counts
-    wins: bool = False  # over longer ones at the same position
+    empty: bool = True  # accept an empty match
+    wins: bool = False  # takes precedence over longer matches at the same position
 
 
 class Match(msgspec.Struct, frozen=True):
-    """A marker in a text."""
+    """A marker found in a text."""
 
     marker: Marker
-    found: Any  # match of the pattern
+    found: Any  # regex match of the pattern
 
 
 class Markers:
-    """The markers that are looked for in one state of a reader."""
+    """The markers that a reader searches for in one of its states."""
 
     __slots__ = ("_begin", "_candidates", "_known", "_last", "_markers")
 
     def __init__(self, markers: list[Marker]) -> None:
         self._markers = markers
-        self._known, self._begin = set[str](), dict[str, list[Marker]]()  # the markers that begin with a character
-        self._last = ""  # text whose characters are known
-        # None: any character may begin a marker, since a pattern looks at the text before it.
+        # Characters that were tested as the first of a marker, and for each that may be first, its markers.
+        self._known, self._begin = set[str](), dict[str, list[Marker]]()
+        self._last = ""  # last text whose characters were all tested
+        # Regex of characters that may begin a marker.  None: any character may, since a pattern has a lookbehind.
         behind = any(_LOOKS_BEHIND.search(one.pattern.pattern) for one in markers)
         self._candidates: re.Pattern[str] | None = None if behind else re.compile(r"(?!)")
 
     def may_begin_in(self, text: str) -> bool:
-        """Return whether a marker may begin in a text that is not the first of an answer."""
+        """Return whether a marker may begin in a text that is not at the beginning of an answer."""
         if self._candidates is None:
             return bool(self._markers)
         self._learn(text)
         return any(char in self._begin for char in text) or len(self._known) > KNOWN_CHARS
 
     def candidate(self, text: str, at: int, end: int) -> int:
-        """Return the first position of a stretch where a marker may begin, or its end."""
+        """Return the first position from `at` to `end` at which a marker may begin; `end` if there is none."""
         if self._candidates is None:
             return at
         self._learn(text[at:end])
@@ -69,9 +70,10 @@ class Markers:
         return end if found is None else found.start()
 
     def next(self, text: str, at: int, *, final: bool) -> tuple[Match | None, int]:
-        """Return the first marker at or after `at`, and the position before which none begins.
+        """Return the first marker at or after `at`, and its position.
 
-        Without a match, a marker may begin at that position once more text has come.  `final`: no more text comes."""
+        Without a match, the position is the one at which a marker may begin, depending on further text, or the text's
+        end.  `final`: no further text comes."""
         for here in self._positions(text, at):
             match, pending = self.at(text, here, final=final)
             if match is not None or pending:
@@ -93,13 +95,13 @@ class Markers:
             self._candidates = re.compile("[" + "".join(map(re.escape, sorted(self._begin))) + "]")
 
     def _positions(self, text: str, at: int) -> Iterator[int]:
-        """Yield where a marker may begin: the beginning of the answer, and characters that begin one."""
+        """Yield the positions at which a marker may begin: the start of the answer, and characters that begin one."""
         if not self._markers:
             return
         if at == 0:
             yield 0
         first = max(at, 1)
-        if self._candidates is not None and text is not self._last:  # it is searched again after each of its markers
+        if self._candidates is not None and text is not self._last:  # the same text is searched after each marker in it
             self._learn(text)
             self._last = text
         if self._candidates is None or len(self._known) > KNOWN_CHARS:
@@ -109,7 +111,7 @@ class Markers:
             yield found.start()
 
     def at(self, text: str, at: int, *, final: bool, without: tuple[Marker, ...] = ()) -> tuple[Match | None, bool]:
-        """Return the longest marker at a position, and whether more text decides about it."""
+        """Return the longest marker at a position, and whether further text is needed to decide."""
         end = min(len(text), at + WINDOW)
         open_ended = not final and end == len(text) and end < at + WINDOW
         best: Match | None = None

@@ -1,8 +1,8 @@
-"""Reader of calls whose arguments are named by tags, with tags within tags for objects and lists.
+"""Reader of calls whose arguments are tags, with nested tags for objects and lists.
 
     <city>Paris</city><near><item>3</item></near> --tags--> a tree --types of the tool's schema--> JSON
 
-A notation's `tag` tells a tag from text: MiniMax M3 writes a marker before each.
+The pattern `tag` of a notation distinguishes tags from text; MiniMax M3, for example, writes a marker before each tag.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from quire.service.output.calls import CallPart
 from quire.service.output.complete_calls import CompleteCalls
 from quire.service.output.json_repair import valid
 
-DEEPEST = 64  # tags within tags; a deeper call becomes content
+DEEPEST = 64  # maximum nesting of tags; a call with deeper nesting becomes content
 ITEM = "item"  # tag of an element of a list
 
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
-Outline = dict[str, Any]  # "type", "properties" and "items" of a schema, as far as they are known
+Outline = dict[str, Any]  # "type", "properties" and "items" of a schema, if known
 
 
 class _Node:
@@ -31,16 +31,16 @@ class _Node:
     def __init__(self, key: str, outline: Outline) -> None:
         self.key, self.outline = key, outline
         self.texts: list[str] = []
-        self.children: list[tuple[str, str]] = []  # tags within it, and their JSON
+        self.children: list[tuple[str, str]] = []  # (key, JSON) of complete tags within this one
 
     def inner(self, key: str) -> Outline:
-        """Return what is known of a tag within this one."""
+        """Return the schema outline for a tag within this one; {} if it is unknown."""
         properties = self.outline.get("properties", {})
         found = properties.get(key) or (self.outline.get("items") if key == ITEM else None)
         return found or {}
 
     def json(self) -> str | None:
-        """Return the JSON of the complete tag; None for text outside tags."""
+        """Return the JSON of the complete tag; None if it contains both tags and other text."""
         text, types = "".join(self.texts), self.outline.get("type", [])
         if not self.children:
             return _leaf(text, types)
@@ -83,7 +83,7 @@ def _object(members: list[tuple[str, str]]) -> str:
 
 
 def _leaf(text: str, types: list[str]) -> str:
-    """Return the JSON of a text in a tag: of its types, else as JSON where it is some, else a string."""
+    """Convert a tag's text to JSON by `types`; without types, as JSON if it is valid, else as a string."""
     if types:
         blank = next((kind for kind in types if kind in ("array", "object")), "") if not text.strip() else ""
         if blank and "string" not in types:

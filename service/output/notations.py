@@ -1,24 +1,24 @@
-"""Response templates, compiled: which markers open and close a region, and how tool calls are written.
+"""Compiled response templates: the markers that open and close regions, and the notations of tool calls.
 
-    dict of transformers' schema, or of the data file --compiled--> Template: fields, notations of calls, patterns
+    dict in transformers' schema, or from the data file --compiled--> Template: fields, notations of calls, patterns
 
-The data file extends transformers' schema.  Further keys of a field of calls:
+The data file `response_templates.json` extends transformers' schema.  Additional keys of a field of calls:
 
-    also           list of further notations; each has its own markers, and else what the field says
-    bare           calls without a marker of their own: "open", or "closed" if a closing marker or the end must follow
-    names, arguments   further keys that hold the name and the arguments
-    keyed          {"weather": {"city": ...}}: the key is the name
-    inner          the marker holds the name, and the arguments are under a key
+    also           list of further notations; each has its own markers, and inherits the field's other keys
+    bare           calls without an opening marker: "open"; "closed" if a closing marker or the answer's end must follow
+    names, arguments   additional keys for the name and the arguments
+    keyed          calls such as {"weather": {"city": ...}}, in which the key is the name
+    inner          the marker contains the name, and the arguments are under a key
     argument       {"open_pattern", "close_pattern"}: the tags around an argument, instead of `content_args`
-    tag            the pattern of any tag of calls with "content": "nested", which name arguments and nest: its group
-                   `closes` holds "/" of a closing tag, `key` the name, `bare` that of a closing tag without a marker
+    tag            pattern of a tag, for calls with "content": "nested", in which nested tags name the arguments.  Its
+                   groups: `closes` ("/" of a closing tag), `key` (name), `bare` (name in a closing tag without marker)
     hides_markers  a call that cannot be read becomes content without its opening marker
-    content        also "python"
-    example        calls as the family writes them, for chat templates that show none (`call_form.py`)
-    call_id        the ids of its calls: "functions.{name}:{index}"
+    content        additionally "python"
+    example        calls in the family's notation, for chat templates that show none (`call_form.py`)
+    call_id        form of call ids, such as "functions.{name}:{index}"
 
-of the content: `drop`, patterns of further markers that are never text; and in the `open_pattern` of other fields the
-group `shown`, the part of the marker that is text of the region.
+An additional key of the content is `drop`: patterns of further markers that are never text.  In the `open_pattern` of
+other fields, the group `shown` is the part of the marker that belongs to the text of the region.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ NAMES, ARGUMENTS = ("name",), ("arguments", "parameters")
 
 
 class Anchor(msgspec.Struct, frozen=True, eq=False):
-    """A marker: its pattern, and whether a match at the end of a text may become longer with more text."""
+    """A marker's pattern, and whether a match at the end of a text may become longer with more text (`grows`)."""
 
     pattern: Any
     grows: bool
 
 
 class Field(msgspec.Struct, frozen=True, eq=False):
-    """A region that markers open and close, other than a call."""
+    """A region between an opening and a closing marker, other than a call."""
 
     kind: str  # "reasoning" or "content"
     open: Anchor
     close: Anchor | None
-    strips: bool  # spaces next to its markers
+    strips: bool  # drop white space next to the markers
 
 
 class Notation(msgspec.Struct, frozen=True, eq=False):
-    """One way in which a family writes calls."""
+    """One notation of calls of a model family.  The module's docstring explains the keys."""
 
     open: Anchor
     close: Anchor | None = None
     body: str = "json"  # key of `call_readers.READERS`
-    captured: str = ""  # the group of the opening marker that holds the name
+    captured: str = ""  # group of the opening marker's pattern that contains the name; "": none
     names: tuple[str, ...] = NAMES
     arguments: tuple[str, ...] = ARGUMENTS
     inner: bool = False
@@ -74,22 +74,22 @@ class Notation(msgspec.Struct, frozen=True, eq=False):
     argument: tuple[str, str] = ("", "")  # patterns of the tags around an argument
     tag: Any = None  # pattern of a tag that names an argument
     hides_markers: bool = False
-    described: Any = None  # transformers' field, for calls that only transformers can read
+    described: Any = None  # field compiled by transformers, for calls that only transformers can parse
 
 
 class Template(msgspec.Struct, frozen=True, eq=False):
-    """A response template."""
+    """A compiled response template."""
 
     start: Any  # regex of the beginning of an assistant's message
     fields: list[Field]
     notations: list[Notation]
-    drop: list[Anchor]  # markers that mean nothing, outside of regions
+    drop: list[Anchor]  # markers outside of regions that are dropped
     keeps_text: bool  # text outside of regions is content
-    strips: bool  # spaces next to markers, outside of regions
+    strips: bool  # drop white space next to markers outside of regions
 
 
 def compiled(described: dict[str, Any]) -> Template:
-    """Return a response template, compiled.  Raises ValueError for one that transformers cannot use."""
+    """Compile a response template.  Raises ValueError for a template that transformers cannot use."""
     plain = {**described, "fields": {name: _plain(field) for name, field in described["fields"].items()}}
     spec = _load(plain)
     fields, notations = [], []
@@ -123,13 +123,13 @@ def _load(described: dict[str, Any]) -> Any:
 
 
 def _pattern(text: str) -> Any:
-    import regex  # what transformers compiles patterns with; it comes with transformers
+    import regex  # installed with transformers, which compiles its patterns with it
 
     return regex.compile(text, regex.DOTALL)
 
 
 def _plain(field: dict[str, Any]) -> dict[str, Any]:
-    """Return a field as transformers knows it."""
+    """Return a field reduced to transformers' schema."""
     found = {key: value for key, value in field.items() if key not in EXTENDED}
     if found.get("content") in ("python", "nested"):
         found["content"] = "text"
@@ -217,9 +217,9 @@ def _tags(field: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _shape(field: dict[str, Any]) -> tuple[str, str, str] | None:
-    """Return the group that holds a call's name, or else its key, and the key of its arguments.
+    """Return (marker group of a call's name, or ""; key of the name, or ""; key of the arguments, or "").
 
-    None: calls of this field have another shape."""
+    None if calls of this field have another shape."""
     transform = field.get("transform", "{content}")
     call = transform.get("function", transform) if isinstance(transform, dict) else transform
     if call == "{content}":
@@ -239,7 +239,7 @@ def _shape(field: dict[str, Any]) -> tuple[str, str, str] | None:
 
 
 def marker_texts(described: dict[str, Any]) -> list[str]:
-    """Return texts and patterns of all markers."""
+    """Return the texts and patterns of all markers in a response template."""
     found = list(_texts(described, ("start_anchor", "start_anchor_pattern")))
     for field in described["fields"].values():
         for one in [field, *field.get("also", []), field.get("argument", {}), field.get("content_args", {})]:
@@ -249,14 +249,14 @@ def marker_texts(described: dict[str, Any]) -> list[str]:
 
 
 def text_of_calls(described: dict[str, Any], key: str) -> str:
-    """Return what a further key of the calls holds; "" without it."""
+    """Return the value of an additional key (`example`, `call_id`) of the field of calls; "" without it."""
     return next((field[key] for field in described["fields"].values() if key in field), "")
 
 
 def reasoning_texts(described: dict[str, Any]) -> tuple[str, str] | None:
-    """Return the markers that open and close reasoning; None if there is no one pair of plain text.
+    """Return the opening and closing marker of reasoning; None if there is no single pair of plain texts.
 
-    Of several closing markers the first is the model's own; the others begin what follows the reasoning."""
+    Of several closing markers, the first is the model's own; the others are beginnings of text after the reasoning."""
     found = [field for name, field in described["fields"].items() if KINDS.get(name) == "reasoning"]
     opens, closes = ([*_texts(found[0], (key,))] if len(found) == 1 else [] for key in ("open", "close"))
     return (opens[0], closes[0]) if len(opens) == 1 and closes else None

@@ -1,8 +1,9 @@
-"""The parts of a chat answer, in the order in which the model wrote them, without the white space next to markers.
+"""Collects the parts of a chat answer, in the order in which the model wrote them, without white space next to markers.
 
     text, calls --PartWriter--> TextDelta (content or reasoning) | CallDelta
 
-White space at the end of a text waits: if a marker follows, it is dropped.  So do brackets and commas after a call.
+White space at the end of a text is held back, and dropped if a marker follows.  Brackets and commas after a call are
+held back and dropped likewise.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import msgspec
 from quire.service.output.calls import TEXT, CallPart
 from quire.service.output.notations import Field
 
-BETWEEN_CALLS = re.compile(r"[\s,;\[\](){}]*")  # what is no content between two calls
+BETWEEN_CALLS = re.compile(r"[\s,;\[\](){}]*")  # text between two calls that is dropped
 
 
 class CallDelta(msgspec.Struct):
-    """What is new of one tool call.  `index` counts the calls of a choice; the first delta of a call has its name."""
+    """New text of one tool call.  `index` counts the calls of a choice; only a call's first delta has its name."""
 
     index: int
     name: str | None
-    arguments: str  # a part of their JSON
+    arguments: str  # next part of the arguments' JSON
 
 
 class TextDelta(msgspec.Struct):
@@ -32,11 +33,11 @@ class TextDelta(msgspec.Struct):
     reasoning: bool = False
 
 
-Part = TextDelta | CallDelta  # parts in the order in which the model wrote them
+Part = TextDelta | CallDelta
 
 
 class PartWriter:
-    """Writes the parts of one answer.  `RegionReader` finds the markers and says which region is open."""
+    """Writes the parts of one answer.  `RegionReader` finds the markers and sets the open region (`field`)."""
 
     __slots__ = (
         "_dropped", "_held", "_junk", "_keeps_text", "_new", "_strips_content",
@@ -44,15 +45,16 @@ class PartWriter:
     )  # fmt: skip
 
     def __init__(self, *, keeps_text: bool, strips_content: bool) -> None:
-        """`keeps_text`: text outside of any marker is content.  `strips_content`: its white space is dropped there."""
+        """`keeps_text`: text outside of regions is content.  `strips_content`: drop its white space next to markers."""
         self._keeps_text, self._strips_content = keeps_text, strips_content
         self.field: Field | None = None  # the open region; None: the content
-        self.calls = 0
-        self.after_marker = self.after_call = False  # only white space, or brackets, have followed the marker
-        self._held: list[str] = []  # white space that a marker may follow
-        self._junk: list[str] = []  # brackets and commas after a call
-        self._dropped = ""  # white space that a marker has followed
-        self.empty = self.blank_line = True  # nothing but spaces was written in the answer, and in its last line
+        self.calls = 0  # number of calls
+        # True until other text than white space (`after_call`: also brackets and commas) follows a marker or call.
+        self.after_marker = self.after_call = False
+        self._held: list[str] = []  # white space that is held back, since a marker may follow
+        self._junk: list[str] = []  # brackets and commas after a call, held back
+        self._dropped = ""  # white space that was dropped before the last marker
+        self.empty = self.blank_line = True  # whether the answer, and its last line, has only white space so far
         self._new: list[Part] = []
 
     @property
@@ -62,21 +64,21 @@ class PartWriter:
 
     @property
     def waiting_space(self) -> str:
-        """White space at the end of the content so far, which is dropped if a marker follows it."""
+        """White space at the end of the content that is held back, since a marker may follow."""
         return "".join(self._held) if self.field is None else ""
 
     def take(self) -> list[Part]:
-        """Return the parts that are new since the last call.  Text of one region is one part."""
+        """Return the new parts since the last call.  Consecutive text of one region is one part."""
         found, self._new = self._new, []
         return found
 
     def start_answer(self) -> None:
-        """Forget what the prompt held, which may even have an earlier message with calls."""
+        """Drop all parts, which came from the prompt: it may even contain an earlier message with calls."""
         self._held, self._junk, self.calls = [], [], 0
         self.take()
 
     def end(self, *, write_space: bool) -> None:
-        """End the answer.  `write_space`: no marker follows the white space that waits."""
+        """End the answer.  `write_space`: write the white space that is held back."""
         if write_space:
             self.append("".join(self._held))
         self._held, self._junk, self.field = [], [], None
@@ -84,7 +86,7 @@ class PartWriter:
     # -- markers
 
     def pass_marker(self, *, opens: bool) -> None:
-        """Drop the white space before a marker.  `opens`: it begins a region or a call."""
+        """Drop the white space before a marker.  `opens`: the marker begins a region or a call."""
         junk = "".join(self._junk)
         self._dropped = "".join([junk.lstrip() if self.after_marker else junk, *self._held])
         self._held = []
@@ -93,14 +95,14 @@ class PartWriter:
             self._junk, self.after_call = [], False
 
     def add_marker(self, text: str) -> None:
-        """Add a marker that became content, with the white space before it."""
+        """Write a marker as content, with the white space before it."""
         self.add_raw("".join(self._held) + text)
         self._held = []
 
     # -- calls
 
     def add_calls(self, parts: list[CallPart]) -> None:
-        """Add what is new of calls, and the text between them."""
+        """Add new parts of calls, and text between calls."""
         for name, arguments in parts:
             last = self._new[-1] if self._new else None
             if name == TEXT:
@@ -114,7 +116,7 @@ class PartWriter:
                 self._new.append(CallDelta(self.calls - 1, None, arguments))
 
     def begin_next_call(self) -> None:
-        """Begin a call whose opening marker is an earlier call's: no white space goes with it."""
+        """Begin a call that has no opening marker of its own, since it follows another call."""
         self._dropped = ""
 
     def end_call(self) -> None:
@@ -124,7 +126,7 @@ class PartWriter:
         self.empty = False
 
     def break_call(self, text: str, *, raw: bool) -> None:
-        """Make the text of a call content; `raw`: with the white space before its marker."""
+        """Write the text of a call that cannot be read as content.  `raw`: with the white space before its marker."""
         if raw:
             self.add_raw(self._dropped + text)
         else:
@@ -132,7 +134,7 @@ class PartWriter:
         self._dropped, self.after_call = "", False
 
     def end_in_call(self) -> None:
-        """Close the reasoning after calls that end the answer within it."""
+        """Close the reasoning, since the answer ends with calls within it."""
         self._held, self.field = [], None
 
     # -- text
@@ -165,7 +167,7 @@ class PartWriter:
         self.append(text)
 
     def add_raw(self, text: str) -> None:
-        """Add text of the content as it is written, spaces included."""
+        """Add text of the content unchanged, with its white space."""
         self.blank_line = self.empty = self.after_marker = False
         self.append(text)
 
@@ -173,7 +175,7 @@ class PartWriter:
         return self._strips_content if self.field is None else self.field.strips
 
     def append(self, text: str) -> None:
-        """Add text of the open region as it is."""
+        """Add text of the open region unchanged."""
         last = self._new[-1] if self._new else None
         if isinstance(last, TextDelta) and last.reasoning == self.reasoning:
             last.text += text
@@ -182,7 +184,7 @@ class PartWriter:
 
 
 def split(parts: list[Part]) -> tuple[str, str, list[CallDelta]]:
-    """Return content, reasoning and calls of parts."""
+    """Return the content, the reasoning and the calls in parts."""
     content, reasoning, calls = "", "", list[CallDelta]()
     for part in parts:
         if isinstance(part, CallDelta):

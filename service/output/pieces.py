@@ -1,4 +1,4 @@
-"""What is new in one choice of an answer: text, tokens, log probabilities, and how it ended."""
+"""A delta of one choice of an answer: new text, tokens, log probabilities, and the finish reason."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from quire.service.output.regions import CallDelta, Part, TextDelta
 
 
 class Piece(msgspec.Struct):
-    """What is new in one choice.
+    """A delta of one choice.
 
-    `token_ids` are all its new tokens.  `text` lags behind them while a character, a marker or a possible stop string
-    is incomplete; it is complete when `finish` is set."""
+    `token_ids` are all new tokens.  `text` may lag behind them, while a character, a marker or a possible stop string
+    is incomplete.  Once `finish` is set, the text is complete."""
 
-    choice: int  # prompt number * n + choice
+    choice: int  # index of the prompt * n + index of the choice
     text: str
     token_ids: list[int]
-    logprobs: list[TokenLogprob] | None = None  # one for each token
+    logprobs: list[TokenLogprob] | None = None  # one entry per token
     offsets: list[int] | None = None  # characters of output before each token; set with logprobs
-    prompt_logprobs: list[TokenLogprob] | None = None  # logprobs of prompt tokens 1.., in a choice's first delta
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache, on a choice's first delta
-    finish: str | None = None  # "stop", "length" or "tool_calls"; nothing follows
-    stop_reason: str | int | None = None  # the stop string, or the client's own stop token
-    encoded: msgspec.Raw | None = None  # its logprobs as JSON, where they are long: see Format.prepare
-    reasoning: str = ""  # text of that region
+    prompt_logprobs: list[TokenLogprob] | None = None  # entries from the second prompt token on; first delta only
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache; first delta only
+    finish: str | None = None  # "stop", "length" or "tool_calls" in the last delta
+    stop_reason: str | int | None = None  # the stop string, or the client's own stop token, that ended the choice
+    encoded: msgspec.Raw | None = None  # logprobs as JSON if they are long: see Format.prepare
+    reasoning: str = ""  # new text of the reasoning
     calls: list[CallDelta] = []
     reasoning_tokens: int = 0  # reasoning tokens of the choice so far
-    score: float | None = None  # score that beam search gave the answer, with `finish`
-    searched: int = 0  # tokens that the search computed besides those of its answers, with `finish`
-    shared: float = 0.0  # fraction of its beams' KV cache that they shared, with `finish`
-    predictions: Predictions | None = None  # drafts from the client's prediction so far
+    score: float | None = None  # beam search's score of the choice, with `finish`
+    searched: int = 0  # tokens that beam search computed beyond those of its answers, with `finish`
+    shared: float = 0.0  # fraction of KV cache that the beams shared, with `finish`
+    predictions: Predictions | None = None  # counts of draft tokens from the client's prediction so far
     parts: list[Part] = []  # text, reasoning and calls in the order in which the model wrote them
-    content: list[Score] | None = None  # the log probabilities of a chat's content; set with logprobs
+    content: list[Score] | None = None  # new entries of `logprobs.content` of a chat; set with logprobs
 
     def ordered(self) -> list[Part]:
-        """Return text, reasoning and calls in order, also for an answer without regions."""
+        """Return text, reasoning and calls in the model's order, also for an answer without regions."""
         return self.parts or ([TextDelta(self.text)] if self.text else [])

@@ -2,18 +2,18 @@
 
     text --markers--> content | reasoning | a reader of calls --RegionReader--> content, reasoning, calls
 
-A response template says which markers open and close a region, and how a tool call is written (`notations.py`).  A
-model ships it in its tokenizer_config.json.  For known chat templates of models that ship none, there is one in
-`response_templates.json`.  No code knows any single model.
+A response template defines the markers that open and close a region, and the notation of tool calls (`notations.py`).
+A model may ship one in its tokenizer_config.json.  For models that ship none, `response_templates.json` has one per
+known chat template.  There is no code per model.
 
-What a `RegionReader` returns for the first N tokens depends on these tokens alone.  So an answer continues inside its
-reasoning or a tool call, at any gateway.  Its time is linear in the characters.
+The result of a `RegionReader` after N tokens depends on these tokens alone.  So any gateway can resume an answer, even
+inside its reasoning or a tool call.  The time is linear in the number of characters.
 
-White space next to a marker belongs to the marker.  A tool call that cannot be read becomes content, as it was written.
-Arguments in JSON are passed on as the model writes them, repaired where they are not quite JSON (`lenient_json.py`).
+White space next to a marker belongs to the marker.  A tool call that cannot be read becomes content, unchanged.
+Arguments in JSON are passed on as the model writes them, and repaired if they are not valid JSON (`lenient_json.py`).
 
-A call within the reasoning is a draft, and stays reasoning, unless the answer ends with it: then the model forgot to
-close its reasoning.  So the text of such a call waits for what follows it.
+A call within the reasoning is a draft, and stays reasoning.  But if the answer ends with it, the model forgot to close
+its reasoning, and the call counts.  So the text of such a call is held back until the text after it is known.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ log = logging.getLogger("quire.gateway")
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """How one chat answer is read.  It is stored with the request, so that any gateway continues the answer."""
+    """Parameters for reading one chat answer, stored with the request so that any gateway can resume the answer."""
 
-    opening: str  # what the prompt holds of the assistant's message, such as an opening marker of reasoning
+    opening: str  # the beginning of the assistant's message in the prompt, such as an opening marker of reasoning
     calls: bool = False  # the request has tools
-    tools: list[dict[str, Any]] = []  # their names and the types of their arguments
-    parallel: bool = True  # more than one call in an answer; else the answer ends with the first
+    tools: list[dict[str, Any]] = []  # names of the tools and types of their arguments
+    parallel: bool = True  # allow several calls in an answer; otherwise the answer ends after the first call
 
 
 class ResponseTemplate:
-    """A response template, ready to read answers.  Immutable, but for what it learns of its patterns."""
+    """A response template, ready to read answers.  Immutable, except for caches."""
 
     def __init__(self, described: dict[str, Any], name: str = "") -> None:
-        """`name`: for the log.  Raises ValueError for a template that transformers cannot use."""
+        """`name`: name for the log.  Raises ValueError for a template that transformers cannot use."""
         self.name = name
         template = compiled(described)
         self._start = template.start
@@ -62,7 +62,7 @@ class ResponseTemplate:
         self.has_calls = bool(template.notations)
         self.has_reasoning = any(field.kind == "reasoning" for field in template.fields)
         self.nests = any(one.body == "nested" for one in template.notations)
-        self.casts = self.has_calls  # names of functions and types of arguments tell what is a call
+        self.casts = self.has_calls  # the reader needs the names of functions and the types of arguments
         self.notations = template.notations
         self.opening_patterns = [notation.open.pattern.pattern for notation in template.notations]
         self.dropped_patterns = [anchor.pattern.pattern for anchor in template.drop]
@@ -72,22 +72,22 @@ class ResponseTemplate:
         self._call_id = text_of_calls(described, "call_id")
 
     def call_id(self, name: str, index: str) -> str:
-        """Return the id of a call as the family writes it; "": it takes any."""
+        """Return the id of a call in the model family's form; "" if the family accepts any id."""
         return self._call_id.replace("{name}", name).replace("{index}", index)
 
     def has_marker(self, special: str) -> bool:
-        """Return whether a special token is a part of a marker, so that the parser must see it."""
+        """Return whether a special token is part of a marker, so that it must be decoded to text."""
         return any(special in text or re.escape(special) in text for text in self._markers)
 
     def opening(self, prompt: str) -> str | None:
-        """Return what follows the last beginning of an assistant's message in a prompt; None if there is none."""
+        """Return the text after the last beginning of an assistant's message in a prompt; None if there is none."""
         end = None
         for match in self._start.finditer(prompt):
             end = match.end()
         return None if end is None else prompt[end:]
 
     def reader(self, reading: Reading) -> RegionReader:
-        """Return a reader of one answer, at its start."""
+        """Return a new reader for one answer."""
         return RegionReader(self._watches[reading.calls], reading)
 
 
@@ -103,17 +103,18 @@ class RegionReader:
         self._watches, self._parallel, self._tools = watches, reading.parallel, Tools(reading.tools)
         template = watches.template
         self.out = PartWriter(keeps_text=template.keeps_text, strips_content=template.strips)
-        self.ended = False  # no more calls are wanted: the answer is complete
-        self._text, self._at = "", 0  # text that was not dealt with yet, from a position on; one character before it
-        self._zero = -1  # offset of a marker without characters
-        self._clear = 0  # up to there the reasoning is known not to be closed
-        self._tail = ""  # end of the text that may begin the marker which closes the reasoning
+        self.ended = False  # True after the only call that the request allows
+        # Text from position `_at` on is unread.  Of the text before it, one character is kept for lookbehind.
+        self._text, self._at = "", 0
+        self._zero = -1  # position of the last empty match of a marker, so that it is not matched again
+        self._clear = 0  # position before which no marker closes the reasoning
+        self._tail = ""  # end of the text that may be the beginning of the marker which closes the reasoning
         self._call: CallReader | None = None
         self._notation: Notation | None = None
-        self._raw: list[str] | None = None  # text of the call, while it may become content
-        self._broken = False  # the closing marker that follows belongs to a call that became content
+        self._raw: list[str] | None = None  # text of the open call while it may become content, else None
+        self._broken = False  # the next closing marker belongs to a call that became content
         self._draft: list[str] | None = None  # text of calls within the reasoning
-        self._drafted: list[CallPart] = []
+        self._drafted: list[CallPart] = []  # parts of these calls
         self.push(reading.opening)
         self.out.start_answer()
         self.ended = False
@@ -125,7 +126,7 @@ class RegionReader:
 
     @property
     def calls(self) -> int:
-        """How many calls were written."""
+        """Number of calls so far."""
         return self.out.calls
 
     def push(self, text: str) -> None:
@@ -133,7 +134,7 @@ class RegionReader:
         if not text or self.ended:
             return
         done = self._at == len(self._text) > 0 and self._call is None and self._draft is None
-        if done and not self._markers().may_begin_in(text):  # most text: it costs no search
+        if done and not self._markers().may_begin_in(text):  # fast path for most text: no search
             self._text, self._at, self._zero, self._clear = text[-1], 1, -1, 0
             self.out.add_text(text)
             return
@@ -144,7 +145,7 @@ class RegionReader:
         self._clear -= cut
 
     def finish(self, *, cut: bool) -> None:
-        """End the answer.  `cut`: it could have been longer, so a call without its closing marker is incomplete."""
+        """End the answer.  `cut`: its maximum length ended it, so a call without a closing marker is incomplete."""
         if self.ended:
             return
         end: End = "cut" if cut else "whole"
@@ -154,23 +155,23 @@ class RegionReader:
         self.out.end(write_space=not self.ended)
 
     def take(self) -> tuple[str, str, list[CallDelta]]:
-        """Return content, reasoning and calls that are new since the last call."""
+        """Return new content, new reasoning and new parts of calls since the last call of this method."""
         return split(self.take_parts())
 
     def take_parts(self) -> list[Part]:
-        """Return the same in the order in which the model wrote it.  Text of one region is one part."""
+        """Return the new parts in the model's order.  Consecutive text of one region is one part."""
         return self.out.take()
 
     @property
     def kind(self) -> str:
-        """What the open region is: content, reasoning or calls."""
+        """The open region: "content", "reasoning" or "calls"."""
         if self._call is not None:
             return "calls"
         return "content" if self.out.field is None else self.out.field.kind
 
     @property
     def waiting_space(self) -> str:
-        """White space at the end of the content so far, which is dropped if a marker follows it."""
+        """White space at the end of the content that is held back, since a marker may follow."""
         return self.out.waiting_space
 
     # ------------------------------------------------------------------------------------------------------- steps
@@ -183,7 +184,7 @@ class RegionReader:
                 self._read(end)
 
     def _read(self, end: End) -> None:
-        """Deal with the text up to where more of it decides."""
+        """Read the text up to the position at which more text is needed to decide."""
         while not self.ended:
             if self._draft is not None:
                 more = self._read_draft(end)
@@ -223,7 +224,7 @@ class RegionReader:
         return True
 
     def _accepts(self, match: Match) -> bool:
-        """Return whether a marker counts here."""
+        """Return whether a match counts as a marker in the present state."""
         found, kind, notation = match.found, match.marker.kind, match.marker.field
         if found.end() == found.start() and found.start() == self._zero:
             return False
@@ -231,7 +232,7 @@ class RegionReader:
             return self.out.after_marker
         if kind == "stray":
             return self.out.calls > 0
-        if kind == "closed":  # the reasoning is closed already
+        if kind == "closed":  # a second marker that closes the reasoning
             return self.out.after_marker or self.out.empty
         if kind != "call" or not notation.bare:
             return True
@@ -272,7 +273,7 @@ class RegionReader:
         self._notation, self._call, self._raw = notation, READERS[notation.body](context), [match.found[0]]
 
     def _read_call(self, end: End) -> bool:
-        """Read on in a call; return whether it has ended."""
+        """Continue to read a call.  Returns whether it has ended."""
         call, before = self._call, self._at
         assert call is not None
         self._at, status = call.read(self._text, before, end)
@@ -297,10 +298,10 @@ class RegionReader:
         self.ended = self.out.calls > 0 and not self._parallel
 
     def _break_call(self) -> None:
-        """Turn a call back into content, if none of it was sent."""
+        """Turn a call that cannot be read into content, unless a part of it was already emitted."""
         raw, notation = self._raw, self._notation
         self._call, self._raw = None, None
-        if raw is None or notation is None:  # the text after the call is broken, not the call
+        if raw is None or notation is None:  # the call was emitted; only the text after it is broken
             self.out.after_call = self.out.after_marker = True
         elif notation.hides_markers:
             self.out.break_call("".join(raw[1:]), raw=False)
@@ -311,7 +312,9 @@ class RegionReader:
     # ------------------------------------------------------------------------------------------------------ drafts
 
     def _is_closed(self, end: End) -> bool:
-        """Return whether the reasoning is closed in the text at hand; set aside what may begin its closing marker."""
+        """Return whether the unread text closes the reasoning.
+
+        An end of the text that may be the beginning of the closing marker moves to `_tail`."""
         field = self.out.field
         assert field is not None
         match, upto = self._watches.closing[field].next(
@@ -323,7 +326,7 @@ class RegionReader:
         return match is not None
 
     def _read_draft(self, end: End) -> bool:
-        """Read on in calls within the reasoning; return whether the reasoning continues."""
+        """Continue to read calls within the reasoning.  Returns whether they turned out to be plain reasoning."""
         assert self._draft is not None
         if self._is_closed(end):
             self._release_draft()
@@ -336,7 +339,7 @@ class RegionReader:
         return False
 
     def _read_drafted(self, text: str, end: End) -> Status:
-        """Read calls up to the end of a text; MORE if there may be more of them."""
+        """Read draft calls up to the end of a text.  Returns MORE if further calls may follow, or BROKEN."""
         assert self._draft is not None
         while self._at < len(text) or (end and self._call is not None):
             before, status = self._at, Status.MORE
@@ -362,14 +365,14 @@ class RegionReader:
         return Status.MORE
 
     def _release_draft(self) -> None:
-        """Make calls within the reasoning reasoning."""
+        """Write draft calls as plain text of the reasoning."""
         assert self._draft is not None
         text, self._draft, self._call = "".join(self._draft), None, None
         self._drafted = []
         self.out.add_text(text)
 
     def _end_draft(self, end: End) -> None:
-        """End an answer whose last text may be tool calls: complete calls that the model itself ended become calls."""
+        """End an answer with draft calls at its end.  They become real calls if complete and not cut by a limit."""
         if end == "cut" or self._call is not None or not any(name for name, _ in self._drafted):
             self._release_draft()
             return
@@ -384,11 +387,13 @@ class RegionReader:
 
 
 def find(chat_template: str, shipped: Any = None) -> ResponseTemplate | None:
-    """Return the response template of a model: the one that it ships, or a known one; None: every answer is content."""
+    """Return the response template that a model ships, or the one for its chat template.
+
+    None: no template is known, so every answer is content as a whole."""
     if shipped is not None:
         try:
             return ResponseTemplate(shipped, "the model's own")
-        except Exception as error:  # transformers checks it with a dozen messages
+        except Exception as error:  # transformers' checks raise errors of several types
             log.warning("the model's response_template cannot be used, so a known one is looked for: %s", error)
     name = name_of(chat_template)
     return ResponseTemplate(known().response_templates[name], name) if name is not None else None

@@ -1,4 +1,4 @@
-"""The loop of readers that read calls in steps: between arguments or calls, and within one of them."""
+"""Base class of call readers that work in steps: between arguments or calls, and within an argument or call."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from quire.service.output.json_calls import JsonCalls
 
 
 class SteppedCalls(ABC):
-    """Reads calls step by step.  A call whose arguments are JSON after all is read to its end by `JsonCalls`."""
+    """Reads calls step by step.  If arguments turn out to be JSON, `JsonCalls` reads the call to its end."""
 
     def __init__(self, context: Context) -> None:
         self.parts: list[CallPart] = []
         self.committed = False
         self._context = context
-        self._json: JsonCalls | None = None  # reads arguments or calls that are JSON after all
+        self._json: JsonCalls | None = None  # set once arguments or calls turn out to be JSON
 
     def read(self, text: str, at: int, end: End) -> tuple[int, Status]:
-        """Read on; see `CallReader`."""
+        """See `CallReader.read`."""
         while self._json is None:
             at, status = self._step(text, at, end)
             if status is not None:
@@ -30,4 +30,4 @@ class SteppedCalls(ABC):
 
     @abstractmethod
     def _step(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
-        """Read one step on; return the position that was reached, and its status; None: the next step follows."""
+        """Do one step from position `at`.  Returns the new position and the status; None: do the next step."""

@@ -11,7 +11,7 @@ from quire.service.output.json_strings import JsonStrings
 from quire.service.output.markers import Match
 from quire.service.output.stepped_calls import SteppedCalls
 
-STREAM_CHARS = 256  # longest argument in tags that is held back: a longer string is passed on as it is written
+STREAM_CHARS = 256  # a string argument longer than this is streamed; a shorter one is emitted once complete
 
 
 class TagCalls(SteppedCalls):
@@ -20,23 +20,23 @@ class TagCalls(SteppedCalls):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._name = context.name
-        self._written: list[str] = []  # arguments that were not passed on yet
+        self._written: list[str] = []  # JSON of complete arguments that were not emitted yet
         self._keys = set[str]()
-        self._pairs = 0  # arguments begun: a key may be there twice
+        self._pairs = 0  # number of arguments begun; differs from len(_keys) if a key is repeated
         self._key: str | None = None  # name of the open argument
-        self._is_text = False  # it is a string, whatever its text is
+        self._is_text = False  # whether the open argument is a string, whatever its text is
         self._value = ArgumentText([])
-        self._streams = False
-        self._strings: JsonStrings | None = None  # set while a value is an object or a list
-        self._follows = True  # markers within strings of JSON are text
-        self._marker: int | None = None  # the first such marker, from the position of the reader on
-        self._searched = 0  # characters from the position of the reader on in which no end of the value was found
+        self._streams = False  # whether the open argument is emitted while it is written
+        self._strings: JsonStrings | None = None  # set while the open argument may be an object or a list
+        self._follows = True  # whether markers within strings of JSON count as text
+        self._marker: int | None = None  # offset, from the reader's position, of the first marker in a JSON string
+        self._searched = 0  # characters, from the reader's position, in which no end of the value was found
 
     def _step(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
         return self._between(text, at, end) if self._key is None else self._argument(text, at, end)
 
     def _between(self, text: str, at: int, end: End) -> tuple[int, Status | None]:
-        """Read what stands between arguments."""
+        """Read the text between arguments."""
         while at < len(text) and text[at].isspace():
             at += 1
         if at == len(text):
@@ -62,7 +62,7 @@ class TagCalls(SteppedCalls):
 
     def _open(self, key: str, match: Match) -> None:
         tools = self._context.tools
-        written = (match.found.groupdict().get("string") or "").lower()  # the attribute of its tag
+        written = (match.found.groupdict().get("string") or "").lower()  # attribute `string` of the tag
         is_text = written in ("true", "string")
         types = tools.types(self._name, key) if not written else [] if is_text else NO_STRING
         self._is_text = is_text or (not written and tools.is_text(self._name, key))
@@ -77,13 +77,13 @@ class TagCalls(SteppedCalls):
         """Read the value of the open argument."""
         match, upto, after = self._value_end(text, at, end)
         if self._marker is not None:
-            if match is None and not end:  # wait before the marker: it is text only if the JSON is complete after it
+            if match is None and not end:  # wait at the marker: it is text only if complete JSON follows
                 self._grow(text[at : at + self._marker])
                 at += self._marker
                 self._marker, self._searched = 0, upto - at
                 return at, Status.MORE
             if match is None or not _is_json(self._value.text + text[at:upto]):
-                self._follows = False  # once per call, so that no text is read more than twice
+                self._follows = False  # at most once per call, so that no text is read more than twice
                 self._strings, self._marker, self._searched = None, None, 0
                 return self._argument(text, at, end)
         self._searched = 0
@@ -103,11 +103,12 @@ class TagCalls(SteppedCalls):
         return upto, self._finish(cut=end == "cut")
 
     def _value_end(self, text: str, at: int, end: End) -> tuple[Match | None, int, int]:
-        """Return the marker that ends the value, the position up to which there is none, and where the marker ends.
+        """Return the marker that ends the value, the marker's position, and its end.
 
-        A marker within a string of JSON is text; the place of the first one is `_marker`."""
+        Without a marker, the position is the one up to which there is none.  A marker within a JSON string is text; the
+        position of the first such marker is stored in `_marker`."""
         place = at + self._searched
-        skipped = place - 1 if self._searched else 0  # no text is searched twice while the reader waits
+        skipped = place - 1 if self._searched else 0  # avoids searching text again after waiting for more
         window = text[skipped:] if skipped else text
         while True:
             match, upto = self._context.value_ends.next(window, place - skipped, final=bool(end))
@@ -125,7 +126,7 @@ class TagCalls(SteppedCalls):
             place = upto + 1
 
     def _is_next(self, match: Match) -> bool:
-        """Return whether the tag of an argument follows on one that was not closed, rather than being text."""
+        """Return whether an opening tag within a value begins the next argument, rather than being text."""
         tools, key = self._context.tools, match.found["key"].strip()
         return key not in self._keys and (not tools or tools.takes(self._name, key))
 
@@ -172,9 +173,9 @@ class TagCalls(SteppedCalls):
 
 
 def _is_json(text: str) -> bool:
-    """Return whether a text is JSON, but for line ends within its strings."""
+    """Return whether a text is JSON; line ends within strings are allowed."""
     try:
-        json.loads(text, strict=False, parse_int=float)  # an int has at most 4,300 digits
+        json.loads(text, strict=False, parse_int=float)  # Python refuses to parse an int of more than 4,300 digits
     except (ValueError, RecursionError):
         return False
     return True

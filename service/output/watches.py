@@ -1,4 +1,4 @@
-"""Which markers a reader of answers looks for in each of its states."""
+"""The markers that a RegionReader searches for in each of its states."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from quire.service.output.markers import Marker, Markers
 from quire.service.output.notations import Anchor, Field, Notation, Template
 
-# Closing tags that models write once too often, with DeepSeek's prefix or without.
+# Closing tags that models sometimes write twice, with or without DeepSeek's prefix.
 CLOSING_TAG = r"</(?:\W?DSML\W)?(?:param|parameter|argument|arg_key|arg_value|value|function|invoke)>"
 _NAME = r"(?P<name>[\w.\-]{1,130})\s*\("
 
 
 class Watches:
-    """Which markers are looked for in each state of a reader, with calls or without."""
+    """The markers for each state of a RegionReader, for requests with or without tools (`calls`)."""
 
     def __init__(self, template: Template, *, calls: bool) -> None:
-        import regex  # what transformers compiles these patterns with; it comes with transformers
+        import regex  # installed with transformers, which compiles these patterns with it
 
         self.template, self.notations = template, template.notations if calls else []
         drop = [_marker("drop", anchor) for anchor in template.drop]
@@ -63,7 +63,7 @@ class Watches:
             self._ends[one] = Markers(ends), Markers(values)
 
     def ends(self, notation: Notation) -> tuple[Markers, Markers]:
-        """Return the markers that end calls of a notation, and those that end an argument in tags."""
+        """Return the markers that end calls of a notation, and the markers that end one argument in tags."""
         return self._ends[notation]
 
 
@@ -72,5 +72,5 @@ def _marker(kind: str, anchor: Anchor, field: Any = None, **more: bool) -> Marke
 
 
 def _unnamed(pattern: str) -> str:
-    """Return a pattern without names of groups, so that it can be part of another one."""
+    """Return a pattern without group names, so that it can be a part of another pattern."""
     return re.sub(r"\(\?P<\w+>", "(?:", pattern)

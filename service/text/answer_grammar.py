@@ -1,11 +1,11 @@
-"""What a chat answer must match: structured output, tool calls and a budget of reasoning, as one grammar.
+"""The grammar of a chat answer: structured output, tool calls and a reasoning budget in one `Constraint`.
 
     response_format ...  --\\
     tools, tool_choice   ----> constraint_of --> Constraint: reasoning first, if the prompt opens it
     thinking budget      --/
 
-The reasoning of an answer is no part of its content.  So the constraints on the content begin after the marker that
-closes the reasoning.
+Structured output applies to the content of an answer.  So its grammar begins after the marker that closes the
+reasoning.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from quire.service.text.thinking_budget import after_reasoning, budgeted, thinki
 
 
 class Model(msgspec.Struct, frozen=True):
-    """How the answers of a model are written."""
+    """Markers and notation of calls in a model's answers."""
 
     responses: ResponseTemplate | None
-    call_form: Callable[[], CallForm | None]  # takes tens of milliseconds the first time
-    special: Mapping[str, int]  # ids of tokens that a grammar names by their id
+    call_form: Callable[[], CallForm | None]  # takes tens of milliseconds at the first call
+    special: Mapping[str, int]  # text -> id of tokens that a grammar must name by their ids
 
     @property
     def markers(self) -> tuple[str, str] | None:
-        """The markers of reasoning, if they are one pair of texts."""
+        """Opening and closing marker of reasoning; None if there is no single pair of them."""
         return None if self.responses is None else self.responses.reasoning_markers
 
     def thinks(self, reading: Reading | None) -> Reasoning:
-        """Return whether reasoning may come before the rest of an answer."""
+        """Return "open" if the prompt has opened the reasoning, "may" if the answer may open it, else ""."""
         if self.responses is None or self.markers is None or reading is None:
             return ""
         opened, closed = (reading.opening.rfind(marker) for marker in self.markers)
@@ -46,7 +46,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 def constraint_of(valid: ValidRequest, reading: Reading | None, model: Model) -> Constraint | None:
-    """Return what the answer must match; None: anything.  Raises Refusal."""
+    """Return the grammar of the answer; None: unconstrained.  Raises Refusal."""
     options, asked, thinks = valid.options, valid.constraint, model.thinks(reading)
     budget = options.thinking_budget
     if budget is not None:
@@ -72,13 +72,13 @@ def constraint_of(valid: ValidRequest, reading: Reading | None, model: Model) ->
 def _with_calls(
     valid: ValidRequest, reading: Reading | None, model: Model, thinks: Reasoning, budget: int | None
 ) -> Constraint:
-    """Return what holds an answer to its tools.  Raises Refusal."""
+    """Return the grammar of an answer with tool calls.  Raises Refusal."""
     options, asked = valid.options, valid.constraint
     field = "tool_choice" if options.demanded else asked.param if asked is not None else options.strict
     form = model.call_form()
     if form is None or reading is None:
         raise unsupported(field, f"{NO_FORM}, so it is not served together with tools")
-    if reading.opening and form.head.startswith(reading.opening):  # the prompt has begun what may be a call
+    if reading.opening and form.head.startswith(reading.opening):  # the prompt has already written a part of `head`
         form = msgspec.structs.replace(form, head=form.head[len(reading.opening) :], marker="")
         if not options.demanded and asked is None:
             raise unsupported(field, "the prompt begins the call, so arguments are not held to their schema")

@@ -1,4 +1,4 @@
-"""What the tokens of an answer must match, and how its text is cut: constraints and readings of one model."""
+"""Grammar of an answer (`Constraint`), and how its text is cut into regions (`Reading`), for one model."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from quire.service.text.answer_grammar import Model, constraint_of
 from quire.service.text.chat_template import ChatTemplate
 from quire.service.text.vocabulary import Vocabulary
 
-TAIL_TOKENS = 64  # last prompt tokens to look at: they nearly always hold the beginning of the assistant's message
+TAIL_TOKENS = 64  # last prompt tokens to search for the beginning of the assistant's message; nearly always enough
 
 
 class AnswerRules:
-    """Makes the constraint and the reading of each answer, which depend on chat template and vocabulary."""
+    """Makes `Constraint` and `Reading` of each answer, which depend on chat template and vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary, chat: ChatTemplate) -> None:
         self._vocabulary, self._responses = vocabulary, chat.responses
         self._model = Model(chat.responses, lambda: chat.call_form, vocabulary.grammar_tokens)
 
     def constraint(self, valid: ValidRequest, reading: Reading | None) -> Constraint | None:
-        """Return what the answer must match, tool calls included; None: anything.  Raises Refusal."""
+        """Return the grammar of the answer, tool calls included; None: unconstrained.  Raises Refusal."""
         return constraint_of(valid, reading, self._model)
 
     def reading(self, valid: ValidRequest, ids: list[int]) -> Reading | None:
-        """Return how the answer to a chat is read, whose prompt has the tokens `ids`; None: all of it is content."""
+        """Return how the answer to a chat with the prompt `ids` is cut into regions; None: all of it is content."""
         responses, options = self._responses, valid.options
         if not valid.chat or responses is None or not (responses.has_reasoning or options.tools):
             return None
@@ -39,7 +39,7 @@ class AnswerRules:
         return Reading(opening or "", calls=bool(options.tools), tools=tools, parallel=options.parallel)
 
     def reading_of_all(self, valid: ValidRequest, prompts: list[list[int]]) -> Reading | None:
-        """Return `reading` of several prompts.  Raises Refusal if they differ in how their answers are read."""
+        """Return the common `reading` of several prompts.  Raises Refusal if their readings differ."""
         reading = self.reading(valid, prompts[0])
         for at, ids in enumerate(prompts[1:] if valid.chat else (), 1):
             if self.reading(valid, ids) != reading:

@@ -1,11 +1,11 @@
-"""Finds out how a model writes tool calls, by rendering calls with marked names and arguments: CallForm.
+"""Finds out how a model writes tool calls, by rendering calls with placeholder names and arguments: CallForm.
 
-    chat template --calls of marked names and arguments--> texts --differences--> CallForm --read back--> proved
+    chat template --calls with placeholders--> texts --differences--> CallForm --parsed again--> accepted
 
-The texts around the marks are what the model was trained to write.  They may hold arguments as JSON, or each argument
-between texts of its own, as `<parameter=KEY>VALUE</parameter>`.  A form counts only if the response template reads
-calls in it as these calls.  No data and no code is kept for any model.  The response template's `example` stands for
-chat templates that show no call.
+The texts around the placeholders are what the model was trained to write.  Arguments may be one JSON object, or each
+argument may stand between texts of its own, as in `<parameter=KEY>VALUE</parameter>`.  A form is accepted only if the
+response template parses calls written in it to the same calls.  So no code or data is needed per model.  If a chat
+template shows no call, the `example` of the response template is used instead.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from quire.service.output.regions import Reading, ResponseTemplate
 
 NAME = "quireprobename"
 KEYS = ("quireprobekeya", "quireprobekeyb", "quireprobekeyc", "quireprobekeyd")
-CALL_ID = "quire0Aa9"  # nine letters and digits: some templates take no other length
-INDEX = "70415"  # stands for the place of a call in an answer, where ids of calls hold it
+CALL_ID = "quire0Aa9"  # nine letters and digits, since some templates accept no other length
+INDEX = "70415"  # placeholder for the index of a call in the answer, in ids that contain it
 NO_FORM = "the model's chat template does not show how calls are written"
 NESTED = "the model writes calls with tags within tags, which no grammar here follows"
 
@@ -51,42 +51,42 @@ TOOL: dict[str, Any] = {
     },
 }
 JSON_ARGUMENTS = re.compile(rf'\{{\s*"{KEYS[0]}"\s*:\s*"{ONE[KEYS[0]]}"\s*\}}')
-CDATA = "<![CDATA["  # the parser takes it, and its end, off a value
+CDATA = "<![CDATA["  # the parser removes it, and its end, from a value
 
 
 class TagForm(msgspec.Struct, frozen=True):
-    """How arguments are written one by one: `first` ARGUMENT (`between` ARGUMENT)* `last`.
+    """The notation of arguments written one by one: `first` ARGUMENT (`between` ARGUMENT)* `last`.
 
-    An argument is KEY, the text before its value, the value and the text after it."""
+    An ARGUMENT is its key, the text before its value, the value, and the text after the value."""
 
-    text: tuple[str, str]  # around a string, which is written as it is
-    value: tuple[str, str]  # around any other value, which is written as JSON
+    text: tuple[str, str]  # texts before and after a string value, which is written without quotes
+    value: tuple[str, str]  # texts before and after any other value, which is written as JSON
     first: str
     between: str
     last: str
-    empty: str | None  # instead of `first` in a call without arguments; None: the template shows none
-    body: tuple[str, str] | None  # around all arguments as one JSON object; None: the parser reads no such call
-    barred: tuple[str, ...]  # beginnings of markers, which no string may hold
-    named: bool  # the texts around a value tell strings from others
-    quoted: bool  # strings are JSON, too
-    spaces: bool  # white space at the ends of a string is read as it was written
+    empty: str | None  # text instead of `first` in a call without arguments; None: not known
+    body: tuple[str, str] | None  # texts around all arguments as one JSON object; None: the parser cannot read that
+    barred: tuple[str, ...]  # beginnings of markers, which a string must not contain
+    named: bool  # the texts around a value show whether it is a string
+    quoted: bool  # strings are written as JSON, too
+    spaces: bool  # the parser keeps white space at both ends of a string
 
 
 class CallForm(msgspec.Struct, frozen=True):
-    """How an answer with calls is written: `head` NAME `middle` ARGUMENTS (`between` NAME `middle` ARGUMENTS)* `tail`.
+    """The notation of calls: `head` NAME `middle` ARGUMENTS (`between` NAME `middle` ARGUMENTS)* `tail`.
 
-    Any of them may hold special tokens."""
+    All of these texts may contain special tokens."""
 
     head: str
     middle: str
     tail: str
-    between: str | None  # None: one call an answer
-    marker: str  # the beginning of `head`, which no text outside of calls may hold; "": there is none
-    reasoning: tuple[str, str] | None = None  # its markers
-    tags: TagForm | None = None  # None: arguments are one JSON object
+    between: str | None  # None: at most one call per answer
+    marker: str  # beginning of `head` by which the parser recognises a call; free text must not contain it; or ""
+    reasoning: tuple[str, str] | None = None  # opening and closing marker of reasoning
+    tags: TagForm | None = None  # notation of single arguments; None: arguments are one JSON object
     others: tuple[str, ...] = ()  # beginnings of calls in the family's other notations
-    barred: str = ""  # pattern of what begins a call where `marker` is plain JSON or prose; "": the marker itself
-    goes_on: bool = False  # an object or a list after a call, with nothing but brackets and commas between, is a call
+    barred: str = ""  # regex of all beginnings of a call, if `marker` is plain JSON or prose; "": only `marker` is
+    goes_on: bool = False  # a JSON object or list that follows a call, after brackets and commas, is a call, too
 
 
 def form_of(
@@ -96,10 +96,10 @@ def form_of(
     responses: ResponseTemplate,
     ends: frozenset[str],
 ) -> CallForm | None:
-    """Return how a model writes calls; None if its chat template does not show it.
+    """Return the notation in which a model writes calls; None if its chat template does not show it.
 
-    render  renders messages and tools; may raise anything
-    ends    special tokens that are no part of a call: all that are no markers of the response template"""
+    render  renders messages and tools; may raise any error
+    ends    special tokens that end a call: all special tokens that are no markers of the response template"""
     if responses.nests:
         return None
     shown = _Shown(render, dialect, template, responses, ends)
@@ -114,18 +114,18 @@ def form_of(
 
 
 def why_no_form(responses: ResponseTemplate | None) -> str:
-    """Return why no call can be demanded of a model."""
+    """Return the reason why a call cannot be forced with this model."""
     return NESTED if responses is not None and responses.nests else NO_FORM
 
 
 def _holds_marks(form: CallForm) -> bool:
-    """Return whether fixed text of a form holds a name or an argument, as where calls say their name twice."""
+    """Return whether fixed text of a form contains a placeholder, for example because calls repeat their name."""
     texts = msgspec.json.encode(form).decode()
     return any(mark in texts for mark in (NAME, *KEYS, *(str(value) for value in MIXED.values())))
 
 
 class _Shown:
-    """Calls as a chat template, or the response template's example, writes them."""
+    """Writes calls as the chat template, or the response template's example, shows them."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class _Shown:
         self.example = ""
 
     def __call__(self, *calls: Arguments) -> str:
-        """Return what is written for an answer with calls; "" if nothing is."""
+        """Return the text of an answer with these calls; "" if the template shows none."""
         text = _of_example(self.example, calls) if self.example else self._rendered(calls)
         return _after_reasoning(text, self.responses.reasoning_markers)
 
@@ -155,18 +155,18 @@ class _Shown:
         try:
             entries = for_template([question, answer], self._dialect, self._template)
             text = self._render([message for message, _ in entries], [TOOL])
-        except Exception:  # whatever a template raises: it does not show this
+        except Exception:  # a template may raise any error, which means that it shows no such calls
             return ""
         return self.responses.opening(text) or ""
 
     def without_end(self, text: str) -> str:
-        """Return what belongs to the call of the text that follows it."""
+        """Return the part of the text after a call that belongs to the call: up to the first token of `ends`."""
         first = min((at for end in self._ends if (at := text.find(end)) >= 0), default=len(text))
         return text[:first].rstrip()
 
 
 def _of_example(example: str, calls: tuple[Arguments, ...]) -> str:
-    """Return calls as an example in a table writes them: "before{name} ... {arguments}before next ... after"."""
+    """Return calls written by an `example`: head {call} one call {next} text between calls {end} tail."""
     head, _, rest = example.partition("{call}")
     one, _, rest = rest.partition("{next}")
     between, _, tail = rest.partition("{end}")
@@ -231,9 +231,9 @@ def _form(
 
 
 def _trigger(responses: ResponseTemplate, head: str) -> tuple[str, str]:
-    """Return the shortest beginning of `head` that the parser takes for a call, and the pattern of all of these.
+    """Return the shortest beginning of `head` that the parser takes for a call, and a regex of all such beginnings.
 
-    Twice "": it takes none, or what it takes cannot be said without lookaround other than (?=...)."""
+    ("", "") if there is none, or if the regex would need lookaround other than (?=...)."""
     for notation in responses.notations:
         pattern = notation.open.pattern
         barred = required(re.sub(r"\(\?(?:=|P<\w+>)", "(?:", pattern.pattern))
@@ -249,7 +249,7 @@ def _trigger(responses: ResponseTemplate, head: str) -> tuple[str, str]:
 
 
 def _tag_form(shown: _Shown) -> CallForm | None:
-    """Return how calls are written whose arguments are no JSON object: what differs between some of them tells it."""
+    """Return the notation of calls with arguments one by one, found by comparing several rendered calls; or None."""
     mixed, one, none, two = shown(MIXED), shown(ONE), shown({}), shown(ONE, ONE)
     parts, alone = _parts(mixed, MIXED), _parts(one, ONE)
     if parts is None or alone is None:
@@ -286,7 +286,7 @@ def _tag_form(shown: _Shown) -> CallForm | None:
 
 
 def _parts(written: str, arguments: Arguments) -> list[str] | None:
-    """Return the texts around the name, and around keys and values in their order; None if one is missing."""
+    """Return the texts between name, keys and values in `written`, in order; None if a placeholder is missing."""
     found, at = [], 0
     for mark in (NAME, *(str(one) for pair in arguments.items() for one in pair)):
         place = written.find(mark, at)
@@ -298,7 +298,7 @@ def _parts(written: str, arguments: Arguments) -> list[str] | None:
 
 
 def _shared(one: str, other: str) -> str:
-    """Return with what two texts begin, without a tag that is not closed."""
+    """Return the common prefix of two texts, without an unclosed tag at its end."""
     found = shared_beginning(one, other)
     opened = found.rfind("<")
     return found[:opened] if opened > found.rfind(">") else found
@@ -344,7 +344,7 @@ def _tagged(
 
 
 def _notation(responses: ResponseTemplate, head: str, first: str) -> tuple[Notation | None, str]:
-    """Return in which notation a call begins, and the text between its name and the end of the opening marker."""
+    """Return the notation in which this call is written, and the text from its name to the opening marker's end."""
     text = head + NAME + first
     for notation in responses.notations:
         for match in notation.open.pattern.finditer(text):
@@ -356,7 +356,7 @@ def _notation(responses: ResponseTemplate, head: str, first: str) -> tuple[Notat
 
 
 def _barred(notation: Notation, closing: str) -> tuple[str, ...]:
-    """Return what no string may hold, since it would end there; "" among it: that is not known."""
+    """Return the texts that would end a string value, so that it must not contain them; "" if not all are known."""
     patterns = [pattern for pattern in notation.argument if pattern]
     if patterns and notation.close is not None:
         patterns.append(notation.close.pattern.pattern)
@@ -368,7 +368,7 @@ def _barred(notation: Notation, closing: str) -> tuple[str, ...]:
 
 
 def written_call(form: CallForm, arguments: Arguments, *, body: bool = False) -> str:
-    """Return a call in a form, from its name on.  `body`: with one JSON object."""
+    """Return a call written in a form, from its name on.  `body`: with its arguments as one JSON object."""
     tags = form.tags
     if tags is None:
         return f"{NAME}{form.middle}{json.dumps(arguments)}"
@@ -383,7 +383,7 @@ def written_call(form: CallForm, arguments: Arguments, *, body: bool = False) ->
 
 
 def _is_read(form: CallForm, responses: ResponseTemplate) -> bool:
-    """Return whether answers of a form are read as the calls that they make."""
+    """Return whether the parser reads calls written in a form as the same calls."""
     calls = [[ONE]] if form.tags is None else [[ONE], [MIXED]]
     if form.between is not None:
         calls.append([ONE, ONE])
@@ -411,7 +411,7 @@ def _parted(found: list[Any]) -> list[str]:
 
 
 def _with_spaces(form: CallForm, responses: ResponseTemplate) -> CallForm:
-    """Return a form that says whether white space around a string is kept."""
+    """Return the form with `spaces` set: whether the parser keeps white space around a string."""
     if form.tags is None or form.tags.quoted or _reads(responses, form, [SPACED]):
         return form
     return msgspec.structs.replace(form, tags=msgspec.structs.replace(form.tags, spaces=False))

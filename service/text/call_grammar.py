@@ -1,8 +1,8 @@
-"""Tool calls that must be made, or must fit their schemas: how a model writes a call -> a grammar for llguidance.
+"""Grammars for llguidance that force tool calls, or hold the arguments of calls to their schemas.
 
-    CallForm + names of tools + what else the answer may hold --lark--> a Lark grammar; @tool0 ... are their schemas
+    CallForm, tools, other parts of the answer --lark--> a Lark grammar, in which @tool0 ... are the tools' schemas
 
-`call_form.py` finds out how a model writes calls.  `tag_grammar.py` has the arguments that are written one by one.
+`call_form.py` finds out how a model writes calls.  `tag_grammar.py` makes the rules for arguments written one by one.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from quire.service.text.tag_grammar import Argument, Named, Parts, ToolRules, ar
 from quire.service.text.thinking_budget import quoted as quoted_marker
 from quire.service.text.thinking_budget import thought_rules
 
-# Text after a call that does not continue with an object or a list, in Lark.
+# Lark regex of text after a call that does not continue with a JSON object or list.
 NO_CALL = r"/[\s,;}\])]*([^\s,;}\])\[{](?s:.*))?/"
 NO_PARAMETERS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
 
-Reasoning = Literal["", "may", "open"]  # none; before the calls, as the model likes; the prompt has opened it
+Reasoning = Literal["", "may", "open"]  # no reasoning; optional reasoning first; reasoning opened by the prompt
 
 
 class _Tool(NamedTuple):
     """A function that may be called."""
 
     name: str
-    arguments: list[Named] | None = None  # None: one JSON object
+    arguments: list[Named] | None = None  # None: arguments are one JSON object
 
 
 def call_rules(
@@ -43,10 +43,10 @@ def call_rules(
     answer: Constraint | None,
     budget: int | None = None,
 ) -> CallRules:
-    """Return what holds an answer to its tools.  The other parameters are those of `lark`.
+    """Return the grammar of an answer with tool calls.  Parameters: see `lark`.
 
-    Raises Refusal for a strict tool whose arguments cannot be written in the model's notation, and where calls may
-    follow text but nothing in the text tells that a call begins."""
+    Raises Refusal for a tool whose arguments cannot be written in the model's notation, and if calls may follow text
+    but no marker shows where a call begins."""
     if not (options.demanded or answer is not None or form.marker):
         field = options.strict or "tools"
         message = f"{field}: with tool_choice auto, text in the model's notation does not show where a call begins"
@@ -80,7 +80,7 @@ def call_rules(
 
 
 def _arguments(form: CallForm, schema: dict[str, Any], path: str, strict: bool) -> list[Argument] | None:
-    """Return how a tool's arguments are written; None: as one JSON object.  Raises Refusal."""
+    """Return a tool's arguments for writing them one by one; None: as one JSON object.  Raises Refusal."""
     tags = form.tags
     if tags is None:
         return None
@@ -105,12 +105,13 @@ def lark(
     answer: bool = False,
     budget: int | None = None,
 ) -> str:
-    """Return the grammar of an answer.  Tool i's arguments are @tooli, or rules of their own.
+    """Return the Lark grammar of an answer.  The arguments of tool i are @tool{i}, or rules of their own.
 
-    special   token ids of the special tokens that the form may hold; those not listed are taken for plain text
-    demanded  calls, and nothing else but reasoning; else calls anywhere in a text, which needs `form.marker`
-    answer    not demanded: the answer is @answer or calls, no other text
-    budget    most tokens of the reasoning"""
+    special   text -> id of special tokens that the form may contain; others are treated as plain text
+    demanded  the answer must be calls, after optional reasoning; else calls may stand anywhere in a text, which needs
+              `form.marker`
+    answer    without `demanded`: the answer must be either @answer or calls
+    budget    maximum number of reasoning tokens"""
     quoted = LarkText(special)
     repeat = parallel and form.between is not None
     calls = f"call ({quoted(form.between or '')} call)*" if repeat else "call"
@@ -155,7 +156,7 @@ def lark(
 
 
 def _free_text(name: str, text: str, marker: str, special: bool, quoted: LarkText) -> list[str]:
-    """Return the terminal of a free text, and the rule of this text up to a marker."""
+    """Return the terminal `name` for free text, and the rule `before_{name}` for this text followed by `marker`."""
     rules, before = [f"{name}: {text}"], f"before_{name.lower()}"
     if special:
         return [*rules, f"{before}: {name} {quoted(marker)}"]

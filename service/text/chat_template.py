@@ -1,8 +1,9 @@
-"""The chat template of a checkpoint: what it reads, and the text of a chat.
+"""The chat template of a checkpoint: renders chats to text.
 
-    messages --family ids, fit_history--> what the template reads --render, content hidden--> text, spans of content
+    messages --family ids, fit_history--> messages that the template accepts --render--> text, spans of content
 
-Content is hidden while the template is rendered, so that no text of a client becomes a special token (`literal.py`).
+Content is replaced by placeholders while the template is rendered, so that no text of a client becomes a special token
+(`literal.py`).
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from quire.service.text.template_variables import variables_of
 
 
 class ChatTemplate:
-    """Renders chats, and says what the model's template and its answers can hold."""
+    """Renders chats, and reports which features (tools, reasoning, variables) template and answers support."""
 
     def __init__(self, hf: Any, *, literal_content: bool) -> None:
         """`hf`: transformers' tokenizer.  `literal_content`: see `Tokenizer`."""
         self._hf, self._backend = hf, hf.backend_tokenizer
         template = hf.chat_template or ""
-        # A checkpoint may have several templates by name; one of them is for chats with tools.
+        # A checkpoint may have several named templates, such as one for chats with tools.
         self.text = "\n".join(template.values()) if isinstance(template, dict) else str(template)
         self._render = partial(hf.apply_chat_template, tokenize=False)
         self.dialect = probe(self._render, self.text) if self.text else Dialect()
-        self.responses: ResponseTemplate | None = None  # how answers are cut into regions
+        self.responses: ResponseTemplate | None = None  # markers by which answers are cut into regions
         if self.text:
             self.responses = find(self.text, getattr(hf, "response_template", None))
         self.literal: LiteralContent | None = None
@@ -43,11 +44,11 @@ class ChatTemplate:
             self.literal = LiteralContent(self._backend, self._controls())
 
     def _controls(self) -> set[str]:
-        """Return the added tokens, none of them special, with which the chat template begins or ends messages."""
+        """Return added tokens that are not marked special but by which the chat template begins or ends messages."""
         plain = {one.content for one in self._backend.get_added_tokens_decoder().values() if not one.special}
         roles, text = ("user", "assistant", "user"), ""
         if plain and self.text:
-            with contextlib.suppress(Exception):  # whatever a template raises
+            with contextlib.suppress(Exception):  # a template may raise any error
                 words = [[{"type": "text", "text": "a"}] if not self.dialect.text else "a" for _ in roles]
                 turns = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
                 text = self._render(turns)
@@ -55,7 +56,7 @@ class ChatTemplate:
         return {one for one in plain - markers if one.strip() and one in text}
 
     def unread(self, valid: ValidRequest) -> tuple[str, ...]:
-        """Return fields of a chat that its template does not read, so that they change nothing."""
+        """Return the names of a chat's fields that have no effect, since the template does not read them."""
         if not valid.chat:
             return ()
         return self._variables(valid.options)[1]
@@ -67,7 +68,9 @@ class ChatTemplate:
 
     @cached_property
     def call_form(self) -> CallForm | None:
-        """How this model writes tool calls; None if its chat template does not show it.  Found out at the first use."""
+        """The notation in which this model writes tool calls; None if its chat template does not show it.
+
+        Found by rendering calls, at the first use."""
         if self.responses is None or not self.knows_tools:
             return None
         added = self._backend.get_added_tokens_decoder().values()
@@ -75,7 +78,9 @@ class ChatTemplate:
         return form_of(self._render, self.dialect, self.text, self.responses, ends)
 
     def render(self, messages: list[dict[str, Any]], options: ChatOptions) -> tuple[str, list[Span]]:
-        """Return the text of messages, and the spans in which special tokens stay text.  Raises Refusal."""
+        """Return the text of a chat, and the spans of client content, in which special tokens stay text.
+
+        Raises Refusal."""
         if not self._hf.chat_template:
             message = "messages: this model has no chat template; use /v1/completions"
             raise Refusal(400, "no_chat_template", message, param="messages")
@@ -101,23 +106,23 @@ class ChatTemplate:
 
         try:
             text = written_numbers.rendered(fitted, render)
-        except Exception as error:  # whatever a template raises is caused by these messages
+        except Exception as error:  # a template may raise any error; the cause is in these messages
             raise refused(
                 error, len(messages), lambda first: self._render(self._fitted(messages[:first]), **given)
             ) from None
         return hidden.reveal(text) if hidden else (text, [])
 
     def _variables(self, options: ChatOptions) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return the template's variables, and the fields of `options` that it does not read."""
+        """Return the template's variables, and the names of fields of `options` that the template does not read."""
         names, thinks = names_in(self.text), self.responses is not None and self.responses.has_reasoning
         return variables_of(options, self.dialect, names.__contains__, thinks=thinks)
 
     def _fitted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages as the template renders them.  Raises Refusal."""
+        """Return the messages changed so that the template accepts them.  Raises Refusal."""
         return [message for message, _ in for_template(messages, self.dialect, self.text)]
 
     def _check_options(self, options: ChatOptions) -> None:
-        """Raise Refusal for what the chat template does not know, or the model's answers cannot keep."""
+        """Raise Refusal for options that the chat template or the known form of the model's answers do not support."""
         if options.tools and not self.dialect.tools:
             raise unsupported("tools", "the model's chat template knows no tools")
         if options.tools and (self.responses is None or not self.responses.has_calls):

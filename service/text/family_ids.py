@@ -1,6 +1,7 @@
-"""Ids of calls in the history of a chat, as a family writes them: `functions.weather:0`, counted over the chat.
+"""Ids of tool calls in the form in which a model family was trained, such as `functions.weather:0`, counted per chat.
 
-A chat template shows such ids to the model, and foreign ones, as of other servers, are unlike all that it has learned.
+A chat template shows the ids to the model.  Ids in a client's history may come from other servers, in a form that the
+model has never seen, so they are replaced.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ Message = dict[str, Any]
 
 
 def with_family_ids(messages: list[Message], responses: ResponseTemplate | None) -> list[Message]:
-    """Return messages with the family's ids of calls and results; as they are if the family takes any ids.
+    """Return messages with the ids of calls and results replaced, if the model family needs ids of a certain form.
 
-    A result without an id belongs to the first call that has none yet; one of an unknown call keeps its id."""
+    A result without an id belongs to the first call that has no result yet.  A result with an unknown id keeps it."""
     if responses is None or not responses.call_id("", "0"):
         return messages
-    found, due, count = list[Message](), list[tuple[str, str]](), 0  # due: ids of calls without a result, old and new
+    found, due, count = list[Message](), list[tuple[str, str]](), 0  # due: (old id, new id) of calls without a result
     for message in messages:
         if message["role"] == "tool":
             given = message.get("tool_call_id")

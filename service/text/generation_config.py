@@ -1,7 +1,7 @@
-"""Sampling defaults that a model brings in its `generation_config.json`, as vLLM applies them.
+"""Sampling defaults from the model's `generation_config.json`, applied as vLLM does.
 
-A field of a request wins over the file, and the file over OpenAI's default.  `do_sample` is not read: a request that
-names no temperature is sampled.
+A field of a request takes precedence over the file, and the file over OpenAI's default.  `do_sample` is ignored: a
+request without `temperature` is sampled.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def read(config: GatewayConfig) -> Sampling:
-    """Return the defaults of requests: the model's own, or OpenAI's.  Raises ModelError for a value out of limits."""
+    """Return the sampling defaults: the model's, or OpenAI's with --generation-config none.
+
+    Raises ModelError for a value out of limits."""
     if config.generation_config == "none":
         return Sampling()
     return parse(_text(config.model), config)
 
 
 def _text(model: str) -> str:
-    """Return the file of a directory or hub name; "{}" for a model without one.  May use the network.
+    """Return the text of a model's `generation_config.json`; "{}" if it has none.  May use the network.
 
-    Raises ModelError for one that is no text."""
-    # Imported here: it takes over a second, which `import service` must not.
+    Raises ModelError if the file is not UTF-8."""
+    # Imported here, since it takes over a second and not every process that imports this module needs it.
     from transformers.utils import cached_file
 
     try:
         path = cached_file(model, NAME)
-    except OSError:  # it has none
+    except OSError:  # the model has no such file
         return "{}"
     try:
         with open(path, encoding="utf-8") as file:
@@ -46,7 +48,7 @@ def _text(model: str) -> str:
 
 
 def parse(text: str, config: GatewayConfig) -> Sampling:
-    """Return OpenAI's defaults, changed by a `generation_config.json`.  Null means absent.  Raises ModelError."""
+    """Return OpenAI's defaults, changed by a `generation_config.json`; null means absent.  Raises ModelError."""
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -72,7 +74,7 @@ def _unusable(why: str) -> ModelError:
 
 
 def describe(sampling: Sampling) -> str:
-    """Return the defaults that differ from OpenAI's, for a log line; "" if none does."""
+    """Return text for a log line with the defaults that differ from OpenAI's; "" if none differs."""
     usual = Sampling()
     found = {name: getattr(sampling, name) for name in FIELDS}
     return ", ".join(f"{name} {value:g}" for name, value in found.items() if value != getattr(usual, name))

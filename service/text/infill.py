@@ -1,8 +1,8 @@
-"""Text insertion (`suffix` of /v1/completions): the prompt that a model of code was trained to fill in the middle.
+"""Text insertion (`suffix` of /v1/completions): fill-in-the-middle prompts of code models.
 
     prompt, suffix --Infill.prompt--> prefix marker, prompt, suffix marker, suffix, middle marker --> the text between
 
-Which markers a model has is found out from its vocabulary.  Without any of these forms a `suffix` is a 400.
+A model's markers are found by looking them up in its vocabulary.  If it has no known markers, `suffix` gets 400.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Form(NamedTuple):
-    """Markers of one family, each one token.  `middle`: "" where the answer follows the prompt itself."""
+    """Markers of one model family, each a single token.  `middle`: "" if the answer follows the prompt directly."""
 
     prefix: str
     suffix: str
@@ -31,12 +31,12 @@ FORMS = (
     Form("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),  # Seed-Coder
     Form("[PREFIX]", "[SUFFIX]", "", suffix_first=True),  # Codestral
 )
-# Further tokens after which the inserted text is over.
+# Further tokens that end the inserted text.
 ENDS = ("<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "\u2581<EOT>", "<EOT>")
 
 
 class Infill:
-    """Markers of one vocabulary, as token ids."""
+    """Fill-in-the-middle markers of one vocabulary, as token ids."""
 
     def __init__(self, form: Form, token_id: Any) -> None:
         self._prefix, self._suffix = token_id(form.prefix), token_id(form.suffix)
@@ -46,13 +46,13 @@ class Infill:
         self.ends = [self._prefix, self._suffix, *self._middle, *others]  # tokens that end the inserted text
 
     def prompt(self, prefix: list[int], suffix: list[int]) -> list[int]:
-        """Return the prompt for the text between two texts."""
+        """Return the prompt for the text between `prefix` and `suffix`."""
         before, after = [self._prefix, *prefix], [self._suffix, *suffix]
         return [*after, *before, *self._middle] if self._suffix_first else [*before, *after, *self._middle]
 
 
 def find(backend: Any) -> Infill | None:
-    """Return the markers of a `tokenizers.Tokenizer`; None if it has none of these forms."""
+    """Return the markers of a `tokenizers.Tokenizer`; None if it has none of FORMS."""
     token_id = backend.token_to_id
     for form in FORMS:
         if all(token_id(marker) is not None for marker in (form.prefix, form.suffix, form.middle) if marker):

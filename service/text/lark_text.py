@@ -1,4 +1,4 @@
-"""Text in a Lark grammar: special tokens by their ids, all else in quotes."""
+"""Text in a Lark grammar: special tokens by their ids, other text in quotes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from quire.service.output.marker_beginnings import shared_beginning
 from quire.service.text.call_form import CALL_ID, INDEX
 
-# What stands for a mark of the probe that is a part of a call's id.
+# Regexes for placeholders of call ids, which `call_form.py` puts into the calls that it renders.
 PLACES = {CALL_ID: "/[a-zA-Z0-9]{9}/", INDEX: "/0|[1-9][0-9]{0,2}/"}
 
 
 class LarkText:
-    """Writes text as Lark does, for the special tokens of one model."""
+    """Converts text to Lark syntax, for the special tokens of one model."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
@@ -22,7 +22,7 @@ class LarkText:
         self._parts = re.compile("(" + "|".join(map(re.escape, known)) + ")")
 
     def __call__(self, text: str) -> str:
-        """Return a text as parts of a rule."""
+        """Return a text as the right side of a Lark rule."""
         written = []
         for part in self._split(text):
             if part in self._special:
@@ -32,11 +32,11 @@ class LarkText:
         return " ".join(written)
 
     def first_special(self, text: str) -> int:
-        """Return where the first special token of a text begins, else its length."""
+        """Return the position of the first special token in a text, or the text's length if it has none."""
         return min((at for one in self._special if (at := text.find(one)) >= 0), default=len(text))
 
     def shared(self, one: str, other: str) -> str:
-        """Return the beginning that two texts share, without a part of a special token."""
+        """Return the longest common prefix of two texts that does not end within a special token."""
         found = ""
         for first, second in zip(self._split(one), self._split(other), strict=False):
             if first == second:

@@ -1,8 +1,8 @@
-"""A chat answer's text, cut into regions as its tokens arrive; stop strings end its content.
+"""Cuts a chat answer into regions (content, reasoning, tool calls) as its tokens arrive; stop strings end the content.
 
     tokens --TextStream--> text --RegionReader--> parts --stop strings, in the content only--> parts for the client
 
-Reasoning and calls are parsed out, so no stop string is looked for in them: a client means the answer that it reads.
+Stop strings are searched in the content only, not in reasoning and tool calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.service.text.token_decoder import TextStream
 
 
 class RegionStream:
-    """A `TextStream` whose text is cut into regions.  What it returns depends on the tokens, not on how they arrive."""
+    """A `TextStream` whose text is cut into regions.  Its results do not depend on how tokens are cut into deltas."""
 
     __slots__ = (
         "_ahead",
@@ -43,35 +43,35 @@ class RegionStream:
         min_tokens: int = 0,
         scores: ContentScores | None = None,
     ) -> None:
-        """`text`: without stop strings.  `scores`: for the log probabilities of the content."""
+        """`text`: decoder without stop strings.  `scores`: collects the entries of `logprobs.content`."""
         self._text, self._reader = text, template.reader(reading)
         self._stops, self._min_tokens = StopSearch(stops, include=include_stop) if stops else None, min_tokens
-        self._ahead: StopSearch | None = None  # a search that has seen the white space before a possible marker
-        self._peeked = 0  # characters of that
+        self._ahead: StopSearch | None = None  # copy of `_stops` that has also read white space which waits
+        self._peeked = 0  # characters of white space that `_ahead` has read
         self.scores = scores
         self._places = ContentPlaces() if scores is not None else None
-        self._released: list[tuple[int, str]] = []  # content in the raw text, for `scores`
+        self._released: list[tuple[int, str]] = []  # (position in the raw text, content), for `scores`
         self._parts: list[Part] = []
-        self.reasoning_tokens = 0  # consumed while the reasoning was open, its markers included
+        self.reasoning_tokens = 0  # number of tokens of the reasoning so far, its markers included
 
     @property
     def tokens(self) -> int:
-        """Tokens consumed."""
+        """Number of tokens consumed."""
         return self._text.tokens
 
     @property
     def chars(self) -> int:
-        """Characters of all regions, with their markers."""
+        """Number of characters of the raw text: all regions with their markers."""
         return self._text.chars
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the content."""
+        """The stop string that ended the content, or None."""
         return None if self._stops is None else self._stops.matched
 
     @property
     def complete(self) -> bool:
-        """Whether the answer has ended before its tokens did: no more tokens are consumed."""
+        """Whether a stop string or a tool call has ended the answer, so that further tokens are ignored."""
         return self._reader.ended or self.matched is not None
 
     @property
@@ -101,7 +101,7 @@ class RegionStream:
             self._look_ahead(self._stops)
 
     def _add(self, parts: list[Part]) -> None:
-        """Add parts, up to a match."""
+        """Add parts, up to a stop string."""
         for part in parts:
             if self.matched is not None:
                 return
@@ -114,7 +114,7 @@ class RegionStream:
                 self._parts.append(part)
 
     def _send(self, text: str) -> None:
-        """Send content."""
+        """Append content to the parts for the client."""
         last = self._parts[-1] if self._parts else None
         if isinstance(last, TextDelta) and not last.reasoning:
             last.text += text
@@ -128,7 +128,9 @@ class RegionStream:
             self._send(self._stops.flush())
 
     def _look_ahead(self, stops: StopSearch) -> None:
-        """End the content at a stop string that white space completes, although a marker may follow it."""
+        """End the content if the white space at its end completes a stop string.
+
+        Such white space waits, since it is dropped if a marker follows; for stop strings it counts at once."""
         space = self._reader.waiting_space
         if not space or self._text.tokens <= self._min_tokens:
             self._ahead = None
@@ -143,11 +145,11 @@ class RegionStream:
             self._send(stops.push(space))
 
     def count_hidden(self) -> None:
-        """Count a stop token, which is no text."""
+        """Count a stop token that is not part of the text, if the reasoning is open."""
         self.reasoning_tokens += self._reader.reasoning
 
     def finish(self, *, cut: bool = False) -> None:
-        """End the answer.  `cut`: it could have been longer."""
+        """End the answer.  `cut`: its maximum length ended it, not the model."""
         self._read(self._text.finish())
         if self.complete:
             return
@@ -159,25 +161,25 @@ class RegionStream:
         self._flush()
 
     def take(self) -> list[Part]:
-        """Return what is new since the last call, content included, in the order in which the model wrote it."""
+        """Return the new parts since the last call, in the order in which the model wrote them."""
         if self._stops is None and self._places is None:
             return self._reader.out.take()
         parts, self._parts = self._parts, []
         return parts
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of a token in the text; of a special token that is skipped, none."""
+        """Return the bytes of a token in the text; b"" for a special token that is skipped."""
         return self._text.bytes_of(token)
 
     def named(self, token: int, stops: tuple[str, ...]) -> str | None:
-        """Return the one of `stops` that is a special token; None if none is this one."""
+        """Return the stop string in `stops` that is the text of this special token; None if there is none."""
         return self._text.named(token, stops)
 
     def take_offsets(self) -> list[int]:
-        """Return the number of characters before each token consumed since the last call."""
+        """Return, for each token consumed since the last call, the number of characters before it."""
         return self._text.take_offsets()
 
     def take_released(self) -> list[tuple[int, str]]:
-        """Return the content that is new since the last call, with its places in the raw text."""
+        """Return the new content since the last call as (position in the raw text, content)."""
         found, self._released = self._released, []
         return found

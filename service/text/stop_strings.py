@@ -1,9 +1,10 @@
-"""Stop strings: one Aho-Corasick automaton for all of a request, built once and shared by its choices.
+"""Stop strings: one Aho-Corasick automaton for all stop strings of a request, shared by its choices.
 
-    stop strings --StopStrings--> automaton <--one state each-- StopSearch --push--> text that may be sent, match
+    stop strings --StopStrings--> automaton <--one state per choice-- StopSearch --push--> text that may be sent, match
 
-A state stands for the longest end of the text that begins a stop string.  Its depth is the number of characters that
-are held back.  Each character costs amortised O(1) transitions, however many stop strings there are.
+A state stands for the longest suffix of the text that is a prefix of a stop string.  This suffix is held back until
+further text decides whether the stop string follows.  Each character costs amortised O(1) transitions, however many
+stop strings there are.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ import msgspec
 from quire.service.api.valid_request import ValidRequest
 
 Arcs = dict[tuple[int, str], int]
-INLINE_CHARS = 1024  # all stop strings together: their automaton is built in a millisecond; longer ones take up to 15
+# With more characters of stop strings, the automaton is built on a thread: up to 15 ms.  This many take 1 ms.
+INLINE_CHARS = 1024
 
 
 class _Automaton:
-    """The arcs between states, and what each state says of the text."""
+    """States and arcs of an Aho-Corasick automaton."""
 
     __slots__ = ("arcs", "depths", "fails", "matches")
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.arcs: Arcs = {}  # (state, next character) -> state; state 0 is the empty text
-        self.depths = [0]  # characters of each state's text
-        self.fails = [0]  # the state of the longest proper end of its text
-        self.matches = [""]  # the longest stop string with which its text ends
+        self.depths = [0]  # by state: length of its text in characters
+        self.fails = [0]  # by state: state of the longest proper suffix of its text
+        self.matches = [""]  # by state: longest stop string that is a suffix of its text
         parents: list[tuple[int, str]] = [(0, "")]
         for stop in stops:
             state = 0
@@ -68,7 +70,7 @@ class StopStrings:
 
     @cached_property
     def automaton(self) -> _Automaton:
-        """The automaton, built when a text first holds a character with which a stop string begins."""
+        """The automaton.  It is built when a text first has a character with which a stop string begins."""
         return _Automaton(self._stops)
 
     async def prepare(self) -> None:
@@ -77,26 +79,26 @@ class StopStrings:
             await asyncio.to_thread(lambda: self.automaton)
 
     def may_begin(self, text: str) -> int:
-        """Return where a stop string may begin first; -1: nowhere."""
+        """Return the first position in a text at which a stop string may begin; -1 if there is none."""
         found = self._begin.search(text) if self._begin is not None else None
         return -1 if found is None else found.start()
 
 
 class StopSearch:
-    """Looks for stop strings in one text, which arrives in parts.
+    """Searches one text, which arrives in parts, for stop strings.
 
-    Of the matches that one part completes, the one that begins first counts; of those the shortest."""
+    If one part completes several matches, the match that begins first counts, and of several such the shortest."""
 
     __slots__ = ("_held", "_include", "_state", "_stops", "matched")
 
     def __init__(self, stops: StopStrings, *, include: bool) -> None:
-        """`include`: the text ends with the stop string, not before it."""
+        """`include`: keep the stop string at the end of the text (vLLM's `include_stop_str_in_output`)."""
         self._stops, self._include = stops, include
-        self._state, self._held = 0, ""  # `_held`: the text of the state
-        self.matched: str | None = None  # `push` must not be called any more
+        self._state, self._held = 0, ""  # `_held`: text that is held back, the text of the state
+        self.matched: str | None = None  # the stop string that was found; `push` must not be called after that
 
     def push(self, new: str) -> str:
-        """Add text; return what can no longer be part of a stop string, or everything before the match."""
+        """Add text; return text that can no longer be part of a stop string, or after a match the rest before it."""
         at = 0
         if not self._state and (at := self._stops.may_begin(new)) < 0:
             return new
@@ -116,15 +118,15 @@ class StopSearch:
         return text[:cut]
 
     def flush(self) -> str:
-        """Return the text that is held back: nothing that follows belongs to it."""
+        """Return the text that is held back, at the end of the answer."""
         held, self._held, self._state = self._held, "", 0
         return held
 
 
 def with_stop_tokens(valid: ValidRequest, special: Mapping[str, int]) -> ValidRequest:
-    """Return a request that also stops at special tokens which a stop string names: they are no text to search.
+    """Return the request with stop token ids added for stop strings that are special tokens.
 
-    `special`: token ids of special tokens."""
+    Special tokens do not appear in the text that is searched.  `special`: text of special tokens -> id."""
     found = [special[stop] for stop in valid.stop if stop in special]
     if not found:
         return valid

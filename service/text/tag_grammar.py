@@ -1,11 +1,12 @@
-"""Arguments that are written one by one: the schema of a tool's parameters -> rules of a grammar.
+"""Grammar rules for arguments written one by one between tags, from the schema of a tool's parameters.
 
     parameters --arguments_of--> one Argument per property: a string as text, any other value as JSON
-    Arguments  --ToolRules-----> Lark; B0_1 ... are terminals of strings, @value0_1 ... the schemas of other values
+    Arguments  --ToolRules-----> Lark; B0 ... are terminals of strings, @value0 ... are schemas of other values
 
-A string is written as it is.  So it must hold no marker at which the parser would end it, and where the parser tells
-types by the text alone, no text that it takes for a number, true, false, null, a list or an object.  Parameters that
-cannot be said so are written as one JSON object, if the parser reads that; else they are refused by their path.
+A string is written without quotes.  So it must not contain a marker at which the parser would end it.  If the parser
+infers types from the text, the string must not look like a number, true, false, null, a list or an object.  Parameters
+for which no such rules exist are written as one JSON object, if the parser reads that.  Otherwise the request is
+refused with the path of the schema.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from quire.service.output.argument_types import types_of
 from quire.service.text.call_form import TagForm
 from quire.service.text.lark_text import LarkText
 
-KEY = re.compile(r"[\w.-]+")  # a name that no notation takes apart
-DEPTH = 16  # references and unions within one another
-BESIDE = frozenset({"type", "properties", "required", "additionalProperties"})  # assertions that tags keep
+KEY = re.compile(r"[\w.-]+")  # argument names that are safe in every notation
+DEPTH = 16  # maximum nesting of references and unions
+# Keywords of a parameters schema that can be enforced with arguments in tags.
+BESIDE = frozenset({"type", "properties", "required", "additionalProperties"})
 OF_STRINGS = frozenset({"minLength", "maxLength", "pattern", "format"})
 OF_OTHERS = frozenset(
     {
@@ -34,7 +36,7 @@ OF_OTHERS = frozenset(
         *("unevaluatedProperties", "unevaluatedItems"),
     }
 )
-# How a value is written whose type has no other assertion.
+# Lark expressions for values of a type without further assertions.
 SCALARS = {
     "null": '"null"',
     "boolean": '("true" | "false")',
@@ -42,7 +44,7 @@ SCALARS = {
     "number": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?/",
 }
 _DIGITS = r"[+\-]?[0-9_.eE+\-\p{Nd}]*\p{Nd}[0-9_.eE+\-\p{Nd}]*"
-# Texts that the parser takes for a value of the type, rather than for a string.
+# Regexes of texts that the parser takes for a value of the type rather than for a string.
 TAKEN = {
     "null": r"null|None",
     "boolean": r"(?i:true|false)|[01]",
@@ -55,7 +57,7 @@ _LABEL = r"[A-Za-z0-9]([A-Za-z0-9\-]{0,30}[A-Za-z0-9])?"
 _HOST = rf"{_LABEL}(\.{_LABEL}){{0,5}}"
 _BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _CHAR = r"([A-Za-z0-9._~:@!$&'()*+,;=\-]|%[0-9A-Fa-f]{2})"
-# Common texts of formats; all of them are valid.
+# Regexes of common texts of a format; every match is valid, but not every valid text matches.
 SAID = {
     "uuid": "[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",
     "email": rf"[A-Za-z0-9_+\-]{{1,32}}(\.[A-Za-z0-9_+\-]{{1,32}}){{0,3}}@{_HOST}",
@@ -67,36 +69,36 @@ SAID = {
     ),
 }
 
-EMPTY = '""'  # a part of a rule that is nothing
+EMPTY = '""'  # the empty text in a Lark rule
 
 Schema = dict[str, Any]
 
 
 class Argument(NamedTuple):
-    """How one argument may be written."""
+    """Grammar parts for one argument."""
 
     key: str
     path: str
     required: bool
-    text: str | None  # terminal of its strings; None: it has none
-    loose: str  # terminal of any string, where `text` is not served and need not be
-    values: Schema | None  # the schema of its other values; None: it has none
+    text: str | None  # terminal for its string values; None: it takes no strings
+    loose: str  # terminal for any string, used if llguidance rejects `text` and the tool is not strict
+    values: Schema | None  # schema of its other values; None: it takes only strings
 
 
 class Split(NamedTuple):
-    """A schema, taken apart: schemas of strings, and of other values."""
+    """A schema divided into schemas that take strings, and schemas that take other values."""
 
     strings: list[Schema]
     others: list[Schema]
 
 
 def asserted(schema: Schema) -> frozenset[str]:
-    """Return the words of a schema that assert something."""
+    """Return the keywords of a schema that assert something."""
     return ASSERTIONS.intersection(schema)
 
 
 def split(schema: Any, schemas: Schemas, depth: int = 0) -> Split | None:
-    """Return which strings and which other values a schema takes; None if they cannot be distinguished."""
+    """Divide a schema into schemas for strings and schemas for other values; None if it cannot be divided."""
     if schema is False:
         return Split([], [])
     if schema is True:
@@ -147,7 +149,7 @@ def _of_union(union: str, branches: list[Any], schemas: Schemas, depth: int) -> 
 
 
 class Strings:
-    """Terminals of strings between the texts of one form."""
+    """Makes the terminals of string values for one notation (`TagForm`)."""
 
     def __init__(self, form: TagForm) -> None:
         self._form = form
@@ -157,7 +159,9 @@ class Strings:
             self._conditions.append(r"/(\S|\S(?s:.*)\S)?/")
 
     def terminal(self, schema: Schema, taken: list[str]) -> str | None:
-        """Return the terminal of a schema's strings, but for those that are taken for a type; None: there is none."""
+        """Return the terminal for the strings of a schema; None if there is no such terminal.
+
+        `taken`: types for which the parser would take a text that looks like them; such texts are excluded."""
         conditions = self._conditions
         if taken:
             kinds = "|".join(TAKEN[kind] for kind in dict.fromkeys(taken))
@@ -184,13 +188,13 @@ class Strings:
             found.append(_unanchored(schema["pattern"]))
         name = schema.get("format")
         if name in PATTERNS:
-            found.append(f"/({_slashed(PATTERNS[name][1:-1])})/")  # without its anchors
+            found.append(f"/({_slashed(PATTERNS[name][1:-1])})/")  # [1:-1] removes the anchors
         elif name in FORMATS:
             found.append(f"/{_slashed(SAID[name])}/" if name in SAID else None)
         return found
 
     def _is_said(self, text: str, taken: list[str]) -> bool:
-        """Return whether a string of an enum is read as it is."""
+        """Return whether the parser reads this string of an enum unchanged."""
         if any(barred in text for barred in self._form.barred) or (text != text.strip() and not self._form.spaces):
             return False
         return not any(re.fullmatch(_python(TAKEN[kind]), text.strip()) for kind in taken)
@@ -209,7 +213,9 @@ def _escaped(text: str) -> str:
 
 
 def _unanchored(pattern: Any) -> str | None:
-    """Return the terminal of the texts in which a pattern of JSON Schema is found; None for one with other anchors."""
+    """Return the terminal of all texts in which a JSON Schema `pattern` is found.
+
+    None if the pattern has anchors elsewhere than at its two ends."""
     if not isinstance(pattern, str) or not pattern:
         return None
     begins, body = pattern.startswith("^"), pattern.removeprefix("^")
@@ -226,14 +232,14 @@ def _unanchored(pattern: Any) -> str | None:
 
 
 def arguments_of(parameters: Schema, path: str, form: TagForm) -> list[Argument] | str:
-    """Return how each argument of a tool is written; the path of what cannot be written one by one."""
+    """Return the grammar parts of each argument; or the path in the schema of what cannot be written one by one."""
     properties, required = parameters.get("properties", {}), parameters.get("required", [])
     for word in sorted(asserted(parameters) - BESIDE):
         return f"{path}.{word}"
     if not isinstance(properties, dict) or not isinstance(required, list):
         return f"{path}.properties"
     is_open = not properties and parameters.get("additionalProperties", True) is not False
-    if is_open and form.body is not None:  # else only a call without arguments
+    if is_open and form.body is not None:  # without `body`, only a call without arguments can be written
         return f"{path}.additionalProperties"
     if missing := [key for key in required if key not in properties]:
         return f"{path}.required: {str(missing[0])[:64]}"
@@ -245,7 +251,7 @@ def arguments_of(parameters: Schema, path: str, form: TagForm) -> list[Argument]
         if one is None:
             return at
         text, loose, values = one
-        if text is None and values is None:  # no value of it is valid
+        if text is None and values is None:  # the schema allows no value
             if key in required:
                 return at
             continue
@@ -256,7 +262,7 @@ def arguments_of(parameters: Schema, path: str, form: TagForm) -> list[Argument]
 def _argument(
     key: str, schema: Any, parameters: Schema, schemas: Schemas, strings: Strings, form: TagForm
 ) -> tuple[str | None, str, Schema | None] | None:
-    """Return the terminal of an argument's strings, that of any string, and the schema of its other values."""
+    """Return `text`, `loose` and `values` of an Argument; None if it cannot be written in tags."""
     if form.quoted:
         return None, ANY_TEXT, {} if schema is True else schema
     found = split(schema, schemas)
@@ -283,9 +289,9 @@ def _argument(
 
 
 def _with_values(texts: list[str], others: list[Schema], loose: str) -> tuple[str, str, Schema | None] | None:
-    """Return terminals and a schema for a value that is a string or another, which only its text tells.
+    """Return `text`, `loose` and `values` of an Argument that takes strings and other values, told apart by the text.
 
-    A scalar is a part of the terminal: the lexer would take it for the beginning of a string."""
+    Scalars become a part of the terminal, since the lexer would take them for the beginning of a string."""
     scalars, rest = list[str](), list[Schema]()
     for one in others:
         types = [one["type"]] if isinstance(one.get("type"), str) else one.get("type", [])
@@ -315,16 +321,16 @@ def _union(schemas: list[Schema]) -> Schema | None:
 
 
 class Named(NamedTuple):
-    """An argument as the rules name its parts."""
+    """An argument with the names of its terminal and its schema."""
 
     key: str
     required: bool
-    string: str  # number of the terminal of its strings; "": it has none
-    value: str  # name of the schema of its other values; "": it has none
+    string: str  # number of the terminal for its strings; "": it takes no strings
+    value: str  # name of the schema of its other values; "": it takes only strings
 
 
 class Parts:
-    """The terminals and schemas of all arguments of a request, equal ones once."""
+    """The terminals and schemas of all arguments of a request, without duplicates."""
 
     def __init__(self) -> None:
         self.values: list[Parameters] = []
@@ -332,7 +338,7 @@ class Parts:
         self._names: dict[tuple[str, str, bool], str] = {}
 
     def named(self, arguments: list[Argument], parameters: Schema, strict: bool) -> list[Named]:
-        """Return the arguments of a tool as its rules name them."""
+        """Register terminals and schemas of a tool's arguments, and return the arguments with their names."""
         return [
             Named(one.key, one.required, self._string(one, strict), self._value(one, parameters, strict))
             for one in arguments
@@ -361,7 +367,7 @@ class Parts:
 
 
 class ToolRules:
-    """Rules of the calls of one tool after another, for one form."""
+    """Makes the rules for calls of each tool, in one notation (`TagForm`)."""
 
     def __init__(self, form: TagForm, quoted: LarkText) -> None:
         self._form, self._quoted = form, quoted
@@ -378,7 +384,7 @@ class ToolRules:
         self._strings = set[str]()
 
     def of(self, at: int, name: str, arguments: list[Named] | None) -> list[str]:
-        """Return the rules of `call{at}`.  `arguments` None: they are one JSON object, @tool{at}."""
+        """Return the rules of `call{at}`, a call of one tool.  `arguments` None: one JSON object, @tool{at}."""
         form, quoted, rule = self._form, self._quoted, self._rule
         begin = f"call{at}: {json.dumps(name)}"
         if arguments is None:
@@ -400,7 +406,7 @@ class ToolRules:
         none = form.empty + form.last
         if not arguments:
             return [f"{begin} {quoted(none)}"]
-        # The lexer takes the longest text, so none may be the beginning of another: what both begin with stands first.
+        # The lexer takes the longest match, so no alternative may be a prefix of another: factor out the common prefix.
         shared = quoted.shared(form.first, none)
         first, none = form.first[len(shared) :], none[len(shared) :]
         return [f"{begin} {quoted(shared)} ({quoted(first)} {some} | {quoted(none) or EMPTY})", *rules]
@@ -419,7 +425,7 @@ class ToolRules:
 
 
 def _with_definitions(schema: Schema, root: Schema) -> Schema:
-    """Return a schema with what its references point to, which are those of `root`."""
+    """Return a schema together with the definitions of `root` to which its references point."""
     needed, waiting = dict[str, dict[str, Any]](), [json.dumps(schema)]
     while waiting:
         for group, name in re.findall(r'"\$ref": "#/(\$defs|definitions)/([^"/]+)', waiting.pop()):

@@ -1,8 +1,8 @@
-"""Variables of a chat template: what a request asks for, as far as the template reads it.
+"""Variables of a chat template (`enable_thinking`, `reasoning_effort`, ...), from the fields of a request.
 
-    ChatOptions --variables_of--> variables of the template, and the names of those that it does not read
+    ChatOptions --variables_of--> variables for the template, and names of fields that the template does not read
 
-What is not read changes no prompt, so it is left out; a header of the answer names it.
+A field that the template does not read has no effect; the header `x-unknown-fields` names it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from quire.service.chat_templates.template_probe import (
     thinking_variables,
 )
 
-NEUTRAL = {"verbosity": "medium"}  # hints whose value is what a model does without them
+NEUTRAL = {"verbosity": "medium"}  # values without effect, never reported as unknown fields
 KWARGS = "chat_template_kwargs"
 
 
 def variables_of(
     options: ChatOptions, dialect: Dialect, reads: Callable[[str], bool], *, thinks: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the template's variables, and the fields of a chat that it does not read.
+    """Return variables for the template, and names of fields that it does not read.
 
-    `reads`: whether the template names a variable.  `thinks`: the model's answers may have reasoning.  What the client
-    names in `chat_template_kwargs` wins over what its other fields mean."""
+    `reads`: returns whether the template uses a variable.  `thinks`: the model's answers may have reasoning.
+    `chat_template_kwargs` of the client takes precedence over its other fields."""
     found: dict[str, Any] = {}
     unread: list[str] = []
     if options.thinking is not None:

@@ -1,12 +1,13 @@
-"""Text out: incremental decoding of tokens, and stop strings.
+"""From tokens to the deltas of an answer: incremental decoding, stop strings, regions.
 
     token ids --table--> bytes --UTF-8 decoder--> characters --stop strings--> text --regions--> for the client
                           |-- an unfinished character waits --|-- a possible stop string waits --|
 
 Only chat answers whose model has a response template are cut into regions (`regions.py`).
 
-Decoding through bytes makes streaming exact.  The bytes of a token never depend on its neighbours, so the text is the
-same however the tokens are cut into deltas.  In vocabularies of words the first token of a text has no space before it.
+Tokens are decoded through a table of their bytes.  The bytes of a token do not depend on its neighbours, so the text is
+the same however the tokens are cut into deltas.  There is one exception: in vocabularies of words the first token of a
+text has no space before it.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from quire.service.text.stop_strings import StopStrings
 from quire.service.text.token_decoder import TextStream
 from quire.service.text.tokenizer import Tokenizer
 
-Taken = tuple[list[int], list[TokenLogprob] | None, Finish | None]  # what a mailbox held
-SLICE_TOKENS = 64  # decoded between two looks at the clock; fewer, as a running answer has them, need no slice
-TOKEN_WEIGHT = 8  # minimum bytes that a token counts as
-# Bytes decoded between two looks at the clock: vocabularies have long tokens.
+Taken = tuple[list[int], list[TokenLogprob] | None, Finish | None]  # content of a mailbox: tokens, logprobs, end
+SLICE_TOKENS = 64  # number of short tokens that are decoded before the clock is checked
+TOKEN_WEIGHT = 8  # minimum weight of a token; a longer token weighs its bytes
+# Weight of tokens that are decoded before the clock is checked, in bytes, since some tokens are very long.
 SLICE_WEIGHT = SLICE_TOKENS * TOKEN_WEIGHT
 
 
 def _failure(finish: Finish, waiting: Waiting | None, valid: ValidRequest) -> Refusal:
-    """Return the error for a choice that ended neither by stop nor by length."""
+    """Return the error for a choice whose finish reason is neither "stop" nor "length"."""
     if finish.reason == "deadline":
         message = "the request's timeout passed before the answer was complete"
         return Refusal(504, "deadline_exceeded", message + (waiting.describe() if waiting is not None else ""))
@@ -55,13 +56,13 @@ def _failure(finish: Finish, waiting: Waiting | None, valid: ValidRequest) -> Re
 async def decode(
     opened: OpenRequest, valid: ValidRequest, tokenizer: Tokenizer, *, each_token: bool = False
 ) -> AsyncGenerator[list[Piece], None]:
-    """Yield lists of what is new for the client of an open request; an empty list is a heartbeat.
+    """Yield lists of new deltas for the client of an open request; an empty list is a heartbeat.
 
-    `each_token`: a piece holds one token, and the end is a piece of its own.  So the pieces depend on the tokens alone,
-    not on how they arrive.
+    `each_token`: each delta has one token, and the end is a delta of its own.  So the deltas depend on the tokens
+    alone, not on how they arrive.
 
-    Ends when every choice has finished.  A stop string closes its choice, and the complete request once all are closed.
-    Raises Refusal when a choice fails: the request has one answer, so one failure ends it."""
+    Ends when every choice has finished.  A stop string closes its choice, also in the engine.  Raises Refusal when a
+    choice fails: one failure ends the complete request."""
     stops = StopStrings(valid.stop)
     await stops.prepare()
     streams = [stream_of(valid, tokenizer, stops) for _ in opened.mailboxes]
@@ -86,7 +87,7 @@ async def decode(
 
 
 class LongWork:
-    """Decides when a handler that has much to decode lets other requests run: by the clock, not by tokens."""
+    """Lets other requests run, after a time slice, while a handler decodes many tokens."""
 
     def __init__(self, pacer: Pacer) -> None:
         self._pacer = pacer
@@ -94,11 +95,11 @@ class LongWork:
         self._weight, self._until = 0, 0.0
 
     def begin(self) -> None:
-        """Begin with what has just arrived: little of it needs no slice."""
+        """Begin to count anew, for tokens that have just arrived."""
         self._weight, self._until = 0, 0.0
 
     async def does(self, weight: int) -> bool:
-        """Count what is decoded next, in bytes.  Returns whether other requests have run before."""
+        """Count the weight of the tokens to decode next.  Returns whether other requests ran during this call."""
         self._weight += weight
         if self._weight <= SLICE_WEIGHT or self._time() < self._until:
             return False
@@ -107,13 +108,13 @@ class LongWork:
 
 
 def weight_of(tokens: Sequence[int], table: list[bytes]) -> int:
-    """Return how much work tokens are: their bytes, TOKEN_WEIGHT each at least.  `table`: the bytes of each id."""
+    """Return the cost of decoding tokens: their bytes, at least TOKEN_WEIGHT each.  `table`: bytes of each token id."""
     size = len(table)
     return sum(max(TOKEN_WEIGHT, len(table[token])) if token < size else TOKEN_WEIGHT for token in tokens)
 
 
 def edges_of(tokens: Sequence[int], table: list[bytes]) -> list[int]:
-    """Return where to cut tokens into parts of at most SLICE_WEIGHT, or of one token; 0 and the end included."""
+    """Return the boundaries, with 0 and the end, of slices of tokens: at most SLICE_WEIGHT or one token per slice."""
     edges, weight = [0], 0
     for at, token in enumerate(tokens):
         one = weight_of((token,), table)
@@ -125,7 +126,7 @@ def edges_of(tokens: Sequence[int], table: list[bytes]) -> list[int]:
 
 
 def _slices(taken: Taken, table: list[bytes]) -> Iterator[Taken]:
-    """Yield what was taken from a mailbox in parts of SLICE_WEIGHT."""
+    """Yield the content of a mailbox in parts of SLICE_WEIGHT."""
     tokens, logprobs, finish = taken
     if len(tokens) <= 1:
         yield taken
@@ -136,9 +137,9 @@ def _slices(taken: Taken, table: list[bytes]) -> Iterator[Taken]:
 
 
 def _singly(taken: Taken, valid: ValidRequest) -> Iterator[Taken]:
-    """Yield an entry for each token that was taken from a mailbox, and one for the end.
+    """Yield the content of a mailbox token by token, and then the end.
 
-    The entry of the end holds the stop token if that is hidden."""
+    The entry of the end contains the stop token if that is not shown to the client."""
     tokens, logprobs, finish = taken
     shown = len(tokens) - (_hides_last(finish, valid) and bool(tokens))
 
@@ -152,7 +153,7 @@ def _singly(taken: Taken, valid: ValidRequest) -> Iterator[Taken]:
 
 
 def stream_of(valid: ValidRequest, tokenizer: Tokenizer, stops: StopStrings | None = None) -> TextStream | RegionStream:
-    """Return the decoder of one choice, at its start.  `stops`: the stop strings of `valid`, shared by its choices."""
+    """Return a new decoder for one choice.  `stops`: the stop strings of `valid`, shared by all its choices."""
     stops = StopStrings(valid.stop) if stops is None else stops
     regions = valid.reading is not None and tokenizer.chat.responses is not None
     scores = ContentScores() if valid.chat and valid.sampling.logprobs >= 0 else None
@@ -180,7 +181,7 @@ def stream_of(valid: ValidRequest, tokenizer: Tokenizer, stops: StopStrings | No
 
 
 async def reasoning_tokens(valid: ValidRequest, tokenizer: Tokenizer, tokens: list[int], pacer: Pacer) -> int:
-    """Return how many of the first tokens of an answer are reasoning."""
+    """Return how many of `tokens`, the first tokens of an answer, are reasoning."""
     if valid.reading is None:
         return 0
     stream, work = stream_of(valid, tokenizer), LongWork(pacer)
@@ -191,21 +192,21 @@ async def reasoning_tokens(valid: ValidRequest, tokenizer: Tokenizer, tokens: li
 
 
 def _hides_last(finish: Finish | None, valid: ValidRequest) -> bool:
-    """Return whether the last token is a stop token: it is counted and reported, but it is no text."""
+    """Return whether the last token is a stop token that is counted and reported, but left out of the text."""
     return finish is not None and finish.stop_token >= 0 and not valid.include_stop
 
 
 def _read(
     taken: Taken, mailbox: Mailbox, stream: TextStream | RegionStream, valid: ValidRequest, waiting: Waiting | None
 ) -> Piece:
-    """Decode what was taken from a mailbox.  Raises Refusal when the choice failed."""
+    """Decode the content of a mailbox to a delta.  Raises Refusal if the choice failed."""
     if isinstance(stream, RegionStream):
         return _read_regions(taken, mailbox, stream, valid, waiting)
     tokens, logprobs, finish = taken
     if mailbox.had:
         _replay(mailbox, stream, over=not tokens and finish is not None, hides_last=_hides_last(finish, valid))
     if stream.matched is not None:
-        tokens = []  # the engine computed some more before it was stopped
+        tokens = []  # tokens that the engine computed before it received the withdrawal
     before = stream.tokens
     text = stream.push(tokens[:-1] if _hides_last(finish, valid) else tokens)
     piece = Piece(mailbox.choice, text, tokens, cached_tokens=mailbox.cached_tokens, predictions=mailbox.predictions)
@@ -231,13 +232,13 @@ def _add_finish(piece: Piece, finish: Finish, valid: ValidRequest, stream: TextS
 
 
 def _add_search(piece: Piece, finish: Finish | None, valid: ValidRequest) -> None:
-    """Add what beam search says of an answer."""
+    """Add beam search's score and token counts to a delta."""
     if valid.beams is not None and finish is not None:
         piece.score, piece.searched, piece.shared = finish.score, finish.searched, finish.shared
 
 
 def _drop_output(piece: Piece) -> None:
-    """Remove the token that an engine computes even for an answer without one: the client only has a prompt scored."""
+    """Remove the output token that an engine computes even with `max_tokens: 0`, which only scores the prompt."""
     piece.text, piece.token_ids = "", []
     if piece.logprobs is not None:
         piece.logprobs, piece.offsets, piece.content = [], [], []
@@ -248,7 +249,7 @@ def _drop_output(piece: Piece) -> None:
 def _read_regions(
     taken: Taken, mailbox: Mailbox, stream: RegionStream, valid: ValidRequest, waiting: Waiting | None
 ) -> Piece:
-    """The same for an answer with regions, which may also end with a tool call."""
+    """Decode the content of a mailbox to a delta of an answer with regions.  Raises Refusal if the choice failed."""
     tokens, logprobs, finish = taken
     hides_last = _hides_last(finish, valid)
     if mailbox.had:
@@ -257,7 +258,7 @@ def _read_regions(
     if not stream.complete:
         stream.push(tokens[:-1] if hides_last else tokens)
     piece = Piece(mailbox.choice, "", tokens, cached_tokens=mailbox.cached_tokens, predictions=mailbox.predictions)
-    if stream.complete:  # the engine computed some more before it was stopped
+    if stream.complete:  # drop tokens that the engine computed before it received the withdrawal
         piece.token_ids = tokens[: stream.tokens - before]
         piece.finish, piece.stop_reason = "stop", stream.matched
         _add_search(piece, finish, valid)
@@ -268,7 +269,7 @@ def _read_regions(
             stream.count_hidden()
         stream.finish(cut=finish.reason == "length")
         _add_finish(piece, finish, valid, stream)
-        if stream.matched is not None:  # a stop string within the text held back
+        if stream.matched is not None:  # a stop string was found in text that had been held back
             piece.finish, piece.stop_reason = "stop", stream.matched
     if piece.finish == "stop" and stream.called:
         piece.finish = "tool_calls"
@@ -280,7 +281,7 @@ def _read_regions(
 
 
 async def _catch_up(mailbox: Mailbox, stream: TextStream | RegionStream, work: LongWork, table: list[bytes]) -> None:
-    """Decode most of the tokens that a resuming client already has; the last of them are left for `_replay`."""
+    """Decode the tokens that a resuming client already has, except the last slice, which `_replay` decodes."""
     had, at = mailbox.had, 0
     for first, at in itertools.pairwise(edges_of(had, table)[:-1]):
         await work.does(SLICE_WEIGHT)
@@ -291,9 +292,9 @@ async def _catch_up(mailbox: Mailbox, stream: TextStream | RegionStream, work: L
 
 
 def _replay(mailbox: Mailbox, stream: TextStream | RegionStream, *, over: bool, hides_last: bool) -> None:
-    """Decode the tokens that a resuming client already has, so that their text is not sent again.
+    """Decode the tokens that a resuming client already has, without sending their text again.
 
-    `over`: the client has all of the choice but its end."""
+    `over`: the client has all tokens of the choice, and only its end is missing."""
     tokens = mailbox.had[:-1] if over and hides_last else mailbox.had
     _decode_had(stream, tokens, mailbox.had_logprobs, over=over)
     mailbox.had, mailbox.had_logprobs = [], None
@@ -311,7 +312,7 @@ def _decode_had(
     else:
         text = stream.push(tokens) + (stream.finish() if over else "")
     offsets = stream.take_offsets()
-    if stream.scores is not None:  # entries may be due that wait for the next text
+    if stream.scores is not None:  # an entry that waits for further text is sent with that text
         _content_scores(stream, tokens, logprobs or [], offsets, text, final=over)
 
 
@@ -322,7 +323,7 @@ def _add_scores(
     valid: ValidRequest,
     logprobs: list[TokenLogprob] | None,
 ) -> None:
-    """Add the log probabilities that the client asked for: of the prompt, and of the new tokens."""
+    """Add the requested log probabilities to a delta: of the prompt, and of the new tokens."""
     if valid.sampling.prompt_logprobs >= 0:
         piece.prompt_logprobs, mailbox.prompt_logprobs = mailbox.prompt_logprobs, None
     if valid.sampling.logprobs >= 0:
@@ -332,7 +333,7 @@ def _add_scores(
 def _add_logprobs(piece: Piece, stream: TextStream | RegionStream, logprobs: list[TokenLogprob]) -> None:
     piece.logprobs = logprobs[: len(piece.token_ids)]
     piece.offsets = stream.take_offsets()
-    if len(piece.offsets) < len(piece.token_ids):  # the stop token that is no text
+    if len(piece.offsets) < len(piece.token_ids):  # a stop token that is not part of the text
         piece.offsets.append(stream.chars)
     if stream.scores is not None:
         final, tokens = piece.finish is not None, piece.token_ids
@@ -348,9 +349,9 @@ def _content_scores(
     *,
     final: bool,
 ) -> list[Score]:
-    """Return the entries of the content that new tokens add.
+    """Return the new entries of `logprobs.content`.
 
-    `offsets`: characters before each.  `text`: new content of an answer without regions."""
+    `offsets`: characters before each token.  `text`: new content of an answer without regions."""
     scores = stream.scores
     assert scores is not None
     for token, at, start, end in zip(tokens, logprobs, offsets, [*offsets[1:], stream.chars], strict=False):

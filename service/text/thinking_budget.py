@@ -1,11 +1,11 @@
-"""Reasoning as part of a grammar: where it is before an answer, and how many tokens it may have.
+"""Reasoning as part of a grammar: reasoning before a constrained answer, and a budget of reasoning tokens.
 
-    an answer that must match something, after reasoning    thought @answer
+    an answer constrained by a grammar, after reasoning     thought @answer
     any answer, after a budget of reasoning tokens          thought rest, or rest <opening> thought rest
 
-`thought` is any text, of at most `budget` tokens if there is a budget, and the closing marker.  `rest` is any tokens
-but the opening marker, so the model cannot think again.
-Engines need nothing else for it: they follow grammars anyway, and the log of tokens restores their state.
+`thought` is any text, of at most `budget` tokens if there is a budget, followed by the closing marker.  `rest` is any
+tokens but the opening marker, so the model cannot reason again.  Engines need no other support for the budget: they
+follow grammars anyway, and a resumed request restores the state of its grammar from the token log.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIELD = "thinking_token_budget"
 def thought_rules(markers: tuple[str, str], special: Mapping[str, int], budget: int | None) -> list[str]:
     """Return the rules of `thought`: reasoning up to its closing marker, and white space after it.
 
-    `special`: token ids of markers that are one token.  A budget needs the closing one there."""
+    `special`: token ids of markers that are one token.  With a budget, the closing marker must be in it."""
     closing = markers[1]
     if closing not in special:
         return [f"thought: thinking {SPACES}", f"thinking[suffix={json.dumps(closing)}]: {ANY_TEXT}"]
@@ -36,16 +36,16 @@ def thought_rules(markers: tuple[str, str], special: Mapping[str, int], budget: 
 
 
 def quoted(marker: str, special: Mapping[str, int]) -> str:
-    """Return a marker as Lark writes it; it may hold a special token, as `<|channel>thought` does."""
+    """Return a marker in Lark syntax.  It may contain a special token, as `<|channel>thought` does."""
     return LarkText(special)(marker)
 
 
 def after_reasoning(
     answer: Constraint, markers: tuple[str, str], special: Mapping[str, int], budget: int | None, *, opened: bool
 ) -> Constraint:
-    """Return what holds an answer to `answer` once its reasoning is closed.
+    """Return a constraint: optional reasoning, then an answer that fits `answer`.
 
-    `opened`: the prompt ends within the reasoning; else the answer may do without."""
+    `opened`: the prompt has opened the reasoning, so the answer must close it."""
     thought = "thought" if opened else f"({quoted(markers[0], special)} thought)?"
     rules = [f"start: {thought} @answer", *thought_rules(markers, special, budget)]
     return Constraint(answer.param, "reasoned", AfterReasoning("\n".join(rules) + "\n", answer))
@@ -54,13 +54,13 @@ def after_reasoning(
 def thinking_rules(
     budget: int, markers: tuple[str, str] | None, special: Mapping[str, int], *, opened: bool
 ) -> Constraint:
-    """Return what holds an answer to `budget` tokens between the markers of its reasoning.
+    """Return a constraint that allows at most `budget` tokens between the markers of the reasoning.
 
-    markers    the opening and the closing one; None: the model's answers have none that is known
-    special    token ids of those that are one token
-    opened     the prompt ends within the reasoning
+    markers    opening and closing marker; None: not known for this model
+    special    token ids of markers that are one token
+    opened     the prompt has opened the reasoning
 
-    Raises Refusal where the markers are not known, or are no single tokens."""
+    Raises Refusal if the markers are not known, or are not single tokens."""
     opening, closing = (f"<[{special[marker]}]>" for marker in budgeted(markers, special))
     thought = f"thought {closing} rest" if budget else f"{closing} rest"
     rules = [
@@ -73,7 +73,7 @@ def thinking_rules(
 
 
 def budgeted(markers: tuple[str, str] | None, special: Mapping[str, int]) -> tuple[str, str]:
-    """Return the markers of reasoning that a budget can be held for.  Raises Refusal."""
+    """Return the reasoning markers.  Raises Refusal unless each is a single token, which a budget needs."""
     if markers is None:
         raise unserved("no reasoning of this model is known")
     if not all(marker in special for marker in markers):
@@ -82,5 +82,5 @@ def budgeted(markers: tuple[str, str] | None, special: Mapping[str, int]) -> tup
 
 
 def unserved(reason: str) -> Refusal:
-    """Return the refusal of a budget."""
+    """Return the refusal of a thinking budget."""
     return unsupported(FIELD, reason)

@@ -1,4 +1,4 @@
-"""How many tokens a request may have."""
+"""Limits on the prompt tokens of one request."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ UNLIMITED = 2**62
 
 
 class TokenBudget:
-    """How many tokens a request may still have.  Each of its prompts passes `check` and `spend`."""
+    """Prompt tokens that a request may still have.  `check` and `spend` are called for each of its prompts."""
 
     def __init__(self, valid: ValidRequest | None, longest: int, total: int) -> None:
-        """`longest`: tokens of the model's context.  `total`: tokens of all prompts together."""
+        """`longest`: the model's context length in tokens.  `total`: maximum tokens of all prompts together."""
         self._longest, self._total, self._left = longest, total, total
-        self._cut = valid is None or valid.truncate_prompt_tokens is not None  # one prompt may be longer than a context
+        self._cut = valid is None or valid.truncate_prompt_tokens is not None  # a prompt may exceed the context
         bounded = valid is not None and not valid.at_most
-        self._asked = max(1, valid.max_tokens or 0) if valid and bounded else 1  # tokens that the answer needs
+        self._asked = max(1, valid.max_tokens or 0) if valid and bounded else 1  # tokens needed for the answer
         self._param = "messages" if valid is not None and valid.chat else "prompt"
 
     def check(self, tokens: int, *, least: bool = False) -> None:
-        """Raise Refusal when a prompt of `tokens` tokens (`least`: or more) does not fit."""
+        """Raise Refusal if a prompt of `tokens` tokens does not fit.  `least`: `tokens` is a lower bound."""
         if not self._cut and tokens + self._asked > self._longest:
             raise too_long(self._param, self._longest, tokens, self._asked, least=least)
         if tokens > self._left:

@@ -1,4 +1,4 @@
-"""Incremental decoding of one sequence: tokens in, text out, with stop strings searched on the way."""
+"""Incremental decoding of one sequence: tokens in, text out, up to a stop string."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from quire.service.text.tokenizer import Tokenizer
 class TextStream:
     """The text of one choice, decoded as its tokens arrive.
 
-    All that `push` and `finish` return, concatenated, depends only on the tokens and never on how they were cut: stop
-    strings are searched after each single token.  If several match, the one that begins first wins.
+    The concatenated results of `push` and `finish` depend only on the tokens, never on how they were cut into deltas:
+    stop strings are searched after each single token.  If several match, the one that begins first wins.
     """
 
     __slots__ = (
@@ -42,25 +42,26 @@ class TextStream:
         track_offsets: bool = False,
         markers: bool = False,
     ) -> None:
-        """`markers`: special tokens that are markers of regions are text, even with `skip_special`."""
+        """`markers`: decode special tokens that are markers of regions to text, even with `skip_special`."""
         self._vocabulary, self._skip_special, self._markers = tokenizer.vocabulary, skip_special, markers
-        self._starts = tokenizer.vocabulary.spaced  # no token was text yet, and the first one is written in another way
+        # True until the first token with text, which a WordPiece vocabulary writes without the space before it.
+        self._starts = tokenizer.vocabulary.spaced
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._simple = not stop and not track_offsets
         stops = stop if isinstance(stop, StopStrings) else StopStrings(stop)
         self._stops, self._min_tokens = StopSearch(stops, include=include_stop), min_tokens
-        self.chars = 0  # decoded so far, those that are held back included
+        self.chars = 0  # number of characters decoded so far, including text that is held back
         self._offsets: list[int] | None = [] if track_offsets else None
-        self.scores: ContentScores | None = None  # scores for the log probabilities of a chat's content
-        self.tokens = 0  # consumed; after a match, up to and including the token that completed it
+        self.scores: ContentScores | None = None  # collects the entries of a chat's `logprobs.content`
+        self.tokens = 0  # number of tokens consumed; after a match, up to the token that completed it
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the text; `push` must not be called any more."""
+        """The stop string that ended the text, or None.  After a match `push` must not be called."""
         return self._stops.matched
 
     def push(self, tokens: list[int]) -> str:
-        """Consume tokens, up to a match; return the text that may be sent now."""
+        """Consume tokens, up to a match.  Returns the text that may be sent now."""
         shown = {"skip_special": self._skip_special, "markers": self._markers}
         pieces = self._vocabulary.bytes_of(tokens, **shown)
         if self._starts:
@@ -76,7 +77,7 @@ class TextStream:
             self.chars += len(new)
             self.tokens += 1
             if self.tokens <= self._min_tokens:
-                out += new  # too early to stop: this text is part of no match
+                out += new  # before min_tokens: no stop string is searched in this text
             else:
                 out += self._stops.push(new)
             if self._stops.matched is not None:
@@ -84,20 +85,20 @@ class TextStream:
         return out
 
     def finish(self) -> str:
-        """End the text: return all that is still held, an unfinished character as U+FFFD."""
+        """End the text.  Returns the text that was held back; an incomplete UTF-8 character becomes U+FFFD."""
         tail = self._decoder.decode(b"", final=True)
         return self._stops.push(tail) + self._stops.flush()
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of a token in the text; of a special token that is skipped, none."""
+        """Return the bytes of a token in the text; b"" for a special token that is skipped."""
         shown = {"skip_special": self._skip_special, "markers": self._markers}
         return self._vocabulary.bytes_of([token], **shown)[0]
 
     def named(self, token: int, stops: tuple[str, ...]) -> str | None:
-        """Return the one of `stops` that is a special token; None if none is this one."""
+        """Return the stop string in `stops` that is the text of this special token; None if there is none."""
         return next((stop for stop in stops if self._vocabulary.special.get(stop) == token), None)
 
     def take_offsets(self) -> list[int]:
-        """Return the number of characters before each token consumed since the last call."""
+        """Return, for each token consumed since the last call, the number of characters before it."""
         offsets, self._offsets = self._offsets or [], []
         return offsets

@@ -1,9 +1,9 @@
 """The tokenizer of a checkpoint: texts and chats become token ids, token ids become text.  No torch.
 
 Tokenizer --vocabulary--> Vocabulary      bytes of each token
---chat--------> ChatTemplate    text of a chat, tools, reasoning markers
---rules-------> AnswerRules     constraint and reading of an answer
---threads-----> WorkThreads     long work, beside the event loop
+          --chat--------> ChatTemplate    text of a chat, tools, reasoning markers
+          --rules-------> AnswerRules     grammar and parsing rules of an answer
+          --threads-----> WorkThreads     threads for work that would block the event loop
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from quire.service.text.token_budget import UNLIMITED, TokenBudget
 from quire.service.text.turn_boundary import TurnBoundary
 from quire.service.text.vocabulary import ModelError, Vocabulary, longest_token
 
-# Encoding and templates take about a microsecond per four characters.  Larger requests run on a thread, or they would
-# hold the event loop for milliseconds.
+# Encoding and rendering take about a microsecond per four characters.  Larger requests run on a thread; otherwise they
+# would block the event loop for milliseconds.
 INLINE_BYTES = 4096
-LEAD = "\u263a"  # a character that joins no other into a token
+LEAD = "\u263a"  # a character that forms no token together with others
 
 
 def processor_template(source: str) -> str | None:
-    """Return the chat template that a multimodal checkpoint keeps in a file of its own; None without one."""
+    """Return the chat template in `chat_template.json`, where multimodal checkpoints keep it; None without the file."""
     path = file_of(source, "chat_template.json")
     try:
         found: str | None = None if path is None else json.loads(Path(path).read_bytes())["chat_template"]
@@ -66,7 +66,7 @@ class Tokenizer:
         """Load from a directory or hub name: takes seconds, may use the network.  Raises ModelError.
 
         `literal_content`: encode the content of chat messages without special tokens (`literal.py`)."""
-        # Imported here: it takes over a second, which `import service` must not.
+        # Imported here, since it takes over a second and not every process that imports this module needs it.
         from transformers.utils import logging
 
         logging.set_verbosity_error()
@@ -95,14 +95,16 @@ class Tokenizer:
 
     def text_of(self, tokens: list[int], *, skip_special: bool = True) -> str:
         """Return the text of a complete sequence, as the tokenizer itself would decode it."""
-        # Only the batch call lets other threads run meanwhile.
+        # Of the tokenizer's calls, only the batch calls release the GIL.
         [text] = self._backend.decode_batch([tokens], skip_special_tokens=skip_special)
         return str(text)
 
     def _encode(self, text: str, *, special: bool, budget: TokenBudget | None = None) -> list[int]:
-        """Return the token ids of a text.  Raises Refusal, if possible before encoding, when they exceed `budget`."""
+        """Return the token ids of a text.
+
+        Raises Refusal if they exceed `budget`, if possible before encoding."""
         self._check_length(text, budget)
-        # `encode` would give the same, but only the batch calls let other threads run meanwhile.
+        # Not `encode`, since only the batch calls release the GIL.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=special)
         if budget is not None:
             budget.spend(len(encoding))
@@ -110,7 +112,7 @@ class Tokenizer:
         return ids
 
     def _check_length(self, text: str, budget: TokenBudget | None) -> None:
-        """Raise Refusal if a text has too many characters to fit into `budget`, whatever its tokens are."""
+        """Raise Refusal if a text has more characters than the longest tokens that fit into `budget`."""
         if budget is not None and self._longest_token is not None:
             budget.check(-(-len(text) // self._longest_token), least=True)
 
@@ -123,7 +125,9 @@ class Tokenizer:
         return prompt
 
     def _encode_infill(self, prompt: Prompt, suffix: str, budget: TokenBudget, *, special: bool) -> list[int]:
-        """Return the prompt for the text between `prompt` and `suffix`.  Raises Refusal if the model has no such."""
+        """Return the fill-in-the-middle prompt for `prompt` and `suffix`.
+
+        Raises Refusal if the model has no known tokens for it."""
         if self._infill is None:
             raise unsupported("suffix", "the model's tokenizer has no tokens for text insertion that are known here")
         for text in (prompt, suffix):
@@ -131,7 +135,7 @@ class Tokenizer:
                 self._check_length(text, budget)
         first = self._encode("", special=True)[: self._added[0]] if special else []
         before = self._encode(prompt, special=False) if isinstance(prompt, str) else prompt
-        # Some tokenizers put a space before each text; the suffix continues one.
+        # Some tokenizers add a space before each text.  The suffix must not get one, so LEAD is encoded before it.
         lead, after = self._encode(LEAD, special=False), self._encode(LEAD + suffix, special=False)
         after = after[len(lead) :] if after[: len(lead)] == lead else self._encode(suffix, special=False)
         ids = [*first, *self._infill.prompt(before, after)]
@@ -139,7 +143,7 @@ class Tokenizer:
         return ids
 
     def end_infill(self, valid: ValidRequest) -> ValidRequest:
-        """Return a request whose answer ends where the model marks the end of an inserted text."""
+        """Return the request with stop tokens that end an inserted text (fill in the middle)."""
         if not valid.suffix or self._infill is None or valid.sampling.ignore_eos:
             return valid
         ends = list(dict.fromkeys([*valid.sampling.stop_token_ids, *self._infill.ends]))
@@ -148,9 +152,9 @@ class Tokenizer:
     def _encode_chat(
         self, messages: list[dict[str, Any]], budget: TokenBudget | None = None, options: ChatOptions | None = None
     ) -> list[int]:
-        """Render the chat template in jinja2's sandbox, then encode: the template places special tokens."""
+        """Render the chat template in jinja2's sandbox, then encode the text.  The template adds special tokens."""
         options = options or ChatOptions()
-        for message in messages:  # before anything searches it: no template shortens a content
+        for message in messages:  # checked before rendering, since no template shortens a content
             if isinstance(text := message.get("content"), str):
                 self._check_length(text, budget)
         text, spans = self.chat.render(messages, options)
@@ -163,7 +167,7 @@ class Tokenizer:
         return ids
 
     def _encode_one(self, valid: ValidRequest, at: int, budget: TokenBudget) -> list[int]:
-        """Return the token ids of one of the chats of a request.  Raises Refusal."""
+        """Return the token ids of chat number `at` of a request with several chats.  Raises Refusal."""
         if not valid.conversations:
             return self._encode_chat(valid.messages, budget, valid.options)
         messages = valid.conversations[at - 1] if at else valid.messages
@@ -173,7 +177,7 @@ class Tokenizer:
             raise renamed(refusal, (("messages", f"messages[{at}]"),)) from None
 
     def _encode_scored(self, valid: ValidRequest, scoring: Scoring, budget: TokenBudget) -> list[list[int]]:
-        """Return the token ids of a query with each item.  Raises Refusal."""
+        """Return one prompt per item for /generative_scoring: the query and the item, as token ids.  Raises Refusal."""
 
         def encode(text: str, special: bool) -> list[int]:
             self._check_length(text, budget)
@@ -220,24 +224,24 @@ class Tokenizer:
     async def tokenize_chat(
         self, messages: list[dict[str, Any]], options: ChatOptions, *, size: int, total: int
     ) -> list[int]:
-        """Return the token ids of a chat for POST /tokenize, as a request has them.  Raises Refusal like `encode`."""
+        """Return a chat's prompt as token ids for POST /tokenize.  Raises Refusal like `encode`."""
         budget = TokenBudget(None, UNLIMITED, total)
         return await self.threads.run(size, self._encode_chat, messages, budget, options)
 
     def predicted(self, text: str) -> list[int]:
-        """Return the token ids of a text that a client expects in its answer.  Raises Refusal if it is too long."""
+        """Return the token ids of a client's `prediction`.  Raises Refusal if it is too long."""
         if self._longest_token is not None:
             least = -(-len(text) // self._longest_token)
-            if least > PREDICTED_TOKENS:  # refused before it is encoded
+            if least > PREDICTED_TOKENS:  # too long even if every token has the maximum length
                 message = f"prediction: at most {PREDICTED_TOKENS} tokens, got at least {least}"
                 raise limit_refusal("prediction", message, PREDICTED_TOKENS, param="prediction", given=least)
         return self._encode(text, special=False)
 
     def forbid(self, valid: ValidRequest) -> ValidRequest:
-        """Return a request whose sampling never completes its `bad_words`, with and without a space before each.
+        """Return the request with its `bad_words` as sampling parameters, each with and without a space before it.
 
-        A token that is a word gets a bias, which engines of every release honour.  Raises Refusal for too many tokens
-        of longer words."""
+        A word of one token gets a logit bias of -infinity, which engines of every release support.  Longer words go
+        into `Sampling.bad_words`.  Raises Refusal if these have too many tokens."""
         if not valid.bad_words:
             return valid
         spellings: dict[tuple[int, ...], None] = {}  # each once, in order
@@ -258,7 +262,7 @@ class Tokenizer:
         return msgspec.structs.replace(valid, sampling=sampling, bad_words=())
 
     def info(self) -> dict[str, object]:
-        """Return what clients may want to know of the tokenizer, named as in `tokenizer_config.json`."""
+        """Return the answer of /tokenizer_info: fields named as in `tokenizer_config.json`."""
         hf = self._hf
         special = {name: str(token) for name, token in hf.special_tokens_map.items() if isinstance(token, str)}
         return {
@@ -269,7 +273,7 @@ class Tokenizer:
         }
 
     def prompted(self, valid: ValidRequest, encoded: list[list[int]]) -> list[Prompted]:
-        """Return the prompts as the answer shows them; text and offsets only if `echo` needs them."""
+        """Return the prompts in the form that the answer needs; with text and offsets only if `echo` needs them."""
         if not valid.echo:
             return [Prompted(ids) for ids in encoded]
         prompted = []
@@ -278,7 +282,7 @@ class Tokenizer:
             text = str(prompt) if untouched else self.text_of(ids, skip_special=valid.skip_special)
             offsets: list[int] = []
             if valid.sampling.logprobs >= 0:
-                # A client's own text shows the special tokens that it holds, but not those that the tokenizer added.
+                # Text from the client keeps its special tokens; special tokens that the tokenizer added are hidden.
                 hide = valid.skip_special and not untouched
                 pieces = self.vocabulary.bytes_of(ids, skip_special=hide)
                 if self.vocabulary.spaced:
@@ -286,7 +290,7 @@ class Tokenizer:
                 for at in self._added_to(ids) if untouched and valid.special else ():
                     pieces[at] = b""
                 echoed, offsets = aligned(text, pieces)
-                if untouched and echoed != text:  # the tokenizer has changed the text, and knows where its tokens begin
+                if untouched and echoed != text:  # the tokenizer normalised the text, so take the offsets from it
                     (encoding,) = self._backend.encode_batch([text])
                     offsets = list(accumulate((start for start, _ in encoding.offsets), max))
                 else:
@@ -295,18 +299,18 @@ class Tokenizer:
         return prompted
 
     def _added_to(self, ids: list[int]) -> Iterator[int]:
-        """Yield the positions of the tokens that the tokenizer added to a text."""
+        """Yield the positions of special tokens that the tokenizer adds at both ends of a text."""
         first, last = self._added
         yield from range(min(first, len(ids)))
         yield from range(max(first, len(ids) - last), len(ids))
 
 
 def served_name(model: str) -> str:
-    """Return the default name of a model for clients: a directory's own name, or the hub name."""
+    """Return the default name of a model in the API: the name of its directory, or its hub name."""
     return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model
 
 
 def served_names(config: GatewayConfig) -> list[str]:
-    """Return the names of the model for clients, at least one; answers carry the first."""
+    """Return the names of the model in the API, at least one; answers contain the first."""
     given = [name.strip() for name in config.served_name.split(",")]
     return [name for name in given if name] or [served_name(config.model)]

@@ -1,8 +1,9 @@
 """The bytes of each token of a vocabulary, and which tokens are text.
 
-Byte-level BPE (GPT-2, Llama 3, Qwen, OPT, GPT-NeoX) and SentencePiece-style vocabularies (Llama 2, Mistral, Phi-3,
-Gemma) have a table of the bytes of each token.  Vocabularies of words (WordPiece, WordLevel) have two: spaces are
-between tokens, so the first token of a text has none.  Any other tokenizer is refused at start.
+For byte-level BPE (GPT-2, Llama 3, Qwen, OPT, GPT-NeoX) and SentencePiece-style vocabularies (Llama 2, Mistral, Phi-3,
+Gemma), one table has the bytes of each token.  Vocabularies of words (WordPiece, WordLevel) need a second table: a
+token is decoded with a space before it, but without one if it is the first of a text.  Any other tokenizer is refused
+at start.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from quire.engine.common.errors import OperatorError
 from quire.engine.tokenizers.alphabet import byte_level_alphabet
 from quire.service.output.regions import ResponseTemplate
 
-# Composition (NFC) joins at most this many characters into one: U+1F82 is four.
+# Unicode composition (NFC) joins at most this many characters into one; U+1F82, for example, decomposes into four.
 COMPOSED_CHARS = 4
-# Steps of tokenizers that drop no character; `longest_token` knows the exceptions.
+# Normalizers and pre-tokenizers that drop no character, except in cases that `longest_token` tests.
 KEEP_TEXT = ("NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits")
 
 
 class ModelError(OperatorError):
-    """The model's tokenizer cannot be loaded or used; one line an operator can act on."""
+    """The model's tokenizer cannot be loaded or used.  The message is one line with what to do."""
 
 
 def _decoder_kinds(decoder: Any) -> set[str]:
@@ -37,10 +38,10 @@ def _decoder_kinds(decoder: Any) -> set[str]:
 
 
 def word_bytes(backend: Any) -> tuple[list[bytes], list[bytes]] | None:
-    """Return the bytes of each token id of a vocabulary of words: after other tokens, and as the first of a text.
+    """Return two tables for a vocabulary of words: bytes of each token id after other tokens, and at a text's start.
 
-    None for another kind of vocabulary.  The tokenizer itself decodes each token alone and after another one: what it
-    removes before punctuation depends on the token only."""
+    None for another kind of vocabulary.  Each token is decoded by the tokenizer, alone and after another token: whether
+    the tokenizer removes the space (before punctuation) depends only on the token itself."""
     kinds = _decoder_kinds(backend.decoder)
     if kinds - {"WordPiece"} or type(backend.model).__name__ not in ("WordPiece", "WordLevel"):
         return None
@@ -58,7 +59,7 @@ def word_bytes(backend: Any) -> tuple[list[bytes], list[bytes]] | None:
 
 
 def vocabulary_bytes(backend: Any) -> list[bytes]:
-    """Return the bytes of each token id of a `tokenizers.Tokenizer`; unused ids have none.  Raises ModelError."""
+    """Return the bytes of each token id of a `tokenizers.Tokenizer`; b"" for unused ids.  Raises ModelError."""
     if (words := word_bytes(backend)) is not None:
         return words[0]
     kinds = _decoder_kinds(backend.decoder)
@@ -87,10 +88,11 @@ def vocabulary_bytes(backend: Any) -> list[bytes]:
 
 
 def longest_token(backend: Any, table: list[bytes]) -> int | None:
-    """Return the most characters of a text that one token can stand for; None if there is no such bound.
+    """Return the maximum number of characters of a text that one token can encode; None if there is no maximum.
 
-    Byte-level and SentencePiece-style vocabularies with a token for every byte have a bound, unless the tokenizer drops
-    characters or shortens the text first.  The bytes of a token are counted: it never has more characters."""
+    Byte-level and SentencePiece-style vocabularies with a token for every byte have a maximum, unless the tokenizer
+    first drops characters or shortens the text.  It is computed in bytes, since a token has at most as many characters
+    as bytes."""
     model = backend.model
     vocabulary = set(backend.get_vocab(with_added_tokens=False))
     complete = vocabulary >= set(byte_level_alphabet()) or (
@@ -134,17 +136,17 @@ class Vocabulary:
     def __init__(self, backend: Any) -> None:
         """`backend`: a `tokenizers.Tokenizer`.  Raises ModelError."""
         self._backend = backend
-        # Bytes of each token; and as the first of a text, if that is written in another way.
+        # `table`: bytes of each token.  `_first`: bytes of each token at a text's start, for a vocabulary of words.
         self.table, self._first = word_bytes(backend) or (vocabulary_bytes(backend), [])
-        self._visible = list(self.table)  # the same, with no bytes for special tokens
+        self._visible = list(self.table)  # `table` with b"" for special tokens
         self._special = {token for token, one in backend.get_added_tokens_decoder().items() if one.special}
         for token in self._special:
             self._visible[token] = b""
-        self._markers: set[int] = set()  # special tokens that a response template looks for
+        self._markers: set[int] = set()  # special tokens that are markers of the response template
         self._marked = self._visible
 
     def keep_markers(self, responses: ResponseTemplate) -> None:
-        """Let `markers` of other methods keep the tokens that a response template looks for."""
+        """Register the special tokens that are markers of the response template, for the parameter `markers`."""
         added = self._backend.get_added_tokens_decoder()
         kept = {token for token, one in added.items() if responses.has_marker(one.content)}
         self._markers = kept
@@ -152,20 +154,20 @@ class Vocabulary:
 
     @cached_property
     def special(self) -> dict[str, int]:
-        """Token ids of the special tokens, which are no text."""
+        """Special tokens: text -> token id."""
         added = self._backend.get_added_tokens_decoder()
         return {one.content: token for token, one in added.items() if one.special}
 
     @cached_property
     def grammar_tokens(self) -> dict[str, int]:
-        """Token ids of the added tokens that a grammar names by their id: llguidance takes none of them for text."""
+        """Added tokens that a grammar must name by id, since llguidance does not match them as text: text -> id."""
         added = self._backend.get_added_tokens_decoder()
         return {one.content: at for at, one in added.items() if one.special or re.fullmatch("<.*>", one.content)}
 
     def bytes_of(self, tokens: Iterable[int], *, skip_special: bool, markers: bool = False) -> list[bytes]:
-        """Return the bytes of each token.  A model may have more ids than its tokenizer: those have no bytes.
+        """Return the bytes of each token; b"" for ids that the model has beyond its tokenizer's.
 
-        `markers`: special tokens that a response template looks for are not skipped."""
+        `markers`: do not skip special tokens that are markers of the response template."""
         table = (self._marked if markers else self._visible) if skip_special else self.table
         try:
             return [table[token] for token in tokens]
@@ -174,14 +176,13 @@ class Vocabulary:
 
     @property
     def spaced(self) -> bool:
-        """Whether spaces are between tokens, so that the first token of a text is written in another way."""
+        """Whether tokens are decoded with a space between them, as in WordPiece vocabularies."""
         return bool(self._first)
 
     def write_first(self, pieces: list[bytes], tokens: list[int], *, skip_special: bool, markers: bool = False) -> bool:
-        """Write the first token that is text as the first of a text.  Returns False if there is none.
+        """Remove the space before the first token with text, in place.  Returns False if no token has text.
 
-        Only for a tokenizer that is `spaced`.  `pieces`: what `bytes_of` returned for the other arguments; changed in
-        place."""
+        Only for a vocabulary that is `spaced`.  `pieces`: result of `bytes_of` for the same other arguments."""
         hidden = self._special - self._markers if markers else self._special
         for at, token in enumerate(tokens):
             if token < len(self._first) and self._first[token] and not (skip_special and token in hidden):
@@ -190,5 +191,5 @@ class Vocabulary:
         return False
 
     def token_strs(self, ids: list[int]) -> list[str]:
-        """Return tokens as the vocabulary writes them; "" for ids without a token."""
+        """Return the tokens' strings in the vocabulary; "" for unknown ids."""
         return [self._backend.id_to_token(token) or "" for token in ids]
