@@ -1,4 +1,4 @@
-"""Hides every progress bar of transformers: processes that share a terminal log whole lines."""
+"""Hides every progress bar of transformers, because processes that share a terminal log complete lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOADING = "Loading weights"  # the text of the bar over the tensors of a checkpo
 
 @contextlib.contextmanager
 def no_bars(loading: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> Iterator[None]:
-    """Show no bar meanwhile.  `loading` is put around the (name, tensor) pairs that are loaded."""
+    """Show no bars inside this context.  `loading` wraps the iterable of (name, tensor) pairs that are loaded."""
 
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if options.get("desc") == LOADING:

@@ -1,12 +1,12 @@
-"""Heads as the KV cache holds them: the widest part of a head, rounded up to a size that the device's kernels take.
+"""Head sizes in the KV cache: the wider of key and value, rounded up to a size that the device's kernels support.
 
     heads of a layer                    cached on a CPU    cached on a GPU
     keys 128, values 128                128                128
     keys 192, values 128 (MiMo, MLA)    192                192
     keys 72, values 72                  72                 80
 
-Zeros behind a query and a key leave their dot product as it is; those behind a value make results that are cut off.
-`attention.kv_blocks` adds and cuts them.  They cost memory and reads of the cache, which the start log reports.
+Zeros after a query and a key leave their dot product unchanged; zeros after a value give output columns that are cut
+off.  `attention.kv_blocks` adds and cuts them.  They cost cache memory and reads, which the start log reports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GPU_HEAD_SIZES = (64, 80, 96, 128, 192, 256)  # csrc/cuda/attention is compiled 
 
 
 def cached_layers(kind: str, layers: list[KVShape], device: torch.device) -> list[KVShape]:
-    """Return what each layer caches on the device.  layers: the widest part of a head of each.
+    """Return what each layer caches on the device.  layers: with the wider of key and value of each layer's heads.
 
     kind: the model type.  Raises UnsupportedModel for heads wider than any kernel of a GPU takes."""
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""The field of a config that made transformers fail: its exceptions often hold the value alone, or nothing."""
+"""Finds the config field that made transformers fail: its exceptions often have only the value, or nothing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from quire.engine.executor.errors import one_line
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim")
 ANGLES = {"rope_parameters", "rope_scaling", "rope_theta"}
-# Of rotary embeddings: null without them or without scaling, and names of kinds of scaling.
+# Fields of rotary embeddings that are no numbers: null without them or without scaling, and names of scaling kinds.
 NO_NUMBER = {"rope_parameters", "rope_scaling", "rope_type", "type"}
 
 
 def field_reason(described: dict[str, Any], error: Exception) -> str:
-    """Return one line that names the field of a config, with its value, if the error shows it; else the error's own.
+    """Return one line that names the config field and its value, if the error shows it; else the error's first line.
 
     described: the config, as the file or its class has it."""
     fields = list(leaves(described))
@@ -35,7 +35,7 @@ def field_reason(described: dict[str, Any], error: Exception) -> str:
 
 
 def leaves(described: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of each field of nested objects that is no object itself."""
+    """Yield the path and the value of each field of nested objects that is not an object itself."""
     if not isinstance(described, dict):
         yield path, described
         return

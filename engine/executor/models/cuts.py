@@ -1,8 +1,8 @@
-"""Which part of a parameter a rank holds, and how it is read from a file without the rest.
+"""The shard of a parameter that a rank holds, and how it is read from a file without the rest.
 
 Cut(-2, 4, 8)               rows 4 to 7 of [.., out, in]
 Cut(-1, 4, 8)               columns 4 to 7
-Cut(-2, 4, 8, halves=2)     rows 4 to 7 of gate and of up, which are one parameter: two pieces
+Cut(-2, 4, 8, halves=2)     rows 4 to 7 of gate and of up, which are one parameter: two slices
 Cut(-1, 4, 8, halves=3)     columns 4 to 7 of q, of k and of v
 """
 
@@ -21,13 +21,13 @@ Where = tuple[slice, ...]  # an index for each dimension
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a parameter that a rank holds."""
+    """The shard of a parameter that a rank holds."""
 
     dim: int  # -1 or -2
     first: int
     end: int  # past the last
-    halves: int = 1  # equal tensors along `dim` that the parameter joins; the cut applies to each
-    padding: int = 0  # zeros behind the part
+    halves: int = 1  # number of equal tensors joined along `dim`; the cut applies to each
+    padding: int = 0  # zeros after the shard
 
     @property
     def size(self) -> int:
@@ -52,13 +52,13 @@ class Cut:
         return torch.cat(list(pieces), self.dim) if len(pieces) > 1 else last.contiguous()
 
     def take(self, stored: Any, shape: tuple[int, ...]) -> Tensor:
-        """Return the part of a tensor, or of a slice of a file, of which nothing else is then read."""
+        """Return the shard of a tensor, or of a lazy slice of a file, of which only the shard is read."""
         return self.join([stored[where] for where in self.pieces(shape)])
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """The part of a tensor of a file; read when `part[...]` asks for it."""
+    """The shard of a tensor in a file, read when it is indexed as `part[...]`."""
 
     stored: Any
     shape: tuple[int, ...]
@@ -69,5 +69,5 @@ class StoredPart:
 
 
 def part_of(stored: Any, shape: tuple[int, ...], cut: Cut | None) -> Any:
-    """Return a tensor of a file, or the part of it that a rank holds, which is read when it is indexed."""
+    """Return a tensor of a file, or a rank's shard of it, which is read when it is indexed."""
     return stored if cut is None else StoredPart(stored, shape, cut)

@@ -20,10 +20,10 @@ def eos_ids(
 ) -> list[int]:
     """Return the EOS tokens, each once: those of generation_config.json, else of config.json, and the tokenizer's own.
 
-    vocab_size: logits of a position.  A token of a file that is not below it can never be sampled, and masks have no
-    bit for it: it is dropped with a log line.  Fine-tunes that add a token without resizing the model name such tokens.
-    changes: the operator's; their field wins over both files.  Raises ModelLoadError for what is no token, and for
-    an operator's token outside the vocabulary."""
+    vocab_size: logits per position.  A token id of a file that is not below it can never be sampled, and masks have no
+    bit for it: it is dropped with a log line.  Fine-tunes that add a token without resizing the model name such ids.
+    changes: the operator's; their field wins over both files.  Raises ModelLoadError for a value that is no token id,
+    and for an operator's token outside the vocabulary."""
     changes, end = changes or {}, end_token(directory)
     own = within([] if end is None else [end], vocab_size, directory)
     for place in (changes.get("text_config") or {}, changes):
@@ -32,12 +32,12 @@ def eos_ids(
             return list(dict.fromkeys([*ids, *own]))
     generation = getattr(module.generation_config, "eos_token_id", None)
     named = generation if generation is not None else getattr(module.config.get_text_config(), "eos_token_id", None)
-    file = directory / "generation_config.json"  # config classes check their own
+    file = directory / "generation_config.json"  # the config class has checked config.json
     return list(dict.fromkeys([*within(listed(named, str(file)), vocab_size, directory), *own]))
 
 
 def listed(named: Any, origin: str) -> list[int]:
-    """Return a field `eos_token_id` as a list.  Raises ModelLoadError for what is neither a token id nor a list."""
+    """Return a field `eos_token_id` as a list.  Raises ModelLoadError if it is neither a token id nor a list."""
     ids = list(named) if isinstance(named, list | tuple) else [] if named is None else [named]
     if odd := [each for each in ids if type(each) is not int]:
         raise ModelLoadError(f"{origin}: eos_token_id holds {odd[0]!r}; it must be a token's number, or a list of them")

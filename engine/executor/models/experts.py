@@ -1,11 +1,11 @@
-"""Experts of any mixture family by our operator, inside transformers' own layers, on a GPU.
+"""Computes the experts of any mixture family by our operator, inside transformers' own layers, on a GPU.
 
-transformers gives every family's experts one interface, so the family keeps what differs between families:
+In transformers all families' experts have one interface; what differs between families stays in the family's code:
 
     router: softmax or sigmoid, groups, normalisation, scaling ──> top_k_index, top_k_weights ──> experts of the layer
     shared experts, and the sum with them                          [T, k]                          here: `ops.experts`
 
-Weights stay where they are.  Layers of a `Decoder` have their own routing operator and never come here.
+Weights are not copied.  Layers of a `Decoder` have a routing operator of their own and do not use this module.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SIZE_STEP = 8  # hidden and inner size are multiples of it: the operator moves 1
 
 
 def use_own_experts(model: PreTrainedModel) -> int:
-    """Let our operator compute the experts of the model's layers.  Return the number of layers.
+    """Make our operator compute the experts of the model's layers.  Return the number of layers.
 
-    Logs which experts stay with transformers' own kernels, and why."""
+    Logs which experts keep transformers' own kernels, and why."""
     taken, reasons = 0, dict[str, str]()
     for module in model.modules():
         if not is_experts(module):
@@ -40,7 +40,7 @@ def use_own_experts(model: PreTrainedModel) -> int:
         if reason := refusal(module):
             reasons.setdefault(reason, type(module).__name__)
             continue
-        module.forward = types.MethodType(compute, module)  # hooks of the module stay: a rank adds the others' parts
+        module.forward = types.MethodType(compute, module)  # hooks of the module stay, such as the all-reduce
         taken += 1
     if taken:
         log.info("experts of %d layers are computed by our kernels", taken)
@@ -89,9 +89,9 @@ def refused_sizes(gate_up: Tensor, down: Tensor) -> str:
 
 
 def compute(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The weighted sum of each token's experts: hidden_states [T, hidden], top_k_index, top_k_weights [T, k].
+    """Return the weighted sum of each token's experts: hidden_states [T, hidden], top_k_index, top_k_weights [T, k].
 
-    In place of the forward of transformers' module, which computes what is too much for our kernels on older GPUs."""
+    Replaces the forward of transformers' module, which still computes steps that are too large for our kernels."""
     x, (_, hidden, inner) = hidden_states, experts.down_proj.shape
     taken = top_k_index.numel() <= ops.MOST_PAIRS or ops.takes_all_pairs(hidden, inner, x.device)
     if not taken or x.dtype != experts.down_proj.dtype or x.dim() != _OF_TOKENS:

@@ -1,35 +1,35 @@
 """Swaps submodules of a transformers model for faster ones that compute the same.  Everything else stays as it is.
 
-    nn.Linear, Conv1D,  -> PackedLinear        on a CPU: the weight is packed once, at load, in the layout of a product
-    QuantisedLinear     -> GpuLinear           on a GPU: the same for weights in 8 or 4 bits
+    nn.Linear, Conv1D,  -> PackedLinear        on a CPU: the weight is packed once, at load, in the layout of our GEMMs
+    QuantisedLinear     -> GpuLinear           on a GPU: the same for int8, fp8 and int4 weights
     the decoder of      -> Decoder             llama, mistral, qwen2, qwen3, on any device; mixtral, qwen3_moe, gpt_oss
     seven families                             on a GPU
 
 linear.py makes their linear layers; docs/notes/kernels/layers.md has figures.  The left column is a decoder layer as
-transformers writes it, the right one as it runs here.  It has T tokens, sequence after sequence.  `x` is the residual
-stream, which the last GEMM of each half updates in place:
+transformers writes it, the right column is the layer here.  It has T tokens, sequence after sequence.  `x` is the
+residual stream, which the last GEMM of each half updates in place:
 
-    input norm, 6 operators          part of the next product
-    q, k, v projections              one product, of the normed input           linear: norm, product
+    input norm, 6 operators          part of the next GEMM
+    q, k, v projections              one GEMM of the normed input               linear: norm, GEMM
     norms of q and k heads (qwen3)   part of the next operator
     rotary embedding, 10             rotates, and stores keys and values        rope_kv_write
     attention                        attention over KV blocks                   paged_attention
-    o projection, addition           one product, added to x                    linear: product, plus
-    norm, 6                          part of the next product
-    gate, up projections             one product, of the normed x               linear: norm, product, silu_mul
-    silu, product                    part of the product before it
-    down projection, addition        one product, added to x                    linear: product, plus
+    o projection, addition           one GEMM, added to x                       linear: GEMM, plus
+    norm, 6                          part of the next GEMM
+    gate, up projections             one GEMM of the normed x                   linear: norm, GEMM, silu_mul
+    silu, multiplication             part of the GEMM before it
+    down projection, addition        one GEMM, added to x                       linear: GEMM, plus
 
-If ranks add up their parts of the o and down projections on GPUs, one kernel sums them, adds the sum to x and
+With several ranks on GPUs, one kernel does the all-reduce after the o and down projections, adds the result to x and
 computes the norm that follows (`Residual.normed`).
 
 A mixture of experts routes its tokens with one operator and computes them with another (`Mixture`).  Weights of experts
-stay where they are.  Those of gpt_oss are turned in place at load (`store_rows`): both our operator and transformers'
-own experts, which compute many tokens where ours do not take them, read them by rows.
+are not copied.  The weights of gpt_oss are transposed in place at load (`store_rows`), because our operator reads them
+by rows.  transformers' own experts, which compute steps that are too large for ours, then read them by rows, too.
 
-On a CPU with packed weights a GEMM is one operator, packed_linear, or where the library's is faster up to three.
+On a CPU a linear layer with packed weights is one operator, packed_linear; up to three if the library's GEMM is faster.
 If all GEMMs are ours, all layers together are one operator, decoder_layers.
-A model is taken apart only if all its modules have exactly the expected names and types; any other runs as it is.
+A decoder is replaced only if all its modules have exactly the expected names and types; others run as they are.
 """
 
 from __future__ import annotations
@@ -85,35 +85,35 @@ class Routing(NamedTuple):
 class MixtureFamily(NamedTuple):
     """A family whose layers may be mixtures of experts."""
 
-    router: str  # what a layer calls its router
+    router: str  # attribute name of a layer's router
     routing: Callable[[Any], Routing]  # routing of a router module
-    clamped: bool = False  # as gpt_oss: `ops.Clamped`, biases in router and experts, weights [experts, in, out]
+    clamped: bool = False  # gpt_oss: `ops.Clamped`, biases in router and experts, weights [experts, in, out]
 
 
 MIXTURES: dict[type[PreTrainedModel], MixtureFamily] = {
     MixtralForCausalLM: MixtureFamily("gate", lambda router: Routing(normalise=True, rounded=False)),
     Qwen3MoeForCausalLM: MixtureFamily("gate", lambda router: Routing(router.norm_topk_prob, rounded=True)),
-    # Its softmax is that of the chosen logits: the shares of all, over their sum.
+    # Its softmax covers the chosen logits only: the probabilities in a softmax over all, divided by their sum.
     GptOssForCausalLM: MixtureFamily("router", lambda router: Routing(normalise=True, rounded=True), clamped=True),
 }
-# Ways of transformers to compute experts that read the layout of the weights from the module.
+# Expert implementations of transformers that read the layout of the weights from the module.
 READS_LAYOUT = {"grouped_mm", "batched_mm"}
 ON_A_GPU = "on a GPU GEMMs and attention are cut into shares that depend on the other sequences of the step"
-LINEAR = (nn.Linear, QuantisedLinear)  # what `Linears.product` takes
-VECTOR = 64  # elements of a vector step of torch's activations on a CPU; the rest go one by one
+LINEAR = (nn.Linear, QuantisedLinear)  # layer types that `Linears.product` accepts
+VECTOR = 64  # elements per vector step of torch's activations on a CPU; the rest are computed singly
 
 
 class Residual(NamedTuple):
     """The residual stream between two halves of a layer."""
 
     x: Tensor  # [T, hidden]
-    normed: Tensor | None  # x after the norm that follows, if the all-reduce computed it; else a GEMM does
+    normed: Tensor | None  # x after the following norm, if the all-reduce computed it; None: a GEMM does
 
 
 class Attention(nn.Module):
     """x + attention(norm(x)), causal, over KV blocks: [T, hidden] -> [T, hidden].
 
-    normed: norm(x), where it is there already.  then: the norm that follows."""
+    normed: norm(x), if already computed.  then: the norm that follows."""
 
     def __init__(self, plain: Any, norm: RMSNorm, window: int | None, linears: Linears) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """x + down(silu(gate(norm(x))) * up(norm(x))): [T, hidden] -> [T, hidden].  normed, then: as of Attention."""
+    """x + down(silu(gate(norm(x))) * up(norm(x))): [T, hidden] -> [T, hidden].  normed, then: as in Attention."""
 
     def __init__(self, plain: Any, norm: RMSNorm, linears: Linears) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class MLP(nn.Module):
 class Mixture(nn.Module):
     """x + the weighted sum of the experts of norm(x), on a GPU: [T, hidden] -> [T, hidden].
 
-    normed: as of Attention."""
+    normed: as in Attention."""
 
     def __init__(self, plain: Any, norm: RMSNorm, family: MixtureFamily) -> None:
         super().__init__()
@@ -207,9 +207,9 @@ class Mixture(nn.Module):
 
 
 def store_rows(experts: GptOssExperts) -> None:
-    """Turn weights [experts, in, out] into [experts, out, in] within their own memory, an expert at a time.
+    """Transpose weights [experts, in, out] to [experts, out, in] within their own memory, an expert at a time.
 
-    Rows keep their order, gate and up in turn.  transformers' module computes the same with them."""
+    The order of output rows stays: gate and up interleaved.  transformers' module gives the same results with them."""
     for name in ("gate_up_proj", "down_proj"):
         weight = getattr(experts, name).detach()
         rows = weight.view(len(weight), *weight.mT.shape[1:])
@@ -239,10 +239,10 @@ class Layer(nn.Module):
 
 
 def one_operator(layers: Sequence[Layer]) -> ops.DecoderLayers | None:
-    """Return the layers as one operator, which a CPU computes without coming back to Python.
+    """Return the layers as one operator, which a CPU computes without returning to Python; None: they cannot be one.
 
-    None on a GPU, where a library's GEMMs are faster than ours, where ranks exchange parts of layers, and where
-    layers have sinks or experts, or differ in more than weights and windows, as to how they are multiplied, too."""
+    None on a GPU, if a library's GEMMs are faster than ours, with several ranks, and if layers have sinks or experts,
+    or differ in more than weights and windows, including how they are multiplied."""
     weights: list[Tensor | None] = []
     kinds: set[tuple[int, int, float, float, float, float]] = set()
     widens: set[bool] = set()
@@ -281,8 +281,8 @@ class Decoder(nn.Module):
         super().__init__()
         plain, window = model.model, WINDOW[type(model)]
         self.embed_tokens = plain.embed_tokens
-        # Angles depend on the position alone; served_config.py checks up to which length.  So each is computed once, as
-        # the model itself would: [max_model_len, 2, D], cos and sin, in its dtype.
+        # Angles depend on the position alone, up to the length that served_config.py checks.  So each is computed once,
+        # by the model's own module: [max_model_len, 2, D], cos and sin, in its dtype.
         positions = torch.arange(max_model_len, device=model.device)
         angles = torch.stack(plain.rotary_emb(self.embed_tokens.weight[:1], positions[None]), 2)[0]
         halves = plain.layers[0].self_attn.head_dim // angles.shape[2]  # gpt_oss has the angles of half a head
@@ -290,14 +290,14 @@ class Decoder(nn.Module):
         layers: list[Layer] = []
         for i, layer in enumerate(plain.layers):
             layers.append(Layer(layer, window(layer.self_attn), linears, type(model)))
-            plain.layers[i] = nn.Identity()  # lets go of its weights: both copies exist of one layer at a time
+            plain.layers[i] = nn.Identity()  # frees its weights: only one layer exists twice at a time
         self.layers, self.whole = nn.ModuleList(layers), one_operator(layers)
         self.norms = [*(layer.norm for layer in layers[1:]), None]  # norm after each layer; the head has its own
-        # Logits in 16 bits would make likely tokens ties: at 20, neighbours in bfloat16 are an eighth apart.
+        # Logits in 16 bits would make likely tokens ties: at 20, neighbouring bfloat16 values differ by an eighth.
         self.head = linears.product(model.lm_head, norm=RMSNorm(plain.norm), float32_out=True)
 
     def forward(self, step: StepTensors) -> Tensor:
-        """Hidden states of a step, after all layers: [T, hidden]."""
+        """Return the hidden states of a step, after all layers: [T, hidden]."""
         x: Tensor = self.embed_tokens(step.input_ids[0])
         cos, sin = self.angles.index_select(0, step.position_ids[0]).unbind(1)  # [T, D]
         if self.whole is not None:
@@ -311,9 +311,9 @@ class Decoder(nn.Module):
         return x
 
     def logits(self, x: Tensor, at: Tensor | None, out: Tensor | None = None, *, own: bool = False) -> Tensor:
-        """Logits [., V] of tokens `at` (None: of all) from the hidden states x; in `out` where given.
+        """Return logits [., V] of tokens `at` (None: of all) from the hidden states x, written to `out` if given.
 
-        own: only the columns that this rank has, where `own_columns` says how many."""
+        own: only the columns of this rank; `own_columns` is their number."""
         head: Any = self.head.part if own else self.head
         if at is not None:
             x = x.index_select(0, at)
@@ -326,7 +326,7 @@ class Decoder(nn.Module):
 
     @property
     def own_columns(self) -> int:
-        """Columns of the logits that each rank computes; 0 where every rank computes all."""
+        """Columns of the logits that each rank computes; 0: every rank computes all."""
         return self.head.part.out_features if isinstance(self.head, Sharded) else 0
 
 
@@ -340,9 +340,9 @@ def fuse(
 ) -> None:
     """Swap submodules in place.  The model must be on its device, in its dtype, and must not move afterwards.
 
-    ordered: on a CPU, use GEMMs whose bits do not depend on the batch even where others are faster.
-    decoder: also the whole decoder, where it is one of those above; its heads must be cached without padding.
-    sites: gets a site for each linear layer that adapters may change; None: no adapters are served.
+    ordered: on a CPU, use GEMMs whose bits do not depend on the batch even if others are faster.
+    decoder: also replace the decoder, if it is one of those above; its heads must be cached without padding.
+    sites: gets a site for each linear layer that LoRA adapters may change; None: no adapters are served.
     A model whose decoder was swapped works only through `Forward`.
     """
     linears = Linears(ordered=ordered, dtype=model.dtype, sites=sites)
@@ -361,7 +361,7 @@ def fuse(
 
 
 def report_limited_mixtures(model: PreTrainedModel) -> None:
-    """Log that large steps take transformers' experts, where our kernels take a limited number of pairs."""
+    """Log that large steps use transformers' experts, if our kernels limit the number of (token, expert) pairs."""
     limited = [module for module in model.modules() if isinstance(module, Mixture) and not module.takes_all]
     if limited:
         _, hidden, inner = limited[0].experts.down_proj.shape
@@ -373,14 +373,14 @@ def report_limited_mixtures(model: PreTrainedModel) -> None:
 
 
 def widen_sinks(model: PreTrainedModel) -> None:
-    """Make attention sinks float32, as the kernels take them: once, not in every step."""
+    """Convert attention sinks to float32, as the kernels take them, once instead of in every step."""
     for module in model.modules():
         if isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):
             module.sinks = nn.Parameter(sinks.float(), requires_grad=False)
 
 
 def weight_of(linear: nn.Linear | QuantisedLinear | Conv1D) -> Tensor | Quantised:
-    """The weight [out, in] of a layer."""
+    """Return the weight [out, in] of a layer."""
     if isinstance(linear, QuantisedLinear):
         return linear.quantised
     weight: Tensor = linear.weight.T if isinstance(linear, Conv1D) else linear.weight
@@ -388,9 +388,9 @@ def weight_of(linear: nn.Linear | QuantisedLinear | Conv1D) -> Tensor | Quantise
 
 
 def batch_dependence(model: PreTrainedModel) -> str:
-    """Why a fused model's logits may depend, in the last bit, on the other sequences of a step; empty: they do not.
+    """Return why a fused model's logits may depend, in the last bit, on other sequences of a step; empty: they do not.
 
-    On a CPU attention, norms and our GEMMs do not depend on them.  A model's own modules may: GEMMs with weights
+    On a CPU attention, norms and our GEMMs do not.  A model's own modules may: GEMMs with weights
     outside linear layers (a mixture of experts), and torch's activations, whose vectorised and scalar versions differ.
     """
     if model.device.type != "cpu":
@@ -402,7 +402,7 @@ def batch_dependence(model: PreTrainedModel) -> str:
     if is_fused(model):
         return ""
     head = getattr(model, "lm_head", None)
-    heads = (head, getattr(head, "part", None))  # a rank's
+    heads = (head, getattr(head, "part", None))  # the head, and this rank's shard of it
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() > 1 and not isinstance(module, nn.Embedding):
@@ -413,7 +413,7 @@ def batch_dependence(model: PreTrainedModel) -> str:
 
 
 def is_fused(model: PreTrainedModel) -> bool:
-    """Whether `fuse` swapped the whole decoder, so that only our operators run."""
+    """Whether `fuse` swapped the complete decoder, so that only our operators run."""
     return isinstance(getattr(model, "model", None), Decoder)
 
 
@@ -426,9 +426,9 @@ class Forward:
         self._hidden: Any = None  # hidden states; None: the layers have not run
 
     def logits(self, at: Tensor | None, out: Tensor | None = None, *, own: bool = False) -> Tensor:
-        """Logits [., V] of the step's tokens `at`, i64 (None: of all), in `out` where given.
+        """Return logits [., V] of the step's tokens `at`, i64 (None: of all), written to `out` if given.
 
-        own: only this rank's columns, where `own_columns` of the model is not 0."""
+        own: only this rank's columns, if `own_columns` of the model is not 0."""
         logits: Tensor
         if is_fused(self._model):
             if self._hidden is None:
@@ -439,10 +439,10 @@ class Forward:
         return logits if out is None else out.copy_(logits)
 
     def _plain(self, keep: int | Tensor) -> Tensor:
-        """Logits by transformers' own forward, which applies what follows the head (scales, soft caps).
+        """Return logits by transformers' own forward, which applies what follows the head (scales, soft caps).
 
-        The decoder returns its first result again.  A model without a separate decoder runs completely for each chunk:
-        slower, with the same logits.
+        The decoder runs once; further calls get its first result.  A model without a separate decoder runs completely
+        for each chunk: slower, with the same logits.
         """
         decoder = self._model.get_decoder()
         run = decoder.forward
@@ -468,19 +468,19 @@ class Forward:
 
 
 def own_columns(model: PreTrainedModel) -> int:
-    """Columns of the logits that each of several ranks can compute for itself; 0: the model gives all or none.
+    """Return the columns of the logits that each of several ranks computes; 0: this model cannot share them out.
 
-    Transformers' own forward may do anything with the logits after its head, so only a `Decoder` has some."""
+    Only a `Decoder` can: transformers' own forward may do anything with the logits after its head."""
     return model.model.own_columns if is_fused(model) else 0
 
 
 def has_plain_decoder(model: PreTrainedModel) -> bool:
-    """Whether `Decoder` can replace this model's decoder: a known class, whose parts are the expected ones."""
+    """Whether `Decoder` can replace this model's decoder: a known class with the expected submodules."""
     return has_known_parts(model) and not (type(model) in MIXTURES and model.device.type == "cpu")
 
 
 def has_known_parts(model: PreTrainedModel) -> bool:
-    """Whether the model is of a known class and has the expected parts, on whatever device."""
+    """Whether the model is of a known class and has the expected submodules, on any device."""
     if type(model) not in WINDOW:
         return False
     if len({parameter.dtype for parameter in model.parameters()}) != 1:
@@ -495,7 +495,7 @@ def has_known_parts(model: PreTrainedModel) -> bool:
 
 
 def is_plain_layer(layer: Any, rotary: Any, mixture: MixtureFamily | None) -> bool:
-    """mixture: what the layer may be, too."""
+    """Whether a layer has the expected submodules.  mixture: kind of mixture that its MLP may be, too."""
     if children(layer) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return False
     attention, mlp = layer.self_attn, layer.mlp
@@ -512,12 +512,12 @@ def is_plain_layer(layer: Any, rotary: Any, mixture: MixtureFamily | None) -> bo
         and len({linear.bias is None for linear in qkv}) == 1
         and own_parameters(attention) <= {"sinks"}
         and (is_plain_mlp(mlp) or (mixture is not None and is_mixture(mlp, mixture)))
-        and 2 * rotary.inv_freq.numel() == attention.head_dim  # all of a head turns
+        and 2 * rotary.inv_freq.numel() == attention.head_dim  # all elements of a head are rotated
     )
 
 
 def are_alike(linears: list[Any]) -> bool:
-    """Whether layers of one input can become one GEMM."""
+    """Whether linear layers of the same input can become one GEMM."""
     return len({type(linear) for linear in linears}) == 1 and type(linears[0]) in LINEAR
 
 
@@ -531,7 +531,7 @@ def is_plain_mlp(mlp: Any) -> bool:
 
 
 def is_mixture(mlp: Any, family: MixtureFamily) -> bool:
-    """An unsharded router with its experts, of sizes that `ops.experts` takes."""
+    """Whether `mlp` is an unsharded router with its experts, of sizes that `ops.experts` supports."""
     if children(mlp) != {family.router, "experts"}:
         return False
     router, experts = getattr(mlp, family.router), mlp.experts
@@ -548,7 +548,7 @@ def is_mixture(mlp: Any, family: MixtureFamily) -> bool:
         and count <= ops.MOST_EXPERTS
         and router.top_k <= ops.MOST_CHOSEN
         and not (hidden % 8 or inner % 8)
-        and not experts._forward_hooks  # a rank adds what the experts of the others make
+        and not experts._forward_hooks  # a hook is the all-reduce of sharded experts
     )
 
 
@@ -572,7 +572,8 @@ def has_clamped_parts(router: Any, experts: Any) -> bool:
 
 
 def is_norm(norm: Any) -> bool:
-    """x / sqrt(mean(x^2) + eps) * weight; gemma's, which multiplies with 1 + weight, calls its eps otherwise."""
+    """Whether a norm is x / sqrt(mean(x^2) + eps) * weight; gemma's multiplies by 1 + weight and names eps
+    otherwise."""
     return hasattr(norm, "variance_epsilon") and set(dict(norm.named_parameters())) == {"weight"}
 
 

@@ -1,9 +1,9 @@
-"""Any causal language model from transformers, through our attention.
+"""Loads any causal language model of transformers, with our attention.
 
 A model is served only if it is proved, at load, to compute what its authors meant:
 
-    config          names known to be different (encoder-decoders, layers that are not plain attention): refused
-    weights         every tensor of the architecture is in the files; transformers would silently make up the rest
+    config          architectures known to be different (encoder-decoders, layers that are not plain attention): refused
+    weights         every tensor of the architecture is in the files; transformers would silently invent missing ones
     probe           a few small forwards, before and after submodules are swapped (`probe.py`)
 """
 
@@ -52,7 +52,7 @@ from quire.engine.executor.ranks.ranks import ALONE, Ranks
 log = logging.getLogger(__name__)
 
 GPU_DTYPES = {torch.bfloat16, torch.float16}
-# Models that Quire makes by itself, by the names that options have for them.
+# Models that Quire makes by itself, by option value.
 INCLUDED: dict[str, Callable[[], Path]] = {"": builtin, "builtin": builtin, "demo": demo}
 
 
@@ -63,22 +63,22 @@ class LoadedModel:
     module: PreTrainedModel
     directory: Path
     dtype: torch.dtype
-    layers: list[KVShape]  # what each attention layer caches, read from its tensors
+    layers: list[KVShape]  # shapes that each attention layer caches, read from its tensors
     vocab_size: int
     max_model_len: int  # tokens
     eos_ids: list[int]
-    changes: dict[str, Any]  # what makes it compute something else than its files say, for the fingerprint
+    changes: dict[str, Any]  # differences between files and computation, for the fingerprint
     batch_dependence: str  # why logits may depend, in the last bit, on the rest of the step; empty: they do not
     kv_scales: list[Tensor | None] | None  # KV scales per layer, for an e4m3 KV cache (`kv_scales.py`); None: all are 1
     states: list[StateShape]  # recurrent state of layers that have it; none: all layers are attention
     sites: Sites | None = None  # GEMMs that LoRA adapters may add to; None: no adapter is served
-    windows: Sequence[int] = ()  # tokens that each layer sees; 0: all.  Empty: not known
+    windows: Sequence[int] = ()  # attention window of each layer in tokens; 0: all.  Empty: not known
 
 
 def find(name: str) -> Path:
-    """The local directory of a checkpoint: `name` itself if it is a path, else a snapshot from the hub.
+    """Return the local directory of a checkpoint: `name` itself if it is a path, else a snapshot from the hub.
 
-    "demo" and "builtin" stand for the models that Quire makes by itself, and so does "", for the built-in one.
+    "demo" and "builtin" stand for the models that Quire makes by itself; "" means the built-in one.
     Raises ModelLoadError when there is no such directory, no such repository, or no network to fetch it.
     """
     if name in INCLUDED:
@@ -92,7 +92,7 @@ def find(name: str) -> Path:
         return hub.fetch(name)
     except ModelLoadError:
         raise
-    except Exception as error:  # the hub client raises its own, httpx's and OSError's, as the weather is
+    except Exception as error:  # the hub client raises errors of its own, of httpx and OSError
         raise ModelLoadError(f"{name}: no such directory, and not found on the hub: {one_line(error)}") from error
 
 
@@ -114,14 +114,14 @@ def load_model(
     """Load `name` (a directory, a hub name, "demo" or "builtin") onto `device` and prove that it can be served.
 
       dtype          auto (the checkpoint's own), float32, bfloat16 or float16
-      max_model_len  tokens; 0: what the model was made for
-      random         make the weights up, for measurements; tensors of weight files in the directory replace them
+      max_model_len  tokens; 0: the model's own maximum
+        random         random weights, for measurements; tensors of weight files in the directory replace them
       deterministic  logits must not depend on the batch, to the last bit, even if that is slower
       hf_overrides   changes of config.json, a JSON object (`overrides.py`)
       quantize       round weights of linear layers to 8 or 4 bits (`quantised.py`); none: as the checkpoint has them
       own_experts    compute experts of every mixture family with our kernels on a GPU (`experts.py`)
-      ranks          this process holds one rank's part (`sharding.py`)
-      adapters       prepare it for LoRA adapters; ranks take none
+      ranks          this process holds one rank's shard (`sharding.py`)
+        adapters       prepare the model for LoRA adapters; not with several ranks
 
     The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator."""
     check_options(quantize, deterministic, device)
@@ -163,21 +163,21 @@ def placed(module: PreTrainedModel, kind: str, device: torch.device) -> PreTrain
 
 
 class Proved(NamedTuple):
-    """What the proof of a model has found."""
+    """Results of the proof of a model."""
 
-    layers: list[KVShape]  # what each layer caches
+    layers: list[KVShape]  # shapes that each layer caches
     states: list[StateShape]  # recurrent state of layers that have it
     vocab_size: int  # width of the logits
-    sites: Sites | None  # as in LoadedModel
-    windows: Sequence[int]  # likewise
+    sites: Sites | None  # LoadedModel.sites
+    windows: Sequence[int]  # LoadedModel.windows
 
 
 def prove(
     module: PreTrainedModel, max_model_len: int, swap: dict[str, bool], *, adapters: bool, rounds_inputs: bool
 ) -> Proved:
-    """Prove a model and swap its submodules.  swap: as of `swap_modules`.  Raises UnsupportedModel.
+    """Prove a model and swap its submodules.  swap: options of `swap_modules`.  Raises UnsupportedModel.
 
-    adapters: find the GEMMs that LoRA adapters may add to; models with recurrent state take none."""
+    adapters: find the GEMMs that LoRA adapters may add to; models with recurrent state support none."""
     if families.is_recurrent(module.config):
         return prove_states(module, max_model_len, swap, rounds_inputs=rounds_inputs)
     proof = probe(module, max_model_len)
@@ -189,7 +189,7 @@ def prove(
 
 
 def prove_states(module: PreTrainedModel, max_model_len: int, swap: dict[str, bool], *, rounds_inputs: bool) -> Proved:
-    """Prove a model with recurrent layers, and put our modules in their place."""
+    """Prove a model with recurrent layers, and replace these layers by our modules."""
     proof = probe_recurrent(module, max_model_len)
     states = families.replace_layers(module)
     swap_modules(module, max_model_len, decoder=False, sites=None, **swap)
@@ -206,28 +206,29 @@ def swap_modules(
     own_experts: bool,
     sites: Sites | None = None,
 ) -> None:
-    """Swap what our kernels compute faster (`fuse`).  own_experts: also experts of decoders that stay transformers'."""
+    """Swap modules that our kernels compute faster (`fuse`).  own_experts: also experts of decoders that are not
+    fused."""
     fuse(module, max_model_len, ordered=ordered, decoder=decoder, sites=sites)
     if module.device.type == "cuda" and not is_fused(module):
         use_own_experts(module) if own_experts else report_plain_experts(module)
 
 
 def prove_swapped(module: PreTrainedModel, proof: Proof, sites: Sites | None, *, rounds_inputs: bool) -> None:
-    """Prove the swapped modules (`prove_served`), and that layers of the model's own code can take adapters."""
+    """Prove the swapped modules (`prove_served`), and that LoRA adapters can add to GEMMs in the model's own code."""
     with sites.proving(proof.ids.numel()) if sites is not None else contextlib.nullcontext():
         prove_served(module, proof, rounds_inputs=rounds_inputs)
 
 
 def check_options(quantize: str, deterministic: bool, device: torch.device) -> None:
-    """Raise UnsupportedModel for what this device does with no model: not all have GEMMs of every kind, and on a
-    GPU logits always depend on the batch."""
+    """Raise UnsupportedModel for options that this device supports with no model: not every device has GEMMs of every
+    kind, and on a GPU logits always depend on the batch."""
     check_kind(quantize, device)
     if deterministic and device.type == "cuda":
         raise UnsupportedModel(f"--deterministic: {ON_A_GPU}; --device cpu can do it")
 
 
 def dependence_of(module: PreTrainedModel, deterministic: bool) -> str:
-    """Why logits depend on the batch (`batch_dependence`).  Raises UnsupportedModel where they must not."""
+    """Return why logits depend on the batch (`batch_dependence`).  Raises UnsupportedModel if `deterministic`."""
     dependence = batch_dependence(module)
     if deterministic and dependence:
         raise UnsupportedModel(f"{module.config.model_type}: --deterministic: {dependence}")
@@ -235,18 +236,18 @@ def dependence_of(module: PreTrainedModel, deterministic: bool) -> str:
 
 
 def unstored(fixed: bool, max_model_len: int, random: bool, ranks: Ranks) -> dict[str, object]:
-    """Return what decides a model's logits apart from files and operator's changes.  fixed: as of `fix_angles`."""
+    """Return what decides a model's logits besides files and operator's changes.  fixed: result of `fix_angles`."""
     angles = when(fixed, "angles of a sequence of", max_model_len)
     return angles | when(random and ranks.size > 1, "ranks that made up weights", ranks.size)
 
 
 def when(holds: bool, what: str, value: object) -> dict[str, object]:
-    """Return one entry, or none."""
+    """Return {what: value} if `holds`, else {}."""
     return {what: value} if holds else {}
 
 
 def check_computed_dtype(kind: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UnsupportedModel for a type of values that no kernel of the device computes with."""
+    """Raise UnsupportedModel for a dtype that no kernel of the device computes with."""
     check_dtype(kind, dtype)
     if device.type == "cuda" and dtype not in GPU_DTYPES:
         raise UnsupportedModel(f"{kind}: {dtype} on a GPU; choose --dtype bfloat16 or float16")
@@ -260,10 +261,10 @@ def random_model(
     quantising: Quantising,
     ranks: Ranks = ALONE,
 ) -> PreTrainedModel:
-    """Make the architecture with the weights that its own training would begin with, on `device`, from a fixed seed.
+    """Make the architecture with random initial weights from a fixed seed, on `device`.
 
-    Weight files of the directory may hold some of the tensors; those are used.  Raises ModelLoadError for a tensor that
-    the architecture does not have in this shape."""
+    Tensors in weight files of the directory replace random ones.  Raises ModelLoadError for a tensor that the
+    architecture does not have in this shape."""
     wanted = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype)
     if ranks.size > 1:
         if files := sorted(directory.glob("*.safetensors")):
@@ -277,7 +278,7 @@ def random_model(
             model: PreTrainedModel = make(config, dtype=wanted, attn_implementation=multimodal.attention_of(config))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # model classes raise whatever their authors liked
+    except Exception as error:  # model classes raise any kind of error
         raise ModelLoadError(f"{directory}: {field_reason(config.to_dict(), error)}") from error
     made_up = model.state_dict()
     for file in sorted(directory.glob("*.safetensors")):

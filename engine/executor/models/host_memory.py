@@ -1,8 +1,8 @@
 """Returns freed host memory to the system while a model is loaded.
 
-Loading allocates and frees a temporary copy for each weight: wide ones to round, joined ones to pack.  glibc raises its
-threshold for mmap to the largest block freed so far, up to 32 MiB.  From then on it takes such copies from its heap,
-where those that are freed between weights that stay leave holes.  Such holes took as much memory as the weights
+Loading allocates and frees a temporary copy for each weight: widened for rounding, or joined for packing.  glibc raises
+its threshold for mmap to the largest block freed so far, up to 32 MiB.  From then on it takes such copies from its
+heap, where freed copies leave holes between the weights that stay.  Such holes took as much memory as the weights
 themselves.
 """
 
@@ -15,13 +15,14 @@ from collections.abc import Iterator
 # Parameters of glibc's mallopt, from malloc.h.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 WHILE_LOADING = 160 << 10  # bytes: larger blocks are mapped, and unmapped when freed; chunks of weights are smaller
-HEAP_KEEPS = 1 << 20  # bytes at its end meanwhile, for the next chunk
-AFTERWARDS = 32 << 20  # bytes: where glibc's own threshold ends once such blocks were freed
+HEAP_KEEPS = 1 << 20  # bytes that the heap keeps at its end while loading, for the next chunk
+AFTERWARDS = 32 << 20  # bytes: glibc's own threshold after such blocks were freed
 
 
 @contextlib.contextmanager
 def returned_when_freed() -> Iterator[None]:
-    """Map each block of 160 KiB or more by itself meanwhile.  With a C library other than glibc, change nothing."""
+    """While loading, map each block of 160 KiB or more separately.  With a C library other than glibc, change
+    nothing."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt") or not hasattr(library, "malloc_trim"):
         yield
@@ -32,5 +33,5 @@ def returned_when_freed() -> Iterator[None]:
         yield
     finally:
         library.mallopt(MMAP_THRESHOLD, AFTERWARDS)
-        library.mallopt(TRIM_THRESHOLD, 2 * AFTERWARDS)  # as glibc has it then: steps reuse their memory
+        library.mallopt(TRIM_THRESHOLD, 2 * AFTERWARDS)  # glibc's own value by then: steps reuse freed memory
         library.malloc_trim(ctypes.c_size_t(0))

@@ -1,7 +1,7 @@
-"""The linear layers that models are served with, and the one place that makes them.
+"""The linear layers that models are served with, and the factory that makes them all.
 
-`Linears` decides how a weight is stored and which operator multiplies with it: plain, packed for a CPU, or quantised.
-A rank's part of a layer is wrapped here too (`Sharded`): callers name layers, norms and activations only.
+`Linears` decides how a weight is stored and which operator multiplies by it: plain, packed for a CPU, or quantised.  A
+rank's shard of a layer is wrapped here too (`Sharded`): callers name only layers, norms and activations.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from quire.engine.executor.models.quantised.quantised import Quantised, Quantise
 
 
 class PackedLinear(nn.Module):
-    """nn.Linear whose weight [out, in] exists in packed form only, so that it takes its memory once."""
+    """nn.Linear whose weight [out, in] exists in packed form only, so that no second copy takes memory."""
 
     def __init__(self, packed: ops.Packed, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.out_features = packed.size
         self.bias = bias
         self.packed = packed  # no parameter or buffer: nothing but `packed_linear` can read it
-        # Routers ask their own linear layer for its dtype.  Code that computes with this fails, and is refused at load.
+        # Routers read the dtype of their linear layer's weight.  Code that computes with this tensor fails, and is
+        # refused at load.
         self.weight = torch.empty(0, dtype=dtype)
         self.adapted: Adapted | None = None
 
@@ -39,18 +40,18 @@ class PackedLinear(nn.Module):
 
 @dataclass(frozen=True)
 class Adapted:
-    """The site of LoRA adapters that a GEMM is."""
+    """A GEMM's registration as a site of LoRA adapters."""
 
     sites: Sites
     number: int
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Add to y what the step's adapters make of x, in place."""
+        """Add the output of the step's adapters for x to y, in place."""
         self.sites.apply(self.number, x, y)
 
 
 class GpuLinear(nn.Module):
-    """nn.Linear on a GPU over a weight in e4m3 or of 4 bits, or with a result in float32: [..., in] -> [..., out]."""
+    """nn.Linear on a GPU with an e4m3 or int4 weight, or with a float32 result: [..., in] -> [..., out]."""
 
     def __init__(
         self, stored: Tensor | ops.Fp8 | ops.Int4, bias: Tensor | None, dtype: torch.dtype, *, wide: bool
@@ -109,8 +110,8 @@ class Product(nn.Module):
     def forward(
         self, x: Tensor, plus: Tensor | None = None, out: Tensor | None = None, normed: Tensor | None = None
     ) -> Tensor:
-        """plus [T, out]: added, and perhaps overwritten.  out [T, out]: where to write the result.  normed: x after
-        the norm, where it was computed before."""
+        """plus [T, out]: added, and perhaps overwritten.  out [T, out]: buffer of the result.  normed: x after the
+        norm, if already computed."""
         if self.adapted is not None and (rows := self.adapted.sites.rows) is not None:
             if isinstance(rows, ops.DeviceAdapters):
                 return self._with_device_adapters(self.adapted.number, rows, x, plus, normed)
@@ -124,8 +125,8 @@ class Product(nn.Module):
         return ops.packed_linear(x, self.packed, self.bias, plus, norm=norm, eps=eps, silu_mul=self.silu_mul)
 
     def _with_adapters(self, adapted: Adapted, x: Tensor, plus: Tensor | None, normed: Tensor | None) -> Tensor:
-        """The same on a CPU in a step whose rows have adapters, which add before the activation.  Rows without one get
-        the same bits as in any other step."""
+        """`forward` on a CPU in a step with adapters, which add before the activation.  Rows without an adapter get the
+        same bits as in any other step."""
         if self.norm is not None:
             x = ops.rms_norm(x, self.norm.weight, self.norm.eps) if normed is None else normed
         y = self._gemm(x, plus)
@@ -135,9 +136,10 @@ class Product(nn.Module):
     def _with_device_adapters(
         self, site: int, rows: ops.DeviceAdapters, x: Tensor, plus: Tensor | None, normed: Tensor | None
     ) -> Tensor:
-        """The same on a GPU.  The shrink comes first: the GEMM behind it already reads its weights meanwhile.
+        """`forward` on a GPU in a step with adapters.  The shrink comes first: meanwhile the GEMM after it reads its
+        weights.
 
-        Rows without an adapter differ by rounding only where the GEMM has a fused norm or activation of its own."""
+        Rows without an adapter differ only by rounding, and only if the GEMM has a fused norm or activation."""
         inner = x if normed is None else normed
         if self.norm is not None and normed is None:
             inner = ops.rms_norm(x, self.norm.weight, self.norm.eps)
@@ -145,38 +147,38 @@ class Product(nn.Module):
         return ops.lora_expand(h, rows, site, self._gemm(inner, plus), silu_mul=self.silu_mul)
 
     def _gemm(self, x: Tensor, plus: Tensor | None) -> Tensor:
-        """The GEMM of an input that is normed, without the activation."""
+        """Return the GEMM of a normed input, without the activation."""
         if self.packed is not None:
             return ops.packed_linear(x, self.packed, self.bias, plus)
         assert self.weight is not None
         return ops.linear(x, self.weight, self.bias, plus=plus)
 
     def add(self, x: Tensor, plus: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None]:
-        """Return `plus` and the GEMM, added, and None: the norm is left to the GEMM that follows."""
+        """Return `plus` with the GEMM added, and None: the next GEMM computes the norm."""
         return self(x, plus), None
 
 
-SHARD = "shard"  # attribute of a linear layer of which this rank holds a part that needs the others: its Shard
+SHARD = "shard"  # attribute of a sharded linear layer: its Shard
 
 
 class Shard(Protocol):
-    """What becomes of the outputs of a layer of which this rank computes a part (`sharding.py`)."""
+    """How the ranks' outputs of a sharded layer are combined (`sharding.py`)."""
 
     out_features: int  # outputs of the unsharded layer
-    adds: bool  # this rank's part is the one that other values may be added to before `combine`
+    adds: bool  # other values may be added to this rank's output before `combine`
 
     def combine(self, part: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the layer's output [T, out_features] from what this rank computed, in `out` where given."""
+        """Return the layer's output [T, out_features] from this rank's output `part`, written to `out` if given."""
 
     def fuses_norm(self, rows: int, dtype: torch.dtype) -> bool:
-        """Return whether `add_and_norm` takes this number of rows.  The same on all ranks."""
+        """Return whether `add_and_norm` supports this number of rows; equal on all ranks."""
 
     def add_and_norm(self, x: Tensor, part: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Return x [T, out_features] plus the layer's output, in place of x, and that after `norm`."""
+        """Return x [T, out_features] plus the layer's output, in place of x, and the same after `norm`."""
 
 
 class Sharded(nn.Module):
-    """A rank's part of a layer, and after it the exchange with the other ranks.  Called like `Product`."""
+    """A rank's shard of a layer, and the collective with the other ranks after it.  Called like `Product`."""
 
     def __init__(self, part: Product | PackedLinear | GpuLinear, shard: Shard) -> None:
         super().__init__()
@@ -190,8 +192,8 @@ class Sharded(nn.Module):
         return self.shard.combine(self.part(x, plus) if plus is not None and self.shard.adds else self.part(x), out)
 
     def add(self, x: Tensor, plus: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None]:
-        """Return `plus` and the layer's output, added, perhaps in place, and that after `norm` where ranks that add up
-        their parts compute it along the way."""
+        """Return `plus` with the layer's output added, perhaps in place, and the same after `norm`, if the all-reduce
+        computes that; else None."""
         if norm is None or not self.shard.fuses_norm(len(x), x.dtype):
             return self(x, plus), None
         return self.shard.add_and_norm(plus, self.part(x), norm)
@@ -201,7 +203,7 @@ Part = TypeVar("Part", bound=Product | PackedLinear | GpuLinear)
 
 
 def shared_out(part: Part, plain: nn.Module) -> Part | Sharded:
-    """Return `part`, which takes the place of the layer `plain`, with the exchange that `plain` has, if any."""
+    """Return `part`, which replaces the layer `plain`, with the collective of `plain`, if that is sharded."""
     shard: Shard | None = getattr(plain, SHARD, None)
     return part if shard is None else Sharded(part, shard)
 
@@ -210,9 +212,9 @@ def shared_out(part: Part, plain: nn.Module) -> Part | Sharded:
 class Linears:
     """Makes the linear layers of one model."""
 
-    ordered: bool  # on a CPU: GEMMs whose bits do not depend on the batch even where others are faster
+    ordered: bool  # on a CPU: GEMMs whose bits do not depend on the batch, even if others are faster
     dtype: torch.dtype  # dtype of the model
-    sites: Sites | None = None  # places of LoRA adapters; None: the model serves none
+    sites: Sites | None = None  # sites of LoRA adapters; None: the model serves none
 
     def product(
         self,
@@ -223,7 +225,7 @@ class Linears:
     ) -> Product | Sharded:
         """Return one GEMM of the layers' common input; their outputs follow one another.
 
-        The layers lose their weights, so that two copies exist of those of one GEMM only.
+        The layers release their weights, so that the weights of only one GEMM exist twice at a time.
 
         norm: applied to the input first.  silu_mul: return silu(gate) * up of the output's halves, gate and up.
         float32_out: don't round the result to the dtype of the weights."""
@@ -244,9 +246,9 @@ class Linears:
     def alone(
         self, weight: Tensor | Quantised, bias: Tensor | None, dtype: torch.dtype, *, float32_out: bool = False
     ) -> PackedLinear | GpuLinear | None:
-        """Return a layer of weight [out, in] without norm; None: nothing is better than what the model has.
+        """Return a layer of weight [out, in] without norm; None: the model's own layer is as good.
 
-        dtype: what code that asks the layer for the dtype of its weight shall see."""
+        dtype: reported to code that asks the layer for the dtype of its weight."""
         packed = self._pack(weight, float32_out)
         wide = float32_out and self._widens(weight)
         if isinstance(packed, ops.Fp8 | ops.Int4):
@@ -257,7 +259,7 @@ class Linears:
         return None if packed is None else PackedLinear(packed, bias, dtype)
 
     def adapt(self, plain: nn.Module, served: nn.Module | None) -> None:
-        """Let adapters add to the layer `plain`.  `served` takes its place; None: it stays."""
+        """Let adapters add to the layer `plain`.  `served` replaces it; None: `plain` stays."""
         if self.sites is None or (site := self.sites.add_called(plain)) < 0:
             return
         if isinstance(served, PackedLinear | GpuLinear):
@@ -293,7 +295,7 @@ def _let_go(linears: Sequence[nn.Linear | QuantisedLinear]) -> None:
 
 
 def _joined(linears: Sequence[nn.Linear | QuantisedLinear]) -> Tensor | Quantised:
-    """Return the weight of all layers, row after row; of one layer without a copy.  All or none are quantised."""
+    """Return the weights of all layers, row after row; a single one is not copied.  All or none are quantised."""
     quantised = [linear.quantised for linear in linears if isinstance(linear, QuantisedLinear)]
     if quantised:
         assert len(quantised) == len(linears)

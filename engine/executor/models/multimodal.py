@@ -6,8 +6,8 @@
     │  └─ language_model    the decoder
     └─ lm_head
 
-The forward pass of the class stays as its authors wrote it, so embeddings, scales and soft caps of the text are theirs.
-A tower that text needs after all is missed by the start probe: the forward pass fails, and the model is refused.
+The forward pass of the class stays as its authors wrote it, with its embeddings, scales and soft caps.  If text needs a
+tower after all, the start probe fails without it, and the model is refused.
 `text_tower.py` serves other multimodal models faster, by causal classes.
 """
 
@@ -33,12 +33,12 @@ from quire.engine.executor.attention import NAME
 from quire.engine.executor.errors import UnsupportedModel, one_line
 from quire.engine.executor.models.weights import Names
 
-# Classes of transformers that generate text from more than text.  The second also has those that listen.
+# Mappings to classes that generate text from more than text.  The second also has classes for audio.
 MAPPINGS = (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
 
 
 def class_of(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class that computes the text of a config's models; None: transformers has none."""
+    """Return the class that computes the text of models of this config; None: transformers has none."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         causal: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         return causal
@@ -80,7 +80,7 @@ def remove_towers(model: PreTrainedModel) -> list[str]:
 
 
 def _remove(parent: nn.Module, path: str, needed: set[int], removed: list[str]) -> bool:
-    """Remove towers from within a module.  Return whether text needs the module."""
+    """Remove the towers inside a module.  Return whether text needs the module."""
     if id(parent) in needed:
         return True
     kept = {name: _remove(child, f"{path}{name}.", needed, removed) for name, child in parent.named_children()}
@@ -93,15 +93,15 @@ def _remove(parent: nn.Module, path: str, needed: set[int], removed: list[str]) 
 
 
 def names_of(config: PretrainedConfig) -> Names:
-    """Return how a checkpoint's names become those of a model without towers: tensors of towers have no name there.
+    """Return the mapping of a checkpoint's names to a model without towers: tensors of towers have no name there.
 
-    Files may have another order of parts, so the name of a tower counts at any of the first three places.  Raises
+    Files may have another order of parts, so a tower's name counts at any of the first three places.  Raises
     UnsupportedModel for a class that cannot be made."""
     whole = served_class(config).__mro__[1]
     try:
         with torch.device("meta"):
             towers = {path.rpartition(".")[2] for path in remove_towers(whole(copy.deepcopy(config)))}
-    except Exception as error:  # model classes raise whatever their authors liked
+    except Exception as error:  # model classes raise any kind of error
         reason = f"its class, whose text would be served, cannot be made: {one_line(error)}"
         raise UnsupportedModel(f"{config.model_type}: {reason}") from error
     of_tower = re.compile(rf"(\w+\.){{0,2}}({'|'.join(map(re.escape, sorted(towers)))})(\.|$)")
@@ -109,7 +109,8 @@ def names_of(config: PretrainedConfig) -> Names:
 
 
 def attention_of(config: PretrainedConfig) -> str | dict[str, str]:
-    """Return what transformers calls our attention in models of this config; towers get its own, which all have."""
+    """Return transformers' names of the attention of each part: ours for the text, "eager" for towers, which all
+    have."""
     if not loses_towers(config):
         return NAME
     text = config.get_text_config()
@@ -118,7 +119,7 @@ def attention_of(config: PretrainedConfig) -> str | dict[str, str]:
 
 
 def passes_attention(config: PretrainedConfig) -> bool:
-    """Whether the class of the text calls an attention function that can be replaced, as far as it says."""
+    """Whether the class of the text declares that its attention function can be replaced."""
     text = config.get_text_config()
     own = class_of(config)
     if loses_towers(config) and type(text) in MODEL_MAPPING:
@@ -128,7 +129,7 @@ def passes_attention(config: PretrainedConfig) -> bool:
 
 
 def text_fields(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the fields of a config that its text depends on: without those of the configs of towers."""
+    """Return the fields of a config that its text depends on: without the configs of towers."""
     described: dict[str, Any] = config.to_dict()
     if not loses_towers(config):
         return described

@@ -4,7 +4,7 @@
 
 Objects are merged field by field.  Only fields that the model's config class or its config.json knows can be changed.
 A change that the config class does not honour is refused, too: after the merge each changed field is read back.  So is
-one that changes nothing of the model that is served (served_config.py), as of a part that is not loaded.
+a change without effect on the served model (served_config.py), such as a field of a part that is not loaded.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from quire.engine.executor.models import rope
 from quire.engine.executor.models.config_errors import field_reason
 
 OPTION = "--hf-overrides"
-# How config.json names the parameters of rotary position embeddings: before transformers 5, and since.
+# Names in config.json of the parameters of rotary position embeddings: before transformers 5, and since.
 ROPE = ("rope_scaling", "rope_parameters")
 ROPE_FIELDS = {*RopeParameters.__annotations__, "type", "short_mscale", "long_mscale", "mrope_interleaved"}
-ROPE_KEPT = {"rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}  # by another kind of scaling
-FIXED = {"model_type", "transformers_version"}  # say which config class reads the file, and nothing of the model
-CONVERTED = {"dtype", "torch_dtype"}  # read back as another type than they are written
+ROPE_KEPT = {"rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}  # independent of scaling
+FIXED = {"model_type", "transformers_version"}  # select the config class, and say nothing of the model
+CONVERTED = {"dtype", "torch_dtype"}  # read back with another type than they were written
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -70,7 +70,8 @@ def each_left_out(changes: dict[str, Any], config: PretrainedConfig) -> Iterator
 
 
 def merged(directory: Path, config: PretrainedConfig, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with `changes`; `config`: as it is without them.  Raises ModelLoadError for an unknown field.
+    """Return config.json with `changes`; `config`: the config without them.  Raises ModelLoadError for an unknown
+    field.
 
     A field of the text part of a multimodal model is `text_config.NAME`, as in the file."""
     return _merge(json.loads((directory / "config.json").read_bytes()), changes, config, "")
@@ -79,7 +80,7 @@ def merged(directory: Path, config: PretrainedConfig, changes: dict[str, Any]) -
 def _read(directory: Path, source: str) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # config classes raise whatever their authors liked
+    except Exception as error:  # config classes raise any kind of error
         raise ModelLoadError(f"{source}: {field_reason(_described(directory), error)}") from error
     try:
         text = config.get_text_config()
@@ -105,7 +106,7 @@ def _described(directory: Path) -> dict[str, Any]:
 
 
 def _merge(described: dict[str, Any], changes: dict[str, Any], config: PretrainedConfig, path: str) -> dict[str, Any]:
-    """The fields of one config object, changed.  `path`: where it lies in the file, "" or "text_config."."""
+    """Return the fields of one config object, changed.  `path`: its prefix in the file, "" or "text_config."."""
     known = _fields(config) | described.keys()
     found = dict(described)
     for name, value in changes.items():
@@ -127,7 +128,8 @@ def _merge(described: dict[str, Any], changes: dict[str, Any], config: Pretraine
 
 
 def _merge_plain(before: Any, value: Any, kind: str, path: str) -> Any:
-    """A field that is no config object.  An object is merged into the one before it, whose fields it may change."""
+    """Return a changed field that is no config object.  An object is merged into the old one, whose names it must
+    use."""
     if not (isinstance(before, dict) and before and isinstance(value, dict)):
         return value
     for name in value:
@@ -137,7 +139,7 @@ def _merge_plain(before: Any, value: Any, kind: str, path: str) -> Any:
 
 
 def _merge_rope(before: dict[str, Any], value: Any, config: PretrainedConfig, path: str) -> dict[str, Any]:
-    """Parameters of rotary embeddings; of one kind of layer each, where the file has several."""
+    """Return changed parameters of rotary embeddings, for each kind of layer if the file has several."""
     if value is None:
         value = {"rope_type": "default"}
     if not isinstance(value, dict):
@@ -164,12 +166,12 @@ def _merge_rope(before: dict[str, Any], value: Any, config: PretrainedConfig, pa
 
 
 def _with_type(angles: dict[str, Any]) -> dict[str, Any]:
-    """Parameters with their kind under the name that it has since transformers 5."""
+    """Return parameters with their kind under transformers 5's name, `rope_type`."""
     return {("rope_type" if name == "type" else name): value for name, value in angles.items()}
 
 
 def _fields(config: PretrainedConfig) -> set[str]:
-    """Names that config.json may have for this class."""
+    """Return the names that config.json may have for this class."""
     signature = inspect.signature(type(config)).parameters
     names = {*config.to_dict(), *config.attribute_map, *signature} - {"kwargs", "args", "self"}
     return names | {*ROPE, "rope_theta"} if "rope_parameters" in names else names
@@ -206,7 +208,7 @@ def _check_honoured(config: PretrainedConfig, changes: dict[str, Any], path: str
 
 
 def _leaves(wanted: dict[str, Any], found: dict[str, Any], path: str) -> Iterator[tuple[str, Any, Any]]:
-    """Each parameter's path, what was read, and what was asked for."""
+    """Yield each parameter's path, the value that was read, and the requested value."""
     for name, asked in wanted.items():
         field = found.get(name)
         if isinstance(asked, dict) and isinstance(field, dict):

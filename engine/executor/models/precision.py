@@ -1,12 +1,13 @@
-"""What values a checkpoint stores, and whether they are the weights themselves or need scales to become weights.
+"""Checks that a checkpoint stores the weights themselves, and not values that need scales to become weights.
 
-transformers casts what it does not know as quantised, without its scales: every token is then wrong.  So a checkpoint
+transformers casts quantised values that it does not recognise, without their scales: every token is then wrong.  So a
+checkpoint
 whose config names no quantisation (`quantisation.py`) is refused by name, before any tensor is read, when
 
     a weight, bias or other parameter has fewer than 16 bits, or is an integer
-    its numbers are of a type that no kernel here computes with
+    its values are of a dtype that no kernel here computes with
 
-Of a quantised checkpoint the same holds for the tensors that belong to no quantised weight.  Buffers may be integers:
+The same holds for tensors of a quantised checkpoint that belong to no quantised weight.  Buffers may be integers:
 positions, masks.
 """
 
@@ -25,14 +26,14 @@ from quire.engine.executor.models.multimodal import served_class
 from quire.engine.executor.models.weights import UNCHANGED, Names, StoredTensor, stored_tensors, weight_files
 
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-PLAIN = {"F64", "F32", "F16", "BF16"}  # how safetensors calls types of values that need no scale
+PLAIN = {"F64", "F32", "F16", "BF16"}  # safetensors' names of dtypes that need no scale
 CHOOSE = "choose --dtype float32, bfloat16 or float16"
 
 
 def check_stored_dtypes(directory: Path, config: PretrainedConfig, names: Names = UNCHANGED) -> None:
-    """Raise UnsupportedModel for a parameter that is no plain floating-point number.  The files must have been checked.
+    """Raise UnsupportedModel for a parameter that is not stored as floating point.  The files must have been checked.
 
-    config: of the model that is served, by whose `names` the tensors go."""
+    config: of the served model.  names: maps names in the files to the model's."""
     reason = " in the weight files, and the config says nothing of quantised weights"
     check_plain(stored_tensors(weight_files(directory), names), config, reason)
 
@@ -49,15 +50,16 @@ def check_plain(stored: Mapping[str, StoredTensor], config: PretrainedConfig, re
 
 
 def other_tensors(config: PretrainedConfig) -> Callable[[str], bool]:
-    """Return a test of a tensor's name: whether it is called as a buffer of the model, or one that its class drops.
+    """Return a predicate of tensor names: the tensor is called like a buffer of the model, or is one that its class
+    drops.
 
     Buffers have moved between modules, so the last part of the name decides.  Makes the model, without memory.  Raises
-    ModelLoadError where its class refuses the config."""
+    ModelLoadError if its class refuses the config."""
     own = served_class(config)
     try:
         with torch.device("meta"):
             model = own(copy.deepcopy(config))
-    except Exception as error:  # model classes raise whatever their authors liked
+    except Exception as error:  # model classes raise any kind of error
         raise ModelLoadError(f"{config.model_type}: {one_line(error)}") from error
     prefix = own.base_model_prefix + "."  # prefix that names in files may lack
     parameters = {name.removeprefix(prefix) for name, _ in model.named_parameters()}
@@ -73,6 +75,6 @@ def other_tensors(config: PretrainedConfig) -> Callable[[str], bool]:
 
 
 def check_dtype(kind: str, dtype: object) -> None:
-    """Raise UnsupportedModel for a type of values that no kernel computes with."""
+    """Raise UnsupportedModel for a dtype that no kernel computes with."""
     if dtype is not None and dtype not in DTYPES:
         raise UnsupportedModel(f"{kind}: weights in {str(dtype).removeprefix('torch.')}; {CHOOSE}")

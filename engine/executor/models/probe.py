@@ -28,13 +28,13 @@ from quire.engine.executor.models.fused import Forward
 PROBE = "kv_blocks_probe"
 SLIDING = "sliding_attention"  # a kind of layer, in the words of transformers
 MAX_HEAD_SIZE = 512  # maximum of the CPU kernels
-# How far logits may differ, as a share of the largest, between two runs of the same shapes: dense models don't differ.
+# Maximum difference of logits between two runs of equal shapes, as a share of the largest.  Dense models have none.
 LEAK = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-# How far logits of the served model may be from those of the probe, as a share of the largest: rounding, not a mistake.
+# Maximum difference between the served model's logits and the probe's, as a share of the largest: rounding, no mistake.
 MOST_DRIFT = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
-# The same where GEMMs round their inputs to e4m3.  Of 13 models on a CPU that rounds inputs so, those of 2 to 30
-# layers had 0.02 to 0.21, and one of 48 layers with large random weights 0.35.  Unrelated logits have 1 and more.
-# So this finds gross mistakes only.
+# The same limit if GEMMs round their inputs to e4m3.  Of 13 models on a CPU with that rounding, models of 2 to 30
+# layers had 0.02 to 0.21, and one of 48 layers with large random weights 0.35.  Unrelated logits have 1 and more. So
+# this finds gross mistakes only.
 MOST_DRIFT_OF_ROUNDED_INPUTS = 0.6
 # Attention keywords that change nothing here: dropout is for training, the others are handled or describe the batch.
 HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits", "position_embeddings"}
@@ -42,7 +42,7 @@ HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output
 
 @dataclass
 class Probe:
-    """Packed sequences for one recording forward, and what each attention layer asked for."""
+    """Packed sequences for one recording forward, and what each attention layer passed to attention."""
 
     starts: list[int]  # first token of each sequence, then the total
     layers: dict[int, KVShape] = field(default_factory=dict)  # KV shapes by layer index
@@ -50,7 +50,7 @@ class Probe:
     cached: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # keys and values of layers with own caches
 
     def record(self, index: int, key: Tensor, value: Tensor, window: int) -> None:
-        """Note what a layer caches: keys and values [1, Hkv, T, D] of its own, or those of an earlier layer.
+        """Record what a layer caches: keys and values [1, Hkv, T, D] of its own, or of an earlier layer.
 
         window: tokens that a query sees; 0: all.  Keys and values may differ in D."""
         self.windows[index] = window
@@ -80,9 +80,9 @@ def probe_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Plain causal attention within each packed sequence; raises UnsupportedModel for what `kv_blocks` cannot do.
+    """Plain causal attention within each packed sequence; raises UnsupportedModel for arguments without support.
 
-    Shapes as `attention.kv_blocks`.  Windows are noted only: the packed sequences are shorter than any.
+    Shapes as in `attention.kv_blocks`.  Windows are only recorded: the packed sequences are shorter than any window.
     """
     window = window_of(module, others)
     others.pop("sliding_window", None)
@@ -122,7 +122,7 @@ def plain_attention(
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Causal attention within each packed sequence; shapes and sinks as `attention.kv_blocks`."""
+    """Return causal attention within each packed sequence; shapes and sinks as in `attention.kv_blocks`."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     out = query.new_empty(*query.shape[:3], value.shape[3])
@@ -143,9 +143,9 @@ AttentionInterface.register(PROBE, probe_attention)
 
 
 def past(length: int) -> SimpleNamespace:
-    """Stand for a cache with `length` tokens before the step's, which attention here never reads from it.
+    """Return a stand-in for a cache with `length` tokens before the step, from which attention here reads nothing.
 
-    A model that takes positions from its cache, and not from `position_ids`, then computes with these."""
+    A model that takes positions from its cache, and not from `position_ids`, then computes with these positions."""
     return SimpleNamespace(
         get_seq_length=lambda layer_idx=0: length,
         get_mask_sizes=lambda query_length, layer_idx=0: (length + query_length, 0),
@@ -156,16 +156,16 @@ def past(length: int) -> SimpleNamespace:
 
 
 def cache_argument(module: nn.Module) -> str:
-    """Return what the forward pass calls its cache: transformers renamed it in 5.24, a family at a time."""
+    """Return the name of the forward pass's cache argument: transformers renamed it in 5.24, family by family."""
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 class Proof(NamedTuple):
-    """What a probe saw."""
+    """Results of a probe."""
 
-    layers: list[KVShape]  # what each attention layer caches
+    layers: list[KVShape]  # shapes that each attention layer caches
     vocab_size: int  # width of the logits
-    ids: Tensor  # [1, FIRST + SECOND] of two packed sequences
+    ids: Tensor  # [1, FIRST + SECOND] i64: two packed sequences
     positions: Tensor  # [1, FIRST + SECOND]: the second sequence ends where the longest one would
     logits: Tensor  # [1, SECOND, V] of the second sequence
     windows: list[int]  # tokens that each attention layer sees; 0: all
@@ -176,7 +176,7 @@ FIRST, SECOND = 5, 7  # tokens of the two packed sequences
 
 @torch.inference_mode()
 def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
-    """Run a few tokens through the model and watch its attention.  Works on the meta device too, short of the values.
+    """Run a few tokens through the model and watch its attention.  On the meta device no values are checked.
 
     max_model_len: positions to prove; 0: a few.  Raises UnsupportedModel, naming the architecture.
     """
@@ -195,7 +195,7 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
         (other, positions, {"logits_to_keep": keep}),
         (ids, in_a_row, {"logits_to_keep": keep, cache_argument(module): past(at - FIRST)}),
     ]
-    # Rotary embeddings know distances only; others may count from another number than 0 without passed positions.
+    # Rotary embeddings depend on distances only.  Other embeddings may count from another number than 0 by default.
     if not getattr(text, "rope_parameters", None):
         runs += [(ids, None, {}), (ids, torch.arange(ids.shape[1], device=device)[None], {})]
     module.set_attn_implementation(PROBE)
@@ -221,7 +221,7 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
         raise UnsupportedModel(f"{kind}: computes logits of tokens that were not asked for")
     if device.type != "meta":
         # A state carried from token to token (convolution, recurrence) would leak from one sequence into the next.
-        # The same shapes give the same arithmetic up to how a mixture of experts groups its tokens: rounding only.
+        # Equal shapes give equal arithmetic, except how a mixture of experts groups its tokens: rounding only.
         most = LEAK[module.dtype]
         if not (drift := drift_of(logits[1], logits[0])) < most:
             raise UnsupportedModel(f"{kind}: a sequence's logits change with what it is packed with ({drift:.0e})")
@@ -235,7 +235,7 @@ def probe(module: PreTrainedModel, max_model_len: int = 0) -> Proof:
 
 
 def lacks(error: Exception, module: nn.Module) -> str:
-    """Return the arguments without which a forward pass has raised an error; "": it does not name any."""
+    """Return the arguments that an error of a forward pass names as missing; "": it names none."""
     if missing := re.search(r"missing \d+ required positional arguments?: (.*)", str(error)):
         return missing[1]
     known = inspect.signature(module.forward).parameters
@@ -244,7 +244,7 @@ def lacks(error: Exception, module: nn.Module) -> str:
 
 
 def check_windows(config: PretrainedConfig, windows: dict[int, int], max_model_len: int) -> None:
-    """Raise UnsupportedModel for layers that leave their sliding window to a mask: none is built here."""
+    """Raise UnsupportedModel for layers that implement their sliding window by a mask, which is not built here."""
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None) or 0
     if not 0 < window < max_model_len or getattr(text, "use_sliding_window", None) is False:
@@ -256,7 +256,7 @@ def check_windows(config: PretrainedConfig, windows: dict[int, int], max_model_l
 
 
 def drift_of(logits: Tensor, wanted: Tensor) -> Tensor:
-    """The largest difference, as a share of the largest logit."""
+    """Return the largest difference, as a share of the largest logit."""
     return (logits.float() - wanted.float()).abs().max() / wanted.float().abs().max()
 
 
@@ -294,7 +294,7 @@ def prove_served(module: PreTrainedModel, proof: Proof, block_size: int = 16, *,
         raise UnsupportedModel(f"{kind}: fails as it would be served: {one_line(error)}") from error
     if not logits.isfinite().all():
         raise UnsupportedModel(f"{kind}: as it would be served some of its logits are not finite")
-    # Rounding grows with depth, and a mixture of experts may send a token elsewhere for it: the median token decides.
+    # Rounding grows with depth, and may change the expert of a token in a mixture: so the median token decides.
     each = (logits.float() - proof.logits[0].float()).abs().amax(1) / proof.logits.float().abs().max()
     most = MOST_DRIFT_OF_ROUNDED_INPUTS if rounds_inputs else MOST_DRIFT[module.dtype]
     if not (drift := each.median()) < most:

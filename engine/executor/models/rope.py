@@ -25,7 +25,8 @@ OVER_0 = ("rope_theta", "factor", "original_max_position_embeddings", "low_freq_
 
 
 def check(text: PretrainedConfig, source: str) -> None:
-    """Raise ModelLoadError for a parameter of rotary embeddings that makes no angles.  source: for the message."""
+    """Raise ModelLoadError for an invalid parameter of rotary embeddings.  source: the file or option, for the
+    message."""
     for _, rope in all_parameters(text):
         for name in OVER_0:
             value = rope.get(name)
@@ -35,14 +36,14 @@ def check(text: PretrainedConfig, source: str) -> None:
 
 
 def all_parameters(text: PretrainedConfig) -> list[tuple[str, dict[str, Any]]]:
-    """Return each kind of layer ("" for all) with its parameters."""
+    """Return each kind of layer ("" for all layers) with its parameters."""
     rope = getattr(text, "rope_parameters", None) or {}
     several = [(name, each) for name, each in rope.items() if isinstance(each, dict)]
     return several or [("", rope)]
 
 
 def parameters(text: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each kind of layer ("" for all) with its parameters, the scaled ones only."""
+    """Yield each kind of layer ("" for all layers) that has scaling, with its parameters."""
     for name, rope in all_parameters(text):
         if rope.get("rope_type", "default") != "default":
             yield name, rope
@@ -54,7 +55,7 @@ def reach(text: PretrainedConfig, made_for: int, before: PretrainedConfig | None
     made_for  positions that the config names
     before    the text config of the checkpoint without the operator's changes
 
-    A linear factor of the checkpoint itself is taken as part of `made_for`, since most checkpoints count it in."""
+    A linear factor in the checkpoint itself counts as part of `made_for`, because most checkpoints include it there."""
     old = dict(parameters(before)) if before is not None else {}
     reaches = []
     for name, rope in parameters(text):
@@ -71,7 +72,7 @@ def reach(text: PretrainedConfig, made_for: int, before: PretrainedConfig | None
 
 
 def short_reach(text: PretrainedConfig, made_for: int) -> int:
-    """Return how many positions from 0 on have the same angles for every sequence in transformers, too."""
+    """Return how many positions, from 0, have equal angles for every sequence in transformers, too."""
     for _, rope in parameters(text):
         if rope["rope_type"] == "longrope":
             made_for = min(made_for, rope.get("original_max_position_embeddings") or made_for)
@@ -79,7 +80,7 @@ def short_reach(text: PretrainedConfig, made_for: int) -> int:
 
 
 def fix_angles(model: nn.Module, text: PretrainedConfig, made_for: int, max_model_len: int) -> bool:
-    """Give every sequence the angles of one of `max_model_len` tokens.  Return whether some depend on that length."""
+    """Give every sequence the angles of a sequence of `max_model_len` tokens.  Return whether some depend on it."""
     kinds = {rope["rope_type"] for _, rope in parameters(text)} & {"dynamic", "longrope"}
     if not kinds or max_model_len <= short_reach(text, made_for):
         return False
@@ -95,7 +96,7 @@ def fix_angles(model: nn.Module, text: PretrainedConfig, made_for: int, max_mode
 
 
 def _fix(module: nn.Module, max_model_len: int) -> None:
-    """Add the last position to those that a module computes angles of, and drop its angles."""
+    """Append the position max_model_len - 1 to the inputs of a rotary module, and drop its angles from the result."""
     run = module.forward
 
     def forward(x: Tensor, position_ids: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:

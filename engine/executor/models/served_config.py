@@ -13,11 +13,12 @@ from quire.engine.executor.models.quantised.quantisation import read_quantisatio
 from quire.engine.executor.models.recurrent import families
 
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
-CHUNKED = "chunked_attention"  # sees the tokens of its own chunk only: all of them, in the first one
+CHUNKED = "chunked_attention"  # a token sees only its own chunk; within the first chunk, that is full attention
 
 
 def read_config(directory: Path, changes: dict[str, Any] | None = None) -> PretrainedConfig:
-    """The config of a checkpoint with the operator's changes.  Raises UnsupportedModel for an unknown quantisation."""
+    """Return a checkpoint's config with the operator's changes.  Raises UnsupportedModel for an unknown
+    quantisation."""
     if not (directory / "config.json").is_file():
         raise ModelLoadError(f"{directory}: no config.json")
     config = overrides.load_config(directory, changes or {})
@@ -37,9 +38,9 @@ def read_config(directory: Path, changes: dict[str, Any] | None = None) -> Pretr
 
 
 def served_part(whole: PretrainedConfig, directory: Path, changes: dict[str, Any] | None = None) -> PretrainedConfig:
-    """The config of what is served: the text part of a multimodal model, else the whole.
+    """Return the config of the served model: the text part of a multimodal model, else `whole`.
 
-    changes: the operator's, which `whole` has.  Raises UnsupportedModel, and ModelLoadError for changes without
+    changes: the operator's, already in `whole`.  Raises UnsupportedModel, and ModelLoadError for changes without
     effect."""
     if changes:
         check_effect(directory, changes)
@@ -58,16 +59,16 @@ def served_part(whole: PretrainedConfig, directory: Path, changes: dict[str, Any
 
 
 def check_effect(directory: Path, changes: dict[str, Any]) -> None:
-    """Raise ModelLoadError for a change of the operator's that leaves the served model as it is.
+    """Raise ModelLoadError for an operator's change that does not affect the served model.
 
-    Such are fields of a part that is not loaded, and what weight files decide.  `eos_ids` reads its field by itself."""
+    Such changes concern a part that is not loaded, or what weight files decide.  `eos_ids` checks its own field."""
     whole, served = fields_of(directory, changes)
     for path, others in overrides.each_left_out(changes, overrides.load_config(directory, {})):
         if path.endswith("eos_token_id"):
             continue
         try:
             whole_without, served_without = fields_of(directory, others)
-        except ModelLoadError:  # without it there is no model
+        except ModelLoadError:  # without this change the config is not valid
             continue
         if whole != whole_without and served == served_without:
             raise ModelLoadError(f"{overrides.OPTION}: {path} changes nothing of the model that is served")
@@ -80,14 +81,15 @@ def fields_of(directory: Path, changes: dict[str, Any]) -> tuple[dict[str, Any],
 
 
 def without_temperature(text: PretrainedConfig) -> PretrainedConfig:
-    """Switch off what changes nothing within `plain_positions`, and takes positions from the place in the batch."""
+    """Switch off attention temperature: it is 1 within `plain_positions`, and uses the index in the batch as
+    position."""
     if hasattr(text, "attn_temperature_tuning"):
         text.attn_temperature_tuning = False
     return text
 
 
 def check_architecture(config: PretrainedConfig) -> None:
-    """Refuse, before any weight is read, what is known to compute something else than causal paged attention."""
+    """Refuse, before any weight is read, architectures known to compute more than causal paged attention."""
     kind = config.model_type
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{kind}: an encoder-decoder; only decoder-only language models are served")
@@ -101,21 +103,21 @@ def check_architecture(config: PretrainedConfig) -> None:
         kinds.add("cross_attention")
     if odd := sorted(kinds - PLAIN_LAYERS - {CHUNKED} - families.known_kinds(text)):
         raise UnsupportedModel(f"{kind}: layers of type {odd[0]}; only full and sliding-window attention are computed")
-    if not (multimodal.passes_attention(config) or families.known_kinds(text)):  # these are watched at load
+    if not (multimodal.passes_attention(config) or families.known_kinds(text)):  # the proof at load checks these
         raise UnsupportedModel(f"{kind}: computes attention by itself, past the interface our kernels plug into")
     if getattr(text, "alibi", False):
         raise UnsupportedModel(f"{kind}: ALiBi position bias")
 
 
 def positions_of(text: PretrainedConfig) -> int:
-    """For how many positions a model was made, by its config; 0 where that does not say."""
+    """Return the number of positions that a model was made for, by its config; 0: the config does not say."""
     return getattr(text, "max_position_embeddings", None) or 0
 
 
 def plain_positions(text: PretrainedConfig) -> tuple[int, str] | None:
-    """How many positions have plain attention, and what ends them; None: all.
+    """Return the number of positions with plain attention, and what limits it; None: no limit.
 
-    In Llama 4: one chunk, while its temperature is one."""
+    In Llama 4: the first attention chunk, and positions with an attention temperature of 1."""
     bounds = []
     if CHUNKED in (getattr(text, "layer_types", None) or []):
         bounds.append((int(text.attention_chunk_size), "the first chunk of its attention"))
@@ -125,9 +127,9 @@ def plain_positions(text: PretrainedConfig) -> tuple[int, str] | None:
 
 
 def check_length(config: PretrainedConfig, asked: int, own: PretrainedConfig | None = None) -> int:
-    """max_model_len: `asked`, or what the model was made for.
+    """Return max_model_len: `asked`, or the model's own maximum.
 
-    Raises ModelLoadError when asked for more than rope scaling reaches.  `own`: the config before the operator's
+    Raises ModelLoadError if `asked` exceeds the reach of rope scaling.  `own`: the config before the operator's
     changes."""
     text = config.get_text_config()
     made_for, plain = positions_of(text), plain_positions(text)

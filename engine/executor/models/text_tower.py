@@ -4,7 +4,7 @@
     tensors      language_model.model.layers.0...                                         ->  model.layers.0...
 
 Without images every token of these models has one position on all axes.  So rotary embeddings in several dimensions
-(M-RoPE) turn by the same angles as plain ones, and the text models of Qwen's are Qwen2 and Qwen3.
+(M-RoPE) give the same angles as plain ones, and the text models of Qwen's are Qwen2 and Qwen3.
 
 Quantised tensors are renamed in the same way (`Names`): stored_weights.py, plain_weights.py and kv_scales.py see the
 names of the text model only.
@@ -55,7 +55,7 @@ TOWERS = {
     "vipllava": "",
     "voxtral": "",
 }
-# Names of tensors in the files -> those of the text model.  The files of newer versions have another order of parts.
+# Names of tensors in the files -> names in the text model.  Files of newer versions have another order of parts.
 RENAMED = {
     r"^(?:model\.)?language_model\.lm_head\.": "lm_head.",
     r"^(?:model\.)?(?:language|text)_model\.(?:model\.)?": "model.",
@@ -79,7 +79,7 @@ def has_tower(config: PretrainedConfig) -> bool:
 def text_config(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
     """Return the config of the causal model that is the text part of a multimodal one.
 
-    The weight files of `directory`, if any, decide whether the output layer is the embedding: the config has
+    The weight files of `directory`, if any, decide whether the output layer is tied to the embedding: the config has
     `tie_word_embeddings` twice, with different meanings."""
     text = config.get_text_config()
     if kind := TOWERS[config.model_type]:
@@ -104,9 +104,9 @@ def lend_fields(whole: PretrainedConfig, text: PretrainedConfig) -> None:
 
 
 def name_in_text(name: str) -> str:
-    """Return the text model's name of a tensor of the files; empty: it belongs to another part of the checkpoint.
+    """Return the name in the text model of a tensor of the files; empty: it belongs to another part of the checkpoint.
 
-    A name that no rule knows stays, so that loading refuses it."""
+    A name that no rule matches stays, so that loading refuses it."""
     if OTHER_TOWERS.match(name):
         return ""
     for pattern, own in RENAMED.items():
@@ -115,10 +115,10 @@ def name_in_text(name: str) -> str:
 
 
 def name_in_whole(name: str) -> str:
-    """Return what transformers calls a tensor or module of the text model in the whole one, whatever the files say."""
+    """Return the name of the text model's tensor or module in transformers' complete model, whatever the files say."""
     return re.sub(r"^model\.", "model.language_model.", name)
 
 
 def names_of(part: bool) -> Names:
-    """Return how a checkpoint's names become those of the served model; part: that is the text part."""
+    """Return the mapping of a checkpoint's names to the served model's; part: that is the text part."""
     return Names(own=name_in_text, whole=name_in_whole) if part else UNCHANGED

@@ -46,10 +46,10 @@ def read_weights(
     ranks: Ranks = ALONE,
     quantising: Quantising | None = None,
 ) -> PreTrainedModel:
-    """The model of a checkpoint, on the host, complete; `part`: of a multimodal one, its text part.
+    """Return the model of a checkpoint, on the host, complete.  part: the text part of a multimodal checkpoint.
 
-    ranks: of several, only what this one holds, for `device`.  quantising: makes int8, fp8 or int4 linear layers; None:
-    all weights become plain ones.  Raises ModelLoadError."""
+    ranks: with several, only the shard of this rank, for `device`.  quantising: makes int8, fp8 or int4 linear layers;
+    None: all weights are dequantised.  Raises ModelLoadError."""
     if dtype == "auto":
         check_dtype(config.model_type, config.dtype)
     names = names_of(config, part)
@@ -61,7 +61,7 @@ def read_weights(
             log.info("weights quantised by %s are dequantised to %s, so they take its memory", how.method, wanted)
         return model
     check_stored_dtypes(directory, config, names)
-    # With PEFT installed, transformers' reader would look for the adapter that such a file describes.
+    # With PEFT installed, transformers' reader would look for the adapter that this file describes.
     merged = (directory / ADAPTER_CONFIG).exists()
     if ranks.size == 1 and not merged and any((directory / name).exists() for name in (hub.WHOLE, hub.INDEX)):
         return read_whole(directory, config, dtype, quantising, names, part=part)
@@ -71,7 +71,7 @@ def read_weights(
 
 
 def names_of(config: PretrainedConfig, part: bool) -> Names:
-    """Return how names of tensors become those of the served model; part: that is the text part, by `text_tower`."""
+    """Return the mapping of names in the files to the served model's; part: that is the text part, by `text_tower`."""
     if not part and multimodal.loses_towers(config):
         return multimodal.names_of(config)
     return text_tower.names_of(part)
@@ -80,8 +80,8 @@ def names_of(config: PretrainedConfig, part: bool) -> Names:
 def read_whole(
     directory: Path, config: PretrainedConfig, dtype: str, quantising: Quantising | None, names: Names, *, part: bool
 ) -> PreTrainedModel:
-    """The model of a checkpoint that is not quantised, by transformers' own reader, which finds files by their
-    usual names only.  Raises ModelLoadError."""
+    """Return the model of an unquantised checkpoint, read by transformers' own reader, which finds files by their usual
+    names only.  Raises ModelLoadError."""
     rounding = quantising if quantising is not None and quantising.kind else None
     by_class = rounding or multimodal.loses_towers(config)
     own: Any = multimodal.served_class(config) if by_class else AutoModelForCausalLM
@@ -94,11 +94,11 @@ def read_whole(
                 attn_implementation=multimodal.attention_of(config),
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
+                ignore_mismatched_sizes=True,  # mismatches are refused below, by name
                 trust_remote_code=False,
                 key_mapping=text_tower.RENAMED if part else None,
             )
-    except Exception as error:  # config and model classes raise whatever their authors liked
+    except Exception as error:  # config and model classes raise any kind of error
         raise ModelLoadError(f"{directory}: {field_reason(config.to_dict(), error)}") from error
     report["unexpected_keys"] = {name for name in report["unexpected_keys"] if names.own(name)}
     check_report(directory, config, report)
@@ -118,7 +118,7 @@ def read_tensors(
     ranks: Ranks,
     quantising: Quantising | None,
 ) -> PreTrainedModel:
-    """The model that these weights make, or a rank's part of it, tensor by tensor.  Raises ModelLoadError."""
+    """Return the model with these weights, or a rank's shard of it, read tensor by tensor.  Raises ModelLoadError."""
     own = multimodal.served_class(config)
     sharding = sharding_of(config, device, ranks)
     cuts = stored_cuts(config.model_type, sharding, weights.names, own.base_model_prefix)
@@ -141,7 +141,7 @@ def read_tensors(
                 dtype=dtype,
                 attn_implementation=multimodal.attention_of(config),
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
+                ignore_mismatched_sizes=True,  # mismatches are refused below, by name
             )
             report["unexpected_keys"] -= weights.without_meaning(report["unexpected_keys"], tensors)
         weights.check(module)
@@ -149,7 +149,7 @@ def read_tensors(
             module.generation_config = GenerationConfig.from_pretrained(directory)
     except ModelLoadError:
         raise
-    except Exception as error:  # config and model classes raise whatever their authors liked
+    except Exception as error:  # config and model classes raise any kind of error
         raise ModelLoadError(f"{directory}: {field_reason(config.to_dict(), error)}") from error
     check_report(directory, config, report)
     quantising.settle(module, own)
@@ -174,7 +174,7 @@ def check_report(directory: Path, config: PretrainedConfig, report: dict[str, An
 
 
 def drafts(name: str, further: range) -> bool:
-    """Whether a tensor is of a head that drafts further tokens: stored as a layer after the last one, or as `mtp`."""
+    """Whether a tensor belongs to a head that drafts further tokens: a layer after the last one, or named `mtp`."""
     layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
     return bool((layer and int(layer[1]) in further) or re.search(r"(^|\.)mtp\b", name))
 
@@ -187,7 +187,7 @@ def some(names: list[str]) -> str:
 def report_progress(directory: Path, sizes: dict[str, int] | None = None) -> Iterator[None]:
     """Log how many bytes of weights transformers has read, in place of its own progress bar.
 
-    sizes: bytes of each weight, where the files have other names."""
+    sizes: bytes of each weight; None: as in the files, if these have the model's names."""
     sizes = sizes or {name: stored.bytes for name, stored in stored_tensors(weight_files(directory)).items()}
     total, began = sum(sizes.values()), time.monotonic()
     progress = Progress(log.info, "reading weights", total, in_bytes=True)
@@ -203,7 +203,7 @@ def report_progress(directory: Path, sizes: dict[str, int] | None = None) -> Ite
 
 
 def check_adapter(directory: Path) -> None:
-    """Raise UnsupportedModel for weights of an adapter (LoRA and others, by PEFT), alone or next to those of a model.
+    """Raise UnsupportedModel for weights of a PEFT adapter (LoRA and others), alone or next to a model's weights.
 
     Without weights adapter_config.json is left over from an adapter that was merged: then log a warning."""
     if weights := sorted(directory.glob("adapter_model*")):
@@ -214,9 +214,9 @@ def check_adapter(directory: Path) -> None:
 
 
 def check_files(directory: Path, *, random: bool = False) -> None:
-    """Open every weight file, unless weights are made up.
+    """Open every weight file, unless weights are random.
 
-    Raises ModelLoadError naming one that is truncated or damaged, or an empty weight."""
+    Raises ModelLoadError that names a truncated or damaged file, or an empty weight."""
     if random:
         return
     files = weight_files(directory)

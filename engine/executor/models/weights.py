@@ -26,14 +26,16 @@ from quire.engine.executor.errors import ModelLoadError
 
 CACHE = cache_directory()
 SHA256 = re.compile(r"[0-9a-f]{64}")
-# Says which software wrote the file or where it was loaded from, nothing about what the model computes.
+# Fields that name the software that wrote the file or the file's origin, and nothing of what the model computes.
 NOT_MATHEMATICS = {"transformers_version", "_name_or_path"}
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted.  Raises ModelLoadError when there is none or a shard is absent.
+    """Return the safetensors files of a checkpoint, sorted.  Raises ModelLoadError if there is none or a shard is
+    absent.
 
-    If several would do, the choice is that of transformers: `model.safetensors`, else the shards that the index
+    If several sets of files are there, the choice is that of transformers: `model.safetensors`, else the shards that
+    the index
     names.  Without either, all files count."""
     whole = directory / "model.safetensors"  # a directory may have another copy, such as consolidated.safetensors
     if whole.is_file():
@@ -61,7 +63,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 class StoredTensor(NamedTuple):
-    """What a weight file's header says of one tensor."""
+    """One tensor in a weight file's header."""
 
     file: Path
     name: str  # name in the file
@@ -72,19 +74,19 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Names:
-    """How names of tensors and modules in a checkpoint become those of the served model: here they are the same."""
+    """Mapping of tensor and module names in a checkpoint to names in the served model; by default the identity."""
 
-    own: Callable[[str], str] = str  # the served model's name of a tensor in the files; empty: it has no such tensor
-    whole: Callable[[str], str] = str  # what transformers calls it in the model of the checkpoint
+    own: Callable[[str], str] = str  # name in the served model; empty: it has no such tensor
+    whole: Callable[[str], str] = str  # name in transformers' model of the complete checkpoint
 
 
 UNCHANGED = Names()
 
 
 def stored_tensors(files: list[Path], names: Names = UNCHANGED) -> dict[str, StoredTensor]:
-    """The tensors of these files that the served model has, by its names.  The files must have been checked.
+    """Return the tensors of these files that the served model has, by its names.  The files must have been checked.
 
-    Raises ModelLoadError for two tensors that would have one name."""
+    Raises ModelLoadError if two tensors would have one name."""
     found: dict[str, StoredTensor] = {}
     for file in files:
         with file.open("rb") as stream:  # a header in JSON, after its length in 8 bytes, before the tensors
@@ -108,9 +110,9 @@ def fingerprint(
     random: bool = False,
     changes: dict[str, Any] | None = None,
 ) -> str:
-    """64 hex digits.  Equal only if weights (by content), config.json with its `changes`, and dtype are.
+    """Return 64 hex digits, equal only if weights (by content), config.json with its `changes`, and dtype are equal.
 
-    `random`: weights that no file of the directory holds are made up from a fixed seed."""
+    `random`: weights that are in no file of the directory are random, from a fixed seed."""
     files = sorted(directory.glob("*.safetensors")) if random else weight_files(directory)
     config = json.loads((directory / "config.json").read_bytes())
     described = {key: value for key, value in config.items() if key not in NOT_MATHEMATICS}
