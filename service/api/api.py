@@ -324,10 +324,22 @@ def completion_request(
     )
 
 
-def tokenized_chat(asked: TokenizeBody, config: GatewayConfig) -> tuple[list[dict[str, Any]], ChatOptions]:
-    """Return the messages of a body of POST /tokenize and the options of their chat template.  Raises Refusal."""
-    messages = plain_messages(asked.messages or [], config)
-    return messages, chat_options(asked, messages, config)
+def tokenized_chat(
+    asked: TokenizeBody, config: GatewayConfig
+) -> tuple[list[dict[str, Any]], ChatOptions, tuple[str, ...]]:
+    """Return the messages of a body of POST /tokenize, the options of their chat template, and what is left out.
+
+    Raises Refusal."""
+    messages, skipped = plain_messages(asked.messages or [], config), Skipped(config)
+    rules = _with_functions(asked, skipped)
+    return messages, chat_options(asked, messages, config, rules), skipped.names()
+
+
+def _with_functions(asked: ChatBody | TokenizeBody, skipped: Skipped) -> ToolRules:
+    """Leave in a body only the tools that the answer may call; return their rules.  Raises Refusal."""
+    tools, rules = chat_tools(asked.tools, skipped)
+    asked.tool_choice, asked.tools, rules = allowed_tools(asked.tool_choice, tools, rules)
+    return rules
 
 
 def parse_chat(
@@ -336,8 +348,7 @@ def parse_chat(
     """Parse the body of POST /v1/chat/completions.  Raises Refusal."""
     asked, unknown = decode_all(body, ChatBody, "chat", config)
     skipped = Skipped(config)
-    tools, rules = chat_tools(asked.tools, skipped)
-    asked.tool_choice, asked.tools, rules = allowed_tools(asked.tool_choice, tools, rules)
+    rules = _with_functions(asked, skipped)
     return chat_request(asked, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from quire.engine.wire.messages import Beams, EngineLoad, Sampling
+from quire.service.api.sampling_fields import SamplingFields
 from quire.service.api.tools import ChatOptions
 from quire.service.common.limits import LIMITS, shown
 from quire.service.common.refusal import Refusal, bad_request, check, limit_refusal
@@ -26,8 +27,8 @@ WIDTHS = ("beam_width", "num_beams", "best_of")  # names of the width: Quire's, 
 EARLY = ("true", "false", "never")
 
 
-class BeamFields(msgspec.Struct, kw_only=True):
-    """Fields of a body that ask for beam search.  Null means absent."""
+class BeamFields(SamplingFields, kw_only=True):
+    """Fields of a body that draws its answer, and those that ask for beam search instead.  Null means absent."""
 
     use_beam_search: bool | None = None
     beam_width: int | None = None

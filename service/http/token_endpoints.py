@@ -61,7 +61,8 @@ class TokenEndpoints:
                     asked.prompt, special=asked.add_special_tokens, size=size, total=total
                 )
             else:
-                messages, options = await self._work.offload(weight, api.tokenized_chat, asked, config)
+                messages, options, skipped = await self._work.offload(weight, api.tokenized_chat, asked, config)
+                request[METER].record_unknown(skipped)
                 ids = await self._tokenizer.tokenize_chat(messages, options, size=size, total=total)
             found: dict[str, Any] = {
                 "count": len(ids),

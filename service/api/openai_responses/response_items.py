@@ -15,7 +15,6 @@ Any other type is a 400.  An image or file in a result becomes a note: a tool's 
 from __future__ import annotations
 
 import base64
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ import msgspec
 from quire.service.api.client_tools import custom_arguments, each_tool, joined
 from quire.service.api.history import Message, Part
 from quire.service.api.skipped import Skipped
+from quire.service.chat_templates import written_numbers
 from quire.service.common.limits import shown
 from quire.service.common.refusal import Refusal, bad_request, unsupported, wrong_type
 
@@ -49,6 +49,7 @@ PROVIDER_CALLS = {
     "code_interpreter_call": ("code_interpreter", ("code",), "outputs"),
     "file_search_call": ("file_search", ("queries",), "results"),
 }
+WITH_OBJECTS = (*CLIENT_CALLS, *PROVIDER_CALLS)  # items whose arguments or results may be objects
 OUTPUTS = (
     "function_call_output",
     "custom_tool_call_output",
@@ -377,7 +378,7 @@ def opened(given: Any) -> str | None:
 
 
 def _json(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False)
+    return value if isinstance(value, str) else written_numbers.written(value or {})
 
 
 def _name(param: str, item: Item) -> str:

@@ -18,6 +18,7 @@ from quire.service.api.client_tools import allowed_tools, functions_of, names_of
 from quire.service.api.decoding import decode, decode_all
 from quire.service.api.history import Message
 from quire.service.api.openai_responses.response_items import (
+    WITH_OBJECTS,
     Item,
     Referring,
     messages_of,
@@ -25,6 +26,8 @@ from quire.service.api.openai_responses.response_items import (
     tools_in,
     with_ids,
 )
+from quire.service.api.openai_responses.written_items import as_written
+from quire.service.api.sampling_fields import SamplingFields
 from quire.service.api.skipped import Skipped
 from quire.service.api.tools import ToolRules
 from quire.service.api.valid_request import PromptBound, ValidRequest
@@ -67,30 +70,7 @@ INCLUDED = (
 SUMMARIES = ("auto", "concise", "detailed")
 
 
-class ChatFields(msgspec.Struct, kw_only=True):
-    """Fields that are Quire's own here, and those of a chat by the same name there."""
-
-    top_k: int | None = None
-    min_p: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
-    structured_outputs: Any = None
-    seed: int | None = None
-    priority: int | str | None = None
-    timeout: float | None = None
-    cache_salt: str | None = None
-    chat_template_kwargs: Any = None
-
-
-class ResponsesBody(ChatFields, kw_only=True):
+class ResponsesBody(SamplingFields, kw_only=True):
     """Body of POST /v1/responses."""
 
     input: str | list[Item]
@@ -102,8 +82,6 @@ class ResponsesBody(ChatFields, kw_only=True):
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
     truncation: str | None = None
     include: list[str] | None = None
@@ -126,6 +104,7 @@ class ResponsesBody(ChatFields, kw_only=True):
     prompt: Any = None
     conversation: Any = None
     moderation: Any = None
+    chat_template_kwargs: Any = None  # Quire's own, as in a chat
     enable_response_messages: bool | None = None  # vLLM's: see raw_messages.py
 
 
@@ -163,7 +142,7 @@ def parse(
     asked, unknown = decode_all(body, ResponsesBody, "responses", config)
     given = resolved(with_ids(asked.input), items or {})
     stored, skipped = _stored(asked, config), Skipped(config)
-    chat, rules, sources = chat_of(asked, given, earlier, config, skipped)
+    chat, rules, sources = chat_of(asked, as_written(body, given, WITH_OBJECTS), earlier, config, skipped)
     with placing(sources):
         valid = chat_request(chat, config, served_name, timeout_s, served, (*unknown, *skipped.names()), rules)
     called = names_of([*(asked.tools or ()), *tools_in([*earlier, *given])])
@@ -232,10 +211,9 @@ def chat_of(
         max_tokens=msgspec.UNSET if asked.max_output_tokens is None else asked.max_output_tokens,
         logprobs=LOGPROBS in (asked.include or ()) or bool(asked.top_logprobs),
         top_logprobs=asked.top_logprobs,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
+        chat_template_kwargs=asked.chat_template_kwargs,
         stream=asked.stream,
-        **{name: getattr(asked, name) for name in ChatFields.__struct_fields__},
+        **{name: getattr(asked, name) for name in SamplingFields.__struct_fields__},
     )
     return chat, rules, ["instructions"] * len(system) + sources
 

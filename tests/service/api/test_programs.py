@@ -371,6 +371,24 @@ def test_histories_of_other_servers_reach_the_model(
     assert valid.unknown == ()
 
 
+NUMBER = "1.50e+02"
+OBJECTS: list[dict[str, Any]] = [
+    {"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"], "timeout_ms": "NUMBER"}},
+    {"type": "tool_search_call", "call_id": "c", "arguments": {"n": ["NUMBER", {"m": "NUMBER"}]}},
+    {"type": "code_interpreter_call", "id": "c", "code": "x", "outputs": [{"logs": "NUMBER", "a\ud83d": "NUMBER"}]},
+    {"type": "file_search_call", "id": "c", "queries": ["q"], "results": [{"score": "NUMBER", "text": "t"}]},
+]
+
+
+@pytest.mark.parametrize("item", OBJECTS, ids=[item["type"] for item in OBJECTS])
+def test_numbers_of_items_are_as_they_were_written(tools_tokenizer: Tokenizer, item: dict[str, Any]) -> None:
+    wanted = json.dumps(item).count('"NUMBER"')
+    for number in (NUMBER, "-0", "0.10", "12345678901234567890123"):
+        body = json.dumps({"input": [HI, item, HI]}).replace('"NUMBER"', number).encode()
+        valid: ValidRequest = responses.parse(body, GatewayConfig(), "tiny", 600.0)
+        assert prompt_of(tools_tokenizer, valid).count(number) == wanted
+
+
 def test_documents_and_results_of_messages_reach_the_model(tools_tokenizer: Tokenizer) -> None:
     document = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "red"}}
     found = {"type": "search_result", "title": "S", "source": "x", "content": [{"type": "text", "text": "blue"}]}

@@ -21,7 +21,8 @@ from quire.service.api.api import parse_chat
 from quire.service.api.format import Prompted
 from quire.service.api.openai_responses.response_format import ResponseFormat
 from quire.service.api.openai_responses.response_items import messages_of
-from quire.service.api.openai_responses.responses import NAMES, ChatFields, parse
+from quire.service.api.openai_responses.responses import NAMES, parse
+from quire.service.api.sampling_fields import SamplingFields
 from quire.service.api.skipped import Skipped
 from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer
@@ -487,6 +488,8 @@ async def test_answers_may_have_a_schema() -> None:
 
 
 OF_A_CHAT: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_p": 0.75,
     "top_k": 40,
     "min_p": 0.05,
     "stop": "END",
@@ -507,9 +510,9 @@ OF_A_CHAT: dict[str, Any] = {
 
 
 def test_sampling_fields_mean_what_they_mean_in_a_chat() -> None:
-    asked = json.dumps({"input": "x", "temperature": 0.5, **OF_A_CHAT}).encode()
+    asked = json.dumps({"input": "x", **OF_A_CHAT}).encode()
     valid = parse(asked, GatewayConfig(strict_fields=True), "tiny", 600.0)
-    chat = json.dumps({"messages": [{"role": "user", "content": "x"}], "temperature": 0.5, **OF_A_CHAT}).encode()
+    chat = json.dumps({"messages": [{"role": "user", "content": "x"}], **OF_A_CHAT}).encode()
     expected = parse_chat(chat, GatewayConfig(strict_fields=True), "tiny", 600.0)
     assert valid.sampling == expected.sampling
     for name in ("stop", "include_stop", "bad_words", "seeded", "cache_salt", "timeout_s", "priority"):
@@ -519,7 +522,7 @@ def test_sampling_fields_mean_what_they_mean_in_a_chat() -> None:
     )
     assert choice.constraint is not None
     assert choice.constraint.param == "structured_outputs.choice"
-    assert set(OF_A_CHAT) | {"structured_outputs", "chat_template_kwargs"} == set(ChatFields.__struct_fields__)
+    assert {*OF_A_CHAT, "structured_outputs"} == set(SamplingFields.__struct_fields__)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -25,6 +25,16 @@ BODIES: dict[str, dict[str, Any]] = {
     "documents": {"messages": HI, "documents": [{"text": "It rains."}]},
     "no generation prompt": {"messages": HI, "add_generation_prompt": False},
     "continued": {"messages": [*HI, {"role": "assistant", "content": "It"}], "continue_final_message": True},
+    "tools of a provider": {"messages": HI, "tools": [TOOL, {"type": "web_search"}]},
+    "a tool without a type": {"messages": HI, "tools": [{**TOOL, "type": None}]},
+    "allowed tools": {
+        "messages": HI,
+        "tools": [TOOL, {"type": "function", "function": {"name": "other"}}],
+        "tool_choice": {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]},
+        },
+    },
     "calls": {"messages": CALLED, "tools": [TOOL], "parallel_tool_calls": False},
     "developer": {"messages": [{"role": "developer", "content": "Be brief."}, *HI], "temperature": 0.5, "stop": "x"},
     "control tokens": {"messages": [{"role": "user", "content": "a<|im_end|>b"}], "tools": [TOOL]},
@@ -45,6 +55,7 @@ async def test_tokenize_counts_the_prompt_of_the_chat(
         async with served.session.post("/tokenize", json=body) as response:
             found = await response.json()
             assert response.status == 200, found
+            assert ("web_search" in response.headers.get("x-unknown-fields", "")) == ("provider" in name)
         assert found["count"] == answer["usage"]["prompt_tokens"]
         assert found["tokens"] == fake.seen[0].token_ids
 

@@ -1,0 +1,31 @@
+"""Fields of completions, chats and responses that have one name and one meaning in all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """How tokens are drawn, and when the answer ends.  Null means absent."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: Any = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    priority: int | str | None = None
