@@ -333,6 +333,28 @@ engine = Board(
                 text="Accepted ones are steps saved. The text is the same without them.",
             ),
             Panel(
+                "Share of drafts accepted",
+                {
+                    "{{source}}": part(
+                        rate("quire_accepted_drafts_total", "source"), rate("quire_drafted_tokens_total", "source")
+                    )
+                },
+                "percentunit",
+                text="By source: own is the request's text, tenant its recent answers, prediction the client's text.",
+            ),
+            Panel(
+                "Output tokens per step of a sequence",
+                {
+                    "{{engine}}": part(
+                        rate("quire_generated_tokens_total", "engine"),
+                        f"{rate('quire_generated_tokens_total', 'engine')} "
+                        f"- {rate('quire_jumped_tokens_total', 'engine')} "
+                        f"- {rate('quire_accepted_drafts_total', 'engine')}",
+                    )
+                },
+                text="1 without drafts and forced tokens. The text is the same at any value.",
+            ),
+            Panel(
                 "Grammars",
                 {"{{state}}": "sum by (state) (quire_grammars)", "waiting": "sum(quire_grammar_compiles_waiting)"},
                 text="Waiting: held by requests and not compiled yet. Kept ones are bounded by --grammar-memory-mib.",

@@ -22,6 +22,7 @@ from quire.engine.core.limits import Totals
 from quire.engine.core.plan import Sampler, StepPlan, StepResult
 from quire.engine.executor.base import ModelInfo, ScriptedExecutor, scripted_token
 from quire.engine.loop import Engine
+from quire.engine.observers.load_report import LoadReport
 from quire.engine.observers.metrics import Telemetry
 from quire.engine.observers.metrics_vllm import VLLM_TABLE
 from quire.engine.observers.turn_record import PHASES, TurnRecord
@@ -181,6 +182,13 @@ def test_drafts_are_counted_by_source(traced: Traced) -> None:
     assert 0 < samples["quire_accepted_drafts_total own"] < samples["quire_drafted_tokens_total own"]
     assert samples["quire_accepted_drafts_total own"] == 40 - traced.engine.core.step
     assert samples["quire_refused_drafts_total"] >= 0
+    load = LoadReport("e0", executor.info).describe(traced.engine.core, 0.0, draining=False, queued=False)
+    counts = samples["quire_drafted_tokens_total own"], samples["quire_accepted_drafts_total own"]
+    assert load.drafts == {"own": counts, "tenant": (0, 0), "prediction": (0, 0)}
+    assert (load.generated_tokens, load.jumped_tokens) == (40, 0)
+    drafts.drafter = None
+    load = LoadReport("e0", executor.info).describe(traced.engine.core, 0.0, draining=False, queued=False)
+    assert load.drafts == {}
 
 
 def test_what_an_earlier_engine_began_goes_on_in_the_same_trace(traced: Traced) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.executor.base import ModelInfo
@@ -136,7 +137,19 @@ class LoadReport:
             honours=_honoured(core),
             adapters=core.adapters.resident,
             beams=core.limits.max_seqs if core.limits.beams else 0,
+            **_steps_saved(core),
         )
+
+
+def _steps_saved(core: Scheduler) -> dict[str, Any]:
+    """Return what the engine reports of drafts and forced tokens; no draft sources where nothing drafts."""
+    totals = core.report.totals
+    sources = totals.drafted_tokens.items() if core.drafts.drafter is not None else ()
+    return {
+        "drafts": {name: (computed, totals.accepted_drafts[name]) for name, computed in sources},
+        "refused_drafts": totals.refused_drafts,
+        "jumped_tokens": totals.jumped_tokens,
+    }
 
 
 def _honoured(core: Scheduler) -> list[str]:

@@ -232,6 +232,9 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     slots_filled: float = 0.0  # share of token slots in held blocks that hold a token, 0 to 1; updated once per second
     honours: list[str] = []  # those of LATER_FIELDS that it knows
     adapters: list[str] = []  # LoRA adapters in its device slots, as in Generate.adapter
+    drafts: dict[str, tuple[int, int]] = {}  # (computed, accepted) since start, by source; empty: nothing drafts
+    refused_drafts: int = 0  # drafts found since start that steps did not compute, because they would not have paid
+    jumped_tokens: int = 0  # output tokens since start that a grammar forced and that took no step of their own
 
 
 class TokenBatch(msgspec.Struct, frozen=True):

@@ -60,8 +60,12 @@ class UsageCount:
         if self._valid.reading is not None:
             details["reasoning_tokens"] = sum(self._reasoning)
         if self._valid.prediction is not None:
-            accepted, rejected = map(sum, zip(*self._predictions, strict=True))
-            details["accepted_prediction_tokens"], details["rejected_prediction_tokens"] = accepted, rejected
+            computed = sum(sum(counts) for counts in self._predictions)
+            # A stop string may end the answer before the engine's last accepted drafts.
+            pairs = zip(self._predictions, self.tokens, strict=True)
+            accepted = sum(min(counts[0], tokens) for counts, tokens in pairs)
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = computed - accepted
         if self._valid.beams is not None:
             details["searched_tokens"] = self._searched
             details["shared_kv_fraction"] = round(statistics.fmean(self._shared), 4)

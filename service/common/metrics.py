@@ -33,6 +33,8 @@ OTHER = "other"  # all tenants beyond the first TENANTS
 NAMELESS = "default"  # requests of keys that belong to no tenant
 
 Labels = tuple[str, ...]
+# Reads a gauge's value from an engine's report; a gauge with one more label: its values by that label.
+OfEngine = Callable[[EngineLoad], float | dict[str, float]]
 
 
 class Vllm(NamedTuple):
@@ -59,7 +61,7 @@ class Metric:
         series: tuple[Labels, ...] = (),
         vllm: Vllm | None = None,
         of_fleet: Callable[[Fleet], float] | None = None,
-        of_engine: Callable[[EngineLoad], float] | None = None,
+        of_engine: OfEngine | None = None,
     ) -> None:
         """`name`: empty for a histogram that only vLLM's page shows.  `labels`: those after `gateway`.
 
@@ -85,8 +87,8 @@ def _gauge(name: str, text: str, *labels: str, of_fleet: Callable[[Fleet], float
     return _row(Metric(Gauge, name, text, labels, of_fleet=of_fleet))
 
 
-def _engine_gauge(name: str, text: str, of_engine: Callable[[EngineLoad], float] | None = None) -> Metric:
-    return _row(Metric(Gauge, name, text, ("engine", "model_name"), of_engine=of_engine))
+def _engine_gauge(name: str, text: str, of_engine: OfEngine | None = None, *labels: str) -> Metric:
+    return _row(Metric(Gauge, name, text, ("engine", "model_name", *labels), of_engine=of_engine))
 
 
 def _histogram(
@@ -237,6 +239,28 @@ _engine_gauge(
     "quire_engine_recomputed_tokens",
     "Tokens computed again after a preemption, since the engine started.",
     lambda load: load.recomputed_tokens,
+)
+ENGINE_JUMPED = _engine_gauge(
+    "quire_engine_jumped_tokens",
+    "Output tokens that a grammar forced and that took no step of their own, since the engine started.",
+    lambda load: load.jumped_tokens,
+)
+ENGINE_DRAFTED = _engine_gauge(
+    "quire_engine_drafted_tokens",
+    "Drafts of speculative decoding that steps computed since the engine started, by where they came from.",
+    lambda load: {source: computed for source, (computed, _) in load.drafts.items()},
+    "source",
+)
+ENGINE_ACCEPTED = _engine_gauge(
+    "quire_engine_accepted_drafts",
+    "Those of these drafts that equalled what was sampled: steps saved.",
+    lambda load: {source: accepted for source, (_, accepted) in load.drafts.items()},
+    "source",
+)
+ENGINE_REFUSED_DRAFTS = _engine_gauge(
+    "quire_engine_refused_drafts",
+    "Drafts found since the engine started and not computed, because they would have taken longer than they save.",
+    lambda load: load.refused_drafts,
 )
 
 # Latencies and sizes
@@ -409,7 +433,8 @@ class Telemetry(Collector):
                 self.set(metric, metric.of_fleet(fleet))
             elif metric.of_engine is not None:
                 for load in fleet.engines:
-                    self.set(metric, metric.of_engine(load), load.engine, load.model)
+                    for labels, value in _series(metric.of_engine, load):
+                        self.set(metric, value, *labels)
         for load in fleet.engines:
             exchanged_ms = fleet.exchanged_ms.get(load.engine, load.time_ms)
             self.set(ENGINE_AGE, max(0.0, now_ms - exchanged_ms) / 1000, load.engine, load.model)
@@ -434,9 +459,11 @@ class Telemetry(Collector):
             if engine not in seen or _identity(seen[engine]) != _identity(old):
                 self._objects[ENGINE_INFO].remove(self._gateway, *_identity(old))
             if engine not in seen:
+                self._objects[ENGINE_AGE].remove(self._gateway, engine, old.model)
                 for metric, gauge in self._objects.items():
-                    if metric is ENGINE_AGE or metric.of_engine is not None:
-                        gauge.remove(self._gateway, engine, old.model)
+                    if metric.of_engine is not None:
+                        for labels, _ in _series(metric.of_engine, old):
+                            gauge.remove(self._gateway, *labels)
 
     def _record_tenant_queues(self, fleet: Fleet) -> None:
         """Show the tenants that wait now.  Tenants with nothing queued have no series."""
@@ -486,6 +513,14 @@ class Telemetry(Collector):
             if sample.name.endswith("_total") and sample.labels["decision"] == "refused":
                 family.add_metric((self.model, self._gateway, sample.labels["reason"]), sample.value)
         return family
+
+
+def _series(of_engine: OfEngine, load: EngineLoad) -> list[tuple[Labels, float]]:
+    """Return (labels after `gateway`, value) of each series of an engine's gauge."""
+    value = of_engine(load)
+    if isinstance(value, dict):
+        return [((load.engine, load.model, last), one) for last, one in value.items()]
+    return [((load.engine, load.model), value)]
 
 
 def _identity(load: EngineLoad) -> tuple[str, str, str]:

@@ -115,6 +115,7 @@ class EngineRow(msgspec.Struct, frozen=True):
     used: float  # fraction of the pool that sequences hold
     cached: float  # fraction of the pool that only the prefix cache holds
     tokens_per_s: float | None
+    tokens_per_step: float | None  # output tokens of a sequence per step that computed it
     hit_rate: float | None
     preemptions: float  # preemptions since the engine started
     silent_s: float  # seconds since its last sync
@@ -139,6 +140,13 @@ class Lane(msgspec.Struct, frozen=True):
     oldest_s: float = 0.0
 
 
+class Drafts(msgspec.Struct, frozen=True):
+    """Drafts of all engines: in the window, or since their start without an earlier reading."""
+
+    sources: dict[str, tuple[float, float]]  # source -> (computed, accepted)
+    refused: float  # drafts found that would not have paid
+
+
 class Figures(msgspec.Struct, frozen=True):
     """Everything that one screen shows.  Rates and percentiles are None without an earlier reading or observations."""
 
@@ -150,6 +158,8 @@ class Figures(msgspec.Struct, frozen=True):
     seconds: float | None  # between the readings
     tokens_per_s: float | None
     requests_per_s: float | None
+    tokens_per_step: float | None  # output tokens of a sequence per step that computed it
+    drafts: Drafts | None  # None: no engine drafts
     hit_rate: float | None
     preemptions: float  # preemptions since the engines started
     preempted: float | None  # preemptions in the window
@@ -222,6 +232,8 @@ def figures(now: Reading, before: Reading | None) -> Figures:
         seconds=window.seconds,
         tokens_per_s=window.rate(grown["tokens"].values()),
         requests_per_s=window.rate(answered),
+        tokens_per_step=_per_step(*(sum(grown[name].values()) for name in ("tokens", "jumped", "accepted"))),
+        drafts=_drafts(now, before),
         hit_rate=sum(grown["hits"].values()) / queried if queried else None,
         preemptions=sum(row.preemptions for row in engines),
         preempted=sum(grown["preemptions"].values()) if window.seconds else None,
@@ -238,6 +250,8 @@ PER_ENGINE = {
     "queried": metrics.ENGINE_PROMPT,
     "hits": metrics.ENGINE_HITS,
     "preemptions": metrics.ENGINE_PREEMPTIONS,
+    "jumped": metrics.ENGINE_JUMPED,
+    "accepted": metrics.ENGINE_ACCEPTED,
 }
 
 
@@ -252,12 +266,50 @@ def _by(reading: Reading, metric: Metric, label: str, end: str = "") -> dict[str
 
 def _growths(now: Reading, before: Reading | None, metric: Metric) -> dict[str, float]:
     """Return the growth of an engine's own counter, by engine; nothing for one that `before` lacks."""
-    old = _by(before, metric, "engine") if before is not None else {}
-    found = {}
-    for engine, value in _by(now, metric, "engine").items():
-        if engine in old:
-            found[engine] = value - old[engine] if value >= old[engine] else value
+    found: dict[str, float] = defaultdict(float)
+    for (engine, *_), growth in _series_growths(now, before, metric).items():
+        found[engine] += growth
     return found
+
+
+def _series_growths(now: Reading, before: Reading | None, metric: Metric) -> dict[tuple[str, ...], float]:
+    """Return the growth of each series of an engine's own counter, by engine and labels of its own."""
+    names = ("engine", *metric.labels[2:])
+    old = _by_all(before, metric, names) if before is not None else {}
+    found = {}
+    for labels, value in _by_all(now, metric, names).items():
+        if labels in old:
+            found[labels] = value - old[labels] if value >= old[labels] else value
+    return found
+
+
+def _by_all(reading: Reading, metric: Metric, names: Sequence[str]) -> dict[tuple[str, ...], float]:
+    """Return the largest value of each combination of labels, as `_by` does."""
+    found: dict[tuple[str, ...], float] = {}
+    for labels, value in reading.of(metric).items():
+        key = tuple(dict(labels)[name] for name in names)
+        found[key] = max(value, found.get(key, value))
+    return found
+
+
+def _per_step(tokens: float, jumped: float, accepted: float) -> float | None:
+    """Return the tokens of a sequence per step; None: not known.  Jumped tokens and accepted drafts took no step."""
+    steps = tokens - jumped - accepted
+    return tokens / steps if steps > 0 else None
+
+
+def _drafts(now: Reading, before: Reading | None) -> Drafts | None:
+    if not now.of(metrics.ENGINE_DRAFTED):
+        return None
+    counts: dict[Metric, dict[str, float]] = {}
+    for metric in (metrics.ENGINE_DRAFTED, metrics.ENGINE_ACCEPTED, metrics.ENGINE_REFUSED_DRAFTS):
+        names = ("engine", *metric.labels[2:])
+        series = _by_all(now, metric, names) if before is None else _series_growths(now, before, metric)
+        counts[metric] = defaultdict(float)
+        for labels, value in series.items():
+            counts[metric][labels[-1]] += value
+    computed, accepted, refused = counts.values()
+    return Drafts({source: (computed[source], accepted[source]) for source in computed}, sum(refused.values()))
 
 
 def _engines(now: Reading, before: Reading | None, window: _Window) -> list[EngineRow]:
@@ -290,6 +342,7 @@ def _engines(now: Reading, before: Reading | None, window: _Window) -> list[Engi
                 used=1 - state["free"] / blocks,
                 cached=state["cached"] / blocks,
                 tokens_per_s=tokens / window.seconds if tokens is not None and window.seconds else None,
+                tokens_per_step=_per_step(*(grown[name].get(engine, 0.0) for name in ("tokens", "jumped", "accepted"))),
                 hit_rate=grown["hits"].get(engine, 0.0) / queried if queried else None,
                 preemptions=state["preemptions"],
                 silent_s=state["age"],

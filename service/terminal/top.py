@@ -224,6 +224,7 @@ def summary(found: Figures, urls: Sequence[str]) -> Table:
     ]
     line("queue", ", ".join(lanes))
     line("output", f"{number(found.tokens_per_s)} tokens/s, prefix hits {percent(found.hit_rate)}")
+    line("drafts", drafts(found))
     line("TTFT", percentiles(found.first_token))
     line("ITL", percentiles(found.inter_token))
     preempted = NONE if found.preempted is None else count(found.preempted)
@@ -238,7 +239,9 @@ def summary(found: Figures, urls: Sequence[str]) -> Table:
 
 def engine_table(found: Figures) -> Table:
     """Return a row for each engine."""
-    table = _table("engine", "model", "running", "waiting", "KV", "cached", "blocks", "tokens/s", "hits", "pre", "seen")
+    table = _table(
+        "engine", "model", "running", "waiting", "KV", "cached", "blocks", "tokens/s", "/step", "hits", "pre", "seen"
+    )
     for row in found.engines:
         table.add_row(
             Text(row.name),
@@ -249,6 +252,7 @@ def engine_table(found: Figures) -> Table:
             percent(row.cached),
             count(row.blocks),
             number(row.tokens_per_s),
+            number(row.tokens_per_step),
             percent(row.hit_rate),
             count(row.preemptions),
             f"{row.silent_s:.1f} s",
@@ -320,6 +324,21 @@ def duration(latency: Latency | None) -> str:
         else f"{seconds:.2f} s"
     )
     return f"> {shown}" if latency.beyond else shown
+
+
+def drafts(found: Figures) -> str:
+    """Return what speculative decoding gave."""
+    if found.drafts is None:
+        return "off"
+    shares = [
+        f"{server.printable(source)} {percent(accepted / computed)} of {count(computed)}"
+        for source, (computed, accepted) in found.drafts.sources.items()
+        if computed
+    ]
+    return (
+        f"{number(found.tokens_per_step)} tokens per step, accepted: {', '.join(shares) or 'none computed'}, "
+        f"{count(found.drafts.refused)} would not have paid"
+    )
 
 
 def percentiles(found: Percentiles) -> str:

@@ -8,11 +8,12 @@ import { events } from "./sse.js";
 
 export const KINDS = ["free", "cached", "owned", "shared"];
 const KEEP_S = 300; // of tokens/s
+const COUNTS = ["tokens", "jumped", "drafted", "accepted", "refused"]; // of all engines since their start
 const AGAIN_MS = 2000;
 
 export const sum = (items, of) => items.reduce((all, item) => all + of(item), 0);
 
-/** Engines by name, lanes, [unix s, tokens] once a second, and the ApiError that hides them. */
+/** Engines by name, lanes, [unix s, sums of COUNTS] once a second, and the ApiError that hides them. */
 export const live = { engines: new Map(), lanes: {}, history: [], error: null };
 
 let abort = null;
@@ -75,9 +76,8 @@ function fill({ kinds, refs }, first, length, kind, count) {
 }
 
 function remember(now) {
-	const tokens = sum([...live.engines.values()], (one) => one.tokens ?? 0);
 	if (now - live.history.at(-1)?.[0] < 1) return;
-	live.history.push([now, tokens]);
+	live.history.push([now, ...COUNTS.map((name) => sum([...live.engines.values()], (one) => one[name] ?? 0))]);
 	while (now - live.history[0][0] > KEEP_S) live.history.shift();
 }
 
@@ -88,6 +88,15 @@ export function rates() {
 		const [from, had] = live.history[before];
 		return [end - at, Math.max(0, tokens - had) / (at - from)];
 	});
+}
+
+/** Returns the growth of each of COUNTS over the time kept, or the counts where that has none: a restart, a first event. */
+export function drafting() {
+	const engines = [...live.engines.values()];
+	const counts = COUNTS.map((name) => sum(engines, (one) => one[name] ?? 0));
+	const grown = counts.map((count, at) => count - (live.history[0]?.[at + 1] ?? 0));
+	const found = grown[0] > 0 && grown.every((count) => count >= 0) ? grown : counts;
+	return Object.fromEntries(COUNTS.map((name, at) => [name, found[at]]));
 }
 
 /** Returns the sequences that hold blocks of a cell. */

@@ -1,7 +1,7 @@
 /** The engine panel: load figures, tokens a second, and every block of the KV-cache pool as a cell. */
 
 import { errorNote } from "./api.js";
-import { holders, KINDS, live, rates, sum, watch } from "./live.js";
+import { drafting, holders, KINDS, live, rates, sum, watch } from "./live.js";
 import { html, nothing } from "./vendor/lit-html-3.3.3.js";
 
 const GAP = 1; // pixels between cells, where a cell has room for it
@@ -39,6 +39,8 @@ function drawPanel() {
 	const recent = found.slice(-3);
 	const now = sum(recent, ([, rate]) => rate) / (recent.length || 1);
 	const count = (name) => sum(engines, (engine) => engine[name] ?? 0);
+	const { tokens, jumped, drafted, accepted, refused } = drafting();
+	const steps = tokens - jumped - accepted; // jumped tokens and accepted drafts took no step of their own
 	const tile = (label, value) => html`<div class="tile"><dt>${label}</dt><dd>${value}</dd></div>`;
 	return html`
 		<h2>Load</h2>
@@ -47,6 +49,9 @@ function drawPanel() {
 			${tile("Running", count("running"))} ${tile("Waiting, on time", live.lanes.on_time ?? 0)}
 			${tile("Waiting, late", live.lanes.late ?? 0)} ${tile("Swapped", count("swapped"))}
 			${tile("Preemptions", count("preemptions"))} ${tile("Tokens/s", now.toFixed(0))}
+			${tile("Tokens per step", steps > 0 ? (tokens / steps).toFixed(2) : "-")}
+			${tile("Drafts accepted", drafted ? `${Math.round((100 * accepted) / drafted)} % of ${drafted}` : "-")}
+			${tile("Drafts refused", refused)}
 		</dl>
 		<figure>
 			${canvas("rate")}

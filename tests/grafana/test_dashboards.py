@@ -23,7 +23,8 @@ LIMIT_S = 150.0  # for queries without an answer
 # (panel or alert, legend or expression) of what a healthy service under this load does not count.  All other queries
 # must have a value that is not 0: a counter that nothing increments has a value too.
 MAY_STAY_ZERO = {
-    # Drafts are off by default.
+    # The scripted executor has no drafter.
+    ("Share of drafts accepted", "{{source}}"),
     ("Drafts of speculative decoding", "computed: {{source}}"),
     ("Drafts of speculative decoding", "accepted: {{source}}"),
     ("Drafts of speculative decoding", "refused: they would not have paid"),

@@ -14,11 +14,14 @@ step in flight, so the device is idle until the next plan arrives.  The measured
 this idle time.  `pays` adds the idle time after the last step with drafts, and the probability that the token in flight
 equals the drafter's guess.
 
-Predictions err, so a credit account bounds the time that drafts may lose on any text and machine.  Its unit is D(n):
+Predictions err, so a credit account, in seconds, bounds the time that drafts may lose on any text and machine:
 
-    begins with FIRST_CREDIT, and never exceeds MOST_CREDIT
-    + PROBES for each step in which drafts could have been computed and did not pay
+    begins with FIRST_CREDIT * D(n), and never exceeds MOST_CREDIT * D(n)
+    + PROBES * D(n) for each step in which drafts could have been computed and did not pay
     + time that accepted drafts have saved, - time that drafts have added, both as measured
+
+Other work on the machine may hide the time that drafts add.  So X(d) is at least the time of d prompt tokens, times the
+fraction of D(n) that n prompt tokens take: further tokens cost little only while a step waits for weights.
 
 A step computes at most the drafts whose time the account can pay even if all of them are refused.  If no drafts were
 computed, no rate would be learnt.  So when the account holds twice the time of PROBE_TOKENS drafts, these are computed
@@ -39,8 +42,8 @@ from quire.engine.wire.messages import Generate
 
 MARGIN = 1.03  # minimum predicted speedup for which drafts are computed, since predictions err
 PROBES = 1 / 200  # fraction of the time of steps without drafts that drafts may lose
-FIRST_CREDIT = 1.0  # initial credit, in steps without drafts
-MOST_CREDIT = 2.0  # maximum credit, in steps without drafts, however much time drafts have saved
+FIRST_CREDIT = 0.5  # initial credit, in steps without drafts
+MOST_CREDIT = 2.0  # maximum credit, in steps of the present size without drafts, however much time drafts have saved
 GROWTH = 2.0  # a step has at most this multiple of the drafts measured so far, since the time of more is unknown
 PROBE_TOKENS = 4  # draft tokens of a probe
 FIRST_RATE, FIRST_WEIGHT = 0.7, 2.0  # prior of a tenant's acceptance rate, and its weight in drafts
@@ -133,7 +136,7 @@ class DraftController:
         self._in_a_row: dict[tuple[int, int], int] = {}  # by load_class: consecutive steps with drafts
         self._recheck: dict[tuple[int, int], int] = {}  # by load_class: interval between steps without drafts
         self._searches = 0
-        self._credit = FIRST_CREDIT  # time that drafts may lose, in steps without drafts
+        self._credit_s = inf  # credit account in seconds; inf: not opened yet
         self._idle_s = 0.0  # moving average of the seconds that the device waits for a step with drafts
 
     # ------------------------------------------------------------------------------------------------------- learning
@@ -154,12 +157,13 @@ class DraftController:
         self._step_cost.mixed_steps += 1
         known = self._idle_s or idle_s
         self._idle_s = known + FRESH * (min(idle_s, OUTLIER * known) - known)
+        self._step_cost.record_bound(seconds, seqs)
         if alone := self._step_cost.exact_decode_s(seqs):
             extra = self._extra.setdefault(seqs.bit_length(), _Extra())
             extra.record(tokens, seconds - alone, alone)
             # Use the average, not this measurement, because other work on the machine delays single steps.
             if not extra.doubtful(tokens, OUTLIER * alone):
-                self._book(accepted / seqs - self.extra_s(seqs, tokens) / alone)
+                self._book(accepted / seqs * alone - self.extra_s(seqs, tokens), alone)
 
     def forget(self, request: Generate) -> None:
         """Drop the rates of a request that has ended."""
@@ -207,7 +211,12 @@ class DraftController:
     def extra_s(self, seqs: int, tokens: int) -> float:
         """Return the estimated seconds that `tokens` drafts add to a step of `seqs` sequences."""
         count, seconds, each = self._line(seqs, tokens)
-        return seconds + max(0.0, tokens - count) * each
+        return max(seconds + max(0.0, tokens - count) * each, tokens * self._floor_s(seqs))
+
+    def _floor_s(self, seqs: int) -> float:
+        """Minimum seconds of a draft: the more of a step of `seqs` sequences is arithmetic, the more.  0: not known."""
+        alone, each = self._step_cost.exact_decode_s(seqs), self._step_cost.token_s
+        return min(1.0, seqs * each / alone) * min(each, alone / seqs) if alone else 0.0
 
     def _plain_step_due(self, seqs: int) -> bool:
         """Return whether the next step should have no drafts, to measure the current time of such a step."""
@@ -229,16 +238,22 @@ class DraftController:
     def _worth(self, seqs: int) -> float:
         """Return the survival from which a draft token pays, at the lowest measured time per draft; 0: unknown."""
         alone, extra = self._step_cost.exact_decode_s(seqs), self._extra.get(seqs.bit_length())
-        return 0.0 if not alone or extra is None else extra.cheapest() * seqs / alone
+        return 0.0 if not alone or extra is None else max(extra.cheapest(), self._floor_s(seqs)) * seqs / alone
 
     def _line(self, seqs: int, tokens: int) -> tuple[float, float, float]:
         """Return the linear estimate (drafts, seconds, seconds per further draft) for about `tokens` drafts."""
         extra = self._extra.get(seqs.bit_length(), UNKNOWN)
         return extra.line(tokens.bit_length(), self._step_cost.token_s)
 
-    def _book(self, steps: float) -> None:
-        """Add saved (+) or lost (-) time to the credit account, in units of steps without drafts."""
-        self._credit = min(self._credit + steps, MOST_CREDIT)
+    def _book(self, seconds: float, alone: float) -> None:
+        """Add saved (+) or lost (-) seconds to the credit account.  `alone`: seconds of the step without drafts."""
+        self._credit_s = min(self._credit(alone) + seconds, MOST_CREDIT * alone)
+
+    def _credit(self, alone: float) -> float:
+        """Return the seconds that drafts may lose.  `alone`: seconds of a step without drafts."""
+        if self._credit_s == inf:
+            self._credit_s = FIRST_CREDIT * alone
+        return min(self._credit_s, MOST_CREDIT * alone)
 
     def _best(
         self, rates: list[float], lengths: list[int], seqs: int, most: int, *, waits: bool = False
@@ -248,10 +263,10 @@ class DraftController:
         `waits`: the token before the drafts is still in flight, so it is a guess, too."""
         counts = [0] * len(rates)
         alone = self._step_cost.exact_decode_s(seqs)
-        if not alone or most <= 0:  # no measurements yet: only a probe computes drafts
+        if not alone or most <= 0:  # no measurements yet
             return counts, False
         ranked = [(-rate * rate if waits else -rate, at) for at, rate in enumerate(rates)]
-        idle, credit = self._idle_s if waits else 0.0, self._credit * alone
+        idle, credit, floor = self._idle_s if waits else 0.0, self._credit(alone), self._floor_s(seqs)
         heapify(ranked)
         expected, tokens, best, best_tokens = float(seqs), 0, MARGIN * seqs / alone, 0
         order, least = [], max(UNLIKELY, self._worth(seqs) / 2)  # half of the worth, since measured times err
@@ -260,7 +275,7 @@ class DraftController:
             if not tokens & (tokens + 1):
                 count, seconds, each = self._line(seqs, tokens + 1)
             tokens += 1
-            extra = idle + (seconds + (tokens - count) * each if tokens > count else seconds)
+            extra = idle + max(seconds + (tokens - count) * each if tokens > count else seconds, tokens * floor)
             if extra > credit:
                 break
             order.append(at)
@@ -282,15 +297,17 @@ class DraftController:
 
     def _probe_size(self, lengths: list[int], seqs: int, most: int) -> int:
         """Add PROBES to the credit account for a step without drafts.  Returns the tokens of a due probe, or 0."""
-        self._book(PROBES)
         alone, count = self._step_cost.exact_decode_s(seqs), min(PROBE_TOKENS, most, max(lengths))
+        if not alone:
+            return 0
+        self._book(PROBES * alone, alone)
         if count <= 0:
             return 0
         extra = self._extra.get(seqs.bit_length())
         if extra is not None and extra.doubtful(count, OUTLIER * alone):  # the only measurement is implausible
             return count
         cost = 2 * (self.extra_s(seqs, count) + self._idle_s)
-        return count if min(cost, MOST_CREDIT * alone) <= self._credit * alone else 0
+        return count if min(cost, MOST_CREDIT * alone) <= self._credit(alone) else 0
 
     def _rate(self, seq: Sequence, draft: Draft) -> float:
         """Return the probability that a draft token is accepted if the draft tokens before it are."""

@@ -56,6 +56,14 @@ class StepCostModel:
         weight = FRESH * min(1.0, max(prompt_tokens / ROUND, beyond / alone if alone else 0.0))
         self.token_s += weight * (min(reading, OUTLIER * self.token_s) - self.token_s)
 
+    def record_bound(self, seconds: float, seqs: int) -> None:
+        """Learn that `seqs` sequences alone take at most `seconds`: a step that computed more took as long.
+
+        If that is less than the average, the machine has become faster since steps without prompts were measured."""
+        average, count = self._nearby.get(load_class(seqs), (0.0, 0))
+        if seconds < average:
+            self._nearby[load_class(seqs)] = average + STEADY * (seconds - average), count
+
     def record_swap(self, size: int, seconds: float) -> None:
         """Learn from the time of a copy of `size` bytes between device and host."""
         rate = size / seconds

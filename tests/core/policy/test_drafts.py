@@ -135,6 +135,20 @@ def test_waiting_for_the_step_in_flight_must_pay_as_well() -> None:
     assert not control.pays([(seq, draft(0))], 8, 100)
 
 
+def test_rows_are_free_only_while_a_step_waits_for_weights() -> None:
+    """Measured to add nothing, drafts add what a prompt token does in a step that arithmetic fills."""
+    costs = StepCostModel()
+    costs.token_s = DECODE_S / 64
+    for _ in range(40):
+        for seqs in (1, 64):
+            costs.record_step(DECODE_S, seqs, 0)
+    control = DraftController(costs)
+    for seqs in (1, 64):
+        control.record(DECODE_S, seqs, 8, 0, 0.0)
+    assert control.extra_s(64, 8) == pytest.approx(8 * DECODE_S / 64)
+    assert control.extra_s(1, 8) < DECODE_S / 64
+
+
 def test_a_probe_waits_for_the_step_in_flight_seldom() -> None:
     control, (seq, *_) = controller(8, DECODE_S, right=False), sequences(1)
     teach(control, seq, 0)

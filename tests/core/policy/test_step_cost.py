@@ -55,6 +55,19 @@ def test_fewer_bytes_or_more_tokens_never_speak_against_a_swap(
         assert costs.swap_pays(size, tokens * 2)
 
 
+def test_a_step_that_computed_more_in_less_time_corrects_the_average() -> None:
+    costs = StepCostModel()
+    costs.record_bound(0.005, 20)
+    assert costs.exact_decode_s(20) == 0  # nothing is known: a bound alone is no measurement
+    costs.record_step(0.010, 20, 0)
+    costs.record_bound(0.020, 20)
+    assert (costs.exact_decode_s(20), costs.readings(20)) == (0.010, 1)
+    for _ in range(40):
+        costs.record_bound(0.005, 20)
+    assert costs.exact_decode_s(20) == pytest.approx(0.005, rel=0.05)
+    assert costs.readings(20) == 1
+
+
 def test_averages_follow_and_a_hiccup_moves_them_little() -> None:
     costs = StepCostModel()
     for _ in range(40):

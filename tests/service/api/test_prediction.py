@@ -13,11 +13,13 @@ from quire.engine.common.embedded_redis import EmbeddedRedis
 from quire.engine.wire.messages import Delta, Finish, Generate
 from quire.engine.wire.records import Fleet
 from quire.service.api import api
+from quire.service.api.usage import UsageCount
 from quire.service.api.valid_request import ValidRequest
 from quire.service.common.limits import LIMITS, PREDICTED_TOKENS
 from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 from quire.service.delivery import admission, resume
+from quire.service.output.pieces import Piece
 from quire.service.text.tokenizer import Tokenizer
 from tests.service.fakes import FakeEngine, Served, a_load, settled
 from tests.service.test_app import events, says
@@ -201,6 +203,15 @@ async def test_an_answer_that_a_stop_string_ends_has_the_counts_up_to_there(
         assert answer["choices"][0]["finish_reason"] == "stop"
         counted = usage["completion_tokens_details"]
         assert counted["accepted_prediction_tokens"] >= usage["completion_tokens"] // 2 > 0
+
+
+def test_drafts_behind_a_stop_string_are_not_in_the_answer() -> None:
+    """The engine accepted five drafts in its last step; the answer ends after two more tokens."""
+    usage = UsageCount(parsed(**predicts()), [4])
+    usage.add(Piece(0, "", [7], predictions=(0, 1)))
+    usage.add(Piece(0, "", [8, 9], predictions=(5, 1)))
+    details = usage.fields()["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 3}
 
 
 async def test_without_drafts_it_has_no_effect_and_a_header_names_it(

@@ -173,15 +173,25 @@ def test_what_has_no_room_misses_its_targets_and_what_is_invalid_has_none() -> N
 def test_engines_come_and_go() -> None:
     telemetry = Telemetry("g")
     on_time, late = LaneQueue(1, 10, 500), LaneQueue(2, 20, 9000)
-    telemetry.record_fleet(Fleet([a_load("a", free_blocks=7), a_load("b")], 3, 30, 1, on_time=on_time, late=late))
+    drafting = a_load("a", free_blocks=7, drafts={"own": (8, 5), "tenant": (3, 0)}, refused_drafts=2)
+    telemetry.record_fleet(Fleet([drafting, a_load("b")], 3, 30, 1, on_time=on_time, late=late))
     got = samples(telemetry)
+    counted = {name: value for name, value in got.items() if "draft" in name[0] and "created" not in name[0]}
+    assert counted == {
+        ("quire_engine_drafted_tokens", "a tiny own"): 8,
+        ("quire_engine_drafted_tokens", "a tiny tenant"): 3,
+        ("quire_engine_accepted_drafts", "a tiny own"): 5,
+        ("quire_engine_accepted_drafts", "a tiny tenant"): 0,
+        ("quire_engine_refused_drafts", "a tiny"): 2,
+        ("quire_engine_refused_drafts", "b tiny"): 0,
+    }
     assert got["quire_engine_kv_blocks_free", "a tiny"] == 7
     assert (got["quire_queue_requests", "on_time"], got["quire_queue_requests", "late"]) == (1, 2)
     assert (got["quire_queue_tokens", "on_time"], got["quire_queue_tokens", "late"]) == (10, 20)
     assert (got["quire_queue_oldest_seconds", "on_time"], got["quire_queue_oldest_seconds", "late"]) == (0.5, 9.0)
     telemetry.record_fleet(Fleet([a_load("b")], queued=0, queued_tokens=0, time_ms=1))
     got = samples(telemetry)
-    assert ("quire_engine_kv_blocks_free", "a tiny") not in got
+    assert not [name for name, labels in got if labels.startswith("a ")]
     assert ("quire_engine_kv_blocks_free", "b tiny") in got
 
 

@@ -578,13 +578,15 @@ def test_the_engine_panel_shows_load_and_blocks(page: Browser) -> None:
     page.script(ANSWERING, "engine/state", 0, {})
     page.button("Engine").click()
     figures = {"blocks": 100, "running": 3, "swapped": 1, "preemptions": 5, "tokens": 10, "peak_blocks": 60}
+    figures |= {"jumped": 2, "drafted": 8, "accepted": 3, "refused": 6}
     cells = [[4, 3, 2], [10, 2, 1], [6, 1, 0], [80, 0, 0]]
     seqs = [[name, [[0, 4], [4, 5]]], ["other.0.0", [[0, 4], [9, 5]]]]
     page.until(lambda: page.script("return !!window.sink"))
     page.script("feed(arguments[0])", state(True, **figures, cells=cells, seqs=seqs))
     page.until(lambda: "shared 4" in page.text(".legend"))
     tiles = "Running 3 Waiting, on time 2 Waiting, late 7 Swapped 1 Preemptions 5 Tokens/s 0"
-    assert " ".join(page.text(".tiles").split()) == tiles
+    drafts = "Tokens per step 2.00 Drafts accepted 38 % of 8 Drafts refused 6"  # 10 tokens in 10 - 2 - 3 steps
+    assert " ".join(page.text(".tiles").split()) == f"{tiles} {drafts}"
     assert "14 % in use" in page.text("aside")
     assert "forecast peak 60" in " ".join(page.text("aside").split())
     page.one("canvas.map").send_keys(Keys.ARROW_RIGHT)

@@ -58,7 +58,14 @@ class Gateway:
     def __init__(self, name: str) -> None:
         self.telemetry = Telemetry(name)
 
-    def fleet(self, generated: int, *, waiting: int = 0, tenants: dict[str, TenantQueue] | None = None) -> None:
+    def fleet(
+        self,
+        generated: int,
+        *,
+        waiting: int = 0,
+        tenants: dict[str, TenantQueue] | None = None,
+        drafts: bool = False,
+    ) -> None:
         loads = [
             a_load(
                 engine,
@@ -70,6 +77,9 @@ class Gateway:
                 prompt_tokens=generated,
                 cached_prompt_tokens=generated // 4,
                 preemptions=generated // 100,
+                drafts={"own": (generated // 2, generated // 5), "tenant": (generated // 10, 0)} if drafts else {},
+                refused_drafts=generated // 50 if drafts else 0,
+                jumped_tokens=generated // 10 if drafts else 0,
             )
             for factor, engine in enumerate(("e0", "e1"), 1)
         ]
@@ -159,6 +169,35 @@ def test_a_restarted_gateway_or_engine_never_makes_a_rate_negative_or_huge() -> 
     assert found.requests_per_s == 2.0  # of g since its restart; how old the counts of h are is not known
     assert found.tokens_per_s == (10 + 20) / 2
     assert figures(other.read(2.0), old.read(0.0)).seconds is None
+
+
+def test_drafts_are_those_of_all_engines_between_two_readings() -> None:
+    """Of two engines: one has twice the tokens of the other, and as many drafts."""
+    gateways = [Gateway("a"), Gateway("b")]
+    for gateway in gateways:
+        gateway.fleet(1000, drafts=True)
+    before = merge([gateway.read(0.0) for gateway in gateways])
+    for gateway in gateways:
+        gateway.fleet(2000, drafts=True)
+    found = figures(merge([gateway.read(2.0) for gateway in gateways]), before)
+    assert found.drafts is not None
+    assert found.drafts.sources == {"own": (1000, 400), "tenant": (200, 0)}
+    assert found.drafts.refused == 40
+    assert found.tokens_per_step == pytest.approx(3000 / (3000 - 200 - 400))
+    assert [row.tokens_per_step for row in found.engines] == pytest.approx([1000 / 700, 2000 / 1700])
+    line = next(line for line in shown(found).splitlines() if line.startswith("drafts"))
+    assert "1.25 tokens per step, accepted: own 40% of 1,000, tenant 0% of 200, 40 would not have paid" in line
+
+
+def test_drafts_are_off_where_no_engine_drafts_and_counted_since_the_start_at_first() -> None:
+    gateway = Gateway("g")
+    gateway.fleet(1000)
+    assert "drafts     off" in shown(figures(gateway.read(0.0), None))
+    gateway.fleet(1000, drafts=True)
+    first = figures(gateway.read(0.0), None)
+    assert first.drafts is not None
+    assert first.drafts.sources == {"own": (1000, 400), "tenant": (200, 0)}
+    assert first.tokens_per_step is None
 
 
 def test_tenants_are_joined_from_queue_and_counters() -> None:
