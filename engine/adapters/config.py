@@ -10,6 +10,7 @@ import msgspec
 from quire.engine.adapters.errors import AdapterError
 
 MOST_RANK = 128
+MOST_VALUES = 100_000  # JSON values of a file: reading more of them would keep the interpreter from everything else
 ALL_LINEAR = "all-linear"
 # Fields that change what an adapter computes, with the values that change nothing, besides false ones.
 OTHER_METHODS: dict[str, tuple[object, ...]] = {
@@ -62,6 +63,7 @@ def last_word(path: str) -> str:
 
 def parse_config(data: bytes | bytearray, where: str) -> AdapterConfig:
     """Return the config in a file's bytes.  `where` names the file.  Raises AdapterError."""
+    check_values(data, where)
     try:
         fields: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
         kind = fields.get("peft_type", "")
@@ -79,6 +81,13 @@ def parse_config(data: bytes | bytearray, where: str) -> AdapterConfig:
         if not math.isfinite(alpha):
             raise AdapterError(f"{where}: alpha is {alpha}, not a finite number")
     return config
+
+
+def check_values(data: bytes | bytearray, where: str) -> None:
+    """Raise AdapterError for JSON text that may have more than MOST_VALUES values."""
+    count = sum(map(data.count, (b"[", b"{", b":", b",")))
+    if count > MOST_VALUES:
+        raise AdapterError(f"{where}: about {count} JSON values; at most {MOST_VALUES} are read", MOST_VALUES, count)
 
 
 def refuse_other_methods(fields: dict[str, Any], where: str) -> None:

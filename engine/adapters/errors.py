@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from quire.engine.common.errors import OperatorError
 
+MOST_CHARS = 1_000  # characters of a message: files name the modules, patterns and values in it
+
 
 class AdapterError(OperatorError):
     """A LoRA adapter cannot be served: one line that names the file, the fault, and limit and value."""
@@ -12,9 +14,17 @@ class AdapterError(OperatorError):
 
     def __init__(self, message: str, limit: float | str | None = None, given: float | str | None = None) -> None:
         """`limit`, `given`: the limit that the adapter exceeds, and its value; None: the fault has no limit."""
-        super().__init__(message)
+        super().__init__(one_line(message))
         self.limit, self.given = limit, given
 
 
 class AdapterMissing(AdapterError):
     """An adapter's files are not on this machine, or other files are there.  Another engine may have them."""
+
+
+def one_line(text: str) -> str:
+    """Return a text of any file as one line of UTF-8 and bounded length: what is not printable is escaped."""
+    line = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text[: 2 * MOST_CHARS])
+    if len(text) <= MOST_CHARS >= len(line):
+        return line
+    return f"{line[: MOST_CHARS // 2]} ... {text[-MOST_CHARS // 4 :]!a}"

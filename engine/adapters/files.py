@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.engine.adapters.config import MOST_RANK, AdapterConfig, parse_config
+from quire.engine.adapters.config import MOST_RANK, AdapterConfig, check_values, parse_config
 from quire.engine.adapters.errors import AdapterError, AdapterMissing
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MOST_CONFIG_BYTES = MOST_HEADER_BYTES = 4 << 20
+MOST_FILE_BYTES = 16 << 30  # read for a digest: rank 128 on all layers of a 405B model takes 7 GB in bfloat16
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of an element
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
 _READ = 1 << 20  # bytes hashed at a time
@@ -89,6 +90,7 @@ def digest_of(folder: Path) -> str:
     path = folder / WEIGHTS
     with _open(path) as file:
         before = os.fstat(file.fileno())
+        _check_bytes(before.st_size, MOST_FILE_BYTES, path)
         head = file.read(8 + MOST_HEADER_BYTES)
         for name, tensor in header_of(head, before.st_size, str(path)).items():
             check_tensor(name, tensor, str(path))
@@ -107,7 +109,9 @@ def pairs_of(data: bytes | bytearray, where: str) -> dict[str, Pair]:
         match = check_tensor(name, tensor, where)
         rows, columns = tensor.shape
         matrix = Matrix(tensor.dtype, rows, columns, view[slice(*tensor.data_offsets)])
-        found.setdefault(match["module"], {})[match["which"]] = matrix
+        both = found.setdefault(match["module"], {})
+        if both.setdefault(match["which"], matrix) is not matrix:
+            raise AdapterError(f"{where}: {match['module']} has lora_{match['which']} twice")
     if not found:
         raise AdapterError(f"{where}: holds no LoRA matrices")
     pairs = {}
@@ -131,20 +135,21 @@ def header_of(head: bytes | bytearray, size: int, where: str) -> dict[str, Tenso
         raise AdapterError(
             f"{where}: its header has {length} bytes; at most {MOST_HEADER_BYTES} are read", MOST_HEADER_BYTES, length
         )
+    check_values(header := head[8 : 8 + length].rstrip(), where)
     try:
-        fields: dict[str, Any] = msgspec.json.decode(head[8 : 8 + length].rstrip(), type=dict[str, Any])
+        fields: dict[str, Any] = msgspec.json.decode(header, type=dict[str, Any])
         fields.pop("__metadata__", None)
         tensors = msgspec.convert(fields, dict[str, Tensor])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise AdapterError(f"{where}: damaged header: {error}") from None
     end = 8 + length
     found = {}
-    for name, tensor in tensors.items():
-        first, last = tensor.data_offsets
-        if not 0 <= first <= last:
-            raise AdapterError(f"{where}: damaged header: {name} lies at {first} to {last}")
-        found[name] = msgspec.structs.replace(tensor, data_offsets=(8 + length + first, 8 + length + last))
-        end = max(end, 8 + length + last)
+    for name, tensor in sorted(tensors.items(), key=lambda one: one[1].data_offsets):
+        first, last = (8 + length + offset for offset in tensor.data_offsets)
+        if not end == first <= last:
+            raise AdapterError(f"{where}: damaged header: {name} lies at {first} to {last}, expected at {end}")
+        found[name] = msgspec.structs.replace(tensor, data_offsets=(first, last))
+        end = last
     if end != size:
         raise AdapterError(f"{where}: truncated or damaged: {size} bytes, its header describes {end}", end, size)
     return found
@@ -188,9 +193,7 @@ def _open(path: Path) -> FileIO:
 def _read(path: Path, most_bytes: int) -> bytearray:
     with _open(path) as file:
         before = os.fstat(file.fileno())
-        if before.st_size > most_bytes:
-            size = before.st_size
-            raise AdapterError(f"{path}: {size} bytes; at most {most_bytes} are served", most_bytes, size)
+        _check_bytes(before.st_size, most_bytes, path)
         data = bytearray(before.st_size)
         view, at = memoryview(data), 0
         try:
@@ -202,6 +205,11 @@ def _read(path: Path, most_bytes: int) -> bytearray:
     if at != before.st_size:
         raise AdapterMissing(f"{path}: changed while it was read")
     return data
+
+
+def _check_bytes(size: int, most: int, path: Path) -> None:
+    if size > most:
+        raise AdapterError(f"{path}: {size} bytes; at most {most} are served", most, size)
 
 
 def _check_unchanged(before: os.stat_result, after: os.stat_result, path: Path) -> None:

@@ -15,11 +15,11 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.engine.adapters.errors import AdapterError
+from quire.engine.adapters.errors import AdapterError, AdapterMissing
 from quire.engine.adapters.files import CONFIG, WEIGHTS, digest_of
-from quire.engine.adapters.names import adapter_id, folder_of
+from quire.engine.adapters.names import adapter_id, check_text, folder_of
 
-MOST_DIGESTS = 10_000  # remembered, 0.3 KB each
+MOST_DIGESTS = 10_000  # remembered, 0.3 KB each, a fault up to 4 KB
 
 Identity = tuple[tuple[int, ...], ...]  # changes with the files
 
@@ -37,10 +37,12 @@ class AdapterFolder:
     def __init__(self, directory: Path) -> None:
         """Raises AdapterError unless the directory is there."""
         self.directory = Path(os.path.abspath(directory.expanduser()))
+        check_text(str(self.directory))
         if not self.directory.is_dir():
             raise AdapterError(f"--lora-dir {directory}: no such directory")
         self._lock = threading.Lock()
-        self._digests: OrderedDict[Path, tuple[Identity, str]] = OrderedDict()  # the least recently used first
+        # Digest or fault of a folder, the least recently used first.
+        self._digests: OrderedDict[Path, tuple[Identity, str | AdapterError]] = OrderedDict()
 
     def find(self, name: str) -> FoundAdapter | None:
         """Return the adapter of a name; None: there is none.
@@ -69,13 +71,26 @@ class AdapterFolder:
             known = self._digests.get(folder)
             if known is not None and known[0] == identity:
                 self._digests.move_to_end(folder)
-                return known[1]
-        digest = digest_of(folder)
+                return _digest_in(known[1])
+        digest: str | AdapterError
+        try:
+            digest = digest_of(folder)
+        except AdapterMissing:
+            raise
+        except AdapterError as error:
+            digest = error
         with self._lock:
             self._digests[folder] = identity, digest
             while len(self._digests) > MOST_DIGESTS:
                 self._digests.popitem(last=False)
-        return digest
+        return _digest_in(digest)
+
+
+def _digest_in(found: str | AdapterError) -> str:
+    """Return a digest.  Raises the fault that is there in its place."""
+    if isinstance(found, AdapterError):
+        raise AdapterError(str(found), found.limit, found.given)
+    return found
 
 
 def _identity(folder: Path) -> Identity:

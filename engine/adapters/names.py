@@ -44,10 +44,19 @@ def parse_option(words: str) -> dict[str, Path]:
         if not equals or not path:
             raise AdapterError(f"--lora {word}: NAME=PATH is wanted")
         check_name(name)
+        check_text(path)
         if name in found:
             raise AdapterError(f"--lora names {name} twice")
         found[name] = Path(path).expanduser().resolve()
     return found
+
+
+def check_text(path: str) -> None:
+    """Raise AdapterError for a path that messages cannot carry to an engine."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise AdapterError(f"{path}: the path of an adapter must be UTF-8") from None
 
 
 def folder_of(name: str, directory: Path) -> Path | None:

@@ -27,9 +27,9 @@ except (re.error, RecursionError, OverflowError) as error:
 """
 
 
-def is_suffix(pattern: str, name: str) -> bool:
-    """Return whether a plain pattern is the name of a module or its last parts."""
-    return name == pattern or name.endswith(f".{pattern}")
+def endings(name: str) -> list[str]:
+    """Return the plain patterns that match a module: its name and the ends of it that begin behind a dot."""
+    return [name, *(name[at + 1 :] for at, one in enumerate(name) if one == ".")]
 
 
 def full_matches(patterns: Sequence[str], names: Sequence[str], where: str) -> dict[str, set[str]]:
@@ -59,11 +59,13 @@ def full_matches(patterns: Sequence[str], names: Sequence[str], where: str) -> d
 
 def by_key(keys: Iterable[str], names: Sequence[str], where: str) -> dict[str, str]:
     """Return by name the first key of `rank_pattern` or `alpha_pattern` that matches it.  Raises AdapterError."""
-    keys = list(keys)
-    odd = {key: f"(.*\\.)?({key})" for key in keys if not PLAIN.fullmatch(key)}
+    rank = {key: at for at, key in enumerate(keys)}
+    odd = {key: f"(.*\\.)?({key})" for key in rank if not PLAIN.fullmatch(key)}
     matched = full_matches(list(odd.values()), names, where)
     found: dict[str, str] = {}
-    for key in reversed(keys):
-        hits = matched[odd[key]] if key in odd else [name for name in names if is_suffix(key, name)]
-        found |= dict.fromkeys(hits, key)
+    for name in names:
+        hits = [end for end in endings(name) if end in rank and end not in odd]
+        hits += [key for key, pattern in odd.items() if name in matched[pattern]]
+        if hits:
+            found[name] = min(hits, key=rank.__getitem__)
     return found

@@ -1,4 +1,4 @@
-"""Answers with LoRA adapters survive their engine, killed in the middle; its spare goes on, without a new token."""
+"""Answers with LoRA adapters survive their engine, killed in the middle: its spare resumes them, token for token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.system.test_takeover import engines, spare_of
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("warm_processes")]
 
 PROMPT = [20, 30, 40, 50, 60, 70]
-TOKENS = 300  # of an answer that the engine's death interrupts
+TOKENS = 300  # tokens per answer
 TOOL = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 40}}, "required": ["city"]}
 
 

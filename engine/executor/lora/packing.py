@@ -16,7 +16,7 @@ import torch
 from quire.engine.adapters.config import ALL_LINEAR, AdapterConfig
 from quire.engine.adapters.errors import AdapterError
 from quire.engine.adapters.files import AdapterFile, Matrix, Pair
-from quire.engine.adapters.patterns import PLAIN, by_key, full_matches, is_suffix
+from quire.engine.adapters.patterns import PLAIN, by_key, endings, full_matches
 from quire.engine.executor import ops
 from quire.engine.executor.lora.layouts import GpuBlocks, Layout, Numbers, Strips
 from quire.engine.executor.lora.pinned import pinned
@@ -74,7 +74,8 @@ class Packer:
                     allowed = f"slots hold ranks up to {self.layout.most_ranks}"
                     raise AdapterError(f"{file.where}: {part.path} has rank {pair.a.rows}, {allowed}")
                 shrinks.append(self.layout.with_ranks(values(pair.a)))
-                expand = values(pair.b) * np.float32(scales[part.path])
+                with np.errstate(over="ignore", invalid="ignore"):  # `put` refuses what is not finite
+                    expand = values(pair.b) * np.float32(scales[part.path])
                 offset = put(expand, f"{part.path}.lora_B", self.layout.expand)
                 table[number, 2 + 4 * at : 6 + 4 * at] = offset, len(shrinks[-1]), part.first, part.outputs
             shrink = np.concatenate(shrinks)
@@ -180,13 +181,15 @@ def targets_of(config: AdapterConfig, layers: Sequence[str], where: str) -> set[
     if isinstance(targets, str):
         found = set(layers) if targets.lower() == ALL_LINEAR else full_matches([targets], layers, where)[targets]
     else:
-        found = {path for path in layers if any(is_suffix(target, path) for target in targets)}
+        names = set(targets)
+        found = {path for path in layers if not names.isdisjoint(endings(path))}
         found = {path for path in found if in_layers(config, path, where)}
     excluded = config.exclude_modules
     if isinstance(excluded, str) and excluded:
         found -= full_matches([excluded], layers, where)[excluded]
     elif excluded:
-        found = {path for path in found if not any(is_suffix(name, path) for name in excluded)}
+        names = set(excluded)
+        found = {path for path in found if names.isdisjoint(endings(path))}
     return found
 
 

@@ -4,8 +4,8 @@
               └─ last release: dropped                       ^──────── hold ─────────'
 
 A held adapter is never evicted, so a step finds it at once.  While held adapters fill the memory, loads wait.  Nothing
-but the loader's thread touches a file, so a slow disk stops no step.  A fault is forgotten with its last holder: the
-next request tries the files again.
+but the loader's thread touches a file, so a slow disk stops no step.  An id names the bytes of its files, so files that
+cannot be served are read once.  If they are missing, the next request looks again.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.engine.adapters.counts import AdapterCounts
-from quire.engine.adapters.errors import AdapterError, AdapterMissing
+from quire.engine.adapters.errors import AdapterError, AdapterMissing, one_line
 from quire.engine.adapters.files import WEIGHTS, AdapterFile, read_adapter
 from quire.engine.adapters.names import digest_part
 from quire.engine.executor.lora.packing import PackedAdapter
 
 log = logging.getLogger(__name__)
 
+MOST_REFUSED = 1024  # ids of files that cannot be served
 DIED = "the adapter could not be loaded; the engine's log has the reason"  # message for clients
 
 
@@ -70,6 +71,7 @@ class AdapterStore:
         self._by_request: dict[str, Adapter] = {}
         self._loaded: dict[str, PackedAdapter] = {}  # packed adapters by adapter id
         self._kept: OrderedDict[str, None] = OrderedDict()  # keys without holders, least recently used first
+        self._refused: OrderedDict[str, str] = OrderedDict()  # key -> why its files cannot be served
         self._queue: deque[Adapter] = deque()
         self._finished: deque[str] = deque()
         self._bytes = 0  # bytes of all loaded adapters
@@ -89,10 +91,11 @@ class AdapterStore:
         with self._lock:
             adapter = self._adapters.get(text)
             if adapter is None:
-                adapter = self._adapters[text] = Adapter(text)
-                self._queue.append(adapter)
-                self._count_waiting()
-                self._start()
+                adapter = self._adapters[text] = Adapter(text, fault=self._refused.get(text, ""))
+                if not adapter.fault:
+                    self._queue.append(adapter)
+                    self._count_waiting()
+                    self._start()
             adapter.holders.add(request_id)
             self._by_request[request_id] = adapter
             self._kept.pop(text, None)
@@ -209,6 +212,10 @@ class AdapterStore:
                 log.exception("loading %s failed", adapter.key)
                 fault = DIED
             with self._lock:
+                if fault and fault != DIED and not adapter.missing:
+                    self._refused[adapter.key] = fault
+                    while len(self._refused) > MOST_REFUSED:
+                        self._refused.popitem(last=False)
                 self._settle(adapter, packed, fault, time.monotonic() - began)
 
     def _load(self, key: str) -> PackedAdapter | None:
@@ -219,6 +226,8 @@ class AdapterStore:
             size = (folder / WEIGHTS).stat().st_size
         except OSError:
             size = 0  # `read_adapter` says why
+        if size > self._most_bytes:
+            raise AdapterError(f"{folder}: {size} bytes; --lora-memory-gib allows {self._most_bytes}")
         with self._lock:
             self._evict(size)
             while self._bytes + size > self._most_bytes and self._bytes > 0 and not self._closed:
@@ -230,7 +239,7 @@ class AdapterStore:
         if not file.config.is_for(self._base):
             log.warning(
                 "adapter %s was trained on %s; this engine serves %s",
-                *(name, file.config.base_model_name_or_path, self._base),
+                *(name, one_line(str(file.config.base_model_name_or_path)), self._base),
             )
         packed = self._pack(file)
         if packed.bytes > self._most_bytes:
