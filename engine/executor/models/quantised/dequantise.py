@@ -1,6 +1,6 @@
 """Turns the stored tensors of one quantised weight into that weight: [out, in], in the model's dtype.
 
-Values of b bits are packed into int32, the first one in the lowest bits.  With q a stored number:
+Values of b bits are packed into int32, the first one in the lowest bits.  With q a stored value:
 
     format   parts, and their shapes                                                          weight[o, i]
     scaled   weight [out, in] e4m3 or int8, scale, zero_point                                  (q - zero) * scale
@@ -10,14 +10,14 @@ Values of b bits are packed into int32, the first one in the lowest bits.  With 
     mxfp4    blocks u8 [experts, out, in / 32, 16], scales u8 [experts, out, in / 32]          e2m1[q] * 2^(scale - 127)
     fp4      packed u8 [out, in / 2], scale e4m3 or u8 [out, in / group], scale_2 [], global_scale [1]  (see below)
 
-`packed` stores q and zero points plus half their range.  Zero points of `packed` are packed along the rows, those of
-gptq and awq along the columns.  g_idx has the group of each column; without it, groups follow one another.
+`packed` stores q and zero points plus half their range.  Zero points of `packed` are packed along the rows, zero points
+of gptq and awq along the columns.  g_idx has the group of each column; without it, groups are consecutive columns.
 
-An e2m1 number of `fp4` is multiplied with its scale, where a scale in u8 stands for 2^(scale - 127), and with the
-float32 scale_2 of the tensor (NVFP4 of modelopt), or divided by its global_scale (NVFP4 of compressed-tensors).
+An e2m1 value of `fp4` is multiplied by its scale (a scale in u8 stands for 2^(scale - 127)), and by the tensor's
+float32 scale_2 (NVFP4 of modelopt) or 1 / global_scale (NVFP4 of compressed-tensors).
 
-Products are computed in float32 and rounded once, in chunks of PIECE values.  So apart from the parts and the weight,
-little more is held than a byte for each number.
+Weights are computed in float32 and rounded once, in chunks of PIECE values.  So besides the stored tensors and the
+weight, memory holds little more than a byte per value.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quire.engine.executor import ops
 from quire.engine.executor.models.quantised.quantisation import Format, Quantisation
 from quire.engine.executor.models.quantised.quantised import BLOCK, Quantised
 
-PIECE = 1 << 22  # numbers
+PIECE = 1 << 22  # values per chunk
 WORD = 32  # bits that hold packed values
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # place, within a word, of each of 8 consecutive columns
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # values by their three low bits; the fourth is the sign
@@ -47,7 +47,7 @@ NEEDED: dict[Format, set[str]] = {
     "fp4": {"packed", "scale"},
 }
 Shape = tuple[int, ...]
-Kept = Literal["int8", "fp8", "fp8 blocks", "int4"]  # weights that are served as they are stored
+Kept = Literal["int8", "fp8", "fp8 blocks", "int4"]  # formats of weights that are served as stored
 
 
 def check_shapes(how: Quantisation, shapes: dict[str, Shape]) -> None:
@@ -86,7 +86,7 @@ def check_shapes(how: Quantisation, shapes: dict[str, Shape]) -> None:
 
 
 def _grids(how: Quantisation, lead: Shape, out: int, columns: int) -> list[Shape]:
-    """Return the shapes that a scale of `scaled` weights may have; lead: experts, if they are one tensor."""
+    """Return the shapes that a scale of `scaled` weights may have; lead: number of experts, if they are one tensor."""
     if how.strategy == "block":
         return [(*lead, math.ceil(out / how.block[0]), math.ceil(columns / how.block[1]))]
     if how.strategy == "channel":
@@ -107,7 +107,7 @@ def _check(part: str, shape: Shape, *wanted: Shape) -> None:
 
 
 def dequantise(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the weight of these parts, whose shapes were checked.  Raises ValueError for values that do not fit."""
+    """Return the weight of these stored tensors, whose shapes were checked.  Raises ValueError for invalid values."""
     if how.format == "mxfp4":
         return _dequantise_mxfp4(parts["blocks"], parts["scales"], dtype)
     if how.format == "fp4":
@@ -120,7 +120,7 @@ def dequantise(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) 
 
 
 def as_stored(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
-    """Return the values of these parts, their scales and zero points, all exact.  `stored_as` must name their kind."""
+    """Return these stored values, their scales and zero points, all exact.  `stored_as` must name their kind."""
     if how.bits == 4:
         return _four_bits(how, parts)
     if how.format == "packed":
@@ -153,34 +153,34 @@ def _four_bits(how: Quantisation, parts: dict[str, Tensor]) -> Quantised:
         else:
             numbers = parts["qweight"].T.contiguous().view(torch.uint8)
     scale = scale.to(torch.float32)
-    if how.group == 0 and 2 * numbers.shape[1] > ops.INT4_LARGEST_GROUP:  # equal scales of smaller groups
+    if how.group == 0 and 2 * numbers.shape[1] > ops.INT4_LARGEST_GROUP:  # as smaller groups with equal scales
         groups = 2 * numbers.shape[1] // ops.INT4_BLOCK
         scale, zero = scale.expand(-1, groups), None if zero is None else zero.expand(-1, groups)
     return Quantised(numbers.contiguous(), scale.contiguous(), None if zero is None else zero.contiguous())
 
 
 def _fits_4_bits(how: Quantisation, shape: Shape) -> bool:
-    """shape: of the stored values.  Whether the groups of a weight are those of a GEMM."""
+    """Whether the groups of a weight fit the int4 GEMMs.  shape: of the stored values."""
     columns = shape[0] if how.format == "awq" else shape[0 if how.format == "gptq" else 1] * WORD // 4
     group = how.group or ops.INT4_BLOCK
     return columns % group == 0 and group % ops.INT4_BLOCK == 0 and group <= ops.INT4_LARGEST_GROUP
 
 
 def in_order_of_groups(group: Tensor, how: Quantisation) -> bool:
-    """Whether g_idx [in] says no more than that groups of columns follow one another."""
-    if int(group[0]) < 0:  # compressed-tensors fills it with -1 where it means nothing
+    """Whether g_idx [in] says only that groups are consecutive columns."""
+    if int(group[0]) < 0:  # compressed-tensors fills it with -1 if it has no meaning
         return True
     return torch.equal(group, (torch.arange(len(group)) // (how.group or len(group))).to(group.dtype))
 
 
 def stored_as(how: Quantisation, parts: Collection[str], dtype: str, shape: Shape) -> Kept | None:
-    """Return as what `as_stored` can keep a weight [out, in]; None: it cannot.
+    """Return the kind under which `as_stored` can keep a weight [out, in]; None: it cannot.
 
-    int8 must be symmetric, with a scale of the tensor or of each row.  e4m3 may also have one for each block of
-    128 x 128.  Its GEMMs round their inputs to e4m3, so the config must ask for that.  Of 4 bits, groups must have
-    32, 64, .. 4,096 inputs, or all of a row; the caller looks into a g_idx (`in_order_of_groups`).
+    int8 must be symmetric, with one scale for the tensor or per row.  e4m3 may also have one per block of 128 x 128.
+    Its GEMMs round their inputs to e4m3, so the config must ask for that.  int4 groups must have 32, 64, .. 4,096
+    inputs, or a complete row; the caller checks a g_idx (`in_order_of_groups`).
 
-    dtype: of its values, in the words of safetensors.  shape: of its values."""
+    dtype: of the stored values, as safetensors names it.  shape: of the stored values."""
     if how.bits == 4 and how.format in ("packed", "awq", "gptq"):
         return "int4" if _fits_4_bits(how, shape) else None
     if how.bits != 8 or len(shape) != 2 or "zero_point" in parts:
@@ -246,7 +246,7 @@ def _dequantise_transposed(how: Quantisation, parts: dict[str, Tensor], dtype: t
 def _zeros_by_row(how: Quantisation, parts: dict[str, Tensor]) -> Tensor:
     """Return the zero points of awq and gptq: u8 [out, groups]."""
     zero = unpack(parts["qzeros"], how.bits)
-    # gptq stored a zero point of 0 as -1, that is, as the largest number.
+    # gptq stores a zero point of 0 as -1, which is the largest unsigned value.
     zero = _in_order(zero) if how.format == "awq" else zero + how.zero_shift & (1 << how.bits) - 1
     return zero.T
 
@@ -268,10 +268,10 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 def _grouped(
     how: Quantisation, numbers: Tensor, zero: Tensor, scale: Tensor, group: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return (numbers - zero) * scale.  numbers u8 [out, in]; zero u8 and scale [out, groups]; group [in]."""
+    """Return (value - zero) * scale.  `numbers` u8 [out, in]; zero u8 and scale [out, groups]; group [in]."""
     rows, columns = numbers.shape
     wide, groups = how.group or columns, scale.shape[1]
-    if group is None or int(group[0]) < 0:  # compressed-tensors fills it with -1 where it means nothing
+    if group is None or int(group[0]) < 0:  # compressed-tensors fills it with -1 if it has no meaning
         group = None if columns % wide == 0 else torch.arange(columns) // wide
     elif int(group.min()) < 0 or int(group.max()) >= groups:
         raise ValueError(f"a column is of group {int(group.max())}, and there are {groups}")
@@ -289,7 +289,7 @@ def _grouped(
 
 
 def _dequantise_fp4(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return [out, in] of e2m1 values, two a byte, the first in its low half."""
+    """Return [out, in] from e2m1 values, two per byte, the first in the low nibble."""
     packed, scale = parts["packed"], parts["scale"]
     if scale.dtype == torch.uint8:
         scale = torch.ldexp(torch.ones(scale.shape), scale.to(torch.int32) - 127)
@@ -309,7 +309,7 @@ def _dequantise_fp4(how: Quantisation, parts: dict[str, Tensor], dtype: torch.dt
 
 
 def _dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [experts, in, out]: gpt-oss multiplies with the transpose."""
+    """Return [experts, in, out], because gpt-oss multiplies by the transpose."""
     experts, out, groups, _ = blocks.shape
     numbers = torch.tensor(SIGNED_E2M1)
     result = torch.empty(experts, groups * 32, out, dtype=dtype)
@@ -323,6 +323,6 @@ def _dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _pieces(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Cut rows into shares of about PIECE values: (first, end)."""
+    """Return ranges (first, end) of rows that have about PIECE values each."""
     step = max(1, PIECE // max(1, columns))
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]

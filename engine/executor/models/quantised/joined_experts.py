@@ -1,11 +1,11 @@
-"""Experts that are stored one by one, for a model that holds those of a layer as one tensor of transposes: Llama 4.
+"""Joins experts that are stored one by one, for a model with one tensor of transposes per layer: Llama 4.
 
     experts.0.gate_proj.weight [out, in] ┐
     experts.0.up_proj.weight   [out, in] ├─ transposed, side by side ─> experts.gate_up_proj [experts, in, 2 * out]
     experts.1. ..                        ┘
     experts.0.down_proj.weight [in, out] ── transposed ───────────────> experts.down_proj [experts, out, in]
 
-Tools that quantise Llama 4 write its experts so.  Of other models with such files, transformers joins the experts.
+Tools that quantise Llama 4 write its experts this way.  For other models with such files, transformers joins them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from quire.engine.executor.errors import ModelLoadError
 
 KINDS = {"llama4_text"}  # model types
 OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight")
-PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}  # the parameter of all experts: what it is made of
+PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}  # parameter of all experts -> parts that it is made of
 
 
 def joined_name(kind: str, name: str) -> str:
-    """Return the parameter of all experts that a tensor becomes a part of, or its own name."""
+    """Return the parameter of all experts that a tensor is joined into, or the tensor's own name."""
     if kind not in KINDS or not (found := OF_EXPERT.fullmatch(name)):
         return name
     return next(f"{found['experts']}.{own}" for own, parts in PARTS.items() if found["part"] in parts)

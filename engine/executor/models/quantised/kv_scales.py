@@ -1,4 +1,4 @@
-"""Scales of an e4m3 KV cache that a checkpoint brings: a cached number is its stored one times the scale.
+"""Scales of an e4m3 KV cache from a checkpoint: a cached value is its stored value times the scale.
 
     quant_method         what the config says                    tensors, after the name of a layer's attention
     compressed-tensors   kv_cache_scheme: float, static          k_scale, v_scale; formerly k_proj.output_scale
@@ -53,7 +53,7 @@ def read_kv_scales(
     if not _are_of_e4m3(described):
         log.warning("the scales of keys and values in this checkpoint are not used: its config has no e4m3 KV cache")
         return None
-    places: dict[tuple[int, int], dict[str, StoredTensor]] = defaultdict(dict)  # layer, side -> the tensors that say it
+    places: dict[tuple[int, int], dict[str, StoredTensor]] = defaultdict(dict)  # layer, side -> tensors with its scale
     for match, tensor in found.items():
         for side in SIDES[match["own"] or match["of"] or match["output"]]:
             places[int(match["layer"]), side][match[0]] = tensor
@@ -61,7 +61,7 @@ def read_kv_scales(
 
 
 def _are_of_e4m3(described: dict[str, Any]) -> bool:
-    """Whether the scales are made for keys and values in e4m3, by one measurement for all requests."""
+    """Whether the scales are for keys and values in e4m3, and static: measured once for all requests."""
     scheme = described.get("kv_cache_scheme")
     if isinstance(scheme, dict):
         e4m3 = scheme.get("num_bits") == 8 and scheme.get("type") == "float"
@@ -73,7 +73,7 @@ def _are_of_e4m3(described: dict[str, Any]) -> bool:
 def _of_layer(
     number: int, layer: KVShape, places: dict[tuple[int, int], dict[str, StoredTensor]], kind: str, ranks: Ranks
 ) -> Tensor | None:
-    """Return [2, Hkv] of one layer; None: it has no scales."""
+    """Return the scales [2, Hkv] of one layer; None: it has no scales."""
     said = [places.get((number, side), {}) for side in (KEYS, VALUES)]
     if not any(said):
         return None
@@ -90,7 +90,7 @@ def _read(name: str, stored: StoredTensor, layer: KVShape, kind: str, ranks: Ran
         scales: Tensor = file.get_tensor(stored.name).float().flatten()
     if scales.numel() == 1:
         scales = scales.expand(layer.heads)
-    else:  # ranks have heads of their own, or if there are more ranks than heads some share one
+    else:  # each rank has its own heads; with more ranks than heads, several ranks share a head
         first = ranks.rank * scales.numel() // ranks.size
         mine = scales[first : first + max(1, scales.numel() // ranks.size)]
         if len(mine) != layer.heads:

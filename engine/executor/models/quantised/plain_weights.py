@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint that is not quantised, of which each rank reads its part."""
+"""The tensors of an unquantised checkpoint, of which each rank reads its shard."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.
 
 
 class Weights(Protocol):
-    """The tensors of a checkpoint, as transformers takes them: plain here, quantised in stored_weights.py."""
+    """A checkpoint's tensors, as transformers takes them: plain (here) or quantised (stored_weights.py)."""
 
     sizes: dict[str, int]  # bytes to read for each tensor
 
     @property
     def names(self) -> set[str]:
-        """Those of the tensors, as the model has them."""
+        """Names of the tensors, as the model has them."""
 
     def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
-        """The modules whose stored values a GEMM can take unchanged, each with its format."""
+        """Return the modules whose stored values a GEMM can use unchanged, each with its format."""
 
     def opened(
         self, cuts: Mapping[str, Cut], dtype: torch.dtype, quantising: Quantising
     ) -> contextlib.AbstractContextManager[dict[str, Any]]:
-        """The tensors, read when they are indexed, while the files are open.  cuts: what this rank holds of some."""
+        """Return the tensors, read when they are indexed, while the files are open.  cuts: shards of this rank."""
 
     def without_meaning(self, unexpected: Collection[str], tensors: Mapping[str, Any]) -> set[str]:
         """Return the tensors that the model does not have and that change nothing."""
@@ -53,22 +53,22 @@ class PlainWeights:
 
     @property
     def names(self) -> set[str]:
-        """Those of the tensors, as the model has them."""
+        """Names of the tensors, as the model has them."""
         return set(self._stored)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the first tensor of floating-point values."""
+        """Dtype of the first floating-point tensor."""
         found = [each.dtype for each in self._stored.values() if each.dtype in SAFETENSORS_DTYPES]
         return SAFETENSORS_DTYPES[[*found, "F32"][0]]
 
     def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
-        """None is quantised."""
+        """Return none, because no weight is quantised."""
         return {}
 
     @contextlib.contextmanager
     def opened(self, cuts: Mapping[str, Cut], dtype: torch.dtype, quantising: Quantising) -> Iterator[dict[str, Any]]:
-        """The tensors, read when they are indexed, while the files are open."""
+        """Yield the tensors, read when they are indexed, while the files are open."""
         with contextlib.ExitStack() as stack:
             found = {each.file for each in self._stored.values()}
             files = {file: stack.enter_context(safe_open(file, "pt")) for file in sorted(found)}
@@ -78,8 +78,8 @@ class PlainWeights:
             }
 
     def without_meaning(self, unexpected: Collection[str], tensors: Mapping[str, Any]) -> set[str]:
-        """Each means something."""
+        """Return none, because every tensor has a meaning."""
         return set()
 
     def check(self, model: PreTrainedModel) -> None:
-        """Any model may have them."""
+        """Accept any model."""

@@ -8,7 +8,7 @@
     awq, gptq            4 bits (gptq: or 8) packed into int32                 group size, order of columns
     mxfp4                e2m1, a power of two for each 32                      experts of gpt-oss
 
-What is not in this table is refused by name.  `stored_weights.py` finds the tensors, `dequantise.py` computes.
+Other methods and settings are refused by name.  `stored_weights.py` finds the tensors, `dequantise.py` computes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ FP4_FORMATS: dict[str, tuple[str, int, frozenset[str]]] = {
 }
 RULE_FIELDS = {"bits", "group_size", "sym", "desc_act"}  # fields of a rule in GPTQ's `dynamic`
 MODELOPT_STRATEGIES: dict[str, Strategy] = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel"}
-MODELOPT_FP4 = {"NVFP4", "W4A16_NVFP4"}  # ModelOpt's names for NVFP4, with e2m1 activations and without
+MODELOPT_FP4 = {"NVFP4", "W4A16_NVFP4"}  # NVFP4 with e2m1 activations and without
 MODELOPT_FP4_GROUP = 16  # columns that share a scale, unless the config says otherwise
 
 
 class Unread(Exception):
-    """The first property of a quantisation config that is not supported, in a few words."""
+    """The first unsupported property of a quantisation config, in a few words."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,21 @@ class Quantisation:
 
     method: str  # quantisation method, as the config names it
     format: Format  # scaled: one 8-bit value per byte; the others pack several values into one word
-    strategy: Strategy  # what shares a scale: the tensor, a row, `group` columns of a row, or a block
+    strategy: Strategy  # sharing of scales: the tensor, a row, `group` columns of a row, or a block
     bits: int
     group: int = 0  # columns; 0: all of a row
     block: tuple[int, int] = (0, 0)  # rows and columns
     zero_shift: int = 0  # added to a stored zero point
-    rounds_inputs: bool = False  # inputs of the GEMMs, too, are rounded to 8 bits
+    rounds_inputs: bool = False  # GEMM inputs are rounded to 8 bits, too
     ignored: tuple[str, ...] = ()  # names of modules that are not quantised; "re:": a regular expression
-    demanded: frozenset[str] = frozenset()  # kinds of parts that each weight has, besides those of the format
+    demanded: frozenset[str] = frozenset()  # kinds of stored tensors that each weight has, besides those of the format
 
     def ignores(self, module: str, whole: Sequence[str] = ()) -> bool:
         """Return whether the config names `module` as not quantised.
 
-        whole: what versions of transformers call it in the whole model, if this is a part.  A regular expression must
-        match under all of these names: for which version it was written is not known, and `^(?!.*language_model)`
-        ignores other towers in one of them, and the text in another."""
+        whole: names of `module` in the complete model, in several versions of transformers, if this model is a part of
+        it.  A regular expression must match all of these names, because it is not known for which version it was
+        written: `^(?!.*language_model)` ignores other towers in one version, and the text in another."""
         return any(
             all(re.match(name.removeprefix("re:"), each) for each in whole or [module])
             if name.startswith("re:")
@@ -69,7 +69,8 @@ class Quantisation:
         )
 
     def renamed(self, own: Callable[[str], str]) -> Quantisation:
-        """Return the same with `own` names of ignored modules, given those of the files.  Regular expressions stay."""
+        """Return a copy whose ignored modules have `own` names, instead of names in the files.  Regular expressions
+        stay."""
         changed = [name if name.startswith("re:") else own(f"{name}.").removesuffix(".") for name in self.ignored]
         return replace(self, ignored=tuple(changed))
 
@@ -102,7 +103,7 @@ def read_quantisation(directory: Path, kind: str) -> Quantisation | None:
 
 
 def quantisation_config(directory: Path) -> dict[str, Any] | None:
-    """Return what the files of a checkpoint say of its quantisation; None: nothing.  Raises ModelLoadError."""
+    """Return the quantisation config in a checkpoint's files; None: there is none.  Raises ModelLoadError."""
     file = directory / "config.json"
     try:
         config = json.loads(file.read_bytes())
@@ -176,7 +177,7 @@ def _read_compressed(described: dict[str, Any]) -> Quantisation:
 
 
 def _compressed_fp4(stored: str, weights: dict[str, Any], ignored: tuple[str, ...]) -> Quantisation:
-    """Read weights in e2m1.  Their inputs may be meant in e2m1, too; here they keep the model's dtype."""
+    """Read weights in e2m1.  The config may want inputs in e2m1, too; here inputs keep the model's dtype."""
     bits, number, strategy, group, _block, demanded = _kind(weights)
     if (bits, number) != (4, "float") or demanded:
         raise Unread(", ".join([f"{stored}: {number} of {bits} bits", *sorted(demanded)]))
@@ -187,7 +188,7 @@ def _compressed_fp4(stored: str, weights: dict[str, Any], ignored: tuple[str, ..
 
 
 def _kind(weights: dict[str, Any]) -> tuple[int, str, Any, Any, Any, frozenset[str]]:
-    """Return bits, type, strategy, group size, block and demanded parts of compressed-tensors' weights."""
+    """Return bits, type, strategy, group size, block and required tensors of compressed-tensors' weights."""
     group, block = weights.get("group_size"), weights.get("block_structure")
     strategy = weights.get("strategy")
     if strategy is None:
@@ -204,7 +205,7 @@ def _read_modelopt(described: dict[str, Any]) -> Quantisation:
     if algorithm not in MODELOPT_STRATEGIES and algorithm not in MODELOPT_FP4:
         raise Unread(str(algorithm or ""))
     ignored = described.get("ignore") or described.get("exclude_modules") or ()
-    # Shell patterns: a star stands for any text.
+    # Shell patterns: a star matches any text.
     patterns = tuple("re:" + re.escape(name).replace(r"\*", ".*") + "$" if "*" in name else name for name in ignored)
     if algorithm in MODELOPT_FP4:
         group = _positive(described.get("group_size") or MODELOPT_FP4_GROUP)
@@ -236,7 +237,7 @@ def _read_gptq(described: dict[str, Any]) -> Quantisation:
     if described.get("pack_dtype", "int32") not in ("int32", "torch.int32"):
         raise Unread(f"packed into {described['pack_dtype']}")
     ignored = _excluded_by_rules(described)
-    # The first version stored every zero point less one.
+    # The first version of the format stores every zero point minus one.
     how = _grouped("gptq", bits, described["group_size"], ignored, int(layout == "gptq"))
     return replace(how, demanded=frozenset({"g_idx"})) if described.get("desc_act") and how.group else how
 
@@ -245,7 +246,7 @@ def _excluded_by_rules(described: dict[str, Any]) -> tuple[str, ...]:
     """Return the modules that GPTQ's `dynamic` rules leave unquantised, as regular expressions.
 
     The first rule that matches the start of a module's name decides: `-:` excludes the module, any other rule gives it
-    fields of its own.  Raises Unread for fields that are not the checkpoint's own."""
+    other fields.  Raises Unread for fields that differ from the checkpoint's."""
     excluded, quantised = list[str](), ""
     for rule, fields in (described.get("dynamic") or {}).items():
         pattern = rule.removeprefix("-:")

@@ -25,14 +25,14 @@ Kind = Literal["int8", "fp8", "int4"]
 DTYPE: dict[Kind, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 BITS = {torch.int8: 8, torch.float8_e4m3fn: 8, torch.uint8: 4}
 BLOCK = 128  # rows and columns of a block that has one scale
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what the largest number of a row becomes
-MIDDLE = 8  # the zero point of 4 bits if there is none
-PIECE = 1 << 15  # values of a weight that are rounded or widened at a time: in float32 less than the heap returns
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # value to which the maximum of a row is scaled
+MIDDLE = 8  # zero point of int4 weights if there is none
+PIECE = 1 << 15  # values rounded or widened at a time; their float32 copies stay below the heap's limit
 PIECE_ON_GPU = 1 << 18
 
 
 class Scales(NamedTuple):
-    """A quantised weight without its values."""
+    """Scales and zero points of a quantised weight."""
 
     scale: Tensor
     zero: Tensor | None
@@ -40,17 +40,17 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True)
 class Quantised:
-    """A weight [out, in]: numbers * scale[:, None], or each block of 128 x 128 times its scale.
+    """A weight [out, in]: `numbers` * scale[:, None], or each block of 128 x 128 times its scale.
 
-    Of 4 bits: (number - zero) * scale, each of them of a group of consecutive inputs."""
+    int4: (number - zero) * scale, with a zero and a scale per group of consecutive inputs."""
 
-    numbers: Tensor  # [out, in], int8 or float8_e4m3fn; [out, in / 2] uint8: the first of two in the low half
-    scale: Tensor  # float32: [out], [out / 128, in / 128] of e4m3 in blocks, or [out, groups] of 4 bits
-    zero: Tensor | None = None  # uint8 [out, groups] of 4 bits; None: all are 8
+    numbers: Tensor  # [out, in], int8 or float8_e4m3fn; int4: uint8 [out, in / 2], first in the low nibble
+    scale: Tensor  # float32: [out]; e4m3 in blocks: [out / 128, in / 128]; int4: [out, groups]
+    zero: Tensor | None = None  # int4: uint8 [out, groups]; None: all are 8
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weight: [out, in]."""
+        """Shape of the weight: [out, in]."""
         out, columns = self.numbers.shape
         return out, columns * 8 // BITS[self.numbers.dtype]
 
@@ -61,17 +61,16 @@ class Quantised:
 
     @classmethod
     def of(cls, weight: Tensor, dtype: torch.dtype, largest_of_rows: Callable[[Tensor], Tensor] | None = None) -> Self:
-        """Round weight [out, in] to int8, float8_e4m3fn, or 4 bits (uint8), on its device.
+        """Round weight [out, in] to int8, float8_e4m3fn, or int4 (uint8), on its device.
 
-        largest_of_rows: of a part of the columns, returns the largest number [out] of each whole row from those of the
-        part.
+        largest_of_rows: if `weight` has some columns only, maps the maxima [out] of its rows to those of the complete
+        rows.
 
-        Scales are chosen for each row, so that its largest number becomes 127 or 448.  A number is then off by at most
-        half a scale (int8), or a 16th of itself, or a scale / 1024 where that is more (e4m3).
+        Scales are chosen per row, so that the row's maximum becomes 127 or 448.  The error of a value is at most half a
+        scale (int8), or a 16th of the value, or scale / 1024 if that is more (e4m3).
 
-        4 bits have a scale and a zero point for each 32 inputs, so that the values of a group and zero lie within 0 to
-        15.  A number is off by at most 0.51 scales.  Scales are such that float16 holds them, but for those below
-        2^-14."""
+        int4 weights have a scale and a zero point per 32 inputs, so that the values of a group and zero lie within 0 to
+        15.  The error of a value is at most 0.51 scales.  Scales are exact in float16, except for those below 2^-14."""
         if dtype == torch.uint8:
             return cls._of_4_bits(weight.detach())
         weight = weight.detach()
@@ -106,9 +105,9 @@ class Quantised:
 
     @staticmethod
     def join(parts: Iterable[Quantised]) -> Quantised:
-        """Return one weight of several with the same input, all of one dtype: their rows, one after another.
+        """Return one weight made of several with the same input and dtype: their rows, one after another.
 
-        Of one weight no copy is made.  Groups of 4 bits become as small as those of all parts allow."""
+        A single weight is not copied.  int4 groups become as small as the groups of all parts require."""
         parts = list(parts)
         if len(parts) == 1:
             return parts[0]
@@ -153,12 +152,12 @@ class Quantised:
         return groups.flatten(1)
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Self:
-        """Return the weight with `move` applied to all its parts."""
+        """Return the weight with `move` applied to all its tensors."""
         return type(self)(move(self.numbers), move(self.scale), None if self.zero is None else move(self.zero))
 
 
 def _pieces(weight: Tensor) -> Iterator[slice]:
-    """Cut the rows of a matrix into chunks of about PIECE values, or PIECE_ON_GPU; at least one."""
+    """Yield ranges of rows with about PIECE values, or PIECE_ON_GPU; at least one range."""
     rows, columns = weight.shape
     step = max(1, (PIECE if weight.device.type == "cpu" else PIECE_ON_GPU) // columns)
     for first in range(0, max(1, rows), step):
@@ -171,7 +170,7 @@ class QuantisedLinear(nn.Module):
     def __init__(self, quantised: Quantised, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.out_features, self.in_features = quantised.shape
-        self.quantised = quantised  # no parameter: its dtypes are not the model's
+        self.quantised = quantised  # no parameter, because its dtypes are not the model's
         self.bias = bias
         # As in PackedLinear: code that asks for its dtype works, code that computes with it is refused at load.
         self.weight = torch.empty(0, dtype=dtype)
@@ -180,7 +179,7 @@ class QuantisedLinear(nn.Module):
         return nn.functional.linear(x, self.quantised.dequantised(x.dtype), self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the weight where the module is moved to."""
+        """Move the weight together with the module."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.quantised = self.quantised.to(fn)
         return self

@@ -2,16 +2,16 @@
 
 `Quantising` belongs to one model.  hf.py calls its methods in this order:
 
-    keep           which modules keep their stored numbers: those that the device multiplies with
-    divide         of which modules each rank has a part of every row, so that ranks agree on the scale of a row
-    while_loading  a class for transformers, which
+    keep           sets modules that keep their stored values, because the device has a GEMM for these
+    divide         sets modules of which each rank has some columns, so that ranks agree on the scale of a row
+    while_loading  returns a class for transformers, which
                      makes the model       nn.Linear on the meta device ─> Awaiting: its weight is not there yet
                      sets each weight      a float weight ──────────────> rounded to 8 or 4 bits at once
-                                           numbers stored so ───────────> kept; stored_weights.py notes their `scales`
+                                           stored values of a kept one ─> kept; stored_weights.py notes their `scales`
     settle         makes it computable     Awaiting ────────────────────> QuantisedLinear
 
-Only quantised checkpoints have numbers to `keep`, only ranks `divide`.  A model that has its weights is quantised by
-`quantise`, which needs neither `keep` nor `while_loading`.
+Only quantised checkpoints have values to `keep`, and only several ranks `divide`.  A model that has its weights is
+quantised by `quantise`, which needs neither `keep` nor `while_loading`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from quire.engine.executor.ranks.ranks import ALONE, Ranks
 log = logging.getLogger(__name__)
 
 GPU_CAPABILITY = (9, 0)  # minimum compute capability for quantised GEMMs: Hopper
-# Last parts of the names of layers that choose experts.  They are small, and a rounding may choose another expert.
+# Last parts of the names of layers that choose experts.  They are small, and rounding may choose another expert.
 ROUTERS = {"gate", "router", "shared_expert_gate"}
 
 
 def check_kind(kind: str, device: torch.device) -> None:
-    """Raise UnsupportedModel unless the device multiplies with weights of this kind: the value of --quantize."""
+    """Raise UnsupportedModel unless the device has GEMMs for weights of this kind: the value of --quantize."""
     on_cpu = device.type == "cpu"
     if kind == "int8" and not on_cpu:
         raise UnsupportedModel("--quantize int8: only a CPU multiplies with int8 weights; --device cpu can do it")
@@ -51,7 +51,7 @@ def check_kind(kind: str, device: torch.device) -> None:
 
 
 def kept_kinds(device: torch.device, dtype: torch.dtype) -> set[Kept]:
-    """The kinds of stored weights that a device multiplies with as they are, in a model of `dtype`."""
+    """Return the kinds of stored weights for which a device has a GEMM, in a model of `dtype`."""
     if device.type == "cpu":
         return {"int8", "int4"}
     if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < GPU_CAPABILITY:
@@ -63,7 +63,7 @@ ROUNDED: dict[Kept, Kind] = {"int8": "int8", "fp8": "fp8", "fp8 blocks": "fp8", 
 
 
 def _units(kind: Kept, device: torch.device) -> tuple[int, int]:
-    """Return what the sizes of a layer, in and out, are multiples of."""
+    """Return the multiples that the sizes of a layer, in and out, must have."""
     if kind == "int4":
         return (ops.INT4_BLOCK, 1) if device.type == "cpu" else (ops.INT4_GPU_INNER, ops.INT4_GPU_OUT)
     if kind == "fp8 blocks":
@@ -72,15 +72,15 @@ def _units(kind: Kept, device: torch.device) -> tuple[int, int]:
 
 
 def _fits(linear: nn.Linear, kind: Kept, device: torch.device) -> bool:
-    """Whether a GEMM with a quantised weight takes a layer of this size."""
+    """Whether a GEMM with quantised weights supports a layer of this size."""
     inner, out = _units(kind, device)
     return linear.in_features % inner == 0 and linear.out_features % out == 0
 
 
 def _round_head(model: PreTrainedModel, device: torch.device) -> bool:
-    """Give the head 8 bits; False: it keeps its dtype, because no GEMM of the device takes its size.
+    """Quantise the head to 8 bits.  Returns False if no GEMM of the device supports its size; then it keeps its dtype.
 
-    With int4 layers the head is up to half of what a step reads, and 8 bits change little more."""
+    With int4 layers the head is up to half of the bytes that a step reads, and 8 bits add little rounding error."""
     head = model.get_output_embeddings()
     kind: Kind = "int8" if device.type == "cpu" else "fp8"
     if type(head) is not nn.Linear or not _fits(head, kind, device):
@@ -91,7 +91,7 @@ def _round_head(model: PreTrainedModel, device: torch.device) -> bool:
 
 
 class Awaiting(nn.Module):
-    """A linear layer whose weight is quantised as soon as it is set.  It computes nothing."""
+    """A linear layer that quantises its weight as soon as it is set.  It cannot compute."""
 
     def __init__(
         self,
@@ -102,9 +102,9 @@ class Awaiting(nn.Module):
         stored: bool,
         largest_of_rows: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """dtype: int8, float8_e4m3fn or uint8 (4 bits).  stored: the weight comes as values of this dtype.
+        """dtype: int8, float8_e4m3fn or uint8 (int4).  stored: the weight is set as values of this dtype.
 
-        largest_of_rows: for `Quantised.of`, where this is a part of the columns."""
+        largest_of_rows: passed to `Quantised.of`, if this layer has some of the columns only."""
         super().__init__()
         self.dtype, self.to_device, self.largest_of_rows = dtype, device, largest_of_rows
         self.served_dtype = plain.weight.dtype  # dtype of the model
@@ -122,7 +122,7 @@ class Awaiting(nn.Module):
             quantised = Quantised.of(value.to(self.to_device), self.dtype, self.largest_of_rows)
             self.scales = quantised.scales
             value = nn.Parameter(quantised.numbers, requires_grad=False)
-            value._is_hf_initialized = True  # else transformers makes it up again
+            value._is_hf_initialized = True  # else transformers would initialise it at random
         super().__setattr__(name, value)
 
 
@@ -135,39 +135,40 @@ class Quantising:
         self._stored: Mapping[str, Kept] = {}
         self._ranks, self._divided = ALONE, frozenset[str]()
         self.kept: dict[str, Kept] = {}  # modules whose stored values are served
-        self.scales: dict[str, Scales] = {}  # theirs, until the model is settled
+        self.scales: dict[str, Scales] = {}  # scales of these modules, until the model is settled
         self._rounded_head = False
 
     def keep(self, modules: Mapping[str, Kept], dtype: torch.dtype) -> None:
         """Serve the stored values of these modules, if the device has a GEMM for them in a model of `dtype`.
 
-        `--quantize` decides for those that it would round otherwise."""
+        `--quantize` decides for modules that it would round otherwise."""
         if modules:
             kinds = {kind for kind in kept_kinds(self._device, dtype) if self.kind in (None, ROUNDED[kind])}
             self._stored = {module: kind for module, kind in modules.items() if kind in kinds}
 
     def divide(self, modules: Iterable[str], ranks: Ranks) -> None:
-        """Each rank has a part of each row of these modules.  The scale is that of the whole row, as with one rank.
+        """Note modules of which each rank has some columns.  A row's scale is that of the complete row, as with one
+        rank.
 
-        So the ranks exchange the largest number of each row; all must set these weights in the same order."""
+        So the ranks exchange the maximum of each row; all ranks must set these weights in the same order."""
         self._ranks, self._divided = ranks, frozenset(modules)
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether GEMMs round their inputs to e4m3, where a step has many tokens."""
+        """Whether GEMMs round their inputs to e4m3, if a step has many tokens."""
         if self._device.type == "cpu":
             return False
         return self.kind == "fp8" or self._rounded_head or "fp8" in {ROUNDED[kind] for kind in self.kept.values()}
 
     @property
     def changes(self) -> dict[str, str]:
-        """What the model computes otherwise than its files say, for the fingerprint."""
+        """How the model differs from its files, for the fingerprint."""
         kinds = {f"{ROUNDED[kind]} as stored" for kind in self.kept.values()}
-        kinds |= {self.kind} if self.kind else set()  # may round others, too
+        kinds |= {self.kind} if self.kind else set()  # it may round other modules, too
         return {"weights of linear layers": ", ".join(sorted(map(str, kinds)))} if kinds else {}
 
     def while_loading(self, model: type[PreTrainedModel]) -> type[PreTrainedModel]:
-        """Return a class whose models await their weights.  `settle` gives the model its own class back."""
+        """Return a class whose models await their weights.  `settle` restores the model's own class."""
 
         def init(made: PreTrainedModel, *args: Any, **options: Any) -> None:
             model.__init__(made, *args, **options)
@@ -181,10 +182,11 @@ class Quantising:
         self.settle(model, type(model))
 
     def swap(self, model: PreTrainedModel) -> None:
-        """Let the linear layers of `model` await their weights; those that have one are quantised.
+        """Replace linear layers of `model` by layers that await their weights; layers with weights are quantised at
+        once.
 
-        The head (but see `settle`), embeddings, routers, whatever is no nn.Linear, and layers of sizes that no such
-        GEMM takes, stay as they are."""
+        The head (but see `settle`), embeddings, routers, modules that are no nn.Linear, and layers of sizes that no
+        such GEMM supports, stay as they are."""
         head = model.get_output_embeddings()
         for path, parent in list(model.named_modules()):
             for name, child in parent.named_children():
@@ -200,7 +202,8 @@ class Quantising:
                     setattr(parent, name, awaiting)
 
     def settle(self, model: PreTrainedModel, own: type[PreTrainedModel]) -> None:
-        """Make the model, whose class is `own`, computable.  Its weights must be set.  With int4 the head gets 8 bits.
+        """Make the model, whose class is `own`, able to compute.  Its weights must be set.  With int4 the head gets 8
+        bits.
 
         Raises UnsupportedModel if --quantize found nothing to quantise, and on a GPU for a model in another dtype than
         bfloat16."""

@@ -1,8 +1,8 @@
-"""Reads rows and columns of a quantised weight from its stored tensors, and little else of them.
+"""Reads an area (rows and columns) of a quantised weight from its stored tensors, and little more.
 
     wanted      rows 10 to 20, columns 64 to 128 of a weight in groups of 32
-    read        rows 8 to 24, because 8 numbers share a word; columns 64 to 128 are two whole groups
-    returned    these parts, as if the file held no more, and where the wanted area lies in them
+    read        rows 8 to 24, because 8 values share a word; columns 64 to 128 are two complete groups
+    returned    the stored tensors of this area, and the position of the wanted area in it
 
 Every format can be cut at its units: the block that shares a scale, the group, the word.  An area that ends within a
 unit is read up to the unit's end, and the caller drops the rest.  If g_idx names each column's group, the scales of
@@ -27,7 +27,7 @@ Parts = dict[str, Tensor]
 
 
 def shape_of(how: Quantisation, shapes: Mapping[str, Shape]) -> Shape:
-    """Return the shape of the weight that parts of these shapes make; of `packed` with the values that fill a word."""
+    """Return the shape of the weight that stored tensors of these shapes make; `packed`: with the padding of words."""
     numbers = WORD // how.bits
     if how.format == "scaled":
         return shapes["weight"]
@@ -45,7 +45,7 @@ def shape_of(how: Quantisation, shapes: Mapping[str, Shape]) -> Shape:
 
 
 def units(how: Quantisation) -> tuple[int, int]:
-    """Return of how many rows and columns, the last two dimensions, an area has a multiple so that it can be read."""
+    """Return the units, in rows and columns (the last two dimensions), of areas that can be read."""
     word = WORD // how.bits
     if how.format == "scaled":
         return how.block if how.strategy == "block" else (1, 1)
@@ -57,9 +57,9 @@ def units(how: Quantisation) -> tuple[int, int]:
 
 
 def read_area(how: Quantisation, stored: PartSlices, where: Where) -> tuple[Parts, Where]:
-    """Return the parts of an area that holds `where` of a weight, and where that lies in it.
+    """Return the stored tensors of an area that holds `where` of a weight, and the position of `where` in that area.
 
-    where: a slice for each dimension of the weight; of the first of three, all."""
+    where: a slice per dimension of the weight; of three dimensions, the first is complete."""
     rows, columns = (_widened(place, unit) for place, unit in zip(where[-2:], units(how), strict=True))
     inner = [
         slice(place.start - read.start, place.stop - read.start)
@@ -74,7 +74,7 @@ def _widened(place: slice, unit: int) -> slice:
 
 
 def _shrunk(place: slice, unit: int) -> slice:
-    """Return the range of units that hold a range."""
+    """Return the range of units that contains a range."""
     return slice(place.start // unit, math.ceil(place.stop / unit))
 
 
@@ -97,7 +97,7 @@ def _area_of_mxfp4(how: Quantisation, stored: PartSlices, rows: slice, columns: 
 
 
 def _area_of_fp4(how: Quantisation, stored: PartSlices, rows: slice, columns: slice) -> Parts:
-    """Read whole groups of columns, and the scale of the tensor."""
+    """Read complete groups of columns, and the scale of the tensor."""
     parts = {part: stored[part][...] for part in stored.keys() - {"packed", "scale"}}
     parts["packed"] = stored["packed"][rows, _shrunk(columns, 2)]
     parts["scale"] = stored["scale"][rows, _shrunk(columns, how.group)]
@@ -138,13 +138,13 @@ def _area_of_transposed(how: Quantisation, stored: PartSlices, rows: slice, colu
 
 
 def _order(stored: PartSlices, columns: slice) -> Parts:
-    """Return the groups of columns, where they do not follow one another."""
+    """Return g_idx of the columns, if groups are not consecutive columns."""
     order = stored["g_idx"][columns] if "g_idx" in stored else None
     return {} if order is None or int(order[0]) < 0 else {"g_idx": order}
 
 
 def _groups(how: Quantisation, order: Parts, columns: slice) -> slice:
-    """Return which groups of scales are read; their indices in g_idx are those of all groups."""
+    """Return the range of groups whose scales are read; g_idx counts all groups of the weight."""
     return slice(None) if order or not how.group else _shrunk(columns, how.group)
 
 

@@ -1,11 +1,11 @@
-"""Loads a quantised checkpoint: each weight is dequantised when transformers takes it, so one at a time.
+"""Loads a quantised checkpoint: transformers takes one weight at a time, which is dequantised at that moment.
 
     files      layers.0.mlp.up_proj.weight_packed ┐
                layers.0.mlp.up_proj.weight_scale  ├─ QuantisedWeight ─ [...] ─> layers.0.mlp.up_proj.weight, bfloat16
                layers.0.mlp.up_proj.weight_shape  ┘
                norm.weight ──────────────────────── as it is ─────────────────> norm.weight
 
-The headers of the files have all names, types and shapes.  What does not fit is refused before a tensor is read.
+The headers of the files have all names, dtypes and shapes.  A tensor that does not fit is refused before any is read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from quire.engine.executor.models.quantised.quantising import Quantising
 from quire.engine.executor.models.quantised.stored_areas import read_area, shape_of
 from quire.engine.executor.models.weights import UNCHANGED, Names, StoredTensor, stored_tensors, weight_files
 
-# The name of a stored tensor: of which weight it is a part, and of which kind.
+# Patterns of the names of stored tensors: the weight that a tensor belongs to, and its kind (part).
 PARTS: dict[Format, str] = {
     "scaled": r"(?P<of>.+?)_(?P<part>scale|zero_point)(_inv)?",
     "packed": r"(?P<of>.+\.weight)_(?P<part>packed|scale|shape|zero_point|g_idx)",
@@ -56,9 +56,10 @@ PARTS: dict[Format, str] = {
     "mxfp4": r"(?P<of>.+)_(?P<part>blocks|scales)",
     "fp4": r"(?P<of>.+\.weight)_(?P<part>packed|scale_2|scale|global_scale)",  # modelopt calls the packed part `weight`
 }
-# The types of the scales of a format's weights, in the words of safetensors; of the others, any number or power of two.
+# Dtypes of the scales of a format's weights, as safetensors names them; other formats: any floating-point dtype, or
+# E8M0.
 SCALES: dict[Format, set[str]] = {"mxfp4": {"U8"}, "fp4": {"F8_E4M3", "U8"}}
-# Scales of activations and of cached keys and values, which are computed in the model's dtype.
+# Scales of activations and of cached keys and values.  They are ignored here: both are computed in the model's dtype.
 OF_ACTIVATIONS = re.compile(
     r".+[._]((input|output|activation)_(scale|zero_point|global_scale)|[qkv]_(scale|zero_point)|kv_scale)"
 )
@@ -67,11 +68,11 @@ EIGHT_BITS = {"F8_E4M3", "I8"}
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """A weight, or the part of it that a rank holds, in its stored form until `weight[...]` makes it."""
+    """A weight, or a rank's shard of it, in stored form; `weight[...]` dequantises it."""
 
     how: Quantisation
     module: str
-    parts: dict[str, Any]  # slices of files, which read nothing until they are indexed
+    parts: dict[str, Any]  # lazy slices of files, read when they are indexed
     shape: Shape  # shape of the unsharded weight
     dtype: torch.dtype
     quantising: Quantising
@@ -87,9 +88,9 @@ class QuantisedWeight:
         return self.cut.join(made) if self.cut else made[0]
 
     def _read(self, where: Where | None) -> tuple[dict[str, Tensor], Where]:
-        """Return the parts of a chunk, and its slices in the weight that they make."""
+        """Return the stored tensors of an area, and the position of `where` in the weight that they make."""
         stored = self.parts
-        if self.quantising.kept.get(self.module) == "int4":  # groups follow one another, whatever g_idx says
+        if self.quantising.kept.get(self.module) == "int4":  # `exact_modules` has checked that g_idx says nothing more
             stored = {part: tensor for part, tensor in stored.items() if part != "g_idx"}
         if where is None:
             return {part: tensor[...] for part, tensor in stored.items()}, ()
@@ -97,7 +98,7 @@ class QuantisedWeight:
 
     def _plain(self, where: Where | None) -> Tensor:
         parts, inner = self._read(where)
-        # What is rounded to 8 or 4 bits is not rounded to 16 first.
+        # A weight that is rounded to 8 or 4 bits here is not rounded to 16 bits first.
         return dequantise(self.how, parts, torch.float32 if self.quantising.kind else self.dtype)[inner]
 
     def _stored(self, where: Where | None) -> Quantised:
@@ -112,7 +113,7 @@ class QuantisedWeight:
 
 
 class StoredWeights:
-    """The tensors of a quantised checkpoint, in the names and shapes of the model."""
+    """The tensors of a quantised checkpoint, under the names and shapes of the model."""
 
     def __init__(self, directory: Path, config: PretrainedConfig, how: Quantisation, names: Names = UNCHANGED) -> None:
         """Read the headers.  Raises UnsupportedModel for tensors that `how` does not explain."""
@@ -124,7 +125,7 @@ class StoredWeights:
             self._sort(name, stored)
         plain = {name: tensors[name] for name in self._plain}
         check_plain(plain, config, ", and its scales are not in the weight files")
-        self._numbers: dict[str, tuple[str, Shape]] = {}  # dtype and shape of each weight's values
+        self._numbers: dict[str, tuple[str, Shape]] = {}  # dtype and shape of each weight's stored values
         self._shapes: dict[str, Shape] = {}  # shape per tensor of the model
         for weight, parts in self._weights.items():
             self._check(weight, parts)
@@ -133,12 +134,12 @@ class StoredWeights:
             self._numbers[weight] = first.dtype, first.shape
             self._shapes[weight] = shape_of(how, {part: tensors[name].shape for part, name in parts.items()})
         self._shapes |= {name: tensors[name].shape for name in self._plain}
-        self.sizes: dict[str, int] = defaultdict(int)  # bytes to read for each of the model's
+        self.sizes: dict[str, int] = defaultdict(int)  # bytes to read for each tensor of the model
         for name, parts in [*((name, {"": name}) for name in self._plain), *self._weights.items()]:
             self.sizes[joined_name(self.kind, name)] += sum(tensors[one].bytes for one in parts.values())
 
     def _sort(self, name: str, stored: StoredTensor) -> None:
-        """Note what a tensor is: part of a quantised weight, for activations only, or what its name says."""
+        """Sort a tensor: part of a quantised weight, scale of activations (ignored), or a plain tensor."""
         tensors, part = self._tensors, re.fullmatch(PARTS[self.how.format], name)
         if OF_ACTIVATIONS.fullmatch(name):
             return
@@ -154,11 +155,11 @@ class StoredWeights:
             self._weights[part["of"]] |= {"weight": part["of"], part["part"]: name}
             return
         elif stored.dtype in EIGHT_BITS and any(name + suffix in tensors for suffix in ("_scale", "_scale_inv")):
-            return  # its scale brings it in
+            return  # it is added together with its scale
         self._plain.append(name)
 
     def _check(self, weight: str, named: dict[str, str]) -> None:
-        """Raise UnsupportedModel unless the parts of these names make a weight."""
+        """Raise UnsupportedModel unless the stored tensors of these names make a weight."""
         parts = {part: self._tensors[name] for part, name in named.items()}
         try:
             check_shapes(self.how, {part: stored.shape for part, stored in parts.items()})
@@ -175,20 +176,21 @@ class StoredWeights:
             raise UnsupportedModel(f"{self.kind}: {weight} is quantised by {self.how.method}, but {error}") from error
 
     def _is_ignored(self, module: str, tensor: str) -> bool:
-        """Whether the config says that a module is not quantised; tensor: one of its own."""
+        """Whether the config says that a module is not quantised; tensor: one of the module's own."""
         in_file = self._tensors[tensor].name.removesuffix(tensor.removeprefix(module))
         return self.how.ignores(module, [in_file, self._names.whole(module)])
 
     @property
     def names(self) -> set[str]:
-        """Those of the tensors, as the model has them."""
+        """Names of the tensors, as the model has them."""
         return set(self._shapes)
 
     def exact_modules(self, cuts: Mapping[str, Cut]) -> dict[str, Kept]:
-        """The modules whose stored values, or a rank's part of them, a GEMM can take unchanged, each with its format.
+        """Return the modules whose stored values (or a rank's shard of them) a GEMM can use unchanged, with their
+        format.
 
-        A part must be of whole blocks and groups.  Weights whose groups are columns from all over a row (act-order) are
-        not among them: reads each g_idx."""
+        A shard must consist of complete blocks and groups.  Weights whose groups are not consecutive columns
+        (act-order) are left out, so this reads each g_idx."""
         found: dict[str, Kept] = {}
         for weight, parts in self._weights.items():
             kind = stored_as(self.how, parts, *self._numbers[weight])
@@ -202,7 +204,7 @@ class StoredWeights:
         return found
 
     def _divides(self, kind: Kept, cut: Cut | None, shape: Shape) -> bool:
-        """Whether the part of a weight ends where its blocks or groups do."""
+        """Whether the shard of a weight begins and ends at borders of its blocks or groups."""
         unit = 1
         if cut is not None and kind == "fp8 blocks":
             unit = BLOCK
@@ -213,9 +215,9 @@ class StoredWeights:
 
     @contextlib.contextmanager
     def opened(self, cuts: Mapping[str, Cut], dtype: torch.dtype, quantising: Quantising) -> Iterator[dict[str, Any]]:
-        """The tensors, read and made when they are indexed, while the files are open.
+        """Yield the tensors, which are read and dequantised when they are indexed, while the files are open.
 
-        cuts: what this rank holds of some.  dtype: of weights that are dequantised."""
+        cuts: shards of this rank.  dtype: dtype of dequantised weights."""
         with contextlib.ExitStack() as stack:
             files = sorted({each.file for each in self._tensors.values()})
             opened = {file: stack.enter_context(safe_open(file, "pt")) for file in files}

@@ -1,6 +1,6 @@
-"""Families whose layers keep recurrent state, and the modules that take the place of transformers' own.
+"""Families whose layers keep recurrent state, and our modules that replace transformers' own.
 
-A family is served when its layers are of kinds that it has here and the proof at load holds (`proof.py`).  Layers of
+A family is served if its kinds of layers are listed here and the proof at load holds (`proof.py`).  Layers of
 the same names in other families are refused (`check_architecture` of served_config.py).
 """
 
@@ -20,7 +20,7 @@ from quire.engine.executor.models.recurrent.mamba2 import Mamba2
 from quire.engine.executor.models.recurrent.short_conv import ShortConv
 from quire.engine.executor.models.recurrent.states import StateShape
 
-# Kinds of layers, in the words of transformers, that a family's config may name besides attention.
+# Kinds of layers, by transformers' names, that a family's config may have besides attention.
 FAMILIES: dict[str, set[str]] = {
     "lfm2": {"conv"},
     "lfm2_moe": {"conv"},
@@ -33,7 +33,7 @@ FAMILIES: dict[str, set[str]] = {
     "falcon_h1": {"hybrid"},
     "nemotron_h": {"linear_attention", "mlp", "moe"},
 }
-# By the name of the class in transformers.
+# Our modules, by the name of the class in transformers.
 MODULES: dict[str, Callable[[Any], nn.Module]] = {
     "Lfm2ShortConv": ShortConv,
     "Lfm2MoeShortConv": ShortConv,
@@ -61,7 +61,7 @@ def is_recurrent(config: PretrainedConfig) -> bool:
 
 
 def check_device(config: PretrainedConfig, device: torch.device, ranks: int) -> None:
-    """Raise UnsupportedModel where layers with recurrent state are not computed, if the config has such layers."""
+    """Raise UnsupportedModel if the config has recurrent layers, which this device or several ranks do not compute."""
     kind = config.model_type
     if not is_recurrent(config):
         return
@@ -74,7 +74,7 @@ def check_device(config: PretrainedConfig, device: torch.device, ranks: int) -> 
 
 
 def replace_layers(model: PreTrainedModel) -> list[StateShape]:
-    """Put our modules in the place of those with recurrent state.  Returns the state of each, by layer.
+    """Replace layers with recurrent state by our modules.  Returns the state shape of each, by layer.
 
     Raises UnsupportedModel for a convolution with another activation than silu."""
     shapes = []

@@ -24,7 +24,7 @@ UNIT_EPS = 1e-6  # scaling to length 1, fixed in transformers
 
 
 class Projected(NamedTuple):
-    """What a layer's linear layers make of T tokens."""
+    """Outputs of a layer's input projections for T tokens."""
 
     qkv: Tensor  # [T, 2 * key_heads * keys + heads * values]
     z: Tensor  # [T, heads * values], the output gate
@@ -55,7 +55,7 @@ def separate(layer: Any, x: Tensor) -> Projected:
 
 
 class GatedDelta(nn.Module):
-    """Takes the place of a Gated DeltaNet module of transformers: [1, T, hidden] -> [1, T, hidden]."""
+    """Replaces a Gated DeltaNet module of transformers: [1, T, hidden] -> [1, T, hidden]."""
 
     def __init__(self, plain: Any, project: Callable[[Any, Tensor], Projected]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What layers with recurrent state have in common: a causal convolution, and a linear recurrence over a state.
+"""Shared by layers with recurrent state: a causal convolution, and a linear recurrence over a state.
 
 A step packs T tokens of S sequences.  Both operators read and update the live state of each sequence's slot, and give a
 token the same bits in any batch and any chunking of its prompt.
@@ -24,13 +24,13 @@ def state_of(step: StepTensors, layer: int) -> LayerState:
 
 
 class Convolution(nn.Module):
-    """A depthwise causal convolution, with the newest inputs of each sequence as its state."""
+    """A depthwise causal convolution, whose state is the newest inputs of each sequence."""
 
     def __init__(self, plain: nn.Conv1d, *, silu: bool) -> None:
-        """silu: applied to the result."""
+        """silu: apply silu to the result."""
         super().__init__()
         self.silu = silu
-        # Plain tensors: they are no weights of a GEMM.
+        # Plain tensors, because they are not weights of a GEMM.
         self.taps = plain.weight.detach()[:, 0].T.float().contiguous()  # [taps, channels]
         self.bias = None if plain.bias is None else plain.bias.detach().float()
         self.state: tuple[int, int] = self.taps.shape[0] - 1, self.taps.shape[1]

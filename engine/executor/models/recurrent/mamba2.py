@@ -19,7 +19,7 @@ from quire.engine.executor.models.recurrent.states import StateShape
 
 
 class Mamba2(nn.Module):
-    """Takes the place of a Mamba2 mixer of transformers: [1, T, hidden] -> [1, T, hidden]."""
+    """Replaces a Mamba2 mixer of transformers: [1, T, hidden] -> [1, T, hidden]."""
 
     def __init__(self, plain: Any) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
 """Proves at load that our modules compute layers with recurrent state as transformers' own forward does.
 
-The reference is transformers' forward of one sequence on its own: its own modules would carry state from one packed
-sequence into the next.  What is served must give these logits in each way that a step may compute them:
+The reference is transformers' forward of a single sequence: its own modules would carry state from one packed sequence
+into the next.  The served modules must give these logits in each way that a step may compute them:
 
-    whole            the sequence in one step, packed behind another one
-    in chunks of 7   step by step, from the state that the step before has left
+    at once             the sequence in one step, packed behind another one
+    in chunks of 7      step by step, from the state that the previous step has left
     from a checkpoint   the last chunk, in another slot, from a copy of the state
 """
 
@@ -31,7 +31,7 @@ NO_KV = KVShape(0, 0)  # a layer without attention
 
 
 class StateProof(NamedTuple):
-    """What transformers' own forward computes of one sequence."""
+    """Results of transformers' own forward of one sequence."""
 
     layers: list[KVShape]  # KV shapes by layer; NO_KV: it has no attention
     vocab_size: int  # width of the logits
@@ -91,7 +91,7 @@ def prove_recurrent(
         if not logits.isfinite().all():
             raise UnsupportedModel(f"{kind}: {how}, some of its logits are not finite")
         each = (logits.float() - wanted.float()).abs().amax(1) / proof.logits.float().abs().max()
-        if not (drift := each.median()) < most:  # a mixture may send one token elsewhere: the median decides
+        if not (drift := each.median()) < most:  # rounding may change a token's expert: the median decides
             raise UnsupportedModel(f"{kind}: {how}, its logits differ from the model's own ({drift:.0e})")
 
     try:
@@ -123,9 +123,9 @@ def step_logits(
     table: int | None = None,
     keep: int = 0,
 ) -> Tensor:
-    """Logits [., V] of one step over parts (slot, first, end) of the probe's tokens, from token `keep` on.
+    """Return logits [., V] of one step over parts (slot, first, end) of the probe's tokens, from token `keep` on.
 
-    Slot 0 computes the first sequence, others the second one.  table: block of all slots; None: their own number."""
+    Slot 0 computes the first sequence, others the second one.  table: block of all slots; None: block number = slot."""
     device = model.device
 
     def ints(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:

@@ -15,7 +15,7 @@ from quire.engine.executor.models.recurrent.states import StateShape
 
 
 class ShortConv(nn.Module):
-    """Takes the place of a convolution module of transformers: [1, T, hidden] -> [1, T, hidden]."""
+    """Replaces a convolution module of transformers: [1, T, hidden] -> [1, T, hidden]."""
 
     def __init__(self, plain: Any) -> None:
         super().__init__()

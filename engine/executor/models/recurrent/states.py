@@ -1,4 +1,4 @@
-"""Recurrent state: what a layer other than attention keeps of a sequence, of equal size at any length.
+"""Recurrent state: what a layer other than attention keeps of a sequence, with a size independent of the length.
 
     conv[layer]        [places, taps - 1, channels]       dtype of the model    the newest inputs of a convolution
     recurrent[layer]   [places, heads, keys, values]      float32               the state of a linear recurrence
@@ -35,13 +35,13 @@ class StateShape:
     recurrent: tuple[int, int, int] | None = None  # heads, keys, values; None: the layer is a convolution only
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one place.  dtype: of the model."""
+        """Return the bytes of one place.  dtype: of the model."""
         recurrent = math.prod(self.recurrent) * 4 if self.recurrent else 0
         return math.prod(self.conv) * dtype.itemsize + recurrent
 
 
 def state_bytes(shapes: Iterable[StateShape], dtype: torch.dtype) -> int:
-    """Bytes of the state of one sequence, all layers; 0: no layer has one."""
+    """Return the bytes of one sequence's state, in all layers; 0: no layer has a state."""
     return sum(shape.bytes(dtype) for shape in shapes)
 
 
@@ -51,7 +51,7 @@ class States:
     def __init__(
         self, shapes: Sequence[StateShape], slots: int, checkpoints: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate empty states: per layer a live one of each slot, then the checkpoints.  Raises NotEnoughMemory."""
+        """Allocate zero states: per layer a live state of each slot, then the checkpoints.  Raises NotEnoughMemory."""
         self.layers: dict[int, LayerState] = {}
         self._slots, self._checkpoints, self._each = slots, checkpoints, state_bytes(shapes, dtype)
         places = slots + checkpoints
@@ -74,7 +74,7 @@ class States:
         return (self._slots + self._checkpoints) * self._each
 
     def facts(self) -> dict[str, int]:
-        """Return what `ModelInfo` says of them."""
+        """Return the fields of `ModelInfo` about states."""
         return {"state_bytes": self._each, "checkpoints": self._checkpoints}
 
     def report(self, kv_bytes: int) -> None:
@@ -85,17 +85,17 @@ class States:
         )
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Before a plan computes: keep what it keeps of decoding slots, and give started slots their first state."""
+        """Before a plan computes: save its checkpoints of decoding slots, and set the first state of started slots."""
         self.copy((slot, self._slots + checkpoint) for slot, checkpoint in plan.keep)
         self.copy((self._slots + start.state, start.slot) for start in plan.starts if start.state >= 0)
         self.clear([start.slot for start in plan.starts if start.state < 0])
 
     def end_step(self, plan: StepPlan) -> None:
-        """After a plan has computed: a fork begins with the state of its parent."""
+        """After a plan has computed: copy the parent's state to each fork."""
         self.copy((fork.parent, fork.slot) for fork in plan.forks)
 
     def clear(self, places: list[int]) -> None:
-        """Make these states empty: those of a sequence without tokens."""
+        """Zero these places: the state of a sequence without tokens."""
         for tensor in self._tensors:
             for place in places:
                 tensor[place].zero_()

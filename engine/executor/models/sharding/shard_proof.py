@@ -1,7 +1,8 @@
-"""Proves, at load, that the shards of a model add up to the unsharded one: some of transformers' tables are wrong.
+"""Proves, at load, that the shards of a model add up to the unsharded model, because some tables of transformers' are
+wrong.
 
-A model of the same widths with as few layers as have every kind of part, a small vocabulary and random weights is
-computed twice, in float32: unsharded on every rank, and sharded.  The logits must be equal up to rounding.
+A small model is computed twice, in float32: unsharded on every rank, and sharded.  It has the same widths, as few
+layers as have every kind of shard, a small vocabulary and random weights.  The logits must be equal up to rounding.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from quire.engine.executor.models.sharding.sharding import Sharding, fork_rng, p
 from quire.engine.executor.ranks.ranks import Ranks
 
 SMALL_VOCAB = 509  # prime, so that the last rank's logits are padded
-# How far logits may differ, as a share of the largest.  Sums in another order differ by 1e-5, a wrong part by a tenth.
+# Maximum difference of logits, as a share of the largest.  Another order of summation gives 1e-5, a wrong shard 0.1.
 MOST_DRIFT = 1e-3
 
 
 def kinds(sharding: Sharding) -> set[str]:
-    """Return the names of what is divided or exchanged, without numbers of layers."""
+    """Return the names of sharded parameters and of modules with a collective, without layer numbers."""
     names = [*sharding.cuts, *sharding.summed, sharding.gathered]
     return {re.sub(r"\.\d+\.", ".*.", name) for name in names}
 
@@ -36,7 +37,7 @@ def shortened(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     text = short.get_text_config()
     all_layers = text.num_hidden_layers
     for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == all_layers:  # an entry for each layer
+        if isinstance(value, list) and len(value) == all_layers:  # one entry per layer
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     text.vocab_size = min(text.vocab_size, SMALL_VOCAB)
@@ -45,7 +46,7 @@ def shortened(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def draw(model: PreTrainedModel) -> None:
-    """Make up weights with which every layer changes the logits.  The same on every rank."""
+    """Set random weights with which every layer changes the logits; equal on every rank."""
     generator = torch.Generator(model.device).manual_seed(0)
     for name, tensor in sorted(model.named_parameters()):
         if tensor.dim() > 1:
@@ -56,7 +57,7 @@ def draw(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def prove_parts(whole: PreTrainedModel, parts: PreTrainedModel, sharding: Sharding, ranks: Ranks) -> None:
-    """Compare a model with its parts on all ranks, which it fills with its weights.  Raises UnsupportedModel."""
+    """Compare a model with its shards on all ranks, after setting equal weights in both.  Raises UnsupportedModel."""
     kind = whole.config.model_type
     draw(whole)
     weights = whole.state_dict()
@@ -66,9 +67,9 @@ def prove_parts(whole: PreTrainedModel, parts: PreTrainedModel, sharding: Shardi
     wanted = probe(whole.eval())
     sharding.connect(parts, ranks)
     logits = probe(parts.eval()).logits
-    # A mixture of experts may send a token elsewhere for a rounding: the median token decides.
+    # Rounding may change the expert of a token in a mixture: so the median token decides.
     each = (logits - wanted.logits).abs().amax(-1) / wanted.logits.abs().max()
-    # All ranks must come to the same end.
+    # All ranks must decide equally.
     if not ranks.least(bool(each.median() < MOST_DRIFT)):
         table = "the shards of transformers' table do not add up to the unsharded model"
         raise UnsupportedModel(
@@ -77,7 +78,7 @@ def prove_parts(whole: PreTrainedModel, parts: PreTrainedModel, sharding: Shardi
 
 
 def plan(config: PretrainedConfig, device: torch.device, ranks: Ranks) -> Sharding:
-    """Return what this rank holds of an architecture, proved on a few of its layers; of one rank nothing is divided.
+    """Return what this rank holds of an architecture, proved on a few of its layers; with one rank nothing is sharded.
 
     device: where the proof is computed.  Raises ModelLoadError (UnsupportedModel)."""
     if ranks.size == 1:
@@ -97,7 +98,7 @@ def plan(config: PretrainedConfig, device: torch.device, ranks: Ranks) -> Shardi
     prove_parts(complete, parts, of_short, ranks)
     del complete, parts
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the KV cache takes what is free
+        torch.cuda.empty_cache()  # the KV cache needs the free memory
     return sharding
 
 
@@ -109,7 +110,8 @@ def _plan_without_proof(whole: type[PreTrainedModel], config: PretrainedConfig, 
 def random_shard(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks, quantising: Quantising
 ) -> PreTrainedModel:
-    """Return this rank's part of a model with weights as its own training would begin with; not those of one rank."""
+    """Return this rank's shard of a model with random initial weights; they differ from the weights of a single
+    rank."""
     whole, sharding = served_class(config), plan(config, device, ranks)
     with torch.device("meta"):  # the unsharded model may not fit the device
         model = shard_class(whole, sharding)._from_config(config, dtype=dtype, attn_implementation=attention_of(config))

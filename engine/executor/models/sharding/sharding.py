@@ -1,25 +1,25 @@
-"""Gives each rank its part of a model, from outside: the model's own code knows nothing of ranks.
+"""Gives each rank its shard of a model, from outside: the model's own code knows nothing of ranks.
 
-Which layers are divided, and how, is a table that transformers has for each architecture (`base_model_tp_plan` of a
+Which layers are sharded, and how, is in a table that transformers has for each architecture (`base_model_tp_plan` of a
 config, `_tp_plan` of a class).  For N ranks and a layer of weight [out, in]:
 
-    colwise                 out / N rows, whole heads of attention    each rank has its own outputs
-    rowwise                 in / N columns                            all-reduce: the sum is every rank's output
+    colwise                 out / N rows, complete attention heads    each rank has its own outputs
+    rowwise                 in / N columns                            all-reduce of the outputs
     packed_colwise          out / N rows of gate, as many of up       as colwise; also experts [experts, out, in]
-    moe_tp_experts          the experts' weights are in the table     all-reduce of what the experts add up to
+    moe_tp_experts          (the experts' weights have own entries)   all-reduce of the experts' weighted sum
     colwise_gather_output   the head: vocabulary / N rows             all-gather: every rank has all logits
-    replicate, replicated_* all of it                                 -
+    replicate, replicated_* the complete weight                       -
 
-KV heads are divided, or each is held by N / heads ranks if there are fewer heads than ranks.  Other words of the
+KV heads are sharded; if there are fewer heads than ranks, N / heads ranks hold the same head.  Other words of the
 table, and architectures without one, are refused by name.  For gpt_oss and gpt2 the tables are here (OWN_TABLES), with
 words of their own, most of them for transposes [.., in, out]:
 
     columns     out / N columns, or as much of a bias             rows    in / N rows
-    pairs       the same of gate and up in turn                   heads   one number for each head of attention
+    pairs       out / N columns of interleaved gate and up        heads   one value per attention head
     thirds      out / N columns of each of three parts: q, k, v   first   a bias that rank 0 alone adds
     split_size  the module splits an output by this attribute     sum     all-reduce of the module's output
 
-Only a rank's part of each tensor is read.  Embeddings, norms and routers are unsharded on every rank.
+Only a rank's shard of each tensor is read.  Embeddings, norms and routers are unsharded on every rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WHOLE = {"replicate", "replicated_with_grad_allreduce"}
 DIVIDED_EMBEDDING = (
     "embedding_rowwise"  # some versions of transformers divide embeddings; here every rank has all of them
 )
-# Experts are stored one by one, and transformers puts them together: tensors of one expert -> parameter of all.
+# Experts may be stored one by one: stored weight of one expert -> parameter of all experts, which transformers joins.
 STORED_EXPERT = re.compile(r"(?P<layer>.*\blayers\.\d+\.).*\bexperts\.\d+\.(?P<part>\w+)\.weight")
 EXPERT_PARTS = {
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up_proj"),
@@ -80,15 +80,15 @@ OWN_TABLES = {
         },
     },
 }
-OWN_HEAD = {"lm_head": "colwise_gather_output"}  # with a table of ours, where transformers' class says nothing of it
-# Own words: the dimension that is divided, its unit, and of how many equal parts a rank has its share.
+OWN_HEAD = {"lm_head": "colwise_gather_output"}  # head for tables of ours, if transformers' class has no entry for it
+# Words of our tables -> dimension that is sharded, unit of its size, number of equal parts that are sharded separately.
 EVEN = {"heads": (-1, 1, 1), "columns": (-1, 1, 1), "pairs": (-1, 2, 1), "thirds": (-1, 1, 3), "rows": (-2, 1, 1)}
 SUMS = {"moe_tp_experts", "sum"}
 
 
 @dataclass(frozen=True)
 class Summed:
-    """A layer whose ranks' outputs are added up."""
+    """A layer whose output is the sum of the ranks' outputs (all-reduce)."""
 
     ranks: Ranks
     out_features: int
@@ -110,7 +110,7 @@ class Summed:
 
 @dataclass(frozen=True)
 class Gathered:
-    """A layer whose ranks' outputs stand one after another; the last rank's may be padded."""
+    """A layer whose output is the concatenation of the ranks' outputs; the last rank's may be padded."""
 
     ranks: Ranks
     out_features: int
@@ -128,18 +128,18 @@ class Gathered:
 
 @dataclass
 class Sharding:
-    """What a rank holds of one architecture, and where the ranks exchange."""
+    """What a rank holds of one architecture, and which modules need a collective."""
 
     cuts: dict[str, Cut] = field(default_factory=dict)  # cuts by parameter
-    summed: list[str] = field(default_factory=list)  # modules
+    summed: list[str] = field(default_factory=list)  # modules with an all-reduce
     of_first: list[str] = field(default_factory=list)  # parameters that only rank 0 adds
     split_sizes: dict[str, int] = field(default_factory=dict)  # module -> value of its attribute `split_size`
-    gathered: str = ""  # the head; empty: every rank has all of it
+    gathered: str = ""  # the head, if it is sharded; empty: every rank has all of it
     vocab_size: int = 0
 
     @property
     def divided_rows(self) -> set[str]:
-        """The modules of whose weight [out, in] each rank has a part of each row."""
+        """The modules of whose weight [out, in] each rank has some columns."""
         return {
             name.removesuffix(".weight")
             for name, cut in self.cuts.items()
@@ -147,7 +147,7 @@ class Sharding:
         }
 
     def shrink(self, model: nn.Module) -> None:
-        """Replace the parameters of a model without weights by those of this rank, which are empty."""
+        """Replace sharded parameters of a model without weights by empty parameters of this rank's sizes."""
         for name, cut in self.cuts.items():
             path, _, kind = name.rpartition(".")
             module = model.get_submodule(path)
@@ -164,7 +164,7 @@ class Sharding:
             attention.split_size = size
 
     def connect(self, model: PreTrainedModel, ranks: Ranks) -> None:
-        """Let the layers of a loaded model exchange their outputs."""
+        """Add the collectives to the layers of a loaded model."""
         if not ranks.first:
             for path in self.of_first:
                 model.get_parameter(path).data.zero_()
@@ -179,7 +179,7 @@ class Sharding:
             module.register_forward_hook(lambda _module, _inputs, output: ranks.all_reduce(output))
         if self.gathered:
             head: Any = model.get_submodule(self.gathered)
-            if len(head.weight) == self.vocab_size:  # it is the embedding, which is not sharded
+            if len(head.weight) == self.vocab_size:  # it is tied to the embedding, which is not sharded
                 cut = divide(self.vocab_size, ranks, padded=True)
                 head.weight = nn.Parameter(cut.take(head.weight.data, tuple(head.weight.shape)), requires_grad=False)
                 head.out_features = len(head.weight)
@@ -200,7 +200,7 @@ def plan_shards(model: PreTrainedModel, ranks: Ranks) -> Sharding:
     """Return what this rank holds of an architecture.
 
     model: unsharded, on the meta device.  Raises UnsupportedModel for a table that is not followed here,
-    and ModelLoadError where the sizes of the model are not divisible."""
+    and ModelLoadError if the sizes of the model are not divisible."""
     kind, text = model.config.model_type, model.config.get_text_config()
     own = OWN_TABLES.get(text.model_type)
     if not (table := own or getattr(text, "base_model_tp_plan", None)):
@@ -230,7 +230,7 @@ def plan_shards(model: PreTrainedModel, ranks: Ranks) -> Sharding:
 
 
 def check_heads(kind: str, text: PretrainedConfig, size: int) -> None:
-    """Raise ModelLoadError unless each of `size` ranks gets whole heads of attention, of every layer alike."""
+    """Raise ModelLoadError unless each of `size` ranks gets complete attention heads, equally in every layer."""
     if getattr(text, "num_kv_shared_layers", None):
         raise UnsupportedModel(f"{kind}: {OPTION} of layers that share keys and values")
     layers = getattr(text, "per_layer_config", None) or [text]
@@ -247,7 +247,7 @@ def check_heads(kind: str, text: PretrainedConfig, size: int) -> None:
 
 
 def _place(sharding: Sharding, model: PreTrainedModel, path: str, style: str, ranks: Ranks) -> None:
-    """Note what a rank holds of a module, and what it exchanges."""
+    """Note what a rank holds of a module, and its collective."""
     module, kind = model.get_submodule(path), model.config.model_type
     if style in WHOLE or (style == DIVIDED_EMBEDDING and isinstance(module, nn.Embedding)):
         return
@@ -255,7 +255,7 @@ def _place(sharding: Sharding, model: PreTrainedModel, path: str, style: str, ra
         sharding.summed.append(path)
         return
     if style == "split_size":
-        sharding.split_sizes[path] = module.split_size // ranks.size  # whole heads, by `check_heads`
+        sharding.split_sizes[path] = module.split_size // ranks.size  # complete heads, by `check_heads`
         return
     refusal = UnsupportedModel(f"{kind}: {OPTION}: {path} is divided as {style!r}, which is not implemented")
     if type(module) is not nn.Linear:
@@ -289,7 +289,7 @@ def _place(sharding: Sharding, model: PreTrainedModel, path: str, style: str, ra
 
 
 def _cut_rows(model: PreTrainedModel, path: str, ranks: Ranks) -> Cut:
-    """Return a rank's rows of a layer: whole heads where it belongs to attention."""
+    """Return a rank's rows of a layer: complete heads if it belongs to attention."""
     size, kind = model.get_submodule(path).out_features, model.config.model_type
     head_size = getattr(model.get_submodule(path.rpartition(".")[0]), "head_dim", None)
     if head_size and size % head_size == 0:
@@ -303,7 +303,7 @@ def _cut_rows(model: PreTrainedModel, path: str, ranks: Ranks) -> Cut:
 
 
 def _cut_experts(kind: str, path: str, parameter: nn.Parameter, style: str, ranks: Ranks) -> Cut:
-    """Return a rank's part of the weights [experts, out, in] of all experts of a layer."""
+    """Return a rank's shard of the weights [experts, out, in] of all experts of a layer."""
     if parameter.dim() != 3 or style not in ("packed_colwise", "rowwise"):
         raise UnsupportedModel(f"{kind}: {OPTION}: {path} is divided as {style!r}, which is not implemented")
     _, outputs, inputs = parameter.shape
@@ -316,7 +316,7 @@ def _cut_experts(kind: str, path: str, parameter: nn.Parameter, style: str, rank
 
 
 def _cut_evenly(kind: str, path: str, parameter: nn.Parameter, style: str, ranks: Ranks) -> Cut:
-    """Return a rank's part of a parameter in the words of OWN_TABLES."""
+    """Return a rank's shard of a parameter, by a word of OWN_TABLES."""
     dim, unit, parts = EVEN[style]
     size = parameter.shape[dim]
     check_width(kind, path, size, unit * parts * ranks.size)
@@ -324,13 +324,13 @@ def _cut_evenly(kind: str, path: str, parameter: nn.Parameter, style: str, ranks
 
 
 def check_width(kind: str, path: str, size: int, parts: int) -> None:
-    """Raise ModelLoadError unless `size` can be divided."""
+    """Raise ModelLoadError unless `parts` divides `size`."""
     if size % parts:
         raise ModelLoadError(f"{OPTION}: {kind}: {path} has size {size}, which {parts} does not divide")
 
 
 def fork_rng(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Leave random numbers as they were, on the host and on the current GPU; other GPUs are not touched."""
+    """Return a context that restores random states, on the host and on the current GPU; other GPUs are not touched."""
     return torch.random.fork_rng([torch.cuda.current_device()] if device.type == "cuda" else [])
 
 
@@ -345,9 +345,9 @@ def shard_class(model: type[PreTrainedModel], sharding: Sharding) -> type[PreTra
 
 
 def stored_cuts(kind: str, sharding: Sharding, stored: Iterable[str], prefix: str) -> dict[str, Cut]:
-    """Return what this rank reads of the tensors that hold divided parameters.
+    """Return what this rank reads of the tensors that hold sharded parameters.
 
-    stored: names of all tensors.  prefix: what the model's names may begin with, and those of the tensors need not.
+    stored: names of all tensors.  prefix: begins names in the model, and may be missing in names of tensors.
     Raises UnsupportedModel for a divided parameter that none of the tensors holds."""
     found, left = {}, set(sharding.cuts)
     for name in stored:
@@ -362,7 +362,7 @@ def stored_cuts(kind: str, sharding: Sharding, stored: Iterable[str], prefix: st
 
 
 def _experts_of(name: str, sharding: Sharding) -> str:
-    """Return the parameter that a stored tensor of one expert becomes a part of; empty: none."""
+    """Return the parameter that a stored tensor of one expert is joined into; empty: none."""
     if not (found := STORED_EXPERT.fullmatch(name)) or found["part"] not in EXPERT_PARTS:
         return ""
     ending = f".experts.{EXPERT_PARTS[found['part']]}"

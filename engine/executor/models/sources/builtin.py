@@ -3,9 +3,9 @@
 Its text makes no sense, but it is a checkpoint like any other: config, safetensors, tokenizer, chat template.  It is
 made in seconds from what is on the machine.  Tests use it, and `quire serve` where the demo model cannot be fetched:
 
-    python -m quire.engine.executor.models.sources.builtin [DIRECTORY]     makes it if need be, prints where it is
+    python -m quire.engine.executor.models.sources.builtin [DIRECTORY]     makes it if absent, prints its directory
 
-Milliseconds if it exists already: torch and transformers are imported to make it only.
+If it exists already this takes milliseconds: torch and transformers are imported only to make it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(vocab_size: int, corpus_bytes: int = CORPUS_BYTES) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over the standard library, special tokens first (ids 0, 1, 2), then the 256 bytes."""
+    """Train byte-level BPE on the standard library; special tokens come first (ids 0, 1, 2), then the 256 bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -65,7 +65,7 @@ def train_tokenizer(vocab_size: int, corpus_bytes: int = CORPUS_BYTES) -> PreTra
 
 
 def _corpus(size: int) -> list[str]:
-    """Sources in a fixed order, `size` bytes of them."""
+    """Return source texts in a fixed order, `size` bytes in total."""
     texts = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text = path.read_text(encoding="utf-8", errors="ignore")
@@ -77,7 +77,8 @@ def _corpus(size: int) -> list[str]:
 
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write everything `from_pretrained` reads.  The directory is complete or absent, even with several writers."""
+    """Write everything that `from_pretrained` reads.  The directory is complete or absent, even with several
+    writers."""
     from transformers import GenerationConfig
 
     from quire.engine.executor.models.bars import no_bars
@@ -102,7 +103,7 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, 
 
 
 def builtin(directory: Path | None = None) -> Path:
-    """The directory of the built-in checkpoint, made on first use.  Deterministic for a Python and torch version.
+    """Return the directory of the built-in checkpoint, made on first use.  Equal for equal Python and torch versions.
 
     Raises ModelLoadError when it cannot be written."""
     directory = directory or cache_directory() / f"{NAME}-{VERSION}"

