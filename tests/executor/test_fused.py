@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from quire.engine.executor import ops
-from quire.engine.executor.models import fused
+from quire.engine.executor.models import fused, fusible
 from quire.engine.executor.models.fused import Decoder
 from quire.engine.executor.models.hf import load_model
 from quire.engine.executor.models.linear import PackedLinear, Product, RMSNorm, Sharded
@@ -254,9 +254,9 @@ def test_what_looks_unlike_the_expected_is_left_alone(
     checkpoint: Callable[[str], Path], change: Callable[[PreTrainedModel], None]
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
-    assert fused.has_plain_decoder(model)
+    assert fusible.has_plain_decoder(model)
     change(model)
-    assert not fused.has_plain_decoder(model)
+    assert not fusible.has_plain_decoder(model)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])

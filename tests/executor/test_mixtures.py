@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from quire.engine.executor import ops
-from quire.engine.executor.models import fused
+from quire.engine.executor.models import fused, fusible
 from quire.engine.executor.models.fused import Mixture, is_fused
 from quire.engine.executor.models.hf import LoadedModel, load_model
 from tests.checkpoints import FAMILIES, make_checkpoint
@@ -92,7 +92,7 @@ def exact_model(directory: Path) -> PreTrainedModel:
 def test_on_a_cpu_the_model_runs_as_it_is(mixture: Callable[[str], Path], name: str) -> None:
     model = load_model(str(mixture(name)), dtype="float32", device=torch.device("cpu"))
     assert not is_fused(model.module)
-    assert fused.has_known_parts(exact_model(mixture(name)))
+    assert fusible.has_known_parts(exact_model(mixture(name)))
 
 
 def plain_route(logits: Tensor, top: int, *, normalise: bool, rounded: bool) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ def test_the_layers_around_the_operators(
         pairs.append(operands[1].numel())
         return plain_experts(*operands, plus=plus, **options)
 
-    monkeypatch.setattr(fused, "has_plain_decoder", fused.has_known_parts)
+    monkeypatch.setattr(fused, "has_plain_decoder", fusible.has_known_parts)
     monkeypatch.setattr(ops, "route", plain_route)
     monkeypatch.setattr(ops, "experts", experts)
     monkeypatch.setattr(ops, "takes_all_pairs", lambda hidden, inner, device: takes_all)
@@ -228,15 +228,15 @@ def test_experts_unlike_the_expected_are_left_alone(
     mixture: Callable[[str], Path], change: Callable[[Any], None]
 ) -> None:
     model = exact_model(mixture("gpt_oss"))
-    assert fused.has_known_parts(model)
+    assert fusible.has_known_parts(model)
     change(model.get_submodule("model.layers.2.mlp.experts"))
-    assert not fused.has_known_parts(model)
+    assert not fusible.has_known_parts(model)
 
 
 def test_a_router_without_bias_is_left_alone(mixture: Callable[[str], Path]) -> None:
     model = exact_model(mixture("gpt_oss"))
     model.get_submodule("model.layers.2.mlp.router").bias = None
-    assert not fused.has_known_parts(model)
+    assert not fusible.has_known_parts(model)
 
 
 @pytest.mark.gpu

@@ -19,30 +19,21 @@ import atexit
 import contextlib
 import logging
 import os
-import selectors
 import shutil
-import socket
 import subprocess
-import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Self
 
 import msgspec
 import torch
 
-from quire.engine.common import child_python
 from quire.engine.common.deadline import ends_process
 from quire.engine.config import EngineConfig
 from quire.engine.core.plan import Drafter, StepPlan, StepResult
 from quire.engine.executor import preload
 from quire.engine.executor.base import ExecutorLost, StepError
-from quire.engine.executor.errors import ModelLoadError, one_line
+from quire.engine.executor.errors import ModelLoadError
 from quire.engine.executor.local import LocalExecutor, device_kind
 from quire.engine.executor.models.sharding.sharding import OPTION
 from quire.engine.executor.priority import set_priority
@@ -51,233 +42,22 @@ from quire.engine.executor.ranks.rank_process import (
     BEGIN,
     CLOSE,
     COLLECT,
-    FAILING,
     PREPARE,
     SUBMIT,
     Facts,
-    Ready,
     Reply,
     Task,
     digest,
     join,
 )
+from quire.engine.executor.ranks.rank_watch import BEATS, Rank, Watch
 from quire.engine.executor.ranks.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-BEATS = 5  # heartbeats per lease: a rank that misses more is lost
-# A rank beats from its first message on, by a thread, so only a call that holds the interpreter silences it.  While the
-# model loads some do: the first one that uses a GPU, one that maps a library, the meeting of ranks that share GPU
-# memory.  Most release it: reading weights, exchanges, graphs, a compiler.  Before its first message a rank
-# imports torch: it reads gigabytes of libraries, perhaps from a slow disk, and sends nothing.
-START_SILENCE_S = 300.0  # seconds of silence until the first message
 LOAD_SILENCE_S, LEASES_OF_SILENCE = 60.0, 10  # the longer one, after that until the model is loaded
 SHARED, SHARED_BYTES = Path("/dev/shm"), 32 << 20  # directory of NCCL's buffers; bytes that a rank may need
-END_S = 2.0  # seconds for a call on a lost rank to return, before the process ends without it
 CLOSE_S = 20.0  # seconds to release the GPU after a lost rank, for which kernels may wait
-GRACE_S = 2.0  # more, if not even the thread that would end the process gets to run
-
-
-@dataclass
-class Rank:
-    """Another rank, as rank 0 sees it."""
-
-    number: int
-    process: subprocess.Popen[bytes]
-    commands: Connection
-    life: socket.socket
-    silent: int = 0  # beats missed, or sent while a step of its own was failing
-    _ready: Ready | None = None  # its report at the end of the start
-    _reading: threading.Lock = field(default_factory=threading.Lock)  # while a thread reads a message of the start
-
-    @classmethod
-    def start(cls, number: int, log_format: str) -> Self:
-        """Start a process, which imports what it needs and waits for its task."""
-        ours, theirs = socket.socketpair()
-        life, their_life = socket.socketpair()
-        descriptors = (theirs.fileno(), their_life.fileno())
-        with theirs, their_life:
-            process = subprocess.Popen(
-                child_python.command("-m", "quire.engine.process.rank", *map(str, descriptors), log_format),
-                stdin=subprocess.DEVNULL,
-                pass_fds=descriptors,
-                env=child_python.environment(),
-                start_new_session=True,  # signals of a terminal are for rank 0
-            )
-        return cls(number, process, Connection(ours.detach()), life)
-
-    def how_it_ended(self) -> str:
-        """Describe how the process ended in a few words, with the reason that a failed start reported."""
-        if error := self.start_error():
-            return error
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return f"rank {self.number} ended with status {self.process.wait(1)}"
-        return f"rank {self.number} closed its end"
-
-    def wait_until_here(self) -> None:
-        """Wait until the process has imported what it needs.  Raises EOFError or OSError when it ends before."""
-        with self._reading:
-            self.commands.recv_bytes()
-
-    def wait_until_ready(self) -> Ready:
-        """Wait until the rank is loaded, or cannot be.  Raises EOFError or OSError when its process ends before."""
-        with self._reading:
-            if self._ready is None:
-                self._ready = msgspec.msgpack.decode(self.commands.recv_bytes(), type=Ready)
-            return self._ready
-
-    def start_error(self) -> str:
-        """Return the error line that a rank reported from a failed start; empty: none was reported.
-
-        Any thread may ask, and again: the message is read once and kept."""
-        with self._reading, contextlib.suppress(OSError, EOFError, msgspec.DecodeError):
-            if self._ready is None and self.commands.poll():
-                self._ready = msgspec.msgpack.decode(self.commands.recv_bytes(), type=Ready)
-        return f"rank {self.number}: {self._ready.error}" if self._ready is not None and self._ready.error else ""
-
-    def kill(self) -> None:
-        """End the process now.  A read from its connection then returns an end of file."""
-        self.process.kill()
-
-    def release(self) -> None:
-        """Let go of a process that has been killed or has ended."""
-        self.commands.close()
-        self.life.close()
-        self.process.wait()
-
-
-@dataclass
-class Watch:
-    """A thread that notices when a rank is lost, and sees to it that rank 0 notices too, wherever it waits."""
-
-    others: Sequence[Rank]
-    beat_s: float
-    lost: str = ""  # why no further step can run; empty: all ranks live
-    silence_s: float = START_SILENCE_S  # a rank that leaves out the beats of a longer time is lost
-    loading: bool = True  # not all ranks are loaded
-    ranks: Ranks | None = None
-    _stopped: threading.Event = field(default_factory=threading.Event)
-    _unused: threading.Event = field(default_factory=threading.Event)  # no call uses the ranks
-    _counting: threading.Lock = field(default_factory=threading.Lock)  # while `silent` and `silence_s` are compared
-
-    def start(self) -> None:
-        """Begin to watch the ranks, whose processes have started."""
-        self._unused.set()
-        threading.Thread(target=self._run, name="ranks", daemon=True).start()
-
-    def expect_beats(self, silence_s: float, *, loading: bool = False) -> None:
-        """From now on let no rank be silent for longer than `silence_s` seconds, whatever it was before."""
-        with self._counting:
-            self.silence_s, self.loading = silence_s, loading
-            for rank in self.others:
-                rank.silent = 0
-
-    def stop(self) -> None:
-        """End: the ranks are about to leave."""
-        self._stopped.set()
-
-    @contextlib.contextmanager
-    def using(self) -> Iterator[None]:
-        """A call that needs all ranks.  Raises ExecutorLost in place of what the loss of one makes it raise."""
-        self._unused.clear()  # before `lost` is read: `_lose` sets that first and then waits for this call
-        try:
-            if self.lost:
-                raise ExecutorLost(self.lost)
-            yield
-        except ExecutorLost as error:
-            self.lost = self.lost or str(error)
-            self.kill()
-            raise
-        except (OSError, EOFError, RuntimeError) as error:  # socket error, or error of a collective
-            self.wait_for_loss()
-            if not self.lost and isinstance(error, RuntimeError):
-                raise
-            self.lost = self.lost or one_line(error)
-            self.kill()
-            raise ExecutorLost(self.lost) from error
-        finally:
-            self._unused.set()
-
-    def kill(self) -> None:
-        """End the other ranks now, one that is stopped as well."""
-        for rank in self.others:
-            rank.kill()
-
-    def at_exit(self) -> None:
-        """End a process that has lost a rank and not closed its executor, with status 1.
-
-        A kernel that waits for a lost rank has no end, so what lets go of a GPU's memory would then wait forever."""
-        if self.lost:
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-
-    def wait_for_loss(self) -> None:
-        """Wait until a loss is noted, for two beats at most.  A process that died breaks an exchange before that."""
-        until = time.monotonic() + 2 * self.beat_s
-        while not self.lost and time.monotonic() < until:
-            time.sleep(0.02)
-
-    def _run(self) -> None:
-        with selectors.DefaultSelector() as lines:
-            for rank in self.others:
-                lines.register(rank.life, selectors.EVENT_READ, rank)
-            tick = time.monotonic() + self.beat_s
-            while not self._stopped.is_set():
-                for line, _ in lines.select(max(0.0, tick - time.monotonic())):
-                    rank = line.data
-                    if not (said := self._hear(rank)):
-                        return self._lose(rank.how_it_ended())
-                    if said != FAILING:
-                        rank.silent = 0
-                if time.monotonic() < tick:
-                    continue
-                # Ticks count, not seconds: this process may have been stopped together with the ranks.
-                tick = time.monotonic() + self.beat_s
-                if reason := self._count_silence():
-                    return self._lose(reason)
-        return None
-
-    def _count_silence(self) -> str:
-        """Count one more beat that each rank may have left out.  Returns why a rank is lost; empty: none is."""
-        with self._counting:
-            for rank in self.others:
-                rank.silent += 1
-                if rank.silent <= round(self.silence_s / self.beat_s):
-                    continue
-                if self.loading:
-                    return f"rank {rank.number} has sent nothing for {self.silence_s:g} s while the model loads"
-                return f"rank {rank.number} does not answer, or failed alone"
-        return ""
-
-    @staticmethod
-    def _hear(rank: Rank) -> bytes:
-        """Return the last beat that has arrived; empty when the process has ended."""
-        with contextlib.suppress(OSError):
-            return rank.life.recv(1 << 16)[-1:]
-        return b""
-
-    def _lose(self, reason: str) -> None:
-        """Note the loss, and free the thread that may wait for the lost rank in a socket or in an exchange."""
-        if (
-            self._stopped.is_set() or self.lost
-        ):  # `close` or a loss of a rank has ended the thread already: wait for none
-            return
-        self.lost = reason  # first: a call that begins after this line ends at once
-        self.kill()
-        if not self.loading:
-            log.error("%s: exchanges with it are aborted", reason)
-        with ends_process(END_S + GRACE_S):
-            if self.ranks is not None:
-                # NCCL's abort waits for a kernel that may wait for the lost rank, so it has a thread of its own.  It
-                # might hold the interpreter meanwhile, and this thread with it.
-                threading.Thread(target=self.ranks.abort, name="abort", daemon=True).start()
-            if not self._unused.wait(END_S):
-                waits = "rank 0 waits for it" if self.loading else "this step never returns"
-                log.critical("%s, and %s: the engine ends, its requests move on", reason, waits)
-                logging.shutdown()
-                os._exit(1)
 
 
 class ParallelExecutor:
