@@ -11,7 +11,7 @@ from quire.engine.wire.messages import PRIORITIES
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Frozen after start.  `quire.engine.common.settings.load` fills it from flags, environment and a file."""
+    """Options of a gateway.  `quire.engine.common.settings.load` fills it from flags, environment and a file."""
 
     model: Annotated[
         str, Meta(description="Directory or hub name of the model. A gateway loads its tokenizer and chat template.")
@@ -455,10 +455,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def path_prefix(self) -> str:
-        """What paths may begin with: `root_path` without a slash at its end."""
+        """Optional prefix of all paths: `root_path` without a slash at its end."""
         return self.root_path.rstrip("/")
 
     @property
     def longest_wait_s(self) -> float:
-        """Longest estimated wait in the late lane, in seconds: `late_wait_s`, or its deprecated name if that is set."""
+        """Maximum estimated wait in the late lane, in seconds: `late_wait_s`, or the deprecated option if it is set."""
         return self.late_wait_s if self.queue_wait_s < 0 else self.queue_wait_s

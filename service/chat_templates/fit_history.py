@@ -1,20 +1,20 @@
-"""Messages of a chat in an order and of roles that a chat template renders: no text is lost, no template raises.
+"""Changes order and roles of a chat's messages so that a chat template renders them without losing text.
 
-    [system, system, user, assistant + calls, tool, system, user] --fit, for a Dialect--> what the template renders
+    [system, system, user, assistant + calls, tool, system, user] --fit, for a Dialect--> messages for the template
 
-A template drops a message that it was not written for without a word, raises, or writes a header that the model never
-saw.  `Dialect` says which shapes of a conversation a template renders.  All others are made out of those:
+A template may silently drop a message for which it was not written, raise an error, or write a header that the model
+has never seen.  `Dialect` lists which shapes of a conversation a template renders.  Other shapes are changed:
 
-    several system at the head     -> one, joined by an empty line
-    system later                   -> a turn of the user, after the results of tools that are due
-    system of a template without   -> the beginning of the first turn of the user
-    system and nothing else        -> a turn of the user, where a template shows no lone system message
-    content beside calls           -> a message of its own before the calls
-    calls in parallel              -> one message per call, each followed by its result
-    a result without a call        -> a turn of the user
-    call ids of another form       -> nine letters, the same ones for the same id
-    no turn of the user            -> an empty one after the system message, where a template demands one
-    turns of one role in a row     -> one, joined by an empty line; an empty turn is put where one is due
+    several system messages at the start -> one, joined by an empty line
+    a later system message         -> a user message, after pending tool results
+    template without system role   -> system text moves to the start of the first user message
+    only a system message          -> a user message, if the template needs one
+    content beside calls           -> a separate message before the calls
+    parallel calls                 -> one message per call, each followed by its result
+    a tool result without a call   -> a user message
+    call ids of another form       -> nine letters or digits, equal for equal ids
+    no user message                -> an empty one after the system message, if the template needs one
+    two messages of one role in a row -> joined by an empty line, or separated by an empty message of the other role
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NINE = re.compile(r"[A-Za-z0-9]{9}")
 
 
 def fit(messages: list[Message], dialect: Dialect) -> list[Entry]:
-    """Return messages as the template renders them, each with the index of the one from which it comes."""
+    """Return messages in a shape that the template renders, each with the index of the client's message."""
     entries = [(message, at) for at, message in enumerate(messages)]
     if any("tool_calls" in message or message["role"] == "tool" for message in messages):
         if dialect.nine_letter_ids:
@@ -53,7 +53,7 @@ def fit(messages: list[Message], dialect: Dialect) -> list[Entry]:
 
 
 def joined(first: Any, second: Any) -> Any:
-    """Return two contents as one, with an empty line between; each is a string or a list of parts."""
+    """Join two contents with an empty line between; each is a string or a list of content parts."""
     if not first or not second:
         return first or second
     if isinstance(first, str) and isinstance(second, str):
@@ -98,9 +98,9 @@ def _ends_in_results(entries: list[Entry]) -> bool:
 
 
 def _as_turns(entries: list[Entry]) -> Iterator[Entry]:
-    """Yield the entries with system messages as turns of the user, which never part calls and their results."""
+    """Yield the entries with system messages turned into user messages, never between calls and their results."""
     waiting: list[Entry] = []
-    pending = False  # calls whose results may still follow
+    pending = False  # True while results of calls may follow
     for message, at in entries:
         if message["role"] == "system":
             entry = ({**message, "role": "user"}, at)
@@ -118,7 +118,7 @@ def _as_turns(entries: list[Entry]) -> Iterator[Entry]:
 
 
 def _before_a_turn(head: list[Entry], rest: list[Entry], *, last: bool) -> list[Entry]:
-    """Return the entries with the text of system messages at the beginning of the first (`last`: last) user's turn."""
+    """Move the text of the system messages `head` to the start of the first (`last`: last) user message."""
     content: Any = ""
     for message, _ in head:
         content = joined(content, message["content"])
@@ -134,8 +134,8 @@ def _before_a_turn(head: list[Entry], rest: list[Entry], *, last: bool) -> list[
 
 
 def _with_ids(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Yield the entries with an id of nine letters for every call and result; the same one for the same id."""
-    due: list[str] = []  # ids of calls whose results are missing
+    """Yield the entries with nine-character ids of calls and results; equal ids stay equal."""
+    due: list[str] = []  # ids of calls without a result so far
     for message, at in entries:
         if message["role"] == "tool":
             call = message.get("tool_call_id") or (due[0] if due else f"result {at}")
@@ -159,7 +159,7 @@ def _nine_letters(given: str) -> str:
 
 
 def _split_calls(entries: list[Entry], dialect: Dialect) -> Iterator[Entry]:
-    """Yield the entries with no more calls in a message, and no more beside them, than the template renders."""
+    """Yield the entries with messages split so that the template renders all calls and the content beside them."""
     at = 0
     while at < len(entries):
         message, origin = entries[at]
@@ -192,7 +192,7 @@ def _answers(result: Message, call: dict[str, Any]) -> bool:
 
 
 def _without_orphans(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Yield the entries with results that follow no call as turns of the user."""
+    """Yield the entries with tool results that follow no call turned into user messages."""
     called = False
     for message, at in entries:
         if message["role"] == "tool" and not called:
@@ -206,9 +206,9 @@ def _without_orphans(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def _alternating(entries: list[Entry], dialect: Dialect) -> list[Entry]:
-    """Return the entries with turns of the user and the assistant in alternation.  Calls and results are no turns."""
+    """Return the entries with user and assistant messages in alternation.  Calls and results do not count."""
     made: list[Entry] = []
-    before: int | None = None  # the place of the last turn in `made`
+    before: int | None = None  # index in `made` of the last user or assistant message
     for message, at in entries:
         role = message["role"]
         if role not in ("user", "assistant") or message.get("tool_calls"):
@@ -226,7 +226,7 @@ def _alternating(entries: list[Entry], dialect: Dialect) -> list[Entry]:
                 continue
             if role == "user":
                 made.append(({"role": "assistant", "content": ""}, at))
-            else:  # tool calls stand between two texts of the assistant: the first text moves into the second message
+            else:  # two assistant messages with tool calls between them: the first one's text moves into the second
                 message = _merged(earlier, message)
                 del made[before]
         before = len(made)

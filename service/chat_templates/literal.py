@@ -1,16 +1,18 @@
-"""Content of chat messages stays text, even if it reads like a special token of the model.
+"""Keeps content of chat messages as text, even if it looks like a special token of the model.
 
     messages, tools, documents --hide--> private characters in them --template--> text --reveal--> text, spans
     "say <|end|>" --> "say \\ue000|end|>" --> "<|user|>say \\ue000|end|><|end|>" --> "<|user|>say <|end|><|end|>"
-    encode everything once --> ids; a special token's id that overlaps a span --> the ids of its text
+    encode the text once --> ids; a special token's id that overlaps a span --> the ids of its text
 
-The template may write special tokens, and a client's content may not.  Otherwise the user of an application could end
-a message and write another one, of any role.  A rendering does not show which part of it is content.  So each character
-of content with which a special token could begin is hidden: a private character that occurs nowhere in the request
-stands for it.  It keeps its place whatever the template does: trim, cut, split, join, lower, replace, write as JSON.
+The template may write special tokens, but a client's content may not.  Otherwise the user of an application could end
+a message and begin another one, of any role.  The rendered text does not show which part of it is content.  So each
+character of content with which a special token could begin is hidden: it is replaced by a private-use Unicode
+character that occurs nowhere in the request.  That character survives all operations of templates: trim, cut, split,
+join, lower, replace, encode as JSON.
 
-A template may look into content for strings of its own, such as `</think>`.  Those are left as they are, but for what
-an assistant's text: templates drop all before such a string.  There only reasoning at the beginning is left to them.
+A template may search content for strings of its own, such as `</think>`, so these are not hidden.  Text of an assistant
+is an exception, since templates drop everything before such a string.  There the strings are hidden, except around
+reasoning at the beginning.
 """
 
 from __future__ import annotations
@@ -21,35 +23,35 @@ from typing import Any, Literal, NamedTuple
 
 from quire.service.common.refusal import bad_request
 
-TRUSTED = ("system", "developer")  # roles of the application itself, whose messages may hold special tokens
-WINDOW = 65_536  # characters searched at once: no other thread runs meanwhile, 1 ms at worst
-READINGS_KEPT = 4  # sets of a template's own strings: the model's, and those of clients
+TRUSTED = ("system", "developer")  # roles of the application itself, whose messages may contain special tokens
+WINDOW = 65_536  # characters per regex search, which holds the GIL: at most 1 ms
+READINGS_KEPT = 4  # maximum number of cached _Reading objects
 PRIVATE = "[\ue000-\uf8ff]"
-ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})", re.I)  # as JSON writes a private character in ASCII
+ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})", re.I)  # JSON escape of a private-use character
 
 _MARK = re.compile(r"[<\[][^\s<>\[\]]+[>\]]")
-# Reasoning between a pair of tags, as clients send it back that do not know it.
+# Reasoning between a pair of tags, which clients without support for reasoning send back as content.
 _REASONING = re.compile(r"\s*(?:<([\w:]+)>.*?</\1>|\[(\w+)\].*?\[/\2\])", re.S)
 
-KeyOrder = Literal["", "exact", "lower"]  # "lower": whatever the case; "": as they come
+KeyOrder = Literal["", "exact", "lower"]  # order of an object's keys: unsorted, sorted, sorted ignoring case
 Span = tuple[int, int]  # first character and end in the rendered text
 
 
 class _Reading(NamedTuple):
-    """What a template looks for in content."""
+    """The string constants of a template, for which it may search content."""
 
-    exempt: dict[str, tuple[str, ...]]  # strings of the template that begin no special token, by their first character
-    constants: frozenset[str]  # all of its strings, in lower case
-    marks: re.Pattern[str] | None  # those of them that are markup; None: there are none
+    exempt: dict[str, tuple[str, ...]]  # first character -> constants that must not be hidden
+    constants: frozenset[str]  # all constants, in lower case
+    marks: re.Pattern[str] | None  # regex of the constants that are markup; None if there are none
 
 
 class LiteralContent:
     """The special tokens of one tokenizer, and the ids of their text.  Thread-safe."""
 
     def __init__(self, backend: Any, controls: Iterable[str] = ()) -> None:
-        """`backend`: a `tokenizers.Tokenizer`, which no other thread may use meanwhile.
+        """`backend`: a `tokenizers.Tokenizer`, which no other thread may use during this call.
 
-        `controls`: further added tokens that must stay text: the template begins or ends messages with them."""
+        `controls`: further added tokens that content must not produce, since the template delimits messages by them."""
         added = backend.get_added_tokens_decoder()
         extra = frozenset(controls)
         specials = {token: one for token, one in added.items() if (one.special or one.content in extra) and one.content}
@@ -63,20 +65,20 @@ class LiteralContent:
         finally:
             backend.encode_special_tokens = before
         self._texts = {token: one.content for token, one in specials.items()}
-        # Tokens that are looked for in normalized text may be written in many ways.
+        # If special tokens are matched in normalized text, several spellings produce the same token.
         self._exact = backend.normalizer is None or not any(one.normalized for one in specials.values())
         lower = {one.content.lower() for one in specials.values()}
         self._lower = sorted(lower)
         self._joined = "\n".join(self._lower)
         self._longest = max(map(len, lower), default=0)
         self._firsts = {text[0] for text in lower if not text[0].isalnum() and not text[0].isspace()}
-        # A text that begins like the rest of a special token, behind what the template has written.
+        # Suffixes of special tokens: content could complete a special token whose beginning the template writes.
         self._tails = {text[at:] for text in lower for at in range(1, len(text))}
         self._lasts = {text[-1] for text in lower}
         odd = [text for text in lower if text[0] not in self._firsts]
         self._odd = re.compile("|".join(map(re.escape, sorted(odd, key=len, reverse=True))), re.I) if odd else None
         by_length = sorted(self._texts.values(), key=len, reverse=True)
-        # By their first two characters: a search for a few prefixes costs a long text little.
+        # Grouped by their first two characters, since searching a long text for a few prefixes is fast.
         self._any = {
             prefix: re.compile("|".join(re.escape(text) for text in by_length if text[:2] == prefix))
             for prefix in {text[:2] for text in by_length}
@@ -84,9 +86,10 @@ class LiteralContent:
         self._readings: dict[frozenset[str], _Reading] = {}
 
     def hidden(self, constants: frozenset[str], *contents: Any, sorts: KeyOrder = "") -> Hidden:
-        """Return what hides characters of `contents`: all values of a request that the template gets.
+        """Return a `Hidden` for one request.
 
-        `constants`: the template's own strings.  `sorts`: its order of the keys of an object."""
+        `constants`: string constants of the template.  `contents`: all values of the request that the template gets.
+        `sorts`: the order in which the template writes the keys of an object."""
         return Hidden(self, self._reading(constants), contents, sorts)
 
     def _reading(self, constants: frozenset[str]) -> _Reading:
@@ -105,7 +108,7 @@ class LiteralContent:
         return made
 
     def _harmless(self, text: str) -> bool:
-        """Return whether a text neither holds a special token nor ends in the beginning of one."""
+        """Return whether a text neither contains a special token nor ends with the beginning of one."""
         return not any(
             special in text
             or any(special.startswith(text[at:]) for at in range(max(0, len(text) - len(special)), len(text)))
@@ -113,7 +116,7 @@ class LiteralContent:
         )
 
     def hide(self, text: str, reading: _Reading, private: Callable[[str], str], *, key: bool = False) -> str:
-        """Return a text with private characters for those with which a special token may begin, or continue."""
+        """Replace the characters with which a special token may begin, or continue, by private-use characters."""
         if key and not self._dangerous(text):
             return text
         head = range(0) if key else self._head(text, reading)
@@ -131,7 +134,7 @@ class LiteralContent:
             made = self._odd.sub(lambda found: "".join(map(private, found[0])), made)
         if head:
             chars = list(made)
-            # Letters would keep their case under a template that changes it.
+            # Hide letters only if there is nothing else, since a hidden letter escapes a template that changes case.
             places = [at for at in head if not text[at].isalnum()] or head
             for at in places:
                 chars[at] = private(text[at])
@@ -139,14 +142,14 @@ class LiteralContent:
         return made
 
     def _dangerous(self, key: str) -> bool:
-        """Return whether a key holds or ends in more of a special token than its first character.
+        """Return whether a JSON key may contain or begin a special token.
 
-        Others stay as they are: templates sort keys."""
+        Other keys are not changed, since templates sort keys."""
         lower = key.lower()
         return key[-1:] in self._firsts or any(special[:2] in lower for special in self._lower)
 
     def _head(self, text: str, reading: _Reading) -> range:
-        """Return the positions at the beginning of a text that may complete what the template writes before it."""
+        """Return the positions at the start of a text that may complete a special token begun by the template."""
         begin = 0 if text[:1] > " " else len(text) - len(text.lstrip())
         start = text[begin : begin + self._longest].lower()
         if len(text) <= begin + self._longest and self._within_special(bare := start.rstrip()):
@@ -158,13 +161,13 @@ class LiteralContent:
         return range(0)
 
     def _within_special(self, text: str) -> bool:
-        """Return whether a special token has this text.  One search of all of them rules most texts out."""
+        """Return whether a text is a part of a special token.  One search of the joined tokens excludes most texts."""
         return text in self._joined and any(text in special for special in self._lower)
 
     def spans(self, text: str, hidden: str, private: str) -> list[Span]:
-        """Return the spans of a text that must not be one special token.
+        """Return the spans of a rendered text in which special tokens must stay text.
 
-        `hidden`: the same text with the private characters `private` in it."""
+        `hidden`: the text before private-use characters, those in `private`, were replaced."""
         if not self._exact:
             return [match.span() for match in re.finditer(f"[{private}]", hidden)]
         return [span for span in sorted(self._occurrences(text)) if text[slice(*span)] != hidden[slice(*span)]]
@@ -181,7 +184,7 @@ class LiteralContent:
 
     def encode(self, text: str, spans: list[Span]) -> list[int]:
         """Return the token ids of a rendered text; special tokens that overlap `spans` become the ids of their text."""
-        # The batch call lets other threads run meanwhile.
+        # The batch call releases the GIL.
         (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
         ids: list[int] = []
         ends = iter([*spans, (len(text), len(text))])
@@ -190,7 +193,7 @@ class LiteralContent:
             while first >= end and end < len(text):
                 begin, end = next(ends)
             if token in self._literal and first < end and after > begin:
-                # A token may absorb the spaces next to it, too.
+                # An added token may include the white space next to it.
                 same = text[first:after] == self._texts[token]
                 ids += self._literal[token] if same else self._plain(text[first:after])
             else:
@@ -198,7 +201,7 @@ class LiteralContent:
         return ids
 
     def _plain(self, text: str) -> list[int]:
-        """Return the ids of a text in which no added token is looked for."""
+        """Return the ids of a text, encoded without added tokens."""
         backend = self._backend
         given = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
         words = (
@@ -210,18 +213,18 @@ class LiteralContent:
 
 
 class Hidden:
-    """The private characters of one request."""
+    """Hides characters of one request before rendering, and reveals them in the rendered text."""
 
     def __init__(
         self, literal: LiteralContent, reading: _Reading, contents: Iterable[Any], sorts: KeyOrder = ""
     ) -> None:
         self._literal, self._reading, self._contents, self._sorts = literal, reading, tuple(contents), sorts
-        self._digits = ""  # private characters of ranks, in their order
-        self._private: dict[str, str] = {}  # character -> the private one that stands for it
+        self._digits = ""  # ten private-use characters for the digits of ranks, see `_ranked`
+        self._private: dict[str, str] = {}  # character -> private-use character that replaces it
         self._free: Iterator[str] | None = None
 
     def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages with characters hidden in those that are not the application's own."""
+        """Return messages with characters hidden, except in messages of TRUSTED roles."""
         return [
             message
             if message["role"] in TRUSTED
@@ -234,7 +237,7 @@ class Hidden:
         return self.value(self._said(message[name]) if said else message[name])
 
     def _said(self, content: Any) -> Any:
-        """Return content of an assistant in which no string of the template stands but in reasoning that begins it."""
+        """Return an assistant's content with the template's markup hidden, except in reasoning at its beginning."""
         if isinstance(content, list):
             return [
                 {**part, "text": self._said(part["text"])} if isinstance(part, dict) and "text" in part else part
@@ -248,7 +251,7 @@ class Hidden:
         return content[:at] + marks.sub(lambda found: self._of(found[0][0]) + found[0][1:], content[at:])
 
     def value(self, value: Any) -> Any:
-        """Return a value of JSON with characters hidden in its strings and keys."""
+        """Return a JSON value with characters hidden in its strings and keys."""
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, dict):
@@ -259,9 +262,9 @@ class Hidden:
         return [self.value(inner) for inner in value] if isinstance(value, list) else value
 
     def _ranked(self, keys: dict[str, str]) -> dict[str, str]:
-        """Return hidden keys that a template sorts as the keys themselves: the rank of each precedes it.
+        """Put the rank of each key before its hidden form, so that a template that sorts keys gets the right order.
 
-        Names that a template itself looks up keep their text: a schema has none that is hidden."""
+        Keys that the template itself looks up are not affected: in a schema no key is hidden."""
         if not self._digits:
             self._digits = "".join(self._next() for _ in range(10))
         ranked = sorted(keys, key=str.lower if self._sorts == "lower" else None)
@@ -280,7 +283,7 @@ class Hidden:
         return self._private[char]
 
     def _next(self) -> str:
-        """Return a private character that nothing else has, greater than those before.  Raises Refusal."""
+        """Return the next private-use character that the request does not contain.  Raises Refusal if none is left."""
         if self._free is None:
             used = {code for text in _strings(self._contents) for code in _private_codes(text)}
             self._free = (chr(code) for code in range(0xE000, 0xF900) if code not in used)
@@ -291,10 +294,10 @@ class Hidden:
         return private
 
     def reveal(self, text: str) -> tuple[str, list[Span]]:
-        """Return a rendered text with its own characters again, and the spans in which special tokens stay text."""
+        """Restore hidden characters.  Returns the text, and the spans in which special tokens must stay text."""
         if not self._private:
             return text, []
-        if "\\u" in text:  # a template may write JSON in ASCII
+        if "\\u" in text:  # the template may have written JSON in ASCII
             escapes = {f"{ord(private):04x}": private for private in (*self._private.values(), *self._digits)}
             pattern = rf"\\u({'|'.join(escapes)})"
             text = re.sub(pattern, lambda found: escapes[found[1].lower()], text, flags=re.I)
@@ -307,7 +310,7 @@ class Hidden:
 
 
 def _marks(constants: Iterable[str]) -> re.Pattern[str] | None:
-    """Return a pattern of the markup in a template's strings."""
+    """Return a regex of the markup in a template's string constants; None if there is none."""
     found = {mark for constant in constants for mark in _MARK.findall(constant)}
     return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True)))) if found else None
 
@@ -325,7 +328,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _private_codes(text: str) -> Iterator[int]:
-    """Yield the private characters of a text, also those that JSON in it escapes."""
+    """Yield the code points of private-use characters in a text, also of JSON escapes of such characters."""
     for at in range(0, 0 if text.isascii() else len(text), WINDOW):
         yield from map(ord, re.findall(PRIVATE, text[at : at + WINDOW]))
     at = text.find("\\u")
@@ -336,7 +339,7 @@ def _private_codes(text: str) -> Iterator[int]:
 
 
 def _without_prefix(backend: Any, text: str) -> list[int]:
-    """Return the ids of a text, without the space that some tokenizers put before every text."""
+    """Return the ids of a text, without the space that some tokenizers add before every text."""
     encoding = backend.encode(text, add_special_tokens=False)
     ids: list[int] = encoding.ids
     space = len(ids) > 1 and encoding.tokens[0] in ("\u2581", "\u0120") and not text[0].isspace()

@@ -1,9 +1,9 @@
-"""What a chat template reads, found out by rendering it when the model is loaded.
+"""Finds the features of a chat template by rendering small test chats when the model is loaded.
 
-    template --probe: some small chats--> Dialect --> `history.py` makes messages fit, `tokenizer.py` checks options
+    template --probe: some small chats--> Dialect --> `fit_history.py` changes messages, `chat_template.py` options
 
-A source shows names, not effects: a template may name `thinking` and mean a field of messages.  So each ability is a
-rendering that holds a marker, or two renderings that differ.
+The source of a template shows only names, not their effects: the name `thinking` may be a field of messages.  So each
+feature is tested by a rendering that contains a marker, or by two renderings that differ.
 """
 
 from __future__ import annotations
@@ -19,65 +19,65 @@ from jinja2 import Environment, TemplateSyntaxError
 
 from quire.service.chat_templates.literal import KeyOrder
 
-TEMPLATES_KEPT = 4  # most recently read
+TEMPLATES_KEPT = 4  # size of the cache of `names_in`
 PROBE = "quireprobe"
 EFFORT = "reasoning_effort"
 SWITCHES = ("enable_thinking", "thinking")  # template variables that switch reasoning on and off, by frequency
 
-Render = Callable[..., Any]  # (messages, tools, **variables) -> the text; may raise anything
+Render = Callable[..., Any]  # (messages, tools, **variables) -> the text; may raise any error
 
 
 class Dialect(msgspec.Struct, frozen=True):
-    """What a chat template reads."""
+    """The features of a chat template."""
 
-    parts: bool = False  # content as a list of parts
-    text: bool = True  # content as a string
-    text_roles: frozenset[str] = frozenset()  # roles of which it does not read several parts
-    arguments: bool = True  # arguments of tool calls as an object; else as JSON in a string
+    parts: bool = False  # reads content that is a list of parts
+    text: bool = True  # reads content that is a string
+    text_roles: frozenset[str] = frozenset()  # roles for which it cannot read a list of several parts
+    arguments: bool = True  # needs arguments of tool calls as an object; False: as a string of JSON
     tools: bool = False  # `tools` changes the prompt
     effort: bool = False  # `reasoning_effort` changes the prompt
-    effort_none: bool = False  # "none" is a value of `reasoning_effort` that it knows
-    constants: frozenset[str] = frozenset()  # its own strings, for which it may look in content
+    effort_none: bool = False  # supports the value "none" of `reasoning_effort`
+    constants: frozenset[str] = frozenset()  # string constants in its source, for which it may search content
     switch: str = ""  # the variable of SWITCHES that changes the prompt; "": none does
-    # Shapes of a conversation that it renders without loss; `fit_history.py` makes the others out of them.
+    # Shapes of a conversation that it renders without loss.  `fit_history.py` changes other shapes to these.
     system: bool = True  # a system message at the beginning
-    developer: bool = False  # messages of that role, which it also names
-    any_role: bool = False  # messages of a role that no template names: it writes the role itself
-    several_systems: bool = True  # system messages at the beginning may be several
-    later_system: bool = True  # system messages may follow a turn
-    system_alone: bool = True  # a system message without any other
-    system_beside_results: bool = True  # also where the last message is no turn of the user
-    userless: bool = True  # no turn of the user at all
-    users_in_row: bool = True
-    assistants_in_row: bool = True
-    assistant_first: bool = True
+    developer: bool = False  # messages of role developer, which its source names
+    any_role: bool = False  # messages of any unknown role, whose name it writes into the prompt
+    several_systems: bool = True  # several system messages at the beginning
+    later_system: bool = True  # system messages after a user or assistant message
+    system_alone: bool = True  # a system message without any other message
+    system_beside_results: bool = True  # a system message, if the last message is not the user's
+    userless: bool = True  # a chat without user messages
+    users_in_row: bool = True  # two user messages in a row
+    assistants_in_row: bool = True  # two assistant messages in a row
+    assistant_first: bool = True  # an assistant message first
     calls: bool = True  # tool calls of the assistant
     results: bool = True  # messages of role tool
-    orphan_results: bool = True  # results that follow no call
+    orphan_results: bool = True  # tool results that follow no call
     parallel_calls: bool = True  # more than one call in a message
-    content_with_calls: bool = True  # text of the assistant in a message with calls, also before later turns
-    nine_letter_ids: bool = False  # it refuses call ids of another form
-    sorts: KeyOrder = ""  # its order of the keys of an object
-    any_arguments: bool = True  # arguments that are no JSON object, as a string
+    content_with_calls: bool = True  # content in an assistant's message with calls, also before later messages
+    nine_letter_ids: bool = False  # call ids must have nine letters or digits
+    sorts: KeyOrder = ""  # the order in which it writes the keys of an object
+    any_arguments: bool = True  # a string of arguments that is no JSON object
 
 
 @lru_cache(maxsize=TEMPLATES_KEPT)
 def names_in(template: str) -> frozenset[str]:
-    """Return the words of a template's source: all variables that it can read.
+    """Return all words in a template's source, which include all variables that it can read.
 
-    A client may send thousands of arguments, so this is read once, not once each."""
+    Cached, since a client may send thousands of template arguments, each of which is looked up."""
     return frozenset(re.findall(r"\w+", template))
 
 
 def probe(render: Render, template: str) -> Dialect:
-    """Return what a chat template reads.  `template`: its source.
+    """Find the features of a chat template.  `template`: its source.
 
-    A template that rejects a probe for other reasons counts as one that does not read it."""
+    If the template rejects a test chat for any reason, the tested feature counts as missing."""
     user = {"role": "user", "content": PROBE}
     parts = {"role": "user", "content": [{"type": "text", "text": PROBE}]}
     of_text, of_parts = _rendered(render, [user]), _rendered(render, [parts])
     reads_text = PROBE in of_text
-    # A template that takes a list for text shows it as Python or JSON would.
+    # A template that expects a string writes a list of parts as Python or JSON would.
     reads_parts = PROBE in of_parts and (of_parts == of_text or not (reads_text or "'type'" in of_parts))
     question = user if reads_text or not reads_parts else parts
     effort = _changes(render, [question], template, EFFORT, "low", "high")
@@ -96,21 +96,21 @@ def probe(render: Render, template: str) -> Dialect:
 
 
 def effort_variables(dialect: Dialect, effort: str) -> dict[str, Any]:
-    """Return the template's variables for a reasoning effort; {}: the template reads none, so it has no effect.
+    """Return the template's variables for a reasoning effort; {} if the template has none, so it has no effect.
 
-    "none" switches reasoning off.  A switch knows no degrees, so it takes no other effort."""
+    "none" switches reasoning off.  A template with only a switch supports no other effort."""
     if effort == "none" and not dialect.effort_none:
         return {dialect.switch: False} if dialect.switch else {}
     return {EFFORT: effort} if dialect.effort else {}
 
 
 def thinking_variables(dialect: Dialect, thinking: bool) -> dict[str, Any]:
-    """Return the template's variables that switch reasoning on or off; {}: the template has no such switch."""
+    """Return the template's variable that switches reasoning on or off; {} if the template has no such switch."""
     return {dialect.switch: thinking} if dialect.switch else {}
 
 
 def _constants(template: str) -> frozenset[str]:
-    """Return the strings in a template's source."""
+    """Return the string constants in a template's source."""
     try:
         written = [text[1:-1] for _, kind, text in Environment().lex(template) if kind == "string"]
         return frozenset(text.encode("ascii", "backslashreplace").decode("unicode-escape") for text in written)
@@ -119,10 +119,10 @@ def _constants(template: str) -> frozenset[str]:
 
 
 def _changes(render: Render, messages: list[dict[str, Any]], template: str, name: str, *values: Any) -> bool:
-    """Return whether a variable changes the prompt of an answer."""
+    """Return whether a variable changes the prompt."""
     if name not in names_in(template):
         return False
-    given = [{}, *({name: value} for value in values)]  # without it, too: a template may refuse one of the values
+    given = [{}, *({name: value} for value in values)]  # {}: a template may refuse all values but one
     texts = {_rendered(render, messages, None, add_generation_prompt=True, **variables) for variables in given}
     return len(texts - {""}) > 1
 
@@ -133,7 +133,7 @@ def _tool() -> dict[str, Any]:
 
 
 def _reads_objects(render: Render, question: dict[str, Any]) -> bool:
-    """Return whether the template writes arguments from an object, and not as Python would show it."""
+    """Return whether the template writes arguments given as an object as JSON, not as a Python dict."""
     texts = []
     for arguments in ({PROBE: "x"}, json.dumps({PROBE: "x"})):
         function = {"name": PROBE, "arguments": arguments}
@@ -149,21 +149,21 @@ def _rendered(
 ) -> str:
     try:
         return str(render(messages, tools, **variables))
-    except Exception:  # whatever a template raises: it does not read this
+    except Exception:  # a template may raise any error, which means that it does not support this chat
         return ""
 
 
 class _Shapes:
     """Finds the shapes of a conversation that a template renders.
 
-    Each text of a conversation is a word of its own: what the template renders without loss has all of them."""
+    Each text of a test chat is a distinct word.  A template supports the chat if the rendered text has all words."""
 
     def __init__(self, render: Render, template: str, dialect: Dialect) -> None:
         self._render, self._template, self._dialect = render, template, dialect
         self._count = 0
 
     def probe(self) -> Dialect:
-        """Return the dialect with its shapes."""
+        """Return the dialect with the fields for shapes set."""
         return msgspec.structs.replace(
             self._dialect, **self._of_turns(), **self._of_calls(), text_roles=self._text_roles()
         )
@@ -215,7 +215,7 @@ class _Shapes:
         ids = next((ids for ids, whole in shown.items() if whole), "")
         if not ids:
             calls = renders(say("user"), call("quire0123"))
-            # Without calls a template writes any role's name into a header that its model never saw.
+            # A template without tool calls may write the role "tool" into a header that the model has never seen.
             known = "tool" in self._dialect.constants and not calls
             results = known and renders(say("user"), result("quire0123"), say("user"))
             return {"calls": calls, "results": results, "orphan_results": results}
@@ -235,7 +235,7 @@ class _Shapes:
         }
 
     def _sorts(self, message: dict[str, Any]) -> KeyOrder:
-        """Return the order of the keys of a call's arguments."""
+        """Return the order in which the template writes the keys of a call's arguments."""
         keys = [f"{PROBE}{last}" for last in ("c", "a", "B")]
         arguments: Any = dict.fromkeys(keys, 1)
         call = message["tool_calls"][0]
@@ -260,7 +260,7 @@ class _Shapes:
         return {**self._say("tool"), "tool_call_id": call, "name": PROBE}
 
     def _call(self, *ids: str, raw: str = "") -> dict[str, Any]:
-        """Return a message with a call per id; `raw`: its arguments, which are no object."""
+        """Return a message with a call per id.  `raw`: arguments that are a plain string, no object."""
         calls = []
         for each in ids:
             arguments: Any = {self._word(): self._word()}
@@ -270,7 +270,7 @@ class _Shapes:
         return {"role": "assistant", "content": self._content("") if self._dialect.text else [], "tool_calls": calls}
 
     def _differs(self, *roles: str) -> bool:
-        """Return whether it matters to the text which of these roles the first message has."""
+        """Return whether the rendered text depends on which of these roles the first message has."""
         texts = {
             _rendered(
                 self._render,
@@ -281,7 +281,7 @@ class _Shapes:
         return len(texts) > 1
 
     def _renders(self, *messages: dict[str, Any]) -> bool:
-        """Return whether all words of the messages are in the text, with tools and without."""
+        """Return whether all words of the messages are in the rendered text, either with or without tools."""
         words = set(re.findall(rf"{PROBE}\d+x", json.dumps(messages)))
         for tools in (None, [_tool()]):
             text = _rendered(self._render, list(messages), tools)

@@ -1,10 +1,10 @@
-"""Numbers in the arguments of earlier calls reach the prompt as they were written.
+"""Keeps the spelling of numbers in the arguments of earlier tool calls, when a chat template writes them as JSON.
 
     '{"a": 1e400}' --read--> {"a": Written} --placed--> {"a": 730118530201.5} --template--> "... 730118530201.5 ..."
                                                          --revealed--> "... 1e400 ..."
 
-Python's JSON loses the text of `1e400` (infinite), `1.50`, `-0` and integers of thousands of digits, and a template
-writes JSON from values.  So it gets a random number in the place of each, and the text takes its place again.
+Python's JSON loses the spelling of `1e400` (infinite), `1.50`, `-0` and integers of thousands of digits.  So each such
+number is replaced by a random number before rendering, and the random number by the original text afterwards.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-INT_DIGITS, FLOAT_DIGITS = 15, 12  # digits of a placeholder number: written in full by Python and by JSON
+INT_DIGITS, FLOAT_DIGITS = 15, 12  # digits of a placeholder number, few enough that it is written without exponent
 _STAND_IN = re.compile(rf"(?<![\d.])(?:\d{{{INT_DIGITS}}}|\d{{{FLOAT_DIGITS}}}\.5)(?!\.?\d)")
-SAFE_DIGITS = 18  # digits that every 64-bit integer may have; longer ones are Written
+SAFE_DIGITS = 18  # integers of at most this many digits fit into 64 bits; longer ones are Written
 
 
 class Written(float):
-    """A number whose text Python would change."""
+    """A number whose spelling Python would change."""
 
     text: str
 
     def __new__(cls, text: str) -> Written:
-        """Return the number that is written as `text`; one beyond a float is infinite."""
+        """Return the number that is written as `text`; infinite if it is beyond a float's range."""
         made = super().__new__(cls, text)
         made.text = text
         return made
@@ -38,7 +38,7 @@ class Written(float):
 
 
 def read(text: str) -> Any:
-    """Return a value of JSON, numbers as they are written.  Raises ValueError and RecursionError."""
+    """Parse JSON, keeping the spelling of numbers.  Raises ValueError and RecursionError."""
     return json.loads(text, parse_int=_whole, parse_float=_float)
 
 
@@ -51,33 +51,33 @@ def _float(text: str) -> float:
 
 
 def written(value: Any) -> str:
-    """Return a value as JSON text, numbers as they were written."""
+    """Return a value as JSON text, with the original spelling of numbers."""
     numbers = _Numbers()
     text = json.dumps(_mapped(value, numbers.stand_in), ensure_ascii=False)
     return numbers.revealed(text) or json.dumps(value, ensure_ascii=False)
 
 
 def rendered(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> str:
-    """Return the text of messages, the numbers in their calls as they were written.
+    """Render messages, with the original spelling of numbers in their tool calls.
 
-    Numbers that the template itself changes are there as Python has them."""
+    If the template itself changes one of the numbers, all numbers get Python's spelling."""
     numbers = _Numbers()
     text = numbers.revealed(render(numbers.placed(messages)))
     return render(_in_calls(messages, lambda number: number.plain)) if text is None else text
 
 
 class _Numbers:
-    """The numbers of one rendering."""
+    """Placeholders for the numbers of one rendering."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}  # placeholder number -> text of the number that it stands for
 
     def placed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages with random numbers for those of their calls of which Python would change the text."""
+        """Return messages in which each Written number of a tool call is replaced by a random number."""
         return _in_calls(messages, self.stand_in)
 
     def stand_in(self, number: Written) -> float:
-        """Return a random number that stands for another."""
+        """Return a random number as the placeholder of `number`."""
         digits = INT_DIGITS if number.text.lstrip("-").isdecimal() else FLOAT_DIGITS
         drawn = 10 ** (digits - 1) + secrets.randbelow(9 * 10 ** (digits - 1))
         random: float = drawn if digits == INT_DIGITS else drawn + 0.5
@@ -85,7 +85,7 @@ class _Numbers:
         return random
 
     def revealed(self, text: str) -> str | None:
-        """Return a rendered text with the numbers as they were written; None if the template changed one of them."""
+        """Replace placeholders in a rendered text by the original numbers; None if the template changed one."""
         if not self._texts:
             return text
         found: set[str] = set()

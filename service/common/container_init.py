@@ -1,9 +1,9 @@
-"""What PID 1 of a container owes the others: it reaps orphans and passes signals on.
+"""The duties of PID 1 in a container: reap orphans and forward signals.
 
     PID 1 (this) ── forwards signals, reaps every process ──> its child: the command itself
 
-The kernel gives PID 1 every process whose parent has ended, and ignores signals that PID 1 does not handle.  The
-command knows its own children only.
+The kernel makes PID 1 the parent of every process whose own parent has ended, and drops signals that PID 1 does not
+handle.  The command itself reaps only its own children.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ FORWARDED = {
 
 
 def leave_pid_1() -> None:
-    """Return at once, unless this is PID 1.  Then return in a child; PID 1 ends with the child's exit status."""
+    """Return at once unless this process is PID 1; then return in a child.  PID 1 exits with the child's status."""
     if os.getpid() == 1:
         run_in_child()
 
 
 def run_in_child() -> None:
-    """Return in a child.  The caller's process never returns: it reaps and forwards until the child has ended."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD})  # none is lost before the loop
+    """Fork, and return in the child.  The parent never returns: it reaps and forwards until the child has ended."""
+    # Blocked signals wait for the loop in `_keep`, so none is lost.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD})
     prepare = die_with_parent()
     child = os.fork()
     if child == 0:
@@ -43,7 +44,7 @@ def _keep(child: int) -> None:
     while True:
         told = signal.sigwaitinfo({*FORWARDED, signal.SIGCHLD})
         if told.si_signo != signal.SIGCHLD:
-            if told.si_code <= 0:  # sent by a process; signals of a terminal reach the child by themselves
+            if told.si_code <= 0:  # sent by a process; signals from a terminal reach the child without this
                 os.kill(child, told.si_signo)
             continue
         for process, status in _ended():
@@ -54,7 +55,7 @@ def _keep(child: int) -> None:
 
 
 def _ended() -> list[tuple[int, int]]:
-    """Reap all that have ended.  Returns process ids and wait statuses."""
+    """Reap all ended processes.  Returns (process id, wait status) pairs."""
     found: list[tuple[int, int]] = []
     while True:
         try:

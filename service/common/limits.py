@@ -1,10 +1,10 @@
-"""Limits of every input: one table, which the checks read and `.ci/options.py` prints.
+"""The limits of every input, in one table: checks read it, and `.ci/options.py` makes pages from it.
 
     LIMITS["top_p"] --broken("top_p", 1.5, config)--> Broken: status, code, message, limit, given --> a Refusal
                     --rows(config)------------------> docs/api.md, service/OPTIONS.md
 
-To add a limit, add a row here and call `api.check` where the input is known.  A check that needs more than one number
-raises `api.limit_refusal`, with status and code of the row.  An operator can change the limits that name an option.
+To add a limit, add a row here and call `refusal.check` with the input's value.  A check that needs more than one number
+raises `refusal.limit_refusal`, which takes status and code from the row.  Operators can change limits with an `option`.
 """
 
 from __future__ import annotations
@@ -19,50 +19,48 @@ from quire.service.config import GatewayConfig
 
 WHOLE = 2**31 - 1  # maximum of token counts: more than any context, and safe in every encoding
 WORD_CHARS = 256  # characters per entry of bad_words
-WORD_TOKENS = 4096  # tokens of all bad_words; an engine reads them when an answer starts: 3 ms for this many
-NAMED_TOKENS = 128  # entries of logprob_token_ids, as in vLLM
-SALT_CHARS = 256  # characters of cache_salt; only its digest travels
+WORD_TOKENS = 4096  # tokens of all bad_words together; an engine needs 3 ms for this many when an answer starts
+NAMED_TOKENS = 128  # entries of logprob_token_ids; vLLM's limit
+SALT_CHARS = 256  # characters of cache_salt; engines get only its digest
 KEY_CHARS = 255  # characters of Idempotency-Key
-DIGITS = 10  # digits of a token id that is a key of logit_bias
-CONTENT_PARTS = 16_384  # per request, all messages together
-TOOL_CALLS = 4096  # per request, all messages together
-ROLE_CHARS = 32  # length of a message's role
-TOOLS = 128  # per request, OpenAI's limit
-TOOL_NAME_CHARS = 64  # OpenAI's limit
-MESSAGE_TOOL_NAME_CHARS = 128  # limit of Anthropic
-TOOLS_BYTES = 2**20  # all tools as JSON: templates write them into the prompt in up to 20 ms, on a thread
+DIGITS = 10  # digits of a token id as a key of logit_bias
+CONTENT_PARTS = 16_384  # content parts per request, all messages together
+TOOL_CALLS = 4096  # tool calls per request, all messages together
+ROLE_CHARS = 32  # characters of a message's role
+TOOLS = 128  # tools per request; OpenAI's limit
+TOOL_NAME_CHARS = 64  # characters of a tool's name; OpenAI's limit
+MESSAGE_TOOL_NAME_CHARS = 128  # characters of a tool's name in /v1/messages; Anthropic's limit
+TOOLS_BYTES = 2**20  # bytes of all tools as JSON; rendering them takes up to 20 ms, on a thread
 TEMPLATE_BYTES = 16 * 1024  # bytes of chat_template_kwargs as JSON
-DOCUMENTS = 1024
-METADATA_ENTRIES, METADATA_NAME_CHARS, METADATA_CHARS = 16, 64, 512  # metadata of a response, as at OpenAI
+DOCUMENTS = 1024  # documents per request
+METADATA_ENTRIES, METADATA_NAME_CHARS, METADATA_CHARS = 16, 64, 512  # metadata of a response; OpenAI's limits
 # Strings (keys included), objects and lists of one body.  4,096 messages with one content part each have 57,000, and
 # msgspec decodes 65,536 in 10 ms.
 STRUCTURES = 65_536
-VALUES = 65_536  # further values (numbers, true, false, null) of a body that carries no list of token ids
+VALUES = 65_536  # other JSON values (numbers, true, false, null) of a body without a list of token ids
 WATCHERS = 16  # maximum streams of GET /engine/state per gateway
-# Of a schema, regex, list of choices or grammar, as JSON.  One of 64 KiB takes up to 0.3 s to compile, on a thread.
+# JSON bytes of a schema, regex, list of choices or grammar.  64 KiB take up to 0.3 s to compile, on a thread.
 GRAMMAR_BYTES = 65_536
 GRAMMAR_DEPTH = 64  # nesting depth of schemas
-# To compile a regular expression takes up to the square of its length: 2,000 optional letters take 65 ms.
+# Compiling a regex takes time up to the square of its length: 2,000 optional letters take 65 ms.
 REGEX_CHARS = 4096
-PREDICTED_TOKENS = 16_384  # maximum of `prediction`; a drafter keeps as many of a sequence
-CHOICES = (
-    1_900  # texts of `choice`: llguidance follows 2,000 alternatives at once, and reasoning before them takes some
-)
-LARK_CHARS = 16_384
-LONGEST_GIVEN = 64  # characters of a refused value that the answer repeats
+PREDICTED_TOKENS = 16_384  # tokens of `prediction`; engines draft from at most as many tokens of a sequence
+CHOICES = 1_900  # texts of `choice`; llguidance can follow 2,000 alternatives, and reasoning before them needs some
+LARK_CHARS = 16_384  # characters of a Lark grammar
+LONGEST_GIVEN = 64  # characters of a refused value that the error repeats
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """The bounds of one input.  Without `low` or `high` that side is open."""
+    """The bounds of one input.  `low` or `high` None: unbounded on that side."""
 
-    field: str  # its name in the request; `param` of the refusal
-    counts: str  # what the number is, with its unit
+    field: str  # name of the field in the request; `param` of the refusal
+    counts: str  # meaning of the limited number, with its unit
     low: float | None = None
     high: float | None = None
     above_low: bool = False  # `low` itself is refused
-    option: str = ""  # option of GatewayConfig that holds `high`
-    entries: bool = False  # the number is a length, so the message is "at most"
-    set_by: str = ""  # what sets the limit, if neither this table nor a gateway's option does
+    option: str = ""  # name of the GatewayConfig option whose value is `high`
+    entries: bool = False  # the number is a count or length, so the error message says "at most"
+    set_by: str = ""  # source of the limit, if it is neither in this table nor an option of the gateway
     code: str = "invalid_value"
     status: int = 400
 
@@ -72,7 +70,7 @@ class Limit(msgspec.Struct, frozen=True):
         return -math.inf if self.low is None else self.low, math.inf if high is None else high
 
     def text(self, config: GatewayConfig) -> str:
-        """Return the bounds as refusals and pages show them."""
+        """Return the bounds as text for error messages and pages, such as ">= 0 and <= 2"."""
         low, high = self.bounds(config)
         least = "" if math.isinf(low) else f"{'>' if self.above_low else '>='} {number(low)}"
         most = "" if math.isinf(high) else f"<= {number(high)}"
@@ -80,7 +78,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Broken(NamedTuple):
-    """Why an input is refused: the fields of a Refusal."""
+    """A value beyond its limit: the fields of a Refusal."""
 
     status: int
     code: str
@@ -180,7 +178,7 @@ LIMITS: dict[str, Limit] = {
     "seed": Limit("seed", "whole number of 64 bits; -1: any", -(2**63), 2**63 - 1),
     "presence_penalty": Limit("presence_penalty", "number", -2, 2),
     "frequency_penalty": Limit("frequency_penalty", "number", -2, 2),
-    # A float32 holds every logit multiplied or divided by one of these.
+    # Any logit multiplied or divided by a value in these bounds stays finite in float32.
     "repetition_penalty": Limit("repetition_penalty", "number", 0.01, 100),
     "logit_bias": Limit("logit_bias", "each value", -100, 100),
     "logit_bias keys": Limit("logit_bias", "digits 0 to 9 of each key", 1, DIGITS, entries=True),
@@ -301,12 +299,12 @@ LIMITS: dict[str, Limit] = {
 
 
 def number(value: float) -> str:
-    """Return a whole number in full, another one in short form."""
+    """Return a whole number as an integer, any other number in short form."""
     return str(int(value)) if math.isfinite(value) and value == int(value) else f"{value:g}"
 
 
 def shown(value: object) -> float | str:
-    """Return a refused JSON value as the answer may repeat it: short, finite, and in the range of every JSON reader."""
+    """Return a refused JSON value in a form that an error may repeat: short, finite, and safe for every JSON parser."""
     if isinstance(value, str):
         return value[:LONGEST_GIVEN]
     if not isinstance(value, int | float):
@@ -317,7 +315,7 @@ def shown(value: object) -> float | str:
 
 
 def broken(key: str, value: float, config: GatewayConfig) -> Broken | None:
-    """Return why `value` passes the limit `key`; None if it does not.  Accepts ints of any length, and any float."""
+    """Return a Broken if `value` is beyond the limit `key`, else None.  Accepts ints of any size, and any float."""
     limit = LIMITS[key]
     low, high = limit.bounds(config)
     if low <= value <= high and not (limit.above_low and value == low):  # false for NaN
@@ -332,7 +330,7 @@ def broken(key: str, value: float, config: GatewayConfig) -> Broken | None:
 
 
 def rows(config: GatewayConfig) -> list[tuple[str, str, str, str, str]]:
-    """Return (input, what is counted, limit, the option that sets it, status and code of the refusal) of each limit."""
+    """Return the table rows for pages: (input, meaning, limit, option that sets it, status and code of the error)."""
     return [
         (
             ", ".join(f"`{name}`" for name in limit.field.split(", ")),

@@ -1,4 +1,4 @@
-"""Settings of the C allocator, so that freed memory of large request bodies returns to the system."""
+"""Settings of the C allocator that return freed memory of large request bodies to the system."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import logging
 # Parameters of glibc's mallopt(3).
 M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
-MMAP_BYTES = 128 * 1024  # a block of this size or more is mapped on its own, and unmapped when freed
-ARENAS = 2  # bodies are parsed on threads, and each arena keeps free memory of its own
+MMAP_BYTES = 128 * 1024  # minimum size of a block that gets its own mapping, which is unmapped when it is freed
+ARENAS = 2  # maximum allocator arenas of threads, since each arena retains free memory
 
 log = logging.getLogger(__name__)
 
 
 def return_large_blocks() -> bool:
-    """Make glibc map large blocks on their own.  Returns False with another C library.
+    """Make glibc map each large block separately.  Returns False with another C library.
 
-    By default glibc raises the limit to the largest block freed so far (up to 32 MiB).  Bodies then share the heap with
-    small objects, and a gateway that has read many large bodies keeps free memory: 15 MiB after 30,000 hostile
-    requests, 7 MiB with these settings."""
+    By default glibc raises the minimum size to the largest block freed so far (up to 32 MiB).  Bodies then share the
+    heap with small objects, and a gateway that has read many large bodies retains free memory: 15 MiB after 30,000
+    hostile requests, 7 MiB with these settings."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

@@ -1,13 +1,14 @@
 """The gateway's metrics: one table.  No other module of `service` writes a metric's name.
 
     OUTPUT_TOKENS = _counter(name, help, labels)     declares a metric and adds it to TABLE
-    telemetry.count(OUTPUT_TOKENS, 17)               records it, wherever the number is known
+    telemetry.count(OUTPUT_TOKENS, 17)               records a value, called in the module that knows it
 
-A gauge that shows the fleet also says how it is read: `of_fleet` or `of_engine`.  So a new metric is one line here, and
-one where it is recorded.  Labels come from closed sets, or from bounded ones (tenants, fingerprints).
+A gauge of the fleet also declares the function that reads it: `of_fleet` or `of_engine`.  So a new metric is one line
+here, and one line in the module that records it.  Label values come from closed or bounded sets (tenants,
+fingerprints).
 
-Gateways that share a port answer a scrape in turn.  So every series carries a `gateway` label, and each gateway serves
-its page on a port of its own as well (`--metrics-port`): scrape that one.
+If gateways share a port, a scrape of it reaches any one of them.  So every series has a `gateway` label, and each
+gateway also serves its page on a port of its own (`--metrics-port`), which is the port to scrape.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from quire.engine.wire.clock import steady_ms
 from quire.engine.wire.messages import EngineLoad
 from quire.engine.wire.records import Fleet
 
-TENANTS = 20  # tenants with series of their own: a graph of more cannot be read, and each costs five series
-FINGERPRINTS = 8  # deploys whose latencies are kept apart
-OTHER = "other"  # all tenants beyond the first TENANTS
-NAMELESS = "default"  # requests of keys that belong to no tenant
+TENANTS = 20  # maximum tenants with series of their own; each has five series, and a graph of more is unreadable
+FINGERPRINTS = 8  # maximum model fingerprints (deploys) with latency series of their own
+OTHER = "other"  # label of all tenants beyond the first TENANTS
+NAMELESS = "default"  # label for requests of keys that belong to no tenant
 
 Labels = tuple[str, ...]
 # Reads a gauge's value from an engine's report; a gauge with one more label: its values by that label.
@@ -38,11 +39,11 @@ OfEngine = Callable[[EngineLoad], float | dict[str, float]]
 
 
 class Vllm(NamedTuple):
-    """How vLLM's own page shows a metric (`--vllm-metrics`)."""
+    """Name and help of a metric in vLLM (`--vllm-metrics`)."""
 
-    names: tuple[str, ...]  # the present one, then those of earlier releases that dashboards still ask for
+    names: tuple[str, ...]  # vLLM's present name, then names of earlier releases that dashboards still use
     text: str
-    bounds: tuple[float, ...] = ()  # some of the histogram's own; empty: all
+    bounds: tuple[float, ...] = ()  # bounds of the buckets, a subset of the histogram's; empty: all
 
 
 class Metric:
@@ -63,9 +64,9 @@ class Metric:
         of_fleet: Callable[[Fleet], float] | None = None,
         of_engine: OfEngine | None = None,
     ) -> None:
-        """`name`: empty for a histogram that only vLLM's page shows.  `labels`: those after `gateway`.
+        """`name`: "" for a histogram that is shown only under vLLM's name.  `labels`: labels after `gateway`.
 
-        `bounds`: of a histogram's buckets.  `series`: label values that exist before anything is recorded."""
+        `bounds`: bounds of a histogram's buckets.  `series`: label values that exist before anything is recorded."""
         self.kind, self.name, self.text, self.labels = kind, name, text, labels
         self.bounds, self.series, self.vllm = bounds, series if labels else ((),), vllm
         self.of_fleet, self.of_engine = of_fleet, of_engine
@@ -183,7 +184,7 @@ QUARANTINED = _gauge(
 )
 CLOCK_SKEW = _gauge("quire_clock_skew_seconds", "How far this machine's clock is ahead of Redis' clock, seconds.")
 
-# Engines, as a gateway sees them; their own pages show more
+# Engines, from their reports in Redis; the engines' own metrics pages show more
 _gauge("quire_engines", "Engines with a live lease.", of_fleet=lambda fleet: len(fleet.engines))
 LEASES_LOST = _counter("quire_engine_leases_lost", "Engines whose lease lapsed while they were not draining.")
 ENGINE_INFO = _gauge(
@@ -328,7 +329,7 @@ REDIS_SECONDS = _histogram(
 
 
 class Telemetry(Collector):
-    """The metrics of one gateway, in a registry of their own: tests run several gateways in one process."""
+    """The metrics of one gateway, in a separate registry, since tests run several gateways in one process."""
 
     def __init__(
         self,
@@ -341,9 +342,9 @@ class Telemetry(Collector):
         target_s: float = 2.0,
         itl_target_s: float = 0.2,
     ) -> None:
-        """`vllm`: repeat histograms under vLLM's names.  `trace_prompts`: spans carry prompts and answers.
+        """`vllm`: repeat metrics under vLLM's names.  `trace_prompts`: put prompts and answers into spans.
 
-        `target_s`: the target for the time to first token.  `itl_target_s`: that for the mean between tokens."""
+        `target_s`: target for the time to first token.  `itl_target_s`: target for the mean time between tokens."""
         self.tracing = tracing or Tracing()
         self.trace_prompts = trace_prompts
         self.model, self._target_s, self._itl_target_s = model, target_s, itl_target_s
@@ -351,10 +352,10 @@ class Telemetry(Collector):
         self._registry = CollectorRegistry()
         self._objects: dict[Metric, Counter | Gauge] = {}
         self._tallies: dict[Metric, dict[Labels, Tally]] = {}
-        self._tenants: set[str] = set()  # those that have series of their own
-        self._engines: dict[str, EngineLoad] = {}  # as of the last reading
-        self._fingerprint = ""  # fingerprint of the model that answers now
-        self._dropped_lines = 0  # lines of the log, as of the last scrape
+        self._tenants: set[str] = set()  # tenants with series of their own
+        self._engines: dict[str, EngineLoad] = {}  # engines of the last reading
+        self._fingerprint = ""  # fingerprint of the model at the last reading
+        self._dropped_lines = 0  # number of dropped log lines at the last scrape
         for metric in TABLE:
             self._create(metric)
         self.set(GATEWAY_INFO, 1, *histograms.build().values())
@@ -393,9 +394,9 @@ class Telemetry(Collector):
         self.observe(LOOP_BUSY, busy_s)
 
     def observe_first_token(self, seconds: float, lane: str = "on_time") -> None:
-        """Record a time to first token under the current fingerprint; the last FINGERPRINTS are kept.
+        """Record a time to first token under the model's current fingerprint; the last FINGERPRINTS are kept.
 
-        `lane`: of the queue, which the request joined."""
+        `lane`: lane of the queue that the request joined."""
         self.count(STARTS, 1, lane, "in_time" if seconds <= self._target_s else "late")
         tallies = self._tallies[TIME_TO_FIRST_TOKEN]
         if (self._fingerprint,) not in tallies:
@@ -405,17 +406,17 @@ class Telemetry(Collector):
         self.observe(TIME_TO_FIRST_TOKEN, seconds, self._fingerprint)
 
     def count_goodput(self, first_s: float, token_s: float | None, *, answered: bool) -> None:
-        """Count a request that has ended, by whether it met both targets.
+        """Count an ended request, by whether it met both latency targets.
 
         `first_s`: seconds from its arrival to the first token, or to the end of an answer without tokens.  `token_s`:
-        mean seconds between tokens; None: it has fewer than two.  `answered`: to its end, without an error."""
+        mean seconds between tokens; None: fewer than two tokens.  `answered`: the answer is complete, without error."""
         met = answered and first_s <= self._target_s and (token_s or 0.0) <= self._itl_target_s
         self.count(GOODPUT, 1, "met" if met else "missed")
 
     def tenant_label(self, tenant: str) -> str:
-        """Return the label of a tenant.
+        """Return the label of a tenant: its name for the first TENANTS tenants, OTHER for later ones.
 
-        The first TENANTS keep their names: a counter whose label changed would run backwards."""
+        A tenant keeps its label for good, since a counter whose label changed would run backwards."""
         name = tenant or NAMELESS
         if name not in self._tenants:
             if len(self._tenants) >= TENANTS:
@@ -424,7 +425,7 @@ class Telemetry(Collector):
         return name
 
     def record_fleet(self, fleet: Fleet) -> None:
-        """Show the engines' own numbers, and drop the series of engines without a lease."""
+        """Set the gauges of engines and queue, and drop the series of engines without a lease."""
         now_ms = steady_ms()
         seen = {load.engine: load for load in fleet.engines}
         self._drop_engines(seen)
@@ -448,7 +449,7 @@ class Telemetry(Collector):
         self._record_tenant_queues(fleet)
 
     def record_engine_wait(self, requests: int, oldest_s: float) -> None:
-        """Show the requests of this gateway that wait because no engine takes requests."""
+        """Set the gauges of requests at this gateway that wait because no engine takes requests."""
         self.set(QUEUE_REQUESTS, requests, NO_ENGINE)
         self.set(QUEUE_OLDEST, oldest_s, NO_ENGINE)
 
@@ -466,7 +467,7 @@ class Telemetry(Collector):
                             gauge.remove(self._gateway, *labels)
 
     def _record_tenant_queues(self, fleet: Fleet) -> None:
-        """Show the tenants that wait now.  Tenants with nothing queued have no series."""
+        """Set the gauges of tenants with queued requests.  Other tenants have no series."""
         for metric in (TENANT_QUEUED, TENANT_SERVICE):
             self._objects[metric].clear()
         longest = sorted(fleet.tenants.items(), key=lambda item: item[1].queued_tokens, reverse=True)
@@ -487,7 +488,7 @@ class Telemetry(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Family]:
-        """Yield the histograms, and metrics under vLLM's names where they are wanted."""
+        """Yield the histograms, and with `vllm` also the metrics under vLLM's names."""
         if self._vllm:
             yield self._rejections()
         for metric, tallies in self._tallies.items():
@@ -504,7 +505,7 @@ class Telemetry(Collector):
                     yield histograms.histogram(name, text, labels, [(values, whole)], bounds)
 
     def _rejections(self) -> Family:
-        """Return the refusals for want of room under vLLM's name."""
+        """Return the refusals for lack of capacity under vLLM's name."""
         assert DECISIONS.vllm is not None
         (name,), text, _ = DECISIONS.vllm
         family = CounterMetricFamily(name, text, labels=("model_name", "engine", "reason"))

@@ -1,13 +1,14 @@
-"""Keep the gateway's event loop responsive: bound the work of one turn, and measure how late turns are.
+"""Keeps the gateway's event loop responsive: limits the work of one turn, and measures how late turns are.
 
-Streams end together: a load balancer stops, a deadline is common, the gateway drains.  Each handler then has a few
-tenths of a millisecond of work.  asyncio would run all handlers in one turn, in which no token moves.
+Many streams may end at once: a load balancer stops, requests share a deadline, the gateway drains.  Each handler then
+has a few tenths of a millisecond of work.  asyncio would run all handlers in one turn, during which no stream gets
+tokens.
 
-    sockets  --at most TURN_EVENTS a turn-->  handlers cancelled by clients that left
-    timers, token batches  --Pacer, at most TURN_CALLS a turn-->  deadlines, handlers woken
-    stored answers, slow readers  --Pacer.slice, SLICE_S a turn--> tokens decoded, events built
+    sockets  --at most TURN_EVENTS per turn-->  handlers cancelled by clients that left
+    timers, token batches  --Pacer, at most TURN_CALLS per turn-->  deadlines, handlers woken
+    stored answers, slow readers  --Pacer.slice, SLICE_S per turn--> tokens decoded, events built
 
-Python's garbage collector stops the loop as well.  A full collection visits every connection and its request, which
+Python's garbage collector also blocks the loop.  A full collection visits every connection and its request, which
 takes 1.1 s at 16,000 connections.  So full collections wait until few connections are open.
 """
 
@@ -23,17 +24,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-TURN_CALLS = 32  # handlers woken in one turn of the loop
-TURN_EVENTS = 32  # sockets handled in one turn
-SLICE_S = 0.002  # longest slice of one request's work before other requests run
-CLOCK_S = 1e-6  # the event loop may run a timer this much early
-WATCH_S = 0.01  # between two measurements
-# Thresholds of the garbage collector.  The first: how many new objects start a collection of the young generation (5 to
-# 15 ms).  The last: after how many of those a full one runs even while many connections are open.  It bounds the memory
-# of cyclic garbage.  Requests make nearly none: reference counts free them.
+TURN_CALLS = 32  # maximum handlers woken in one turn of the event loop
+TURN_EVENTS = 32  # maximum sockets handled in one turn
+SLICE_S = 0.002  # seconds of one request's work before other requests run
+CLOCK_S = 1e-6  # the event loop may run a timer this many seconds early
+WATCH_S = 0.01  # seconds between two measurements of a StallWatch
+# Thresholds of the garbage collector.  The first one: number of new objects that starts a collection of the young
+# generation (5 to 15 ms).  The last one: number of such collections after which a full collection runs even while many
+# connections are open, which bounds the memory of cyclic garbage.  Requests create nearly no cycles.
 GC_THRESHOLDS = (10_000, 1, 500)
-QUIET_CONNECTIONS = 200  # with this many a full collection takes about 10 ms
-QUIET_S = 5.0  # between two checks whether a full collection is due and connections are few
+QUIET_CONNECTIONS = 200  # with at most this many connections a full collection takes about 10 ms
+QUIET_S = 5.0  # seconds between two checks of a QuietCollector
 
 
 class Timer:
@@ -54,25 +55,25 @@ class Timer:
 
 
 class Pacer:
-    """Runs callbacks in order: at once while fewer than TURN_CALLS ran in this turn of the loop, else in later turns.
+    """Runs callbacks in order: at once if fewer than TURN_CALLS ran in this turn of the loop, else in later turns.
 
-    A callback of call_soon() may run when its reason no longer holds, so it must check."""
+    A callback of call_soon() may run late, so it must check whether its reason still holds."""
 
     def __init__(self) -> None:
         self._timers: list[tuple[float, int, Timer]] = []  # heap ordered by due time, on the event loop's clock
         self._numbers = itertools.count()
-        self._cancelled = 0  # timers in the heap
-        self._handle: asyncio.Handle | None = None  # handle of the first timer
+        self._cancelled = 0  # number of cancelled timers in the heap
+        self._handle: asyncio.Handle | None = None  # asyncio's timer for the first timer of the heap
         self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._left = TURN_CALLS  # calls left in this turn
         self._armed = False
-        self._slices: deque[asyncio.Future[None]] = deque()  # long works, in the order of their requests
+        self._slices: deque[asyncio.Future[None]] = deque()  # handlers that wait for a slice, in order
         self._slicing = False
 
     async def slice(self) -> float:
-        """Wait until long work may continue; return the loop's time at which its slice is over.
+        """Wait until long work may continue.  Returns the loop's time at which its slice ends.
 
-        One slice runs in a turn of the loop, whatever the number of requests with such work."""
+        Only one slice runs per turn of the loop, however many requests have long work."""
         loop = asyncio.get_running_loop()
         ready = loop.create_future()
         self._slices.append(ready)
@@ -84,7 +85,7 @@ class Pacer:
 
     def _next_slice(self) -> None:
         while self._slices:
-            if not (ready := self._slices.popleft()).done():  # else its request was cancelled
+            if not (ready := self._slices.popleft()).done():  # done: its request was cancelled
                 ready.set_result(None)
                 asyncio.get_running_loop().call_soon(self._next_slice)
                 return
@@ -102,9 +103,9 @@ class Pacer:
             self._waiting.append((callback, args))
 
     def call_at(self, when: float, callback: Callable[..., None], *args: Any) -> Timer:
-        """Run the callback once the event loop's time is `when`.  Of timers due together, TURN_CALLS run in a turn.
+        """Run the callback at the event loop's time `when`.
 
-        asyncio's own timers all run in the turn in which they are due."""
+        If many timers are due, TURN_CALLS run per turn; asyncio would run all of them in one turn."""
         timer = Timer(self, callback, args)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         if self._timers[0][2] is timer:
@@ -112,7 +113,7 @@ class Pacer:
         return timer
 
     def forget_one(self) -> None:
-        """Count a cancelled timer.  Cancelled timers leave the heap in bulk."""
+        """Count a cancelled timer.  Cancelled timers are removed from the heap in bulk."""
         self._cancelled += 1
         if self._cancelled > 100 and 2 * self._cancelled > len(self._timers):
             self._timers = [entry for entry in self._timers if entry[2].callback is not None]
@@ -142,7 +143,7 @@ class Pacer:
                     timer.callback = None
                     callback(*timer.args)
         finally:
-            self._disarm()  # a callback may have set a timer
+            self._disarm()  # a callback may have armed the timer
             if self._timers and not left:
                 self._handle = loop.call_soon(self._due)
             elif self._timers:
@@ -151,7 +152,7 @@ class Pacer:
     def _turn(self) -> None:
         self._left = TURN_CALLS
         self._armed = bool(self._waiting)
-        if self._armed:  # armed first, so that a callback that raises stops no other
+        if self._armed:  # before the callbacks run, so that an exception in one does not stop the others
             asyncio.get_running_loop().call_soon(self._turn)
         while self._waiting and self._left:
             self._left -= 1
@@ -173,7 +174,7 @@ class _FewEvents:
 
 
 class Turns:
-    """Divides one handler's work that has no waits of its own: call pause() again and again."""
+    """Divides long work of one handler into slices: the handler calls pause() between steps."""
 
     def __init__(self, pacer: Pacer) -> None:
         self._pacer, self._time = pacer, asyncio.get_running_loop().time
@@ -186,7 +187,7 @@ class Turns:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop that handles TURN_EVENTS sockets a turn, where the system has epoll."""
+    """Return an event loop that handles at most TURN_EVENTS sockets per turn, if the system has epoll."""
     selector = selectors.DefaultSelector()
     if hasattr(selectors, "EpollSelector") and isinstance(selector, selectors.EpollSelector):
         selector._selector = _FewEvents(selector._selector)  # type: ignore[attr-defined]
@@ -197,9 +198,7 @@ class StallWatch:
     """Measures every WATCH_S how late the event loop runs a timer."""
 
     def __init__(self, record: Callable[[float, float], None]) -> None:
-        """`record(late_s, busy_s)`: how late the timer ran, and how much of that time this process computed.
-
-        Other processes took the rest."""
+        """`record(late_s, busy_s)`: gets the timer's delay, and the CPU time of this process within the delay."""
         self._record = record
         self._handle: asyncio.TimerHandle | None = None
 
@@ -226,7 +225,7 @@ class QuietCollector:
     """Runs a full garbage collection when few connections are open and the oldest generation has grown."""
 
     def __init__(self, connections: Callable[[], int]) -> None:
-        """`connections()` returns how many are open."""
+        """`connections()` returns the number of open connections."""
         self._connections = connections
         self._handle: asyncio.TimerHandle | None = None
 

@@ -1,4 +1,4 @@
-"""The refusal of a request: status, code, message, field, limit and value."""
+"""`Refusal`: the error response of a request, with status, code, message, field, limit and value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TYPES = {
 
 
 class Refusal(Exception):
-    """The answer is an error.  `limit` and `given`: what is allowed and what the client sent, if there is a limit."""
+    """An error response.  `limit`, `given`: the allowed and the sent value, if the request exceeds a limit."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Refusal(Exception):
         self.given = None if given is None else shown(given)
 
     def body(self) -> bytes:
-        """Return the error as OpenAI's JSON."""
+        """Return the error in OpenAI's JSON format."""
         error: dict[str, Any] = {
             "message": _encodable(self.message),
             "type": _TYPES.get(self.status, "invalid_request_error"),
@@ -58,7 +58,7 @@ class Refusal(Exception):
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> dict[str, str]:
-        """Return Retry-After in whole seconds (>= 1) and in milliseconds.  A missed deadline is not retried."""
+        """Return Retry-After in whole seconds (>= 1) and in milliseconds; for 504, `x-should-retry: false`."""
         if self.retry_after_s is not None:
             seconds = max(1, math.ceil(self.retry_after_s))
             return {"Retry-After": str(seconds), "retry-after-ms": str(round(self.retry_after_s * 1000))}
@@ -66,7 +66,7 @@ class Refusal(Exception):
 
 
 def _encodable(text: str) -> str:
-    """Return `text` without surrogates: they stand for bytes of a header or path that are not UTF-8."""
+    """Return `text` without lone surrogates, by which Python represents non-UTF-8 bytes of a header or path."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -76,30 +76,30 @@ def bad_request(code: str, message: str, param: str | None, limit: Any = None, g
 
 
 def wrong_type(param: str, wanted: str) -> Refusal:
-    """Return the refusal of a field that must be `wanted`, a type in words."""
+    """Return a 400 for a field with a wrong type.  `wanted`: the right type in words."""
     return bad_request("invalid_type", f"{param}: must be {wanted}", param, wanted)
 
 
 def unsupported(param: str, reason: str, limit: Any = None, given: Any = None) -> Refusal:
-    """Return the refusal of a field or value that is not served."""
+    """Return a 400 for a field or value that is not supported."""
     return bad_request("unsupported", f"{param}: {reason}", param, limit, given)
 
 
 def field_name(name: str, names: tuple[tuple[str, str], ...]) -> str:
-    """Return a field of a chat as another format names it: see `renamed`."""
+    """Return the name of a chat's field in another API format; `names` as for `renamed`."""
     patterns = ((_bounded(old), new) for old, new in names)
     return next((re.sub(old, new, name, count=1) for old, new in patterns if re.match(old, name)), name)
 
 
 def _bounded(pattern: str) -> str:
-    """Return a pattern of the beginning of a field that ends where a name ends."""
+    """Return a regex that matches `pattern` at the start of a field path, up to the end of a name."""
     return rf"^(?:{pattern})(?!\w)"
 
 
 def renamed(refusal: Refusal, names: tuple[tuple[str, str], ...]) -> Refusal:
-    """Return a refusal with its field as another format names it.
+    """Change the field name in a refusal to that of another API format.
 
-    `names`: (pattern of the beginning of `param`, its replacement) pairs, of which the first that matches counts."""
+    `names`: (regex of the beginning of `param`, replacement) pairs; the first match counts."""
     given = refusal.param
     for pattern, name in names if given is not None else ():
         if given is not None and re.match(_bounded(pattern), given):
@@ -111,7 +111,7 @@ def renamed(refusal: Refusal, names: tuple[tuple[str, str], ...]) -> Refusal:
 
 
 def check(key: str, value: float, config: GatewayConfig) -> None:
-    """Raise a Refusal that names field, limit and value, if `value` passes the limit `key` of LIMITS."""
+    """Raise a Refusal that names field, limit and value, if `value` is beyond the limit `key` of LIMITS."""
     if (found := broken(key, value, config)) is not None:
         raise Refusal(found.status, found.code, found.message, param=found.param, limit=found.limit, given=found.given)
 
@@ -125,14 +125,14 @@ def limit_refusal(
     given: float | str | None = None,
     retry_after_s: float | None = None,
 ) -> Refusal:
-    """Return the refusal for a limit of LIMITS that `broken` cannot check; status and code are the table's."""
+    """Return the Refusal for a limit of LIMITS that `broken` cannot check; status and code come from the table."""
     row = LIMITS[key]
     return Refusal(row.status, row.code, message, param=param, limit=limit, given=given, retry_after_s=retry_after_s)
 
 
 @contextlib.contextmanager
 def renaming(names: tuple[tuple[str, str], ...]) -> Iterator[None]:
-    """A context whose refusals name fields as another format does."""
+    """A context that changes field names in refusals to those of another API format; see `renamed`."""
     try:
         yield
     except Refusal as refusal:
@@ -141,9 +141,9 @@ def renaming(names: tuple[tuple[str, str], ...]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def placing(sources: Sequence[str]) -> Iterator[None]:
-    """A context whose refusals name `sources[i]`, a field of the client's format, in the place of `messages[i]`.
+    """A context that replaces `messages[i]` in refusals by `sources[i]`, a field path in the client's API format.
 
-    What follows `messages[i]` is left out: it is a field of the chat's message.  No `sources`: nothing is renamed."""
+    The rest of the path, a field of the chat's message, is dropped.  Without `sources`, nothing is renamed."""
     try:
         yield
     except Refusal as refusal:

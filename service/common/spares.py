@@ -1,8 +1,8 @@
 """The spare engine of `quire serve`, and the fork server that makes spares (engine/process/fork_server.py).
 
-    no spare ── prepare() ──> being forked ──> waits ── promote() ──> serves; the next spare is forked meanwhile
+    no spare ── prepare() ──> being forked ──> waits ── promote() ──> serves; the next spare is being forked
 
-The first spare takes as long as the imports of the fork server, every later one a fraction of a second.
+The first spare takes as long as the imports of the fork server; every later spare takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from quire.engine.common import child_python
 from quire.engine.common.embedded_redis import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
-MESSAGE_BYTES = 64  # "ready", or a PID
-# numpy's BLAS, which no engine computes with, would start threads when it is imported: they do not survive a fork.
+MESSAGE_BYTES = 64  # maximum length of a message from the fork server: "ready", or a PID
+# Without this, numpy's BLAS, which engines do not use, would start threads at import; threads do not survive a fork.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -29,7 +29,7 @@ class ForkedProcess:
     """A child of this process that another process forked, with the interface of asyncio.subprocess.Process."""
 
     def __init__(self, pid: int, stdin: int) -> None:
-        """`stdin`: descriptor of its standard input.  Needs a running event loop."""
+        """`stdin`: writable descriptor of its standard input.  Needs a running event loop."""
         self.pid, self.returncode = pid, None
         self._stdin = stdin
         self._ended = asyncio.Event()
@@ -47,25 +47,25 @@ class ForkedProcess:
         self._ended.set()
 
     async def wait(self) -> int:
-        """Wait until it ends; return its exit status."""
+        """Wait until the process ends.  Returns its exit status."""
         await self._ended.wait()
         assert self.returncode is not None
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
     def take_over(self) -> None:
-        """Start a spare's service."""
-        with contextlib.suppress(OSError):  # it has just died
+        """Tell the spare to begin serving."""
+        with contextlib.suppress(OSError):  # the spare has just died
             os.write(self._stdin, b"now\n")
         self.close_stdin()
         raise_priority(self.pid)
 
     def close_stdin(self) -> None:
-        """Close its standard input.  A second call does nothing."""
+        """Close the process's standard input.  A second call does nothing."""
         descriptor, self._stdin = self._stdin, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -78,12 +78,12 @@ class Spares:
         """`words`: arguments of Python that start the fork server."""
         self._words, self._environment = words, environment
         self._server: asyncio.subprocess.Process | None = None
-        self._line: socket.socket | None = None  # socket to the server
-        self._ready = False  # the server has imported everything
+        self._line: socket.socket | None = None  # socket to the fork server
+        self._ready = False  # the fork server has imported all modules
         self._spare: asyncio.Task[ForkedProcess | None] | None = None
 
     async def prepare(self) -> None:
-        """Have a spare forked unless there is one.  Starts the fork server if it does not run.  Waits for neither."""
+        """Begin to fork a spare, unless there is one.  Starts the fork server if necessary.  Waits for neither."""
         if self._spare is not None and not self._spare.done():
             return
         if self._spare is not None and (spare := self._spare.result()) is not None and spare.returncode is None:
@@ -93,7 +93,7 @@ class Spares:
         self._spare = asyncio.create_task(self._fork())
 
     async def promote(self) -> ForkedProcess | None:
-        """Let the spare serve.  Waits while it is forked.  Returns None without a living spare."""
+        """Let the spare serve, and return it; None if no spare is alive.  Waits if the spare is still being forked."""
         task, self._spare = self._spare, None
         if task is None:
             return None
@@ -142,7 +142,7 @@ class Spares:
             )
 
     async def _fork(self) -> ForkedProcess | None:
-        """Return a new spare; None if the fork server ends meanwhile."""
+        """Fork a new spare.  Returns None if the fork server ends before that."""
         loop, line = asyncio.get_running_loop(), self._line
         assert line is not None
         reader, writer = os.pipe()
@@ -155,7 +155,7 @@ class Spares:
                     socket.send_fds(line, [b"fork"], [reader])
                     pid = await loop.sock_recv(line, MESSAGE_BYTES)
             return ForkedProcess(int(pid), writer) if pid else None
-        except OSError:  # the server has ended
+        except OSError:  # the fork server has ended
             return None
         finally:
             os.close(reader)
@@ -165,7 +165,7 @@ class Spares:
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """A context in which this process becomes the parent of descendants whose own parent ends."""
+    """A context in which this process becomes the parent of descendants whose own parent ends (a subreaper)."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -175,6 +175,6 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def raise_priority(pid: int) -> None:
-    """Give a process that prepares at a lower priority the priority of this one, where the system allows it."""
+    """Raise the priority of a process that prepares at a lower one to this process's, if the system allows it."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0))

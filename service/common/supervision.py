@@ -1,4 +1,4 @@
-"""Restart the tasks that a gateway cannot work without, and report while one of them fails."""
+"""Restarts tasks that a gateway cannot work without, and reports tasks that fail."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from collections.abc import Awaitable, Callable
 
 log = logging.getLogger("quire.gateway")
 
-BACKOFF_S = (0.1, 5.0)  # first and longest pause before a failed task restarts
-DEAD_S = 10.0  # a task that has failed for this long counts as dead: /ping is 503
-GIVE_UP_S = 20.0  # a task that has failed for this long ends the process
+BACKOFF_S = (0.1, 5.0)  # first and maximum pause in seconds before a failed task restarts
+DEAD_S = 10.0  # seconds of failures after which a task counts as dead, so that /ping returns 503
+GIVE_UP_S = 20.0  # seconds of failures after which the process ends
 
 
 class Task:
-    """A coroutine function that must run for ever, and its failures."""
+    """A coroutine function that must run forever, and its failures."""
 
     def __init__(self, name: str, work: Callable[[], Awaitable[None]], progress: Callable[[], int]) -> None:
         """`progress()` returns a number that grows whenever the work succeeds."""
         self.name, self._work, self._progress = name, work, progress
-        self._reached = 0  # the progress at its last failure
-        self._since = math.inf  # first failure since the last success, in the event loop's time
+        self._reached = 0  # value of `progress` at the last failure
+        self._since = math.inf  # event-loop time of the first failure since the last success
         self._why = ""
 
     @property
     def failing(self) -> str | None:
-        """Why the task fails, one line; None while it works."""
+        """Why the task fails, in one line; None while it works."""
         return self._why if self._progress() <= self._reached and self._why else None
 
     def failing_s(self) -> float:
-        """Return the seconds since its first failure in a row; 0 while it works."""
+        """Return the seconds since the first failure after the last success; 0 while the task works."""
         return asyncio.get_running_loop().time() - self._since if self.failing else 0.0
 
     async def keep_running(self) -> None:
@@ -46,7 +46,7 @@ class Task:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
-                error = caught  # something that the work awaited was cancelled
+                error = caught  # not this task, but something that it awaited was cancelled
             if self.failing is None:
                 self._since, pause = asyncio.get_running_loop().time(), BACKOFF_S[0]
             self._reached = self._progress()
@@ -59,7 +59,7 @@ class Task:
 
 
 class Supervisor:
-    """Runs tasks, each until stop().  A task that fails for GIVE_UP_S sets `gave_up`: then the process should end."""
+    """Keeps tasks running until stop().  If a task fails for GIVE_UP_S, sets `gave_up`; the process should then end."""
 
     def __init__(self, *tasks: Task) -> None:
         self._tasks = tasks
@@ -82,7 +82,7 @@ class Supervisor:
 
     @property
     def trouble(self) -> str | None:
-        """Why a task fails, one line; None while all work."""
+        """Why a task fails, in one line; None while all tasks work."""
         return next((why for task in self._tasks if (why := task.failing)), None)
 
     @property

@@ -1,12 +1,12 @@
-"""Structured output: the fields that ask for it -> a grammar for llguidance, or a refusal that names the keyword.
+"""Structured output: request fields -> a grammar for llguidance, or a refusal that names the keyword at fault.
 
     parse_chat, parse_completion --asked--> Constraint --GrammarChecks.compile, on a thread--> Sampling.grammar
 
-`json_schema.rewrite` brings a schema into llguidance's keywords, and refuses an assertion that cannot be enforced.
-Then the grammar is compiled as an engine would, with tighter bounds and bytes as its tokens: no engine gets a grammar
-that it could not follow.
+`json_schema.rewrite` rewrites a schema in llguidance's keywords, and refuses assertions that cannot be enforced.  Then
+the grammar is compiled as in an engine, but with tighter limits and with bytes as tokens.  So no engine gets a grammar
+that it cannot follow.
 
-The bounds are counts of work, not of time, so that equal requests get equal answers on a busy machine.
+The limits count work, not time, so that the result does not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.service.grammar.json_schema import TOO_LARGE, Rewritten, rewrite, sub
 
 Kind = Literal["json", "regex", "choice", "grammar", "calls", "thinking", "reasoned"]
 
-# An engine's own bounds are wider (engine/executor/grammars.py), so it can follow what passes here.
+# Engines have wider limits (engine/executor/grammars.py), so they can follow every grammar that passes here.
 BOUNDS = LLParserLimits(
     initial_lexer_fuel=200_000,
     step_lexer_fuel=50_000,
@@ -36,12 +36,13 @@ BOUNDS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-# Between the parts of a JSON text: one space, or a new line and its indentation.  So no answer runs on in spaces.
+# White space between tokens of JSON: one space, or a new line with indentation.  Bounded, so that a model cannot write
+# white space without end.
 WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
-ANY_TEXT = "/(?s:.*)/"  # Lark pattern of any text
-SPACES = "/[ \\n]{0,4}/"  # spaces allowed after reasoning and before a call
-PROBES = 4  # first bytes of an answer that a check tries
-BLAMED_BYTES = 8192  # JSON of the parts that are compiled alone to find the one at fault
+ANY_TEXT = "/(?s:.*)/"  # Lark regex of any text
+SPACES = "/[ \\n]{0,4}/"  # Lark regex of the white space allowed after reasoning and before a call
+PROBES = 4  # number of allowed first bytes that a check tries
+BLAMED_BYTES = 8192  # maximum JSON bytes of subschemas that are compiled alone to find the one at fault
 
 NO_ANSWER = "it allows no answer"
 LEGACY = {
@@ -51,14 +52,14 @@ LEGACY = {
     "guided_grammar": "grammar",
 }
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-DESCRIBED = ("name", "description", "schema", "strict")  # fields of a schema with its name
+DESCRIBED = ("name", "description", "schema", "strict")  # fields of `response_format.json_schema`
 KINDS: Mapping[str, Kind] = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """What an answer must match, as the client gave it."""
+    """A constraint on an answer, as the client gave it."""
 
-    param: str  # the path of the field that holds `value`
+    param: str  # path of the request field with `value`
     kind: Kind
     # json: a schema; regex, grammar: a text; choice: a list of texts; calls: CallRules; thinking: Lark; reasoned:
     # AfterReasoning
@@ -66,37 +67,37 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 class AfterReasoning(msgspec.Struct, frozen=True):
-    """An answer that must match something once its reasoning is closed."""
+    """Reasoning, followed by an answer that must fit a constraint."""
 
-    grammar: str  # Lark, made here; @answer is `answer`
+    grammar: str  # Lark grammar from `thinking_budget.py`, in which @answer stands for `answer`
     answer: Constraint
 
 
 class Parameters(msgspec.Struct, frozen=True):
-    """The arguments that a tool takes, or one of them."""
+    """The schema of all arguments of a tool, or of one argument."""
 
-    param: str  # the path of `schema`
+    param: str  # path of `schema` in the request
     schema: dict[str, Any]
-    strict: bool  # else a schema that is not served stands for `loose`
-    name: str  # as the grammar names it, without the @
+    strict: bool  # refuse an unsupported schema; otherwise `loose` replaces it
+    name: str  # name in the grammar, without the @
     loose: dict[str, Any]
 
 
 class StringRule(msgspec.Struct, frozen=True):
-    """The terminal of a string that is written without quotes."""
+    """The terminal of a string argument that is written without quotes."""
 
-    name: str  # as the grammar names it
-    param: str  # the path of its schema
+    name: str  # name of the terminal in the grammar
+    param: str  # path of the argument's schema in the request
     terminal: str
-    loose: str  # terminal of any string
-    strict: bool  # else `loose` stands for a terminal that is not served
+    loose: str  # terminal for any string
+    strict: bool  # refuse an unsupported terminal; otherwise `loose` replaces it
 
 
 class CallRules(msgspec.Struct, frozen=True):
-    """An answer that makes tool calls, or may make them."""
+    """Grammar of an answer that must or may contain tool calls."""
 
-    grammar: str  # Lark; @tool0, @value0_1 ... are `values`, @answer is `answer`
-    plain: str  # the same with special tokens written as text, for checks that need no model
+    grammar: str  # Lark grammar; @tool0, @value0 ... stand for `values`, @answer for `answer`
+    plain: str  # `grammar` with special tokens written as text, for checks without the model's vocabulary
     values: list[Parameters]
     strings: list[StringRule] = []
     answer: Constraint | None = (
@@ -108,14 +109,16 @@ class Compiled(msgspec.Struct, frozen=True):
     """A grammar that engines can follow."""
 
     grammar: str  # llguidance's JSON form, or Lark
-    passed_over: tuple[str, ...] = ()  # paths of words in schemas that assert nothing
+    passed_over: tuple[str, ...] = ()  # paths of unknown keywords in schemas, which were ignored
 
 
 # ------------------------------------------------------------------------------------------------- fields of a request
 
 
 def asked(fields: Mapping[str, Any]) -> Constraint | None:
-    """Return what the fields of a request ask for; None: any text.  Raises NotServed.  Looks at no schema yet."""
+    """Return the constraint that a request's fields define; None without one.  Raises NotServed.
+
+    Schemas are checked later, on a thread."""
     found = [
         *_response_format(fields.get("response_format")),
         *_structured_outputs(fields.get("structured_outputs")),
@@ -136,7 +139,7 @@ def _response_format(given: Any) -> Iterator[Constraint]:
     kind, given = given.get("type"), {name: value for name, value in given.items() if value is not None}
     if kind not in ("text", "json_object", "json_schema"):
         raise NotServed("response_format.type", f"must be one of {kinds}", code="unsupported", limit=kinds)
-    if kind != "text" and "schema" in given and "json_schema" not in given:  # as llama.cpp and others have it
+    if kind != "text" and "schema" in given and "json_schema" not in given:  # the form of llama.cpp and others
         _only("response_format", given, ("type", *DESCRIBED))
         yield Constraint("response_format.schema", "json", given["schema"])
         return
@@ -191,9 +194,9 @@ def _constraint(param: str, name: str, value: Any) -> Constraint:
 
 
 def _checked_schema(constraint: Constraint) -> Rewritten:
-    """Return a schema all of whose assertions are enforced.  Raises NotServed."""
+    """Return the rewritten schema, whose assertions are all enforced.  Raises NotServed."""
     schema = constraint.value
-    if isinstance(schema, str):  # vLLM takes a schema as text too
+    if isinstance(schema, str):  # vLLM also accepts a schema as a string
         try:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError):
@@ -209,7 +212,7 @@ def _of_schema(schema: dict[str, Any]) -> str:
 
 
 def _spaced(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with llguidance's word for the white space that may stand between its parts."""
+    """Return the schema with llguidance's option for white space in JSON."""
     return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
@@ -234,7 +237,7 @@ def _check_length(text: str, most: int, param: str) -> None:
 
 
 def _lark_grammar(constraint: Constraint) -> str:
-    """Return a client's Lark grammar.  Raises NotServed for what would pass the checks of this module by."""
+    """Return the grammar of a client's Lark text.  Raises NotServed for parts that this module could not check."""
     text: str = constraint.value
     _check_length(text, LARK_CHARS, constraint.param)
     if text.lstrip()[:1] in ("{", "["):
@@ -251,9 +254,9 @@ def _lark_grammar(constraint: Constraint) -> str:
 
 
 def _calls_grammar(constraint: Constraint) -> Compiled:
-    """Return the grammar of an answer with calls, checked.  Raises NotServed."""
+    """Return the checked grammar of an answer with calls.  Raises NotServed."""
     rules: CallRules = constraint.value
-    served: dict[str, Rewritten] = {}  # equal schemas are checked once
+    served: dict[str, Rewritten] = {}  # JSON of a schema -> rewritten schema, so that equal ones are checked once
     schemas = {one.name: _arguments(one, served) for one in rules.values}
     strings = "".join(f"{one.name}: {_string(one)}\n" for one in rules.strings)
     if rules.answer is not None:
@@ -269,7 +272,9 @@ def _calls_grammar(constraint: Constraint) -> Compiled:
 
 
 def _arguments(parameters: Parameters, served: dict[str, Rewritten]) -> Rewritten:
-    """Return the schema to which arguments are held.  Raises NotServed if a strict one cannot be."""
+    """Return the rewritten schema of arguments, or `loose` if it is not supported.
+
+    Raises NotServed if it is not supported and the tool is strict."""
     known = json.dumps(parameters.schema)
     if known in served:
         return served[known]
@@ -286,7 +291,7 @@ def _arguments(parameters: Parameters, served: dict[str, Rewritten]) -> Rewritte
 
 
 def _string(rule: StringRule) -> str:
-    """Return the terminal of a string.  Raises NotServed if a strict one cannot be followed."""
+    """Return the terminal of a string, or `loose` if llguidance cannot follow it.  Raises NotServed if it is strict."""
     if rule.terminal != rule.loose and (why := problem(_of_terminal(rule.terminal))):
         if rule.strict:
             raise NotServed(rule.param, why, code="unsupported")
@@ -299,7 +304,7 @@ def _of_terminal(terminal: str) -> str:
 
 
 def _reasoned_grammar(rules: AfterReasoning) -> Compiled:
-    """Return the grammar of reasoning and an answer.  Raises NotServed for the answer."""
+    """Return the grammar of reasoning followed by an answer.  Raises NotServed if the answer's is not supported."""
     compiled = compile_grammar(rules.answer)
     inner = compiled.grammar
     answer = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
@@ -313,7 +318,7 @@ MAKERS = {"regex": _regex_grammar, "choice": _choice_grammar, "grammar": _lark_g
 
 
 class _Bytes:
-    """A vocabulary of the 256 bytes and an EOS token, for checks that need no model."""
+    """A vocabulary of the 256 bytes and an EOS token, for checks without the model's vocabulary."""
 
     eos_token_id, bos_token_id = 256, None
     special_token_ids: tuple[int, ...] = (256,)
@@ -330,10 +335,10 @@ def byte_tokenizer() -> LLTokenizer:
 
 
 def _after_a_byte(matcher: LLMatcher, first: bytes) -> LLMatcher:
-    """Return a copy of a matcher that has consumed one of the first bytes that it allows.
+    """Return a copy of a matcher that has consumed one of the bytes that it allows first.
 
-    Tries PROBES of them, and stops at the first one after which the matcher is at fault.  A grammar that is too wide,
-    such as one of 2,100 alternatives, is at fault after its first byte and not before."""
+    Tries PROBES of these bytes, and stops if the matcher reports an error.  A grammar that is too wide, such as one of
+    2,100 alternatives, fails only after its first byte."""
     allowed = [byte for byte in range(256) if first[byte // 8] >> byte % 8 & 1]
     moved, step = matcher, max(1, len(allowed) // PROBES)
     for byte in allowed[::step][:PROBES]:
@@ -345,7 +350,7 @@ def _after_a_byte(matcher: LLMatcher, first: bytes) -> LLMatcher:
 
 
 def problem(grammar: str) -> str:
-    """Return why a grammar cannot be followed, in one line; "" if it can.  Lets other threads run meanwhile."""
+    """Return why llguidance cannot follow a grammar, in one line; "" if it can.  Releases the GIL."""
     matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=BOUNDS)
     first = b"" if matcher.is_error() else matcher.compute_bitmask()
     if first and not matcher.is_error():
@@ -355,13 +360,13 @@ def problem(grammar: str) -> str:
     lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()]
     if {matcher.stop_reason(), *lines[:1]} & {"NoExtension", "NoExtensionBias"}:
         return NO_ANSWER
-    # The cause of a broken regex stands behind a drawing of it.
+    # For a broken regex, the message with the cause comes after lines that show the regex.
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (named or lines or ["it cannot be followed"])[0][:256]
 
 
 def compile_grammar(constraint: Constraint) -> Compiled:
-    """Return the grammar of a constraint.  Raises NotServed.  Takes up to some tenths of a second."""
+    """Compile and check a constraint.  Raises NotServed.  Takes up to some tenths of a second."""
     if constraint.kind == "reasoned":
         return _reasoned_grammar(constraint.value)
     given = constraint.value
@@ -370,7 +375,7 @@ def compile_grammar(constraint: Constraint) -> Compiled:
     if size > GRAMMAR_BYTES:
         reason = f"at most {GRAMMAR_BYTES} bytes of JSON, got {size}"
         raise NotServed(constraint.param, reason, code=TOO_LARGE, limit=GRAMMAR_BYTES, given=size)
-    if constraint.kind == "thinking":  # it was made here, of token ids that only the model's tokenizer has
+    if constraint.kind == "thinking":  # not checked: it comes from `thinking_budget.py`, and names ids of the model
         return Compiled(str(constraint.value))
     if constraint.kind == "calls":
         return _calls_grammar(constraint)
@@ -387,10 +392,10 @@ def compile_grammar(constraint: Constraint) -> Compiled:
 
 
 def _blame(param: str, schema: Any, why: str) -> tuple[str, str]:
-    """Return path and fault of a subschema that cannot be followed by itself; else of the whole.
+    """Find the subschema at fault: return its path and its error; if none fails alone, `param` and `why`.
 
-    Patterns are tried alone, then the parts of the part at fault, within BLAMED_BYTES of JSON: a refusal takes little
-    longer than the check that failed."""
+    All patterns are compiled alone first, then the parts of the failing part, and so on.  At most BLAMED_BYTES of JSON
+    are compiled, so that a refusal takes little longer than the check that failed."""
     if not isinstance(schema, dict):
         return param, why
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}

@@ -1,9 +1,9 @@
-"""The work of checking grammars: on threads, each once, tenants in turns.
+"""Compiles grammars on threads: each distinct grammar once, with fair turns between tenants.
 
-    compile ── kept? ── no ──> waits (fair_list.py) ──a thread: compile_grammar──> grammar, for all requests ──> kept
-                                 '-- every client has left: dropped
+    compile ── cached? ── no ──> waits (fair_list.py) ──thread: compile_grammar──> grammar, for all requests ──> cached
+                                   '-- every client has left: dropped
 
-What waits is apart from what is kept: any number of different schemas may wait.
+Only the cache is bounded; any number of different schemas may wait.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ import msgspec
 from quire.engine.common.fair_list import FairList
 from quire.service.grammar.grammar import Compiled, Constraint, compile_grammar
 
-KEPT_BYTES = 32 << 20  # constraints that passed and need no second check, and their grammars
-THREADS = 2  # checks at once: each takes up to some tenths of a second, and the event loop needs a core
+KEPT_BYTES = 32 << 20  # maximum size of the cache: constraints and their grammars
+THREADS = 2  # checks at a time; each takes up to some tenths of a second, and the event loop needs a core
 
 
 @dataclass(slots=True)
 class Check:
-    """One constraint that is checked, or will be."""
+    """One constraint that waits for its check or is being checked."""
 
     constraint: Constraint
     outcome: asyncio.Future[Compiled | Exception]
-    tenants: Counter[str] = field(default_factory=Counter)  # requests that wait for it, by tenant
+    tenants: Counter[str] = field(default_factory=Counter)  # tenant -> number of requests that wait for this check
     begun: bool = False
 
 
 class GrammarChecks:
-    """Checks constraints on threads, so that no stream waits for a large one.  The event loop's thread owns it."""
+    """Checks constraints on threads, so that a large one delays no stream.  Used from the event loop's thread only."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._pool = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="grammar")
         self._checks: dict[bytes, Check] = {}
         self._waiting: FairList[bytes] = FairList()
         self._running = 0
-        self._kept: OrderedDict[bytes, Compiled] = OrderedDict()  # what passed, oldest first
+        self._kept: OrderedDict[bytes, Compiled] = OrderedDict()  # LRU cache, oldest first
         self._kept_bytes, self._most_bytes = 0, kept_bytes
 
     async def compile(self, constraint: Constraint, tenant: str = "", weight: float = 1.0) -> Compiled:
-        """Return the grammar of a constraint; a known one at once.  Raises NotServed."""
+        """Return the compiled grammar of a constraint, from the cache if possible.  Raises NotServed."""
         key = msgspec.json.encode(constraint)
         if (compiled := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
@@ -72,7 +72,7 @@ class GrammarChecks:
             del self._checks[key]
 
     def _begin(self) -> None:
-        """Begin the checks whose turn it is, as long as a thread is free."""
+        """Begin the checks that are next in turn, while a thread is free."""
         loop = asyncio.get_running_loop()
         while self._running < THREADS and (key := self._waiting.pop()) is not None:
             check = self._checks[key]

@@ -1,4 +1,4 @@
-"""Why a request for structured output is not served."""
+"""The error of a request for structured output that is not supported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class NotServed(Exception):
-    """The fields of a request ask for what cannot be honoured.  `param`: the path of the field or keyword."""
+    """Structured output that cannot be enforced.  `param`: path of the field or keyword at fault."""
 
     def __init__(self, param: str, reason: str, *, code: str = "invalid_value", limit: Any = None, given: Any = None):
         super().__init__(f"{param}: {reason}")

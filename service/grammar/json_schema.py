@@ -1,11 +1,11 @@
-"""JSON schemas as clients write them -> the keywords that llguidance enforces, or a refusal by path.
+"""Rewrites a client's JSON schema in keywords that llguidance enforces, or refuses it with the path of a keyword.
 
-    schema ──rewrite──> the same instances, in fewer keywords ──> service/grammar/grammar.py ──> grammar
-       ├── an assertion that cannot be enforced            ──> NotServed, with its path
-       └── a word that asserts nothing (`x-...`, unknown)   ──> passed over, and named in the answer's header
+    schema ──rewrite──> equivalent schema in fewer keywords ──> service/grammar/grammar.py ──> grammar
+       ├── an assertion that cannot be enforced     ──> NotServed, with its path
+       └── an unknown keyword (`x-...` and others)  ──> ignored, and named in the answer's header
 
-By JSON Schema (2020-12, core 6.5) a keyword that no vocabulary defines is an annotation.  Since 2019-09 so is `format`:
-those that llguidance knows are enforced.
+By JSON Schema (2020-12, core 6.5) a keyword that no vocabulary defines is an annotation.  Since 2019-09 `format` is an
+annotation, too; formats that llguidance supports are enforced nevertheless.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENFORCED = frozenset(
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     }
 )
-# Assertions of some draft that llguidance does not know.  Some of their uses are rewritten; others are refused.
+# Assertions of some JSON Schema draft that llguidance lacks.  Some uses are rewritten; others are refused.
 REWRITTEN = frozenset(
     {
         *("not", "if", "uniqueItems", "contains", "dependencies", "dependentRequired", "dependentSchemas"),
@@ -42,7 +42,7 @@ REWRITTEN = frozenset(
     }
 )
 ASSERTIONS = ENFORCED | REWRITTEN
-# Words of JSON Schema and OpenAPI that assert nothing by themselves.  Headers of answers do not name them.
+# Keywords of JSON Schema and OpenAPI that assert nothing by themselves.  They are ignored without being reported.
 ANNOTATIONS = frozenset(
     {
         *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
@@ -53,11 +53,11 @@ ANNOTATIONS = frozenset(
 DIALECTS = re.compile(
     r"http://json-schema\.org/draft-0[4-7]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?"
 )
-# Parts of assertions, which assert nothing without them, and anchors of references that are refused.
+# Keywords that only modify another assertion, and anchors for references that are refused.
 PARTNERS = frozenset({"then", "else", "minContains", "maxContains", "$dynamicAnchor", "$recursiveAnchor"})
 FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})  # llguidance enforces these
-# Formats that a pattern describes: RFC 6901, the relative pointers of JSON Schema's draft of 2019, and RFC 3339 without
-# leap seconds.  llguidance's own dates have a 29th of February in every year, and a 60th second in every minute.
+# Formats that are enforced by a regex: JSON pointers (RFC 6901), relative JSON pointers (draft 2019-09), and dates and
+# times (RFC 3339, without leap seconds).  llguidance's own dates allow 29 February in every year and a 60th second.
 POINTER = r"(/([^~/]|~[01])*)*"
 LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 MONTHS = "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8])"
@@ -71,23 +71,23 @@ PATTERNS = {
     "time": f"^{TIME}$",
     "date-time": f"^{DATE}[Tt]{TIME}$",
 }
-ARRANGEMENTS = 256  # arrays that stand for `uniqueItems` of few values
+ARRANGEMENTS = 256  # maximum number of arrays into which `uniqueItems` over listed values is expanded
 BRANCHES = 16  # maximum branches of a oneOf that are compared with each other
-PARTS = 5000  # schemas inside one schema, those of rewritten assertions included
-NAMED = 16  # words that assert nothing and that one answer names
+PARTS = 5000  # maximum number of subschemas, after rewriting
+NAMED = 16  # maximum number of ignored keywords that one answer names
 
 
 class Rewritten(NamedTuple):
-    """A schema in llguidance's keywords."""
+    """A schema rewritten in llguidance's keywords."""
 
     schema: Any  # an object, true or false
-    passed_over: tuple[str, ...]  # paths of words that assert nothing: the first of each, NAMED at most
+    passed_over: tuple[str, ...]  # paths of ignored keywords, the first path of each, at most NAMED
 
 
 def rewrite(schema: Any, path: str) -> Rewritten:
-    """Return a schema with the same instances whose assertions are all enforced.
+    """Return an equivalent schema whose assertions are all enforced.
 
-    path: the field that holds it.  Raises NotServed at the first assertion that cannot be."""
+    `path`: path of the schema in the request.  Raises NotServed at the first assertion that cannot be enforced."""
     try:
         walk = _Walk(copy.deepcopy(schema), path)
     except RecursionError:
@@ -98,7 +98,7 @@ def rewrite(schema: Any, path: str) -> Rewritten:
 
 
 def subschemas(schema: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each schema directly inside a schema."""
+    """Yield (path, subschema) for each direct subschema of a schema."""
     for name in ("properties", "patternProperties", "$defs", "definitions"):
         if isinstance(schema.get(name), dict):
             yield from ((f"{path}.{name}.{key[:64]}", one) for key, one in schema[name].items())
@@ -115,8 +115,8 @@ class _Walk:
 
     def __init__(self, root: Any, path: str) -> None:
         self.root, self.path = root, path
-        self.schemas = Schemas(copy.deepcopy(root))  # as the client wrote it
-        self.passed_over: dict[str, str] = {}  # word -> path of its first place
+        self.schemas = Schemas(copy.deepcopy(root))  # the schema before rewriting
+        self.passed_over: dict[str, str] = {}  # ignored keyword -> path of its first occurrence
         self._done: set[int] = set()
         self._references: list[Any] = []
 
@@ -127,7 +127,7 @@ class _Walk:
             self._visit(at, one, depth)
             if isinstance(one, dict):
                 waiting += reversed([(path, inner, depth + 1) for path, inner in subschemas(one, at)])
-            if not waiting:  # what references point to may stand under a word that asserts nothing
+            if not waiting:  # targets of references may be under an ignored keyword, so visit them, too
                 live = Schemas(self.root)
                 targets = [(reference, live.target(reference)) for reference in self._references]
                 waiting = [
@@ -151,8 +151,8 @@ class _Walk:
         if len(self._done) > PARTS:
             reason = f"its assertions take more than {PARTS} parts to write"
             raise NotServed(at[:256], reason, code=TOO_LARGE, limit=PARTS, given=f"over {PARTS}")
-        one.pop("x-guidance", None)  # llguidance's own options
-        if not DIALECTS.fullmatch(str(one.get("$schema"))):  # it knows no other, and fetches none
+        one.pop("x-guidance", None)  # options of llguidance, which clients may not set
+        if not DIALECTS.fullmatch(str(one.get("$schema"))):  # llguidance supports no others
             one.pop("$schema", None)
         for name in one:
             if name not in ASSERTIONS and name not in ANNOTATIONS and name not in PARTNERS:
@@ -170,7 +170,7 @@ class _Walk:
     # ------------------------------------------------------------------------------------------------ one keyword each
 
     def _reference(self, one: dict[str, Any], at: str) -> None:
-        """Make a reference that names the document itself a local one."""
+        """Turn a reference that contains the document's own `$id` into a local reference."""
         reference = one["$ref"]
         own = [self.root.get(name) for name in ("$id", "id")] if isinstance(self.root, dict) else []
         for name in own:
@@ -192,7 +192,7 @@ class _Walk:
             self.passed_over.setdefault(f"format {str(name)[:64]}", f"{at}.format")
 
     def _pattern(self, one: dict[str, Any], at: str) -> None:
-        """Write a pattern with look-ahead, as zod's of an email and pydantic's of a Decimal, as several without."""
+        """Replace a pattern with look-ahead (zod's email, pydantic's Decimal) by several patterns without it."""
         if isinstance(one["pattern"], str) and len(one["pattern"]) <= REGEX_CHARS:
             *more, one["pattern"] = without_look_ahead(one["pattern"])
             for pattern in more:
@@ -233,7 +233,7 @@ class _Walk:
         self._require(one, {"enum": arrays} if arrays else False)
 
     def _listed(self, items: Any) -> list[Any] | None:
-        """Return the instances of a schema that only lists values; None for any other."""
+        """Return the values of a schema that only lists values; None for any other schema."""
         for _ in range(DEEPEST):
             if not isinstance(items, dict) or set(items) & ASSERTIONS != {"$ref"}:
                 break
@@ -297,7 +297,7 @@ class _Walk:
                 raise _unserved(f"{at}.{keyword}", "not served beside anyOf, oneOf, allOf, $ref and if")
 
     def _one_of(self, one: dict[str, Any], at: str) -> None:
-        """Write branches that exclude each other as anyOf; of others each with the opposite of those it meets."""
+        """Replace oneOf by anyOf.  A branch that overlaps others gets their negations added."""
         branches = one["oneOf"]
         if not isinstance(branches, list):
             return
@@ -324,7 +324,7 @@ class _Walk:
                 raise _unserved(f"{at}.{name}", "this keyword is not served")
 
     def _exclusive(self, one: dict[str, Any], at: str) -> None:
-        """Write draft 4's boolean exclusive bounds as numbers."""
+        """Convert draft 4's boolean `exclusiveMinimum` and `exclusiveMaximum` to numbers."""
         for name, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
             if isinstance(one.get(name), bool) and one.pop(name) and bound in one:
                 one[name] = one.pop(bound)
@@ -332,11 +332,13 @@ class _Walk:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _base(self, one: dict[str, Any], keyword: str, value: Any) -> dict[str, Any]:
-        """Return the schema beside a keyword, whose other assertions hold for its instances."""
+        """Return the schema without this keyword."""
         return {name: inner for name, inner in one.items() if name != keyword}
 
     def _require(self, one: dict[str, Any], more: Any) -> None:
-        """Add an assertion to a schema, behind those that references may point to."""
+        """Add an assertion to a schema, in place.
+
+        If one of its keywords is taken, it is appended to `allOf`, so that references into `allOf` stay valid."""
         if more in (True, {}):
             return
         if isinstance(more, dict) and more.keys().isdisjoint(one):
@@ -386,7 +388,7 @@ def _count(schema: dict[str, Any], name: str, default: int) -> int:
 
 
 def _name_pattern(asserted: dict[str, Any]) -> str | None:
-    """Return a pattern for property names; None for what none describes."""
+    """Return a regex for property names that fit `asserted`; None if no regex expresses it."""
     if set(asserted) == {"pattern"} and isinstance(asserted["pattern"], str):
         return str(asserted["pattern"])
     if asserted.keys() <= {"minLength", "maxLength"}:
@@ -400,9 +402,9 @@ def _keys(given: Any) -> list[str]:
 
 
 def _check_bounds(schema: dict[str, Any], at: str) -> None:
-    """Raise NotServed for a long regex, and for a `minProperties` that repeated names could reach.
+    """Raise NotServed for a regex that is too long, and for a `minProperties` that repeated names could satisfy.
 
-    The names in `properties` and `required` occur once.  Any other name may occur twice in what a grammar allows."""
+    A grammar allows each required name once.  It cannot prevent that any other name is repeated."""
     for regex in (schema.get("pattern"), *_keys(schema.get("patternProperties"))):
         if isinstance(regex, str) and len(regex) > REGEX_CHARS:
             param, reason = (

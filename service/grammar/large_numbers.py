@@ -1,6 +1,7 @@
-"""Whole numbers that llguidance would round: it compares numbers as doubles, and writes those of a list as doubles.
+"""Integers in schemas that llguidance would round, since it compares and writes numbers as doubles.
 
-Bounds move inward to the next double, so what the grammar allows keeps the client's bound.  Values are refused.
+Bounds move inward to the next double, so every number that the grammar allows fits the client's bound.  Values of
+`const` and `enum` that are not doubles are refused.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from typing import Any
 
 from quire.service.grammar.grammar_errors import NotServed
 
-EXACT = 2**53  # every whole number up to this is a double
-LARGEST = 2**63 - 1024  # largest double among the bounds that llguidance takes
-BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}  # and where they move to
+EXACT = 2**53  # every integer up to this is exact as a double
+LARGEST = 2**63 - 1024  # largest double that llguidance accepts as a bound
+BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}  # keyword -> direction inward
 
 
 def move_bounds(schema: dict[str, Any], at: str) -> None:
-    """Round the bounds of a schema for whole numbers.  Raises NotServed where no number is left."""
+    """Round the bounds of a schema for integers, in place.  Raises NotServed if no number is left."""
     given = schema.get("type")
     kinds = given if isinstance(given, list) else [given]
     if "integer" not in kinds or "number" in kinds:
@@ -32,7 +33,7 @@ def move_bounds(schema: dict[str, Any], at: str) -> None:
 
 
 def check_values(schema: dict[str, Any], at: str) -> None:
-    """Raise NotServed for a number in `const` or `enum` that would be written as another one."""
+    """Raise NotServed for an integer in `const` or `enum` that llguidance would write as a different number."""
     for name in ("const", "enum"):
         waiting = [schema.get(name)]
         while waiting:

@@ -1,34 +1,35 @@
-"""Patterns with look-ahead, as generators of schemas write them -> patterns without it that hold together.
+"""Replaces a regex with look-ahead by several regexes without it, all of which must match.
 
     ^(?=.{1,9}$)[a-z.]+$        -> ^.{1,9}$    and  ^[a-z.]+$
     ^(?!\\.)(?!.*\\.\\.)[a-z.]+$  -> ^($|[^.])   and  no two dots in the first line  and  ^[a-z.]+$
 
-llguidance knows no look-ahead.  One at the beginning of an anchored pattern is an assertion about all of the text, so a
-positive one is a pattern of its own.  Of negative ones those are served whose opposite is short.
+Schema generators such as zod write look-ahead, which llguidance does not support.  A look-ahead at the beginning of an
+anchored regex is an assertion about the complete text.  So a positive look-ahead becomes a regex of its own.  A
+negative look-ahead becomes the regex of its opposite, in the few forms for which that is short; others are refused.
 """
 
 from __future__ import annotations
 
 import re
 
-_CHAR = r"(?:\\[^\w\s]|\\[sSdDwW]|[\w @#%&=~:;,<>/\"'!-])"  # one literal character, or a class
+_CHAR = r"(?:\\[^\w\s]|\\[sSdDwW]|[\w @#%&=~:;,<>/\"'!-])"  # one literal character, or a class such as \d
 _SET = r"\[(?:[^\]\\]|\\.)+\]"
 _ATOM = re.compile(rf"{_CHAR}|{_SET}")
 _TEXT = re.compile(rf"(?P<atoms>(?:{_CHAR}|{_SET})+)(?P<end>\$?)")
 _CONTAINS = re.compile(rf"\.\*(?P<first>{_CHAR}|{_SET})(?P<again>{_CHAR}|{_SET})?")
 _ONLY = re.compile(rf"(?P<one>{_CHAR}|{_SET})\*\$")
-# A generator's pattern with look-ahead in its middle -> the same texts without.
+# Known regexes with look-ahead in their middle -> equivalent regexes without.
 _TIME = r"T(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
 _DAYS = r"(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)"
 EQUAL = {
     r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
-        rf"^P(?:\d+W|{_DAYS}(?:{_TIME})?|{_TIME})$"  # zod's of a duration
+        rf"^P(?:\d+W|{_DAYS}(?:{_TIME})?|{_TIME})$"  # zod's regex of a duration
     ),
 }
 
 
 def without_look_ahead(pattern: str) -> list[str]:
-    """Return patterns that hold for a text together exactly if `pattern` does; only itself if none is known."""
+    """Return regexes that all match a text exactly if `pattern` does; [pattern] if no such regexes are known."""
     if pattern in EQUAL:
         return [EQUAL[pattern]]
     if not pattern.startswith(("^(?=", "^(?!")) or "|" in _outside(pattern[1:]):
@@ -46,7 +47,7 @@ def without_look_ahead(pattern: str) -> list[str]:
 
 
 def _opposites(inner: str) -> list[str]:
-    """Return patterns that hold together for the texts that do not begin as `inner` says; none if none are known."""
+    """Return regexes that all match exactly the texts without a match of `inner` at their start; [] if not known."""
     branches = inner.split("|") if "(" not in inner and "[" not in inner and "\\|" not in inner else [inner]
     found = [_opposite(branch.removeprefix("^")) for branch in branches]
     return [] if None in found else [one for one in found if one is not None]
@@ -55,7 +56,7 @@ def _opposites(inner: str) -> list[str]:
 def _opposite(inner: str) -> str | None:
     if match := _TEXT.fullmatch(inner):
         atoms = _ATOM.findall(match["atoms"])
-        after = r"[\s\S]" if match["end"] else None  # more than the excluded text
+        after = r"[\s\S]" if match["end"] else None  # with `$`, a longer text is allowed
         for atom in reversed(atoms):
             after = f"(?:$|{_other(atom)}{f'|{atom}{after}' if after else ''})"
         return f"^{after}"
@@ -66,21 +67,21 @@ def _opposite(inner: str) -> str | None:
     first, again = match["first"], match["again"]
     if re.match(first, "\n"):
         return None
-    within, line = _other(first, "\\n"), r"(?:\n[\s\S]*)?$"  # `.` is no line end, so a second line holds anything
+    within, line = _other(first, "\\n"), r"(?:\n[\s\S]*)?$"  # `.` matches no line end, so a second line is free
     if again is None:
         return f"^{within}*{line}"
     return rf"^(?:{first}?{within})*{first}?{line}" if again == first else None
 
 
 def _other(one: str, more: str = "") -> str:
-    """Return the set of all characters but those of a character or set, and but `more`."""
+    """Return a regex set of all characters except those in `one` (a character or set) and in `more`."""
     if one.startswith("[^"):
         return f"[{one[2:-1]}]"
     return f"[^{one[1:-1] if one.startswith('[') else one}{more}]"
 
 
 def _closing(text: str) -> int:
-    """Return where the group that a pattern begins with ends; -1: nowhere."""
+    """Return the end of the group at the beginning of a regex; -1 if it is not closed."""
     depth = at = 0
     while at < len(text):
         if text[at] == "\\":
@@ -101,7 +102,7 @@ def _set_end(text: str, at: int) -> int:
 
 
 def _outside(text: str) -> str:
-    """Return the characters of a pattern that are in no group and no set."""
+    """Return the characters of a regex outside of groups and sets."""
     found, at = "", 0
     while at < len(text):
         if text[at] == "(":

@@ -1,7 +1,7 @@
-"""Which JSON schemas exclude each other, and the negation of a schema, for what llguidance has no keyword.
+"""Tests whether JSON schemas are disjoint, and negates a schema, for keywords that llguidance lacks (oneOf, not, if).
 
-Both are sound and incomplete: `Schemas.disjoint` returns True only for schemas without a common instance, and
-`Schemas.negation` returns None for a schema whose negation the served keywords cannot express.
+Both operations are sound and incomplete.  `Schemas.disjoint` returns True only for schemas without a common instance.
+`Schemas.negation` returns None if the supported keywords cannot express the negation.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from itertools import product
 from typing import Any
 
 TYPES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
-DEEPEST = 6  # references and branches that one question follows
-# A bound, its opposite, and what is added to its value there.
+DEEPEST = 6  # maximum depth of references and branches that one call follows
+# Keyword of a bound -> (keyword of the negated bound, number to add to the value).
 OPPOSITES = {
     "minimum": ("exclusiveMaximum", 0),
     "maximum": ("exclusiveMinimum", 0),
@@ -30,7 +30,7 @@ LENGTHS = {"string": ("minLength", "maxLength"), "array": ("minItems", "maxItems
 
 
 def identity(value: Any) -> str:
-    """Return a text that two JSON values share exactly if they are equal: 1 and 1.0 are, 1 and true are not."""
+    """Return a canonical text of a JSON value, equal for equal values: 1 and 1.0 are equal, 1 and true are not."""
     return json.dumps(_plain(value), sort_keys=True)
 
 
@@ -53,13 +53,13 @@ def type_of(value: Any) -> str:
 
 
 class Schemas:
-    """Questions about the subschemas of one root, which resolves their local references."""
+    """Operations on the subschemas of one root schema, in which local references are resolved."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
 
     def target(self, reference: Any) -> Any:
-        """Return what a local reference, "#" or "#/...", points to; None if it points to nothing."""
+        """Resolve a local reference, "#" or "#/..."; None if it points to nothing."""
         if not isinstance(reference, str) or reference[:1] != "#":
             return None
         place = self.root
@@ -74,7 +74,7 @@ class Schemas:
         return place if reference == "#" or reference.startswith("#/") else None
 
     def parts(self, schema: Any, depth: int = 0) -> list[Any]:
-        """Return schemas that every instance of `schema` is valid for: itself, references, members of `allOf`."""
+        """Return schemas that all instances of `schema` must fit: itself, its reference, members of its `allOf`."""
         found = [schema]
         if isinstance(schema, dict) and depth < DEEPEST:
             inner = schema.get("allOf")
@@ -85,7 +85,7 @@ class Schemas:
         return found
 
     def types(self, schema: Any) -> frozenset[str]:
-        """Return the types that an instance of a schema, taken without references, may have."""
+        """Return the types that an instance of a schema may have, ignoring references."""
         if not isinstance(schema, dict):
             return TYPES if schema is True else frozenset()
         named = schema.get("type")
@@ -97,7 +97,7 @@ class Schemas:
         return frozenset(found)
 
     def values(self, schema: Any) -> list[Any] | None:
-        """Return the values of a schema that lists them, by `enum`, `const` or its type; None if it lists none."""
+        """Return the finite list of a schema's values, from `enum`, `const` or its type; None if there is none."""
         if not isinstance(schema, dict):
             return None
         if "const" in schema:
@@ -108,13 +108,13 @@ class Schemas:
         return implied.get(str(schema.get("type")))
 
     def domain(self, schema: Any) -> list[Any] | None:
-        """Return the values that a schema lists itself or by a reference; None if it lists none."""
+        """Return the finite list of values of a schema or of one of its `parts`; None if there is none."""
         return next((values for part in self.parts(schema) if (values := self.values(part)) is not None), None)
 
     # -------------------------------------------------------------------------------------------------- exclusion
 
     def disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
-        """Return whether no instance is valid for both schemas, as far as this can tell."""
+        """Return True if it is certain that no instance fits both schemas."""
         if depth > DEEPEST:
             return False
         for first, second in product(self.parts(one), self.parts(other)):
@@ -143,7 +143,7 @@ class Schemas:
         return all(self._disjoint_as(kind, one, other, depth) for kind in common)
 
     def _disjoint_as(self, kind: str, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Return whether no instance of a type is valid for both."""
+        """Return True if it is certain that no instance of type `kind` fits both schemas."""
         if kind in ("number", "integer"):
             return _apart(_range(one), _range(other))
         if kind in LENGTHS:
@@ -163,9 +163,9 @@ class Schemas:
     # --------------------------------------------------------------------------------------------------- negation
 
     def negation(self, schema: Any, base: Any, keys: frozenset[str]) -> Any:
-        """Return a schema that is valid, among the instances of `base`, exactly for those not valid for `schema`.
+        """Return a schema that fits, among the instances of `base`, exactly those that do not fit `schema`.
 
-        keys: keywords that assert something; others are passed over.  None: it cannot be expressed."""
+        `keys`: keywords that assert something; others are ignored.  None if the negation cannot be expressed."""
         return self._negation(schema, base, keys, 0)
 
     def _negation(self, schema: Any, base: Any, keys: frozenset[str], depth: int) -> Any:
@@ -189,7 +189,7 @@ class Schemas:
         return self._negated_keyword(*next(iter(single[0].items())), base, keys, depth)
 
     def _consistent(self, schema: dict[str, Any]) -> bool:
-        """Return whether the listed values have the type beside them."""
+        """Return whether all values of `enum` or `const` have the schema's `type`."""
         listed = self.values(schema) or []
         return {type_of(value) for value in listed} <= self.types({"type": schema["type"]})
 
@@ -224,7 +224,7 @@ class Schemas:
         for part in self.parts(base):
             possible &= self.types(part)
         left = possible - excluded
-        if "integer" in excluded and "number" in left:  # numbers that are no integers have no keyword
+        if "integer" in excluded and "number" in left:  # no keyword expresses numbers that are no integers
             return None
         return {"type": sorted(left - ({"integer"} if "number" in left else set()))} if left else False
 
@@ -237,7 +237,7 @@ class Schemas:
         return {"enum": left} if left else False
 
     def _negated_object(self, schema: dict[str, Any], base: Any, keys: frozenset[str], depth: int) -> Any:
-        """Return the negation of `type`, `properties` and `required`: one of them does not hold."""
+        """Return the negation of `type`, `properties` and `required` together: at least one of them fails."""
         branches: list[Any] = []
         if "type" in schema:
             other = self._other_types(self.types({"type": schema["type"]}), base)
@@ -257,12 +257,12 @@ class Schemas:
 
 
 def names(given: Any) -> list[str]:
-    """Return the texts of a list, or none of anything else."""
+    """Return the strings in a list; [] for anything else."""
     return [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
 
 
 def property_of(schema: Any, name: str) -> Any:
-    """Return the schema that a property must be valid for, as far as its name decides: True if any value may stand."""
+    """Return the schema for a property of this name: from `properties`, else False if forbidden, True if allowed."""
     if not isinstance(schema, dict):
         return True
     own = schema.get("properties")
@@ -272,7 +272,7 @@ def property_of(schema: Any, name: str) -> Any:
     return not closed
 
 
-Bound = tuple[float | None, bool]  # a limit, and whether it is excluded
+Bound = tuple[float | None, bool]  # (limit or None, whether the limit itself is excluded)
 
 
 def _number(value: Any, default: float | None) -> float | None:
@@ -280,7 +280,7 @@ def _number(value: Any, default: float | None) -> float | None:
 
 
 def _range(schema: dict[str, Any]) -> tuple[Bound, Bound]:
-    """Return the lower and the upper bound of numbers."""
+    """Return the lower and the upper bound of a schema for numbers."""
     least, over = _number(schema.get("minimum"), None), _number(schema.get("exclusiveMinimum"), None)
     most, under = _number(schema.get("maximum"), None), _number(schema.get("exclusiveMaximum"), None)
     low: Bound = (over, True) if over is not None and (least is None or over >= least) else (least, False)

@@ -6,7 +6,7 @@ msgspec holds the GIL while it decodes, so only bodies that decode fast may be d
 milliseconds per MiB.  Many small values do not: 4 MiB of them take a second.  `Scan` counts the values while the body
 arrives, and the body is refused as soon as it has too many.
 
-The checks after decoding are slower still: 64 KiB of `{}` took the event loop 50 ms.  So `parse_weight`, not the
+The checks after decoding are even slower: 64 KiB of `{}` took 50 ms on the event loop.  So `parse_weight`, not the
 length, decides whether a body is parsed on a thread.
 """
 
@@ -26,7 +26,7 @@ from quire.service.config import GatewayConfig
 
 FREE_BYTES = 16 * 1024  # first bytes of each body, not counted, so that large bodies never keep out small requests
 PIECE_BYTES = 64 * 1024  # bytes that are unzipped and scanned at a time
-# Bytes of plain text that take as long to parse as one small value: at most 3 us.  A body of 64 KiB may hold 40,000.
+# Weight of one small JSON value: it takes up to 3 us to parse, as long as this many bytes of a long string.
 VALUE_BYTES = 32
 
 
@@ -84,9 +84,10 @@ class Body:
 
 
 def parse_weight(data: bytes) -> int:
-    """Return the bytes of a plain text that takes about as long to parse as this JSON.
+    """Return the cost of parsing a JSON body, as the length of a plain string that takes equally long.
 
-    Values within strings count as well: the arguments of a call are JSON in a string.  A long body gets its length."""
+    Values within strings count, too, since the arguments of a call are JSON in a string.  For a body of more than
+    LONG_BYTES, which is parsed on a thread anyway, it is the body's length."""
     if len(data) > LONG_BYTES:
         return len(data)
     values = data.count(b'"') // 2 + sum(map(data.count, (b"{", b"[", b",")))

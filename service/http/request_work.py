@@ -19,8 +19,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LAST_READ_S = 30.0  # seconds after the deadline for a client to read its answer; then its connection is closed
-# Weight of a body (bodies.py) above which it is parsed on a thread, which releases the GIL every GIL_SWITCH_S (app.py).
-# 32 bodies that arrive in one turn of the event loop (pacing.TURN_EVENTS) take it up to 45 ms.
+# A body of a larger weight (bodies.py) is parsed on a thread, which releases the GIL every GIL_SWITCH_S (app.py).  If
+# 32 bodies of this weight arrive in one turn of the event loop (pacing.TURN_EVENTS), parsing takes up to 45 ms.
 INLINE_BYTES = 16 * 1024
 WRITE_BYTES = 256 * 1024  # bytes of a long answer that are written before other requests run
 
@@ -49,7 +49,7 @@ class RequestWork:
         return response
 
     async def offload(self, weight: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `work` for a request whose body has this weight: inline if the body is light, else on a thread."""
+        """Call `work` for a request whose body has this `parse_weight`: inline up to INLINE_BYTES, else on a thread."""
         return await self._threads.run(weight, work, *args, **kwargs)
 
     def max_tokens(self) -> int:

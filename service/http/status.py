@@ -62,7 +62,7 @@ class Status:
 
         `document`: returns the OpenAPI document.  `strict`: refuse unknown parameters.
         `ready_without_engine`: see GatewayConfig."""
-        self._openapi = b""  # the OpenAPI document, once it has been asked for
+        self._openapi = b""  # the OpenAPI document as JSON, made at the first request
         self._strict, self._ready_without_engine = strict, ready_without_engine
         self._document, self._engine_pages = document, engine_pages
         self._base, self._root, self._streams = names[0], root, streams
