@@ -1,17 +1,16 @@
 """Banned sequences (`Sampling.bad_words`): which tokens would complete one of them, for each slot that has some.
 
-A sequence must never be completed, so its last token is forbidden where the tokens before it were just generated.  Only
+A sequence must never be completed, so its last token is forbidden if the tokens before it were just generated.  Only
 generated tokens count, as in transformers' NoBadWordsLogitsProcessor and in vLLM: a sequence that begins in the prompt
-is not looked for.  A sequence of one token is forbidden everywhere.
+is not detected.  A sequence of one token is forbidden everywhere.
 
 The sequences of a request are a trie that is read backwards from the last generated token:
 
     banned [5 6 7], [9 6 8], [6 4]        root ─6─> {4} ─5─> {7}        generated .. 5 6: forbidden 4 and 7
                                                       └─9─> {8}         generated .. 9 6: forbidden 4 and 8
 
-So a step takes as many look-ups as the longest beginning that was just generated, however many sequences there are.
-The state of a slot is the tail of its tokens.  So a sequence that resumes, after a preemption or on another engine,
-gets the same masks.
+So a step takes one look-up per token of the longest match, however many sequences there are.  The state of a slot is
+the last few of its tokens.  So a sequence that resumes, after a preemption or on another engine, gets the same masks.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ import numpy.typing as npt
 from quire.engine.core.plan import Sampler
 from quire.engine.executor.followers import Follower, following
 
-KEPT = 64  # tries of the last requests: the sequences of one request share theirs
+KEPT = 64  # tries of the last requests; all sequences of one request share a trie
 EVERY = np.int32(-1)  # a word of a mask that allows all of its 32 tokens
 
 
 @dataclass(slots=True)
 class Trie:
-    """The sequences that continue one end of the generated text."""
+    """The banned sequences that match the end of the generated text so far (a node of the trie)."""
 
     last: list[int] = field(default_factory=list)  # tokens that would complete a sequence here
     before: dict[int, Trie] = field(default_factory=dict)  # longer sequences, by the token before this end
     depth: int = 0  # only in the root: maximum tokens that a look-up reads
 
     def forbidden(self, generated: Sequence[int]) -> list[int]:
-        """Return the tokens that would complete a sequence after `generated`; some may be there twice."""
+        """Return the tokens that would complete a sequence after `generated`; a token may be there twice."""
         node, found = self, list(self.last)
         for token in reversed(generated):
             if (further := node.before.get(token)) is None:
@@ -63,13 +62,13 @@ def trie_of(sequences: tuple[tuple[int, ...], ...]) -> Trie:
 
 @dataclass(slots=True)
 class _Row:
-    """The banned sequences of one request, and the end of what it has generated."""
+    """The banned sequences of one request, and its last generated tokens."""
 
     trie: Trie
-    tail: list[int]  # the last `trie.depth` tokens, or fewer
+    tail: list[int]  # the last `trie.depth` tokens, or all if there are fewer
     cleared: list[int] = field(default_factory=list)  # words of the slot's mask that are not EVERY
     fresh: bool = True  # the slot's mask has not been written yet
-    error: str = ""  # see followers.Row: what is left is for the other masks to say
+    error: str = ""  # followers.Row.error: the other masks report that no token is left
 
     def take(self, token: int) -> None:
         self.tail.append(token)
@@ -99,24 +98,25 @@ class BannedSequences:
         self._rows.clear()
 
     def assign(self, slot: int, sampler: Sampler) -> None:
-        """Give a slot the banned sequences of the sequence that starts in it, with what that has generated before."""
+        """Give a slot the banned sequences of the sequence that starts in it, and that sequence's last generated
+        tokens."""
         trie = trie_of(tuple(map(tuple, sampler.sampling.bad_words)))
         generated = sampler.history[sampler.prompt_len :]
         self._rows[slot] = _Row(trie, generated[max(0, len(generated) - trie.depth) :])
 
     def free(self, slot: int) -> None:
-        """Forget the banned sequences of a slot; harmless when it has none."""
+        """Clear the banned sequences of a slot; harmless when it has none."""
         self._rows.pop(slot, None)
 
     def followers(self, slots: Iterable[int]) -> list[Follower]:
-        """Return those of a step's slots that have banned sequences now."""
+        """Return the followers among a step's slots that have banned sequences now."""
         return following(self._rows, slots)
 
     def fill(self, written: Iterable[int]) -> list[int]:
-        """Forbid in each slot's mask what would complete one of its sequences.  Returns the slots that have changed.
+        """Forbid in each slot's mask the tokens that would complete one of its sequences.  Returns the changed slots.
 
-        `written`: slots whose mask has just been written for this step, by their grammar.  The other masks allow
-        everything else."""
+        `written`: slots whose grammar has just written their mask for this step.  In other masks all other tokens are
+        allowed."""
         changed = []
         written = set(written)
         for slot, row in self._rows.items():

@@ -1,9 +1,9 @@
-"""Candidates: the top-k tokens after the last one of a slice, from which the scheduler chooses.
+"""Candidates: the top-k next tokens after a slice, from which the scheduler's beam search chooses.
 
     logits of a step   [slots that sample | slices with candidates | padding], V each
                                             └ log-softmax in float32, top k ─> pinned copies ─> StepResult.candidates
 
-These rows pass through the sampling operator as padding, so graphs of sampling need not know of them.
+The sampling operator treats these rows as padding, so graphs of sampling need not know of them.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from math import isnan
 
 from torch import Tensor
 
-ROWS = 128  # rows whose log-softmax exists at one time, in float32
+ROWS = 128  # maximum rows whose float32 log-softmax exists at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Candidates on the host, or on their way there: read them once the step that they belong to is done."""
+    """Candidates on the host, or being copied there: read them once their step is done."""
 
     asked: Sequence[tuple[int, int]]  # slot, and how many candidates to report
     pieces: list[tuple[Tensor, Tensor]]  # pairs per chunk of ROWS slots: token ids [., most] i64, log-probabilities f32
 
     def by_slot(self) -> dict[int, tuple[list[int], list[float]]]:
-        """(token ids, log-probabilities) of each slot, most probable first.  Slots whose logits are not finite are left
-        out."""
+        """Return (token ids, log-probabilities) by slot, most probable first.  Slots with logits that are not finite
+        are left out."""
         rows = [row for ids, logprobs in self.pieces for row in zip(ids.tolist(), logprobs.tolist(), strict=True)]
-        # A log-softmax of NaN, of +inf or of nothing but -inf is NaN everywhere.
+        # A log-softmax of logits with NaN or +inf, or of -inf only, is NaN everywhere.
         return {
             slot: (ids[:count], logprobs[:count])
             for (slot, count), (ids, logprobs) in zip(self.asked, rows, strict=True)
@@ -39,7 +39,7 @@ class Candidates:
 def find_candidates(logits: Tensor, first: int, asked: Sequence[tuple[int, int]]) -> Candidates | None:
     """Launch the search for the candidates of rows first, first + 1, ... of logits [N, V]; None if none are requested.
 
-    `asked`: the slot of each row, and how many candidates it wants, at most V."""
+    `asked`: the slot of each row, and its number of candidates, at most V."""
     if not asked:
         return None
     most = max(count for _, count in asked)

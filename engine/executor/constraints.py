@@ -1,10 +1,10 @@
-"""What each slot may sample next: a mask for the slots whose request has a grammar, banned sequences, or both.
+"""Token masks: which tokens a slot may sample next, if its request has a grammar, banned sequences, or both.
 
     grammars.fill: writes the masks of its slots ─> banned.fill: forbids tokens in the masks of its slots ─> sampling
 
-A request may have both: a token must be allowed by its grammar, and must not complete a banned sequence.  Where nothing
-is left, the request ends with an error.  Both are functions of the tokens generated so far.  Slots with neither have no
-mask, and nothing here looks at them.
+A request may have both: a token must be allowed by its grammar, and must not complete a banned sequence.  If no token
+is left, the request ends with an error.  Both masks are functions of the tokens generated so far.  Slots without either
+have no mask, and nothing here reads them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.engine.executor.followers import Follower
 from quire.engine.executor.grammars import Grammars
 from quire.engine.wire.messages import Sampling
 
-# Why a slot has no token; for clients.
+# Error text for clients: why a slot has no token.
 IMPOSSIBLE = (
     "no token is possible here: the grammar, allowed_token_ids, bad_words, min_tokens with its masked stop tokens, "
     "logit_bias and the penalties leave none"
@@ -28,12 +28,12 @@ IMPOSSIBLE = (
 
 
 class Constraints:
-    """The owner of the masks that sampling reads.  Not thread-safe: one executor owns it.
+    """Writes the masks that sampling reads.  Not thread-safe: one executor owns it.
 
-    A step: `assign` and `free`, then `begin_fill` where it helps, `fill`, `followers`, and their `advance`."""
+    Per step: `assign` and `free`, then perhaps `begin_fill`, then `fill`, `followers`, and their `advance`."""
 
     def __init__(self, mask: npt.NDArray[np.int32], vocab_size: int, grammars: Grammars | None = None) -> None:
-        """`mask` [max_seqs, ceil(V / 32)], row = slot; `grammars` writes it, too.  None: no request has a grammar."""
+        """`mask` [max_seqs, ceil(V / 32)], row = slot; `grammars` writes to it, too; None: no request has a grammar."""
         self.grammars = grammars
         self._mask, self._vocab_size = mask, vocab_size
         self._banned = BannedSequences(mask)
@@ -55,9 +55,9 @@ class Constraints:
             self.grammars.reset()
 
     def assign(self, slot: int, sampler: Sampler) -> None:
-        """Give a slot what its sequence is held to, advanced by what that has generated before, instead of what it had.
+        """Replace the constraints of a slot by those of its sequence, advanced by the tokens generated before.
 
-        Raises RuntimeError where a grammar is wanted and there are none: the scheduler refuses such a request."""
+        Raises RuntimeError for a grammar if grammars are not supported: the scheduler refuses such a request."""
         self._banned.free(slot)
         if sampler.sampling.bad_words:
             self._banned.assign(slot, sampler)
@@ -69,18 +69,18 @@ class Constraints:
             self.grammars.free(slot)
 
     def free(self, slot: int) -> None:
-        """Forget what a slot is held to; harmless when it is to nothing."""
+        """Clear the constraints of a slot; harmless when it has none."""
         self._banned.free(slot)
         if self.grammars is not None:
             self.grammars.free(slot)
 
     def begin_fill(self) -> None:
-        """Begin to write masks on another thread, if that is worth it.  `fill` comes next, and no other call."""
+        """Start writing masks on another thread, if there are enough.  Call `fill` next, and nothing else."""
         if self.grammars is not None and self.grammars.active:
             self.grammars.begin_fill()
 
     def fill(self) -> set[int]:
-        """Write the masks.  Needs all tokens before this step.  Returns the slots whose mask has changed."""
+        """Write the masks.  All tokens before this step must be known.  Returns the slots whose mask has changed."""
         written: set[int] = set()
         if self.grammars is not None and self.grammars.active:
             self.grammars.fill()
@@ -90,8 +90,8 @@ class Constraints:
         return written
 
     def draft_masks(self, drafts: Mapping[int, Sequence[int]]) -> npt.NDArray[np.int32] | None:
-        """Return the masks behind each draft, [R, words], in the order of `drafts`; None: none of their slots has a
-        grammar.  `fill` comes before.  Sequences with bad_words draft nothing (core/drafts.py)."""
+        """Return the mask after each draft, [R, words], in the order of `drafts`; None: none of their slots has a
+        grammar.  Call `fill` before.  Sequences with bad_words have no drafts (core/drafts.py)."""
         if self.grammars is None or not any(slot in self.grammars.slots for slot in drafts):
             return None
         masks = np.zeros((sum(map(len, drafts.values())), self._mask.shape[1]), np.int32)
@@ -102,14 +102,15 @@ class Constraints:
         return masks
 
     def followers(self, slots: Sequence[int]) -> list[Follower]:
-        """Return who of a step's slots must learn of the token that it samples.  A slot may be there twice."""
+        """Return the followers among a step's slots: their masks depend on its tokens.  A slot may be there twice."""
         if not self.active:
             return []
         grammars = [] if self.grammars is None else self.grammars.followers(slots)
         return grammars + self._banned.followers(slots)
 
     def choose(self, slot: int, wanted: int) -> int:
-        """Return `wanted` if the mask of a slot allows it, else the first token that it allows; -1: none."""
+        """Return `wanted` if the mask of a slot allows it, else the first token that the mask allows; -1: there is
+        none."""
         bits = np.unpackbits(self._mask[slot].view(np.uint8), bitorder="little")[: self._vocab_size]
         if bits[wanted]:
             return wanted

@@ -1,4 +1,4 @@
-"""The directory of files that are made once: compiled kernels, digests of weights, the built-in and the demo model."""
+"""The cache directory of files that are made once: compiled kernels, digests of weights, built-in and demo model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.engine.common.errors import OperatorError
 
 
 class CacheRefused(OperatorError):
-    """The cache in the temporary folder cannot be trusted; one line."""
+    """The cache in the temporary folder cannot be trusted.  The message is one line."""
 
 
 def cache_directory() -> Path:
@@ -29,9 +29,9 @@ def cache_directory() -> Path:
 
 
 def _temporary(directory: Path) -> Path:
-    """Make a directory of this user alone, or check the existing one: the kernels in it are loaded and run.
+    """Make a directory that only this user can access, or check the existing one: its kernels are loaded and run.
 
-    Every user may write to the folder around it, so another user may have made it first."""
+    Every user may write to the parent folder, so another user may have made the directory first."""
     with contextlib.suppress(FileExistsError, PermissionError):
         directory.mkdir(mode=0o700)
     try:
@@ -46,7 +46,7 @@ def _temporary(directory: Path) -> Path:
 
 
 def describe_failure(what: str, directory: Path, error: OSError) -> str:
-    """Return the line for a user whose disk does not take `what` into `directory`."""
+    """Return an error line for a user whose disk refuses to store `what` in `directory`."""
     reason = error.strerror or str(error)
     return f"cannot write {what} to {directory}: {reason}; set XDG_CACHE_HOME to another folder"
 

@@ -1,7 +1,7 @@
-"""The drafter: finds drafts in a sequence's own text, its owner's recent answers and the client's prediction.
+"""Finds drafts in a sequence's own text, its owner's recent answers and the client's prediction.
 
-csrc/cpu/drafter.h does the work, one call a step for all slots.  It runs on the host and needs no model, so ranks and
-devices do not matter to it.
+csrc/cpu/drafter.h does the work, in one call per step for all slots.  It runs on the host and needs no model, so it
+does not depend on ranks and devices.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 from quire.engine.core.plan import Draft
 from quire.engine.executor import ops
 
-# Tokens that are searched.  A token takes 19 to 30 bytes: at most 120 MiB for 256 slots with that many tokens each, and
-# 2 MiB for an owner.
-OWN_TOKENS = 16_384  # the last ones of a sequence's prompt and answer
-RECENT_TOKENS = 65_536  # the last ones of an owner's answers
-OWNERS = 64  # owners with answers: those that asked last
+# Limits of the searched tokens.  A token takes 19 to 30 bytes: at most 120 MiB for 256 slots of that many tokens each,
+# and 2 MiB per owner.
+OWN_TOKENS = 16_384  # last tokens of a sequence's prompt and answer
+RECENT_TOKENS = 65_536  # last tokens of an owner's answers
+OWNERS = 64  # owners with answers: those with the latest requests
 
 
 class SuffixDrafter:
-    """See `quire.engine.core.drafts.Drafter`.  Not thread-safe: the loop owns it.  The kernels must be loaded."""
+    """The `quire.engine.core.drafts.Drafter`.  Not thread-safe: the loop owns it.  The kernels must be loaded."""
 
     def __init__(self, slots: int) -> None:
         self._drafter = ops.drafter_open(slots, OWN_TOKENS, RECENT_TOKENS, OWNERS)
-        # Lists reach the native call through these: torch takes three times as long to convert a list.
-        self._last: list[int] = []  # what `_slots` holds
+        # Lists reach the native call through these tensors: torch takes three times as long to convert a list.
+        self._last: list[int] = []  # the list in `_slots`
         self._slots, self._tokens = torch.empty(slots, dtype=torch.int64), torch.empty(slots, dtype=torch.int64)
         self._bytes = [one.numpy().data.cast("B") for one in (self._slots, self._tokens)]
 

@@ -1,15 +1,15 @@
-"""Drafts on the device: samples after each of them, how many are accepted, and what the slot computes next.
+"""Verifies drafts on the device: samples after each draft, how many drafts are accepted, and each slot's next token.
 
-A slice [t, d1 .. dk] with k drafts has k + 1 rows of logits.  The slot's own row is the one after t.  The others lie
-behind the rows of all slots:
+A slice [t, d1 .. dk] with k drafts has k + 1 rows of logits.  The row after t is among the rows of all slots.  The
+other rows follow the rows of all slots:
 
     logits   | a row for each slot that samples | k rows of a slice, after d1 .. dk | of the next slice ...
     samples    s1 of each slot                    s2 .. s(k+1)
     accepted   number of leading i with s(i) = d(i);  next token: s(accepted + 1);  position: of the last accepted one
 
-A row samples with its slot's settings at its own position, so it draws what a step of its own would.  A row with a
-grammar has the mask of its position: the matcher takes in the drafts before it and goes back.  A draft that its mask
-forbids differs from every sample, so it needs no check here.
+A row samples with its slot's settings at its own position, so it draws the same token as a step of its own.  In a slot
+with a grammar, each row has the mask of its position: the matcher consumes the drafts before it and is rolled back.  A
+draft that its mask forbids differs from every sample, so it needs no check here.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from quire.engine.executor.sampling import CHOSEN, Logprobs, SamplerBank
 from quire.engine.executor.staging import Array, Staging
 from quire.engine.wire.messages import TokenLogprob
 
-NO_TOKEN = -1  # a draft that no sample equals: padding
+NO_TOKEN = -1  # padding: a draft that equals no sample
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """The slices with drafts of one step: D of them, at most K drafts each, R in all."""
+    """The slices with drafts of one step: D slices, at most K drafts each, R drafts in all."""
 
     slots: list[int]  # [D]
-    tokens: list[list[int]]  # [D] their drafts
-    rows: Array  # [R] i64: the slot of each row behind those of all slots
-    known: Tensor  # [R] i64: tokens before the one that the row samples
-    behind: Tensor  # [N] i64: drafts of each slot that samples, which `StepTensors.known` counts
-    own: Tensor  # [D] i64: the row of each slot among the N
+    tokens: list[list[int]]  # [D] drafts of each slice
+    rows: Array  # [R] i64: slot of each draft row
+    known: Tensor  # [R] i64: number of tokens before the one that the row samples
+    behind: Tensor  # [N] i64: drafts per sampling slot, which `StepTensors.known` includes
+    own: Tensor  # [D] i64: index of each slot among the N
     drafts: Tensor  # [D, K] i64; NO_TOKEN: padding
-    at: Tensor  # [D, K + 1] i64: rows of each slot in order, of N + R; padding repeats the first
+    at: Tensor  # [D, K + 1] i64: the rows (0 .. N + R - 1) of each slot, in order; padding repeats the first
     device_slots: Tensor  # [D] i64
 
     @classmethod
     def stage(cls, slices: Sequence[Slice], order: Sequence[int], samples: int, staging: Staging) -> DraftRows:
-        """`order`: the slots that sample, as the step's rows have them.  `samples`: rows before the drafts' own."""
+        """`order`: the slots that sample, in the order of the step's rows.  `samples`: rows before the draft rows."""
         slices = [piece for piece in slices if piece.drafts]
         place = {slot: at for at, slot in enumerate(order)}
         slots, sizes = [piece.slot for piece in slices], np.array([piece.drafts for piece in slices])
@@ -73,7 +73,7 @@ class DraftRows:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a step found out about its drafts; on the host, or being copied there until the step is done."""
+    """Verdict on a step's drafts; on the host, or being copied there until the step is done."""
 
     slots: list[int]
     tokens: list[list[int]]  # the drafts
@@ -85,7 +85,7 @@ class Verified:
         return dict(zip(self.slots, self.accepted.tolist(), strict=True))
 
     def take(self, followers: Sequence[Follower]) -> None:
-        """Give the accepted drafts to those that follow their slots, before these take the token behind them."""
+        """Advance the followers of these slots by the accepted drafts, before they take the token after the drafts."""
         rows = {follower.slot: follower.row for follower in followers}
         for slot, drafts, count in zip(self.slots, self.tokens, self.accepted.tolist(), strict=True):
             if (row := rows.get(slot)) is not None:
@@ -93,7 +93,8 @@ class Verified:
                     row.take(token)
 
     def entries(self) -> dict[int, tuple[list[TokenLogprob], TokenLogprob]]:
-        """(log-probabilities of the accepted drafts, that of the token behind them) of slots that report some."""
+        """Return by slot (log-probabilities of the accepted drafts, that of the token after them), if it reports
+        some."""
         if self.logprobs is None:
             return {}
         by_slot: dict[int, list[TokenLogprob]] = {}
@@ -106,11 +107,11 @@ class Verified:
 def verify(
     rows: DraftRows, samplers: SamplerBank, logits: Tensor, tokens: Tensor, outcomes: Tensor, position: Tensor
 ) -> Verified:
-    """Sample after the drafts and accept those that are right; launches only.
+    """Sample after the drafts and accept the drafts that equal the samples; launches only.
 
     logits    [N + R or more, V]; the first N rows have been sampled
-    tokens, outcomes  [N] of these; those of drafting slots become the ones behind their accepted drafts
-    position  [max_seqs] i64, by slot: that of the last certain token; becomes that of the last accepted draft
+    tokens, outcomes  [N] of these rows; those of drafting slots are replaced by the ones after the accepted drafts
+    position  [max_seqs] i64, by slot: position of the last certain token; becomes that of the last accepted draft
     """
     count, extra = len(tokens), len(rows.rows)
     sampled = torch.empty(extra, dtype=torch.int64, device=tokens.device)
@@ -123,8 +124,8 @@ def verify(
     samples, sound = all_tokens[rows.at], all_outcomes[rows.at] == CHOSEN
     right = (samples[:, :-1] == rows.drafts) & sound[:, :-1]
     accepted = right.cumprod(1).sum(1)
-    # If the next sample failed, the last accepted draft is sampled again as that step's own token: the step behind
-    # it then fails as it would have, and the client has every token before.
+    # If the next sample failed, the last accepted draft is sampled again as that step's own token: the step after it
+    # then fails as it would have without drafts, and the client has every token before.
     failed = ~sound.gather(1, accepted[:, None])[:, 0] & (accepted > 0)
     accepted -= failed.long()
     at = rows.at.gather(1, accepted[:, None])[:, 0]

@@ -1,6 +1,7 @@
-"""Which sequences a step's tokens concern, when slots may change hands before the step is collected.
+"""Followers: the sequences whose masks depend on a step's tokens, as of the step's launch: slots may have new owners
+later.
 
-a step is launched: following(rows, slots) ─ keeps the state of who has each slot now ─> collected: advance(tokens)
+a step is launched: following(rows, slots) ─ keeps the present state of each slot ─> collected: advance(tokens)
 """
 
 from __future__ import annotations
@@ -11,41 +12,41 @@ from typing import Protocol
 
 
 class Row(Protocol):
-    """What decides which token one sequence may sample next."""
+    """The state that decides which token one sequence may sample next."""
 
-    error: str  # why it allows none; empty: it does
+    error: str  # why no token is allowed; empty: some token is
 
     def take(self, token: int) -> None:
-        """Take in the token that the sequence has sampled."""
+        """Advance by the token that the sequence has sampled."""
 
     def find_forced(self) -> Sequence[int]:
-        """Return the tokens that must follow the one taken in last, except those that were returned before."""
+        """Return the tokens that must follow the last token, except those that were returned before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """A sequence with such a row, in one step."""
+    """A sequence with such a state, in one step."""
 
-    at: int  # its place among the slots that sample in the step
+    at: int  # index of its slot among the slots that sample in the step
     slot: int
     row: Row
 
 
 def following(rows: Mapping[int, Row], slots: Iterable[int]) -> list[Follower]:
-    """Return the slots of a step that are in the batch now."""
+    """Return followers for the slots of a step that have a row now."""
     return [Follower(at, slot, rows[slot]) for at, slot in enumerate(slots) if slot in rows] if rows else []
 
 
 def advance(followers: Iterable[Follower], tokens: Sequence[int]) -> dict[int, str]:
-    """Give each row the token that its sequence sampled.  Returns why slots allowed no token, by slot.
+    """Advance each row by the token that its sequence sampled.  Returns by slot why no token was allowed.
 
-    `tokens`: of all slots that sampled in the step, in their order."""
+    `tokens`: the tokens of all slots that sampled in the step, in their order."""
     for follower in followers:
         follower.row.take(tokens[follower.at])
     return {follower.slot: follower.row.error for follower in followers if follower.row.error}
 
 
 def forced_tokens(followers: Iterable[Follower]) -> dict[int, list[int]]:
-    """Find the tokens that must follow what each slot sampled, if there are some.  `advance` comes before."""
+    """Return by slot the tokens that must follow the sampled token, if there are some.  Call `advance` before."""
     found = ((follower.slot, follower.row.find_forced()) for follower in followers)
     return {slot: list(forced) for slot, forced in found if forced}

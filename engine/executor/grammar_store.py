@@ -1,15 +1,15 @@
-"""Compiled grammars: those that requests hold, those that are kept for later ones, and the work of compiling.
+"""Compiled grammars: those that requests hold, those kept for later requests, and their compilation.
 
     hold ─> waits ──a thread compiles──> compiled ──last release──> kept ── beyond `most_bytes` ─> evicted, oldest first
               └─ last release: dropped      ^───────── hold ────────'
 
 A held grammar is never evicted, so a step finds it at once: `copy` never waits.  Tenants take turns (fair_list.py).
-A grammar that several requests hold is compiled once.  A fault is kept like a compiled grammar.
+A grammar that several requests hold is compiled once.  The error of a faulty grammar is kept like a compiled grammar.
 
 Sizes of kept grammars are estimates, because llguidance reports none.  All copies of a matcher share its lexer, which
-grows with each mask.  So a size is FIXED bytes, and some more per byte of text and per token that copies took in.
-When evicted grammars are freed, the bytes that malloc gets back are compared with their estimates.  The ratio scales
-the other estimates.
+grows with each mask.  So the estimate is FIXED bytes, plus bytes per byte of text and per token that copies consumed.
+When evicted grammars are freed, the bytes that malloc gets back are compared with the estimates.  The ratio scales the
+other estimates.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ log = logging.getLogger(__name__)
 # Bytes of a matcher with llguidance 1.9, measured as in tests/executor/test_grammar_store.py: 45,000 to 85,000 of small
 # grammars, 42 to 84 per byte of large schemas and lists of choices, 120 to 8,000 per token of different grammars.
 FIXED, PER_BYTE, PER_TOKEN = 60_000, 80, 2_000
-LEXER_BYTES = 24 << 20  # at most in a lexer: 20,000 states (grammars.LIMITS) of about 1.1 KiB
-MEASURED = 16  # evictions per measurement: malloc counts its free chunks for one, up to about 1 ms
+LEXER_BYTES = 24 << 20  # maximum bytes of a lexer: 20,000 states (grammars.LIMITS) of about 1.1 KiB
+MEASURED = 16  # evictions per measurement, which takes up to 1 ms: malloc counts its free chunks
 PRIOR_BYTES = 4 << 20  # measured bytes that weigh as much as the constants above
 SCALES = (0.25, 16.0)  # bounds of the ratio
 CORES_PER_THREAD, MOST_THREADS = 4, 4  # compile threads: few, since steps need the cores
 
 
 class Compiled(Protocol):
-    """What a grammar becomes."""
+    """A compiled grammar, such as a matcher."""
 
     def deep_copy(self) -> Compiled:
-        """Return one that moves by itself."""
+        """Return a copy with a position of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarCounts:
-    """What a store has, for metrics."""
+    """Counts of a store, for metrics."""
 
     held: int = 0
-    held_bytes: int = 0  # estimated, like `kept_bytes`; of one that is not compiled yet: what it will take
+    held_bytes: int = 0  # estimated, like `kept_bytes`; for a grammar not compiled yet: its predicted size
     kept: int = 0
     kept_bytes: int = 0
-    waiting: int = 0  # held ones whose compilation has not begun
-    compiled: int = 0  # grammars compiled since start; the next counts likewise
+    waiting: int = 0  # held grammars whose compilation has not begun
+    compiled: int = 0  # grammars compiled since start; the next two count since start, too
     faults: int = 0
     evicted: int = 0
 
@@ -64,47 +64,47 @@ class GrammarCounts:
 class HeldResources(Protocol):
     """Interface of a store to its gate, which holds requests back until their resource is ready.
 
-    The methods speak of grammars.  LoRA adapters are held in the same way, each named by a text."""
+    The methods speak of grammars.  LoRA adapters are held in the same way, each named by its text."""
 
     def hold(self, request_id: str, text: str, tenant: str = "", weight: float = 1.0) -> bool:
-        """Let a request hold a grammar until its `release`.  Returns whether it is compiled, or at fault, already."""
+        """Let a request hold a grammar until its `release`.  Returns whether it is compiled, or faulty, already."""
 
     def release(self, request_id: str) -> None:
-        """End a request's hold; harmless without one.  A grammar that nothing holds before its turn is dropped."""
+        """End a request's hold; harmless without one.  A grammar without holder that is not compiled yet is dropped."""
 
     def finished(self) -> list[str]:
-        """Return the texts of grammars that were compiled, or found to be at fault, since the last call."""
+        """Return the texts of grammars that were compiled, or found to be faulty, since the last call."""
 
     def fault(self, text: str) -> str:
-        """Return why a grammar cannot be followed; "": it can, or that is not known yet."""
+        """Return why a grammar is faulty; "": it is not, or that is not known yet."""
 
     def is_held(self, text: str) -> bool:
         """Return whether a request holds a grammar."""
 
 
 class HeldGrammars(HeldResources, Protocol):
-    """The store of grammars: one of this process, or those of all ranks."""
+    """The store of grammars: of this process, or of all ranks."""
 
     @property
     def counts(self) -> GrammarCounts:
-        """What is held and kept now, and counts since start."""
+        """Present numbers of held and kept grammars, and counts since start."""
 
 
 class HeldAdapters(HeldResources, Protocol):
     """A store of LoRA adapters."""
 
-    load_s: float  # seconds until one more is loaded, by the loads so far; 0: not known
-    unloaded: int  # adapters that wait for their load, the one that is loaded now included
+    load_s: float  # predicted seconds to load one more adapter, by the loads so far; 0: not known
+    unloaded: int  # adapters that wait for their load, including the one being loaded
 
     def is_missing(self, text: str) -> bool:
-        """Return whether an adapter is at fault because its files are not on this machine."""
+        """Return whether an adapter is faulty because its files are not on this machine."""
 
     def changes(self) -> tuple[list[str], list[str]]:
-        """Return the ids of adapters that were loaded since the last call, and of those that left."""
+        """Return the ids of adapters that were loaded since the last call, and of adapters that were evicted."""
 
     @property
     def counts(self) -> AdapterCounts:
-        """What is held and kept now, and counts since start."""
+        """Present numbers of held and kept adapters, and counts since start."""
 
 
 class GrammarError(Exception):
@@ -116,7 +116,7 @@ class State(Enum):
 
     WAITING = 0
     COMPILING = 1
-    DONE = 2  # compiled, or at fault
+    DONE = 2  # compiled, or faulty
 
 
 @dataclass(slots=True)
@@ -130,10 +130,10 @@ class Grammar:
     tenants: Counter[str] = field(default_factory=Counter)  # holders
     tokens: int = 0  # consumed by all copies
     copies: int = 0  # copies in use
-    held_bytes: int = 0  # its part of the store's sum
+    held_bytes: int = 0  # its part of the store's `_held_bytes`
 
     def bytes(self) -> int:
-        """Return the estimated size, unscaled; of a grammar that is not compiled yet, the size that it will have."""
+        """Return the estimated size, unscaled; for a grammar that is not compiled yet, its predicted size."""
         size = sys.getsizeof(self.text) + len(self.fault)
         if self.state is State.DONE and self.compiled is None:
             return size + 1_000
@@ -143,7 +143,7 @@ class Grammar:
 class GrammarStore:
     """Owner of all compiled grammars of one rank.  Thread-safe.
 
-    `copy` and `used` are for what runs steps, the other methods for what holds requests back."""
+    The executor calls `copy` and `used`, the grammar gate calls the other methods."""
 
     def __init__(
         self,
@@ -153,20 +153,21 @@ class GrammarStore:
         threads: int | None = None,
         heap_bytes: Callable[[], int] | None = None,
     ) -> None:
-        """`compile_one` raises GrammarError.  `most_bytes`: of kept grammars.  `threads`: None: as the cores allow;
-        0: only `work` compiles.  `heap_bytes`: what malloc has handed out; None: as the C library says."""
+        """`compile_one` raises GrammarError.  `most_bytes`: limit of kept grammars.  `threads`: None: by the number of
+        cores; 0: only `work` compiles.  `heap_bytes`: returns the bytes that malloc has handed out; None: by the C
+        library."""
         self._compile, self._most_bytes = compile_one, most_bytes
         self._threads = compile_threads() if threads is None else threads
         self._heap_bytes = heap_bytes or malloc_bytes()
         self._lock = threading.Lock()
-        self._grammars: dict[str, Grammar] = {}  # held ones and kept ones
-        self._holders: dict[str, tuple[Grammar, str]] = {}  # request id -> what it holds, and its tenant
+        self._grammars: dict[str, Grammar] = {}  # held and kept grammars by text
+        self._holders: dict[str, tuple[Grammar, str]] = {}  # request id -> the grammar that it holds, and its tenant
         self._work: FairList[str] = FairList()
-        self._kept: OrderedDict[str, int] = OrderedDict()  # text -> its bytes when it was released, oldest first
+        self._kept: OrderedDict[str, int] = OrderedDict()  # text -> bytes at its release, oldest first
         self._kept_bytes = self._held_bytes = 0  # sums, unscaled
         self._finished: deque[str] = deque()
-        self._evicted: deque[Grammar] = deque()  # grammars that a thread will free: it takes up to a millisecond
-        self._running = 0  # threads that compile
+        self._evicted: deque[Grammar] = deque()  # grammars that a thread will free, which takes up to a millisecond
+        self._running = 0  # threads that compile now
         self._measured, self._estimated = PRIOR_BYTES, PRIOR_BYTES
         self._compiled = self._faults = self._evictions = self._freed = 0
         self._closed = False
@@ -174,7 +175,7 @@ class GrammarStore:
     # -------------------------------------------------------------------------------------------------------- requests
 
     def hold(self, request_id: str, text: str, tenant: str = "", weight: float = 1.0) -> bool:
-        """Let a request hold a grammar until its `release`.  Returns whether it is compiled, or at fault, already."""
+        """Let a request hold a grammar until its `release`.  Returns whether it is compiled, or faulty, already."""
         with self._lock:
             if request_id in self._holders:
                 return self._holders[request_id][0].state is State.DONE
@@ -191,7 +192,7 @@ class GrammarStore:
             return grammar.state is State.DONE
 
     def release(self, request_id: str) -> None:
-        """End a request's hold; harmless without one.  A grammar that nothing holds before its turn is dropped."""
+        """End a request's hold; harmless without one.  A grammar without holder that is not compiled yet is dropped."""
         with self._lock:
             if (holder := self._holders.pop(request_id, None)) is None:
                 return
@@ -205,16 +206,16 @@ class GrammarStore:
                 self._keep(grammar)
 
     def finished(self) -> list[str]:
-        """Return the texts of held grammars that were compiled, or found to be at fault, since the last call."""
+        """Return the texts of held grammars that were compiled, or found to be faulty, since the last call."""
         if not self._finished:
             return []
         with self._lock:
-            texts = [text for text in self._finished if self._is_done(text)]  # not those evicted and held again
+            texts = [text for text in self._finished if self._is_done(text)]  # not grammars evicted and held again
             self._finished.clear()
         return texts
 
     def fault(self, text: str) -> str:
-        """Return why a grammar cannot be followed; "": it can, or that is not known yet."""
+        """Return why a grammar is faulty; "": it is not, or that is not known yet."""
         with self._lock:
             return self._grammars[text].fault if text in self._grammars else ""
 
@@ -224,7 +225,7 @@ class GrammarStore:
             return text in self._grammars and bool(self._grammars[text].tenants)
 
     def done(self, text: str) -> bool:
-        """Return whether a grammar is compiled, or at fault."""
+        """Return whether a grammar is compiled, or faulty."""
         with self._lock:
             return self._is_done(text)
 
@@ -245,7 +246,7 @@ class GrammarStore:
             return grammar.compiled.deep_copy()
 
     def used(self, text: str, tokens: int) -> None:
-        """Note that a copy is freed, and how many tokens it had taken in."""
+        """Note that a copy is freed, and how many tokens it has consumed."""
         with self._lock:
             if (grammar := self._grammars.get(text)) is None:
                 return
@@ -257,7 +258,7 @@ class GrammarStore:
 
     @property
     def counts(self) -> GrammarCounts:
-        """What is held and kept now, and counts since start."""
+        """Present numbers of held and kept grammars, and counts since start."""
         with self._lock:
             return GrammarCounts(
                 held=len(self._grammars) - len(self._kept),
@@ -273,7 +274,8 @@ class GrammarStore:
     # --------------------------------------------------------------------------------------------------------- threads
 
     def work(self) -> bool:
-        """Compile the grammar whose turn it is, and free what was evicted.  Returns whether one was compiled."""
+        """Compile the next grammar in the tenants' turns, and free evicted grammars.  Returns whether one was
+        compiled."""
         while self._evicted:
             self._free()
         with self._lock:
@@ -281,7 +283,7 @@ class GrammarStore:
             if text is None:
                 return False
             grammar = self._grammars[text]
-            if grammar.state is not State.WAITING:  # another tenant's turn has compiled it
+            if grammar.state is not State.WAITING:  # compiled in another tenant's turn
                 return True
             grammar.state = State.COMPILING
             for tenant in grammar.tenants:
@@ -305,13 +307,13 @@ class GrammarStore:
         return True
 
     def close(self) -> None:
-        """Drop what waits to be compiled.  Threads end after what they do now."""
+        """Drop grammars that wait to be compiled.  Threads end after their present work."""
         with self._lock:
             self._closed = True
             self._work = FairList()
 
     def _start_thread(self) -> None:
-        """Start a thread where work waits for one; it ends with the work.  The lock is held."""
+        """Start a thread if there is work for one more; it ends with the work.  The caller holds the lock."""
         if self._running < self._threads and self._running < len(self._work) + bool(self._evicted):
             self._running += 1
             threading.Thread(target=self._run, name="grammar", daemon=True).start()
@@ -333,13 +335,13 @@ class GrammarStore:
         return min(most, max(least, self._measured / self._estimated))
 
     def _count_held(self, grammar: Grammar) -> None:
-        """Bring a grammar's part of the held bytes up to date.  The lock is held."""
+        """Update a grammar's part of `_held_bytes`.  The caller holds the lock."""
         size = grammar.bytes() if grammar.tenants else 0
         self._held_bytes += size - grammar.held_bytes
         grammar.held_bytes = size
 
     def _keep(self, grammar: Grammar) -> None:
-        """Keep a grammar that no request holds, or drop one that is not compiled.  The lock is held."""
+        """Keep a grammar that no request holds, or drop it if it is not compiled.  The caller holds the lock."""
         if grammar.state is State.COMPILING:
             return
         if grammar.state is State.WAITING:
@@ -357,7 +359,7 @@ class GrammarStore:
             self._start_thread()
 
     def _free(self) -> None:
-        """Free one of the evicted grammars; measure some."""
+        """Free one of the evicted grammars, and measure every MEASURED-th of them."""
         try:
             grammar = self._evicted.popleft()
         except IndexError:  # another thread was faster
@@ -375,7 +377,7 @@ class GrammarStore:
 
 
 def compile_threads() -> int:
-    """Return how many threads may compile while steps run: one per CORES_PER_THREAD cores that are usable here."""
+    """Return how many threads may compile while steps run: one per CORES_PER_THREAD usable cores."""
     return max(1, min(MOST_THREADS, host_resources.usable_cpus() // CORES_PER_THREAD))
 
 
@@ -393,7 +395,7 @@ class _MallInfo(ctypes.Structure):
 
 def malloc_bytes() -> Callable[[], int] | None:
     """Return the function that reads how many bytes malloc has handed out; None without glibc 2.33 or later."""
-    library = ctypes.PyDLL(None)  # it keeps the interpreter's lock: no other Python thread runs between two calls
+    library = ctypes.PyDLL(None)  # PyDLL keeps the interpreter lock: no other Python thread runs between two calls
     try:
         read = library.mallinfo2
     except AttributeError:

@@ -1,17 +1,17 @@
 """Grammars: which tokens each slot with a grammar may sample next.
 
-    store: compile once, on a thread ─ assign: copy that ─> matcher ── consume what was emitted before ─┐
-    a step:  fill: a row of the mask for each matcher, while the model runs ─ sampling reads ──┴─ take: its token
+    store: compile once, on a thread ─ assign: copy ─> matcher ── consume the tokens emitted before ──┐
+    a step:  fill: each matcher writes its slot's mask, while the model runs ─ sampling ─┴─ take: the sampled token
 
-On a GPU the model of step N+1 is launched before step N is collected.  Then matchers take in the tokens of step N on
-another thread, which writes the masks for the sampling of step N+1.  A slot may have changed hands by then, so a step
-keeps who followed a grammar when it was launched (followers.py).
+On a GPU the model of step N+1 is launched before step N is collected.  Then matchers consume the tokens of step N on
+another thread, which writes the masks for the sampling of step N+1.  A slot may have a new owner by then, so a step
+keeps its followers from the time of its launch (followers.py).
 
-A matcher takes in tokens that the grammar forces as soon as they are found.  The mask then allows only the next of
-them, whether the scheduler jumps over them or lets them be sampled one by one (engine/core/forced.py):
+A matcher consumes tokens that the grammar forces as soon as they are found.  The mask then allows only the next of
+them, whether the scheduler jumps over them or has them sampled one by one (engine/core/forced.py):
 
-    tokens     { "name" : | " J o             the matcher has taken in `{ "name` when `{` is sampled:
-                 ~~~~~~ forced                forced [`"name`], and nothing behind it: a blank may follow, or `":`
+    tokens     { "name" : | " J o             the matcher has consumed `{ "name` when `{` is sampled:
+                 ~~~~~~ forced                [`"name`] is forced, and nothing after it: a space may follow, or `":`
 
     mask [max_seqs, ceil(V / 32)] i32     row = slot; bit t % 32 of word t / 32: token t is allowed
          tokens past the tokenizer's vocabulary, which a model may pad, are never allowed
@@ -19,8 +19,8 @@ them, whether the scheduler jumps over them or lets them be sampled one by one (
 Masks and forced tokens are functions of the grammar and of the tokens emitted so far.  So a sequence that resumes,
 after a preemption or on another engine, gets the same masks, and with them the same tokens.
 
-llguidance does the work: https://github.com/guidance-ai/llguidance.  Its matchers never raise.  One that fails stays
-failed and allows only EOS tokens.  Here such a slot allows nothing, so that its request ends with an error.
+llguidance implements the matchers: https://github.com/guidance-ai/llguidance.  They never raise.  A matcher that fails
+stays failed and allows only EOS tokens.  Here such a slot allows nothing, so that its request ends with an error.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from quire.engine.wire.messages import Sampling
 
 log = logging.getLogger(__name__)
 
-# Bounds of one matcher, which keep the slowest mask at about 10 ms and its memory at some tens of MB.  A grammar that
-# needs more ends its own request.
+# Limits of one matcher, which keep the slowest mask at about 10 ms and its memory at some tens of MB.  A request whose
+# grammar needs more ends with an error.
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
@@ -55,27 +55,28 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
-# Sets of tokens that a mask takes in or leaves out at once: white space, and text inside a JSON string of up to so many
-# characters.  A string that may hold n more characters takes the sets up to n, and only tokens of the next set are
-# tried one by one.  llguidance's own sets end at 10, 30 and any number.  With these, the masks of schemas whose strings
-# have at most 40 characters take 1.2 ms at p99 instead of 1.7, and no others take longer (151,643 tokens).
+# Sets of tokens that a mask allows or forbids at once: white space, and text inside a JSON string of up to n
+# characters. If a string may hold n more characters, the sets up to n are allowed at once, and only tokens of the next
+# set are tried one by one.  llguidance's own sets end at 10, 30 and any number.  With these sets, masks of schemas
+# whose strings have at most 40 characters take 1.2 ms at p99 instead of 1.7, and no other masks take longer (151,643
+# tokens).
 STRING_TEXT = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [
     r"[\x20\x0A\x0D\x09]+",
     *(f"{STRING_TEXT}{{1,{most}}}" for most in (1, 2, 3, 4, 6, 8, 10, 14, 20, 30)),
     f"{STRING_TEXT}+",
 ]
-# A mask takes about 30 us, a token 3 us to take in.  For this many it is worth a thread, which runs while the model
-# computes.
+# A mask takes about 30 us, and consuming a token 3 us.  From this number of matchers on, a thread that runs while the
+# model computes is worth it.
 THREADED = 4
 FAILED = "the grammar cannot be followed any further"
 FAULTY = "this model cannot follow the grammar"
 NO_ANSWER = "it allows no answer"
 REASON_CHARS = 256  # maximum length of llguidance's reason
-KEPT_BYTES = 256 << 20  # compiled grammars that no request holds, as `grammar_memory_mib` has it by default
-# llguidance is asked for forced tokens again after each of them, so that they are the tokens of the masks that it would
-# write.  Each answer has all that are left and takes 2 us per token.  This bounds the tokens of all answers of a step:
-# a run of up to 63 tokens is found as a whole, a longer one in parts.
+KEPT_BYTES = 256 << 20  # compiled grammars that no request holds: the default of `grammar_memory_mib`
+# llguidance is asked for forced tokens again after each of them, so that they are the tokens that its masks would
+# allow. Each answer has all remaining forced tokens and takes 2 us per token.  This bounds the tokens of all answers of
+# a step: up to 63 forced tokens are found in one step, more of them in several.
 MOST_FOUND = 2048
 
 
@@ -83,7 +84,7 @@ def may_jump(sampling: Sampling) -> bool:
     """Return whether forced tokens of a request may be computed without being sampled.
 
     Log-probabilities need the logits of each position.  The other settings may forbid a token that the grammar forces,
-    which ends the request when that token is to be sampled."""
+    which ends the request when that token would be sampled."""
     return (
         sampling.logprobs < 0
         and not sampling.bad_words
@@ -97,19 +98,19 @@ class _Row:
     """The grammar state of one sequence in its slot."""
 
     grammar: str
-    matcher: llguidance.LLMatcher | None  # None: `error` says why, or the row of a jump has it now
-    held: npt.NDArray[np.int32] | None  # bits of the tokens that may not end the answer yet
-    early: int = 0  # outputs for which they are held back, where the grammar allows another token
+    matcher: llguidance.LLMatcher | None  # None: `error` says why, or another row has it after a jump
+    held: npt.NDArray[np.int32] | None  # mask of the stop tokens that may not end the answer yet
+    early: int = 0  # outputs for which `held` is forbidden, if the grammar allows another token
     error: str = ""
     jumps: bool = False
     end: int = -1  # the only EOS token; -1: there are several
-    taken: list[int] = field(default_factory=list)  # the tokens that the matcher has taken in
-    behind: bool = False  # but for the last of them, which `catch_up` gives it
-    ahead: int = 0  # forced tokens at the end, which are sampled one by one or not at all
-    reported: bool = True  # whether those ahead have been
+    taken: list[int] = field(default_factory=list)  # the tokens that the matcher has consumed
+    behind: bool = False  # the last of `taken` is not consumed yet: `catch_up` does that
+    ahead: int = 0  # forced tokens at the end of `taken` that are not sampled yet
+    reported: bool = True  # the forced tokens ahead have been reported
 
     def take(self, token: int) -> None:
-        """Note the token that was sampled, for the matcher to take in before anything else is asked of it."""
+        """Note the sampled token; the matcher consumes it before its next use."""
         if self.matcher is None or token < 0:
             return
         self.early -= 1
@@ -121,13 +122,13 @@ class _Row:
             self.behind = True
 
     def catch_up(self) -> None:
-        """Take in the token that was noted last, if any."""
+        """Consume the token that was noted last, if any."""
         if self.behind and self.matcher is not None:
             self.matcher.consume_token(self.taken[-1])
         self.behind = False
 
     def find_forced(self) -> list[int]:
-        """Return what the token taken in last forces, except what was returned before."""
+        """Return the tokens that the last token forces, except those that were returned before."""
         self.look_ahead()
         if self.matcher is None or self.reported:
             return []
@@ -135,7 +136,7 @@ class _Row:
         return self.taken[len(self.taken) - self.ahead :]
 
     def look_ahead(self) -> None:
-        """Take in the tokens that are forced next, unless some are ahead."""
+        """Consume the tokens that are forced next, unless some are ahead already."""
         matcher = self.matcher
         if matcher is None or not self.jumps or self.ahead:
             return
@@ -149,7 +150,7 @@ class _Row:
         self.reported = not self.ahead
 
     def _forced_next(self, matcher: llguidance.LLMatcher) -> list[int]:
-        """Return the tokens that the grammar forces now; empty: it allows several, or none."""
+        """Return the tokens that the grammar forces now; empty: it allows several tokens, or none."""
         if self.taken[-1:] == [self.end]:
             return []
         if forced := matcher.compute_ff_tokens():
@@ -158,9 +159,9 @@ class _Row:
 
 
 def follows(row: _Row, grammar: str, emitted: list[int]) -> bool:
-    """Return whether the matcher of a row serves a sequence that has emitted these tokens.
+    """Return whether the matcher of a row fits a sequence that has emitted these tokens.
 
-    It does where the matcher has taken in these, and behind them only tokens that they force."""
+    It fits if it has consumed these tokens, and after them only tokens that they force."""
     known = len(row.taken) - row.ahead
     return (
         row.matcher is not None
@@ -172,7 +173,7 @@ def follows(row: _Row, grammar: str, emitted: list[int]) -> bool:
 
 
 def _reason(matcher: llguidance.LLMatcher) -> str:
-    """Return why a matcher failed, in one line: the first one names the cause, the others may quote the answer."""
+    """Return why a matcher failed, in one line: the first line names the cause, further lines may quote the answer."""
     lines = matcher.get_error().strip().splitlines()
     return lines[0][:REASON_CHARS] if lines else ""
 
@@ -189,10 +190,11 @@ class Grammars:
         mask: npt.NDArray[np.int32],
         kept_bytes: int = KEPT_BYTES,
     ) -> None:
-        """Read the tokenizer of a checkpoint on a thread of its own: 0.6 s for 49,000 tokens.
+        """Read the tokenizer of a checkpoint on a separate thread: 0.6 s for 49,000 tokens.
 
-        The first grammar waits for it.  `supported` says beforehand whether there is one.
-        `mask` [max_seqs, ceil(V / 32)] is written by `fill`.  `kept_bytes`: of compiled grammars that nothing holds."""
+        The first grammar waits for the tokenizer; `supported` tells whether there is one.
+        `mask` [max_seqs, ceil(V / 32)] is written by `fill`.  `kept_bytes`: limit of compiled grammars without a
+        holder."""
         self.mask = mask
         self._vocab_size, self._eos_ids = vocab_size, eos_ids
         self._rows: dict[int, _Row] = {}
@@ -213,7 +215,7 @@ class Grammars:
             tokenizer = llguidance.LLTokenizer(
                 str(directory / "tokenizer.json"), n_vocab=self._vocab_size, eos_token=self._eos_ids, slices=SLICES
             )
-        except Exception as error:  # whatever a tokenizer of an unknown kind makes it raise
+        except Exception as error:  # any error that a tokenizer of an unknown kind causes
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             log.warning("requests with a grammar will end with an error: tokenizer.json: %s", reason)
             self._vocabulary.set_exception(GrammarError("this model's tokenizer cannot be used for grammars"))
@@ -232,10 +234,10 @@ class Grammars:
             self.free(slot)
 
     def assign(self, slot: int, sampler: Sampler) -> None:
-        """Give a slot the grammar of the sequence that starts or jumps in it, advanced by what that has emitted before.
+        """Give a slot the grammar of the sequence that starts or jumps in it, advanced by the tokens emitted before.
 
-        Its request holds the grammar in `store`, where it is compiled: this never waits.
-        A sequence that jumps keeps its matcher.  Steps in flight use another row, which allows no token any more."""
+        The request holds the grammar in `store`, where it is compiled: this never waits.
+        A sequence that jumps keeps its matcher.  Steps in flight keep the old row, which allows no token any more."""
         sampling, emitted = sampler.sampling, sampler.history[sampler.prompt_len :]
         held = self._bits(sampler.stop_ids) if sampler.stop_ids else None
         before = self._rows.get(slot)
@@ -260,7 +262,7 @@ class Grammars:
             row.look_ahead()
 
     def free(self, slot: int) -> None:
-        """Forget the grammar of a slot; harmless when it has none."""
+        """Clear the grammar of a slot; harmless when it has none."""
         if (row := self._rows.pop(slot, None)) is not None:
             self._let_go(row)
 
@@ -269,7 +271,7 @@ class Grammars:
             self.store.used(row.grammar, len(row.taken))
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
-        """Return a matcher at the start of a grammar.  Raises GrammarError: it cannot be followed, or is not held."""
+        """Return a matcher at the start of a grammar.  Raises GrammarError if it is faulty, or not held."""
         matcher = self.store.copy(grammar)
         assert isinstance(matcher, llguidance.LLMatcher)
         return matcher
@@ -277,7 +279,7 @@ class Grammars:
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         """Compile a grammar; wait for the tokenizer.  Raises GrammarError."""
         matcher = llguidance.LLMatcher(self._vocabulary.result(), grammar, log_level=0, limits=LIMITS)
-        # Every copy begins with what the first mask has cached.
+        # The first mask fills caches, which every copy then shares.
         first = b"" if matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
             raise GrammarError(f"{FAULTY}: {_reason(matcher) or 'it is beyond the limits'}")
@@ -301,18 +303,18 @@ class Grammars:
         return self._rows.keys()
 
     def followers(self, slots: Iterable[int]) -> list[Follower]:
-        """Return those of a step's slots that follow a grammar now."""
+        """Return the followers among a step's slots that have a grammar now."""
         return following(self._rows, slots)
 
     def begin_fill(self) -> None:
-        """Begin to write the masks on another thread, if there are enough.  `fill` comes next, and no other call."""
+        """Start writing the masks on another thread, if there are enough.  Call `fill` next, and nothing else."""
         if len(self._rows) >= THREADED:
             self._filling = self._filler.submit(self.compute)
 
     def compute(self) -> None:
-        """Give the matchers the tokens sampled last, and write the masks of the rows that have no forced token ahead.
+        """Let the matchers consume the tokens sampled last, and write the masks of rows without a forced token ahead.
 
-        llguidance lets other Python threads run meanwhile."""
+        llguidance releases the interpreter lock meanwhile."""
         sound = [(row.matcher, slot) for slot, row in self._rows.items() if row.matcher is not None and not row.ahead]
         behind = [row for row in self._rows.values() if row.behind and row.matcher is not None]
         if len(behind) >= THREADED:
@@ -326,9 +328,9 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr(sound, self.mask.ctypes.data, words * 4, count)
 
     def fill_behind(self, slot: int, drafts: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
-        """Write the masks behind each draft of a slot, as `fill` would once they were sampled.  `fill` comes before.
+        """Write the mask after each draft of a slot, as `fill` would if they were sampled.  Call `fill` before.
 
-        The masks from a draft on that is forbidden, or an EOS token, stay 0: no step gets there."""
+        After a draft that is forbidden, or an EOS token, masks stay 0: no step reads them."""
         row = self._rows.get(slot)
         if row is None or row.matcher is None or row.error:
             return
@@ -336,7 +338,7 @@ class Grammars:
         for draft, behind in zip(drafts, masks, strict=True):
             if draft in self._eos_ids or not mask.view(np.uint32)[draft // 32] >> draft % 32 & 1:
                 break
-            if ahead:  # the matcher has taken it in already
+            if ahead:  # the matcher has consumed it already
                 ahead.pop(0)
             else:
                 matcher.consume_token(draft)
@@ -359,7 +361,7 @@ class Grammars:
         return filling is not None
 
     def fill(self) -> None:
-        """Write the mask of every slot that has a grammar, or wait for the thread that does."""
+        """Write the mask of every slot that has a grammar, or wait for the thread that writes them."""
         if not self._finish_filling():
             self.compute()
         for slot, row in self._rows.items():
@@ -373,5 +375,5 @@ class Grammars:
                 self.mask[slot] = 0
             elif row.held is not None and row.early > 0:
                 others = self.mask[slot] & ~row.held
-                if others.any():  # else the grammar allows the end only, and min_tokens cannot hold it back
+                if others.any():  # else the grammar allows only the end, and min_tokens cannot forbid it
                     self.mask[slot] = others

@@ -1,8 +1,8 @@
-"""How much of the host's memory the KV cache and the swap space take, within the memory limit of the container.
+"""Divides the host's memory between KV cache and swap space, within the memory limit of the container.
 
     limit / ranks = weights on the CPU + KV cache on a CPU + swap space + PROCESS_BYTES / ranks
 
-Defaults shrink to what is left, swap space first.  Values of the operator are kept, or refused: a process that exceeds
+Defaults shrink to the free memory, swap space first.  Configured values are kept, or refused: a process that exceeds
 the limit is killed in the middle of a step.
 """
 
@@ -24,19 +24,20 @@ GIB = 1 << 30
 CPU_DEFAULT_GIB = 1.0  # KV cache on a CPU
 DEFAULT_SWAP_GIB = EngineConfig().swap_memory_gib
 # Resident MiB of `quire serve builtin` without KV cache and weights, after a few requests: engine 412, spare 391,
-# gateway 106, supervisor 50, Redis 13; together 972, shared pages counted in each.  The rest is for queued requests.
+# gateway 106, supervisor 50, Redis 13; together 972, shared pages counted in each.  The rest of PROCESS_BYTES is for
+# queued requests.
 PROCESS_BYTES = int(1.1 * GIB)
 
 
 class HostMemory(NamedTuple):
-    """Bytes of one rank."""
+    """Bytes of one rank's memory on the host."""
 
-    kv: int  # bytes of KV cache; 0 on a GPU, whose own memory holds it
+    kv: int  # bytes of KV cache; 0 on a GPU, whose own memory has it
     swap: int
 
 
 def weight_bytes(model: torch.nn.Module, device: str = "cpu") -> int:
-    """Return the bytes of a model's tensors on a kind of device, those of packed weights included.
+    """Return the bytes of a model's tensors on a kind of device, including packed weights.
 
     Tensors that share memory count once."""
     sizes: dict[int, int] = {}
@@ -53,8 +54,8 @@ def weight_bytes(model: torch.nn.Module, device: str = "cpu") -> int:
 def divide(config: EngineConfig, *, weights: int, block_bytes: int, on_gpu: bool, ranks: int, limit: int) -> HostMemory:
     """Return the sizes of KV cache and swap space.
 
-    `weights`: bytes of this rank's weights in host memory.  `block_bytes`: of a KV block.  `limit`: bytes of memory for
-    all ranks.  Raises NotEnoughMemory where the configuration's own values exceed it."""
+    `weights`: bytes of this rank's weights in host memory.  `block_bytes`: bytes of a KV block.  `limit`: bytes of
+    memory for all ranks.  Raises NotEnoughMemory if the configured values exceed it."""
     share, processes = limit // ranks, PROCESS_BYTES // ranks
     copies = 2 if on_gpu and config.spare_on_gpu else 1  # a spare holds pinned memory of the same size
     fixed_kv = on_gpu or bool(config.kv_blocks or config.kv_memory_gib)

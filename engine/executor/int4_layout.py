@@ -1,6 +1,6 @@
 """Packing of int4 weights for a GPU, on any device.  csrc/cuda/linear/int4.h has the layout.
 
-numbers [out, in / 2], scale and zero [out, groups]
+`numbers` [out, in / 2], scale and zero [out, groups]
     │  16 rows x 128 inputs at a time
     v
 packed blocks [out / 16, in / 128, bytes]: weights as mma fragments of the lanes, scales in float16, zero points
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROWS, INPUTS = 16, 128  # rows and inputs per packed block; a weight has multiples of them
+ROWS, INPUTS = 16, 128  # rows and inputs per packed block; a weight's sizes are multiples of these
 GROUPS = (128, 64, 32)  # inputs that share a scale; larger groups repeat their scales
 NO_ZERO = 8  # zero point of symmetric weights
 LARGEST_EXPONENT = 15  # the scales of a row are below 2 to this power
@@ -23,9 +23,9 @@ CHUNK = 1 << 24  # weights packed at a time
 def pack(numbers: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the packed blocks [out / 16, in / 128, bytes] u8 and the row scales [out] float32 of a weight.
 
-    numbers  [out, in / 2] u8: columns 2 i and 2 i + 1 in the low and the high half of byte i
-    scale    [out, groups] float32; groups are contiguous and have a multiple of 32 inputs
-    zero     [out, groups] u8, 0 to 15; None: 8
+    `numbers`  [out, in / 2] u8: columns 2 i and 2 i + 1 in the low and the high nibble of byte i
+    scale      [out, groups] float32; groups are contiguous and have a multiple of 32 inputs
+    zero       [out, groups] u8, 0 to 15; None: 8
 
     Weights and zero points are exact.  Scales keep 11 bits, enough for float16 and bfloat16 scales unless one is more
     than 2^28 times smaller than the maximum of its row.  Raises ValueError for other shapes."""
@@ -70,7 +70,7 @@ def _numbers(numbers: Tensor) -> Tensor:
 
 
 def _by_lanes(of_groups: Tensor, inner: int) -> Tensor:
-    """Return [row blocks, k blocks, values] of [out, groups]: the values of a lane's two rows are adjacent."""
+    """Reorder values [out, groups] to [row blocks, k blocks, values]: the values of a lane's two rows are adjacent."""
     records = inner // INPUTS
     groups = of_groups.shape[1] // records
     halves = min(2, groups)

@@ -1,4 +1,4 @@
-"""Build of the kernels of csrc with ninja: once per machine, into a cache, or ahead for other machines.
+"""Builds the kernels of csrc with ninja: once per machine, into a cache, or ahead for other machines.
 
 sources, flags, torch, CPU ─ digest ─> directory/DIGEST/libquire.so, if present: milliseconds
                                                 └ absent: lock, write build.ninja, run ninja (seconds for a CPU, minutes
@@ -33,7 +33,7 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 LIBRARY = "libquire.so"
 X86 = platform.machine() in ("x86_64", "AMD64")
 AHEAD_CPU = "x86-64-v3" if X86 else "armv8.2-a"
-CUDA_PLACES = ["/usr/local/cuda"]  # tried after CUDA_HOME and PATH
+CUDA_PLACES = ["/usr/local/cuda"]  # tried after $CUDA_HOME and $PATH
 AHEAD_GPUS = ("8.0", "8.6", "8.9", "9.0", "10.0")  # A100, A10, L4 and L40, H100 and H200, B200
 SOURCES = {".cpp", ".h", ".cu", ".cuh"}
 
@@ -52,7 +52,7 @@ class Target:
 
     @classmethod
     def this_machine(cls) -> Target:
-        """The CPU and the GPUs of this machine."""
+        """Return the target for the CPU and the GPUs of this machine."""
         if not torch.cuda.is_available():
             return cls()
         cards = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
@@ -60,7 +60,7 @@ class Target:
 
 
 def default_directory() -> Path:
-    """Default directory of compiled kernels: the user's cache directory."""
+    """Return the default directory of compiled kernels, in the user's cache directory."""
     return cache_directory() / "kernels"
 
 
@@ -99,7 +99,7 @@ def _compiler() -> str:
 
 
 def _cuda_home() -> Path:
-    """The directory of the CUDA toolkit.  Raises KernelBuildError."""
+    """Return the directory of the CUDA toolkit.  Raises KernelBuildError."""
     found = shutil.which("nvcc")
     places = [os.environ.get("CUDA_HOME"), str(Path(found).resolve().parents[1]) if found else None, *CUDA_PLACES]
     for place in places:
@@ -112,7 +112,8 @@ def _cuda_home() -> Path:
 
 
 def _gencode(capability: str) -> str:
-    """The flag of one GPU.  Only the target with an `a` has the instructions specific to Hopper and Blackwell."""
+    """Return nvcc's flag for one GPU.  Only targets with an `a` have the instructions specific to Hopper and
+    Blackwell."""
     number = capability.replace(".", "")
     if int(number) >= 90:
         number += "a"
@@ -120,7 +121,7 @@ def _gencode(capability: str) -> str:
 
 
 def _flags(target: Target) -> list[str]:
-    """The C++ compiler's flags."""
+    """Return the C++ compiler's flags."""
     return [
         *("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-DNDEBUG"),
         f"-I{CSRC}",
@@ -135,7 +136,7 @@ def _flags(target: Target) -> list[str]:
 
 
 def _cuda_flags(target: Target) -> list[str]:
-    """nvcc's flags."""
+    """Return nvcc's flags."""
     return [
         *("-std=c++20", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
         f"-I{CSRC}",
@@ -144,18 +145,18 @@ def _cuda_flags(target: Target) -> list[str]:
 
 
 def _libraries(target: Target) -> list[str]:
-    """The linker's flags.
+    """Return the linker's flags.
 
-    No -fopenmp: pool.h gives the reason.  GOMP_parallel stays undefined here and is found in what libtorch_cpu needs.
+    No -fopenmp: pool.h gives the reason.  GOMP_parallel is undefined here; a library that libtorch_cpu needs has it.
     """
     lib = target.torch_root / "lib"
-    # A compiler that has libstdc++ only as an archive links a second copy.  Were that copy visible from outside, half
-    # of its calls would reach the process's own copy, and messages that contain numbers would crash.
+    # A compiler that has libstdc++ only as an archive links a second copy.  If that copy were visible from outside,
+    # half of its calls would reach the process's own copy, and messages that contain numbers would crash.
     return [f"-L{lib}", f"-Wl,-rpath,{lib}", "-ltorch_cpu", "-lc10", "-Wl,--exclude-libs,ALL"]
 
 
 def build_script(target: Target) -> str:
-    """The build.ninja of csrc: all sources, or without GPUs all but those in folders named cuda.
+    """Return the build.ninja of csrc: all sources, or without GPUs all but those in folders named cuda.
 
     Raises KernelBuildError for a GPU without nvcc.
     """
@@ -195,10 +196,11 @@ def build_script(target: Target) -> str:
 
 
 def _units(sources: Sequence[Path]) -> dict[str, list[Path]]:
-    """Compilation units by name: one for the bindings, which include torch's headers, and one per other source.
+    """Return compilation units by name: one for the bindings, which include torch's headers, and one per other source.
 
     A binding's compile time is dominated by these headers: 8 to 13 s each, and 13 s for all CPU bindings together.
-    They come first in build.ninja, because ninja starts in that order and the longest unit must not start last."""
+    The bindings come first in build.ninja, because ninja starts in that order and the longest unit must not start
+    last."""
     units: dict[str, list[Path]] = {}
     for source in sorted(sources, key=lambda source: "torch_api" not in source.parts):
         below = source.relative_to(CSRC)
@@ -213,7 +215,7 @@ def _escape(text: str) -> str:
 
 
 def _digest(script: str) -> str:
-    """Hash of all inputs of the build: sources, flags, torch, and the CPU behind -march=native."""
+    """Return a hash of all inputs of the build: sources, flags, torch, and the CPU behind -march=native."""
     digest = hashlib.sha256(f"{script}\n{torch.__version__}\n{_cpu()}".encode())
     for source in sorted(path for path in CSRC.rglob("*") if path.suffix in SOURCES):
         digest.update(f"\n{source.relative_to(CSRC)}\n".encode() + source.read_bytes())

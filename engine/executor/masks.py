@@ -1,9 +1,9 @@
 """Token masks for the sampling kernels: one row per slot, at a fixed address.
 
     constraints.fill ──> host [max_seqs, ceil(V / 32)] i32 ── send, on a separate stream ──> device, same shape
-                         pinned memory                        while the model runs             (a CPU: the host's)
+                         pinned memory                        while the model runs             (CPU: the host's memory)
 
-The host may write the masks of step N+1 once step N has been collected: by then sampling has read those of step N.
+The host may write the masks of step N+1 once step N is collected: by then sampling has read the masks of step N.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ class Masks:
     def __init__(self, max_seqs: int, vocab_size: int, device: torch.device) -> None:
         gpu = device.type == "cuda"
         self._host = torch.zeros(max_seqs, -(-vocab_size // 32), dtype=torch.int32, pin_memory=gpu)
-        self._device = self._host.to(device)  # on a CPU the same memory
+        self._device = self._host.to(device)  # on a CPU the host's memory
         self._stream = torch.cuda.Stream(device) if gpu else None
 
     @property
     def host(self) -> npt.NDArray[np.int32]:
-        """Host copy, written by constraints.py: [max_seqs, ceil(V / 32)]; bit t % 32 of word t / 32 allows token t."""
+        """Host memory, written by constraints.py: [max_seqs, ceil(V / 32)]; bit t % 32 of word t / 32 allows token
+        t."""
         rows: npt.NDArray[np.int32] = self._host.numpy()
         return rows
 
@@ -49,7 +50,7 @@ class Masks:
 
 
 def runs(numbers: list[int], gap: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges [first, end) that cover rising numbers.  Ranges less than `gap` apart are merged."""
+    """Yield ranges [first, end) that cover ascending integers.  Ranges less than `gap` apart are merged."""
     if not numbers:
         return
     first = last = numbers[0]

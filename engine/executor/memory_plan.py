@@ -1,8 +1,8 @@
-"""Remembers, from one start of an engine to the next, how much memory its largest steps take.
+"""Stores, for the next start of an engine, how much memory its largest steps take.
 
-The figure is found by running those steps, a quarter of a second of a takeover.  It is kept under ~/.cache/quire by
-everything that decides it, the engine's name included: `quire serve` makes a new name each time it starts, so a figure
-outlives neither its supervisor nor an upgrade.
+The figure is measured by running those steps, which takes a quarter of a second of a takeover.  It is stored under
+~/.cache/quire by everything that decides it, including the engine's name: `quire serve` makes a new name each time it
+starts, so a figure is not used after the supervisor ends or an upgrade.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.executor.models.weights import CACHE
 
-MOST = 32  # sizes kept: the newest
+MOST = 32  # maximum figures kept, the newest
 
 
 class MemoryPlan:
-    """The figure of one configuration."""
+    """The measured memory of one configuration."""
 
     def __init__(self, config: EngineConfig, directory: Path, sizes: str, cache: Path = CACHE) -> None:
-        """`sizes`: what the configuration left open, as it was decided."""
+        """`sizes`: values that the configuration left open, as they were decided."""
         self._store = cache / "activations.json"
         parts = [repr(config).replace("standby=True", "standby=False"), sizes, torch.__version__, _gpu()]
         model = (directory / "config.json").read_bytes()
         self._key = hashlib.sha256("\n".join(parts).encode() + model).hexdigest()
 
     def recall(self) -> int:
-        """Bytes; 0: not known."""
+        """Return the stored bytes; 0: not known."""
         found = self._read().get(self._key, 0)
         return found if isinstance(found, int) and found > 0 else 0
 
     def remember(self, size: int) -> None:
-        """Store the measured size.  A cache that cannot be written only takes time, so that is no error."""
+        """Store the measured bytes.  A cache that cannot be written only costs time, so that is no error."""
         kept = {key: value for key, value in self._read().items() if key != self._key}
         kept = {**dict(list(kept.items())[1 - MOST :]), self._key: size}
         draft = self._store.with_name(f"{self._store.name}.{os.getpid()}")
@@ -52,7 +52,7 @@ class MemoryPlan:
     def _read(self) -> dict[str, int]:
         try:
             return dict(json.loads(self._store.read_bytes()))
-        except (OSError, ValueError, TypeError):  # absent, or not ours
+        except (OSError, ValueError, TypeError):  # absent, or written by other software
             return {}
 
 

@@ -1,7 +1,7 @@
-"""What a spare engine does ahead of a takeover, so that the takeover need not: it warms caches and decides nothing.
+"""Warms caches in a spare engine, so that a takeover takes less time.  It decides nothing.
 
-Config, weights and fingerprint are read again at the takeover.  So a model directory that changes meanwhile is served
-as it is then.  What a waiting spare holds:
+The takeover reads config, weights and fingerprint again.  So if the model's files change meanwhile, the new files are
+served.  A waiting spare holds:
 
     host memory     the imported packages, the kernels' library; with a GPU also `swap_memory_gib` of pinned memory
     page cache      the weight files, read ahead; the kernel drops them when it needs the memory
@@ -32,20 +32,20 @@ from quire.engine.wire.messages import Sampling
 
 log = logging.getLogger(__name__)
 
-# Tokens that stand for images and the like: never computed here, and config classes allow no null for them.
+# Tokens that stand for images and the like: they are never computed here, and config classes allow no null for them.
 OTHER_TOKENS = ("image_", "video_", "vision_", "audio_", "boi_", "eoi_", "boa_", "eoa_")
 TINY_VOCAB, TINY_LEN = 1024, 256  # vocabulary and context of the tiny model for the rehearsal
 
 
 def prepare(config: EngineConfig) -> Iterator[str]:
-    """Prepare for `config`, one part each time it is advanced.  A part that fails raises."""
-    torch.set_num_threads(1)  # a team of threads is started by the thread and in the size that the takeover needs
+    """Prepare for `config`; each `next` does one part.  A part that fails raises."""
+    torch.set_num_threads(1)  # the takeover's thread starts its own team, of the size that it needs
     ops.load(library=Path(config.kernels) if config.kernels else None)
     yield "kernels"
     kind = local.device_kind(config)
     directory = hf.find(config.model) if config.model in hf.INCLUDED else Path(config.model).expanduser()
     if not directory.is_dir():
-        return  # a name of the hub: found, perhaps fetched, at the takeover
+        return  # a name on the hub: the takeover looks it up, and perhaps downloads it
     if config.load != "random":
         read_ahead(weight_files(directory))
         yield "weight files"
@@ -57,13 +57,13 @@ def prepare(config: EngineConfig) -> Iterator[str]:
     rehearse(config, directory)
     yield "rehearsal"
     if kind == "cuda" and config.preempt != "recompute" and config.swap_memory_gib:
-        # Freed at once: torch keeps pinned memory for the next tensor of this size, which is the takeover's.
+        # Freed at once: torch keeps pinned memory for the next tensor of this size, which the takeover allocates.
         ranks, limit = config.tensor_parallel, host_resources.memory_limit()
         swap = host_memory.divide(config, weights=0, block_bytes=0, on_gpu=True, ranks=ranks, limit=limit).swap
         torch.empty(swap, dtype=torch.uint8, pin_memory=True)
         yield "pinned memory"
     gc.collect()
-    gc.freeze()  # the takeover's collection need not walk through what is here
+    gc.freeze()  # the takeover's garbage collection need not visit the present objects
 
 
 def read_ahead(files: list[Path]) -> None:
@@ -79,7 +79,7 @@ def read_ahead(files: list[Path]) -> None:
 def rehearse(config: EngineConfig, directory: Path) -> None:
     """Compute a few tokens with one layer of the model and random weights.
 
-    This imports the model's code, loads the CUDA modules of its kernels and makes the handles of the libraries."""
+    This imports the model's code, loads the CUDA modules of its kernels and creates the handles of CUDA libraries."""
     changes = overrides.parse(config.hf_overrides)
     described = overrides.merged(directory, overrides.load_config(directory, {}), changes)
     with tempfile.TemporaryDirectory(prefix="quire-spare-") as folder:
@@ -119,7 +119,7 @@ def rehearse(config: EngineConfig, directory: Path) -> None:
 
 
 def tiny(described: dict[str, Any]) -> dict[str, Any]:
-    """A config.json of one layer and a small vocabulary, everything else as it is."""
+    """Return a config.json with one layer and a small vocabulary, otherwise unchanged."""
     found: dict[str, Any] = {}
     for key, value in described.items():
         if key == "per_layer_config":

@@ -1,4 +1,4 @@
-"""The priority of a process.  On Linux it belongs to each of its threads, and new threads inherit it."""
+"""Sets the priority of a process.  On Linux each thread has its own, and new threads inherit it."""
 
 from __future__ import annotations
 

@@ -5,25 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-EVERY_S = 2.0  # between two lines; work that takes less time prints none
+EVERY_S = 2.0  # seconds between two lines; work that takes less time prints none
 GB = 1e9
 
 
 class Progress:
-    """Counts parts of one piece of work and passes a line to `report` at most every EVERY_S seconds."""
+    """Counts finished units of a job, and passes a line to `report` at most every EVERY_S seconds."""
 
     def __init__(self, report: Callable[[str], object], what: str, total: int, *, in_bytes: bool = False) -> None:
-        """`what`: the start of each line.  `total`: parts, or bytes, which are shown in GB."""
+        """`what`: the start of each line.  `total`: units, or bytes, which are shown in GB."""
         self._report, self._what, self._total, self._in_bytes = report, what, total, in_bytes
         self._done = 0
         self._reported = time.monotonic()
 
     def expect(self, total: int) -> None:
-        """Correct the total, where the work turns out to be more."""
+        """Correct the total, if there is more work than expected."""
         self._total = total
 
     def advance(self, amount: int = 1) -> None:
-        """Count `amount` more parts as done."""
+        """Count `amount` more units as done."""
         self._done += amount
         now = time.monotonic()
         if now - self._reported >= EVERY_S and self._done < self._total:

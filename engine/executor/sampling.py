@@ -7,8 +7,8 @@ Order of operations on a row's logits (float32), equal to that of transformers f
     adjusted ── temperature 0: argmax
              └─ else w = exp((logit - max) / temperature), filters top_k, top_p, min_p, one draw by inverse CDF
 
-Every filter keeps an *upper set* of the weights w: all tokens whose w reaches some floor.  So the filters of a row
-reduce to one value, the maximum of three floors.  Ties with the last token kept are kept too.
+Every filter keeps the tokens whose weight w reaches some floor (an *upper set*), ties included.  So the filters of a
+row reduce to one value, the maximum of three floors.
 
 The draw takes u = hash(seed, sibling, output position) in [0, 1).  The token is the first, in vocabulary order, at
 which the running sum of w passes u * total.  Sums are of integers (csrc/sampling_rules.h), so a token is a function of
@@ -67,12 +67,12 @@ RECORD = np.dtype(
         ("frequency", "<f4"),
     ]
 )
-COLDEST = 1e30  # scales stay finite, so that 0 * scale is 0
+COLDEST = 1e30  # maximum scale: it stays finite, so that 0 * scale is 0
 
 # Outcomes of a row, as in csrc/sampling_rules.h.
 CHOSEN, NOT_FINITE, NOTHING_ALLOWED = 0, 1, 2
 
-# flags of a mark; the lower bits count the token in the output
+# Flags of a token's mark; the lower bits count the token in the output.
 IN_PROMPT, STOP, FORBIDDEN = 1 << 31, 1 << 30, 1 << 29
 
 
@@ -115,10 +115,9 @@ def send(values: Tensor, to: Tensor) -> None:
 class SamplerBank:
     """The sampling state of each slot.  Call `assign` before a slot's first sample, `free` when its sequence ends.
 
-    A step: `assign` and `free`, then `flush`, `fill_masks`, `run`, then `followers.advance`.  `run` only launches,
-    with sizes the host knows, so a CUDA graph may record it.  There is one for `general` false and one for true, for
-    each N.  A recorded graph also serves slots that are filled later. `general` chooses between the two; where it is
-    false, both give the same tokens.
+    Per step: `assign` and `free`, then `flush`, `fill_masks`, `run`, then `followers.advance`.  `run` only launches,
+    with sizes that the host knows, so a CUDA graph may record it: one per N and value of `general`.  A recorded graph
+    also serves slots that are filled later.  If `self.general` is false, both values give the same tokens.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class SamplerBank:
         self._following = following
         self._records = np.zeros(max_seqs, RECORD)
         self._words = torch.from_numpy(self._records.view(np.int64).reshape(max_seqs, -1))
-        # On a CPU both are the same memory, so there is nothing to flush.
+        # On a CPU both are the same memory, so `flush` has nothing to copy.
         self._table = self._words.to(device)
         self._marks = Lines(vocab_size, torch.int32, device)
         self._biases = Lines(vocab_size, torch.float32, device)
@@ -204,7 +203,7 @@ class SamplerBank:
         self._changed.add(slot)
 
     def free(self, slot: int) -> None:
-        """Forget the settings of a slot; harmless when it never sampled."""
+        """Clear the settings of a slot; harmless when it never sampled."""
         self._forget(slot)
         if self._following is not None:
             self._following[0].free(slot)
@@ -244,7 +243,7 @@ class SamplerBank:
 
     @property
     def following(self) -> bool:
-        """Whether any slot's mask depends on the tokens before.  Constant time."""
+        """Whether any slot's mask depends on earlier tokens.  Constant time."""
         return self._following is not None and self._following[0].active
 
     def begin_masks(self) -> None:
@@ -261,18 +260,18 @@ class SamplerBank:
             masks.send(constraints.fill())
 
     def followers(self, slots: Sequence[int]) -> list[Follower]:
-        """Return those of a step's slots whose next masks depend on the tokens of the step."""
+        """Return the slots of a step, with their rows, whose next masks depend on the tokens of the step."""
         return [] if self._following is None else self._following[0].followers(slots)
 
     def run(self, logits: Tensor, slots: Tensor, known: Tensor, tokens: Tensor, outcome: Tensor, general: bool) -> None:
         """Sample one token per row; only launches.
 
-        logits   [N, V] float32, or of the model's dtype; not changed
+        logits   [N, V] in float32 or the model's dtype; not changed
         slots    [N] i64, the row's slot; -1: padding, with token 0 and outcome CHOSEN
         known    [N] i64, number of tokens before the sampled one
         tokens   [N] i64, out
         outcome  [N] u8, out
-        general  may be true for any rows, and must be true if `self.general` is
+        general  must be true if `self.general` is; may be true for any rows
         """
         if logits.shape[1] != self._vocab:
             raise ValueError(f"logits of {logits.shape[1]} tokens, the vocabulary has {self._vocab}")
@@ -281,12 +280,12 @@ class SamplerBank:
     def draft_table(
         self, rows: npt.NDArray[np.int64], drafts: Mapping[int, Sequence[int]]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the settings of rows that sample after drafts, and the masks to which these point; on the device.
+        """Return the settings of rows that sample after drafts, and the masks that these point to; on the device.
 
-        `fill_masks` comes before.
+        Call `fill_masks` before.
 
-        rows    [R] the slot of each, in the order of `drafts`
-        drafts  tokens by slot: each row of a slot with a grammar gets the mask behind one more of them"""
+        rows    [R] the slot of each row, in the order of `drafts`
+        drafts  tokens by slot: in a slot with a grammar, each row gets the mask after one more draft"""
         records = self._records[rows]
         held = None
         if self.following and self._following is not None:
@@ -299,7 +298,7 @@ class SamplerBank:
         return self._sent(torch.from_numpy(records.view(np.int64).reshape(len(rows), -1))), held
 
     def _sent(self, values: Tensor) -> Tensor:
-        """Copy to the device without waiting for the work that is queued there; on a CPU return the same memory."""
+        """Copy to the device without waiting for the work queued there; on a CPU return the same memory."""
         if self._device.type == "cpu":
             return values
         there = torch.empty_like(values, device=self._device)
@@ -309,9 +308,10 @@ class SamplerBank:
     def draft_logprobs(
         self, logits: Tensor, slots: Sequence[int], drafts: Sequence[Sequence[int]], at: Tensor, tokens: Tensor
     ) -> Logprobs | None:
-        """Log-probabilities of every sample of the slots that report them; None if none does.
+        """Return log-probabilities of every sample of the slots that report them; None if no slot does.
 
-        logits [N + R, V] and tokens [N + R]: of all rows; at [D, K + 1]: the rows of each slot, one more than drafts"""
+        logits [N + R, V] and tokens [N + R]: of all rows; at [D, K + 1]: the rows of each slot, one more than its
+        drafts"""
         asked = [(i, slot) for i, slot in enumerate(slots) if slot in self._reports]
         if not asked:
             return None
@@ -320,7 +320,7 @@ class SamplerBank:
         return logprobs_of(logits, tokens[rows], reports, rows)
 
     def logprobs(self, logits: Tensor, slots: tuple[int, ...], tokens: Tensor) -> Logprobs | None:
-        """Logprobs of the sampled tokens [N], for the slots that report them; None if none does."""
+        """Return logprobs of the sampled tokens [N], for the slots that report them; None if no slot does."""
         if not self.reporting:
             return None
         asked = [(i, self._reports[slot]) for i, slot in enumerate(slots) if slot in self._reports]
@@ -336,7 +336,7 @@ def has_penalty(s: Sampling) -> bool:
 
 
 class Report(NamedTuple):
-    """Log-probabilities that a position reports in addition to its own token's."""
+    """The log-probabilities that a position reports besides its own token's."""
 
     slot: int
     top: int  # number of most probable tokens
@@ -347,16 +347,16 @@ class Report(NamedTuple):
 class Logprobs:
     """Log-probabilities of L tokens and of alternatives at their positions.
 
-    On the host, or being copied there: readable once their step is done.
+    On the host, or being copied there: readable once the step is done.
     """
 
     asked: Sequence[Report]  # [L]
-    chosen: list[Tensor]  # the tokens' own, in chunks: [.] f32
+    chosen: list[Tensor]  # of the tokens themselves, in chunks: [.] f32
     likeliest: list[tuple[Tensor, Tensor]]  # per chunk: top-k token ids [., most] i64, log-probabilities f32
     named: list[Tensor]  # per chunk: the tokens that the reports name, concatenated, [.] f32
 
     def entries(self) -> list[TokenLogprob]:
-        """One entry per token."""
+        """Return one entry per token."""
         own = [logprob for piece in self.chosen for logprob in piece.tolist()]
         tops = [
             list(zip(ids, values, strict=True))
@@ -374,12 +374,12 @@ class Logprobs:
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, asked: Sequence[Report], rows: Tensor | None = None) -> Logprobs:
-    """Logprobs of tokens [L] from raw logits [., V]: row i (or rows[i]) of the logits belongs to token i."""
+    """Return logprobs of tokens [L] from raw logits [., V]: row i (or rows[i]) of the logits belongs to token i."""
     return logprobs_from(lambda part: logits[part] if rows is None else logits[rows[part]], tokens, asked)
 
 
 def logprobs_from(logits_of: Callable[[slice], Tensor], tokens: Tensor, asked: Sequence[Report]) -> Logprobs:
-    """Logprobs of tokens [L] in chunks of at most TARGET_ROWS; `logits_of` returns a chunk's raw logits [., V]."""
+    """Return logprobs of tokens [L], in chunks of TARGET_ROWS; `logits_of` returns a chunk's raw logits [., V]."""
     found = Logprobs(asked, [], [], [])
     most = max(report.top for report in asked)
     for first in range(0, len(asked), TARGET_ROWS):

@@ -1,4 +1,4 @@
-"""Sizes of steps with slices, and the few that have CUDA graphs: a step is padded to one of these."""
+"""Sizes of steps with slices.  A few of them have CUDA graphs, and a step is padded to one of these."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """How large the tensors of a step with slices are."""
+    """Sizes of the tensors of a step with slices."""
 
     decodes: int  # slots that decode, one token each
     tokens: int  # number of tokens in all slices
     slices: int
     samples: int  # slots that sample
-    logits: int  # wanted, of theirs and of targets
+    logits: int  # rows of logits: of sampling slots, candidates, drafts and targets
 
     @property
     def total(self) -> int:
-        """Tokens of the step.  Its time grows with them, whether they decode or belong to slices."""
+        """Tokens of the step, which decide its duration, whether they decode or belong to slices."""
         return self.decodes + self.tokens
 
     def holds(self, other: Shape) -> bool:
-        """Whether padding makes `other` this."""
+        """Whether `other` can be padded to this shape."""
         return (
             self.decodes >= other.decodes
             and self.tokens >= other.tokens
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
 
 class Shapes:
-    """A set of shapes, found by size in a few microseconds."""
+    """A set of shapes; a look-up by size takes a few microseconds."""
 
     def __init__(self, shapes: Iterable[Shape] = ()) -> None:
         self._all = sorted(set(shapes), key=lambda shape: (shape.total, shape))
@@ -41,18 +41,18 @@ class Shapes:
         self._known = frozenset(self._all)
 
     def padded(self, exact: Shape) -> Shape:
-        """Return the shape that holds this one with the fewest tokens to compute; this one if none holds it."""
+        """Return the shape with the fewest tokens that `exact` can be padded to; `exact` if there is none."""
         for at in range(bisect_left(self._totals, exact.total), len(self._all)):
             if self._all[at].holds(exact):
                 return self._all[at]
         return exact
 
     def is_split(self, shape: Shape) -> bool:
-        """Return whether attention takes each token of this shape's slices for a sequence of its own.
+        """Return whether attention treats each token of this shape's slices as a sequence of its own.
 
-        So do shapes of a few drafts, which have as many slices as tokens.  The keys are read once for each token,
-        mostly from the L2 cache.  For up to 16 tokens that takes less time than the kernel of longer slices: 9 us in
-        place of 17 for 8 tokens behind 512 keys, on an H200."""
+        That holds for shapes of a few drafts, which have as many slices as tokens.  Each token then reads the keys
+        again, mostly from the L2 cache.  For up to 16 tokens that takes less time than the kernel for longer slices: 9
+        us instead of 17 for 8 tokens after 512 keys, on an H200."""
         return shape.slices == shape.tokens and shape in self._known
 
     def __contains__(self, shape: Shape) -> bool:

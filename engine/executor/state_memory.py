@@ -1,10 +1,10 @@
-"""How the memory of sequences is divided between the KV cache and recurrent states.
+"""Divides the memory of sequences between the KV cache and recurrent states.
 
     memory = KV blocks + slots * state (live) + checkpoints * state
 
-A live state is as large at the first token as at the last, so what `max_seqs` of them take is fixed.  Without a value
-in the configuration there are as many slots as half of the states' memory holds.  What is left of it becomes
-checkpoints, and what these don't need is KV cache.
+A live state is as large at the first token as at the last, so `max_seqs` states take a fixed size.  If max_seqs is not
+configured, there are as many slots as half of the states' memory holds.  The rest of it becomes checkpoints, and what
+these don't need is KV cache.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from quire.engine.executor.errors import NotEnoughMemory
 from quire.engine.executor.host_memory import CPU_DEFAULT_GIB
 
 GIB, MIB = 1 << 30, 1 << 20
-MOST_CHECKPOINTS = 1024  # the search for the one to evict takes O(checkpoints)
+MOST_CHECKPOINTS = 1024  # finding the checkpoint to evict takes O(checkpoints)
 
 
 class StateMemory(NamedTuple):
-    """Places for states."""
+    """Numbers of recurrent states, and their memory."""
 
-    slots: int  # slots with a live state each
+    slots: int  # slots, each with a live state
     checkpoints: int
-    bytes: int  # all of them together
+    bytes: int  # bytes of all states together
 
 
 def divide_states(config: EngineConfig, *, state_bytes: int, max_seqs: int, memory: int) -> StateMemory:
-    """Return the places for states of `state_bytes` each.
+    """Return the numbers of states of `state_bytes` each.
 
-    max_seqs: slots that the batch would have.  memory: bytes for KV cache and states; with `kv_blocks` the blocks are
-    taken in addition to it.  Raises NotEnoughMemory naming limit and value."""
+    max_seqs: slots that the batch would have.  memory: bytes for KV cache and states; if `kv_blocks` is set, the blocks
+    are allocated in addition.  Raises NotEnoughMemory that names limit and value."""
     asked = int(config.state_memory_gib * GIB)
     if config.kv_blocks:
         memory = max(memory, int(CPU_DEFAULT_GIB * GIB))

@@ -3,12 +3,12 @@
     out    caches --block_gather--> staging --copy engine--> host       blocks are free after the gather
     back   caches <--block_scatter-- staging <--copy engine-- host
 
-Everything runs on a separate stream.  Blocks pass through `staging`, a buffer in device memory, because both
+All copies run on a separate stream.  Blocks pass through `staging`, a buffer in device memory, because both
 alternatives are worse (docs/notes/kernels/layers.md has the table).  A kernel that accesses host memory itself is as
 fast, but occupies multiprocessors while the bus is busy.  One copy per block and layer reaches a fifth of the bus
 bandwidth.
 
-The scheduler decides what to swap, and `engine/core/policy/step_cost.py` computes when it pays
+The scheduler decides what to swap, and `engine/core/policy/step_cost.py` predicts whether swapping pays
 (PagedAttention, SOSP 2023, section 4.5).
 """
 
@@ -50,13 +50,13 @@ class Swap:
         pinned = self._stream is not None
         self.host = [torch.empty(host_blocks, *shape, dtype=torch.uint8, pin_memory=pinned) for shape in shapes]
         self._at_once, self.host_blocks = max(1, staged), host_blocks
-        self.window_host_blocks: list[int] = []  # host blocks of further groups: none here (grouped_swap.py)
+        self.window_host_blocks: list[int] = []  # host blocks per window group: none here (grouped_swap.py)
         self._block_bytes = sum(count * size for count, size in shapes)
         self._moving: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()  # bytes, begin, end
-        self._moved, self._seconds = 0, 0.0  # blocks and seconds since the last call
+        self._moved, self._seconds = 0, 0.0  # bytes and seconds since the last call
 
     def out(self, pairs: list[tuple[int, int]]) -> torch.cuda.Event | None:
-        """Copy block -> host block for each pair.  Returns the event of completion; None: complete already."""
+        """Copy block -> host block for each pair.  Returns the event of completion; None: already complete."""
         begun = time.perf_counter()
         if self._stream is None:
             for blocks, host in runs([block for block, _ in pairs], [there for _, there in pairs]):
@@ -80,7 +80,7 @@ class Swap:
                     for memory, staged in zip(self.host, self._staging, strict=True):
                         memory[host].copy_(staged[places[0] : places[-1] + 1], non_blocking=True)
             end = self._now()
-        computing.wait_event(read)  # the blocks' next owner writes to them
+        computing.wait_event(read)  # afterwards the blocks' next owner may write them
         self._moving.append((len(pairs), begin, end))
         return end
 
@@ -111,7 +111,7 @@ class Swap:
         self._moving.append((len(pairs), begin, end))
 
     def moved(self) -> tuple[int, float]:
-        """(bytes, seconds) of the copies completed since the last call.  Never waits."""
+        """Return (bytes, seconds) of the copies completed since the last call.  Never waits."""
         while self._moving and self._moving[0][2].query():
             count, begin, end = self._moving.popleft()
             self._moved += count * self._block_bytes
@@ -120,7 +120,8 @@ class Swap:
         return moved
 
     def measure(self) -> float:
-        """Measure bytes/s out and back.  Device blocks keep their contents; host blocks are overwritten."""
+        """Measure the bandwidth in bytes/s, out and back.  Device blocks keep their contents; host blocks are
+        overwritten."""
         count = min(32, self.host_blocks, self._blocks)
         if not count:
             return 0.0
@@ -154,7 +155,7 @@ class Swap:
 
 
 def runs(blocks: list[int], host: list[int]) -> Iterator[tuple[list[int], slice]]:
-    """Group pairs with consecutive host blocks: (blocks, slice of host blocks)."""
+    """Yield pairs with consecutive host blocks as (blocks, slice of host blocks)."""
     start = 0
     for at in range(1, len(host) + 1):
         if at == len(host) or host[at] != host[at - 1] + 1:
