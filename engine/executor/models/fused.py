@@ -56,7 +56,6 @@ from quire.engine.executor.models.quantised.quantised import Quantised, Quantise
 
 log = logging.getLogger(__name__)
 
-
 ON_A_GPU = "on a GPU GEMMs and attention are cut into shares that depend on the other sequences of the step"
 VECTOR = 64  # elements per vector step of torch's activations on a CPU; the rest are computed singly
 

@@ -55,12 +55,8 @@ MIXTURES: dict[type[PreTrainedModel], MixtureFamily] = {
     # Its softmax covers the chosen logits only: the probabilities in a softmax over all, divided by their sum.
     GptOssForCausalLM: MixtureFamily("router", lambda router: Routing(normalise=True, rounded=True), clamped=True),
 }
-
-
 # Expert implementations of transformers that read the layout of the weights from the module.
 READS_LAYOUT = {"grouped_mm", "batched_mm"}
-
-
 LINEAR = (nn.Linear, QuantisedLinear)  # layer types that `Linears.product` accepts
 
 

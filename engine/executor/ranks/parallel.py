@@ -55,7 +55,8 @@ from quire.engine.executor.ranks.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-LOAD_SILENCE_S, LEASES_OF_SILENCE = 60.0, 10  # the longer one, after that until the model is loaded
+# The longer of seconds and leases: silence of a rank from its first message until the model is loaded.
+LOAD_SILENCE_S, LEASES_OF_SILENCE = 60.0, 10
 SHARED, SHARED_BYTES = Path("/dev/shm"), 32 << 20  # directory of NCCL's buffers; bytes that a rank may need
 CLOSE_S = 20.0  # seconds to release the GPU after a lost rank, for which kernels may wait
 

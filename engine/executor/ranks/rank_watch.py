@@ -22,10 +22,7 @@ from quire.engine.common import child_python
 from quire.engine.common.deadline import ends_process
 from quire.engine.executor.base import ExecutorLost
 from quire.engine.executor.errors import one_line
-from quire.engine.executor.ranks.rank_process import (
-    FAILING,
-    Ready,
-)
+from quire.engine.executor.ranks.rank_process import FAILING, Ready
 from quire.engine.executor.ranks.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -37,8 +34,6 @@ BEATS = 5  # heartbeats per lease: a rank that misses more is lost
 # imports torch: it reads gigabytes of libraries, perhaps from a slow disk, and sends nothing.
 START_SILENCE_S = 300.0  # seconds of silence until the first message
 END_S = 2.0  # seconds for a call on a lost rank to return, before the process ends without it
-
-
 GRACE_S = 2.0  # more, if not even the thread that would end the process gets to run
 
 
@@ -224,9 +219,7 @@ class Watch:
 
     def _lose(self, reason: str) -> None:
         """Note the loss, and free the thread that may wait for the lost rank in a socket or in an exchange."""
-        if (
-            self._stopped.is_set() or self.lost
-        ):  # `close` or a loss of a rank has ended the thread already: wait for none
+        if self._stopped.is_set() or self.lost:  # the thread has ended, or another rank was lost before
             return
         self.lost = reason  # first: a call that begins after this line ends at once
         self.kill()
