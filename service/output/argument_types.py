@@ -18,6 +18,7 @@ OUTLINES = 128  # maximum number of subschemas kept per argument, for readers of
 SCHEMAS = 64  # maximum number of schemas visited for one argument, through references and unions
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 NO_STRING = ["integer", "number", "boolean", "null", "object", "array"]  # types of an argument that is no string
+_NAMESPACES = re.compile(r"[.:/]")
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 
@@ -119,6 +120,11 @@ class Tools:
 
     def __contains__(self, name: str) -> bool:
         return name in self._types
+
+    def own_name(self, name: str) -> str:
+        """Return a tool's own name for one that a model has put into a namespace, as `functions.weather`."""
+        last = _NAMESPACES.split(name)[-1]
+        return last if name not in self._types and last in self._types else name
 
     def takes(self, name: str, argument: str) -> bool:
         """Return whether a function has an argument."""

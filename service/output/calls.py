@@ -18,7 +18,7 @@ from quire.service.output.notations import Notation
 
 _BESIDE = "id|type|index|tool_call_id"  # keys of a call object that are ignored
 BESIDE = frozenset(_BESIDE.split("|"))
-_NO_ITEMS = re.compile(r"\[\s*\]")
+NO_ITEMS = re.compile(r"\[\s*\]")
 _ID_MEMBER = re.compile(rf"""["']?(?:{_BESIDE})["']?\s*[:=]\s*(?:"[\w.:-]*"|'[\w.:-]*'|[\w.:-]+)\s*""")
 
 End = Literal["", "cut", "whole"]  # end of the answer: not reached; cut by a limit; ended by the model
@@ -72,7 +72,7 @@ def arguments_of(text: str) -> str | None:
 
     Arguments that are a string with an object in it are unwrapped and repaired."""
     text = text.strip()
-    if text in ("", "null") or _NO_ITEMS.fullmatch(text):  # PHP encodes an empty object as a list
+    if text in ("", "null") or NO_ITEMS.fullmatch(text):  # PHP encodes an empty object as a list
         return ""
     if (within := string_of(text)) is not None:
         if not within.strip():

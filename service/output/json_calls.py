@@ -6,6 +6,7 @@ import re
 
 from quire.service.output.calls import (
     BESIDE,
+    NO_ITEMS,
     TEXT,
     CallPart,
     Context,
@@ -58,12 +59,12 @@ class JsonCalls:
                 continue
             if match is not None and match.marker.kind in ("close", "call"):
                 closes = match.marker.kind == "close"
-                return match.found.end() if closes else at, self._end(closed=closes)
+                return match.found.end() if closes else at, self._end(end, closed=closes)
             if not self._is_junk(text[at]):
                 break
             at += 1
         else:
-            return at, Status.MORE if not end else self._end(closed=False)
+            return at, Status.MORE if not end else self._end(end, closed=False)
         named = bool(self._context.name) and not self._notation.inner
         again = not self._first and not named and (self._context.parallel or self._notation.bare == "closed")
         begins = text[at] == "{" or (text[at] == "[" and not named)
@@ -92,9 +93,10 @@ class JsonCalls:
             return self._fence and char.isalpha() if self._first else char in ",;}])"
         return True
 
-    def _end(self, *, closed: bool) -> Status:
+    def _end(self, end: End, *, closed: bool) -> Status:
         """End the calls at a marker or at the end of the answer."""
         if self._first:
+            closed = closed or (end == "whole" and self._context.name in self._context.tools)
             if not (closed and self._context.name):
                 return Status.BROKEN
             self.parts.append((self._context.name, "{}"))
@@ -304,8 +306,10 @@ class _JsonList:
                 return False
             self._json.complete()
             self._text.append(self._json.take())
-        context = self._context
-        calls = calls_of("".join(self._text), context.notation)
+        context, text = self._context, "".join(self._text)
+        if NO_ITEMS.fullmatch(text.strip()) and not context.notation.bare:  # some models say so that they call nothing
+            return True
+        calls = calls_of(text, context.notation)
         if calls is None:
             return False
         if context.notation.bare and context.tools and any(name not in context.tools for name, _ in calls if name):

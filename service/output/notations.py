@@ -76,6 +76,11 @@ class Notation(msgspec.Struct, frozen=True, eq=False):
     hides_markers: bool = False
     described: Any = None  # field compiled by transformers, for calls that only transformers can parse
 
+    def holds_nothing(self, text: str) -> bool:
+        """Return whether the text after an opening marker is blank, or only closes it."""
+        text = text.strip()
+        return not text or (self.close is not None and self.close.pattern.fullmatch(text) is not None)
+
 
 class Template(msgspec.Struct, frozen=True, eq=False):
     """A compiled response template."""

@@ -12,6 +12,7 @@ import re
 
 import msgspec
 
+from quire.service.output.argument_types import Tools
 from quire.service.output.calls import TEXT, CallPart
 from quire.service.output.notations import Field
 
@@ -101,14 +102,14 @@ class PartWriter:
 
     # -- calls
 
-    def add_calls(self, parts: list[CallPart]) -> None:
-        """Add new parts of calls, and text between calls."""
+    def add_calls(self, parts: list[CallPart], tools: Tools) -> None:
+        """Add new parts of calls, and text between calls.  `tools`: those of the request."""
         for name, arguments in parts:
             last = self._new[-1] if self._new else None
             if name == TEXT:
                 self.append(arguments)
             elif name is not None:
-                self._new.append(CallDelta(self.calls, name, arguments))
+                self._new.append(CallDelta(self.calls, tools.own_name(name), arguments))
                 self.calls += 1
             elif isinstance(last, CallDelta):
                 last.arguments += arguments

@@ -269,7 +269,9 @@ class RegionReader:
     def _begin_call(self, match: Match) -> None:
         notation = match.marker.field
         name = match.found.groupdict().get(notation.captured) or "" if notation.captured else ""
-        context = Context(notation, name.strip(), self._tools, self._parallel, *self._watches.ends(notation))
+        context = Context(
+            notation, self._tools.own_name(name.strip()), self._tools, self._parallel, *self._watches.ends(notation)
+        )
         self._notation, self._call, self._raw = notation, READERS[notation.body](context), [match.found[0]]
 
     def _read_call(self, end: End) -> bool:
@@ -282,7 +284,7 @@ class RegionReader:
         if call.committed or call.parts:
             self._raw = None
         parts, call.parts = call.parts, []
-        self.out.add_calls(parts)
+        self.out.add_calls(parts, self._tools)
         if status is Status.NEXT:
             self._raw = [""]
             self.out.begin_next_call()
@@ -303,6 +305,8 @@ class RegionReader:
         self._call, self._raw = None, None
         if raw is None or notation is None:  # the call was emitted; only the text after it is broken
             self.out.after_call = self.out.after_marker = True
+        elif self.out.calls and notation.holds_nothing("".join(raw[1:])):
+            self._end_call()
         elif notation.hides_markers:
             self.out.break_call("".join(raw[1:]), raw=False)
         else:
@@ -382,7 +386,7 @@ class RegionReader:
             parts = parts[: others[0]] if others else parts
         self._draft = None
         self.out.end_in_call()
-        self.out.add_calls(parts)
+        self.out.add_calls(parts, self._tools)
         self._end_call()
 
 
