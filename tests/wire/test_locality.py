@@ -577,3 +577,14 @@ async def test_a_rare_adapter_waits_a_bounded_time(bus: Bus) -> None:
         claimed = ids(reply)
         assert claimed or 0 < reply.retry_ms <= 1000
         await asyncio.sleep(reply.retry_ms / 1000)
+
+
+async def test_an_engine_claims_of_further_tenants_after_it_has_left_all_of_one(bus: Bus) -> None:
+    """What it claims counts as held for all tenants, those included of which it has left everything."""
+    gateway = await bus.gateway("g1")
+    holder, other = await two(bus, holding(shared := prompt(1, 500)), SLOW)
+    await gateway.submit(ask("left", shared, tenant="t0"), bounds=LATE)
+    for at in range(1, 6):
+        await gateway.submit(ask(f"r{at}", prompt(10 + at, 200), tenant=f"t{at}"), bounds=LATE)
+    assert ids(await exchange(other, "e2")) == ["r1"]  # with it, the other engine is ahead for the rest
+    assert "left" in ids(await exchange(holder, "e1"))

@@ -293,8 +293,9 @@ local function chooser(me, now)
       if window.claims then
         so_far.windows[key] = nil  -- more may wait behind a window of which it has claimed some
       else
-        so_far.windows[key] = window.all_left and read_window(lane, tenant, first.id, window.after + WINDOW)
-        if not so_far.windows[key] then return nil end
+        local further = window.all_left and read_window(lane, tenant, first.id, window.after + WINDOW)
+        if not further then return nil end
+        so_far.windows[key] = further
       end
     end
     if me.lacking and lacked_of(me.name, {adapter_of(first.id)})[1] then return nil end
