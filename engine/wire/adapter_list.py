@@ -1,11 +1,11 @@
-"""The fleet's list of LoRA adapters that were loaded while it ran, in Redis: the client of the scripts adapter_*.lua.
+"""The fleet's list of LoRA adapters loaded at run time, in Redis: the client of the scripts adapter_*.lua.
 
-    put()    ---> a name, and the adapter that it stands for from now on
-    get()    <--- the adapter of one name; entries(): all of them
-    drop()   ---> the name is unknown again
+    put()    ---> stores a name and its adapter
+    get()    <--- the adapter of one name; entries(): all names
+    drop()   ---> removes a name
 
-Every gateway reads it for each request with such a name, so a load or unload counts for all gateways at once.  Engines
-do not read it: a request carries the adapter's id and folder.  The key: "Adapters" in `redis/KEYS.md`.
+Every gateway looks the adapter up per request, so a load or unload takes effect at all gateways at once.  Engines do
+not read the list: a request carries the adapter's id and folder.  For the key see "Adapters" in `redis/KEYS.md`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class TooManyAdapters(OperatorError):
 
 
 class AdapterList:
-    """Names and what they stand for, as bytes.  Every method is one script and raises BusDown after PATIENCE_S."""
+    """Maps adapter names to encoded adapters.  Every method runs one script and raises BusDown after PATIENCE_S."""
 
     def __init__(self, run_script: RunScript) -> None:
         self._run = run_script
 
     async def put(self, name: str, value: bytes, *, replace: bool) -> bool:
-        """Store a name.  Returns False if it stands for something else already and `replace` is False.
+        """Store a name with its adapter.  Returns False if the name has another adapter already and not `replace`.
 
         Raises TooManyAdapters for a new name beyond MOST_NAMES."""
         stored = int(await self._run(ADAPTER_PUT, name, value, int(replace), MOST_NAMES))
@@ -37,15 +37,15 @@ class AdapterList:
         return bool(stored)
 
     async def get(self, name: str) -> bytes | None:
-        """Return what a name stands for; None: nothing."""
+        """Return the encoded adapter of a name; None: the name is unknown."""
         found: list[bytes] = await self._run(ADAPTER_GET, name)
         return found[1] if found else None
 
     async def entries(self) -> dict[str, bytes]:
-        """Return all names with what they stand for, in the order of the names."""
+        """Return all names with their encoded adapters, sorted by name."""
         found: list[bytes] = await self._run(ADAPTER_GET, "")
         return dict(sorted((name.decode(), value) for name, value in zip(found[::2], found[1::2], strict=True)))
 
     async def drop(self, name: str) -> bool:
-        """Remove a name.  Returns whether it was there."""
+        """Remove a name.  Returns whether the name was in the list."""
         return bool(await self._run(ADAPTER_DROP, name))

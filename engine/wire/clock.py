@@ -1,15 +1,14 @@
-"""Estimate Redis' clock in each process: one time base for all.
+"""An estimate of Redis' clock in each process, so that all processes share one time base.
 
     gateway:  deadline = redis_ms() + timeout  ---- Redis time ---->  engine:  local_ms(deadline), then its own clock
 
-A process has a clock that never jumps (`steady_ms`), and learns its offset to Redis' clock from replies that carry
-Redis' TIME:
+A process has a monotonic clock (`steady_ms`), and estimates its offset to Redis' clock from replies with Redis' TIME:
 
-    sent ------------- TIME ------------- received      the offset is known to half the round trip
+    sent ------------- TIME ------------- received      the offset is known to within half the round trip
     |<------------- round trip ------------->|
 
-Of the last SAMPLES the one with the shortest round trip counts.  If two samples contradict each other, Redis' clock was
-set, or another server answers: the older samples are dropped.
+Of the last SAMPLES samples, the one with the shortest round trip is used.  If a new sample contradicts it, Redis' clock
+was set or another server answers, so older samples are dropped.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from collections.abc import Callable
 log = logging.getLogger("quire.bus")
 
 SAMPLES = 32
-SLACK_MS = 20.0  # two samples may contradict each other by this much: both clocks drift
-ALARM_S = 1.0  # a clock that is wrong by more than this gets a line in the log
+SLACK_MS = 20.0  # tolerated contradiction between two samples, since both clocks drift
+ALARM_S = 1.0  # a larger difference between this machine's clock and Redis' clock is logged
 
 _STARTED_MS = time.time() * 1000 - time.monotonic() * 1000
 
 
 def steady_ms() -> int:
-    """Return unix time in ms by this process's own clock, which runs evenly when the machine's clock is set."""
+    """Return unix time in ms by this process's monotonic clock: it does not jump when the machine's clock is set."""
     return int(_STARTED_MS + time.monotonic() * 1000)
 
 
 class RedisClock:
-    """Redis' unix time, as estimated in this process; before the first sample, this process's own."""
+    """Redis' unix time, as estimated in this process; before the first sample, this process's own time."""
 
     def __init__(self, steady: Callable[[], float] | None = None, wall: Callable[[], float] = time.time) -> None:
-        """`steady`: a clock in ms that never jumps.  `wall`: this machine's unix time in seconds, for `skew_s` only."""
+        """`steady`: a monotonic clock in ms.  `wall`: this machine's unix time in seconds, only for `skew_s`."""
         self._steady = steady or (lambda: _STARTED_MS + time.monotonic() * 1000)
         self._wall = wall
         self._samples: deque[tuple[float, float]] = deque(maxlen=SAMPLES)  # (round trip, offset), ms
@@ -45,11 +44,11 @@ class RedisClock:
         self._alarmed = False
 
     def ticks(self) -> float:
-        """Return the time that sample() expects, ms."""
+        """Return the current time by `steady`, ms: take it before a command, and pass it to sample() afterwards."""
         return self._steady()
 
     def sample(self, sent: float, redis_ms: int) -> None:
-        """Add a sample: the reply to a command of ticks() `sent` has just arrived with Redis' time `redis_ms`."""
+        """Add a sample from a reply that has just arrived.  `sent`: ticks() before the command; `redis_ms`: TIME."""
         received = self._steady()
         trip, offset = received - sent, redis_ms + 0.5 - (sent + received) / 2
         if self._samples:
@@ -61,16 +60,16 @@ class RedisClock:
         self._alarm()
 
     def redis_ms(self) -> int:
-        """Return unix time in ms by Redis' clock."""
+        """Return the current unix time in ms by Redis' clock."""
         return int(self._steady() + self._offset_ms)
 
     def local_ms(self, redis_ms: int) -> int:
-        """Convert a time on Redis' clock to this process's own (see steady_ms)."""
+        """Convert a time on Redis' clock to a time on this process's clock (steady_ms)."""
         return int(redis_ms - self._offset_ms)
 
     @property
     def skew_s(self) -> float:
-        """Seconds by which this machine's clock is ahead of Redis'; 0 before the first sample."""
+        """Seconds by which this machine's clock is ahead of Redis' clock; 0 before the first sample."""
         if not self._samples:
             return 0.0
         return self._wall() - (self._steady() + self._offset_ms) / 1000

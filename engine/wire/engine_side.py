@@ -31,21 +31,21 @@ RESET_ORDER = b"!reset_prefix_cache"  # an engine of an earlier release takes it
 
 
 class EngineSide:
-    """One engine's side.  All methods belong to one asyncio loop (the loop's I/O thread)."""
+    """One engine's side of the bus.  Call all methods on one asyncio loop, that of the bus thread."""
 
     def __init__(
         self, url: str, engine: str, *, namespace: str = "quire", lease_ms: int = 5000, late_share: float = 0.1
     ) -> None:
-        """Connect to nothing yet.  Raises BusDown for a malformed URL.
+        """Create the engine's side without connecting.  Raises BusDown for a malformed URL.
 
-        `url`: redis://, rediss:// or unix://.  `late_share`: minimum share, 0 to 1, of claimed prompt tokens that the
-        late lane gets."""
+        `url`: redis://, rediss:// or unix://.  `late_share`: minimum fraction, 0 to 1, of the claimed prompt tokens
+        that come from the late lane."""
         self._engine = engine
         self._lease_ms, self._late_share = lease_ms, late_share
         self._link = Link(url, namespace, reply_s=link.REPLY_S, returned=self._renew_bell)
         self.clock = RedisClock()  # every exchange() adds a sample
         self._bell = self._link.redis.pubsub()
-        self._bell_stale = False  # it may listen at a server that was demoted
+        self._bell_stale = False  # the subscription may be at a server that was demoted to a replica
         self._ringing: asyncio.Timeout | None = None  # timeout of the pending wait on the wake-up channel
         self.hot_prefixes = HotPrefixStore(self._link)
         self.pool_states = PoolStateStore(self._link)
@@ -55,15 +55,15 @@ class EngineSide:
         self.watched = False  # whether a gateway watched the engines' blocks at the last sync
         self._epoch = "0"  # lease epoch; another epoch in Redis means that the lease lapsed
         self._registered = False
-        self._tenants: dict[str, str] = {}  # request id -> tenant, of what this engine believes to hold
+        self._tenants: dict[str, str] = {}  # request id -> tenant, for the requests that this engine believes it holds
         self._journal = token_log.Journal()
         self._prefixes = PublishedPrefixes()
-        self._routes: dict[str, list[str]] = {}  # id -> listeners, where they are not just the request's own gateway
+        self._routes: dict[str, list[str]] = {}  # id -> listeners, if other gateways than the request's own listen
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Generate).decode
 
     async def open(self) -> None:
-        """Connect and check versions; return what an earlier process of this name held to the queue's head.
+        """Connect, check versions, and requeue the requests that an earlier process of this name held.
 
         The engine belongs to the fleet from its first sync on.  Raises BusDown.
         """
@@ -73,10 +73,10 @@ class EngineSide:
         await self._link.retry(self._listen, link.PATIENCE_S)
 
     async def close(self, *, died: bool = False) -> None:
-        """Give the lease up; what the engine still holds returns to the queue's head.
+        """Give up the lease; the requests that the engine still holds return to the queue.
 
-        Never raises BusDown: while Redis does not answer, the lease lapses by itself, to the same effect.  `died`: the
-        engine failed, so each request it holds counts an attempt, as after a lapse."""
+        Never raises BusDown: if Redis does not answer, the lease lapses by itself, with the same effect.  `died`: the
+        engine failed, so the attempts of each held request grow by one, as after a lapsed lease."""
         if self._registered:
             self._registered = False
             with contextlib.suppress(BusDown):
@@ -98,26 +98,28 @@ class EngineSide:
     ) -> ExchangeReply:
         """Send tokens, end requests, renew the lease, claim requests and take aborts, in one round trip.
 
-        Publishes each (gateway, batch) to the gateway, enters its tokens in the log, and charges the tenants for
-        them.  Ends `finished` requests.  Renews the lease with `load`.  Claims in the queue's order, the on-time lane
-        first, while prompts fit `room_tokens` and `room_requests`; 0 claims none.  The prompt that exceeds
-        `claim_tokens` is the last one; those held as prefixes do not count.  One claim is at most a fair share: the
-        whole queue divided by the number of engines, rounded up.  A request past its deadline is not claimed: it
-        ends, and its gateway receives that.  Retries with backoff while Redis does not answer; never loses or repeats
-        a batch.
+        Publishes each (gateway, batch) to the gateway, appends its tokens to the logs, and charges them to the tenants.
+        Ends `finished` requests.  Renews the lease with `load`.
 
-        With `prefixes` it publishes what its prefix cache holds, prefers requests that begin so, and leaves others for
-        a moment to an engine that has less to do for them.  None: it takes the queue as it stands, and no other engine
-        leaves it anything.
+        Claims requests in queue order, the on-time lane first, while their prompts fit `room_tokens` and
+        `room_requests`; 0 claims none.  The request that exceeds `claim_tokens` is the last one claimed; cached prompt
+        tokens do not count.  One claim takes at most a fair share: all waiting requests divided by the number of
+        engines, rounded up.  A request past its deadline is not claimed but ends, and its gateway receives the Finish.
 
-        `returned`: claimed requests whose LoRA adapter this engine lacks, with one line that says so.  They return to
-        the queue; "Adapters" in KEYS.md says when they end with that line.
+        Retries with backoff while Redis does not answer; never loses or repeats a batch.
 
-        If the lease has lapsed, or Redis has lost acknowledged data, it leaves out what this engine holds no more (see
-        `reassigned`).  It sends again what the remaining logs lack.
+        `prefixes`: changes of this engine's prefix cache.  The engine then prefers requests whose prefixes it has
+        cached, and leaves other requests for a moment to engines that can compute them sooner.  None: the engine claims
+        in queue order, and other engines leave it no request.
+
+        `returned`: claimed requests whose LoRA adapter this engine lacks -> error line.  They return to the queue;
+        "Adapters" in KEYS.md says when they end with this error instead.
+
+        If the lease has lapsed, or Redis has lost acknowledged data, the sync drops the requests that this engine does
+        not hold any more (see `reassigned`), and sends the tokens that the remaining logs lack again.
 
         Raises BusDown when a newer process opened the bus under this engine's name, or Redis refuses for good.  Call
-        one at a time.  Cancelling it leaves open what it did, and only close() may follow.
+        one at a time.  After a cancelled call it is unknown whether the sync ran, and only close() may follow.
         """
         reassigned: list[str] = []
         self._journal.add(batches, finished)
@@ -149,7 +151,7 @@ class EngineSide:
     def _accept(
         self, received: ExchangeReply, payload: bytes, listeners: str, outputs: list[Any], claim: Claim
     ) -> None:
-        """Enter a claimed request in the reply and in what this engine holds."""
+        """Add a claimed request to the reply and to the requests that this engine holds."""
         request = self._decode(payload)
         received.generates.append(request)
         if claim != Claim():
@@ -158,7 +160,7 @@ class EngineSide:
         self._tenants[request.id] = request.tenant
         if listeners != request.gateway:
             self._route(request.id, listeners)
-        so_far = [token_log.read(tokens, finish) for tokens, finish in outputs]  # none: no engine has held it before
+        so_far = [token_log.read(tokens, finish) for tokens, finish in outputs]  # empty: no engine has held it before
         self._journal.hold(request.id, [len(output.token_ids) for output in so_far] or [0] * request.n)
         if any(output.token_ids or output.finish for output in so_far):
             received.resumed[request.id] = so_far
@@ -172,7 +174,7 @@ class EngineSide:
         prefixes: PrefixReport | None,
         returned: Mapping[str, str],
     ) -> Any:
-        """Run one sync under a sequence number of its own; return Redis' reply, None if it was refused."""
+        """Run one sync under the next sequence number; return Redis' reply, None if Redis refused the sync."""
         self._seq += 1
         produced: dict[str, int] = {}
         for _, batch in batches:
@@ -211,7 +213,7 @@ class EngineSide:
     def _arguments(
         self, load: EngineLoad, room: tuple[int, int, int], costs: PrefixReport, logged: token_log.Entries, **more: Any
     ) -> dict[str, Any]:
-        """Return the arguments of EXCHANGE by name; exchange.lua says what they mean."""
+        """Return the named arguments of the sync script, which exchange.lua documents."""
         room_tokens, room_requests, claim_tokens = room
         return {
             **more,
@@ -237,7 +239,9 @@ class EngineSide:
         }
 
     async def _rejoin(self, load: EngineLoad) -> list[str]:
-        """Learn what this engine still holds and how much of it the logs have; return the ids it holds no more."""
+        """Run REJOIN: read which requests this engine still holds and how many of their tokens the logs have.
+
+        Returns the ids of the requests that it does not hold any more."""
         reassigned: list[str] = []
         while True:
             try:
@@ -256,8 +260,8 @@ class EngineSide:
             self._epoch = epoch.decode()
             known: set[str] = set()
             for request_id, listeners, lengths in held:
-                # This engine cannot mend a log that lacks even what it had at the claim.  It leaves the request out of
-                # the next round, so that the request returns to the queue.
+                # If a log lacks even tokens from before the claim, this engine cannot restore them.  It omits the
+                # request in the next round, so that the request returns to the queue.
                 if self._journal.rewind(request_id.decode(), lengths):
                     known.add(request_id.decode())
                     self._route(request_id.decode(), listeners.decode())
@@ -283,7 +287,7 @@ class EngineSide:
             self._routes[request_id] = listeners.split("\n") if listeners else []
 
     def _routed(self, batches: list[tuple[str, TokenBatch]]) -> list[tuple[str, TokenBatch]]:
-        """Return the same Deltas in batches for their present listeners; "" stands for none."""
+        """Regroup the Deltas by the gateways that listen to them now; "": no gateway listens."""
         if not self._routes:
             return batches
         deltas: dict[str, list[Delta]] = {}
@@ -301,16 +305,16 @@ class EngineSide:
 
     # -------------------------------------------------------------------------------------------------- the bell
     async def bell(self) -> None:
-        """Return when there may be something to claim or an abort to take; it may return for no reason.
+        """Wait for a wake-up: a request to claim or an abort may be there.  May return without a reason.
 
-        It does so after a reconnect and every BLOCK_MS at the latest.  A ring between two calls is not lost.
+        Returns after a reconnect, and after BLOCK_MS at the latest.  A wake-up between two calls is not lost.
         """
         if not self._bell_stale:
             try:
                 async with asyncio.timeout(None) as self._ringing:
                     await self._bell.get_message(timeout=link.BLOCK_MS / 1000)
                     while await self._bell.get_message(timeout=0) is not None:
-                        pass  # many rings at once count as one
+                        pass  # several wake-ups count as one
                 return
             except (RedisError, OSError):
                 pass
@@ -320,13 +324,13 @@ class EngineSide:
         await self._link.retry(self._listen)
 
     def _renew_bell(self) -> None:
-        """Subscribe on a new connection, now."""
+        """Subscribe to the wake-up channel again, on a new connection."""
         self._bell_stale = True
         if self._ringing is not None:
             link.interrupt(self._ringing)
 
     async def _listen(self) -> None:
-        # A new subscription is cheaper than finding out what a half-broken one still receives.
+        # Always subscribe anew: a half-broken subscription may receive only some messages.
         await self._bell.aclose()  # type: ignore[no-untyped-call]
         await self._bell.subscribe(f"{self._link.prefix}bell", f"{self._link.prefix}bell:{self._engine}")
 

@@ -1,10 +1,10 @@
-"""What a gateway knows of the engines, from readings that return one page of them and only what has changed.
+"""A gateway's copy of the engines' loads, kept up to date by readings that return only the changes of one page.
 
-    pages, in the order of names:   [e0 ... e255]  [e256 ... e511]  [e512 ... e700]  then the first again
-    a reading:                            ^ leases whose number is beyond the last change that the gateway has read
+    pages, in the order of names:   [e0 ... e255]  [e256 ... e511]  [e512 ... e700]  then the first page again
+    a reading:                            ^ leases that have changed since the gateway last read this page
 
-A page's reply counts its engines.  So a gateway notices that one has left, and reads that page again as a whole.  A
-fleet of one page is read completely each time, a larger one within PASS_MS.
+A reply also has the number of engines in the page.  If it differs from the gateway's copy, an engine has left, and the
+gateway reads all leases of this page.  A fleet of one page is read completely each time, a larger fleet within PASS_MS.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ import msgspec
 
 from quire.engine.wire.messages import EngineLoad
 
-PASS_MS = 1_000  # a reading continues until all pages are read, if the first one was read so long ago
-LEASE_HEAD = struct.Struct(">dd")  # number of the change, unix ms of the sync; the load follows
+PASS_MS = 1_000  # if the current pass began this long ago, fleet() reads all its remaining pages at once
+LEASE_HEAD = struct.Struct(">dd")  # beginning of a lease: number of the change, unix ms of the sync
 
 _decode = msgspec.msgpack.Decoder(EngineLoad).decode
 
 
 class FleetPage(NamedTuple):
-    """What one reading returns of the engines: see `redis/fleet.lua`."""
+    """The reply of one reading about the engines of a page; see `redis/fleet.lua`."""
 
     leases: list[bytes]
-    following: bytes  # name of the page's last engine; b"": no page follows
+    following: bytes  # name of the page's last engine; b"": this is the last page
     engines: int  # number of engines in the page, changed or not
     last_change: int  # number of the last change of any engine
-    known: bool  # Redis remembers the last heartbeat; else this is the first page, with all its leases
+    known: bool  # Redis has this gateway's last heartbeat; False: this is the first page, with all its leases
     time_ms: int  # unix time of the reading
 
 
 class FleetPages:
-    """The engines with a lease, as of the readings so far."""
+    """The loads of the engines with a lease, as of the last readings."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, tuple[EngineLoad, int]] = {}  # name -> load, unix ms of the sync that brought it
         self.start_afresh()
 
     def start_afresh(self) -> None:
-        """Forget how far the readings came: the next ones return every lease, beginning with the first page."""
-        self._after = b""
-        # Last change at the time when a page was read, by the name before that page: of the last pass and of this one.
+        """Read every lease again, beginning with the first page."""
+        self._after = b""  # name of the engine before the next page
+        # Engine name before a page -> number of the last change when the page was read, in the last and in this pass.
         self._read: dict[bytes, int] = {}
         self._reading: dict[bytes, int] = {}
         self._pass_ms = 0  # unix time at which the first page of this pass was read
-        self._reread = False  # all leases of the page, because an engine of it has left
-        self._passes = 0  # since the readings began afresh
+        self._reread = False  # whether to read all leases of the page, because one of its engines has left
+        self._passes = 0  # complete passes since start_afresh()
 
     def position(self) -> tuple[bytes, int]:
-        """Return what the next reading asks for: the name before its page, and the last change known of the page."""
+        """Return (engine name before the next page, number of the last change read of this page)."""
         if self._reread:
             return self._after, 0
-        # After a shift a page may have no entry: the first page was read before all others.
+        # If page boundaries have moved, a page may have no entry; the first page's number is a safe lower bound.
         return self._after, self._read.get(self._after, self._read.get(b"", 0))
 
     def record(self, page: FleetPage) -> None:
@@ -80,13 +80,13 @@ class FleetPages:
             self._passes += 1
 
     def complete(self, now_ms: int) -> bool:
-        """Return whether every page has been read, each one lately.  `now_ms`: unix time of the last reading."""
+        """Return whether every page has been read recently enough.  `now_ms`: unix time of the last reading."""
         if not self._passes or self._reread:
             return False
         return not self._after or now_ms - self._pass_ms < PASS_MS
 
     def loads(self) -> list[EngineLoad]:
-        """Return the engines' loads, in no order."""
+        """Return the engines' loads, in arbitrary order."""
         return [load for load, _ in self._known.values()]
 
     def exchanged_ms(self) -> dict[str, int]:

@@ -1,9 +1,9 @@
 """A gateway's side of the bus: queue requests, receive their tokens, read the fleet and the logs.
 
 submit() ---> queue in Redis ---> engines claim
-batches() <--- the gateway's token channel <--- one message for each step of an engine
-fleet()   <--- loads, room, tenant queues; removes what dead gateways and engines have left
-attach(), log() <--- the token log, for a gateway that has missed something
+batches() <--- the gateway's token channel <--- one message per step of an engine
+fleet()   <--- loads, free capacity, tenant queues; cleans up after dead gateways and engines
+attach(), log() <--- the token log, for a gateway that has missed tokens
 """
 
 from __future__ import annotations
@@ -58,26 +58,26 @@ from quire.engine.wire.withdrawals import FOR_ALL, UNREAD, Withdrawal, Withdrawa
 
 log = logging.getLogger("quire.bus")
 
-PLACES_COUNT = 1000  # most requests whose places one script reads
+PLACES_COUNT = 1000  # maximum requests per script that reads places
 NO_BOUNDS = QueueBounds()
 READ_DELTAS = 1000  # Deltas and messages after which other tasks of the event loop run
 
 
 class GatewaySide:
-    """One gateway's side.  All methods belong to one asyncio loop."""
+    """One gateway's side of the bus.  Call all methods on one asyncio loop."""
 
     def __init__(
         self, url: str, gateway: str, *, namespace: str = "quire", retain_s: float = 60.0, grace_s: float = 30.0
     ) -> None:
-        """Connect to nothing yet.  Raises BusDown for a malformed URL.
+        """Create the gateway's side without connecting.  Raises BusDown for a malformed URL.
 
         `url`: redis://, rediss:// or unix://.  `retain_s`: how long the logs of its requests stay after their end.
-        `grace_s`: how long a request without a live listener waits for a gateway to attach, before it is withdrawn."""
+        `grace_s`: how long a request without a live gateway waits for another gateway before it is withdrawn."""
         self._gateway = gateway
         self._retain_ms, self._grace_ms = int(retain_s * 1000), int(grace_s * 1000)
         self.clock = RedisClock()  # every fleet() adds a sample
         self._link = Link(url, namespace, reply_s=link.PATIENCE_S, returned=self._on_reconnect)
-        # The tokens have a connection of their own: one that waits for seconds must not count as dead after two.
+        # A separate connection for tokens: it may be silent for seconds, and must not count as dead after two.
         self._reader = Link(url, namespace, reply_s=2 * link.BLOCK_MS / 1000, nodes=self._link.nodes)
         self.quotas = QuotaStore(self._link.run_script)
         self.responses = ResponseStore(self._link.run_script)
@@ -85,22 +85,22 @@ class GatewaySide:
         self.pool_states = PoolStateStore(self._link)
         self.operations = Operations(self._link)
         self._history = ""  # replication id of the server's data at the last check
-        self._doubtful = False  # another server may have answered since
-        # The data has another history, or tokens may have been missed, which fleet() has not reported yet.
+        self._doubtful = False  # another server may have answered since the last check
+        # Redis' data has another history, or tokens may have been missed, and fleet() has not reported this yet.
         self._forgotten = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._beats = 0
         self._engines = FleetPages()
         channel = f"{self._link.prefix}tokens:{token_messages.channel_of(gateway)}"
         self._tokens = Subscription(self._reader, channel, self._on_missed)
-        self._undealt: TokenBatch | None = None  # read, and not dealt with by the caller of batches()
-        self.rounds = 0  # reads by batches() whose batch, if any, was dealt with
+        self._undealt: TokenBatch | None = None  # a batch that the caller of batches() has not processed yet
+        self.rounds = 0  # reads by batches() whose batch, if any, was processed
         self._withdrawals = Withdrawals(self._send_withdrawals)
 
     async def open(self) -> None:
         """Connect, check versions, and subscribe to the gateway's tokens.  Raises BusDown.
 
-        Requests of an earlier process of this name lose their listener.  They wait `grace_s` for one to attach."""
+        Requests of an earlier process of this name have no listener; they wait `grace_s` for a gateway to attach."""
         self._history = await self._link.check()
         await self._tokens.open()
         await self._link.run_script(ADOPT, self._gateway, self._grace_ms)
@@ -108,14 +108,16 @@ class GatewaySide:
     async def close(self) -> None:
         """Disconnect.  Harmless when called twice.
 
-        Withdraw open requests first, or engines compute them for no client."""
+        Withdraw open requests first; otherwise engines compute them although no client waits."""
         await self._withdrawals.close()
         await self._tokens.close()
         await self._link.close()
         await self._reader.close()
 
     def _on_reconnect(self) -> None:
-        """Another server may have answered.  A subscription at a demoted server would not notice."""
+        """Check the data's history and subscribe again: another server may answer now.
+
+        A subscription at a demoted server would silently receive nothing."""
         self._doubtful = True
         self._tokens.renew()
 
@@ -142,14 +144,15 @@ class GatewaySide:
     ) -> Queue:
         """Queue the prompts of one client's request durably, all or none, and wake engines.
 
-        They share gateway, tenant, weight, priority, deadline and lane.  In three cases none is queued (no `lane`):
+        The prompts share gateway, tenant, weight, priority, deadline and lane.  In three cases nothing is queued (the
+        reply has no `lane`):
           * neither lane has free capacity within `bounds`;
-          * one has, but as many requests or bytes wait as may wait: `full`;
-          * another request came first with `idempotency_key`: `duplicate` names it, for attach().
-        `record` stays with the log of the first prompt, as long as the log: see attach().
+          * a lane has, but the maximum of waiting requests or bytes is reached: `full`;
+          * an earlier request has the same `idempotency_key`: `duplicate` names it, for attach().
+        `record` is stored with the log of the first prompt, and attach() returns it.
 
-        Raises BusDown after PATIENCE_S: not queued.  If only the reply was lost it may be queued for a moment.  It is
-        withdrawn as soon as Redis answers again.
+        Raises BusDown after PATIENCE_S; the request is then not queued.  If only the reply was lost, it may be queued
+        for a moment: it is withdrawn as soon as Redis answers again.
         """
         first = requests[0]
         words: list[bytes | str | int] = []
@@ -191,9 +194,9 @@ class GatewaySide:
         )
 
     async def places(self, request_ids: Sequence[str]) -> dict[str, Place]:
-        """Return where these requests stand in the queue, those left out that do not wait.
+        """Return the queue positions of these requests; requests that do not wait are left out.
 
-        One script for every PLACES_COUNT requests.  Raises BusDown after PATIENCE_S."""
+        Runs one script per PLACES_COUNT requests.  Raises BusDown after PATIENCE_S."""
         found: dict[str, Place] = {}
         for at in range(0, len(request_ids), PLACES_COUNT):
             some = request_ids[at : at + PLACES_COUNT]
@@ -203,25 +206,25 @@ class GatewaySide:
         return found
 
     async def find_duplicate(self, key: IdempotencyKey) -> DuplicateRequest | None:
-        """Return the request that came first under this key, as submit() would find it; None: there is none.
+        """Return the first request with this idempotency key, as submit() would; None: there is none.
 
-        A retry that has a first request skips admission.  Raises BusDown after PATIENCE_S."""
+        A client's retry of such a request skips admission.  Raises BusDown after PATIENCE_S."""
         return _read_duplicate(await self._link.run_script(FIND_DUPLICATE, key.key), key)
 
     async def release(self, key: IdempotencyKey, request_id: str) -> None:
-        """Free this key if `request_id` is the first under it, because its answer cannot be read any more.
+        """Free an idempotency key if it belongs to `request_id`, whose answer cannot be read any more.
 
         Raises BusDown after PATIENCE_S."""
         await self._link.run_script(RELEASE, key.key, request_id)
 
     # ----------------------------------------------------------------------------------------------- the token log
     async def attach(self, request_id: str, *, listen: bool = True) -> Attached | None:
-        """Listen to a request of any gateway from now on, and read its log; None: its log is not kept.
+        """Listen to a request of any gateway from now on, and read its log; None: the log does not exist any more.
 
-        Every Delta that is not in the reply arrives through batches(), with two exceptions.  Some arrive a second time
-        (see `first`).  Some are missing after the attachment; then an empty Delta follows whose `first` lies beyond the
-        known tokens, and log() has the rest.  A finished request is read the same way: each choice has a Finish.
-        Without `listen` it is only read.  Raises BusDown after PATIENCE_S."""
+        Every Delta that is not in the reply arrives through batches(), with two exceptions.  Some Deltas arrive twice
+        (compare `first`).  If some are missing after the attachment, an empty Delta follows whose `first` lies beyond
+        the known tokens, and log() returns the missing tokens.  For a finished request, each choice has a Finish.
+        Without `listen` the log is only read.  Raises BusDown after PATIENCE_S."""
         reply = await self._link.run_script(ATTACH, request_id, self._gateway if listen else "")
         if reply is None:
             return None
@@ -229,9 +232,9 @@ class GatewaySide:
         return Attached(record, [token_log.read(*one) for one in found])
 
     async def log(self, request_id: str, index: int, first: int, count: int) -> LoggedOutput | None:
-        """Return at most `count` tokens of one choice, from output position `first` on; None as for attach().
+        """Return at most `count` tokens of one choice, from output position `first` on; None: the log is gone.
 
-        The Finish comes with the last token.  Raises BusDown after PATIENCE_S."""
+        The Finish is returned with the last token.  Raises BusDown after PATIENCE_S."""
         reply = await self._link.run_script(READ_LOG, request_id, index, first, count)
         if reply is None:
             return None
@@ -242,9 +245,9 @@ class GatewaySide:
         await self._link.run_script(KEEP, *request_ids)
 
     async def settle(self, delivered: list[tuple[str, str, list[int]]]) -> list[Usage]:
-        """Enter in the ledger how many output tokens of each choice were sent to a client.
+        """Record in the usage ledger how many output tokens of each choice were sent to a client.
 
-        `delivered`: (request id, tenant, counts).  Counts never fall, and settling the same twice counts it once.
+        `delivered`: (request id, tenant, tokens sent per choice).  Counts never fall, and repeated calls count once.
         Raises BusDown after PATIENCE_S."""
         words: list[bytes | str | int] = []
         for request_id, tenant, counts in delivered:
@@ -254,27 +257,27 @@ class GatewaySide:
 
     # ------------------------------------------------------------------------------------------------- withdrawals
     def withdraw(self, request_id: str, index: int = UNREAD) -> None:
-        """Stop listening to a request; end it if no other gateway listens.
+        """Stop listening to a request, and end it if no other gateway listens.
 
-        A waiting request leaves the queue; a claimed one gets an Abort at its engine.  With an `index`, that
-        choice ends at the engine that computes the request now or later.  Idempotent.
+        A waiting request leaves the queue; for a claimed request, its engine gets an Abort.  With an `index`, only
+        this choice ends, at the engine that computes the request now or later.  Idempotent.
 
-        Never waits.  One task sends all withdrawals.  Those that do not reach Redis stay owed, and the next fleet()
-        starts that task again.
+        Never waits.  One task sends all withdrawals.  Withdrawals that do not reach Redis are kept, and the next
+        fleet() starts that task again.
         """
         self._withdrawals.add((request_id, index))
         self._withdrawals.wake()
 
     async def cancel_for_all(self, request_ids: list[str]) -> None:
-        """End requests as cancelled, whichever gateways listen: their readers get the end.  Idempotent.
+        """Cancel requests even if other gateways listen; all listeners get the Finish.  Idempotent.
 
-        Returns when Redis has it, or has not answered for PATIENCE_S: then it stays owed, as for withdraw()."""
+        Returns when Redis has the cancellations, or after PATIENCE_S; then they are sent later, as in withdraw()."""
         self._withdrawals.add(*((request_id, FOR_ALL) for request_id in request_ids))
         self._withdrawals.wake()
         await self._withdrawals.sent()
 
     async def withdrawn(self) -> None:
-        """Wait until Redis has every withdrawal, or has not answered for PATIENCE_S.  Never raises BusDown."""
+        """Wait until Redis has every withdrawal, or for PATIENCE_S without an answer.  Never raises BusDown."""
         await self._withdrawals.sent()
 
     async def cancel(self, request_id: str, index: int = -1) -> None:
@@ -290,11 +293,11 @@ class GatewaySide:
         return True
 
     async def batches(self) -> AsyncGenerator[TokenBatch, None]:
-        """Yield every TokenBatch for this gateway, in order, for ever.
+        """Iterate over every TokenBatch for this gateway, in order, forever.
 
-        Asking for the next batch means that all earlier ones are dealt with.  A second call begins with the last one
-        that is not.  Batches that come while the connection is lost are missed: the next fleet() is `forgotten`, and
-        attach() says what the logs have."""
+        When the caller takes the next batch, the previous one counts as processed.  A second call begins with the batch
+        that was not processed.  Batches sent while the connection is down are missed: the next fleet() then has
+        `forgotten` set, and attach() reads the missing tokens from the logs."""
         work = 0
         while True:
             if work >= READ_DELTAS:
@@ -320,11 +323,11 @@ class GatewaySide:
             return None
 
     async def fleet(self) -> Fleet:
-        """Read the fleet, and return requests of engines whose lease has lapsed to the queue's head.
+        """Read the loads of all engines and the queue; requeue the requests of engines whose lease has lapsed.
 
-        One round trip, which returns the loads that have changed since the last reading, of READING_ENGINES engines at
-        most.  If there are more engines, each load is PASS_MS old at most; the first reading reads them all.
-        Call it at least every second: it notices dead engines and gateways, and it is this gateway's heartbeat.
+        One round trip returns the loads that have changed since the last reading, of at most READING_ENGINES engines.
+        With more engines, a load may be up to PASS_MS old; the first reading reads all engines.  Call it at least every
+        second: it detects dead engines and gateways, and it is this gateway's heartbeat.
         Raises BusDown after PATIENCE_S.
         """
         self._withdrawals.wake()
@@ -353,7 +356,9 @@ class GatewaySide:
         )
 
     async def _read_page(self) -> tuple[int, int, list[Any], int]:
-        """Read one page of the engines, and the queue; return unix ms, capacity in tokens, queue state, quarantined."""
+        """Read one page of the engines, and the queue.
+
+        Returns (unix ms, free capacity in prompt tokens, queue state, number of quarantined requests)."""
         self._beats += 1
         sent = self.clock.ticks()
         reply = await self._link.run_script(
@@ -367,7 +372,7 @@ class GatewaySide:
 
 
 def _read_queue_state(state: list[Any]) -> tuple[LaneQueue, LaneQueue, dict[str, TenantQueue]]:
-    """Return both lanes, on time first, and the tenants that the reply names.  `state`: `queue_state` of queue.lua."""
+    """Return (on-time lane, late lane, tenants of the reply).  `state`: the reply of `queue_state` in queue.lua."""
     lanes: list[LaneQueue] = []
     tenants: dict[str, TenantQueue] = {}
     for lane, (requests, total, oldest_ms, waiting, scored, tokens, weights) in zip(LANES, state, strict=True):

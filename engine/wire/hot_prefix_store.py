@@ -1,7 +1,7 @@
-"""The hot-prefix store: what an engine found in its prefix cache most often, for the next engine that starts.
+"""The hot-prefix store: the most-hit prefixes of an engine's cache, for the next engine that starts.
 
-Engines of one model fingerprint share a key; the last write counts.  Reading deletes the key, so an engine that dies of
-a prefix does not meet that prefix at its next start.  An engine that survives writes the prefixes back.
+Engines with the same model fingerprint share a key; the last write wins.  Reading deletes the key, so a prefix that
+crashes an engine is not computed again at the next start.  An engine that survives writes the prefixes back.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from quire.engine.wire.link import Link
 from quire.engine.wire.messages import HotPrefix
 from quire.engine.wire.scripts import REQUESTS_WAIT
 
-TTL_MS = 600_000
-MOST = 128  # prefixes
-MOST_BYTES = 1 << 20  # bytes of stored tokens and salts: 262,144 tokens
+TTL_MS = 600_000  # lifetime of the stored prefixes after the last write
+MOST = 128  # maximum stored prefixes
+MOST_BYTES = 1 << 20  # maximum bytes of stored tokens and salts: 262,144 tokens
 
 
 def bounded(prefixes: Sequence[HotPrefix]) -> list[HotPrefix]:
-    """Return the first prefixes that stay within MOST and MOST_BYTES together."""
+    """Return as many of the first prefixes as fit MOST and MOST_BYTES."""
     sizes = accumulate(len(prefix.tokens) + len(prefix.cache_salt.encode()) for prefix in prefixes)
     return [prefix for prefix, size in zip(prefixes[:MOST], sizes, strict=False) if size <= MOST_BYTES]
 
@@ -36,14 +36,14 @@ class HotPrefixStore:
         self._link, self._key = link, f"{link.prefix}hot_prefixes:"
 
     async def write(self, fingerprint: str, prefixes: Sequence[HotPrefix]) -> None:
-        """Replace what is stored, within the bounds.  `prefixes`: hottest first.  Raises BusDown."""
+        """Replace the stored prefixes, within the bounds.  `prefixes`: hottest first.  Raises BusDown."""
         value = msgspec.msgpack.encode(bounded(prefixes))
         await self._link.retry(
             partial(self._link.redis.set, self._key + fingerprint, value, px=TTL_MS), link.PATIENCE_S
         )
 
     async def take(self, fingerprint: str) -> list[HotPrefix]:
-        """Read and delete what is stored, hottest first.  Raises BusDown, and ValueError for anything unreadable."""
+        """Read and delete the stored prefixes, hottest first.  Raises BusDown, and ValueError for unreadable data."""
         value: Any = await self._link.retry(partial(self._link.redis.getdel, self._key + fingerprint), link.PATIENCE_S)
         try:
             return msgspec.msgpack.decode(value, type=list[HotPrefix]) if value else []
@@ -51,5 +51,5 @@ class HotPrefixStore:
             raise ValueError(f"unreadable hot prefixes in Redis: {error}") from None
 
     async def requests_wait(self) -> bool:
-        """Return whether a request waits that exceeds the free capacity of the serving engines.  Raises BusDown."""
+        """Return whether requests wait while no serving engine has free capacity.  Raises BusDown."""
         return bool(await self._link.run_script(REQUESTS_WAIT))

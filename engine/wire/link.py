@@ -1,12 +1,12 @@
-"""Connections to Redis: retries, timeouts, and the versions that all processes must share.
+"""Connections to Redis: retries, timeouts, and the check that all processes have the same versions.
 
     command ---> _attempt() ---> Redis
        ^            |
        |            v
     retry() <--- redis_errors.remedy(): wait, reconnect, ask the operator, or give up
 
-Durability is the server's: with `appendfsync everysec` a crash of the server loses nothing, a power cut up to a second.
-Needs Redis 6.2 or later, or Valkey.
+Redis provides the durability: with `appendfsync everysec` a crash of the server loses nothing, and a power cut loses up
+to a second.  Needs Redis 6.2 or later, or Valkey.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from quire.engine.wire.scripts import COMMANDS, MEET, Script
 log = logging.getLogger("quire.bus")
 T = TypeVar("T")
 
-PATIENCE_S = 2.0  # how long a gateway-side call, and open() on both sides, retries before it raises BusDown
-PROBE_S = 0.2  # how long a probe for writes retries: the next probe follows soon
-REPLY_S = 3.0  # an engine's sync takes a silent connection for dead after this, and retries on a new one
-BACKOFF_S = (0.02, 1.0)  # first and longest pause between two attempts; half of each is random
-GIVE_UP_S = 30.0  # a retry without a deadline raises BusDown after this much of one error that time may never mend
-BLOCK_MS = 5_000  # longest wait in one command: a gateway's for the next batch, and an engine's for a wake-up
-HELD_UP_S = 0.25  # a deadline that is seen this late: the event loop itself stood still, and Redis was not asked
-LOST = ("", "CLUSTERDOWN")  # codes of errors after which another node of a cluster is asked; "": no reply
-CONNECTIONS = 8  # commands that one side has in flight at once; further commands wait
+PATIENCE_S = 2.0  # seconds for which a gateway's call, and open() on both sides, retries before it raises BusDown
+PROBE_S = 0.2  # seconds for which a write probe retries; the next probe follows soon
+REPLY_S = 3.0  # seconds of silence after which an engine's sync gives up a connection and retries on a new one
+BACKOFF_S = (0.02, 1.0)  # first and maximum pause between two attempts; half of each pause is random
+GIVE_UP_S = 30.0  # a retry without a deadline raises BusDown after this time with one possibly permanent error
+BLOCK_MS = 5_000  # maximum wait in one command: a gateway's for the next batch, and an engine's for a wake-up
+HELD_UP_S = 0.25  # a deadline that is noticed this late means that the event loop itself was blocked
+LOST = ("", "CLUSTERDOWN")  # error codes after which the link tries another node of the cluster; "": no reply
+CONNECTIONS = 8  # maximum commands in flight per side; further commands wait
 
 
 class BusDown(OperatorError):
-    """Redis cannot be reached, refuses writes or refuses this process; the text names the cause and for how long."""
+    """Redis cannot be reached, refuses writes or refuses this process; the text has the cause and the duration."""
 
 
 class VersionMismatch(BusDown):
@@ -58,7 +58,7 @@ class VersionMismatch(BusDown):
 
 
 class Link:
-    """Connections to one Redis, or to the node of a cluster that serves the namespace; alone decides to retry."""
+    """Connections to one Redis, or to the cluster node that serves the namespace.  All retries happen here."""
 
     def __init__(
         self,
@@ -69,19 +69,19 @@ class Link:
         returned: Callable[[], None] = lambda: None,
         nodes: Nodes | None = None,
     ) -> None:
-        """Connect to nothing yet.  Raises BusDown: malformed URL.
+        """Create the link without connecting.  Raises BusDown for a malformed URL.
 
         A connection counts as dead after `reply_s` seconds of silence.  `returned` is called at the first success after
-        an error of the kind RECONNECT: another server may have answered.  `nodes`: those of another link of this
-        process to the same URL.
+        an error with remedy RECONNECT, since another server may have answered.  `nodes`: the `nodes` of another link of
+        this process to the same URL.
         """
         self._namespace = namespace
         self.prefix = f"{{{namespace}}}:"
         parts = urlsplit(url)
         self._url = f"{parts.scheme}://{host_and_port(parts.hostname or '', parts.port)}{parts.path}"
         try:
-            # Retries are ours: redis-py would repeat what is not safe to repeat.  Protocol 2 keeps replies of one shape
-            # over the supported versions of redis-py.
+            # redis-py's own retries are off: it would repeat commands that are not safe to repeat.  With protocol 2 all
+            # supported versions of redis-py return replies of the same shape.
             self._pool = _Pool.from_url(
                 url,
                 max_connections=CONNECTIONS,
@@ -97,21 +97,21 @@ class Link:
         self.nodes = self._pool.nodes = nodes or Nodes(self._pool.connection_kwargs)
         self.redis = aioredis.Redis.from_pool(self._pool)
         self._stale = False  # the next attempt replaces all idle connections
-        self._away = False  # the last attempt that ended met an error of the kind RECONNECT
+        self._away = False  # whether the last attempt failed with an error of remedy RECONNECT
         self._returned = returned
-        self._endless: set[asyncio.Timeout] = set()  # attempts under way that have no deadline
+        self._endless: set[asyncio.Timeout] = set()  # timeouts of running attempts without a deadline
 
     async def close(self) -> None:
         await self.redis.aclose()
 
     @property
     def _name(self) -> str:
-        """The URL without its password, and the node if another one than the URL's is asked."""
+        """The URL without its password, and the current cluster node if it is not the URL's."""
         at, seed = self.nodes.current, self.nodes.seed
         return self._url if at is None or at == seed else f"{self._url} (node {host_and_port(at.host, at.port)})"
 
     async def check(self) -> str:
-        """Check the server's version and the versions of layout and wire; return the id of its data's history.
+        """Check the versions of the server, the layout and the wire; return the replication id of the server's data.
 
         Raises BusDown, or VersionMismatch when processes of another version use this namespace."""
         await self._check_commands()
@@ -133,14 +133,14 @@ class Link:
         return await self.history()
 
     async def _check_commands(self) -> None:
-        """Raise BusDown if the server lacks a command that is needed: `rename-command` in its configuration."""
+        """Raise BusDown if the server lacks a needed command, because its configuration has `rename-command`."""
         ask: Callable[[], Awaitable[list[Any]]] = partial(self.redis.execute_command, "COMMAND INFO", *COMMANDS)
 
         async def once() -> list[Any]:
             try:
                 return await ask()
             except ResponseError as error:
-                if remedy(error) in (Remedy.OPERATOR, Remedy.NONE):  # this user, or the server, has no COMMAND
+                if remedy(error) in (Remedy.OPERATOR, Remedy.NONE):  # COMMAND itself is forbidden: assume all exist
                     return list(COMMANDS)
                 raise
 
@@ -149,7 +149,7 @@ class Link:
             raise BusDown(f"Redis at {self._name} has no {', '.join(missing)}: take rename-command out of its settings")
 
     async def _join_cluster(self) -> None:
-        """Learn the cluster's nodes.  Raises BusDown where this URL or namespace cannot be served by a cluster."""
+        """Read the cluster's nodes.  Raises BusDown if a cluster cannot serve this URL or namespace."""
         if not has_hash_tag(self._namespace):
             raise BusDown(
                 f"Redis at {self._name} is a cluster, and keys of the namespace {self._namespace!r} lie in many of its "
@@ -161,21 +161,21 @@ class Link:
         self.nodes.learn(slots)
 
     async def history(self) -> str:
-        """Return the id of the data's history; a promoted replica and a restarted server have another one.
+        """Return the data's replication id, which changes when a replica is promoted or the server restarts.
 
         Raises BusDown after PATIENCE_S."""
 
         async def once() -> Any:
-            await self.redis.exists(f"{self.prefix}layout")  # a cluster redirects this, and answers INFO at any node
+            await self.redis.exists(f"{self.prefix}layout")  # follows a redirect; INFO alone is answered by any node
             return await self.redis.info("replication")
 
         info = await self.retry(once, PATIENCE_S)
         return str(info.get("master_replid", ""))
 
     async def run_script(self, script: Script, *args: bytes | str | int, patience_s: float = PATIENCE_S) -> Any:
-        """Run one script; return its reply.
+        """Run one script and return its reply.
 
-        Raises BusDown when it did not succeed within `patience_s` seconds.  It may have run all the same."""
+        Raises BusDown if no attempt succeeded within `patience_s` seconds; the script may have run nevertheless."""
 
         async def once() -> Any:
             try:
@@ -186,19 +186,19 @@ class Link:
         return await self.retry(once, patience_s)
 
     def renew(self) -> None:
-        """Replace every connection: the address may lead to another server by now.
+        """Replace every connection, because the address may lead to another server by now.
 
-        An attempt without a deadline is interrupted and made again.  Other attempts end by themselves."""
+        Attempts without a deadline are interrupted and repeated.  Other attempts end by themselves."""
         self._stale = True
         for limit in self._endless:
             interrupt(limit)
 
     async def retry(self, command: Callable[[], Awaitable[T]], patience_s: float = math.inf) -> T:
-        """Await command() until it succeeds, with growing pauses.  It must be harmless when it runs twice.
+        """Await command() until it succeeds, with growing pauses.  The command must be harmless when it runs twice.
 
         Raises BusDown after `patience_s` seconds in which this process ran, and at once if Redis refuses its
-        credentials.  Without a limit it raises BusDown after GIVE_UP_S of one error that time may never mend.  An error
-        that no attempt can mend is raised as it is.
+        credentials.  Without a limit it raises BusDown after GIVE_UP_S with one possibly permanent error.  An error
+        that no further attempt can fix is raised as it is.
         """
         clock = asyncio.get_running_loop().time
         deadline = Deadline(clock, patience_s)
@@ -216,7 +216,7 @@ class Link:
                     raise
                 if mend is Remedy.RECONNECT:
                     self._leave(node, error, renewed=isinstance(error, TimeoutError) and patience_s == math.inf)
-                if cause is None or not isinstance(error, TimeoutError):  # our own deadline names no cause
+                if cause is None or not isinstance(error, TimeoutError):  # the TimeoutError of our deadline is no cause
                     cause = error
                 left = deadline.left()
                 refused = mend is Remedy.OPERATOR and patience_s < math.inf
@@ -225,7 +225,7 @@ class Link:
                     raise BusDown(
                         f"Redis at {self._name} did not serve us for {took_s:.1f} s: {one_line(cause)}"
                     ) from cause
-                if tries == 1 and patience_s == math.inf:  # not at the first failure: single connections do break
+                if tries == 1 and patience_s == math.inf:  # not at the first failure, since single connections break
                     log.warning("Redis at %s does not answer, retrying: %s", self._name, one_line(error))
             else:
                 if tries > 1 and patience_s == math.inf:
@@ -239,10 +239,10 @@ class Link:
             tries += 1
 
     def _leave(self, node: Address | None, error: Exception, *, renewed: bool) -> None:
-        """Use new connections from now on, on a cluster perhaps to another node.
+        """Use new connections from now on, in a cluster perhaps to another node.
 
-        `error`: what an attempt at `node` met.  `renewed`: renew() has interrupted it, which says nothing about the
-        node."""
+        `error`: the error of an attempt at `node`.  `renewed`: renew() interrupted the attempt, so the node may be
+        healthy."""
         self._stale = self._away = True
         if isinstance(error, MovedError):
             self.nodes.redirect(error)
@@ -250,7 +250,7 @@ class Link:
             self.nodes.lost(node)
 
     async def _attempt(self, command: Callable[[], Awaitable[T]], until: float | None) -> T:
-        """Await command() once, until this time of the loop's clock, on new connections if the old ones are stale."""
+        """Await command() once, on new connections if the old ones are stale.  `until`: deadline, loop time."""
         if self._stale:
             self._stale = False
             await self._pool.drop_idle()
@@ -270,7 +270,7 @@ class Link:
 
 
 class Deadline:
-    """The end of a command's tries.  If this process stood still meanwhile, Redis gets the full time again."""
+    """The deadline of a command's attempts.  If this process was blocked meanwhile, the deadline is extended once."""
 
     def __init__(self, clock: Callable[[], float], patience_s: float) -> None:
         self._clock, self._patience_s = clock, patience_s
@@ -279,9 +279,10 @@ class Deadline:
         self._extended = False
 
     def left(self) -> float:
-        """Seconds until the end.
+        """Return the seconds until the deadline.
 
-        The end is moved once, if it is seen late, and if Redis remembers the outcome of a submit until the new end."""
+        Extends the deadline once if it is noticed late, unless Redis would forget the outcome of a submit before the
+        new deadline."""
         now = self._clock()
         late = now - self.at > HELD_UP_S
         if late and not self._extended and now - self.began + self._patience_s < TOMBSTONE_MS / 1000:
@@ -291,7 +292,7 @@ class Deadline:
 
 
 class _Doubt:
-    """Bounds how long one error repeats that time may never mend: an unknown one, or refused credentials."""
+    """Bounds how long a possibly permanent error may repeat: an unknown error, or refused credentials."""
 
     def __init__(self, name: str, limit_s: float) -> None:
         self._name, self._limit_s = name, limit_s
@@ -299,7 +300,7 @@ class _Doubt:
         self._since = 0.0
 
     def over(self, error: Exception, mend: Remedy, now: float) -> bool:
-        """Count this error at time `now`, seconds; return whether it has repeated for the limit."""
+        """Record an error at time `now`, seconds; return whether the same error has repeated for the limit."""
         if mend not in (Remedy.UNKNOWN, Remedy.OPERATOR):
             self._code = None
         elif self._code != code_of(error):
@@ -309,10 +310,10 @@ class _Doubt:
 
 
 class _Pool(aioredis.BlockingConnectionPool):
-    nodes: Nodes  # set by its Link
+    nodes: Nodes  # set by the Link that owns this pool
 
     async def ensure_connection(self, connection: AbstractConnection) -> None:
-        """Lead the connection to the node that is asked at present, then check it as redis-py does."""
+        """Move the connection to the current node if it leads elsewhere, then check it as redis-py does."""
         at = self.nodes.current
         if at is not None and isinstance(connection, aioredis.Connection) and at != (connection.host, connection.port):
             await connection.disconnect(nowait=True)
@@ -322,14 +323,14 @@ class _Pool(aioredis.BlockingConnectionPool):
     async def drop_idle(self) -> None:
         """Close the connections that no command uses now.
 
-        Commands under way keep theirs.  A command on a connection to the wrong server fails, and the connection is idle
-        before the retry."""
+        Running commands keep their connections.  If one leads to the wrong server, its command fails, and the
+        connection is idle and closed before the retry."""
         for connection in list(self._available_connections):
-            # The pool's own disconnect() waits, and a command could take the connection meanwhile.
+            # Not the pool's own disconnect(): it waits, and meanwhile a command could take the connection.
             await connection.disconnect(nowait=True)
 
 
 def interrupt(limit: asyncio.Timeout) -> None:
-    """Raise TimeoutError in what this bounds, now, unless it ends already."""
+    """Let the block that this timeout bounds end with TimeoutError now, unless it has ended."""
     with contextlib.suppress(RuntimeError):
         limit.reschedule(asyncio.get_running_loop().time())

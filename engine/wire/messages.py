@@ -17,65 +17,67 @@ import msgspec
 WIRE_VERSION = 2
 
 PRIORITIES = (-100, 100)  # first and last class; the lower class goes first
-# Of a length penalty.  Within them length ** length_penalty is a finite float32 above 0 for every length up to 10**7.
+# Minimum and maximum of `length_penalty`.  Within these bounds length ** length_penalty is a finite float32 above 0 for
+# every length up to 10**7.
 LENGTH_PENALTIES = (-5.0, 5.0)
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one request's tokens are sampled.  `service/api/api.py` has validated it."""
+    """Sampling parameters of one request.  `service/api/api.py` has validated them."""
 
     temperature: float = 1.0  # 0 means greedy
     top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches this
     top_k: int = 0  # keep the k most probable tokens; 0 keeps all
     min_p: float = 0.0  # keep tokens with at least this fraction of the maximum probability
     seed: int = 0  # 0..2**63-1; the gateway always sets it, so that a replay samples the same tokens
-    min_tokens: int = 0  # outputs before end-of-sequence and stop tokens may be sampled
-    presence_penalty: float = 0.0  # -2..2, once per token already in the output
-    frequency_penalty: float = 0.0  # -2..2, times its count in the output
+    min_tokens: int = 0  # minimum output tokens before EOS and stop tokens may be sampled
+    presence_penalty: float = 0.0  # -2..2, subtracted from the logit of each token that is in the output
+    frequency_penalty: float = 0.0  # -2..2, subtracted from a token's logit once per occurrence in the output
     repetition_penalty: float = 1.0  # > 0, divides (multiplies) positive (negative) logits of prompt and output tokens
-    logit_bias: list[tuple[int, float]] = []  # (token id, added to its logit); -inf: it is never drawn
-    allowed_token_ids: list[int] = []  # empty: all
-    stop_token_ids: list[int] = []  # end the request, reason "stop"
+    logit_bias: list[tuple[int, float]] = []  # (token id, value added to its logit); -inf: the token is never sampled
+    allowed_token_ids: list[int] = []  # only these tokens may be sampled; empty: all
+    stop_token_ids: list[int] = []  # tokens that end the request with reason "stop"
     ignore_eos: bool = False
     logprobs: int = -1  # -1: none; k >= 0: the sampled token and the top k
-    prompt_logprobs: int = -1  # the same for every prompt token except the first; switches prefix reuse off
-    # What the output must match, as llguidance reads it: its JSON form or a Lark grammar.  "": anything.  The gateway
-    # has checked it.  Only engines with EngineLoad.grammars may get it: an older engine would ignore the field.
+    prompt_logprobs: int = -1  # like `logprobs`, for every prompt token except the first; disables prefix-cache hits
+    # Grammar that the output must match, in llguidance's JSON form or as a Lark grammar; "": none.  The gateway has
+    # checked it.  Only engines with EngineLoad.grammars may get it: an older engine would ignore the field.
     grammar: str = ""
-    # Of LATER_FIELDS.  Token sequences, each of one token at least, that no answer completes: if all tokens of one
-    # but the last were just generated, the last is not drawn.
+    # In LATER_FIELDS.  Non-empty token sequences that the output must not contain: if the last generated tokens equal
+    # all tokens of a sequence but the last, this last token is masked.
     bad_words: list[list[int]] = []
-    # Of LATER_FIELDS.  If `logprobs` >= 0, positions report these tokens, in this order, instead of the top k.
+    # In LATER_FIELDS.  If `logprobs` >= 0, positions report these tokens, in this order, instead of the top k.
     logprob_token_ids: list[int] = []
 
     @property
     def alternatives(self) -> int:
-        """Log probabilities of each generated position besides that of its own token; -1: not even that one."""
+        """Number of log-probabilities per generated position, the sampled token's not counted; -1: none at all."""
         return len(self.logprob_token_ids) if self.logprobs >= 0 and self.logprob_token_ids else self.logprobs
 
 
-# Fields of Sampling that engines of earlier releases ignore.  An engine names those that it honours in its reports, and
-# only then gets them.
+# Fields of Sampling that engines of earlier releases ignore.  An engine lists the fields that it supports in
+# EngineLoad.honours, and gets requests with these fields only then.
 LATER_FIELDS = ("bad_words", "logprob_token_ids")
 PREDICTIONS = "predicted"  # name in EngineLoad.honours if the engine takes drafts from Generate.predicted
-ADAPTERS = "adapter"  # name in EngineLoad.honours if the engine honours Generate.adapter
+ADAPTERS = "adapter"  # name in EngineLoad.honours if the engine supports Generate.adapter
 
 
 class Beams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a request searches its answers instead of sampling them (engine/core/beams.py)."""
+    """Parameters of beam search, which replaces sampling (engine/core/beams.py)."""
 
-    width: int  # >= 1: choices that run side by side
+    width: int  # number of beams, >= 1
     length_penalty: float = 1.0  # an answer's score is the sum of its log-probabilities / length ** length_penalty
-    # True: end with `width` answers.  False: end when no beam of this length beats them.  "never": of any length.
+    # True: stop at `width` answers.  False: stop when no running beam would beat them if it ended now.  "never": stop
+    # when no running beam could beat them at any length.
     early_stopping: bool | Literal["never"] = False
 
     def most_blocks(self, prompt: int, longest: int, block_size: int) -> int:
-        """Return the blocks that a search holds at most.
+        """Return the maximum number of blocks that a search holds.
 
-        `prompt`: tokens of the prompt, whose full blocks all beams share.  `longest`: most tokens of a beam, the prompt
-        included.  `block_size` is in tokens."""
+        `prompt`: tokens of the prompt, whose full blocks all beams share.  `longest`: maximum tokens of a beam, prompt
+        included.  `block_size`: tokens per block."""
         shared = prompt // block_size
         return shared + self.width * (-(-longest // block_size) - shared)
 
@@ -89,42 +91,42 @@ FOREVER_MS = 2**60  # a deadline that never comes
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
-    """One prompt to continue.  `n` choices share one prefill and fork after it.
+    """One prompt to generate from.  Its `n` choices share one prefill and fork after it.
 
-    Choice i samples by (sampling.seed, i).  So the first equals that of n = 1, and a larger n changes no earlier
-    choice."""
+    The seed of choice i is (sampling.seed, i).  So choice 0 equals the answer of n = 1, and a larger n changes no
+    earlier choice."""
 
     id: str  # unique; every Delta of this request carries it
-    gateway: str  # it gets the answer
+    gateway: str  # name of the gateway that gets the answer
     token_ids: list[int]  # never empty
     max_new_tokens: int  # >= 1, for each choice
     sampling: Sampling
     deadline_ms: int  # unix time on Redis' clock; past it the engine finishes the request with "deadline"
-    cache_salt: str = ""  # requests share a prefix only under an equal salt
-    traceparent: str = ""
-    n: int = 1
-    priority: int = 0  # lower goes first, see PRIORITIES
-    tenant: str = ""  # its tokens are charged to this tenant: fairness is between tenants
+    cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
+    traceparent: str = ""  # W3C trace context
+    n: int = 1  # number of choices
+    priority: int = 0  # priority class, see PRIORITIES: a lower class goes first
+    tenant: str = ""  # the tenant to which its tokens are charged; fairness is between tenants
     weight: float = 1.0  # > 0: the tenant's share relative to other tenants
-    queued_ms: int = 0  # unix time on Redis' clock when it was queued; 0: not known
-    tracestate: str = ""  # W3C trace state of other systems, next to `traceparent`
+    queued_ms: int = 0  # unix time on Redis' clock when it was queued; 0: unknown
+    tracestate: str = ""  # W3C trace state, sent together with `traceparent`
     # Beam search: the n best answers, each sent complete, in one delta.  None: answers are sampled.
     beams: Beams | None = None
-    prefixes: bytes = b""  # digests of the prompt's prefixes (engine/wire/prefixes.py); empty: none is looked for
-    anchors: list[int] = []  # positions at which later prompts may leave this one, ascending: ends of turns
-    retain_s: float = 0.0  # seconds for which its cached blocks are evicted last, once it has ended
-    adapter: str = ""  # LoRA adapter, as `name@digest`; "": the base model.  Only engines that name it may get it
-    predicted: list[int] = []  # tokens that the client expects in the answer: drafts are taken from them
-    adapter_path: str = ""  # folder of the adapter's files, which each engine that honours adapters can read
+    prefixes: bytes = b""  # digests of the prompt's prefixes (engine/wire/prefixes.py); empty: no prefix locality
+    anchors: list[int] = []  # ends of the prompt's turns, ascending positions: later prompts may diverge there
+    retain_s: float = 0.0  # seconds after its end for which its cached blocks are evicted last
+    adapter: str = ""  # LoRA adapter, as `name@digest`; "": the base model.  Only for engines that honour ADAPTERS
+    predicted: list[int] = []  # tokens that the client expects in the answer (OpenAI `prediction`): used as drafts
+    adapter_path: str = ""  # folder of the adapter's files, readable by each engine that honours ADAPTERS
 
     @property
     def width(self) -> int:
-        """Sequences that are computed: beams, of which `n` are returned, or `n`."""
+        """Number of sequences that the engine computes: the beams, or the `n` choices."""
         return self.beams.width if self.beams is not None else self.n
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True):
-    """Stop every choice of a request, or one.  An unknown or finished one is ignored."""
+    """Stop every choice of a request, or one choice.  Ignored if it is unknown or has finished."""
 
     id: str
     # Another engine has the request now: drop it without a Delta.
@@ -132,7 +134,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", omit_defaults=True):
     index: int = -1  # index among the n choices; -1: all of them
 
 
-# Drafts from Generate.predicted that one engine computed for a choice so far: (accepted and in the answer, others).
+# Counts of draft tokens from Generate.predicted that one engine computed for a choice: (accepted, rejected).
 Predictions = tuple[int, int]
 
 
@@ -140,20 +142,20 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     """The end of one choice; no Delta follows it."""
 
     reason: FinishReason
-    stop_token: int = -1  # the token that ended it, when reason is "stop"; it is the last of the delta's token_ids
+    stop_token: int = -1  # the token that ended the choice, when reason is "stop"; last of the delta's token_ids
     message: str = ""  # only for "error": one line a client may see
     score: float = 0.0  # score of a beam-search answer, as defined by Beams
-    # Tokens that a beam search computed besides those of its answers; on one Finish of each of its requests.
+    # Number of tokens that a beam search computed and that are in no answer; set on one Finish per request.
     searched: int = 0
-    # 1 - blocks / entries of the block tables of all beams of the request, over the search: what their sharing saved.
+    # Beam search: 1 - distinct blocks / block-table entries of all beams, the fraction of memory that sharing saved.
     shared: float = 0.0
-    # For "error": CONSTRAINT, or "": the engine is at fault.
+    # For "error": CONSTRAINT, or "": the error is the engine's, not the request's.
     code: str = ""
-    predictions: Predictions | None = None  # drafts of the choice; None: none came from `predicted`
+    predictions: Predictions | None = None  # counts of drafts from `predicted`; None: no such draft was computed
 
 
-# The request is at fault: its grammar or other constraints cannot be followed, or leave no token, or the engine's
-# settings do not allow what it asks for, such as more choices than `max_seqs`.
+# Error code: the request's fault.  Its grammar or other constraints cannot be followed, or mask every token, or it
+# exceeds the engine's settings, such as more choices than `max_seqs`.
 CONSTRAINT = "constraint"
 
 
@@ -165,21 +167,21 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one choice.  `first`, the output position of token_ids[0], shows replays and gaps."""
+    """New tokens of one choice.  `first`: output position of token_ids[0], by which readers detect replays and gaps."""
 
     id: str
     first: int
     token_ids: list[int]
     finish: Finish | None = None
     index: int = 0  # index among the n choices
-    logprobs: list[TokenLogprob] | None = None  # one for each token id
+    logprobs: list[TokenLogprob] | None = None  # one entry per token id
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; set on the delta with first == 0
     prompt_logprobs: list[TokenLogprob] | None = None  # log probabilities of the prompt; set if first == 0
     predictions: Predictions | None = None  # set on deltas of steps that computed drafts from Generate.predicted
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine reports of itself in each sync, for every gateway's readings of the fleet."""
+    """An engine's report about itself, sent in each sync; gateways read the reports of all engines."""
 
     engine: str
     model: str
@@ -188,49 +190,49 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     vocab_size: int
     block_size: int  # tokens
     total_blocks: int
-    free_blocks: int  # never used, or cached and idle: available to new requests
-    cached_blocks: int  # the idle part of free_blocks that still holds a reusable prefix
-    running: int  # sequences
+    free_blocks: int  # blocks available to new requests: free blocks, and cached blocks that no sequence uses
+    cached_blocks: int  # the part of free_blocks that holds cached prefixes
+    running: int  # running sequences
     waiting: int  # sequences inside the engine that are preempted or not yet started
-    waiting_tokens: int  # their prompt (and regenerated) tokens
-    time_ms: int  # unix time of this reading on the engine's own clock: other processes may only see that it changes
-    tokens_per_s: float = 0.0  # output tokens, moving average over the time in which requests wait
-    blocks_per_s: float = 0.0  # drain rate: blocks given back by finished sequences, average over the same time
-    preemptions: int = 0  # preemptions since start; all counts below likewise
+    waiting_tokens: int  # known tokens of the waiting sequences: prompts and output so far
+    time_ms: int  # unix time of this report on the engine's own clock; other processes may only compare it for changes
+    tokens_per_s: float = 0.0  # output tokens/s, moving average over the time in which requests wait
+    blocks_per_s: float = 0.0  # blocks per second freed by finished sequences, average over the same time
+    preemptions: int = 0  # preemptions since start; all counts below are since start, too
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     recomputed_tokens: int = 0
     draining: bool = False  # claims no new requests
     predicted_peak_blocks: int = 0  # predicted peak KV usage of the running sequences, blocks
-    step_s: float = 0.0  # seconds from one step's results to the next one's, moving average over steps; 0: not known
+    step_s: float = 0.0  # seconds from one step's result to the next step's, moving average; 0: unknown
     swapped: int = 0  # waiting sequences whose KV blocks are in host memory
     swap_preemptions: int = 0  # preemptions since start that copied KV blocks to host memory
     swapped_out_bytes: int = 0  # bytes copied to host memory since start
     swapped_in_bytes: int = 0  # bytes copied back to the device since start
     paused: int = 0  # sequences that keep their blocks and wait because the pool is full; not in `running`
-    pauses: int = 0  # how often a sequence began to wait like that
-    # Forecast accuracy: (q, outputs judged, those of them no longer than quantile q as predicted at their start).  If
-    # the forecast is right, their share is q.
+    pauses: int = 0  # times that a sequence was paused since start
+    # Forecast accuracy: (q, outputs compared, outputs within the q-quantile predicted at their start).  If the forecast
+    # is right, the ratio of the two counts is q.
     length_calibration: list[tuple[float, int, int]] = []
-    peaks_judged: int = 0  # bounds on the blocks of all running sequences, compared with the blocks they held
-    peaks_passed: int = 0  # those bounds that were exceeded
-    peaks_bound_blocks: int = 0  # sum of the bounds
-    peaks_blocks: int = 0  # sum of the blocks held
+    peaks_judged: int = 0  # predicted bounds on the blocks of all running sequences, compared with the blocks held
+    peaks_passed: int = 0  # number of these bounds that were exceeded
+    peaks_bound_blocks: int = 0  # sum of the bounds, blocks
+    peaks_blocks: int = 0  # sum of the actual peaks, blocks
     audits: int = 0  # checks of the block accounting since start
-    alarms: int = 0  # the checks that found an accounting error
+    alarms: int = 0  # checks that found an accounting error
     yields: int = 0  # preemptions for fairness since start: they freed blocks for a tenant below its share
-    crowd: list[str] = []  # tenants that hold their share of its KV cache or more
+    crowd: list[str] = []  # tenants that hold at least their share of the engine's KV cache
     # Prompt tokens of other tenants that could start at once, if the newest sequences of tenants over their share
     # were preempted.
     yield_tokens: int = 0
-    eos_ids: list[int] = []  # tokens that end an answer unless the request ignores them
-    grammars: bool = False  # it honours Sampling.grammar
-    beams: int = 0  # maximum Beams.width that it honours; 0: it has no beam search
+    eos_ids: list[int] = []  # EOS tokens, which end an answer unless the request ignores them
+    grammars: bool = False  # whether the engine supports Sampling.grammar
+    beams: int = 0  # maximum Beams.width that the engine supports; 0: no beam search
     # Blocks that static allocation would hold for the sequences in the batch, each at its maximum length.
     static_blocks: int = 0
-    slots_filled: float = 0.0  # share of token slots in held blocks that hold a token, 0 to 1; updated once per second
-    honours: list[str] = []  # those of LATER_FIELDS that it knows
+    slots_filled: float = 0.0  # fraction of the KV positions in held blocks with a token, 0 to 1; updated each second
+    honours: list[str] = []  # newer request fields that the engine supports: LATER_FIELDS, PREDICTIONS, ADAPTERS
     adapters: list[str] = []  # LoRA adapters in its device slots, as in Generate.adapter
     drafts: dict[str, tuple[int, int]] = {}  # (computed, accepted) since start, by source; empty: nothing drafts
     refused_drafts: int = 0  # drafts found since start that steps did not compute, because they would not have paid
@@ -238,7 +240,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenBatch(msgspec.Struct, frozen=True):
-    """Everything that one step of one engine sends to one gateway: its part of a token message."""
+    """All deltas that one step of one engine sends to one gateway: this gateway's part of a token message."""
 
     engine: str
     deltas: list[Delta]
@@ -251,28 +253,29 @@ class TokenBatch(msgspec.Struct, frozen=True):
 
 
 class HotPrefix(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens with which requests begin, kept so that an engine can compute their keys and values before it serves."""
+    """A prefix that many requests share, stored so that a starting engine can compute its KV cache in advance."""
 
     tokens: bytes  # token ids, 4 bytes each, little endian
     cache_salt: str = ""
 
 
 class SequenceBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """The block table of one sequence, as runs of neighbouring blocks."""
+    """The block table of one sequence, as runs of consecutive blocks."""
 
     id: str  # request id
     index: int  # index among the request's n choices
-    runs: bytes  # first block and count of each run, 4 bytes each, little endian
+    runs: bytes  # (first block, number of blocks) per run, 4 bytes per value, little endian
 
 
 class PoolState(msgspec.Struct, frozen=True):
-    """What every block of an engine's pool holds, for clients that watch it.  Its size is bounded."""
+    """The state of every block of an engine's pool, for clients that watch it.  Its size is bounded."""
 
     engine: str
     blocks: int
-    per_cell: int  # blocks per cell; the cell has the maximum of their values
-    cells: bytes  # a byte each: 0 free, 1 cached without an owner, else 1 + tables that contain the block, 255 at most
+    per_cell: int  # blocks per cell; a cell's value is the maximum of its blocks' values
+    # One byte per cell: 0: free; 1: cached, held by no sequence; else 1 + number of tables with the block, at most 255.
+    cells: bytes
     sequences: list[SequenceBlocks] = []
-    left_out: int = 0  # sequences with blocks that are not among `sequences`
+    left_out: int = 0  # number of sequences with blocks that are missing in `sequences`
     host_blocks: int = 0  # blocks in host memory for swapped-out sequences
     host_used: int = 0

@@ -1,12 +1,12 @@
-"""Which node of a Redis Cluster serves this namespace.
+"""Nodes: the address of the Redis Cluster node that serves this namespace.
 
-All keys of a namespace begin with the hash tag `{namespace}`, so one slot holds them, and one node at a time serves
-them.  A Link therefore talks to one address, and this class says to which:
+All keys of a namespace begin with the hash tag `{namespace}`, so they are in one slot, which one node at a time serves.
+So a Link talks to one address, which this class chooses:
 
-    MOVED to another node  ---> redirect()  that node
-    no answer, CLUSTERDOWN ---> lost()      another node, which serves the slot or names the node that does
+    MOVED to another node  ---> redirect()  to that node
+    no answer, CLUSTERDOWN ---> lost()      to another known node, which serves the slot or redirects to the right node
 
-Outside a cluster one address is known, the URL's, and both change nothing.
+Without a cluster only the URL's address is known, and both methods change nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from redis.exceptions import MovedError
 
-UNKNOWN_HOSTS = ("", "?")  # a node that does not know its own address: the one under which it was reached
+UNKNOWN_HOSTS = ("", "?")  # a node that does not know its own address: use the address under which it was reached
 
 
 class Address(NamedTuple):
@@ -27,10 +27,10 @@ class Address(NamedTuple):
 
 
 class Nodes:
-    """The addresses of one deployment's Redis.  The links of one process share it."""
+    """The known addresses of one deployment's Redis, shared by the links of one process."""
 
     def __init__(self, connection: Mapping[str, Any]) -> None:
-        """`connection`: redis-py's arguments of a connection to the URL.  A Unix socket has no address."""
+        """`connection`: redis-py's connection arguments for the URL; a Unix socket has no address."""
         host, port = connection.get("host"), connection.get("port", 6379)
         self.seed = Address(host, int(port)) if host else None
         self.current = self.seed  # None: a Unix socket
@@ -38,18 +38,18 @@ class Nodes:
         self._asked = 0  # index in `_known` of the last address that lost() chose
 
     def learn(self, slots: list[Any]) -> None:
-        """Remember every node of a reply to CLUSTER SLOTS, replicas included: they name the master."""
+        """Add every node of a CLUSTER SLOTS reply, replicas included, since a replica redirects to its master."""
         for _, _, *nodes in slots:
             for host, port, *_ in nodes:
                 self._remember(host.decode() if host else "", int(port))
 
     def redirect(self, error: MovedError) -> None:
-        """From now on ask the node that this error names.  A Unix socket's server cannot be left."""
+        """Use the node that a MOVED error names from now on; ignored for a Unix socket."""
         if self.seed is not None:
             self.current = self._remember(error.host, error.port)
 
     def lost(self, address: Address | None) -> None:
-        """An attempt at `address` met no server that works: ask the next node, unless another one is asked already."""
+        """Use the next known node, because an attempt at `address` failed; ignored if another node is in use."""
         if address is None or address != self.current or len(self._known) == 1:
             return
         self._asked = (self._asked + 1) % len(self._known)
@@ -66,5 +66,5 @@ class Nodes:
 
 
 def has_hash_tag(namespace: str) -> bool:
-    """Return whether the keys `{namespace}:...` share a slot: Redis hashes what stands before the first "}", if any."""
+    """Return whether keys `{namespace}:...` share a slot: Redis hashes the text between "{" and the first "}"."""
     return bool(namespace) and not namespace.startswith("}")

@@ -1,4 +1,4 @@
-"""What an operator asks of the shared state: the quarantine, the prefix caches, and whether Redis takes writes."""
+"""Commands of an operator on the shared state: quarantine, prefix caches, and a probe whether Redis takes writes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Operations:
         self._link = to
 
     async def probe(self) -> None:
-        """Write as a submit does: needs memory, and a server that accepts writes.  Raises BusDown after PROBE_S."""
+        """Write a small key, to check that Redis has memory and accepts writes.  Raises BusDown after PROBE_S."""
         key = f"{self._link.prefix}probe"
         await self._link.retry(partial(self._link.redis.set, key, "", px=link.BLOCK_MS), link.PROBE_S)
 
     async def quarantined(self, drop: str = "") -> list[Quarantined]:
-        """Delete the quarantined request of id `drop`, then return the others, oldest first.
+        """Delete the quarantined request with id `drop`, if given, and return the remaining ones, oldest first.
 
         Raises BusDown after PATIENCE_S."""
         decode = msgspec.msgpack.Decoder(Generate).decode
@@ -37,5 +37,5 @@ class Operations:
     async def reset_prefix_caches(self) -> list[str]:
         """Order every engine with a live lease to empty its prefix cache; return the names of these engines.
 
-        An engine does it between two steps, after its next sync.  Raises BusDown after PATIENCE_S."""
+        Each engine empties its cache between two steps, after its next sync.  Raises BusDown after PATIENCE_S."""
         return [engine.decode() for engine in await self._link.run_script(RESET_PREFIX_CACHES)]

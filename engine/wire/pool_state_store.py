@@ -1,4 +1,4 @@
-"""The pool-state store: what each engine's blocks hold, for the gateways whose clients watch it.
+"""The pool-state store: the state of each engine's blocks, for gateways whose clients watch the live view.
 
     gateway  --watch()--> `watch` (WATCH_MS) ----the engine's next sync----> EngineSide.watched
              <--read()--- `pool_state:ENGINE` (STATE_MS) <---write()------------ the engine, a few times per second
@@ -19,8 +19,8 @@ from quire.engine.wire import link
 from quire.engine.wire.link import Link
 from quire.engine.wire.messages import PoolState
 
-WATCH_MS = 3_000  # engines publish for so long after a gateway's last word; a gateway renews it every second
-STATE_MS = 5_000  # an engine that is alive writes its state every second, even while a step lasts
+WATCH_MS = 3_000  # engines publish for this long after the last watch(); a gateway calls it every second
+STATE_MS = 5_000  # lifetime of a state; a live engine writes its state every second, even during a long step
 
 
 class PoolStateStore:
@@ -30,7 +30,9 @@ class PoolStateStore:
         self._link, self._states = link, f"{link.prefix}pool_state:"
 
     async def watch(self) -> None:
-        """Have the engines publish for WATCH_MS.  The first call wakes idle ones.  Raises BusDown after PATIENCE_S."""
+        """Let all engines publish their states for WATCH_MS; the first call wakes idle engines.
+
+        Raises BusDown after PATIENCE_S."""
         before = await self._retry(
             partial(self._link.redis.set, f"{self._link.prefix}watch", "", px=WATCH_MS, get=True)
         )
@@ -38,12 +40,12 @@ class PoolStateStore:
             await self._retry(partial(self._link.redis.publish, f"{self._link.prefix}bell", ""))
 
     async def write(self, state: PoolState) -> None:
-        """Replace the state of one engine.  Raises BusDown after PATIENCE_S."""
+        """Replace the stored state of one engine.  Raises BusDown after PATIENCE_S."""
         value = zlib.compress(msgspec.msgpack.encode(state), level=1)
         await self._retry(partial(self._link.redis.set, self._states + state.engine, value, px=STATE_MS))
 
     async def read(self, engines: Sequence[str]) -> dict[str, PoolState]:
-        """Return the states of these engines, without those that publish none.  An unreadable one counts as none.
+        """Return the states of these engines; engines without a readable state are left out.
 
         Raises BusDown after PATIENCE_S."""
         if not engines:

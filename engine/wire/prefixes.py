@@ -1,11 +1,11 @@
-"""Digests of a prompt's prefixes: an engine with free capacity uses them to claim requests that it has cached.
+"""Prefix digests: engines use them to claim requests whose prefixes they have cached.
 
     token ids  |----|----|----| ... |----|----|--------|--------|----------------|
-                    ^    ^    ^          ^    ^        ^        ^                ^    a digest each
-               every 64 tokens up to 1,024    then 8 in each doubling, up to 65,536
+                    ^    ^    ^          ^    ^        ^        ^                ^    one digest each
+               every 64 tokens up to 1,024    then 8 digests per doubling, up to 65,536
 
-The gateway computes them once, over the token ids and the salt of the request's tenant.  They depend neither on the
-model nor on an engine's block size: an engine publishes which of them its own prefix cache would find.
+The gateway computes the digests of a prompt once, from the token ids and the request's cache salt.  They do not depend
+on the model or on an engine's block size: each engine publishes the digests of the prefixes that its cache holds.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import msgspec
 
 from quire.engine.wire.layout import DIGEST_BYTES, PREFIX_BLOCK, PREFIX_COUNT, PREFIX_DENSE, PREFIX_STEPS
 
-MOST_HELD = 8192  # digests of ended requests that an engine publishes at most: about 0.6 MB in Redis
-MOST_PUBLISHED = 2**17  # digests with those of open requests: beyond this it forgets them until these requests end
+MOST_HELD = 8192  # maximum published digests of ended requests per engine: about 0.6 MB in Redis
+MOST_PUBLISHED = 2**17  # maximum published digests, open requests included; beyond it only reported ones are kept
 
 
 def _lengths() -> list[int]:
@@ -31,15 +31,15 @@ def _lengths() -> list[int]:
     return [PREFIX_BLOCK * count for count in blocks]
 
 
-LENGTHS = tuple(_lengths())  # tokens of the prefixes that have digests, shortest first
+LENGTHS = tuple(_lengths())  # prefix lengths that have digests, in tokens, ascending
 
 
 def prefix_digests(token_ids: Sequence[int], salt: str) -> bytes:
-    """Return the digests of a prompt's prefixes, DIGEST_BYTES each, shortest first; none of a prompt under 64 tokens.
+    """Return the digests of a prompt's prefixes, DIGEST_BYTES each, shortest first; empty for under 64 tokens.
 
-    Equal digests mean equal tokens under an equal salt.  A collision (2**-64 for two prefixes) costs time only: engines
-    look their cache up by digests of 32 bytes.  O(tokens): 0.02 ms for 1,000 and 0.85 ms for 65,536, the best of 200 on
-    one core of an AMD EPYC."""
+    Equal digests mean equal tokens and an equal salt.  A collision (probability 2**-64 per pair) only leads to a worse
+    claim, since engines look up their cache by digests of 32 bytes.  O(tokens): 0.02 ms for 1,000 and 0.85 ms for
+    65,536, the best of 200 on one core of an AMD EPYC."""
     state = blake2b(f"{len(salt)}:{salt}".encode(), digest_size=DIGEST_BYTES)
     found, begin = bytearray(), 0
     for length in LENGTHS:
@@ -52,47 +52,47 @@ def prefix_digests(token_ids: Sequence[int], salt: str) -> bytes:
 
 
 def adapter_digest(adapter: str) -> bytes:
-    """Return the digest of a LoRA adapter, `name@digest`: engines publish it among those of prefixes."""
+    """Return the digest of a LoRA adapter `name@digest`, which engines publish together with prefix digests."""
     return blake2b(f"adapter {adapter}".encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def with_adapter(prefixes: bytes, adapter: str) -> bytes:
-    """Return what Redis keeps of a request: a letter and its adapter's digest, if it has one, and its prefixes."""
+    """Return the `prefixes` field of a request in Redis: "A" and its adapter's digest, if any, then its digests."""
     return b"A" + adapter_digest(adapter) + prefixes if adapter else prefixes
 
 
 def split(digests: bytes) -> list[bytes]:
-    """Return the single digests of a string of them."""
+    """Split concatenated digests into single ones."""
     return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
 
 
 class PrefixReport(msgspec.Struct, frozen=True):
-    """What an engine says in one sync about its prefix cache, and about what a prompt costs it."""
+    """An engine's report in one sync: changes of its prefix cache, and the time that a prompt would take there."""
 
-    added: list[bytes] = []  # digests of prefixes that its cache would find since the last report
-    removed: list[bytes] = []  # those that it would not find any more; applied before `added`
-    token_us: float = 0.0  # microseconds of a prompt token on top of the step that computes it; 0: not known
-    step_us: float = 0.0  # microseconds of a step without prompts, with the sequences that run now
-    backlog: int = 0  # prompt tokens of its requests that it has still to compute
-    load_us: float = 0.0  # microseconds until it has loaded one more LoRA adapter; 0: not known
+    added: list[bytes] = []  # digests of prefixes that entered its cache since the last report
+    removed: list[bytes] = []  # digests of prefixes that left its cache; applied before `added`
+    token_us: float = 0.0  # microseconds per prompt token, in addition to the decode-only step; 0: unknown
+    step_us: float = 0.0  # microseconds of a decode-only step with the sequences that run now
+    backlog: int = 0  # prompt tokens of claimed requests that are not computed yet
+    load_us: float = 0.0  # microseconds until one more LoRA adapter would be loaded; 0: unknown
     loads: int = 0  # adapters that wait for their load
 
 
 class PublishedPrefixes:
-    """What Redis should know of one engine's prefixes, and what a sync has to send so that it does."""
+    """The digests that Redis should have for one engine, and the changes that the next sync must send."""
 
     def __init__(self) -> None:
         self._held: set[bytes] = set()
-        self._reported: set[bytes] = set()  # those of them that reports added: they come only once
-        self._afresh = True  # Redis may have something else, or nothing
-        self._publishes = False  # the last report was one
+        self._reported: set[bytes] = set()  # held digests that came from reports, which name each digest only once
+        self._afresh = True  # the next sync sends all digests, because Redis may have others or none
+        self._publishes = False  # whether the last sync had a report
 
     def start_afresh(self) -> None:
-        """Send everything in the next sync: it follows a rejoin."""
+        """Send all digests in the next sync, after a rejoin."""
         self._afresh = True
 
     def update(self, report: PrefixReport | None) -> tuple[str, bytes, bytes]:
-        """Take a report in; return the words of EXCHANGE: how it publishes, digests to add and to remove."""
+        """Apply a report.  Returns arguments of the sync script: `publishes`, digests to add, digests to remove."""
         self._publishes = report is not None
         if len(self._held) > MOST_PUBLISHED:
             self._held = set(self._reported)
@@ -113,13 +113,13 @@ class PublishedPrefixes:
         return "1", b"".join(added), b"".join(removed)
 
     def sent(self, *, vanished: bool) -> None:
-        """Redis has what update() returned.  `vanished`: it had nothing before, so the next sync sends everything.
+        """Record that Redis has the result of update().  `vanished`: it had no digests, so the next sync sends all.
 
-        The digests expire with the lease.  A sync that comes before a gateway notices the lapse is accepted."""
+        Digests expire with the lease, but a sync that arrives before a gateway notices the lapse is accepted."""
         self._afresh = vanished and bool(self._held)
 
     def claimed(self, digests: bytes, adapter: str = "") -> None:
-        """A claim made this engine a holder of a request's prefixes and of its adapter."""
+        """Count the prefixes and the adapter of a claimed request as held by this engine."""
         if self._publishes:
             self._held.update(split(digests))
             if adapter:

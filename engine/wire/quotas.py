@@ -1,10 +1,10 @@
 """Quotas of a tenant, shared by all gateways: the client of quota_take.lua and quota_return.lua.
 
-    take()  ---> buckets of requests and tokens, requests at once      all or nothing, one script
-    restore() -> the request was not queued: everything is given back
-    settle() of GatewaySide gives back the tokens that an ended request did not generate
+    take()  ---> takes requests, tokens and a concurrent request from the buckets; all or nothing, one script
+    restore() -> gives everything back, if the request was not queued
+    GatewaySide.settle() gives back the tokens that an ended request did not generate
 
-The algorithm and the keys: "Quotas" in `redis/KEYS.md`.
+For the algorithm and the keys see "Quotas" in `redis/KEYS.md`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Quota(msgspec.Struct, frozen=True):
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt and output tokens
-    max_requests: int | None = None  # requests that have not ended
+    max_requests: int | None = None  # concurrent requests
 
 
 class Buckets(msgspec.Struct, frozen=True):
-    """What is left of a tenant's quotas a minute, at one moment."""
+    """A tenant's per-minute quotas and how full their buckets are, at one moment."""
 
     quota: Quota
     requests_ms: float  # ms until the bucket of requests is full
@@ -37,31 +37,31 @@ class Buckets(msgspec.Struct, frozen=True):
 
     @property
     def requests(self) -> int:
-        """Requests that could be taken now; 0 without such a quota."""
+        """Number of requests that could be taken now; 0 without such a quota."""
         return _left(self.quota.requests_per_minute, self.requests_ms)
 
     @property
     def tokens(self) -> int:
-        """Tokens that could be taken now; 0 without such a quota."""
+        """Number of tokens that could be taken now; 0 without such a quota."""
         return _left(self.quota.tokens_per_minute, self.tokens_ms)
 
 
 class Taken(msgspec.Struct, frozen=True):
     """The outcome of a take."""
 
-    used_up: Kind | None  # None: taken; else nothing was taken
+    used_up: Kind | None  # the exhausted quota, in which case nothing was taken; None: everything was taken
     wait_ms: float  # ms until the exhausted bucket has enough; 0 for "concurrent"
     buckets: Buckets
 
 
 class RunScript(Protocol):
-    """Runs a script; raises BusDown when it did not succeed in time."""
+    """A function that runs a script, and raises BusDown if the script does not succeed in time."""
 
     def __call__(self, script: Script, *args: bytes | str | int) -> Awaitable[Any]: ...
 
 
 class QuotaStore:
-    """Takes and gives back quotas in Redis.  Every method is one script and raises BusDown after PATIENCE_S."""
+    """Takes and gives back quotas in Redis.  Every method runs one script and raises BusDown after PATIENCE_S."""
 
     def __init__(self, run_script: RunScript) -> None:
         self._run = run_script
@@ -69,24 +69,24 @@ class QuotaStore:
     async def take(
         self, tenant: str, quota: Quota, request_id: str, deadline_ms: int, prompts: Sequence[tuple[int, int]]
     ) -> Taken:
-        """Take what a request may use, all or nothing; once, however often it is called for the same id.
+        """Take the maximum that a request may use, all or nothing.  Repeated calls with the same id take it once.
 
-        `request_id`: of the client's request; that of its prompt i ends with ".i".  `prompts`: (tokens, most output
-        tokens of all its choices) of each."""
+        `request_id`: id of the client's request; the id of its prompt i ends with ".i".  `prompts`: (prompt tokens,
+        maximum output tokens of all choices) per prompt."""
         return await self._take(tenant, quota, request_id, deadline_ms, *(count for pair in prompts for count in pair))
 
     async def take_repeat(self, tenant: str, quota: Quota, repeat_id: str, tokens: int) -> Taken:
-        """Take one request and `tokens` for what runs at no engine, such as a stored answer that is sent again.
+        """Take one request and `tokens` for an answer that no engine computes, such as a stored answer sent again.
 
         Nothing is given back later."""
         return await self._take(tenant, quota, repeat_id, 0, tokens, 0, running=False)
 
     async def look(self, tenant: str, quota: Quota) -> Buckets:
-        """Return what is left; takes nothing."""
+        """Return the state of the buckets; takes nothing."""
         return (await self._take(tenant, quota, "", 0)).buckets
 
     async def restore(self, tenant: str, quota: Quota, request_id: str) -> Buckets:
-        """Give back everything that a request took which was not queued.  Harmless when called twice."""
+        """Give back everything that a request took, because it was not queued.  Harmless when called twice."""
         requests_ms, tokens_ms = await self._run(QUOTA_RETURN, tenant, request_id)
         return Buckets(quota, float(requests_ms), float(tokens_ms))
 
@@ -101,5 +101,5 @@ class QuotaStore:
 
 
 def _left(limit: int | None, debt_ms: float) -> int:
-    # A thousandth of a unit more: the times are sums of doubles, and 2.9999 requests are 3.
+    # Add a thousandth against rounding: the times are sums of doubles, and 2.9999 requests must count as 3.
     return max(0, int((QUOTA_MS - debt_ms) * limit / QUOTA_MS + 1e-3)) if limit else 0

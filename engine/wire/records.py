@@ -1,4 +1,4 @@
-"""What the two sides of the bus take and return.  None of these is sent: what crosses the wire is in `messages.py`."""
+"""Arguments and results of the two sides of the bus.  None of them is sent; messages are in `messages.py`."""
 
 from __future__ import annotations
 
@@ -18,70 +18,70 @@ SIZE_CLASSES = PLACES // SIZES
 
 
 class TenantQueue(msgspec.Struct, frozen=True):
-    """The state of a tenant that has something in the queue."""
+    """The queue state of a tenant with waiting requests."""
 
-    queued_tokens: int  # its prompt tokens that no engine has claimed yet, of both lanes
-    counter: float  # virtual tokens served to it: the smallest counter goes first
+    queued_tokens: int  # prompt tokens of its waiting requests, both lanes
+    counter: float  # virtual tokens served to the tenant; the tenant with the smallest counter goes first
     weight: float
-    late_tokens: int = 0  # those of `queued_tokens` in the late lane
+    late_tokens: int = 0  # the part of `queued_tokens` in the late lane
 
 
 class LaneQueue(msgspec.Struct, frozen=True):
-    """What waits in one lane of the queue."""
+    """The state of one lane of the queue."""
 
-    requests: int = 0
-    tokens: int = 0  # their prompt tokens, counted once for all choices of a prompt
-    oldest_ms: int = 0  # ms since the oldest was submitted
+    requests: int = 0  # waiting requests
+    tokens: int = 0  # prompt tokens of these requests, counted once for all choices of a prompt
+    oldest_ms: int = 0  # ms since the oldest waiting request was submitted
     tenants: int = 0  # number of tenants with requests queued in it
 
 
 class QueueBounds(msgspec.Struct, frozen=True):
-    """How full the queue may be for a request to join it.  The request itself counts in each bound.
+    """Limits of the queue for a new request, which itself counts in each of them.
 
-    It joins the on-time lane if the tokens there, without larger requests of its tenant that it precedes, exceed the
-    engines' free capacity by at most `on_time_excess`; else the late lane, if the tokens of both lanes exceed it by at
-    most `late_excess`; else none."""
+    The request joins the on-time lane if the tokens in this lane exceed the engines' free capacity by at most
+    `on_time_excess`; larger requests of its tenant, which it would precede, do not count.  Otherwise it joins the late
+    lane if the tokens of both lanes exceed the free capacity by at most `late_excess`.  Otherwise it is not queued."""
 
     on_time_excess: int = ANY_TOKENS  # prompt tokens
     late_excess: int = ANY_TOKENS  # prompt tokens
     target_ms: int = 3_600_000  # ms in the on-time lane after which a request moves to the late lane
-    most_requests: int = 2**53  # limit of waiting requests, one per prompt
-    most_bytes: int = 2**53  # limit of their payload bytes
-    size_class: int = 0  # 0 to SIZE_CLASSES - 1: smaller ones are first in a tenant's on-time lane
-    # What each prompt counts for in the queue besides its own tokens: the blocks that its beams take as they begin.
+    most_requests: int = 2**53  # maximum waiting requests, one per prompt
+    most_bytes: int = 2**53  # maximum payload bytes of waiting requests
+    size_class: int = 0  # 0 to SIZE_CLASSES - 1: smaller requests go first in a tenant's on-time lane
+    # Tokens that each prompt counts for in addition to its own: the blocks that its further beams take at once.
     extra_tokens: int = 0
 
 
 class DuplicateRequest(msgspec.Struct, frozen=True):
-    """The request that came first under an idempotency key."""
+    """The first request with an idempotency key."""
 
     request_id: str  # request id of its first prompt
-    same_body: bool
+    same_body: bool  # whether its body equals that of the new request
 
 
 class IdempotencyKey(msgspec.Struct, frozen=True):
-    """The first request with this key is computed; every later one shares its answer."""
+    """A client's idempotency key: the first request with a key is computed, later requests share its answer."""
 
     key: str  # digest of the client's key and of the user it belongs to
-    body: str  # digest of everything that must be equal for two requests to be the same
+    body: str  # digest of all fields that must be equal for two requests to be the same
 
 
 class Fleet(msgspec.Struct, frozen=True):
-    """What a gateway knows about the engines with a live lease, and about the shared queue."""
+    """A gateway's reading of the engines with a live lease and of the shared queue."""
 
     engines: list[EngineLoad]
-    queued: int  # requests that no engine has claimed yet, of both lanes
-    queued_tokens: int  # their prompt tokens, counted once for all choices of a prompt
+    queued: int  # requests that no engine has claimed yet, both lanes
+    queued_tokens: int  # prompt tokens of these requests, counted once for all choices of a prompt
     time_ms: int  # unix time of this reading, on Redis' clock
-    room_tokens: int = 0  # prompt tokens the engines would still claim; one silent for STALE_MS has none
-    tenants: dict[str, TenantQueue] = {}  # the next TENANTS_SHOWN of each lane
-    # Attach to every open request again.  Either this gateway had to subscribe to its tokens again, so it may have
-    # missed some.  Or Redis has not received a heartbeat of it for long, so its requests may have other listeners.  Or
-    # Redis may have lost data: it was restarted, or a replica was promoted, so its data has a new history.
+    room_tokens: int = 0  # prompt tokens that the engines would still claim; engines silent for STALE_MS do not count
+    tenants: dict[str, TenantQueue] = {}  # the TENANTS_SHOWN tenants of each lane that are next
+    # True: attach to every open request again, for one of three reasons.  This gateway has subscribed to its tokens
+    # again and may have missed some.  Or Redis has had no heartbeat of it for long, so that its requests may have other
+    # listeners.  Or Redis may have lost data, because it was restarted or a replica was promoted.
     forgotten: bool = False
-    quarantined: int = 0  # requests in the quarantine, because they killed their engines
-    # Unix time of each engine's last sync, on the clock of `time_ms`.  The engine's bus thread keeps it fresh while
-    # a step runs.  EngineLoad.time_ms is the end of the last step.
+    quarantined: int = 0  # number of requests in quarantine, because they killed their engines
+    # Engine -> unix time of its last sync, on the clock of `time_ms`.  The bus thread syncs even while a step runs;
+    # EngineLoad.time_ms is the end of the last step.
     exchanged_ms: dict[str, int] = {}
     on_time: LaneQueue = LaneQueue()
     late: LaneQueue = LaneQueue()
@@ -102,10 +102,10 @@ class Queue(msgspec.Struct, frozen=True):
     tenants: dict[str, TenantQueue]  # only the request's own, if it has requests queued
     on_time: LaneQueue = LaneQueue()
     late: LaneQueue = LaneQueue()
-    lane: Lane | None = None  # lane the request joined; None: nothing was queued, because it exceeded the limits
-    ahead: int = 0  # requests that waited ahead of it
-    full: bool = False  # nothing was queued: as many requests or bytes wait as may wait
-    duplicate: DuplicateRequest | None = None  # nothing was queued: this request came first under the idempotency key
+    lane: Lane | None = None  # lane that the request joined; None: it was not queued, because it exceeded the limits
+    ahead: int = 0  # number of requests ahead of it
+    full: bool = False  # not queued: the maximum of waiting requests or bytes is reached
+    duplicate: DuplicateRequest | None = None  # not queued: this earlier request has the same idempotency key
 
     @property
     def accepted(self) -> bool:
@@ -117,7 +117,7 @@ class Place(msgspec.Struct, frozen=True):
     """The queue position of a waiting request."""
 
     lane: Lane
-    ahead: int  # requests that were submitted before it and are claimed before it, if it is the only tenant
+    ahead: int  # number of older requests in its lane; for a late request, plus all on-time requests
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -125,59 +125,57 @@ class Usage(msgspec.Struct, frozen=True):
 
     request_id: str
     tenant: str
-    # Output tokens that engines produced for it, those of all its beams included, as far as its log is kept.
+    # Output tokens that engines computed for the request, all its beams included; 0 if its log has expired.
     generated: int
-    delivered: int  # tokens of `generated` that were sent to a client
-    new: int  # tokens of `delivered` that no earlier call had counted
+    delivered: int  # output tokens that were sent to a client
+    new: int  # the part of `delivered` that no earlier call has counted
 
 
 class Attached(msgspec.Struct, frozen=True):
-    """A request as its log has it."""
+    """The content of a request's log."""
 
-    record: bytes  # what submit() stored with it; empty except for the first of a client's prompts
+    record: bytes  # the `record` of submit(); empty except for the first of a client's prompts
     continuations: list[LoggedOutput]
 
 
 class Quarantined(msgspec.Struct, frozen=True):
-    """A request that killed its engine too often."""
+    """A request in quarantine, because engines that computed it died."""
 
     request: Generate
-    attempts: int  # engines that died while they held it, at the same token
-    logged_tokens: int  # its tokens in the log at the verdict, summed over its choices
+    attempts: int  # number of engines that died while they held it, at the same token
+    logged_tokens: int  # its tokens in the log when it was quarantined, all choices together
     engine: str  # the last engine that died
-    time_ms: int  # unix time of the verdict
+    time_ms: int  # unix time when it was quarantined
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """Why an engine got a request."""
+    """How prefix locality affected the claim of a request."""
 
-    held_tokens: int = 0  # prompt tokens that its prefix cache should hold
-    passed_over: bool = (
-        False  # an engine with free capacity has claimed another request first, or has left this one to another engine
-    )
+    held_tokens: int = 0  # prompt tokens that the engine's prefix cache should hold
+    passed_over: bool = False  # an engine with free capacity has claimed a later request first, or has left this one
 
     @property
     def reason(self) -> Literal["held", "waited", "none"]:
-        """What the metrics count: its prefix is held here; nothing is held, and it was passed over; or neither."""
+        """Label for metrics: "held", a prefix is cached here; "waited", none is and it was passed over; or "none"."""
         return "held" if self.held_tokens else "waited" if self.passed_over else "none"
 
 
 class ExchangeReply(msgspec.Struct, frozen=True):
-    """What an engine receives in one sync."""
+    """The reply to an engine's sync."""
 
-    generates: list[Generate]
-    aborts: list[Abort]  # carry these out after `generates` are accepted: both may concern the same request
-    # Another engine took them over, or a client withdrew them, after this engine's lease had lapsed.  Drop them without
-    # a Delta and without `finished`.  Redis ignored what this sync reported of them.
+    generates: list[Generate]  # claimed requests
+    aborts: list[Abort]  # apply them after accepting `generates`: both may concern the same request
+    # Ids of requests that another engine took over, or a client withdrew, after this engine's lease had lapsed.  Drop
+    # them without a Delta and without `finished`.  Redis has ignored this sync's tokens of them.
     reassigned: list[str] = []
-    # Every choice so far of those `generates` that an earlier engine has begun, by id.  The next Delta of one
-    # without a Finish has first == len(token_ids); one with a Finish sends nothing more.
+    # Request id -> output so far per choice, for claimed requests that an earlier engine has begun.  The next Delta of
+    # a choice without a Finish has first == len(token_ids); a choice with a Finish sends no further Delta.
     resumed: dict[str, list[LoggedOutput]] = {}
-    claims: dict[str, Claim] = {}  # reasons by request id, for `generates` that have one: see claim()
-    # Milliseconds after which the engine should ask again, because it has left a request to another one; 0: none.
+    claims: dict[str, Claim] = {}  # request id -> claim, without default ones: see claim()
+    # Milliseconds after which the engine should sync again, because it has left a request to another engine; 0: none.
     retry_ms: int = 0
-    reset_prefix_cache: bool = False  # no request accepted from now on may find a block that is cached already
+    reset_prefix_cache: bool = False  # the engine must empty its prefix cache before it starts further requests
 
     def claim(self, request_id: str) -> Claim:
-        """Return why this engine got a request."""
+        """Return how prefix locality affected the claim of a request."""
         return self.claims.get(request_id, Claim())

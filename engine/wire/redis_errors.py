@@ -1,7 +1,8 @@
-"""Classify errors of Redis by their remedy, over the supported versions of the server and of redis-py.
+"""Classify errors of Redis by their remedy, for all supported versions of the server and of redis-py.
 
-Redis 6.2 puts the code of an error inside a script into the text of a general error; Redis 7 and Valkey pass it on.
-redis-py cuts the codes that it knows off the text, and raises a class of its own instead.  So this looks at both.
+For an error inside a script, Redis 6.2 puts the error code into the text of a general error; Redis 7 and Valkey return
+the code itself.  redis-py removes the codes that it knows from the text and raises a class of its own.  So this module
+checks both text and class.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from redis import exceptions
 
 
 class Remedy(enum.Enum):
-    """What makes the next attempt succeed."""
+    """The action that may make the next attempt succeed."""
 
-    WAIT = enum.auto()  # the same server will serve again: it is full, loading, busy, or its disk fails
-    RECONNECT = enum.auto()  # new connections: another server may answer at this address by now
+    WAIT = enum.auto()  # retry: the server is full, loading or busy, or its disk fails, and may recover
+    RECONNECT = enum.auto()  # retry on new connections: another server may answer at this address by now
     UNKNOWN = enum.auto()  # unknown error: retry for a bounded time, and log it
-    OPERATOR = enum.auto()  # a valid password, or more rights for this user
-    NONE = enum.auto()  # nothing: the program has a bug, or another process has taken its place
+    OPERATOR = enum.auto()  # an operator must give a valid password, or more rights for this user
+    NONE = enum.auto()  # do not retry: the program has a bug, or another process has taken its place
 
 
 CODES = {
@@ -32,7 +33,7 @@ CODES = {
     "READONLY": Remedy.RECONNECT,
     "UNBLOCKED": Remedy.RECONNECT,
     "MASTERDOWN": Remedy.RECONNECT,
-    "NOREPLICAS": Remedy.RECONNECT,  # perhaps disconnected from its replicas, of which one was promoted
+    "NOREPLICAS": Remedy.RECONNECT,  # the server may have lost its replicas because one of them was promoted
     "CLUSTERDOWN": Remedy.RECONNECT,
     "MOVED": Remedy.RECONNECT,
     "ASK": Remedy.RECONNECT,
@@ -44,7 +45,7 @@ CODES = {
     "NOSCRIPT": Remedy.NONE,
     "CROSSSLOT": Remedy.NONE,
 }
-# Searched in order: the first class that fits gives the code.  A class inherits from those below it.
+# Searched in order, so subclasses stand before their base classes: the first matching class gives the code.
 CLASSES: list[tuple[type[Exception], str]] = [
     (exceptions.OutOfMemoryError, "OOM"),
     (exceptions.ReadOnlyError, "READONLY"),
@@ -62,7 +63,7 @@ CLASSES: list[tuple[type[Exception], str]] = [
     (exceptions.AuthenticationWrongNumberOfArgsError, "WRONGPASS"),
     (exceptions.AuthenticationError, "WRONGPASS"),
 ]
-# Texts under the general code ERR, of any version, for commands that no server will ever accept.
+# Texts of errors with the general code ERR, in any version, that no retry can fix.
 HOPELESS = re.compile(r"(?i)wrong number of arg|unknown (redis )?command|error compiling script|syntax error")
 # "Error running script (call to f_SHA): @user_script:5: @user_script: 5: -OOM command not allowed ..."
 WRAPPED = re.compile(r"^Error running script .*?@user_script: ?\d+: -?([A-Z]{3,})\b")
@@ -70,9 +71,9 @@ PLAIN = re.compile(r"^([A-Z]{3,})\b")
 
 
 def code_of(error: Exception) -> str:
-    """Return the code of an error reply, such as "OOM"; "ERR" for the general one; "" for an error without a reply."""
+    """Return the code of an error reply, such as "OOM"; "ERR" for the general code; "" for an error without a reply."""
     if type(error) is exceptions.ConnectionError and isinstance(error.__cause__, exceptions.RedisError):
-        error = error.__cause__  # the reply to redis-py's own first command on a connection
+        error = error.__cause__  # the error reply to redis-py's own first command on a new connection
     for kind, code in CLASSES:
         if isinstance(error, kind):
             return "NOAUTH" if getattr(error, "status_code", None) == "NOAUTH" else code
@@ -84,7 +85,7 @@ def code_of(error: Exception) -> str:
 
 
 def remedy(error: Exception) -> Remedy:
-    """Return the remedy of a command's error, raised by redis-py or by the operating system."""
+    """Return the remedy for an error of a command, raised by redis-py or by the operating system."""
     code = code_of(error)
     if code in CODES:
         return CODES[code]
@@ -95,7 +96,7 @@ def remedy(error: Exception) -> Remedy:
 
 
 def one_line(error: Exception) -> str:
-    """Return the error with its code, in one line."""
+    """Return the error as one line of text with its code."""
     text, code = " ".join(str(error).split()), code_of(error)
     if not text:
         return "no answer" if isinstance(error, TimeoutError) else type(error).__name__

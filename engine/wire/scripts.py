@@ -1,15 +1,15 @@
-"""Load the Lua scripts in `redis/`, in which all of Quire's state changes.
+"""Load the Lua scripts in `redis/`, which make all changes of Quire's shared state.
 
-A script's source is the functions of `redis/shared/` that it uses, then the script's own file:
+A script's source consists of the functions of `redis/shared/` that it uses, then the script's own file:
 
     local P ... local call ...  |  return (function() local function now_ms() ...  |  submit.lua  |  end)()
 
-Redis makes every function of a script anew for each call, 0.1 to 0.2 us each.  Part of that is finding the variables
-that a function uses: Lua walks through all those that functions have used so far, the latest first.  So numbers of
-`layout.py` stand in place of their names, and what nearly all functions use belongs to an enclosing function, where
-finding it takes one step.
+Redis creates every function of a script again for each call, which takes 0.1 to 0.2 us per function.  Part of this time
+is the search for the variables that a function captures: Lua walks through all captured variables, the latest first.
+So the loader replaces the names of `layout.py` by their numbers.  It puts P and call, which nearly all functions use,
+into an enclosing function, where the search takes one step.
 
-The first lines of each file say what its arguments mean and what it returns.  The keys are in `redis/KEYS.md`.
+The first lines of each script document its arguments and its reply.  The keys are in `redis/KEYS.md`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from quire.engine.wire import layout
 
 FILES = resources.files("quire.engine.wire") / "redis"
-# Each uses only those before it.
+# In order of dependency: each file uses only functions of earlier files.
 SHARED = (
     "base",
     "log",
@@ -43,7 +43,7 @@ SHARED = (
 
 
 def constants() -> dict[str, int]:
-    """Return every number of `layout.py` by its name."""
+    """Return the numbers of `layout.py`, name -> value."""
     return {name: value for name, value in vars(layout).items() if name.isupper() and isinstance(value, int)}
 
 
@@ -52,20 +52,20 @@ def _read(name: str) -> str:
 
 
 def with_numbers(source: str) -> str:
-    """Return the source with the numbers of `layout.py` in place of their names."""
+    """Replace the names of `layout.py` in a source by their numbers."""
     numbers = constants()
     return re.sub(r"\b[A-Z_]+\b", lambda word: str(numbers.get(word[0], word[0])), source)
 
 
 class Definition(NamedTuple):
-    """A variable or function that scripts share, without the comments around it."""
+    """A variable or function of `redis/shared/`, without the comments before it."""
 
     name: str
     text: str
 
 
 def definitions(source: str) -> list[Definition]:
-    """Return what a shared file defines: each from `local` in the first column to its line, or to an `end` there."""
+    """Return the definitions of a shared file: a variable is one line, a function ends at `end` in the first column."""
     found = re.findall(r"^(local function (\w+)\(.*?^end$|local (\w+).*?$)", source, re.MULTILINE | re.DOTALL)
     return [Definition(function or constant, text) for text, function, constant in found]
 
@@ -75,7 +75,7 @@ ENCLOSING = ("P", "call")
 
 
 def used(body: str) -> list[Definition]:
-    """Return the definitions whose names a script's own source has, and those that these need in turn."""
+    """Return the shared definitions that a script's source uses, directly or through other definitions."""
     words, found = set(re.findall(r"\w+", body)), list[Definition]()
     for definition in reversed(PRELUDE):
         if definition.name in words:
@@ -85,7 +85,7 @@ def used(body: str) -> list[Definition]:
 
 
 class Script:
-    """A script's Lua source with what it uses of the prelude, and the SHA-1 by which the server knows it."""
+    """A script's Lua source with the shared definitions that it uses, and its SHA-1 for EVALSHA."""
 
     def __init__(self, body: str) -> None:
         found = used(body)

@@ -1,7 +1,7 @@
-"""A gateway's subscription to the channel that brings its tokens.
+"""A gateway's subscription to its token channel.
 
-Redis keeps no message for a subscriber that is away.  So a subscriber that had to begin again may have missed some:
-`missed` is called, and the token logs have what it lacks.
+Redis keeps no messages for a disconnected subscriber.  So after a new subscription some messages may be missing:
+`missed` is called, and the gateway reads the missing tokens from the token logs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MESSAGE = b"message"
 
 
 class Subscription:
-    """Messages of one channel, over a connection of its own.  All methods belong to one asyncio loop."""
+    """The messages of one channel, over a dedicated connection.  Call all methods on one asyncio loop."""
 
     def __init__(self, to: Link, channel: str, missed: Callable[[], None]) -> None:
-        """Connect to nothing yet.  `to`: a link whose connections only this subscription uses."""
+        """Create the subscription without connecting.  `to`: a link that nothing else uses."""
         self._link, self._channel, self._missed = to, channel, missed
         self._connection: AbstractConnection | None = None
-        self._stale = False  # the connection may lead to a server that was demoted
-        self._asked = False  # whether the server is still there: a PING is under way
+        self._stale = False  # the connection may lead to a server that was demoted to a replica
+        self._asked = False  # a PING is in flight, to check that the server is alive
         self._began = False  # a subscription has been confirmed before
 
     async def open(self) -> None:
@@ -37,12 +37,12 @@ class Subscription:
         await self._drop()
 
     def renew(self) -> None:
-        """Subscribe on a new connection, now: the address may lead to another server by now."""
+        """Subscribe again on a new connection, because the address may lead to another server by now."""
         self._stale = True
         self._link.renew()
 
     async def next(self) -> bytes | None:
-        """Return the next message; None: none came for BLOCK_MS.  Retries for as long as Redis is away."""
+        """Return the next message; None: no message for BLOCK_MS.  Retries while Redis is unreachable."""
         return await self._link.retry(self._next)
 
     async def _drop(self) -> None:
@@ -61,7 +61,7 @@ class Subscription:
             await connection.send_command("SUBSCRIBE", self._channel)
             await connection.read_response()
         except BaseException:
-            self._stale = True  # Redis may have refused, and a connection without a subscription reads nothing
+            self._stale = True  # Redis may have refused the SUBSCRIBE, and this connection would get no message
             raise
         if self._began:
             self._missed()
@@ -83,6 +83,6 @@ class Subscription:
         if self._asked:
             self._stale = True
             raise RedisTimeout("no reply to a PING")
-        await connection.send_command("PING", check_health=False)  # it would read a message as its reply
+        await connection.send_command("PING", check_health=False)  # a health check would consume a message as its reply
         self._asked = True
         return None

@@ -1,13 +1,13 @@
-"""The token log as values: what an engine enters in the logs, and what readers get.
+"""The token log: the engine's journal of its output, the entries for the logs in Redis, and decoded logs.
 
 log:ID:I            | 4 bytes | 4 bytes | ...       token ids, little endian, from output position 0
-log:ID:I:logprobs   [msgpack TokenLogprob, ...]     one for each token, if asked for
+log:ID:I:logprobs   [msgpack TokenLogprob, ...]     one entry per token, if requested
 
-A sync's tokens first stand in the engine's tail, as they were sent, which costs next to nothing.  After TAIL
-syncs all tokens of a choice are entered in its log as one segment ("The token log" in `redis/KEYS.md`).
+A sync first appends its messages to the engine's tail in Redis, which is cheap.  After TAIL syncs the engine flushes
+the tail: all new tokens of a choice go into its log as one segment ("The token log" in `redis/KEYS.md`).
 
     0 ............ base ............ logged .................. end
-    | earlier engines'  | in the log       | in the tail, or to be sent now |
+    | earlier engines'  | in the log       | in the tail, or not sent yet |
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire.engine.wire.messages import Delta, Finish, TokenBatch, TokenLogprob
 
 TOKEN_BYTES = 4
 
-Head = tuple[int, list[TokenLogprob] | None]  # cached tokens and prompt logprobs, of the Delta with first == 0
+Head = tuple[int, list[TokenLogprob] | None]  # (cached tokens, prompt logprobs) of the Delta with first == 0
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_finish = msgspec.msgpack.Decoder(Finish).decode
@@ -35,7 +35,7 @@ _decode_logprob = msgspec.msgpack.Decoder(TokenLogprob).decode
 
 
 class LoggedLogprobs(Sequence[TokenLogprob]):
-    """Log probabilities as the log has them.  Each is decoded when it is read: an answer may have 100,000."""
+    """Log probabilities of a log, decoded lazily: an answer may have 100,000 of them."""
 
     __slots__ = ("_encoded",)
 
@@ -64,28 +64,28 @@ class LoggedLogprobs(Sequence[TokenLogprob]):
 
 
 class LoggedOutput(msgspec.Struct, frozen=True):
-    """One choice as the log has it: everything that its clients can have seen, and no token more."""
+    """The log of one choice: exactly the tokens that its clients can have seen."""
 
     token_ids: list[int]  # token ids from output position 0
-    finish: Finish | None = None  # None: it is being computed, or waits for an engine
-    logprobs: Sequence[TokenLogprob] | None = None  # one for each token id, if asked for
-    cached_tokens: int = 0  # the next two as in the Delta with first == 0
-    prompt_logprobs: list[TokenLogprob] | None = None
+    finish: Finish | None = None  # None: the choice is being computed, or waits for an engine
+    logprobs: Sequence[TokenLogprob] | None = None  # one entry per token id, if requested
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    prompt_logprobs: list[TokenLogprob] | None = None  # log probabilities of the prompt, if requested
 
 
 class Entries(msgspec.Struct, frozen=True):
-    """What one sync enters in the logs."""
+    """The entries that one sync writes to the logs."""
 
-    segments: list[str | int]  # request id, choice, output position of the first token, how many tokens, ...
+    segments: list[str | int]  # flat list: request id, choice, output position of the first token, tokens, ...
     tokens: bytes  # the tokens of all segments, TOKEN_BYTES each
-    extras: list[tuple[str, str, bytes]]  # (id, field of its log or "logprobs INDEX FIRST", value): mostly empty
-    whole: bool  # the segments contain everything not yet entered, so nothing is left of the tail
+    extras: list[tuple[str, str, bytes]]  # (id, field of its log or "logprobs INDEX FIRST", value); mostly empty
+    whole: bool  # the segments contain all tokens that the logs lack, so the tail becomes empty
     outputs: list[_Output]  # the choices of the segments and extras
-    flushes_tail: bool = False  # `whole`, and the tail has something
+    flushes_tail: bool = False  # `whole`, and the tail is not empty
 
 
 class _Output:
-    """The output of one choice since this engine holds it."""
+    """The output of one choice since this engine claimed it."""
 
     __slots__ = ("base", "end", "fields", "fields_logged", "id", "index", "logged", "logprobs", "tokens")
 
@@ -95,10 +95,10 @@ class _Output:
         self.tokens = array("I")  # token ids from position `base`
         self.logprobs: list[bytes] = []  # log-probabilities of the same tokens, if requested
         self.fields: list[tuple[str, bytes]] = []  # (field, value) pairs for its log in Redis
-        self.fields_logged = 0
+        self.fields_logged = 0  # number of `fields` that are in the log
 
     def add(self, delta: Delta) -> bool:
-        """Append the Delta; return whether it belongs in the log at once."""
+        """Append a Delta; return whether it must go into the log at once instead of the tail."""
         known = self.end - delta.first
         if known < 0:
             raise ValueError(f"{self.id}: a Delta begins at output position {delta.first}, {self.end} is next")
@@ -122,30 +122,30 @@ class _Output:
 
 
 class Journal:
-    """Records the output of the requests that an engine holds, and how much of it stands in their logs.
+    """Records the output of the requests that an engine holds, and how much of it is in their logs.
 
-    It keeps all of it, 4 bytes per token, so that the engine can send again what Redis loses."""
+    Keeps the complete output, 4 bytes per token, so that the engine can send tokens again that Redis has lost."""
 
     def __init__(self) -> None:
         self._outputs: dict[tuple[str, int], _Output] = {}
-        self._counts: dict[str, int] = {}  # choices of each request
-        self._due: dict[_Output, None] = {}  # outputs that belong in the log at once
+        self._counts: dict[str, int] = {}  # request id -> number of choices
+        self._due: dict[_Output, None] = {}  # outputs that the next sync must write to the log
         self._tail = self._tail_bytes = 0  # syncs in the unflushed tail, and the bytes of their batches
 
     def hold(self, request_id: str, lengths: list[int]) -> None:
-        """Add a claimed request; `lengths`: tokens of each choice that are in its log."""
+        """Add a claimed request.  `lengths`: tokens per choice that its log has."""
         self._counts[request_id] = len(lengths)
         for index, length in enumerate(lengths):
             self._outputs[request_id, index] = _Output(request_id, index, length)
 
     def forget(self, request_ids: list[str]) -> None:
-        """Remove requests that the engine holds no more."""
+        """Remove requests that the engine does not hold any more."""
         for request_id in request_ids:
             for index in range(self._counts.pop(request_id, 0)):
                 self._due.pop(self._outputs.pop((request_id, index)), None)
 
     def rewind(self, request_id: str, lengths: list[int]) -> bool:
-        """Make everything due again beyond what the log has: `lengths` tokens of each choice.
+        """Let the next sync send all tokens that the log lacks.  `lengths`: tokens per choice that the log has.
 
         Returns False if this engine does not have the missing tokens."""
         outputs = [self._outputs[request_id, index] for index in range(self._counts[request_id])]
@@ -157,19 +157,19 @@ class Journal:
         return True
 
     def add(self, batches: list[tuple[str, TokenBatch]], finished: list[str]) -> None:
-        """Record the batches of one sync and its `finished` requests; ignore requests that are not held."""
+        """Record the batches and the `finished` requests of one sync; requests that are not held are ignored."""
         outputs, due = self._outputs, self._due
         for _, batch in batches:
             for delta in batch.deltas:
                 output = outputs.get((delta.id, delta.index))
                 if output is not None and output.add(delta):
                     due[output] = None
-        for request_id in finished:  # there may be no Finish: a withdrawn request has no listeners
+        for request_id in finished:  # a withdrawn request may end without a Finish
             for index in range(self._counts.get(request_id, 0)):
                 due[outputs[request_id, index]] = None
 
     def due(self, batches: list[tuple[str, TokenBatch]]) -> Entries:
-        """Return what the sync that sends these batches enters in the logs.  add() them first."""
+        """Return the log entries of the sync that sends these batches.  Call add() with the batches first."""
         whole = not batches or self._tail >= TAIL or self._tail_bytes >= TAIL_BYTES
         outputs = [
             output
@@ -193,7 +193,7 @@ class Journal:
         return Entries(segments, tokens.tobytes(), extras, whole, outputs, flushes_tail)
 
     def entered(self, entries: Entries, tail_bytes: int) -> None:
-        """Record that the sync with these entries succeeded and has messages of `tail_bytes` bytes."""
+        """Record that the sync with these entries succeeded.  `tail_bytes`: size of its messages."""
         self._tail_bytes = 0 if entries.whole else self._tail_bytes + tail_bytes
         for output in entries.outputs:
             output.logged, output.fields_logged = output.end, len(output.fields)
@@ -203,7 +203,7 @@ class Journal:
 def read(
     tokens: bytes | None, finish: bytes | None, head: bytes | None = None, logprobs: list[bytes] | None = None
 ) -> LoggedOutput:
-    """Decode what Redis has of one choice; None stands for what it does not have."""
+    """Decode the log of one choice from its values in Redis; None: Redis has no such value."""
     cached_tokens, prompt_logprobs = _decode_head(head) if head is not None else (0, None)
     return LoggedOutput(
         list(struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)) if tokens else [],

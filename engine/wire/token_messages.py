@@ -1,10 +1,10 @@
-"""Token messages: what one sync of an engine publishes to the gateways that listen.
+"""Token messages: the tokens of one sync, as an engine publishes them to the listening gateways.
 
-Gateways share TOKEN_CHANNELS channels.  A sync publishes one message per channel that has a listener, however
-many gateways listen; each gateway takes its own part.
+Gateways share TOKEN_CHANNELS channels.  A sync publishes one message per channel with listeners.  The message has a
+part per gateway, and each gateway reads only its own part.
 
     [engine, [[gateway, [delta, ...]], ...]]
-    delta: [id as in request_ids.py, first, token_ids, finish, index, ...]: the fields of Delta, less trailing defaults
+    delta: [id as in request_ids.py, first, token_ids, finish, index, ...]: fields of Delta without trailing defaults
 
 The engine's tail in Redis holds the same messages.
 """
@@ -21,7 +21,7 @@ from quire.engine.wire.layout import TOKEN_CHANNELS
 from quire.engine.wire.messages import Delta, Finish, Predictions, TokenBatch, TokenLogprob
 from quire.engine.wire.request_ids import pack, unpack
 
-NO_CHANNEL = ""  # a message for the tail only has none
+NO_CHANNEL = ""  # channel of a message that goes only into the tail
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -37,7 +37,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Delta(msgspec.Struct, frozen=True, array_like=True):
-    """A Delta whose id is as it crosses the wire."""
+    """A Delta with its id in the compact form of request_ids.py."""
 
     id: msgspec.Raw
     first: int
@@ -56,7 +56,7 @@ _decode_deltas = msgspec.msgpack.Decoder(list[_Delta]).decode
 
 @lru_cache(4096)
 def channel_of(gateway: str) -> int:
-    """Return the number of the channel that brings this gateway its tokens; listeners.lua computes the same."""
+    """Return the number of a gateway's token channel; listeners.lua computes the same number."""
     return int(hashlib.sha1(gateway.encode(), usedforsecurity=False).hexdigest()[:4], 16) % TOKEN_CHANNELS
 
 
@@ -75,9 +75,9 @@ def _fields(delta: Delta) -> list[Any]:
 
 
 def encode(batches: list[tuple[str, TokenBatch]]) -> list[tuple[int | str, bytes]]:
-    """Return a (channel, message) per channel; NO_CHANNEL for batches without a gateway.
+    """Encode one engine's batches as one (channel, message) per channel; NO_CHANNEL: batches without a gateway.
 
-    `batches`: (gateway, batch) of one engine."""
+    `batches`: (gateway, batch) pairs."""
     parts: dict[int | str, list[tuple[str, list[Any]]]] = {}
     for gateway, batch in batches:
         channel = channel_of(gateway) if gateway else NO_CHANNEL
@@ -86,9 +86,9 @@ def encode(batches: list[tuple[str, TokenBatch]]) -> list[tuple[int | str, bytes
 
 
 def decode(message: bytes, gateway: str) -> TokenBatch | None:
-    """Return what the message has for this gateway; None: nothing.
+    """Return the gateway's part of a message; None: it has no part for this gateway.
 
-    Raises msgspec.MsgspecError or UnicodeDecodeError if it is no token message."""
+    Raises msgspec.MsgspecError or UnicodeDecodeError if the bytes are no token message."""
     found = _decode_message(message)
     deltas = [
         Delta(

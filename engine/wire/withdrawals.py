@@ -1,6 +1,6 @@
-"""Keep the withdrawals that a gateway owes Redis, and send them from one task.
+"""Withdrawals: requests whose clients have left.  One task of the gateway sends them to Redis in batches.
 
-However many streams end at once, each script withdraws at most SCRIPT_COUNT of them.  So Redis serves other commands
+Even if many streams end at once, each script withdraws at most SCRIPT_COUNT of them.  So Redis serves other commands
 between two scripts, and the gateway sends each id once.
 """
 
@@ -13,21 +13,21 @@ from collections.abc import Awaitable, Callable
 
 log = logging.getLogger("quire.bus")
 
-SCRIPT_COUNT = 64  # withdrawals in one script, which keep Redis busy for 2 to 4 ms
+SCRIPT_COUNT = 64  # maximum withdrawals per script, which keep Redis busy for 2 to 4 ms
 
-Withdrawal = tuple[str, int]  # request id, and the index of a choice, UNREAD or FOR_ALL
-UNREAD = -1  # all choices, unless another gateway listens
-FOR_ALL = -2  # all choices, whichever gateways listen
+Withdrawal = tuple[str, int]  # (request id, index of a choice, or UNREAD, or FOR_ALL)
+UNREAD = -1  # end all choices, unless another gateway listens
+FOR_ALL = -2  # end all choices, even if other gateways listen
 
 
 class Withdrawals:
-    """Keeps each withdrawal until Redis has it.  All methods belong to one asyncio loop."""
+    """Keeps each withdrawal until Redis has it.  Call all methods on one asyncio loop."""
 
     def __init__(self, send: Callable[[list[Withdrawal]], Awaitable[bool]]) -> None:
-        """`send` runs one script and returns whether Redis has the withdrawals.  If not, they stay owed, and the next
-        wake() starts again."""
+        """`send`: runs one script and returns whether Redis has the withdrawals.  If not, they are kept, and the next
+        wake() sends them again."""
         self._send = send
-        self._owed: dict[Withdrawal, None] = {}  # oldest first
+        self._owed: dict[Withdrawal, None] = {}  # withdrawals that Redis does not have yet, oldest first
         self._task: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
@@ -38,12 +38,12 @@ class Withdrawals:
         self._owed.update(dict.fromkeys(withdrawals))
 
     def wake(self) -> None:
-        """Start to send the owed withdrawals, unless that is under way."""
+        """Start the task that sends the pending withdrawals, unless it is running."""
         if self._owed and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._run(), name="withdraw")
 
     async def sent(self) -> None:
-        """Wait until no withdrawal is owed, or the sender has given up for now."""
+        """Wait until no withdrawal is pending, or the task has given up for now."""
         if self._task is not None:
             await asyncio.wait([self._task])
 

@@ -1,4 +1,4 @@
--- Remove a name from the list of LoRA adapters.  Returns whether it was there: 1 or 0.
+-- Remove a name from the list of LoRA adapters.  Returns 1 if the name was in the list, else 0.
 local name = ARGV[1]
 
 return call('HDEL', P .. 'adapters', name)

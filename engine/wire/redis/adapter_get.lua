@@ -1,4 +1,4 @@
--- Read what a name stands for; '': all names.  Returns name, value, ...; nothing for an unknown name.
+-- Read the LoRA adapter of a name; '': of all names.  Returns {name, value, ...}; empty for an unknown name.
 local name = ARGV[1]
 
 if name == '' then return call('HGETALL', P .. 'adapters') end

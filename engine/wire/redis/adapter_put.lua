@@ -1,6 +1,6 @@
--- Let a name stand for a LoRA adapter in all gateways.
--- `value`: what the name stands for.  `replace`: 1 to replace another value.  `most`: names at most.
--- Returns 1: stored, or stored before by a retry; 0: the name stands for something else; -1: `most` names are in use.
+-- Store a LoRA adapter under a name, for all gateways.
+-- `value`: the encoded adapter.  `replace`: 1 to replace another value.  `most`: maximum number of names.
+-- Returns 1: stored, or stored before by a retry; 0: the name has another value; -1: `most` names are in use.
 local name, value, replace, most = unpack(ARGV)
 local known = call('HGET', P .. 'adapters', name)
 

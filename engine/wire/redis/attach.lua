@@ -1,6 +1,6 @@
 -- Read a request's log, and listen to the request from now on.
--- `gateway`: the one that listens; '' only reads.
--- Returns false without a log, else {record, {{tokens, Finish, head, logprobs} for each choice}}.
+-- `gateway`: name of the gateway that listens; '': only read.
+-- Returns false if the log does not exist, else {record, {{tokens, Finish, head, logprobs} for each choice}}.
 local id, gateway = unpack(ARGV)
 local log = P .. 'log:' .. id
 

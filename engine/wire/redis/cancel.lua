@@ -1,6 +1,6 @@
--- Withdraw requests or choices of them.
--- Then for each withdrawal: id, index of the choice; -1 for all choices, unless another gateway listens;
--- -2 for all choices, and every listener gets the end.
+-- Withdraw requests, or single choices of them.
+-- ARGV: the gateway, then for each withdrawal: id, index of the choice.  Index -1: all choices, unless another gateway
+-- listens.  Index -2: all choices, and every listening gateway gets the Finish.
 local gateway = ARGV[1]
 
 local function drop_continuation(id, index)

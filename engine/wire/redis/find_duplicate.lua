@@ -1,4 +1,4 @@
--- Returns {id, body digest} of the request that came first under an idempotency key, or {false, false}.
+-- Returns {id, body digest} of the first request with an idempotency key, or {false, false}.
 local once = ARGV[1]
 
 return call('HMGET', P .. 'once:' .. once, 'id', 'body')

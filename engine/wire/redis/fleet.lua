@@ -1,16 +1,16 @@
--- Read the fleet: what has changed on one page of the engines, and the queue.  Remove dead gateways and engines.
+-- Read the changed leases of one page of the engines, and the queue.  Remove dead gateways and engines.
 -- `grace`: ms before requests of dead gateways are withdrawn.  `beat`: number of this heartbeat.
 -- `after`: name of the engine before the page; '': the first page.  `since`: number of the last change that this
--- gateway knows of the page's engines; 0: none.  If Redis does not know the last heartbeat, it may have lost what
--- this gateway has read: it returns the first page with all leases.
+-- gateway has read of the page's engines; 0: none.  If Redis does not have the gateway's last heartbeat, it may have
+-- lost data that the gateway has read, so it returns the first page with all leases.
 -- Returns {
---   leases of the page that have changed, Redis' unix ms, capacity in tokens, queue state, 1 if the last heartbeat is
---   known, requests in quarantine, name of the page's last engine ('': none follows), number of its engines,
---   number of the last change
+--   changed leases of the page, Redis' unix ms, free capacity in prompt tokens, queue state, 1 if Redis had the last
+--   heartbeat, number of quarantined requests, name of the page's last engine ('': it is the last page), number of
+--   engines in the page, number of the last change
 -- }.
 local gateway, grace, beat, after, since = unpack(ARGV)
 
-local function register_heartbeat()  -- returns 1 if Redis remembers the last heartbeat, else 0
+local function register_heartbeat()  -- returns 1 if Redis has the gateway's last heartbeat, else 0
   local key = P .. 'gateway:' .. gateway
   local before = call('GET', key)
   call('DEL', key)  -- a first write that full memory never refuses
@@ -19,7 +19,7 @@ local function register_heartbeat()  -- returns 1 if Redis remembers the last he
   return before and (before == beat or before + 1 == beat + 0) and 1 or 0
 end
 
-local function lapses_count()  -- false for a while after Redis was away: then a lapse says nothing about the engine
+local function lapses_count()  -- whether a lapsed lease means a dead engine: not for AMNESTY_MS after Redis was away
   local reached, now = call('GET', P .. 'reached'), now_ms()
   if reached and now - reached > AWAY_MS then call('SET', P .. 'amnesty', 1, 'PX', AMNESTY_MS) end
   call('SET', P .. 'reached', now)
@@ -47,9 +47,9 @@ local function remove_dead_engine(engine, died)
   call('PEXPIRE', P .. 'engine:' .. engine, MEMORY_MS)
 end
 
--- Read one page of the engines, in the order of their names.  Remove those without a lease; `died`: it counts as a
--- death.  Returns the leases whose number is beyond `since`, the name after which the next page begins, and the
--- number of engines left.
+-- Read one page of the engines, in the order of their names, and remove engines without a lease.  `died`: whether a
+-- lapse counts as a death.  Returns the leases whose number is larger than `since`, the name after which the next page
+-- begins, and the number of remaining engines.
 local function read_page(died)
   local first = after == '' and '-' or '(' .. after
   local names, keys = call('ZRANGEBYLEX', P .. 'engines', first, '+', 'LIMIT', 0, READING_ENGINES + 1), {}
@@ -71,7 +71,7 @@ local function read_page(died)
   return changed, following, live
 end
 
-local function move_overdue()  -- what has waited past its due time cannot start in time any more
+local function move_overdue()  -- move requests past their due time to the late lane
   for _, id in ipairs(call('ZRANGEBYSCORE', P .. 'due', '-inf', now_ms(), 'LIMIT', 0, MOVES)) do move_to_late(id) end
 end
 

@@ -1,4 +1,4 @@
--- Keep the logs of these requests, which are over, for another `retain` ms each.
+-- Let the logs of these ended requests expire `retain` ms from now.
 local ids = ARGV
 
 for _, id in ipairs(ids) do keep(id) end

@@ -1,5 +1,5 @@
--- Compare versions with the processes that opened before; the first one writes its own.
--- Returns {version of the Redis layout, version of the wire} as they stand in Redis.
+-- Read the versions in Redis; the first process of a namespace writes its own.
+-- Returns {version of the Redis layout, version of the wire messages}.
 local layout_version, wire_version = unpack(ARGV)
 local key = P .. 'layout'
 

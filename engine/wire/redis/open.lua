@@ -1,5 +1,5 @@
--- A new engine process opens under this name.  It holds nothing of what an earlier process held.
--- Returns the epoch of its lease.
+-- Run by an engine process that opens.  The requests of an earlier process with its name return to the queue.
+-- Returns the epoch of the engine's lease.
 local engine, session = unpack(ARGV)
 local state = P .. 'engine:' .. engine
 

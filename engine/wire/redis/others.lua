@@ -1,4 +1,4 @@
--- Returns the loads of all engines with a lease but this one.
+-- Returns the loads of all other engines with a lease.
 local me = ARGV[1]
 
 local loads = {}

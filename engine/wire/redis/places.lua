@@ -1,5 +1,5 @@
--- Returns for each of these requests {its lane, requests that were submitted before it and wait ahead of it}.
--- The lane is '' for a request that does not wait.
+-- Returns {lane, number of requests ahead} for each of these requests: the older requests in its lane and, for a late
+-- request, all on-time requests.  The lane is '' for a request that does not wait.
 local ids = ARGV
 
 local on_time, found = call('ZCARD', P .. 'ages:on_time'), {}

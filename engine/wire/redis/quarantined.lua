@@ -1,4 +1,4 @@
--- List the quarantine, oldest verdict first, after deleting the entry `drop` ('' deletes none).
+-- List the quarantined requests, oldest first, after deleting the entry `drop` ('' deletes none).
 -- Returns {payload, attempts, tokens in the log, engine, unix ms} for each entry.
 local drop = ARGV[1]
 

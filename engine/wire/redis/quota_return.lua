@@ -1,4 +1,4 @@
--- Give back all that a request took of its tenant's quotas: it was not queued.  Does nothing a second time.
+-- Give back everything that a request took from its tenant's quotas, because it was not queued.  Idempotent.
 -- Returns ms until the buckets of requests and of tokens are full.
 local tenant, request = unpack(ARGV)
 local held, now = P .. 'quota_held:' .. tenant, now_ms()

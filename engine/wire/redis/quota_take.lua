@@ -1,18 +1,18 @@
--- Take what a request may use of its tenant's quotas: all of it or nothing.
--- `requests`, `tokens`: quotas a minute; `at_once`: most requests that have not ended; '' for no such quota; '-' for a
--- stored answer that is sent again: no request runs, and nothing is settled later.
--- `request`: id without a prompt's number; '' only reads the buckets.
--- Then for each prompt: its tokens, most output tokens of all its choices.
--- Returns {quota that is used up ('' for none), ms until its bucket has enough, ms until the buckets of requests and of
--- tokens are full}.
+-- Take the maximum that a request may use from its tenant's quotas, all or nothing.
+-- `requests`, `tokens`: quotas per minute; '': no such quota.  `at_once`: maximum concurrent requests; '': no such
+-- quota; '-': a stored answer is sent again, so that no request runs and nothing is settled later.
+-- `request`: id of the client's request, without a prompt's number; '': only read the buckets.
+-- Then for each prompt: its tokens, maximum output tokens of all its choices.
+-- Returns {exhausted quota ('': none), ms until its bucket has enough, ms until the bucket of requests is full, ms
+-- until the bucket of tokens is full}.
 local tenant, requests, tokens, at_once, request, deadline = unpack(ARGV, 1, 6)
 local FIRST = 7  -- first prompt in ARGV
 local key, held, open = P .. 'quota:' .. tenant, P .. 'quota_held:' .. tenant, P .. 'quota_open:' .. tenant
 local now, prompts = now_ms(), (#ARGV - FIRST + 1) / 2
-local cost = {requests = 0, tokens = 0}  -- ms that it moves each bucket
+local cost = {requests = 0, tokens = 0}  -- ms by which the request moves each bucket
 local token_ms = tokens == '' and 0 or QUOTA_MS / tokens
 
-local function is_open(id)  -- whether a request counts: a prompt is not over, or its submit is under way
+local function is_open(id)  -- whether a request is concurrent: a prompt has not ended, or its submit is running
   local taken = string.match(call('HGET', held, id) or '', '^%d+ (%d+)')
   local gone = not taken or now - taken > TOMBSTONE_MS
   for prompt in prompts_of(tenant, id) do
@@ -22,7 +22,7 @@ local function is_open(id)  -- whether a request counts: a prompt is not over, o
   return not gone
 end
 
-local function end_finished()  -- do now for requests that are over what settle.lua would do a moment later
+local function end_finished()  -- settle ended requests now, before settle.lua does it a moment later
   for _, id in ipairs(call('ZRANGE', open, 0, -1)) do
     if not is_open(id) then settle_request(tenant, id) end
   end
@@ -34,7 +34,7 @@ local function has_place()
   return call('ZCARD', open) < at_once + 0
 end
 
-local function verdict()  -- the quota that is used up, and ms until it has enough
+local function verdict()  -- returns the exhausted quota, '' for none, and ms until it has enough
   local used_up, wait = '', 0
   for bucket, ms in pairs(cost) do
     local missing = bucket_debt(tenant, bucket, now) + ms - QUOTA_MS
@@ -44,7 +44,7 @@ local function verdict()  -- the quota that is used up, and ms until it has enou
   return used_up, wait
 end
 
-local function outlive(name, ms)  -- keep a key for at least `ms` from now
+local function outlive(name, ms)  -- let a key expire no earlier than `ms` from now
   if call('PTTL', name) < ms then call('PEXPIRE', name, ms) end
 end
 
@@ -65,7 +65,7 @@ local function take()
 end
 
 local used_up, wait = '', 0
-if request ~= '' and call('HEXISTS', held, request) == 0 then  -- else a retry: only the reply did not arrive
+if request ~= '' and call('HEXISTS', held, request) == 0 then  -- else a retry whose first reply was lost
   if call('EXISTS', open) == 0 then call('DEL', held) end  -- Redis has evicted the ids of these entries
   for _, old in ipairs(call('ZRANGEBYSCORE', open, '-inf', now)) do forget_request(tenant, old) end
   if requests ~= '' then cost.requests = QUOTA_MS / requests end

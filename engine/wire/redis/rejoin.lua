@@ -1,11 +1,11 @@
--- An engine whose sync was refused names what it holds: "The token log" in KEYS.md.
--- `seq`: of its last sync.  Then the ids that it holds.
--- Returns {epoch, {{id, listeners, {tokens in the log of each choice}} for each id that it keeps}}.
+-- Run by an engine whose sync was refused: decides which of its requests it may continue.  "The token log" in KEYS.md.
+-- `seq`: number of its last sync.  Then the ids of the requests that it holds.
+-- Returns {epoch, {{id, gateways that listen, {tokens in the log of each choice}} for each request that it keeps}}.
 local engine, session, seq, lease_ms, load = unpack(ARGV, 1, 5)
 local FIRST = 6  -- first id in ARGV
 local state = P .. 'engine:' .. engine
 
-local function take_back(id)  -- what has returned to the queue since, if no other engine has held it
+local function take_back(id)  -- claim a request again that has returned to the queue, if no other engine has held it
   if alive(id) and not call('ZSCORE', P .. 'held:' .. engine, id)
      and call('HGET', P .. 'req:' .. id, 'from') == engine and dequeue(id) then
     local place, tenant, size, dropped = unpack(

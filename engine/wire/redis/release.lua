@@ -1,4 +1,4 @@
--- Free an idempotency key, if this request is still the first under it.
+-- Free an idempotency key, if it still belongs to this request.
 local once, id = unpack(ARGV)
 
 local key = P .. 'once:' .. once

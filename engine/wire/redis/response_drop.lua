@@ -1,4 +1,4 @@
--- Delete a response of `holder`.  Returns 1 if there was one.
+-- Delete a response of `holder`.  Returns 1 if it existed, else 0.
 local holder, id = unpack(ARGV)
 
 if call('HGET', P .. 'response:' .. id, 'holder') ~= holder then return 0 end

@@ -1,6 +1,6 @@
--- Read a response of `holder`, and with `chain` 1 those that it continues, newest first.
--- `most`: bytes after which no more are read.  `ttl`: ms that they stay from now on; 0: as long as before.
--- Returns {{{id, input, body, ended}, ...}, the id at which it ended early or ''}.
+-- Read a response of `holder`; with `chain` 1 also the earlier responses that it continues, newest first.
+-- `most`: bytes after which no further response is read.  `ttl`: new lifetime of these responses, ms; 0: as before.
+-- Returns {{{id, input, body, ended}, ...}, id of the response at which the chain was cut, or ''}.
 local holder, id, chain, most, ttl = unpack(ARGV)
 local found, bytes = {}, 0
 

@@ -1,7 +1,6 @@
--- Renew the leases of responses that run in the background, by `lease` ms.
--- Take over at most `most` whose lease has lapsed.
--- The further arguments are the ids that the caller answers for.
--- Returns {ids of those that do not run any more, {{id, holder} of each that the caller answers for from now on}}.
+-- Renew the caller's leases of background responses for `lease` ms, and take over at most `most` responses whose lease
+-- has lapsed.  The further arguments are the ids of the responses that the caller runs.
+-- Returns {ids of these responses that do not run any more, {{id, holder} of each response taken over}}.
 local lease, most = unpack(ARGV)
 local running, now, stopped, taken = P .. 'responses_running', now_ms(), {}, {}
 

@@ -1,8 +1,8 @@
--- Store a new response (`new` is 1), or the next state of one that has not ended (0; its `input` stays).
--- `holder`: who may read it.  `previous`: the response that it continues, or ''.  `ended`: 1 if this is its last state.
--- `ttl`: ms that it stays.  `most`: bytes of all responses of the holder.
--- `lease`: ms for which the caller answers for it while it runs in the background; 0: it does not run there.
--- Returns how many older responses were removed for it; -1: it is too large; -2: there is none that has not ended.
+-- Store a new response (`new` is 1), or the next state of an unfinished response (0; its `input` stays).
+-- `holder`: tenant or API key that may read it.  `previous`: the response that it continues, or ''.  `ended`: 1 if this
+-- is its last state.  `ttl`: lifetime in ms.  `most`: maximum bytes of all responses of the holder.
+-- `lease`: ms for which the calling gateway runs it in the background; 0: it does not run in the background.
+-- Returns the number of older responses removed for it; -1: it is too large; -2: no unfinished response has this id.
 local holder, id, new, previous, input, body, ended, ttl, most, lease = unpack(ARGV)
 local key, list, sizes = P .. 'response:' .. id, P .. 'responses:' .. holder, P .. 'response_bytes:' .. holder
 

@@ -1,7 +1,7 @@
--- Enter in the ledger how many tokens of each choice reached a client, and settle the quotas of those that ended.
--- For each request: id, tenant, choices, then that many counts of tokens.
--- Returns for each request {tokens generated, tokens delivered, delivered tokens that no call had entered before}.
--- If Redis has lost the log, what was entered before is unknown: then nothing is entered.
+-- Record in the usage ledger how many tokens of each choice reached a client, and settle quotas of ended requests.
+-- ARGV for each request: id, tenant, number of choices, then the delivered tokens of each choice.
+-- Returns for each request {tokens generated, tokens delivered, delivered tokens that no earlier call has recorded}.
+-- If Redis has lost the log, the earlier counts are unknown, so nothing is recorded.
 local words = ARGV
 
 local found, i = {}, 1

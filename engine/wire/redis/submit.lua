@@ -1,12 +1,13 @@
 -- Queue the prompts of one client's request in one lane: all of them or none.
--- Then for each prompt: id, payload, prompt tokens, choices, digests of its prefixes.
--- `once`, `body`: idempotency key and digest of the body; '' for none.  `on_time_excess`, `late_excess`: most prompt
--- tokens beyond the engines' free capacity, these included: of the on-time lane, and of both lanes.  `target`: ms after
--- which the request leaves the on-time lane.  `most_requests`, `most_bytes`: maximum of requests that wait, and of
--- their payloads in bytes.
--- `size_class`: of the request, see "Order" in KEYS.md.  `extra`: what each prompt counts for besides its tokens.
--- Returns {lane, 'refused', 'full' or 'known', requests ahead, free capacity in tokens, queue state with no tenant but
--- this one, {id, body} of the request that `once` found}.
+-- ARGV: the values below, then for each prompt: id, payload, prompt tokens, choices, digests of its prefixes.
+-- `once`, `body`: idempotency key and digest of the body; '' for none.  `on_time_excess`, `late_excess`: maximum prompt
+-- tokens, this request's included, by which the on-time lane, or both lanes, may exceed the engines' free capacity.
+-- `target`: ms after which the request moves to the late lane.  `most_requests`, `most_bytes`: maximum waiting
+-- requests, and maximum bytes of their payloads.
+-- `size_class`: the request's size class, see "Order" in KEYS.md.  `extra`: tokens that each prompt counts for in
+-- addition to its own.
+-- Returns {lane or 'refused', 'full' or 'known', number of requests ahead, free capacity in prompt tokens, queue state
+-- with only this tenant, {id, body} of an earlier request with the same key}.
 local gateway, tenant, weight, priority, deadline, retain = unpack(ARGV, 1, 6)
 local once, body, record, first_id = unpack(ARGV, 7, 10)
 local on_time_excess, late_excess, target, most_requests, most_bytes, size_class, extra = unpack(ARGV, 11, 17)
@@ -24,19 +25,19 @@ local function is_full()
   return requests > tonumber(most_requests) or bytes + (call('GET', P .. 'queued_bytes') or 0) > tonumber(most_bytes)
 end
 
-local function choose_lane()  -- the lane with free capacity for these prompts; nil: none has
+local function choose_lane()  -- returns the lane with free capacity for these prompts; nil: neither lane has
   local on_time = asked + lane_tokens('on_time')
   if on_time - on_time_behind(tenant, priority, size_class) <= free + on_time_excess then return 'on_time' end
   if on_time + lane_tokens('late') <= free + late_excess then return 'late' end
 end
 
-local function count_usage()  -- once for all prompts: a request may have a thousand
+local function count_usage()  -- one update for all prompts, since a request may have a thousand
   call('HSET', P .. 'weights', tenant, weight)
   call('HINCRBY', P .. 'usage:' .. tenant, 'requests', (#ARGV - FIRST + 1) / 5)
   call('HINCRBY', P .. 'usage:' .. tenant, 'prompt_tokens', prompt_tokens)
 end
 
-local function store(i, lane, now)  -- the request and the log of the prompt at ARGV[i]
+local function store(i, lane, now)  -- create the request and the log of the prompt at ARGV[i]
   local id, payload, size, n, prefixes = unpack(ARGV, i, i + 4)
   local key, log = P .. 'req:' .. id, P .. 'log:' .. id
   call('HSET', key, 'payload', payload, 'tokens', size + extra, 'tenant', tenant, 'deadline', deadline,
@@ -55,8 +56,8 @@ local function store(i, lane, now)  -- the request and the log of the prompt at 
 end
 
 local ahead = call('HLEN', P .. 'waiting')
-local outcome = call('HGET', P .. 'req:' .. first_id, 'lane')  -- a retry: only the reply did not arrive
-if not outcome and call('EXISTS', P .. 'req:' .. first_id) == 1 then outcome = 'on_time' end  -- and it is over
+local outcome = call('HGET', P .. 'req:' .. first_id, 'lane')  -- set in a retry whose first reply was lost
+if not outcome and call('EXISTS', P .. 'req:' .. first_id) == 1 then outcome = 'on_time' end  -- it has ended
 if not outcome then
   if once ~= '' then duplicate = call('HMGET', P .. 'once:' .. once, 'id', 'body') end
   local lane = not duplicate[1] and choose_lane()

@@ -1,6 +1,6 @@
--- How a request ends, and which request of a lane is next: those past their deadline end on the way.
+-- Ends of requests, and the next request of a lane, because the search for it ends requests past their deadline.
 
-local function bury(id)  -- the request is over: its log stays for a while
+local function bury(id)  -- delete an ended request; its log stays for its `retain` time
   local key = P .. 'req:' .. id
   local names = listeners(id)
   call('DEL', key)
@@ -17,12 +17,12 @@ local function withdraw(id)  -- end the request as cancelled, and abort it at it
   bury(id)
   finish_open(id, cmsgpack.pack({'cancelled'}))
   if engine and not waited then
-    call('HSET', P .. 'req:' .. id, 'from', engine)  -- engine with unflushed tokens of it: see fold_for
+    call('HSET', P .. 'req:' .. id, 'from', engine)  -- engine that may have unflushed tokens of it, see fold_for
     order(engine, id)
   end
 end
 
-local function unlisten(id, gateway, grace)  -- a request without a listener waits `grace` ms for one, then it ends
+local function unlisten(id, gateway, grace)  -- remove a listener; without listeners the request ends after `grace` ms
   local rest = other_listeners(id, gateway)
   call('SREM', P .. 'open:' .. gateway, id)
   if alive(id) then
@@ -31,14 +31,14 @@ local function unlisten(id, gateway, grace)  -- a request without a listener wai
   end
 end
 
-local function end_with(id, finish)  -- end a request that no engine has, and send this Finish to its listeners
+local function end_with(id, finish)  -- end a request that no engine holds, and send this Finish to its listeners
   finish_open(id, cmsgpack.pack(finish))
   send_log_ends(id, listeners(id))
   bury(id)
 end
 
--- Prompt tokens of a request that may still be claimed, and the unix ms until which it belongs to the on-time lane.
--- Any other leaves, and the result is nil.
+-- Returns the prompt tokens of a waiting request, and its due time in unix ms.  A request that has ended or is past its
+-- deadline is removed from the queue, and the result is nil.
 local function claimable(id, now)
   local tokens, deadline, due = unpack(call('HMGET', P .. 'req:' .. id, 'tokens', 'deadline', 'due'))
   if tokens and tonumber(deadline) > now then return tonumber(tokens), tonumber(due) end
@@ -46,8 +46,8 @@ local function claimable(id, now)
   if tokens then end_with(id, {'deadline'}) end
 end
 
--- The next request of the lane: its id, prompt tokens, tenant and due time.  `left_out`: as in turns.lua.  On the way
--- on-time requests past their due time move to the late lane, MOVES of them at most.
+-- Returns id, prompt tokens, tenant and due time of the lane's next request.  `left_out`: as in turns.lua.  Moves at
+-- most MOVES on-time requests that are past their due time to the late lane.
 local function head(lane, left_out)
   local now, moved = now_ms(), 0
   while true do
@@ -64,7 +64,7 @@ local function head(lane, left_out)
   end
 end
 
-local function first_suspect()  -- the next suspect's id and prompt tokens
+local function first_suspect()  -- returns id and prompt tokens of the next suspect
   local now = now_ms()
   while true do
     local id = call('ZRANGE', P .. 'suspects', 0, 0)[1]

@@ -1,7 +1,7 @@
--- What engines have free capacity for, what they hold, and what becomes of it when they end: "Suspects" in KEYS.md.
+-- Engines: their free capacity, leases and held requests, and the cleanup after they end.  "Suspects" in KEYS.md.
 
--- From now until `ends`, unix ms, the engine offers `tokens` prompt tokens.  `before`: what its last sync offered,
--- nil: not known.  The sum of all offers is kept, so that a submit does not depend on the number of engines.
+-- Record the free capacity of an engine: `tokens` prompt tokens, valid until `ends`, unix ms.  `before`: the tokens of
+-- its last sync; nil: unknown.  Updates the sum over all engines, so that a submit need not visit every engine.
 local function offer(engine, tokens, ends, before)
   if before == '0' and tokens == 0 then return end
   local counted
@@ -14,23 +14,23 @@ local function offer(engine, tokens, ends, before)
   if tokens ~= 0 then call('INCRBY', P .. 'offered', string.format('%.0f', tokens)) end
 end
 
-local function free_room(me)  -- prompt tokens that the engines, except `me`, would still claim
+local function free_room(me)  -- returns the prompt tokens that all engines, except `me`, would still claim
   for _, engine in ipairs(call('ZRANGEBYSCORE', P .. 'offers', '-inf', now_ms() - 1)) do offer(engine, 0) end
   local tokens = tonumber(call('GET', P .. 'offered') or 0)
   if me and call('ZSCORE', P .. 'offers', me) then tokens = tokens - call('HGET', P .. 'engine:' .. me, 'room') end
   return tokens
 end
 
--- Renew the engine's lease.  Its value: number of this change among all engines' changes, unix ms, the load.  A reading
--- of the fleet takes the loads whose number is beyond that of an earlier reading.
+-- Renew the engine's lease.  Its value: number of this change, unix ms, load.  Changes of all engines are numbered in
+-- one sequence, so that a reading of the fleet returns only the leases with numbers after the previous reading.
 local function renew_lease(engine, load, lease_ms)
   local value = struct.pack('>dd', call('INCR', P .. 'changes'), now_ms()) .. load
   call('SET', P .. 'lease:' .. engine, value, 'PX', lease_ms)
 end
 
--- Wake RINGS of the engines with the most free capacity, of those with enough for a request of `tokens` prompt tokens.
--- An engine is not woken again before its next sync, which finds whatever waits by then.  If the process of an
--- engine does not listen, another engine is woken.  "Bells" in KEYS.md.
+-- Wake the RINGS engines with the most free capacity, if it is enough for a request of `tokens` prompt tokens.  An
+-- engine is not woken again before its next sync, which sees all waiting requests.  If an engine's process does not
+-- listen, another engine is woken.  "Bells" in KEYS.md.
 local function ring(tokens)
   local tried, woken = {}, 0
   for _, engine in ipairs(call('ZREVRANGEBYSCORE', P .. 'bells', '+inf', tokens, 'LIMIT', '0', RING_TRIES)) do
@@ -41,13 +41,13 @@ local function ring(tokens)
   if #tried > 0 then call('ZREM', P .. 'bells', unpack(tried)) end
 end
 
-local function hold(engine, id, place, tenant, tokens)  -- the engine has claimed the request: charge its tenant
+local function hold(engine, id, place, tenant, tokens)  -- record that the engine holds the request; charge its tenant
   call('ZADD', P .. 'held:' .. engine, place, id)
   call('HSET', P .. 'req:' .. id, 'engine', engine)
   charge(tenant, tokens)
 end
 
-local function let_go(engine, id)  -- the engine holds the request no more: refund its tenant; returns whether it lives
+local function let_go(engine, id)  -- take the request from the engine, refund its tenant; returns whether it is alive
   local key = P .. 'req:' .. id
   call('ZREM', P .. 'held:' .. engine, id)
   if not alive(id) then return false end
@@ -57,7 +57,7 @@ local function let_go(engine, id)  -- the engine holds the request no more: refu
   return true
 end
 
-local function condemn(id, engine)  -- move the request to the quarantine and end it with an error
+local function condemn(id, engine)  -- move a request to the quarantine, and end it with an error
   local payload, attempts, at = unpack(call('HMGET', P .. 'req:' .. id, 'payload', 'attempts', 'said'))
   local key, now = P .. 'quarantine:' .. id, now_ms()
   call('HSET', key, 'payload', payload, 'attempts', attempts, 'said', at, 'engine', engine, 'at', now)
@@ -70,7 +70,7 @@ local function condemn(id, engine)  -- move the request to the quarantine and en
   end_with(id, {'error', -1, 'the engine died ' .. attempts .. ' times at this request, which is now in quarantine'})
 end
 
-local function accuse(engine, ids)  -- the engine died while it held these: count attempts, set suspects aside
+local function accuse(engine, ids)  -- count the engine's death as an attempt of the requests it held; find suspects
   local trial = call('HGET', P .. 'engine:' .. engine, 'trial')
   local stuck = {}
   for _, id in ipairs(ids) do
@@ -90,7 +90,7 @@ local function accuse(engine, ids)  -- the engine died while it held these: coun
   end
 end
 
--- Everything the engine holds returns to its place in the queue.  `died`: the engine ended without closing.
+-- Return all requests that the engine holds to their places in the queue.  `died`: the engine ended without closing.
 local function give_back(engine, died)
   fold(engine)
   local ids, held = {}, call('ZRANGE', P .. 'held:' .. engine, 0, -1)

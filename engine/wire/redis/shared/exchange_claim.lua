@@ -1,13 +1,13 @@
--- Claims in a sync: isolated suspects first, then a share of the lanes, then tenants below their share.
+-- Claims in a sync: isolated suspects first, then a share of the lanes, then requests of tenants below their share.
 --
--- `x` is the sync: its arguments by name (exchange.lua), the bytes `load`, and what the claims have come to:
---   claimed   {id, prompt tokens held, 1 if it was passed over before} of each claimed request
---   works     what the engine receives of each of them
+-- `x` is the sync: its named arguments (exchange.lua), the bytes `load`, and the results of the claims:
+--   claimed   {id, cached prompt tokens, 1 if it was passed over before} of each claimed request
+--   works     the reply's entry for each claimed request
 --   orders    orders for the engine
---   blocked   prompt tokens of the request that comes next and does not fit; nil: there is none
--- `x.room_tokens` and `x.claim_tokens` go down with each claim.
+--   blocked   prompt tokens of the next request, which does not fit; nil: the next request fits, or none waits
+-- Each claim reduces `x.room_tokens` and `x.claim_tokens`.
 
--- Returns what the engine receives of a claimed request.  `from`: false if no engine has held it before, so its log is
+-- Returns the reply's entry for a claimed request.  `from`: the engine that held it before; false: none, so its log is
 -- empty.
 local function work_of(payload, names, from, id, held, waited)
   local outputs, log = {}, P .. 'log:' .. id
@@ -19,8 +19,8 @@ local function work_of(payload, names, from, id, held, waited)
   return {payload, names, outputs, held, waited}
 end
 
--- Claims the request if its `size` prompt tokens fit; returns whether they do.  `lane`: nil for a suspect.  `request`:
--- what choose has returned (locality.lua); nil without prefix locality.
+-- Claims a request if its `size` prompt tokens fit; returns whether they fit.  `lane`: nil for a suspect.  `request`:
+-- the result of `choose` in locality.lua; nil without prefix locality.
 local function claim_request(x, lane, id, size, request)
   if size > x.room_tokens then return false end
   x.room_tokens = x.room_tokens - size
@@ -31,7 +31,7 @@ local function claim_request(x, lane, id, size, request)
   if lane then leave_queue(lane, tenant, id, size, #payload) else call('ZREM', P .. 'suspects', id) end
   count_share(x.late_share, lane, size)
   hold(x.engine, id, place, tenant, size)
-  if dropped then  -- choices that were withdrawn before an earlier engine died
+  if dropped then  -- choices that were withdrawn while an earlier engine held the request
     for index in string.gmatch(dropped, '%d+') do x.orders[#x.orders + 1] = id .. ' ' .. index end
   end
   held = held > 0 and prefix_tokens(held) or 0
@@ -41,8 +41,8 @@ local function claim_request(x, lane, id, size, request)
   return true
 end
 
--- Whether the suspect that the engine runs in isolation is still unproved.  One that has ended, or produced a token, is
--- cleared.
+-- Returns whether the suspect that the engine runs in isolation is not cleared yet.  Clears a suspect that has ended or
+-- produced a token.
 local function runs_suspect(x, suspect)
   fold(x.engine)
   local attempts, before = unpack(call('HMGET', P .. 'req:' .. suspect, 'attempts', 'said'))
@@ -54,7 +54,8 @@ local function runs_suspect(x, suspect)
   return false
 end
 
--- Whether this is the one engine that claims nothing until the first suspect, of `size` prompt tokens, fits.
+-- Returns whether this engine must free capacity for the first suspect, of `size` prompt tokens, by claiming nothing.
+-- Only one engine does so at a time.
 local function waits_for_capacity(x, size)
   local report = cmsgpack.unpack(x.load)
   if size >= report[LOAD_TOTAL_BLOCKS] * report[LOAD_BLOCK_SIZE] then return false end
@@ -64,8 +65,8 @@ local function waits_for_capacity(x, size)
   return true
 end
 
--- Runs a suspect in isolation: no request joins it, or takes the capacity that it needs.  Returns whether the engine
--- claims nothing else now.  `suspect`: the one that it runs already, or nil.
+-- Lets the engine run a suspect in isolation, without other new requests.  Returns whether the engine may claim no
+-- other request now.  `suspect`: id of the suspect that it runs already, or nil.
 local function isolates(x, suspect)
   if suspect and runs_suspect(x, suspect) then return true end
   if x.room_requests == 0 then return false end
@@ -77,14 +78,14 @@ local function isolates(x, suspect)
   return true
 end
 
--- Claims this engine's share of what waits.  All engines share a burst, whichever asks first: each sync claims a
--- fair part of it, and the next sync follows with the next step.  A request that does not fit ends the claim:
--- smaller ones would keep it waiting.  So does one that exceeds `claim_tokens`: what this engine cannot compute yet
--- stays in the lanes, in their order.
+-- Claims this engine's share of the waiting requests.  One sync claims at most waiting requests / engines, so that a
+-- burst spreads over all engines; the next sync follows with the next step.  A request that does not fit ends the
+-- claim, because smaller requests behind it would keep it waiting.  A request that exceeds `claim_tokens` also ends it:
+-- requests that this engine cannot compute yet stay in the lanes, in order.
 --
--- Engines that publish their prefixes choose among what fairness and lanes allow (locality.lua), and so does each one
--- while any engine lacks a LoRA adapter.
--- Returns the ms after which the engine should ask again, 0 for no such time.
+-- Engines that publish their prefixes choose by prefix among the requests that fairness and lanes allow (locality.lua).
+-- While any engine lacks a LoRA adapter, all engines choose this way.
+-- Returns the ms after which the engine should sync again; 0: no such time.
 local function claim_share(x, waiting, engines)
   local most, left_out = math.min(x.room_requests, math.ceil(waiting / math.max(1, engines))), {}
   local choose, note_claim, finish
@@ -122,8 +123,8 @@ local function claim_share(x, waiting, engines)
   return retry
 end
 
--- If no other engine has the capacity, claims for tenants below their share, as far as this engine would preempt
--- requests of tenants over theirs (`yield_tokens`).
+-- Claims requests of tenants below their share, up to the tokens that this engine can free by preempting tenants over
+-- their share (`yield_tokens`), if no other engine has free capacity for these requests.
 local function claim_by_preemption(x)
   local over = {}
   for _, tenant in ipairs(cmsgpack.unpack(x.load)[LOAD_CROWD]) do

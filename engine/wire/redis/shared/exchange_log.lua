@@ -1,6 +1,6 @@
--- The token logs in a sync: what the engine appends to them, and the messages that it publishes.
+-- Token logs in a sync: appending to the logs, and publishing token messages.
 
--- Whether a segment begins beyond the end of its log, so that appending it would leave a hole.
+-- Returns whether a segment begins beyond the end of its log, so that appending it would leave a hole.
 local function leaves_hole(segments)
   for i = 1, #segments, 4 do
     local id, index, first = unpack(segments, i, i + 2)
@@ -9,7 +9,7 @@ local function leaves_hole(segments)
   return false
 end
 
-local function append_segments(segments, tokens)  -- `tokens`: those of all segments, 4 bytes each
+local function append_segments(segments, tokens)  -- `tokens`: tokens of all segments, 4 bytes each
   local at = 1
   for i = 1, #segments, 4 do
     local id, index, first, count = unpack(segments, i, i + 3)
@@ -18,7 +18,7 @@ local function append_segments(segments, tokens)  -- `tokens`: those of all segm
   end
 end
 
--- Write fields and log-probabilities: (id, field or "logprobs INDEX FIRST", value) of ARGV[from] to ARGV[last].
+-- Write the fields and log-probabilities (id, field or "logprobs INDEX FIRST", value) in ARGV[from] to ARGV[last].
 local function append_extras(from, last)
   for i = from, last, 3 do
     local id, field, value = unpack(ARGV, i, i + 2)
@@ -31,7 +31,8 @@ local function append_extras(from, last)
   end
 end
 
--- Publish (channel, '' for none, and message) of ARGV[from] and what follows; keep them in `tail` unless it is nil.
+-- Publish the (channel, message) pairs from ARGV[from] on; channel '': do not publish.  Append the messages to the list
+-- `tail`, unless it is nil.
 local function publish_messages(from, tail)
   for i = from, #ARGV, 2 do
     local channel, message = unpack(ARGV, i, i + 1)
@@ -40,7 +41,7 @@ local function publish_messages(from, tail)
   end
 end
 
-local function charge_output(produced)  -- {tenant = output tokens}
+local function charge_output(produced)  -- charge tenants for output; `produced`: {tenant = output tokens}
   for tenant, count in pairs(produced) do
     charge(tenant, OUTPUT_COST * count)
     call('HINCRBY', P .. 'usage:' .. tenant, 'generated', count)

@@ -1,13 +1,13 @@
--- What a sync renews: the lease, the published digests, and what the engine offers to claim.  `x`: as in
--- exchange_claim.lua.
+-- Parts of a sync besides logs and claims: repeated replies, published digests, orders, and the offered free capacity.
+-- `x`: as in exchange_claim.lua.
 
--- The reply to a sync that was done already and whose reply was lost: read again, claims nothing.
+-- Returns the reply to a sync that has run before, because the first reply was lost.  Claims nothing.
 local function repeated_reply(x, waiting, engines, vanished)
   local retry, before
   x.claimed, x.orders, retry, before = unpack(cmsgpack.unpack(call('HGET', P .. 'engine:' .. x.engine, 'reply')))
   for _, one in ipairs(x.claimed) do
     local payload, names, from = unpack(call('HMGET', P .. 'req:' .. one[1], 'payload', 'listeners', 'from'))
-    if payload then  -- else it was withdrawn: an abort follows
+    if payload then  -- else the request was withdrawn, and an abort follows
       x.works[#x.works + 1] = work_of(payload, names, from, unpack(one))
     end
   end
@@ -22,8 +22,8 @@ local function publish_digests(x, added, removed)
   if added ~= '' then each_part('SADD', key, added) end
 end
 
--- Give the engine the orders that wait for it.  Whom an order routes to a new listener gets the ends of its logs: the
--- tokens of this sync, perhaps the last ones, went to the earlier listeners.
+-- Add the engine's pending orders to the reply.  If an order names a request's listeners, send them the ends of its
+-- logs: the tokens of this sync, perhaps the last ones, went to the earlier listeners.
 local function collect_orders(x)
   local key, routed = P .. 'orders:' .. x.engine, {}
   for _, text in ipairs(call('LRANGE', key, 0, -1)) do
@@ -36,8 +36,8 @@ local function collect_orders(x)
   for id, names in pairs(routed) do send_log_ends(id, names) end
 end
 
--- Say what the engine would still claim, `left` prompt tokens, and wake others if it leaves requests waiting: see
--- "Bells" in KEYS.md.  `known`: what its last sync left, as text; nil: not known.  `closed`: it runs a suspect.
+-- Record the `left` prompt tokens that the engine would still claim, and wake other engines if requests still wait: see
+-- "Bells" in KEYS.md.  `known`: `left` of its last sync, as text; nil: unknown.  `closed`: it runs a suspect.
 local function offer_capacity(x, left, known, waiting, closed)
   offer(x.engine, left, now_ms() + math.min(STALE_MS, x.lease_ms), known or '0')
   local claims_more = left > 0 and x.claim_tokens > 0
@@ -51,7 +51,7 @@ local function offer_capacity(x, left, known, waiting, closed)
   if x.publishes ~= '' and left > 0 then
     local costs = struct.pack('<dddddd', left, now_ms(), x.token_us, x.step_us, x.backlog, x.load_us)
     call('HSET', P .. 'spare', x.engine, costs)
-  elseif known ~= '0' then  -- 0 means that it is not there
+  elseif known ~= '0' then  -- after '0' the engine is not in the hash
     call('HDEL', P .. 'spare', x.engine)
   end
 end

@@ -1,9 +1,10 @@
--- LoRA adapters whose files an engine does not have: it leaves their requests to others.  "Adapters" in KEYS.md.
+-- Missing LoRA adapters: an engine without an adapter's files leaves its requests to other engines.  "Adapters" in
+-- KEYS.md.
 --
---   claimed --engine finds no files--> returned to its place --another engine--> claimed
---                                          '-- no other engine may have them, for LACKING_MS --> ends with an error
+--   claimed --engine finds no files--> returns to its place --another engine--> claimed
+--                                         '-- no other engine may have the files, for LACKING_MS --> ends with an error
 
--- Which of these adapters the engine could not find lately: index -> true.  `digests`: '' for the base model.
+-- Returns {index = true} for the adapters that the engine did not find recently.  `digests`: '' for the base model.
 local function lacked_of(engine, digests)
   local words, places, lacked = {}, {}, {}
   for at, digest in ipairs(digests) do
@@ -19,23 +20,23 @@ local function lacked_of(engine, digests)
   return lacked
 end
 
--- The digest of the LoRA adapter that a request needs, '' for none, and the digests of its prefixes.  In the field
--- `prefixes` the adapter's comes first, behind one letter.
+-- Splits a request's field `prefixes` into the digest of its LoRA adapter, '' for none, and its prefix digests.  The
+-- adapter's digest comes first, after one letter.
 local function split_adapter(digests)
   if #digests % DIGEST_BYTES == 0 then return '', digests end
   return string.sub(digests, 2, DIGEST_BYTES + 1), string.sub(digests, DIGEST_BYTES + 2)
 end
 
-local function adapter_of(id)  -- the digest of the adapter that a request needs, '' for none
+local function adapter_of(id)  -- returns the digest of a request's LoRA adapter; '': the base model
   return (split_adapter(call('HGET', P .. 'req:' .. id, 'prefixes') or ''))
 end
 
--- Whether the engine leaves the request to others.  `x`: as in exchange_claim.lua.
+-- Returns whether the engine leaves a request to others, because it lacks the adapter.  `x`: as in exchange_claim.lua.
 local function leaves(x, id)
   return x.lacking and lacked_of(x.engine, {adapter_of(id)})[1]
 end
 
-local function others_may_have(me, digest)  -- whether another engine takes adapters and has not just missed this one
+local function others_may_have(me, digest)  -- whether another engine takes adapters, and does not lack this adapter
   for _, engine in ipairs(call('ZRANGE', P .. 'engines', 0, -1)) do
     local lease = engine ~= me and call('GET', P .. 'lease:' .. engine)
     if lease and not lacked_of(engine, {digest})[1] then
@@ -48,7 +49,7 @@ local function others_may_have(me, digest)  -- whether another engine takes adap
   return false
 end
 
--- For how many ms engines have returned the request, counted from the first time since it has produced a token.
+-- Returns for how many ms engines have returned a request for want of its adapter; a produced token resets the time.
 local function lacked_ms(id)
   local key, said = P .. 'req:' .. id, logged_tokens(id)
   local since, before = string.match(call('HGET', key, 'lacked') or '', '^(%d+) (%d+)$')
@@ -57,7 +58,7 @@ local function lacked_ms(id)
   return 0
 end
 
--- Take back the requests that the engine has no adapter for: id -> one line for the client.
+-- Requeue the requests that the engine returns because it lacks their adapters, or end them with an error.
 local function take_returned(x)
   for id, why in pairs(x.returned) do
     if call('ZSCORE', P .. 'held:' .. x.engine, id) and let_go(x.engine, id) then

@@ -1,13 +1,13 @@
--- Which lane an engine claims from next: the on-time lane, but for a guaranteed share of the late lane.
+-- Lanes: engines claim from the on-time lane first, except for a guaranteed share of the late lane.
 --
--- While both lanes wait, each claimed on-time token adds `share` to the late lane's credit, and each claimed late token
--- takes 1 - share.  Once the credit covers the first late request, that request is next.  So at least `share` of the
--- claimed prompt tokens are late ones.  The credit never falls below 0: what the late lane gets while the on-time lane
--- is empty is not held against it.  It grows no further than the first late request needs, because nothing else is
--- claimed from then on.  It ends with the late lane.
+-- While both lanes have requests, each claimed on-time token adds `share` to the late lane's credit, and each claimed
+-- late token subtracts 1 - share.  When the credit covers the first late request, this request is next.  So at least
+-- `share` of the claimed prompt tokens are late.  The credit never falls below 0, so that claims of late requests while
+-- the on-time lane is empty do not count against later ones.  It never exceeds what the first late request needs,
+-- because this request is claimed next.  It is deleted when the late lane is empty.
 
--- The request to claim next: lane, id, prompt tokens, tenant and due time; nil: none waits.  `left_out`: as in
--- turns.lua.
+-- Returns lane, id, prompt tokens, tenant and due time of the request to claim next; nil: no request waits.
+-- `left_out`: as in turns.lua.
 local function next_request(share, left_out)
   local id, tokens, tenant, due = head('on_time', left_out)
   if late_waits() then
@@ -20,7 +20,7 @@ local function next_request(share, left_out)
   if id then return 'on_time', id, tokens, tenant, due end
 end
 
-local function count_share(share, lane, tokens)  -- prompt tokens were claimed from this lane
+local function count_share(share, lane, tokens)  -- update the late lane's credit for prompt tokens claimed from `lane`
   if share == 0 then return end
   local key = P .. 'late_credit'
   if lane == 'late' then

@@ -1,4 +1,4 @@
--- Which gateways listen to a request.  Their names stand in one string, one a line.
+-- Listeners: the gateways that listen to a request.  Their names are stored in one string, separated by newlines.
 
 local function listeners(id)
   return call('HGET', P .. 'req:' .. id, 'listeners') or ''
@@ -16,19 +16,19 @@ local function other_listeners(id, gateway)
   return table.concat(rest, '\n')
 end
 
-local function route(id, names)  -- from now on these gateways listen; the request's engine gets an order about it
+local function route(id, names)  -- set the gateways that listen to a request, and send its engine an order about them
   local key = P .. 'req:' .. id
   call('HSET', key, 'listeners', names)
   local engine = call('HGET', key, 'engine')
   if engine then order(engine, id .. ' >' .. names) end
 end
 
-local function channel_of(gateway)  -- as in token_messages.py
+local function channel_of(gateway)  -- number of a gateway's token channel, as in token_messages.py
   return tonumber(string.sub(redis.sha1hex(gateway), 1, 4), 16) % TOKEN_CHANNELS
 end
 
--- Publish the log's end to these gateways: one Delta without tokens for each choice, at the log's end, with the
--- Finish if there is one.  A gateway that has received less reads the log.
+-- Publish to these gateways where the log ends: one Delta without tokens per choice, at the end of its log, with the
+-- Finish if there is one.  A gateway that has received fewer tokens reads the log.
 local function send_log_ends(id, names)
   local log, n = P .. 'log:' .. id, continuations(id)
   local deltas = {}

@@ -1,16 +1,16 @@
--- Prefix locality: which request of a tenant's window an engine claims, and which it leaves to another engine for a
--- moment.  "Locality" in KEYS.md.
+-- Prefix locality: which request of a tenant's window an engine claims, and which request it leaves to another engine
+-- for a moment.  "Locality" in KEYS.md.
 --
--- Fairness and lanes pick the tenant.  Of the first WINDOW requests of its priority class:
+-- Fairness and lanes choose the tenant.  Among the first WINDOW requests of the tenant's first priority class:
 --
---   passed over for too long? -- yes ---> claimed, in order
---   whose prefix is held longest? ------> would another engine with free capacity begin it sooner?
---                                           no:  claimed
---                                           yes: left, for as long as that engine is ahead; then the next one is tried
+--   was a request passed over for too long? -- yes ---> claim it, in order
+--   else the request with the longest cached prefix --> would another engine with free capacity begin it sooner?
+--                                                         no:  claim it
+--                                                         yes: leave it while that engine is ahead; try the next
 --
--- After TRIES requests tried in vain a sync claims in the queue's order.
+-- After TRIES requests that it did not claim, a sync claims in queue order.
 
-local function prefix_tokens(count)  -- tokens of the `count`-th length at which prefixes have digests
+local function prefix_tokens(count)  -- tokens covered by the `count`-th prefix digest
   if count <= PREFIX_DENSE then return count * PREFIX_BLOCK end
   local beyond = count - PREFIX_DENSE - 1
   local step = PREFIX_DENSE / PREFIX_STEPS
@@ -21,7 +21,7 @@ local function prefix_digest(digests, at)
   return string.sub(digests, (at - 1) * DIGEST_BYTES + 1, at * DIGEST_BYTES)
 end
 
-local function each_part(command, key, digests)  -- run a command on a key with all digests, some at a time
+local function each_part(command, key, digests)  -- run a command on a key with all digests, COMMAND_WORDS at a time
   local words = {}
   for at = 1, #digests / DIGEST_BYTES do
     words[#words + 1] = prefix_digest(digests, at)
@@ -33,37 +33,38 @@ local function each_part(command, key, digests)  -- run a command on a key with 
   if #words > 0 then call(command, key, unpack(words)) end
 end
 
--- An engine that publishes has claimed a request: from now on it counts as a holder of its prefixes, before it has
--- computed them, and of its adapter.  `held`: digests of prefixes that it has published already.
+-- Record that an engine will hold the prefixes and the adapter of a request that it has claimed, before it computes
+-- them.  `held`: number of the request's digests that it has published already.
 local function add_prefixes(engine, prefixes, held)
   local adapter, digests = split_adapter(prefixes)
   each_part('SADD', P .. 'prefixes:' .. engine, adapter .. string.sub(digests, held * DIGEST_BYTES + 1))
 end
 
--- How an engine that publishes its prefixes claims.  Returns three functions: a sync calls choose for the tenant
--- whose turn it is, note_claim after each claim, and finish once at the end.
--- `me`: {name, token_us, step_us, backlog, load_us, loads, publishes, lacking} of the engine; load_us: until it has
--- loaded one more adapter; loads: adapters that it loads or has still to load; lacking: whether any engine lacks an
+-- Creates the functions by which an engine claims by prefix.  A sync calls `choose` for the tenant whose turn it is,
+-- `note_claim` after each claim, and `finish` once at the end.
+-- `me`: {name, token_us, step_us, backlog, load_us, loads, publishes, lacking} of the engine.  load_us: us until one
+-- more adapter would be loaded.  loads: adapters that are loading or wait for it.  lacking: whether any engine lacks an
 -- adapter.  `now`: unix ms.
 --
--- They are made here, not among the shared functions: only claims by prefix pay for making them (scripts.py).
+-- They are nested here instead of shared, so that only claims by prefix spend time on creating them (scripts.py).
 local function chooser(me, now)
-  -- The claim so far:
-  --   windows      'LANE TENANT' -> what read_window has found
-  --   new_digests  digest -> true, of what the engine has claimed since its last choice; adapters too
+  -- State of this sync's claims:
+  --   windows      'LANE TENANT' -> result of read_window
+  --   new_digests  digest -> true, prefixes and adapters of requests claimed since the last choice
   --   adapters     whether a request of a window needs an adapter
-  --   passed_over  lane -> {id = true}, requests that the engine could have claimed and has not
-  --   tried        requests that choose has tried in vain
-  --   retry_at     unix ms at which the engine should ask again; nil: it has left no request
-  --   left_to      engines to which it has left a request now, and not before: finish wakes them
-  --   backlog      prompt tokens that it has still to compute, with those of its claims
-  --   loads        adapters that it has still to load, with those of its claims
-  --   others       what engines_with_room has found; nil until it is needed
+  --   passed_over  lane -> {id = true}, requests that the engine could have claimed and did not
+  --   tried        number of requests examined without a claim
+  --   retry_at     unix ms at which the engine should sync again; nil: it has left no request
+  --   left_to      engine -> true, engines to which this sync first left a request; `finish` wakes them
+  --   backlog      prompt tokens that the engine has claimed and not computed, this sync's claims included
+  --   loads        adapters that the engine still has to load, this sync's claims included
+  --   others       result of engines_with_room; nil until it is needed
   local so_far = {windows = {}, new_digests = {}, adapters = false, passed_over = {on_time = {}, late = {}}, tried = 0,
                   left_to = {}, backlog = me.backlog, loads = me.loads}
 
-  -- Of each request of a window: how many of its digests the engine holds.  Most prefixes are held nowhere, which the
-  -- shortest one shows.  Then a binary search for all at once: an engine that holds a prefix holds the shorter ones.
+  -- Returns for each request of a window how many of its digests the engine holds.  First checks the shortest prefix,
+  -- which most engines do not hold.  Then runs a binary search for all other requests together: an engine that holds a
+  -- prefix also holds the shorter prefixes.
   local function held_counts(engine, window)
     local key, prefixes, most, open = P .. 'prefixes:' .. engine, window.prefixes, {}, {}
     local counts = call('SMISMEMBER', key, unpack(window.shortest))
@@ -87,7 +88,7 @@ local function chooser(me, now)
     return counts
   end
 
-  -- For each request in the window: whether it needs an adapter that the engine does not hold.
+  -- Returns {index = true} for the requests of a window that need an adapter which the engine does not hold.
   local function lacking_adapters(engine, window)
     local words, places, lacks = {}, {}, {}
     if not me.publishes then return lacks end
@@ -104,7 +105,7 @@ local function chooser(me, now)
     return lacks
   end
 
-  local function engines_with_room()  -- other live engines that publish prefixes, with free capacity and a recent sync
+  local function engines_with_room()  -- lists other live engines with free capacity and a recent sync that publish
     local found, spare = {}, call('HGETALL', P .. 'spare')
     for i = 1, #spare, 2 do
       local left, heard, token_us, step_us, backlog = struct.unpack('<ddddd', spare[i + 1])
@@ -118,25 +119,26 @@ local function chooser(me, now)
     return found
   end
 
-  local function tokens_to_compute(size, held)  -- cost of a prompt for an engine that holds `held` of its digests
+  local function tokens_to_compute(size, held)  -- prompt tokens to compute for an engine with `held` of its digests
     return math.max(PREFIX_BLOCK, size - (held > 0 and prefix_tokens(held) or 0))
   end
 
-  -- What an engine that holds `held` digests has to do for a prompt of `size` tokens, in microseconds: its backlog, the
-  -- prompt, and its pace for the first PACE_TOKENS tokens.  A token that it has to compute counts RECOMPUTE times, and
-  -- the busier the engine is the more, since it delays whatever follows.  `lacks`: it has to load the adapter.
+  -- Returns the cost in us of a prompt of `size` tokens at an engine with `held` of its digests: the backlog, the
+  -- prompt, and the first PACE_TOKENS decode steps.  A token to compute counts RECOMPUTE times, and more on a busy
+  -- engine, since it delays later requests.  `lacks`: whether the engine has to load the adapter.
   local function start_cost(engine, backlog, size, held, lacks)
     local tokens = tokens_to_compute(size, held)
     local waited = RECOMPUTE * tokens + backlog * (1 + tokens / size)
     return waited * engine.token_us + PACE_TOKENS * engine.step_us + (lacks and engine.load_us or 0)
   end
 
-  -- The requests of a tenant's queue behind the first `after`, of the priority class of `first`, its head.  Arrays in
-  -- their order: ids; prefixes: their digests; shortest: the first digest of each; entries: what `passed` has of
-  -- them, or false; held: how many digests the engine holds; adapters: digest of the adapter, or ''; lacks: whether the
-  -- engine does not hold it; left: whether it lacks its files; done: true once tried or claimed.
-  -- elsewhere: engine -> {held, lacks, left} of that one.  all_left: whether the engine lacks the files of all.
-  -- nil if there is none, or none of the first ones has a prefix or adapter that could be held.
+  -- Returns a window: at most WINDOW requests of a tenant's queue after the first `after`, in the priority class of the
+  -- queue's first request.  Arrays in queue order: ids; prefixes: digests; shortest: first digest; entries: value in
+  -- the hash `passed`, or false; held: number of digests that the engine holds; adapters: digest of the adapter, or '';
+  -- lacks: whether the engine does not hold the adapter; left: whether the engine lacks its files; done: whether the
+  -- request was tried or claimed.
+  -- elsewhere: {held, lacks, left} of other engines, by name.  all_left: whether the engine lacks the files of all.
+  -- nil if no request is left, or no request has a prefix or an adapter.
   local function read_window(lane, tenant, first, after)
     local queue = P .. 'queue:' .. lane .. ':' .. tenant
     local class = math.floor(call('ZSCORE', queue, first) / PLACES)
@@ -160,13 +162,13 @@ local function chooser(me, now)
     return window
   end
 
-  -- Entries of `passed` are 'UNTIL MS', with as many digits as `now`: as texts they are in the order of UNTIL.  Making
-  -- numbers of all entries of a window would take Redis as long as several commands.
+  -- Entries of `passed` are texts 'UNTIL MS' with as many digits as `now`, so comparing the texts compares UNTIL.
+  -- Converting all entries of a window to numbers would take Redis as long as several commands.
   local last_overdue = now .. ' ~'
 
-  -- The place in a window of the request to try next, and whether it goes first because it was passed over for too
-  -- long: the first such request, else the one of which the engine holds most, those without its adapter last; nil: all
-  -- are done.
+  -- Returns the index in a window of the request to try next, and whether it is urgent because it was passed over for
+  -- too long.  Takes the first urgent request, else the request with the longest cached prefix; requests whose adapter
+  -- the engine does not hold come last.  nil: all requests are done.
   local function next_place(window)
     local best, most
     for at = 1, #window.ids do
@@ -180,10 +182,10 @@ local function chooser(me, now)
     return best, false
   end
 
-  -- The unix ms from which a request that is first passed over now goes first: it has waited as long again, at least
-  -- the time to compute its prompt after the backlog, or on time PATIENCE_PERCENT of what it has left.
-  -- One that needs an adapter waits LOADS_PASSED loads at most: a rarely used adapter does not starve.
-  -- `submitted`, `due`: unix ms; `due`: nil in the late lane.
+  -- Returns the unix ms from which a request that is first passed over now becomes urgent.  It may wait as long again
+  -- as it has waited, at least until the backlog and its prompt could be computed.  An on-time request waits at most
+  -- PATIENCE_PERCENT of the time until `due`.  A request with an adapter waits at most LOADS_PASSED load times, so that
+  -- a rarely used adapter does not starve.  `submitted`, `due`: unix ms; `due` is nil in the late lane.
   local function patience_end(size, submitted, due, adapted)
     local patience = math.max(now - submitted, (size + so_far.backlog) * me.token_us / 1000)
     if adapted and me.load_us > 0 then patience = math.min(patience, LOADS_PASSED * me.load_us / 1000) end
@@ -191,8 +193,8 @@ local function chooser(me, now)
     return math.min(math.ceil(now + patience), now + MEMORY_MS)
   end
 
-  -- Microseconds by which another engine with free capacity is ahead for a request of a window; 0: none is ahead.  At
-  -- most what this engine would need for what it does not hold of the prompt.  And the name of the other engine.
+  -- Returns by how many us another engine with free capacity would be faster with a request of a window, and its name;
+  -- 0: no engine is faster.  The result is at most the time that this engine would compute the uncached prompt.
   local function time_ahead(window, at, size)
     local held, lacks = window.held[at], window.lacks[at]
     local mine, ahead, name = start_cost(me, so_far.backlog, size, held, lacks), 0, nil
@@ -200,7 +202,7 @@ local function chooser(me, now)
     for _, other in ipairs(so_far.others) do
       if ahead >= most then break end
       if other.room >= size then
-        -- Asked once for the complete window: with many engines, one request at a time is what a claim would cost.
+        -- Read once for all requests of the window: one read per request would dominate the time of a claim.
         local theirs = window.elsewhere[other.name]
                        or {held = held_counts(other.name, window), lacks = lacking_adapters(other.name, window),
                            left = me.lacking and lacked_of(other.name, window.adapters) or {}}
@@ -212,7 +214,7 @@ local function chooser(me, now)
     return math.min(ahead, most), name
   end
 
-  -- Until when (unix ms) the engine leaves a request of a window to another one; nil: it does not.
+  -- Returns the unix ms until which the engine leaves a request of a window to another engine; nil: it does not.
   local function left_until(lane, window, at, size, due)
     local adapted = window.adapters[at] ~= ''
     if window.prefixes[at] == '' and not adapted or me.token_us == 0 then return nil end
@@ -233,7 +235,7 @@ local function chooser(me, now)
     return limit
   end
 
-  local function hold_new_digests()  -- requests of the windows whose prefix has been claimed since count as held
+  local function hold_new_digests()  -- count the prefixes and adapters of the latest claims as held, in all windows
     if not next(so_far.new_digests) then return end
     for _, window in pairs(so_far.windows) do
       for at, prefixes in ipairs(window.prefixes) do
@@ -246,7 +248,7 @@ local function chooser(me, now)
     so_far.new_digests = {}
   end
 
-  -- The request of a window that the engine claims next, see choose; nil: it leaves all that are not done.
+  -- Returns the request of a window that the engine claims next, as `choose` does; nil: it leaves all remaining ones.
   local function choose_of(window, lane, first, most)
     local passed_over = so_far.passed_over[lane]
     while true do
@@ -257,7 +259,7 @@ local function chooser(me, now)
       local id, size, due = window.ids[at], first.size, first.due
       if id ~= first.id then size, due = claimable(id, now) end
       local in_lane = lane == 'late' or not due or due > now or id == first.id
-      -- It would wait here for other loads, while another engine may have its adapter, or be free to load it.
+      -- Here the request would wait for other adapter loads; another engine may have its adapter, or load it sooner.
       local waits, left = window.lacks[at] and so_far.loads >= MOST_LOADS, window.left[at]
       if size and size <= most and in_lane and not waits and not left then
         local limit = not urgent and left_until(lane, window, at, size, lane == 'on_time' and due or nil)
@@ -273,14 +275,14 @@ local function chooser(me, now)
         so_far.retry_at = math.min(so_far.retry_at or limit, limit)
         if not window.entries[at] then passed_over[id] = true end
       elseif urgent and size and size > most and not left then
-        return {id = id, size = size, prefixes = '', held = 0}  -- it does not fit, which ends the claim
+        return {id = id, size = size, prefixes = '', held = 0}  -- an urgent request that does not fit ends the claim
       end
     end
   end
 
-  -- The request that the engine claims next of a tenant's queue: {id, size, prefixes, held: how many of its digests the
-  -- engine holds, waited: whether it was passed over before}; nil: the engine leaves the tenant's requests.
-  -- `first`: the head of the queue, which fits: {id, size, due}.  `most`: the engine's free capacity, prompt tokens.
+  -- Returns the request that the engine claims next from a tenant's queue: {id, size, prefixes, held: number of its
+  -- digests that the engine holds, waited: whether it was passed over before}; nil: it leaves the tenant's requests.
+  -- `first`: {id, size, due} of the first request of the queue, which fits.  `most`: free capacity in prompt tokens.
   local function choose(lane, tenant, first, most)
     hold_new_digests()
     local key = lane .. ' ' .. tenant
@@ -291,7 +293,7 @@ local function chooser(me, now)
       local request = choose_of(window, lane, first, most)
       if request then return request end
       if window.claims then
-        so_far.windows[key] = nil  -- more may wait behind a window of which it has claimed some
+        so_far.windows[key] = nil  -- read the window again: further requests may have moved into it
       else
         local further = window.all_left and read_window(lane, tenant, first.id, window.after + WINDOW)
         if not further then return nil end
@@ -302,7 +304,7 @@ local function chooser(me, now)
     return {id = first.id, size = first.size, prefixes = '', held = 0}
   end
 
-  local function note_claim(lane, request)  -- the engine has claimed what choose has returned
+  local function note_claim(lane, request)  -- record the claim of the request that `choose` has returned
     so_far.backlog = so_far.backlog
                      + math.max(0, request.size - (request.held > 0 and prefix_tokens(request.held) or 0))
     so_far.passed_over[lane][request.id] = nil
@@ -312,7 +314,7 @@ local function chooser(me, now)
     end
   end
 
-  local function note_passed_over(lane, ids)  -- enter them in the hash `passed`
+  local function note_passed_over(lane, ids)  -- add these requests to the hash `passed`
     local waiting = call('HMGET', P .. 'waiting', unpack(ids))
     local submitted = call('ZMSCORE', P .. 'ages:' .. lane, unpack(ids))
     local dues = lane == 'on_time' and call('ZMSCORE', P .. 'due', unpack(ids)) or {}
@@ -327,15 +329,15 @@ local function chooser(me, now)
       end
     end
     if #words > 0 then
-      -- Redis keeps a small hash as a list, and would search it from its start for each request of a window.  A name
-      -- of more than 64 bytes ends that.
+      -- Redis stores a small hash as a list, and would search it linearly for each request of a window.  A field name
+      -- of more than 64 bytes makes Redis convert it to a hash table.
       local long = string.rep('-', 65)
       call('HSET', P .. 'passed', long, '', unpack(words))
       call('HDEL', P .. 'passed', long)
     end
   end
 
-  local function wake_preferred()  -- the engines to which requests were left: an idle one would not ask by itself
+  local function wake_preferred()  -- wake the engines to which requests were left, since an idle engine would not sync
     local tried = {}
     for name in pairs(so_far.left_to) do
       if #tried == RING_TRIES then break end
@@ -345,8 +347,8 @@ local function chooser(me, now)
     if #tried > 0 then call('ZREM', P .. 'bells', unpack(tried)) end
   end
 
-  -- Enter the requests that were passed over, and wake the engines to which they were left.  Returns the ms after which
-  -- the engine should ask again, 0 if it has left none, and its backlog with what it has claimed.
+  -- Record the passed-over requests, and wake the engines to which requests were left.  Returns the ms after which the
+  -- engine should sync again, 0 if it has left no request, and its backlog including this sync's claims.
   local function finish()
     for lane, found in pairs(so_far.passed_over) do
       local ids = {}
@@ -366,7 +368,7 @@ local function chooser(me, now)
   return choose, note_claim, finish
 end
 
-local function sweep_prefixes()  -- remove what a process of an earlier release left behind when it took a request
+local function sweep_prefixes()  -- remove stale entries of requests that processes of an earlier release have claimed
   local waiting = call('HLEN', P .. 'waiting')
   for _, key in ipairs({P .. 'prefixes', P .. 'passed'}) do
     if call('HLEN', key) > waiting then

@@ -1,16 +1,16 @@
--- The token log: 4 bytes per token, little endian.  "The token log" in KEYS.md says when a log has what.
+-- The token log: 4 bytes per token, little endian.  "The token log" in KEYS.md explains logs and tails.
 
-local function expire_with_log(id, key)  -- give a new key of the log the log's remaining time to live
+local function expire_with_log(id, key)  -- let a new key of a log expire together with the log
   local ms = call('PTTL', P .. 'log:' .. id)
   if ms > 0 then call('PEXPIRE', key, ms) else call('DEL', key) end
 end
 
-local function continuations(id)  -- how many the request has; 0 without a log
+local function continuations(id)  -- number of choices of the request; 0 if it has no log
   return tonumber(call('HGET', P .. 'log:' .. id, 'n') or 0)
 end
 
--- Append these tokens, 4 bytes each.  The first one stands at output position `first`.  Skip what the log has already;
--- do nothing where the tokens would leave a hole.
+-- Append tokens, 4 bytes each; `first`: output position of the first one.  Skips tokens that the log has already, and
+-- does nothing if the tokens would leave a hole.
 local function append_tokens(id, index, first, tokens)
   local key = P .. 'log:' .. id .. ':' .. index
   local length = call('STRLEN', key)
@@ -21,7 +21,7 @@ local function append_tokens(id, index, first, tokens)
   if length == 0 then expire_with_log(id, key) end
 end
 
--- The same for log-probabilities.  Each value follows its length in bytes, which takes 4 bytes.
+-- Append log-probabilities in the same way.  `values`: each value is preceded by its length in 4 bytes.
 local function append_logprobs(id, index, first, values)
   local key = P .. 'log:' .. id .. ':' .. index .. ':logprobs'
   local length, at = call('LLEN', key), 1
@@ -37,7 +37,7 @@ end
 
 local ID_KINDS = {[0] = 'chatcmpl-', 'cmpl-', 'msg_', 'resp_'}
 
-local function text_id(id)  -- the text of an id as it crosses the wire: see request_ids.py
+local function text_id(id)  -- text of a compact request id, see request_ids.py
   local first = string.byte(id)
   if first >= 16 then return id end
   local digits = string.format(string.rep('%02x', 16), first % 4, string.byte(id, 2, 16))
@@ -45,7 +45,7 @@ local function text_id(id)  -- the text of an id as it crosses the wire: see req
   return ID_KINDS[math.floor(first / 4)] .. digits .. '.' .. prompt
 end
 
-local function fold(engine)  -- enter the engine's tail in the logs
+local function fold(engine)  -- append the tokens of the engine's unflushed tail to the logs, and delete the tail
   local key = P .. 'tail:' .. engine
   local messages = call('LRANGE', key, 0, -1)
   if #messages == 0 then return end
@@ -61,29 +61,29 @@ local function fold(engine)  -- enter the engine's tail in the logs
   end
 end
 
--- Enter in the logs what a tail may have of the request: that of the engine which holds it, or held it when it was
--- withdrawn.  The log of a request that its engine has ended is whole.
+-- Flush the tail of the engine that holds the request, or held it when it was withdrawn.  If an engine has ended the
+-- request, the log is complete, and nothing is flushed.
 local function fold_for(id)
   local engine, gone, from = unpack(call('HMGET', P .. 'req:' .. id, 'engine', 'gone', 'from'))
   if engine or gone and from then fold(engine or from) end
 end
 
-local function logged_tokens(id)  -- tokens in the log, of all choices together; those in a tail do not count
+local function logged_tokens(id)  -- tokens in the logs of all choices together, without unflushed tokens
   local bytes = 0
   for i = 0, continuations(id) - 1 do bytes = bytes + call('STRLEN', P .. 'log:' .. id .. ':' .. i) end
   return bytes / 4
 end
 
-local function generated_tokens(id)  -- the same, and those that its beam search computed besides its answers
+local function generated_tokens(id)  -- logged tokens, plus the tokens of a beam search that are in no answer
   return logged_tokens(id) + (call('HGET', P .. 'log:' .. id, 'searched') or 0)
 end
 
-local function finish_open(id, finish)  -- write this msgpack Finish for every choice that has none
+local function finish_open(id, finish)  -- write this msgpack Finish for every choice without one
   local log = P .. 'log:' .. id
   for i = 0, continuations(id) - 1 do call('HSETNX', log, 'finish:' .. i, finish) end
 end
 
-local function keep(id)  -- make the log expire `retain` ms from now
+local function keep(id)  -- let the log expire `retain` ms from now
   local log = P .. 'log:' .. id
   local retain, once, count = unpack(call('HMGET', log, 'retain', 'once', 'n'))
   if not retain then return end

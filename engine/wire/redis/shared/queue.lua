@@ -1,19 +1,18 @@
--- The queue: two lanes.  In each lane tenants are in the order of their counters, and within a tenant requests are in
--- the order of their places.
+-- The queue: two lanes.  Each lane orders its tenants by their counters, and each tenant's requests by their places.
 --
 --   submit --> on_time --claim--> engine <--claim-- late <-- submit
 --                 '--- past its due time (move_to_late) ---^
 
-local LANES = {'on_time', 'late'}  -- engines claim in this order, but for the late share (lanes.lua)
+local LANES = {'on_time', 'late'}  -- engines claim in this order, except for the late share (lanes.lua)
 
-local LATE  -- what late_waits has found; the functions that enter and leave a lane keep it true
+local LATE  -- cached result of late_waits, updated with the late lane
 
 local function late_waits()  -- whether any request waits in the late lane
   if LATE == nil then LATE = call('EXISTS', P .. 'turns:late') == 1 end
   return LATE
 end
 
-local function charge(tenant, tokens)  -- add tokens / weight to the tenant's counter; a negative number refunds
+local function charge(tenant, tokens)  -- add tokens / weight to the tenant's counter; negative: a refund
   local counter = call('HINCRBYFLOAT', P .. 'counters', tenant, tokens / (call('HGET', P .. 'weights', tenant) or 1))
   call('ZADD', P .. 'turns:on_time', 'XX', counter, tenant)
   if late_waits() then call('ZADD', P .. 'turns:late', 'XX', counter, tenant) end
@@ -23,7 +22,7 @@ local function in_queue(tenant)  -- whether a request of the tenant waits in any
   return call('ZSCORE', P .. 'turns:on_time', tenant) or late_waits() and call('ZSCORE', P .. 'turns:late', tenant)
 end
 
-local function lift(tenant)  -- raise the counter of a tenant with nothing queued: it saves nothing up while it is idle
+local function lift(tenant)  -- raise a returning tenant's counter to the smallest in the queue: idling saves no credit
   local counter, floor = tonumber(call('HGET', P .. 'counters', tenant) or 0), nil
   for _, lane in ipairs(LANES) do
     local least = call('ZRANGE', P .. 'turns:' .. lane, 0, 0, 'WITHSCORES')[2]
@@ -33,8 +32,8 @@ local function lift(tenant)  -- raise the counter of a tenant with nothing queue
   if counter < tonumber(floor) then call('HSET', P .. 'counters', tenant, floor) end
 end
 
--- Prompt tokens of the tenant's on-time requests that a new one of this class would precede.  They count as equally
--- long, and they are the larger ones, so this is less than the truth.
+-- Estimates the prompt tokens of the tenant's on-time requests that a new request of this size class would precede.
+-- All requests count with the mean length, although these are the larger ones, so the estimate is too low.
 local function on_time_behind(tenant, priority, size_class)
   local queue = P .. 'queue:on_time:' .. tenant
   local behind = call('ZCOUNT', queue, priority * PLACES + (size_class + 1) * SIZES, '+inf')
@@ -51,7 +50,7 @@ local function enter_lane(lane, tenant, id, place, tokens, since)
   if lane == 'late' then LATE = true end
 end
 
-local function leave_lane(lane, tenant, id, tokens)  -- returns whether the tenant has nothing left in the lane
+local function leave_lane(lane, tenant, id, tokens)  -- returns whether no request of the tenant is left in the lane
   call('ZREM', P .. 'queue:' .. lane .. ':' .. tenant, id)
   call('ZREM', P .. 'ages:' .. lane, id)
   if lane == 'on_time' then call('ZREM', P .. 'due', id) end
@@ -67,13 +66,13 @@ local function leave_lane(lane, tenant, id, tokens)  -- returns whether the tena
   return true
 end
 
-local function waiting_entry(id)  -- prompt tokens, payload bytes, lane and tenant of a waiting request; nil: none waits
+local function waiting_entry(id)  -- prompt tokens, payload bytes, lane and tenant of a request; nil: it does not wait
   local entry = call('HGET', P .. 'waiting', id)
   if entry then return string.match(entry, '^(%d+) (%d+) (%S+) (.*)$') end
 end
 
--- A request returns to its lane and place.  One that has produced tokens goes to the front of its tenant's on-time
--- lane, because its client is reading.
+-- Put a request into the queue, at its lane and place.  A request that has produced tokens goes to the front of its
+-- tenant's on-time lane, because its client is reading.
 local function enqueue(id)
   local key = P .. 'req:' .. id
   local tokens, place, tenant, since, lane, due, size_class, prefixes = unpack(
@@ -93,9 +92,9 @@ local function enqueue(id)
   if prefixes then call('HSET', P .. 'prefixes', id, prefixes) end
 end
 
-local LEFT = 0  -- requests that have left the queue in this script
+local LEFT = 0  -- number of requests that have left the queue in this script
 
-local function leave_queue(lane, tenant, id, tokens, bytes)  -- a request of that lane and tenant waits no more
+local function leave_queue(lane, tenant, id, tokens, bytes)  -- remove a waiting request from the queue
   local last = leave_lane(lane, tenant, id, tokens)
   LEFT = LEFT + 1
   call('HDEL', P .. 'waiting', id)
@@ -105,14 +104,14 @@ local function leave_queue(lane, tenant, id, tokens, bytes)  -- a request of tha
   if last and not in_queue(tenant) then call('SET', P .. 'left', tenant) end
 end
 
-local function dequeue(id)  -- remove the request from the queue or the suspects; returns whether it was there
+local function dequeue(id)  -- remove the request from the queue or the suspects; returns whether it was in one of them
   local tokens, bytes, lane, tenant = waiting_entry(id)
   if not tokens then return call('ZREM', P .. 'suspects', id) == 1 end
   leave_queue(lane, tenant, id, tokens, bytes)
   return true
 end
 
-local function move_to_late(id)  -- the request cannot start in time any more
+local function move_to_late(id)  -- move a request past its due time from the on-time lane to the late lane
   local key = P .. 'req:' .. id
   local tokens, bytes, _, tenant = waiting_entry(id)
   local place, since = unpack(call('HMGET', key, 'place', 'since'))
@@ -122,12 +121,13 @@ local function move_to_late(id)  -- the request cannot start in time any more
   call('HSET', key, 'lane', 'late')
 end
 
-local function lane_tokens(lane)  -- prompt tokens that wait in the lane
+local function lane_tokens(lane)  -- prompt tokens of the requests in the lane
   return tonumber(call('HGET', P .. 'lanes', lane) or 0)
 end
 
--- {requests, prompt tokens, ms since the oldest was submitted, tenants, {tenant, counter, ...}, {queued tokens, ...},
--- {weight, ...}} of the lane.  The lists have the TENANTS_SHOWN tenants with the smallest counters, or only `tenant`.
+-- Returns the state of a lane: {requests, prompt tokens, ms since the oldest request was submitted, number of tenants,
+-- {tenant, counter, ...}, {queued tokens, ...}, {weight, ...}}.  The lists have the TENANTS_SHOWN tenants with the
+-- smallest counters, or only `tenant`.
 local function lane_state(lane, tenant)
   local waiting, turns = call('ZCARD', P .. 'turns:' .. lane), P .. 'turns:' .. lane
   if waiting == 0 then return {0, 0, 0, 0, {}, {}, {}} end

@@ -1,18 +1,18 @@
--- Quotas of a tenant: "Quotas" in KEYS.md.  A bucket is one number: the unix ms at which it will be full (GCRA).
+-- Quotas of a tenant: "Quotas" in KEYS.md.  A bucket is stored as the unix ms at which it will be full (GCRA).
 
-local function bucket_debt(tenant, bucket, now)  -- ms until this bucket is full; it is empty at QUOTA_MS
+local function bucket_debt(tenant, bucket, now)  -- ms until the bucket is full; QUOTA_MS: it is empty
   return math.max(0, (call('HGET', P .. 'quota:' .. tenant, bucket) or 0) - now)
 end
 
-local function precise(ms)  -- as text; numbers in a reply would lose their fraction
+local function precise(ms)  -- ms as text, because numbers in a reply lose their fraction
   return string.format('%.6f', ms)
 end
 
-local function shift_bucket(tenant, bucket, ms, now)  -- move the time at which a bucket is full; < 0 gives back
+local function shift_bucket(tenant, bucket, ms, now)  -- move the time at which a bucket is full; negative ms: a refund
   call('HSET', P .. 'quota:' .. tenant, bucket, precise(now + bucket_debt(tenant, bucket, now) + ms))
 end
 
-local function refund_bucket(tenant, bucket, ms)  -- return `ms` to a bucket; an expired one is full already
+local function refund_bucket(tenant, bucket, ms)  -- refund `ms` to a bucket; an expired bucket is full already
   if call('HEXISTS', P .. 'quota:' .. tenant, bucket) == 1 then shift_bucket(tenant, bucket, -ms, now_ms()) end
 end
 
@@ -20,7 +20,7 @@ local function bucket_debts(tenant, now)  -- ms until the buckets of requests an
   return precise(bucket_debt(tenant, 'requests', now)), precise(bucket_debt(tenant, 'tokens', now))
 end
 
-local function prompts_of(tenant, request)  -- an iterator over the ids of a request's prompts that are not settled
+local function prompts_of(tenant, request)  -- iterator over the ids of a request's prompts that are not settled
   local held = P .. 'quota_held:' .. tenant
   local prompts, at = tonumber(string.match(call('HGET', held, request) or '0', '^%d+')), -1
   return function()
@@ -32,7 +32,7 @@ local function prompts_of(tenant, request)  -- an iterator over the ids of a req
   end
 end
 
-local function forget_request(tenant, request)  -- it takes nothing of the quotas any more
+local function forget_request(tenant, request)  -- delete all quota entries of a request
   local held = P .. 'quota_held:' .. tenant
   for id in prompts_of(tenant, request) do call('HDEL', held, id) end
   call('HDEL', held, request)
@@ -40,8 +40,8 @@ local function forget_request(tenant, request)  -- it takes nothing of the quota
   call('ZREM', P .. 'quota_checks', request .. ' ' .. tenant)
 end
 
--- A prompt of the tenant is over: give back the output tokens that it took and did not generate.  Does nothing a second
--- time.  A prompt whose log is gone gives nothing back: the bucket fills with time.
+-- Settle an ended prompt: give back the output tokens that it took and did not generate.  Idempotent.  A prompt whose
+-- log is gone gives nothing back, since the bucket fills with time.
 local function settle_quota(tenant, id)
   local held = P .. 'quota_held:' .. tenant
   local entry = call('HGET', held, id)
@@ -53,7 +53,7 @@ local function settle_quota(tenant, id)
   if not prompts_of(tenant, request)() then forget_request(tenant, request) end
 end
 
--- Settle all quotas that a request of the tenant still takes: it has ended.
+-- Settle all prompts of an ended request.
 local function settle_request(tenant, request)
   for id in prompts_of(tenant, request) do
     fold_for(id)
@@ -62,13 +62,13 @@ local function settle_request(tenant, request)
   forget_request(tenant, request)
 end
 
--- Release what requests take of quotas although no gateway settles them: their gateway died, settled them before they
--- ended, or could not give back what a failed submit took; or their keys expired, were evicted or lost in a failover.
+-- Settle ended requests that no gateway settles: their gateway died, settled them before they ended, or could not give
+-- back what a failed submit took; or their keys expired, were evicted or lost in a failover.
 local function check_quotas()
   local key, now = P .. 'quota_checks', now_ms()
   for _, member in ipairs(call('ZRANGEBYSCORE', key, '-inf', now, 'LIMIT', 0, QUOTA_CHECKS)) do
     local request, tenant = string.match(member, '^(%S+) (.*)$')
-    local known = false  -- it runs, or its end is remembered: a gateway may settle it yet
+    local known = false  -- whether a prompt runs or its end is remembered, so that a gateway may still settle it
     for id in prompts_of(tenant, request) do known = known or call('EXISTS', P .. 'req:' .. id) == 1 end
     if not known then settle_request(tenant, request) else call('ZADD', key, now + QUOTA_CHECK_MS, member) end
   end

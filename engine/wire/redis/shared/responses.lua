@@ -1,4 +1,4 @@
--- Responses that clients may retrieve and continue: see "Responses" in KEYS.md.
+-- Stored responses, which clients may retrieve and continue: see "Responses" in KEYS.md.
 
 local function forget_response(holder, id)
   local sizes = P .. 'response_bytes:' .. holder
@@ -12,7 +12,7 @@ local function forget_response(holder, id)
   call('DEL', P .. 'response:' .. id)
 end
 
-local function keep_response(holder, id, ttl)  -- for another `ttl` ms
+local function keep_response(holder, id, ttl)  -- let a response expire `ttl` ms from now
   call('PEXPIRE', P .. 'response:' .. id, ttl)
   call('ZADD', P .. 'responses:' .. holder, now_ms() + ttl, id)
   for _, key in ipairs({P .. 'responses:' .. holder, P .. 'response_bytes:' .. holder}) do

@@ -1,17 +1,17 @@
--- Whose turn it is in a lane, where a script leaves tenants out.
+-- The next tenant of a lane, in a script that leaves some tenants out.
 --
--- `left_out`: lane -> {names = {tenant = true}, count, front}; nil: none is left out.  The first `front` tenants of the
--- lane are known to be among `names`.  So a walk continues where the last one ended, and reads no more tenants than may
--- be left out.  Counters only grow in a script that leaves tenants out, so others do not enter the first `front` but in
--- the two cases below.
+-- `left_out`: lane -> {names = {tenant = true}, count, front}; nil: no tenant is left out.  The first `front` tenants
+-- of the lane are all in `names`.  So each search continues where the last one ended, and reads at most as many tenants
+-- as are left out.  Counters only grow in such a script, so another tenant enters the first `front` places only in the
+-- two cases of note_entry and note_turn.
 
-local function leave_out(left_out, lane, tenant)  -- from now on next_tenant passes over the tenant in this lane
+local function leave_out(left_out, lane, tenant)  -- let next_tenant skip the tenant in this lane from now on
   local without = left_out[lane] or {names = {}, count = 0, front = 0}
   without.names[tenant], without.count = true, without.count + 1
   left_out[lane] = without
 end
 
-local function next_tenant(lane, left_out)  -- nil: none waits
+local function next_tenant(lane, left_out)  -- tenant with the smallest counter that is not left out; nil: none waits
   local turns, without = P .. 'turns:' .. lane, left_out and left_out[lane]
   if not without then return call('ZRANGE', turns, '0', '0')[1] end
   for at, tenant in ipairs(call('ZRANGE', turns, without.front, without.count)) do
@@ -22,12 +22,12 @@ local function next_tenant(lane, left_out)  -- nil: none waits
   end
 end
 
-local function note_entry(left_out, lane)  -- a tenant has entered the lane, perhaps in front
+local function note_entry(left_out, lane)  -- a tenant has entered the lane, perhaps in the first `front` places
   if left_out and left_out[lane] then left_out[lane].front = 0 end
 end
 
--- A request of the tenant was claimed from `lane`, which moves it behind others in both.  In the other lane it may be
--- one of those in front.
+-- A request of the tenant was claimed from `lane`, so its counter grows and it moves back in both lanes.  In the other
+-- lane it may leave the first `front` places, which another tenant then enters.
 local function note_turn(left_out, lane, tenant)
   local other = lane == 'late' and 'on_time' or 'late'
   if left_out[other] and left_out[other].names[tenant] then left_out[other].front = 0 end
