@@ -99,13 +99,10 @@ class EngineSide:
         """Send tokens, end requests, renew the lease, claim requests and take aborts, in one round trip.
 
         Publishes each (gateway, batch) to the gateway, appends its tokens to the logs, and charges them to the tenants.
-        Ends `finished` requests.  Renews the lease with `load`.
-
         Claims requests in queue order, the on-time lane first, while their prompts fit `room_tokens` and
         `room_requests`; 0 claims none.  The request that exceeds `claim_tokens` is the last one claimed; cached prompt
         tokens do not count.  One claim takes at most a fair share: all waiting requests divided by the number of
         engines, rounded up.  A request past its deadline is not claimed but ends, and its gateway receives the Finish.
-
         Retries with backoff while Redis does not answer; never loses or repeats a batch.
 
         `prefixes`: changes of this engine's prefix cache.  The engine then prefers requests whose prefixes it has
