@@ -234,8 +234,8 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
 
 // LoRA adapters on a GPU.
 TORCH_LIBRARY_FRAGMENT(quire, m) {
-  // In bfloat16 or float16, in two launches per site: h = A x, and y += B h for the rows of a step that
-  // have an adapter.  cuda/lora/lora.h has the packed layout of A and B.
+  // In bfloat16 or float16: y += B A x for the rows of a step that have an adapter.  Two launches per site compute
+  // h = A x, then y += B h; `lora_add` takes one.  cuda/lora/lora.h has the packed layout of A and B.
   //   x, y         [T, inner], [T, columns of all parts]; other rows of y are untouched
   //   weights      [slots, elements] in x's dtype: the packed matrices of the adapter in each slot
   //   table        [slots, sites, 14] i64: as in `lora`; offsets count from the start of the slot
@@ -249,6 +249,13 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def(
       "lora_expand(Tensor h, Tensor weights, Tensor table, Tensor order, Tensor tiles, Tensor slot_of_row, int site, "
       "int[] features, Tensor(a!) y, Tensor(b!)? out) -> ()");
+  // ranks: maximum of a site.  x_is_ready: what `linear_sharing_x` returned for the GEMM in front; else False.
+  // Returns False, and does nothing, for more rows or ranks than it takes, and before Hopper
+  m.def(
+      "lora_add(Tensor x, Tensor weights, Tensor table, Tensor order, Tensor tiles, Tensor slot_of_row, int site, "
+      "int ranks, int[] features, bool x_is_ready, Tensor(a!) y, Tensor(b!)? out) -> bool");
+  // `linear` on a GPU, without norm and activation.  Returns whether `lora_add` behind it may read x before it has ended
+  m.def("linear_sharing_x(Tensor x, Tensor weight, Tensor? bias, bool add, Tensor(a!) out) -> bool");
 }
 
 // Layers with a state per slot.  Sequence s owns tokens q_start[s] .. q_start[s + 1] - 1 and the state rows[s], which

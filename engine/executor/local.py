@@ -43,10 +43,6 @@ from quire.engine.executor.worker import GPU_DEPTH, Launched, Pending, Worker
 
 log = logging.getLogger(__name__)
 
-# Kinds of devices that serve LoRA adapters.  The GPU's kernels and slots (`lora/device_slots.py`) are complete, but
-# have not run on a GPU: "cuda" joins when tests/executor/test_lora_gpu.py has passed on one.
-ADAPTER_DEVICES = {"cpu"}
-
 # Defaults of (max_seqs, step_tokens) by device.  A GPU needs many sequences in a step.  By a roofline of 1,000 prompts
 # at once with an 8B model, 256 slots are 6 % slower than 1024, and 1024 tokens per step 1.5 % slower than 8192.
 SIZES = {"cpu": (256, 1024), "cuda": (1024, 8192)}
@@ -89,7 +85,7 @@ def read_model(config: EngineConfig, kind: str, ranks: Ranks = ALONE) -> LoadedM
         ranks=ranks,
         quantize=config.quantize,
         own_experts=config.own_experts,
-        adapters=config.lora_slots > 0 and kind in ADAPTER_DEVICES,
+        adapters=config.lora_slots > 0,
     )
 
 

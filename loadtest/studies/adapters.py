@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -170,7 +171,9 @@ def main(argv: list[str]) -> int:
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     slots = max(config.lora_slots, own.adapters)
-    config = msgspec.structs.replace(config, prefix_cache=False, lora_slots=slots)
+    # Measured times must not decide how prompts are cut: the order of sums, and with it a text, would depend on them.
+    same_steps: dict[str, Any] = {"prefix_cache": False, "itl_stretch": 0.0, "step_target_s": 0.0}
+    config = msgspec.structs.replace(config, lora_slots=slots, **same_steps)
     found: dict[str, dict[str, float]] = {}
     tune_interpreter()
     try:

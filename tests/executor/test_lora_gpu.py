@@ -1,7 +1,4 @@
-"""LoRA adapters on a GPU: scheduler, slots, kernels and graphs; against the float32 model with the adapter merged.
-
-An engine serves none there until these tests have passed (`local.ADAPTER_DEVICES`); here it does.
-"""
+"""LoRA adapters on a GPU: scheduler, slots, kernels and graphs; against the float32 model with the adapter merged."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ import pytest
 import torch
 
 from quire.engine.adapters.files import read_adapter
-from quire.engine.executor import local
 from quire.engine.executor.local import LocalExecutor
 from quire.engine.executor.lora import bank
 from quire.engine.executor.lora.adapter_graphs import AdapterGraphs
@@ -62,8 +58,7 @@ def every_layer(family: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(autouse=True)
-def serve_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "ADAPTER_DEVICES", {"cpu", "cuda"})
+def serve_high_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bank, "MAX_RANK", 64)
 
 
@@ -270,4 +265,13 @@ def test_a_step_with_adapters_allocates_nothing(
         while engine.unfinished:
             engine.step()
     assert after == before
+    engine.close()
+
+
+def test_a_model_in_float32_serves_the_base_alone(
+    checkpoint: Checkpoint, adapters: Callable[[str], list[Adapter]]
+) -> None:
+    """Its kernels take 16 bits.  A gateway refuses requests for adapters by what the engine says."""
+    engine = llm(checkpoint("llama"), dtype="float32")
+    assert not engine.executor.info.adapters
     engine.close()

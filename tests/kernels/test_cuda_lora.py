@@ -35,16 +35,16 @@ class Adapted(NamedTuple):
     b: list[list[torch.Tensor | None]]  # [out, rank]
 
 
-def adapted(inputs: int, outputs: list[int], dtype: torch.dtype) -> Adapted:
-    """Fill all slots as the packer does."""
+def adapted(inputs: int, outputs: list[int], dtype: torch.dtype, max_rank: int = MAX_RANK) -> Adapted:
+    """Fill all slots as the packer does, with ranks up to `max_rank`."""
     firsts = [sum(outputs[:part]) for part in range(len(outputs))]
     site = Site(
         inputs, tuple(Part(f"p{i}", first, out) for i, (first, out) in enumerate(zip(firsts, outputs, strict=True)))
     )
-    slots = DeviceSlots([site], slots=SLOTS, max_rank=MAX_RANK, max_rows=MAX_ROWS, dtype=dtype, device=CUDA)
-    layout, generator = GpuBlocks(MAX_RANK), torch.Generator().manual_seed(inputs)
+    slots = DeviceSlots([site], slots=SLOTS, max_rank=max_rank, max_rows=MAX_ROWS, dtype=dtype, device=CUDA)
+    layout, generator = GpuBlocks(max_rank), torch.Generator().manual_seed(inputs)
     all_a, all_b = [], []
-    for slot, ranks in enumerate(RANKS):
+    for slot, ranks in enumerate([[min(rank, max_rank) for rank in ranks] for ranks in RANKS]):
         fields, size, shrinks = [0] * ops.LORA_FIELDS, 0, []
         a: list[torch.Tensor | None] = []
         b: list[torch.Tensor | None] = []
@@ -87,13 +87,30 @@ def place(rows: ops.DeviceAdapters, slot_of_row: np.ndarray) -> None:
 @pytest.mark.parametrize("count", [1, 7, 32, 33, 300])
 def test_rows_get_what_their_adapter_makes(count: int, inputs: int, outputs: list[int], dtype: torch.dtype) -> None:
     """Rows without an adapter keep their bits.  The error is that of rounding A x and the sum."""
-    site = adapted(inputs, outputs, dtype)
+    site, of_row, x, y = step_of(count, inputs, outputs, dtype)
+    before = y.clone()
+    h = ops.lora_shrink(x, site.rows, 0)
+    assert ops.lora_expand(h, site.rows, 0, y) is y
+    check(site, of_row, outputs, x, before, y)
+
+
+def step_of(
+    count: int, inputs: int, outputs: list[int], dtype: torch.dtype, max_rank: int = MAX_RANK
+) -> tuple[Adapted, np.ndarray, torch.Tensor, torch.Tensor]:
+    """Return a site, the slot of each row, x and y."""
+    site = adapted(inputs, outputs, dtype, max_rank)
     of_row = np.random.default_rng(count).integers(-1, SLOTS, count).astype(np.int32)
     of_row[0] = 2
     place(site.rows, of_row)
     x = torch.randn(count, inputs, device=CUDA).to(dtype)
-    y = torch.randn(count, sum(outputs), device=CUDA).to(dtype)
-    before, exact = y.clone(), y.double().cpu()
+    return site, of_row, x, torch.randn(count, sum(outputs), device=CUDA).to(dtype)
+
+
+def check(
+    site: Adapted, of_row: np.ndarray, outputs: list[int], x: torch.Tensor, before: torch.Tensor, y: torch.Tensor
+) -> None:
+    """Fail unless y is `before` plus what the adapters make of x."""
+    exact = before.double().cpu()
     noise = torch.zeros_like(exact)
     for row, slot in enumerate(of_row.tolist()):
         first = 0
@@ -104,13 +121,70 @@ def test_rows_get_what_their_adapter_makes(count: int, inputs: int, outputs: lis
                 exact[row, first : first + out] += b @ h
                 noise[row, first : first + out] += b.abs() @ h.abs()
             first += out
-    h = ops.lora_shrink(x, site.rows, 0)
-    assert ops.lora_expand(h, site.rows, 0, y) is y
     untouched = of_row < 0
     assert torch.equal(y[untouched], before[untouched])
-    unit = torch.finfo(dtype).eps
+    unit = torch.finfo(y.dtype).eps
     assert ((y.double().cpu() - exact).abs() <= unit * (exact.abs() + noise) + 1e-4).all()
     assert (y[of_row == 2] != before[of_row == 2]).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("inputs", "outputs"), SITES)
+@pytest.mark.parametrize("count", [1, 7, 16, 32])
+def test_one_launch_adds_what_two_add(count: int, inputs: int, outputs: list[int], dtype: torch.dtype) -> None:
+    site, of_row, x, y = step_of(count, inputs, outputs, dtype, max_rank=40 if len(outputs) < 3 else 32)
+    before = y.clone()
+    assert ops.lora_add(x, site.rows, 0, y) is y
+    check(site, of_row, outputs, x, before, y)
+    if len(outputs) == 2:
+        found = ops.lora_add(x, site.rows, 0, before, silu_mul=True)
+        assert found is not None
+        assert torch.equal(found, ops.silu_mul(y))
+
+
+@pytest.mark.gpu
+def test_one_launch_takes_no_more_rows_or_ranks_than_it_has_memory_for() -> None:
+    site, _, x, y = step_of(32, 64, [40, 8], torch.bfloat16)
+    assert ops.lora_add(x, site.rows, 0, y) is None  # ranks of 2 * 128
+    site, _, x, y = step_of(33, 64, [64], torch.bfloat16)
+    assert ops.lora_add(x, site.rows, 0, y) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 8, 16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, [4096, 1024, 1024]), (4096, [4096])])
+def test_a_shared_input_is_complete_when_the_adapters_read_it(count: int, inputs: int, outputs: list[int]) -> None:
+    """In a CUDA graph of four layers, each of which makes its input of the one before: the same bits as with a pause
+    behind each launch."""
+    dtype, layers = torch.bfloat16, 4
+    site, _, x, _ = step_of(count, inputs, outputs, dtype, max_rank=16)
+    weight = (torch.randn(sum(outputs), inputs, device=CUDA) / inputs**0.5).to(dtype)
+    scale = torch.ones(inputs, dtype=dtype, device=CUDA)
+
+    def run(x: torch.Tensor, *, pause: bool) -> torch.Tensor:
+        for _ in range(layers):
+            normed = ops.rms_norm(x, scale, 1e-5)
+            if pause:
+                torch.cuda.synchronize()
+            y, ready = ops.linear_sharing_x(normed, weight, None, None)
+            assert ready
+            if pause:
+                torch.cuda.synchronize()
+            found = ops.lora_add(normed, site.rows, 0, y, x_is_ready=ready and not pause)
+            assert found is y
+            x = y[:, :inputs].contiguous()
+        return x
+
+    inner = x.clone()
+    run(inner, pause=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(inner, pause=False)
+    for seed in range(30):
+        inner.copy_(torch.randn(count, inputs, generator=torch.Generator().manual_seed(seed)).to(dtype))
+        graph.replay()
+        assert torch.equal(found, run(inner, pause=True))
 
 
 @pytest.mark.gpu

@@ -49,41 +49,57 @@ __device__ inline void let_next_kernel_start() {
 }
 
 // Launches kernel(args...), which must call the two functions above, because it may start while its predecessor runs.
-// `second` is another launch attribute; before Hopper neither attribute is set.
-template <class... Params, class... Args>
-void launch_with(cudaLaunchAttribute second, void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes,
-                 cudaStream_t stream, Args&&... args) {
-  cudaLaunchAttribute attributes[2]{};
+// `others` are further launch attributes; before Hopper no attribute is set.
+template <int n, class... Params, class... Args>
+void launch_with(const cudaLaunchAttribute (&others)[n], void (*kernel)(Params...), dim3 grid, dim3 block,
+                 int shared_bytes, cudaStream_t stream, Args&&... args) {
+  cudaLaunchAttribute attributes[1 + n]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1] = second;
+  for (int i = 0; i < n; ++i) attributes[1 + i] = others[i];
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? 2 : 0;
+  config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? 1 + n : 0;
   check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...), "launch");
+}
+
+// CTAs of two kernels share a multiprocessor only if both request the same split into L1 cache and shared memory.
+inline cudaLaunchAttribute same_split() {
+  cudaLaunchAttribute carveout{};
+  carveout.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  carveout.val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+  return carveout;
+}
+
+inline cudaLaunchAttribute clusters_of(int ctas) {
+  cudaLaunchAttribute clusters{};
+  clusters.id = cudaLaunchAttributeClusterDimension;
+  clusters.val.clusterDim = {static_cast<unsigned>(ctas), 1, 1};
+  return clusters;
 }
 
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream, Args&&... args) {
-  // CTAs of two kernels share a multiprocessor only if both request the same split into L1 cache and shared memory.
-  cudaLaunchAttribute carveout{};
-  carveout.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-  carveout.val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
-  launch_with(carveout, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
+  launch_with({same_split()}, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
 }
 
 // launch() with clusters of `cluster` CTAs; before Hopper without clusters.
 template <class... Params, class... Args>
 void launch_clusters(void (*kernel)(Params...), int cluster, dim3 grid, dim3 block, int shared_bytes,
                      cudaStream_t stream, Args&&... args) {
-  cudaLaunchAttribute clusters{};
-  clusters.id = cudaLaunchAttributeClusterDimension;
-  clusters.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  launch_with(clusters, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
+  launch_with({clusters_of(cluster)}, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
+}
+
+// launch_clusters() for a kernel whose CTAs shall share multiprocessors with those of its predecessor.
+template <class... Params, class... Args>
+void launch_clusters_beside(void (*kernel)(Params...), int cluster, dim3 grid, dim3 block, int shared_bytes,
+                            cudaStream_t stream, Args&&... args) {
+  launch_with({clusters_of(cluster), same_split()}, kernel, grid, block, shared_bytes, stream,
+              std::forward<Args>(args)...);
 }
 
 }  // namespace quire::cuda

@@ -15,6 +15,7 @@ constexpr int kUnit = 8;  // tile_features is a multiple of it
 template <class T, int kNTiles>
 void run(const LinearArgs& a, cudaStream_t stream) {
   Params p{epilogue_of(a, kUnit)};
+  p.share_x = a.share_x;
   // Copies of about 32 KB: smaller ones cost more synchronisation, larger ones leave too few in flight.
   constexpr int kCopyBytes = 32 << 10;
   const int slabs = a.inner / kSlab<T>, bytes = slab_bytes(p.rows, kNTiles);

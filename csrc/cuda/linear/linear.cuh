@@ -89,6 +89,7 @@ Epilogue epilogue_of(const Args& a, int unit) {
 struct Params : Epilogue {
   int depth;          // slabs per stage
   int count, stages;  // stages per tile; stages in the shared-memory ring
+  bool share_x;       // as in LinearArgs
 };
 
 // Shared memory of the epilogue: accumulators of every k split, then the output tile [tokens, rows].  Each token's row
@@ -263,7 +264,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     hopper::fence_barrier_init();
   }
   __syncthreads();
-  let_next_kernel_start();
+  if (!p.share_x) let_next_kernel_start();
 
   if (warp == kWarps) {  // the producer warp
     if (lane > 0) return;
@@ -281,6 +282,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
     const int early = min(p.count, p.stages);
     for (int i = 0; i < early; ++i) copy_weight(i, i);
     wait_for_previous_kernels();
+    if (p.share_x) let_next_kernel_start();
     for (int i = 0; i < early; ++i) copy_x(i, i);
     hopper::Ring next;
     for (int i = early; i < p.count; ++i) {
@@ -314,6 +316,7 @@ __global__ __launch_bounds__(kThreads, 2) void linear_kernel(const __grid_consta
   const int x_at = weight_bytes + x_row * kSlabBytes + ((quarter * 2 + lane / 8 % 2) ^ x_row % 8) * 16;
 
   wait_for_previous_kernels();
+  if (p.share_x) let_next_kernel_start();
   const Pack<T, 8> residual = read_out<T>(p, first_feature);
 
   float sums[kBlocks][kNTiles][4] = {};

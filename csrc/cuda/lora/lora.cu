@@ -3,21 +3,15 @@
 #include <algorithm>
 
 #include "cuda/common/launch.cuh"
-#include "cuda/common/packs.cuh"
-#include "cuda/common/tensor_core.cuh"
+#include "cuda/lora/lora.cuh"
 
 namespace quire::cuda {
 namespace {
 
-constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kBlocksAtOnce = 8;                               // packed blocks of A that a warp holds in registers
-constexpr int kCtaBlocks = kWarps * kBlocksAtOnce;             // packed blocks of A that a CTA holds
-constexpr int kBlockElements = 32 * 16;                        // elements of a packed block
-constexpr int kTokens = 8, kTokenTiles = kLoraRows / kTokens;  // tokens per mma; mmas per tile
+using namespace loras;
 
-__device__ const int64_t* fields_of(const LoraRows& a, int slot) {
-  return a.table + (static_cast<int64_t>(slot) * a.sites + a.site) * kLoraFields;
-}
+constexpr int kBlocksAtOnce = 8;                    // packed blocks of A that a warp holds in registers
+constexpr int kCtaBlocks = kWarps * kBlocksAtOnce;  // packed blocks of A that a CTA holds
 
 /* h[split, i, 16 block ..] = A x over a share of the inputs, for the rows of one tile.
  * Grid (rank blocks, splits, tiles).  The four warps share the inputs; A is operand A of mma.m16n8k16, rows of x are
@@ -100,89 +94,33 @@ __global__ void __launch_bounds__(kThreads) shrink_kernel(LoraShrinkArgs a) {
   if (first + 1 < tile.z) to[a.ranks] = s.y, to[a.ranks + 8] = s.w;
 }
 
-// B h of up to 32 rows and 32 features of a part, in a warp.  The lane has 8 features from 8 (lane % 4) on, of row
-// 16 m + lane / 4 and of the row 8 further.
-struct Deltas {
-  float of[2][4][4];  // m, pair of features, (row, row + 8) x 2 features as an mma result
-
-  __device__ float at(int m, bool further, int feature) const {
-    return of[m][feature / 2][(further ? 2 : 0) + feature % 2];
-  }
-};
-
-// The packed blocks of B of one feature block, and the sums of h that they are multiplied with.
+// Adds B h of the tile's rows.  h lies in partial sums.
 template <class T>
-struct Expansion {
-  const uint4* b;  // null: this part adds nothing
-  int rank_blocks, first_rank;
-  uint4 first[2];  // the lane's elements of the first block, read early
-
-  __device__ Expansion(const LoraRows& a, int slot, int part, int feature_block) : b(nullptr), rank_blocks(0) {
-    if (slot < 0) return;
-    const int64_t* fields = fields_of(a, slot);
-    first_rank = 0;
-    for (int p = 0; p < part; ++p) first_rank += static_cast<int>(fields[3 + 4 * p]);
-    rank_blocks = static_cast<int>(fields[3 + 4 * part]) / kLoraRanks;
-    if (rank_blocks == 0) return;
-    const T* weights = static_cast<const T*>(a.weights) + slot * a.slot_elements + fields[2 + 4 * part];
-    b = reinterpret_cast<const uint4*>(weights) + static_cast<int64_t>(feature_block) * rank_blocks * 64;
-    const int lane = threadIdx.x % 32;
-    first[0] = __ldg(b + lane * 2), first[1] = __ldg(b + lane * 2 + 1);
-  }
-
-  // Adds B h of the tile's rows.
-  __device__ void add(const LoraRows& a, const int4& tile, Deltas& deltas) const {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    for (int block = 0; block < rank_blocks; ++block) {
-      const uint4 low = block == 0 ? first[0] : __ldg(b + (block * 32 + lane) * 2);
-      const uint4 high = block == 0 ? first[1] : __ldg(b + (block * 32 + lane) * 2 + 1);
-      const float* const h = a.h + first_rank + block * kLoraRanks + 4 * t;
+__device__ void add_product(const LoraExpandArgs& a, const int4& tile, const Expansion<T>& b, Deltas& deltas) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  for (int block = 0; block < b.rank_blocks; ++block) {
+    uint4 low, high;
+    b.load(block, low, high);
+    const float* const h = a.h + b.first_rank + block * kLoraRanks + 4 * t;
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        if (16 * m >= tile.z) break;
-        float4 sums[2] = {};
+    for (int m = 0; m < 2; ++m) {
+      if (16 * m >= tile.z) break;
+      float4 sums[2] = {};
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int row = 16 * m + 8 * r + g;
-          if (row >= tile.z) continue;
+      for (int r = 0; r < 2; ++r) {
+        const int row = 16 * m + 8 * r + g;
+        if (row >= tile.z) continue;
 #pragma unroll 4
-          for (int split = 0; split < a.splits; ++split) {
-            const float4 more =
-                *reinterpret_cast<const float4*>(h + (static_cast<int64_t>(split) * a.rows + tile.y + row) * a.ranks);
-            sums[r].x += more.x, sums[r].y += more.y, sums[r].z += more.z, sums[r].w += more.w;
-          }
+        for (int split = 0; split < a.splits; ++split) {
+          const float4 more =
+              *reinterpret_cast<const float4*>(h + (static_cast<int64_t>(split) * a.rows + tile.y + row) * a.ranks);
+          sums[r].x += more.x, sums[r].y += more.y, sums[r].z += more.z, sums[r].w += more.w;
         }
-        const uint32_t rows[4] = {pack<T>(sums[0].x, sums[0].y), pack<T>(sums[1].x, sums[1].y),
-                                  pack<T>(sums[0].z, sums[0].w), pack<T>(sums[1].z, sums[1].w)};
-        mma16816<T>(deltas.of[m][0], rows, {low.x, low.y});
-        mma16816<T>(deltas.of[m][1], rows, {low.z, low.w});
-        mma16816<T>(deltas.of[m][2], rows, {high.x, high.y});
-        mma16816<T>(deltas.of[m][3], rows, {high.z, high.w});
       }
-    }
-  }
-};
-
-// Eight values of y plus the lane's deltas, rounded.
-template <class T>
-__device__ Pack<T, 8> sum_of(const Pack<T, 8>& y, const Deltas& deltas, int m, bool further) {
-  float x[8];
-  widen(y, x);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] += deltas.at(m, further, i);
-  return narrow<T>(x);
-}
-
-// Calls use(m, further, row) for the rows of a tile that a lane has; `row` is a row of the step.
-template <class Use>
-__device__ void for_rows(const LoraRows& a, const int4& tile, const Use& use) {
-  const int g = threadIdx.x % 32 / 4;
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int at = 16 * m + 8 * r + g;
-      if (at < tile.z) use(m, r == 1, a.order[tile.y + at]);
+      deltas.add<T>(m,
+                    {pack<T>(sums[0].x, sums[0].y), pack<T>(sums[1].x, sums[1].y), pack<T>(sums[0].z, sums[0].w),
+                     pack<T>(sums[1].z, sums[1].w)},
+                    low, high);
     }
   }
 }
@@ -191,36 +129,20 @@ __device__ void for_rows(const LoraRows& a, const int4& tile, const Use& use) {
 template <class T>
 __global__ void __launch_bounds__(kThreads) expand_kernel(LoraExpandArgs a) {
   let_next_kernel_start();
-  int block = blockIdx.x * kWarps + threadIdx.x / 32, part = 0, column = 0;
+  const Place place(a, blockIdx.x * kWarps + threadIdx.x / 32);
   const int4 tile = a.tiles[blockIdx.y];
-  for (; part < a.parts; ++part) {
-    const int blocks = (a.features[part] + kLoraFeatures - 1) / kLoraFeatures;
-    if (block < blocks) break;
-    block -= blocks;
-    column += a.features[part];
-  }
-  if (tile.x < 0 || part == a.parts) return wait_for_previous_kernels();
-  const Expansion<T> b(a, tile.x, part, block);
+  if (tile.x < 0 || place.part == a.parts) return wait_for_previous_kernels();
+  const Expansion<T> b(a, tile.x, place.part, place.block);
+  const LaneRows rows(a, tile);
   wait_for_previous_kernels();
-  const int feature = block * kLoraFeatures + threadIdx.x % 4 * 8;
   if (b.rank_blocks == 0) return;
+  const int feature = place.block * kLoraFeatures + threadIdx.x % 4 * 8, column = place.column + feature;
+  const bool exists = feature < a.features[place.part];
+  Pack<T, 8> y[4];
+  if (exists) rows.read(y, static_cast<const T*>(a.y) + column, a.y_stride);
   Deltas deltas = {};
-  b.add(a, tile, deltas);
-  if (feature >= a.features[part]) return;
-  for_rows(a, tile, [&](int m, bool further, int row) {
-    T* const y = static_cast<T*>(a.y) + row * a.y_stride + column + feature;
-    store_pack(y, sum_of(load_pack<8>(y), deltas, m, further));
-  });
-}
-
-template <class T>
-__device__ Pack<T, 8> activated(const Pack<T, 8>& gates, const Pack<T, 8>& ups) {
-  float gate[8], up[8];
-  widen(gates, gate);
-  widen(ups, up);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) up[i] *= __fdividef(gate[i], 1.0f + expf(-gate[i]));  // as silu_mul does
-  return narrow<T>(up);
+  add_product(a, tile, b, deltas);
+  if (exists) add_deltas(a, rows, y, deltas, column);
 }
 
 /* out = silu(gate) * up, where y + B h is gate, then up; `features` of each.
@@ -230,33 +152,25 @@ __global__ void __launch_bounds__(kThreads) expand_silu_kernel(LoraExpandArgs a)
   let_next_kernel_start();
   const int size = a.features[0], block = blockIdx.x * kWarps + threadIdx.x / 32;
   const int feature = block * kLoraFeatures + threadIdx.x % 4 * 8;
-  const bool plain = static_cast<int>(blockIdx.y) >= a.tile_count;
-  const auto y_at = [&](int row) { return static_cast<const T*>(a.y) + row * a.y_stride + feature; };
-  const auto out_at = [&](int row) { return static_cast<T*>(a.out) + row * a.out_stride + feature; };
-  if (plain) {
+  if (static_cast<int>(blockIdx.y) >= a.tile_count) {
     wait_for_previous_kernels();
-    if (feature >= size) return;
-    const int first = (blockIdx.y - a.tile_count) * kLoraRows + threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = first + 8 * i;
-      if (row >= a.rows || a.slot_of_row[row] >= 0) continue;
-      store_pack(out_at(row), activated(load_pack<8>(y_at(row)), load_pack<8>(y_at(row) + size)));
-    }
-    return;
+    return activate_plain_rows<T>(a, feature, (blockIdx.y - a.tile_count) * kLoraRows);
   }
   const int4 tile = a.tiles[blockIdx.y];
   if (tile.x < 0 || block * kLoraFeatures >= size) return wait_for_previous_kernels();
   const Expansion<T> gate(a, tile.x, 0, block), up(a, tile.x, 1, block);
+  const LaneRows rows(a, tile);
   wait_for_previous_kernels();
+  Pack<T, 8> gate_of[4], up_of[4];
+  if (feature < size) {
+    const T* const y = static_cast<const T*>(a.y) + feature;
+    rows.read(gate_of, y, a.y_stride);
+    rows.read(up_of, y + size, a.y_stride);
+  }
   Deltas gates = {}, ups = {};
-  gate.add(a, tile, gates);
-  up.add(a, tile, ups);
-  if (feature >= size) return;
-  for_rows(a, tile, [&](int m, bool further, int row) {
-    store_pack(out_at(row), activated(sum_of(load_pack<8>(y_at(row)), gates, m, further),
-                                      sum_of(load_pack<8>(y_at(row) + size), ups, m, further)));
-  });
+  add_product(a, tile, gate, gates);
+  add_product(a, tile, up, ups);
+  if (feature < size) activate(a, rows, gate_of, gates, up_of, ups, feature);
 }
 
 int ctas_of(int features) { return (features + kLoraFeatures * kWarps - 1) / (kLoraFeatures * kWarps); }

@@ -1,7 +1,9 @@
-// LoRA adapters of a step's rows, on any GPU since Ampere, in two launches per GEMM of the base model (a site):
+// LoRA adapters of a step's rows, behind each GEMM of the base model (a site).  On any GPU since Ampere in two launches:
 //
 //   shrink   h = A x      of the rows with an adapter, A of all linear layers (parts) of the site
 //   expand   y += B h     in place, or with the activation that follows
+//
+// On Hopper with up to 32 rows in one, `lora_add`, which computes B A x while the GEMM before it still runs.
 //
 // Nothing on the host depends on the rows, so a CUDA graph can hold both.
 #pragma once
@@ -37,13 +39,13 @@ struct LoraRows {
   const int32_t* order;  // rows with an adapter, sorted by adapter
   const int4* tiles;     // [tiles]: slot (-1: no tile), first index into order, rows up to kLoraRows, 0
   int tile_count;
-  int rows;    // rows of the step
-  int ranks;   // ranks per row of h: the maximum of a site
-  int splits;  // partial sums per element of h
-  float* h;    // [splits, rows, ranks], by index into order
+  int rows;   // rows of the step
+  int ranks;  // maximum ranks of a site's parts together
 };
 
 struct LoraShrinkArgs : LoraRows {
+  int splits;     // partial sums per element of h
+  float* h;       // [splits, rows, ranks], by index into order
   const void* x;  // [rows, inner], 16-byte aligned rows; inner is a multiple of 8
   int64_t x_stride;
   int inner;
@@ -51,7 +53,8 @@ struct LoraShrinkArgs : LoraRows {
 
 void lora_shrink(const LoraShrinkArgs& args, cudaStream_t stream);
 
-struct LoraExpandArgs : LoraRows {
+// What B h is added to.
+struct LoraOut : LoraRows {
   void* y;  // [rows, features of all parts], 16-byte aligned rows and parts
   int64_t y_stride;
   int parts, features[kLoraParts];
@@ -61,6 +64,25 @@ struct LoraExpandArgs : LoraRows {
   const int32_t* slot_of_row;  // [rows]: -1: no adapter.  Read only with `out`
 };
 
+struct LoraExpandArgs : LoraOut {
+  int splits;
+  const float* h;  // as of lora_shrink
+};
+
 void lora_expand(const LoraExpandArgs& args, cudaStream_t stream);
+
+constexpr int kLoraAddRanks = 128;  // maximum `ranks` of lora_add
+
+struct LoraAddArgs : LoraOut {
+  const void* x;  // as of lora_shrink
+  int64_t x_stride;
+  int inner;
+  bool x_is_ready;  // x was complete before the kernel in front could let this one start
+};
+
+// Whether lora_add() takes these arguments: Hopper, up to kLoraRows rows and kLoraAddRanks ranks.
+bool fits_lora_add(const LoraRows& args);
+
+void lora_add(const LoraAddArgs& args, cudaStream_t stream);
 
 }  // namespace quire::cuda

@@ -65,6 +65,20 @@ void linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<a
   cuda::linear(args, stream_of(x));
 }
 
+bool linear_sharing_x(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool add,
+                      const at::Tensor& out) {
+  check_linear(x, weight, x.scalar_type(), bias, std::nullopt, /*silu_mul=*/false, out, on_gpu(x));
+  const c10::cuda::CUDAGuard guard(x.device());
+  LinearArgs args = args_of(x, weight, bias, add, /*silu_mul=*/false, out);
+  args.share_x = fits_linear(args);
+  if (args.share_x) {
+    cuda::linear(args, stream_of(x));
+  } else {
+    linear_chain(x, weight, bias, std::nullopt, 0.0, add, /*silu_mul=*/false, out);
+  }
+  return args.share_x;
+}
+
 struct Quantised {
   at::Tensor values;  // [tokens, inner] e4m3; with groups padded to a multiple of kRows
   at::Tensor one;     // [] f32: 1
@@ -171,6 +185,7 @@ void linear_fp8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor&
 
 TORCH_LIBRARY_IMPL(quire, CUDA, m) {
   m.impl("linear", linear);
+  m.impl("linear_sharing_x", linear_sharing_x);
   m.impl("linear_fp8", linear_fp8);
 }
 

@@ -20,28 +20,27 @@ void expect_lora_rows(const char* who, const at::Tensor& t) {
                     ": rows do not start at multiples of 16 bytes, or have a size that is no multiple of ", kAligned);
 }
 
-// Returns the arguments that both operators share, checked.  x_or_y: [rows, .], of the model's dtype.
+// Returns the arguments that the operators share, checked.  x_or_y: [rows, .], of the model's dtype.
 LoraRows lora_rows_of(const at::Tensor& x_or_y, const at::Tensor& weights, const at::Tensor& table,
-                      const at::Tensor& order, const at::Tensor& tiles, int64_t site, const at::Tensor& h) {
+                      const at::Tensor& order, const at::Tensor& tiles, int64_t site, int64_t ranks) {
   const Place place = on_gpu(x_or_y);
-  Size slots("slots"), elements("elements"), sites("sites"), fields("fields"), rows("rows"), most("rows"),
-      tile_count("tiles"), four("fields"), splits("splits"), ranks("ranks");
+  Size slots("slots"), elements("elements"), sites("sites"), fields("fields"), most("rows"), tile_count("tiles"),
+      four("fields");
   fields.agree("this operator", kLoraFields);
   four.agree("this operator", 4);
-  rows.agree("x or y", x_or_y.size(0));
+  const int64_t rows = x_or_y.size(0);
   TORCH_CHECK_VALUE(x_or_y.scalar_type() == at::kBFloat16 || x_or_y.scalar_type() == at::kHalf, "x or y: dtype is ",
                     x_or_y.scalar_type(), ", not bfloat16 or float16");
   expect_plain("weights", weights, {slots, elements}, x_or_y.scalar_type(), place, "x");
   expect_plain("table", table, {slots, sites, fields}, at::kLong, place);
   expect_plain("order", order, {most}, at::kInt, place);
   expect_plain("tiles", tiles, {tile_count, four}, at::kInt, place);
-  expect_plain("h", h, {splits, rows, ranks}, at::kFloat, place);
-  TORCH_CHECK_VALUE(most >= rows, "order: has ", int64_t{most}, " rows, x ", int64_t{rows});
+  TORCH_CHECK_VALUE(most >= rows, "order: has ", int64_t{most}, " rows, x ", rows);
   TORCH_CHECK_INDEX(site >= 0 && site < sites, "site is ", site, ", not in [0, ", int64_t{sites}, ")");
-  TORCH_CHECK_VALUE(ranks > 0 && ranks % kLoraRanks == 0, "h: ", int64_t{ranks}, " ranks are no multiple of ",
+  TORCH_CHECK_VALUE(ranks > 0 && ranks % kLoraRanks == 0 && ranks <= 1 << 16, "ranks: ", ranks, " are no multiple of ",
                     kLoraRanks);
-  TORCH_CHECK_VALUE(splits > 0 && splits <= 65535 && tile_count <= 32768, "h, tiles: over the limits of a grid");
-  TORCH_CHECK_VALUE(rows <= 1 << 20, "x: ", int64_t{rows}, " rows, over ", 1 << 20);
+  TORCH_CHECK_VALUE(tile_count <= 32768, "tiles: over the limits of a grid");
+  TORCH_CHECK_VALUE(rows <= 1 << 20, "x: ", rows, " rows, over ", 1 << 20);
   TORCH_CHECK_VALUE(elements % kAligned == 0, "weights: ", int64_t{elements}, " elements a slot are no multiple of ",
                     kAligned);
   return {
@@ -56,31 +55,31 @@ LoraRows lora_rows_of(const at::Tensor& x_or_y, const at::Tensor& weights, const
       .tile_count = static_cast<int>(tile_count),
       .rows = static_cast<int>(rows),
       .ranks = static_cast<int>(ranks),
-      .splits = static_cast<int>(splits),
-      .h = h.data_ptr<float>(),
   };
 }
 
-void lora_shrink(const at::Tensor& x, const at::Tensor& weights, const at::Tensor& table, const at::Tensor& order,
-                 const at::Tensor& tiles, int64_t site, const at::Tensor& h) {
+// Checks h [splits, rows, ranks], partial sums of A x.
+void check_h(const at::Tensor& h, int64_t of_rows, const Place& place) {
+  Size splits("splits"), rows("rows"), ranks("ranks");
+  rows.agree("x or y", of_rows);
+  expect_plain("h", h, {splits, rows, ranks}, at::kFloat, place);
+  TORCH_CHECK_VALUE(splits > 0 && splits <= 65535, "h: over the limits of a grid");
+}
+
+void check_x(const at::Tensor& x) {
   TORCH_CHECK_VALUE(x.dim() == 2, "x: has ", x.dim(), " dimensions, not 2");
   expect_last_contiguous("x", x);
   expect_lora_rows("x", x);
   TORCH_CHECK_VALUE(x.size(1) <= 1 << 20, "x: ", x.size(1), " columns, over ", 1 << 20);
-  LoraShrinkArgs args{lora_rows_of(x, weights, table, order, tiles, site, h), x.const_data_ptr(), x.stride(0),
-                      static_cast<int>(x.size(1))};
-  if (args.rows == 0 || args.tile_count == 0) return;
-  const c10::cuda::CUDAGuard guard(x.device());
-  cuda::lora_shrink(args, stream_of(x));
 }
 
-void lora_expand(const at::Tensor& h, const at::Tensor& weights, const at::Tensor& table, const at::Tensor& order,
-                 const at::Tensor& tiles, const at::Tensor& slot_of_row, int64_t site, at::IntArrayRef features,
-                 const at::Tensor& y, const std::optional<at::Tensor>& out) {
+// Returns what B h is added to, checked.
+LoraOut lora_out_of(const LoraRows& rows_of_step, const at::Tensor& slot_of_row, at::IntArrayRef features,
+                    const at::Tensor& y, const std::optional<at::Tensor>& out) {
   TORCH_CHECK_VALUE(y.dim() == 2, "y: has ", y.dim(), " dimensions, not 2");
   expect_last_contiguous("y", y);
   expect_lora_rows("y", y);
-  LoraExpandArgs args{lora_rows_of(y, weights, table, order, tiles, site, h)};
+  LoraOut args{rows_of_step};
   args.y = y.data_ptr();
   args.y_stride = y.stride(0);
   args.parts = static_cast<int>(features.size());
@@ -112,14 +111,57 @@ void lora_expand(const at::Tensor& h, const at::Tensor& weights, const at::Tenso
     args.out_stride = out->stride(0);
     args.slot_of_row = slot_of_row.const_data_ptr<int32_t>();
   }
+  return args;
+}
+
+void lora_shrink(const at::Tensor& x, const at::Tensor& weights, const at::Tensor& table, const at::Tensor& order,
+                 const at::Tensor& tiles, int64_t site, const at::Tensor& h) {
+  check_x(x);
+  check_h(h, x.size(0), on_gpu(x));
+  const LoraShrinkArgs args{lora_rows_of(x, weights, table, order, tiles, site, h.size(2)),
+                            static_cast<int>(h.size(0)),
+                            h.data_ptr<float>(),
+                            x.const_data_ptr(),
+                            x.stride(0),
+                            static_cast<int>(x.size(1))};
+  if (args.rows == 0 || args.tile_count == 0) return;
+  const c10::cuda::CUDAGuard guard(x.device());
+  cuda::lora_shrink(args, stream_of(x));
+}
+
+void lora_expand(const at::Tensor& h, const at::Tensor& weights, const at::Tensor& table, const at::Tensor& order,
+                 const at::Tensor& tiles, const at::Tensor& slot_of_row, int64_t site, at::IntArrayRef features,
+                 const at::Tensor& y, const std::optional<at::Tensor>& out) {
+  check_h(h, y.size(0), on_gpu(y));
+  const LoraRows rows = lora_rows_of(y, weights, table, order, tiles, site, h.size(2));
+  const LoraExpandArgs args{lora_out_of(rows, slot_of_row, features, y, out), static_cast<int>(h.size(0)),
+                            h.const_data_ptr<float>()};
   if (args.rows == 0 || (args.tile_count == 0 && !out)) return;
   const c10::cuda::CUDAGuard guard(y.device());
   cuda::lora_expand(args, stream_of(y));
 }
 
+bool lora_add(const at::Tensor& x, const at::Tensor& weights, const at::Tensor& table, const at::Tensor& order,
+              const at::Tensor& tiles, const at::Tensor& slot_of_row, int64_t site, int64_t ranks,
+              at::IntArrayRef features, bool x_is_ready, const at::Tensor& y, const std::optional<at::Tensor>& out) {
+  check_x(x);
+  TORCH_CHECK_VALUE(y.size(0) == x.size(0), "y: has ", y.size(0), " rows, x ", x.size(0));
+  expect_device("y", y, on_gpu(x));
+  expect_dtype("y", y, x.scalar_type(), "x");
+  const LoraRows rows = lora_rows_of(x, weights, table, order, tiles, site, ranks);
+  const LoraAddArgs args{lora_out_of(rows, slot_of_row, features, y, out), x.const_data_ptr(), x.stride(0),
+                         static_cast<int>(x.size(1)), x_is_ready};
+  const c10::cuda::CUDAGuard guard(y.device());
+  if (!fits_lora_add(args)) return false;
+  if (args.rows == 0 || (args.tile_count == 0 && !out)) return true;
+  cuda::lora_add(args, stream_of(y));
+  return true;
+}
+
 TORCH_LIBRARY_IMPL(quire, CUDA, m) {
   m.impl("lora_shrink", lora_shrink);
   m.impl("lora_expand", lora_expand);
+  m.impl("lora_add", lora_add);
 }
 
 }  // namespace

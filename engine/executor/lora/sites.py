@@ -114,8 +114,7 @@ class Sites:
         if isinstance(self.rows, ops.DeviceAdapters):
             if not self.sites[site].parts:
                 return
-            h = ops.lora_shrink(x.reshape(-1, x.shape[-1]), self.rows, site)
-            ops.lora_expand(h, self.rows, site, y.view(-1, y.shape[-1]))
+            ops.lora_on_gpu(x.reshape(-1, x.shape[-1]), self.rows, site, y.view(-1, y.shape[-1]))
         elif self.rows is not None:
             ops.lora(x.reshape(-1, x.shape[-1]), self.rows, site, y.view(-1, y.shape[-1]))
         elif self._calls is not None:

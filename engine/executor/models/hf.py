@@ -121,7 +121,7 @@ def load_model(
       quantize       round weights of linear layers to 8 or 4 bits (`quantised.py`); none: as the checkpoint has them
       own_experts    compute experts of every mixture family with our kernels on a GPU (`experts.py`)
       ranks          this process holds one rank's shard (`sharding.py`)
-        adapters       prepare the model for LoRA adapters; not with several ranks
+      adapters       prepare the model for LoRA adapters; not with several ranks, nor in float32 on a GPU
 
     The kernels must be loaded.  Raises UnsupportedModel or ModelLoadError, with one line for the operator."""
     check_options(quantize, deterministic, device)
@@ -140,9 +140,8 @@ def load_model(
     module = placed(module, config.model_type, device)
     fixed = rope.fix_angles(module, text := config.get_text_config(), positions_of(text), max_model_len)
     swap = {"ordered": deterministic, "own_experts": own_experts}
-    proved = prove(
-        module, max_model_len, swap, adapters=adapters and ranks.size == 1, rounds_inputs=quantising.rounds_inputs
-    )
+    adapters = adapters and ranks.size == 1 and (device.type == "cpu" or module.dtype.itemsize == 2)  # kernels' dtypes
+    proved = prove(module, max_model_len, swap, adapters=adapters, rounds_inputs=quantising.rounds_inputs)
     return LoadedModel(
         module=module,
         directory=directory,

@@ -136,15 +136,23 @@ class Product(nn.Module):
     def _with_device_adapters(
         self, site: int, rows: ops.DeviceAdapters, x: Tensor, plus: Tensor | None, normed: Tensor | None
     ) -> Tensor:
-        """`forward` on a GPU in a step with adapters.  The shrink comes first: meanwhile the GEMM after it reads its
-        weights.
+        """`forward` on a GPU in a step with adapters.
 
         Rows without an adapter differ only by rounding, and only if the GEMM has a fused norm or activation."""
         inner = x if normed is None else normed
         if self.norm is not None and normed is None:
             inner = ops.rms_norm(x, self.norm.weight, self.norm.eps)
-        h = ops.lora_shrink(inner, rows, site)
+        if len(inner) <= ops.LORA_TILE:
+            y, ready = self._gemm_sharing(inner, plus)
+            return ops.lora_on_gpu(inner, rows, site, y, silu_mul=self.silu_mul, x_is_ready=ready)
+        h = ops.lora_shrink(inner, rows, site)  # first: the GEMM behind it already reads its weights meanwhile
         return ops.lora_expand(h, rows, site, self._gemm(inner, plus), silu_mul=self.silu_mul)
+
+    def _gemm_sharing(self, x: Tensor, plus: Tensor | None) -> tuple[Tensor, bool]:
+        """Return the GEMM of `_gemm`, and whether the kernel behind it may read x before it has ended."""
+        if isinstance(self.weight, Tensor):
+            return ops.linear_sharing_x(x, self.weight, self.bias, plus)
+        return self._gemm(x, plus), False
 
     def _gemm(self, x: Tensor, plus: Tensor | None) -> Tensor:
         """Return the GEMM of a normed input, without the activation."""

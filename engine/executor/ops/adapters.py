@@ -51,6 +51,51 @@ class DeviceAdapters:
     steps: list[int]  # blocks of inputs, per site
 
 
+def lora_on_gpu(
+    x: torch.Tensor,
+    adapters: DeviceAdapters,
+    site: int,
+    y: torch.Tensor,
+    *,
+    silu_mul: bool = False,
+    x_is_ready: bool = False,
+) -> torch.Tensor:
+    """Add to rows of y [T, out] what their adapters make of x [T, in], in one launch or in two.  Returns y.
+
+    Arguments as of `lora_add` and `lora_expand`."""
+    found = lora_add(x, adapters, site, y, silu_mul=silu_mul, x_is_ready=x_is_ready)
+    return lora_expand(lora_shrink(x, adapters, site), adapters, site, y, silu_mul=silu_mul) if found is None else found
+
+
+def lora_add(
+    x: torch.Tensor,
+    adapters: DeviceAdapters,
+    site: int,
+    y: torch.Tensor,
+    *,
+    silu_mul: bool = False,
+    x_is_ready: bool = False,
+) -> torch.Tensor | None:
+    """Do what `lora_shrink` and `lora_expand` do, in one launch.  None: there are too many rows or ranks for it, or the
+    GPU is older than Hopper; nothing was done.
+
+    x_is_ready: what `linear_sharing_x` returned for the GEMM in front, which made y of x."""
+    if len(x) > LORA_TILE:
+        return None
+    if x.stride(0) % LORA_ALIGNED or x.data_ptr() % 16:
+        x, x_is_ready = x.contiguous(), False
+    out = y.new_empty(len(y), y.shape[1] // 2) if silu_mul else None
+    where = adapters.weights, adapters.table, adapters.order, _tiles(len(y), adapters), adapters.slot_of_row
+    sizes = adapters.ranks[site], adapters.features[site]
+    if not torch.ops.quire.lora_add.default(x, *where, site, *sizes, x_is_ready, y, out):
+        return None
+    return y if out is None else out
+
+
+def _tiles(rows: int, adapters: DeviceAdapters) -> torch.Tensor:
+    return adapters.tiles[: lora_tiles(rows, len(adapters.weights))]
+
+
 def lora_tiles(rows: int, slots: int) -> int:
     """Return the maximum number of tiles for `rows` rows."""
     return min(rows, rows // LORA_TILE + slots)
@@ -61,7 +106,7 @@ def lora_shrink(x: torch.Tensor, adapters: DeviceAdapters, site: int) -> torch.T
     if x.stride(0) % LORA_ALIGNED or x.data_ptr() % 16:
         x = x.contiguous()
     rows, ranks, steps = len(x), adapters.ranks[site], adapters.steps[site]
-    tiles = adapters.tiles[: lora_tiles(rows, len(adapters.weights))]
+    tiles = _tiles(rows, adapters)
     at_once = -(-steps // _LORA_CTA_INPUTS)  # splits that leave one round to each CTA
     if rows > LORA_TILE:
         wanted = -(-_LORA_CTAS // (max(1, len(tiles)) * ranks // LORA_RANKS))
@@ -81,7 +126,6 @@ def lora_expand(
 
     silu_mul: return silu(gate) * up of the halves of y, for all rows, instead."""
     out = y.new_empty(len(y), y.shape[1] // 2) if silu_mul else None
-    tiles = adapters.tiles[: lora_tiles(len(y), len(adapters.weights))]
-    where = adapters.weights, adapters.table, adapters.order, tiles, adapters.slot_of_row
+    where = adapters.weights, adapters.table, adapters.order, _tiles(len(y), adapters), adapters.slot_of_row
     torch.ops.quire.lora_expand.default(h, *where, site, adapters.features[site], y, out)
     return y if out is None else out
