@@ -242,7 +242,8 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   //   order        [>= T] i32: rows with an adapter, sorted by slot
   //   tiles        [tiles, 4] i32: slot (-1: none), first index into order, rows (up to 32), 0
   //   slot_of_row  [>= T] i32: -1: no adapter
-  //   h            [splits, T, ranks] f32: partial sums, by index into order; ranks are a multiple of 16
+  //   h            [splits, T, ranks] f32: partial sums, by index into order; ranks are a multiple of 16.  On Hopper also
+  //                [1, T, ranks] in x's dtype: the sums, rounded
   //   out          [T, columns of a part] = silu(gate) * up for all T rows, where y + B h is gate, then up; y is not written
   m.def(
       "lora_shrink(Tensor x, Tensor weights, Tensor table, Tensor order, Tensor tiles, int site, Tensor(a!) h) -> ()");

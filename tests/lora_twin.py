@@ -36,6 +36,14 @@ def lora_expand(h: Tensor, adapters: ops.DeviceAdapters, site: int, y: Tensor, *
     return ops.silu_mul(whole) if silu_mul else y
 
 
+def lora_on_gpu(
+    x: Tensor, adapters: ops.DeviceAdapters, site: int, y: Tensor, *, silu_mul: bool = False, x_is_ready: bool = False
+) -> Tensor:
+    """As `ops.lora_on_gpu`."""
+    assert not x_is_ready  # no GEMM of a CPU says so
+    return lora_expand(lora_shrink(x, adapters, site), adapters, site, y, silu_mul=silu_mul)
+
+
 def _tiles(adapters: ops.DeviceAdapters, site: int, count: int) -> Iterator[tuple[int, Tensor, list[int], Tensor]]:
     """(first index into order, rows, fields of the site, weights of the slot) of each tile."""
     for slot, first, rows, _ in adapters.tiles[: ops.lora_tiles(count, len(adapters.weights))].tolist():

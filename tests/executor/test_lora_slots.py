@@ -55,6 +55,7 @@ def on_slots(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(AdapterBank, "of", classmethod(of))
     monkeypatch.setattr(ops, "lora_shrink", lora_twin.lora_shrink)
     monkeypatch.setattr(ops, "lora_expand", lora_twin.lora_expand)
+    monkeypatch.setattr(ops, "lora_on_gpu", lora_twin.lora_on_gpu)
     return loads
 
 

@@ -85,11 +85,14 @@ def place(rows: ops.DeviceAdapters, slot_of_row: np.ndarray) -> None:
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(("inputs", "outputs"), SITES)
 @pytest.mark.parametrize("count", [1, 7, 32, 33, 300])
-def test_rows_get_what_their_adapter_makes(count: int, inputs: int, outputs: list[int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("complete", [False, True])
+def test_rows_get_what_their_adapter_makes(
+    complete: bool, count: int, inputs: int, outputs: list[int], dtype: torch.dtype
+) -> None:
     """Rows without an adapter keep their bits.  The error is that of rounding A x and the sum."""
     site, of_row, x, y = step_of(count, inputs, outputs, dtype)
     before = y.clone()
-    h = ops.lora_shrink(x, site.rows, 0)
+    h = ops.lora_shrink(x, site.rows, 0, complete=complete)
     assert ops.lora_expand(h, site.rows, 0, y) is y
     check(site, of_row, outputs, x, before, y)
 

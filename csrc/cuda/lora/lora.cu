@@ -89,38 +89,41 @@ __global__ void __launch_bounds__(kThreads) shrink_kernel(LoraShrinkArgs a) {
     s.x += more.x, s.y += more.y, s.z += more.z, s.w += more.w;
   }
   const int first = warp * kTokens + 2 * t;
-  float* const to = a.h + (static_cast<int64_t>(split) * a.rows + tile.y + first) * a.ranks + block * kLoraRanks + g;
+  float* const to = static_cast<float*>(a.h) + (static_cast<int64_t>(split) * a.rows + tile.y + first) * a.ranks +
+                    block * kLoraRanks + g;
   if (first < tile.z) to[0] = s.x, to[8] = s.z;
   if (first + 1 < tile.z) to[a.ranks] = s.y, to[a.ranks + 8] = s.w;
 }
 
-// Adds B h of the tile's rows.  h lies in partial sums.
+// The lane's h of row `row` of a tile, ranks 4 t .. 4 t + 3 from `rank` on, in T.
+template <class T>
+__device__ uint2 read_h(const LoraExpandArgs& a, const int4& tile, int row, int rank) {
+  if (row >= tile.z) return {};
+  const int64_t at = static_cast<int64_t>(tile.y + row) * a.ranks + rank;
+  if (a.splits == 0) return *reinterpret_cast<const uint2*>(static_cast<const T*>(a.h) + at);
+  float4 sum = {};
+#pragma unroll 4
+  for (int split = 0; split < a.splits; ++split) {
+    const float* const h = static_cast<const float*>(a.h) + static_cast<int64_t>(split) * a.rows * a.ranks + at;
+    const float4 more = *reinterpret_cast<const float4*>(h);
+    sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+  }
+  return {pack<T>(sum.x, sum.y), pack<T>(sum.z, sum.w)};
+}
+
+// Adds B h of the tile's rows.
 template <class T>
 __device__ void add_product(const LoraExpandArgs& a, const int4& tile, const Expansion<T>& b, Deltas& deltas) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   for (int block = 0; block < b.rank_blocks; ++block) {
     uint4 low, high;
     b.load(block, low, high);
-    const float* const h = a.h + b.first_rank + block * kLoraRanks + 4 * t;
+    const int rank = b.first_rank + block * kLoraRanks + 4 * t;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       if (16 * m >= tile.z) break;
-      float4 sums[2] = {};
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = 16 * m + 8 * r + g;
-        if (row >= tile.z) continue;
-#pragma unroll 4
-        for (int split = 0; split < a.splits; ++split) {
-          const float4 more =
-              *reinterpret_cast<const float4*>(h + (static_cast<int64_t>(split) * a.rows + tile.y + row) * a.ranks);
-          sums[r].x += more.x, sums[r].y += more.y, sums[r].z += more.z, sums[r].w += more.w;
-        }
-      }
-      deltas.add<T>(m,
-                    {pack<T>(sums[0].x, sums[0].y), pack<T>(sums[1].x, sums[1].y), pack<T>(sums[0].z, sums[0].w),
-                     pack<T>(sums[1].z, sums[1].w)},
-                    low, high);
+      const uint2 near = read_h<T>(a, tile, 16 * m + g, rank), far = read_h<T>(a, tile, 16 * m + 8 + g, rank);
+      deltas.add<T>(m, {near.x, far.x, near.y, far.y}, low, high);
     }
   }
 }
@@ -133,7 +136,7 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(LoraExpandArgs a) {
   const int4 tile = a.tiles[blockIdx.y];
   if (tile.x < 0 || place.part == a.parts) return wait_for_previous_kernels();
   const Expansion<T> b(a, tile.x, place.part, place.block);
-  const LaneRows rows(a, tile);
+  const LaneRows<> rows(a, tile);
   wait_for_previous_kernels();
   if (b.rank_blocks == 0) return;
   const int feature = place.block * kLoraFeatures + threadIdx.x % 4 * 8, column = place.column + feature;
@@ -159,7 +162,7 @@ __global__ void __launch_bounds__(kThreads) expand_silu_kernel(LoraExpandArgs a)
   const int4 tile = a.tiles[blockIdx.y];
   if (tile.x < 0 || block * kLoraFeatures >= size) return wait_for_previous_kernels();
   const Expansion<T> gate(a, tile.x, 0, block), up(a, tile.x, 1, block);
-  const LaneRows rows(a, tile);
+  const LaneRows<> rows(a, tile);
   wait_for_previous_kernels();
   Pack<T, 8> gate_of[4], up_of[4];
   if (feature < size) {

@@ -62,13 +62,15 @@ struct Expansion {
   }
 };
 
-// The rows of the step that a lane of a warp has in a tile: of[2 m + r] is row 16 m + 8 r + lane / 4; -1: none.
+// The rows of the step that a lane of a warp has in a tile of up to 8 * kCount: of[2 m + r] is row 16 m + 8 r + lane / 4;
+// -1: none.
+template <int kCount = kTokenTiles>
 struct LaneRows {
-  int of[4];
+  int of[kCount];
 
   __device__ LaneRows(const LoraRows& a, const int4& tile) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       const int at = 8 * i + threadIdx.x % 32 / 4;
       of[i] = at < tile.z ? a.order[tile.y + at] : -1;
     }
@@ -76,9 +78,9 @@ struct LaneRows {
 
   // Reads eight values per row from `first` [., stride].
   template <class T>
-  __device__ void read(Pack<T, 8> (&packs)[4], const T* first, int64_t stride) const {
+  __device__ void read(Pack<T, 8> (&packs)[kCount], const T* first, int64_t stride) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) packs[i] = of[i] >= 0 ? load_pack<8>(first + of[i] * stride) : Pack<T, 8>{};
+    for (int i = 0; i < kCount; ++i) packs[i] = of[i] >= 0 ? load_pack<8>(first + of[i] * stride) : Pack<T, 8>{};
   }
 };
 
@@ -119,22 +121,22 @@ __device__ void activate_plain_rows(const LoraOut& a, int feature, int first_row
 }
 
 // y += deltas for the rows of a lane.
-template <class T>
-__device__ void add_deltas(const LoraOut& a, const LaneRows& rows, const Pack<T, 8> (&y)[4], const Deltas& deltas,
-                           int column) {
+template <class T, int kCount>
+__device__ void add_deltas(const LoraOut& a, const LaneRows<kCount>& rows, const Pack<T, 8> (&y)[kCount],
+                           const Deltas& deltas, int column) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     if (rows.of[i] < 0) continue;
     store_pack(static_cast<T*>(a.y) + rows.of[i] * a.y_stride + column, sum_of(y[i], deltas, i));
   }
 }
 
 // out = silu(gate) * up for the rows of a lane.
-template <class T>
-__device__ void activate(const LoraOut& a, const LaneRows& rows, const Pack<T, 8> (&gate)[4], const Deltas& gates,
-                         const Pack<T, 8> (&up)[4], const Deltas& ups, int feature) {
+template <class T, int kCount>
+__device__ void activate(const LoraOut& a, const LaneRows<kCount>& rows, const Pack<T, 8> (&gate)[kCount],
+                         const Deltas& gates, const Pack<T, 8> (&up)[kCount], const Deltas& ups, int feature) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     if (rows.of[i] < 0) continue;
     store_pack(static_cast<T*>(a.out) + rows.of[i] * a.out_stride + feature,
                activated(sum_of(gate[i], gates, i), sum_of(up[i], ups, i)));

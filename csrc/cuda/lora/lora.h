@@ -45,13 +45,17 @@ struct LoraRows {
 
 struct LoraShrinkArgs : LoraRows {
   int splits;     // partial sums per element of h
-  float* h;       // [splits, rows, ranks], by index into order
+  void* h;        // [splits, rows, ranks] f32, by index into order; of lora_shrink_in_clusters [rows, ranks] of dtype
   const void* x;  // [rows, inner], 16-byte aligned rows; inner is a multiple of 8
   int64_t x_stride;
   int inner;
 };
 
 void lora_shrink(const LoraShrinkArgs& args, cudaStream_t stream);
+
+// The same on Hopper: h is complete, so that the expand reads each value once.
+bool fits_shrink_in_clusters();
+void lora_shrink_in_clusters(const LoraShrinkArgs& args, cudaStream_t stream);
 
 // What B h is added to.
 struct LoraOut : LoraRows {
@@ -65,8 +69,8 @@ struct LoraOut : LoraRows {
 };
 
 struct LoraExpandArgs : LoraOut {
-  int splits;
-  const float* h;  // as of lora_shrink
+  int splits;     // 0: h is what lora_shrink_in_clusters made
+  const void* h;  // as of lora_shrink
 };
 
 void lora_expand(const LoraExpandArgs& args, cudaStream_t stream);

@@ -58,12 +58,16 @@ LoraRows lora_rows_of(const at::Tensor& x_or_y, const at::Tensor& weights, const
   };
 }
 
-// Checks h [splits, rows, ranks], partial sums of A x.
-void check_h(const at::Tensor& h, int64_t of_rows, const Place& place) {
+// Checks h [splits, rows, ranks], partial sums of A x, or A x [1, rows, ranks] in the model's dtype.  Returns the number
+// of partial sums; 0: it is A x.
+int check_h(const at::Tensor& h, const at::Tensor& x_or_y) {
   Size splits("splits"), rows("rows"), ranks("ranks");
-  rows.agree("x or y", of_rows);
-  expect_plain("h", h, {splits, rows, ranks}, at::kFloat, place);
+  rows.agree("x or y", x_or_y.size(0));
+  const bool complete = h.scalar_type() == x_or_y.scalar_type();
+  expect_plain("h", h, {splits, rows, ranks}, complete ? x_or_y.scalar_type() : at::kFloat, on_gpu(x_or_y));
   TORCH_CHECK_VALUE(splits > 0 && splits <= 65535, "h: over the limits of a grid");
+  TORCH_CHECK_VALUE(!complete || splits == 1, "h: in the dtype of x it has one sum per element");
+  return complete ? 0 : static_cast<int>(int64_t{splits});
 }
 
 void check_x(const at::Tensor& x) {
@@ -117,25 +121,26 @@ LoraOut lora_out_of(const LoraRows& rows_of_step, const at::Tensor& slot_of_row,
 void lora_shrink(const at::Tensor& x, const at::Tensor& weights, const at::Tensor& table, const at::Tensor& order,
                  const at::Tensor& tiles, int64_t site, const at::Tensor& h) {
   check_x(x);
-  check_h(h, x.size(0), on_gpu(x));
+  const int splits = check_h(h, x);
   const LoraShrinkArgs args{lora_rows_of(x, weights, table, order, tiles, site, h.size(2)),
-                            static_cast<int>(h.size(0)),
-                            h.data_ptr<float>(),
+                            splits,
+                            h.data_ptr(),
                             x.const_data_ptr(),
                             x.stride(0),
                             static_cast<int>(x.size(1))};
   if (args.rows == 0 || args.tile_count == 0) return;
   const c10::cuda::CUDAGuard guard(x.device());
-  cuda::lora_shrink(args, stream_of(x));
+  if (splits > 0) return cuda::lora_shrink(args, stream_of(x));
+  TORCH_CHECK_VALUE(fits_shrink_in_clusters(), "h: only Hopper and later make it in the dtype of x");
+  lora_shrink_in_clusters(args, stream_of(x));
 }
 
 void lora_expand(const at::Tensor& h, const at::Tensor& weights, const at::Tensor& table, const at::Tensor& order,
                  const at::Tensor& tiles, const at::Tensor& slot_of_row, int64_t site, at::IntArrayRef features,
                  const at::Tensor& y, const std::optional<at::Tensor>& out) {
-  check_h(h, y.size(0), on_gpu(y));
+  const int splits = check_h(h, y);
   const LoraRows rows = lora_rows_of(y, weights, table, order, tiles, site, h.size(2));
-  const LoraExpandArgs args{lora_out_of(rows, slot_of_row, features, y, out), static_cast<int>(h.size(0)),
-                            h.const_data_ptr<float>()};
+  const LoraExpandArgs args{lora_out_of(rows, slot_of_row, features, y, out), splits, h.const_data_ptr()};
   if (args.rows == 0 || (args.tile_count == 0 && !out)) return;
   const c10::cuda::CUDAGuard guard(y.device());
   cuda::lora_expand(args, stream_of(y));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -101,20 +102,31 @@ def lora_tiles(rows: int, slots: int) -> int:
     return min(rows, rows // LORA_TILE + slots)
 
 
-def lora_shrink(x: torch.Tensor, adapters: DeviceAdapters, site: int) -> torch.Tensor:
-    """Return A x of the rows with an adapter, in partial sums, for `lora_expand`.  x [T, in], dtype of the model."""
+def lora_shrink(x: torch.Tensor, adapters: DeviceAdapters, site: int, *, complete: bool | None = None) -> torch.Tensor:
+    """Return A x of the rows with an adapter, for `lora_expand`.  x [T, in], dtype of the model.
+
+    complete: add the sums up, and round them, which takes Hopper or later; False: leave partial sums in float32; None:
+    the better one."""
     if x.stride(0) % LORA_ALIGNED or x.data_ptr() % 16:
         x = x.contiguous()
     rows, ranks, steps = len(x), adapters.ranks[site], adapters.steps[site]
     tiles = _tiles(rows, adapters)
-    at_once = -(-steps // _LORA_CTA_INPUTS)  # splits that leave one round to each CTA
-    if rows > LORA_TILE:
-        wanted = -(-_LORA_CTAS // (max(1, len(tiles)) * ranks // LORA_RANKS))
-        at_once = min(at_once, max(1, min(wanted, _LORA_SPLITS)))
-    h = torch.empty(at_once, rows, ranks, dtype=torch.float32, device=x.device)
+    if _has_clusters(x.device) if complete is None else complete:
+        h = torch.empty(1, rows, ranks, dtype=x.dtype, device=x.device)
+    else:
+        splits = -(-steps // _LORA_CTA_INPUTS)  # as many leave one round to each CTA
+        if rows > LORA_TILE:
+            wanted = -(-_LORA_CTAS // (max(1, len(tiles)) * ranks // LORA_RANKS))
+            splits = min(splits, max(1, min(wanted, _LORA_SPLITS)))
+        h = torch.empty(splits, rows, ranks, dtype=torch.float32, device=x.device)
     where = adapters.weights, adapters.table, adapters.order, tiles
     torch.ops.quire.lora_shrink.default(x, *where, site, h)
     return h
+
+
+@functools.cache
+def _has_clusters(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def lora_expand(
