@@ -19,7 +19,6 @@ from quire.engine.core.sequence import Sequence
 from quire.engine.core.state_pool import StatePool
 from quire.engine.core.swapping import Preempt
 from quire.engine.wire.messages import Beams, Delta, Finish, Generate, Sampling
-from quire.loadtest.studies import baselines  # noqa: F401  # rigs run its modes, too
 from tests.core.drafters import AllDrafts
 from tests.core.oracle import EOS, VOCAB, OracleExecutor, StepFails, reference, reference_beams
 

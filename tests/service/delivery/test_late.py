@@ -15,7 +15,7 @@ from aiohttp import ClientSession
 
 from quire.service.delivery import admission, queue_updates
 from quire.service.text.tokenizer import Tokenizer
-from tests.pace import paced
+from tests.pace import Patience, paced
 from tests.service.fakes import FakeEngine, Served, settled
 from tests.service.test_app import events, raw, says
 from tests.service.test_process import answers
@@ -197,6 +197,17 @@ async def test_a_full_queue_is_503(serve: Serve, engine: EngineMaker, byte_level
         assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200, 200]
 
 
+async def shows(client: ClientSession, line: str) -> None:
+    """Wait until the metrics of a gateway have a line."""
+    bound = Patience(60)
+    while bound.lasts():
+        async with client.get("/metrics") as response:
+            if re.search(f"^{line}$", await response.text(), re.MULTILINE):
+                return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"/metrics never showed {line}")
+
+
 async def test_a_killed_gateways_late_requests_are_never_computed(
     launch: Launch, serve: Serve, port: int, engine: EngineMaker, byte_level_tokenizer: Tokenizer
 ) -> None:
@@ -207,7 +218,8 @@ async def test_a_killed_gateways_late_requests_are_never_computed(
     await answers(f"{url}/ping")
     async with full(served, engine(says(byte_level_tokenizer))) as fake, ClientSession(base_url=url) as client:
         await answers(f"{url}/ready")
-        await asyncio.sleep(paced(1.0))  # the other gateway reads that the engine is full
+        for line in ("quire_queue_room_tokens{.*} 0.0", "quire_engine_requests_running{.*} 9.0"):
+            await shows(client, line)  # the process knows that the engine is full
         asking = [asyncio.create_task(raw(client, "/v1/completions", **LATE)) for _ in range(3)]
         await settled(lambda: served.streams.fleet.late.requests == 3)
         process.kill()

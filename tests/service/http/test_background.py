@@ -94,12 +94,14 @@ async def test_the_official_client_polls_and_cancels(
         await settled(lambda: bool(first.streams.fleet.engines) and bool(other.streams.fleet.engines))
         made = await client.responses.create(model="tiny", input="Rain?", background=True)
         await state(other.session, made.id, "in_progress")
+        fake.burst = 0  # the answer never ends by itself
         cancelled = await elsewhere.responses.cancel(made.id)
         assert cancelled.status == "cancelled"
         await settled(lambda: bool(fake.aborted))
         await settled(lambda: not first.gateway.capacity.answering)
         assert (await client.responses.retrieve(made.id)).status == "cancelled"
         assert (await client.responses.cancel(made.id)).status == "cancelled"
+        fake.burst = 1
         done = await client.responses.create(model="tiny", input="Rain?", max_output_tokens=2)
         with pytest.raises(openai.BadRequestError):
             await client.responses.cancel(done.id)
