@@ -59,6 +59,7 @@ from quire.engine.wire.withdrawals import FOR_ALL, UNREAD, Withdrawal, Withdrawa
 log = logging.getLogger("quire.bus")
 
 PLACES_COUNT = 1000  # maximum requests per script that reads places
+KEEP_COUNT = 1000  # maximum requests per script that keeps logs
 NO_BOUNDS = QueueBounds()
 READ_DELTAS = 1000  # Deltas and messages after which other tasks of the event loop run
 
@@ -242,7 +243,8 @@ class GatewaySide:
 
     async def keep(self, request_ids: list[str]) -> None:
         """Keep the logs of these finished requests for another `retain_s`.  Raises BusDown after PATIENCE_S."""
-        await self._link.run_script(KEEP, *request_ids)
+        for at in range(0, len(request_ids), KEEP_COUNT):
+            await self._link.run_script(KEEP, *request_ids[at : at + KEEP_COUNT])
 
     async def settle(self, delivered: list[tuple[str, str, list[int]]]) -> list[Usage]:
         """Record in the usage ledger how many output tokens of each choice were sent to a client.

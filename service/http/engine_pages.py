@@ -49,7 +49,8 @@ class EnginePages:
                 timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
                 async with aiohttp.ClientSession(timeout=timeout) as session:
                     pages = await asyncio.gather(*(self._fetch(session, url) for url in self._urls))
-                self._page, self._read_at = merge(pages), time.monotonic()
+                self._page = await asyncio.to_thread(merge, pages)  # a thousand pages have 60 MB
+                self._read_at = time.monotonic()
             return self._page
 
     async def _fetch(self, session: aiohttp.ClientSession, url: str) -> str:

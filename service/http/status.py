@@ -190,11 +190,11 @@ class Status:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """GET /metrics in Prometheus' text format: metrics of this process alone."""
-        return _page(self._telemetry.expose())
+        return _page(await self._telemetry.page())
 
     async def open_metrics(self, request: web.Request) -> web.Response:
         """GET /metrics on the API's port: this process's metrics and those of the engines in --engine-metrics."""
-        return _page(self._telemetry.expose() + await self._engine_pages.families())
+        return _page(await self._telemetry.page() + await self._engine_pages.families())
 
     async def no_metrics(self, request: web.Request) -> web.Response:
         """GET /metrics on the API's port of a gateway with API keys: refused, since metrics contain tenants' names."""

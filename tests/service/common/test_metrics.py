@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.common import logs
 from quire.engine.common.tracing import Tracing
+from quire.engine.wire.clock import steady_ms
 from quire.engine.wire.records import Fleet, Lane, LaneQueue, Usage
 from quire.service.api import api
 from quire.service.api.tenants import OverQuota
@@ -193,6 +196,52 @@ def test_engines_come_and_go() -> None:
     got = samples(telemetry)
     assert not [name for name, labels in got if labels.startswith("a ")]
     assert ("quire_engine_kv_blocks_free", "b tiny") in got
+
+
+def test_a_reading_of_many_engines_makes_no_series(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four readings a second, of 1,000 engines each: their series are made when the page is asked for."""
+    telemetry, made = Telemetry("g"), 0
+    labels = Gauge.labels
+
+    def count(gauge: Gauge, *values: str) -> Gauge:
+        nonlocal made
+        made += 1
+        return labels(gauge, *values)
+
+    monkeypatch.setattr(Gauge, "labels", count)
+    counts = set()
+    for engines in (1, 50):
+        made = 0
+        telemetry.record_fleet(Fleet([a_load(f"e{at}") for at in range(engines)], 3, 30, 1))
+        counts.add(made)
+    assert len(counts) == 1
+    assert ("quire_engine_info", f"e49 {'f' * 16} tiny") in samples(telemetry)
+
+
+def test_the_age_of_an_engine_is_that_of_its_last_exchange() -> None:
+    telemetry, now_ms = Telemetry("g"), steady_ms()
+    loads = [a_load("a", time_ms=now_ms - 3_600_000), a_load("b", time_ms=now_ms - 3_600_000)]
+    telemetry.record_fleet(Fleet(loads, 0, 0, now_ms, exchanged_ms={"a": now_ms, "gone": now_ms}))
+    got = samples(telemetry)
+    assert got["quire_engine_age_seconds", "a tiny"] < 3600 <= got["quire_engine_age_seconds", "b tiny"]
+    telemetry.record_fleet(Fleet([], 0, 0, now_ms))
+    assert samples(telemetry)["quire_engine_leases_lost_total", ""] == 2
+
+
+async def test_the_page_is_made_on_a_thread() -> None:
+    """It takes 200 ms at 1,000 engines."""
+    telemetry, threads = Telemetry("g"), set[int]()
+    collect = telemetry.collect
+
+    def noted() -> Iterator[Any]:
+        threads.add(threading.get_ident())
+        return collect()
+
+    telemetry.collect = noted  # type: ignore[method-assign]
+    telemetry.record_fleet(Fleet([a_load("a")], 0, 0, 1))
+    assert b"quire_engine_info" in await telemetry.page()
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
