@@ -1,4 +1,4 @@
-"""LoRA adapters that clients choose by `model`, as gateways know them."""
+"""LoRA adapters that clients choose by `model`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from quire.engine.adapters.names import adapter_id, parse_option
 
 
 class ServedAdapter(msgspec.Struct, frozen=True):
-    """An adapter on the base model.  Fields are only ever appended: gateways of two releases read them in Redis."""
+    """A LoRA adapter.  Fields may only be appended, since gateways of different releases share them in Redis."""
 
     name: str
-    id: str  # as in Generate.adapter
-    path: str  # its folder, for the engines
-    looked_up: bool = False  # found by its name in --lora-dir, where it is looked up for each request
+    id: str  # value of Generate.adapter
+    path: str  # folder from which engines load it
+    looked_up: bool = False  # found by its name in --lora-dir, so each request looks it up again
 
 
 def read_adapters(option: str, taken: list[str]) -> dict[str, ServedAdapter]:
     """Return the adapters of `--lora` by name.  `taken`: names of the base model.
 
-    Raises AdapterError for a name that is taken, and for files that cannot be served."""
+    Raises AdapterError for a name that is taken, and for unsupported files."""
     found = {}
     for name, path in parse_option(option).items():
         if name in taken:

@@ -1,9 +1,9 @@
-"""Bodies in OpenAI's shape -> a typed request, or a `Refusal` that names field, limit and value.
+"""Parses and checks bodies in OpenAI's format: returns a ValidRequest, or raises a `Refusal` (field, limit, value).
 
-    body --parse_completion, parse_chat--> ValidRequest --fit, with the encoded prompt--> max_new_tokens of each prompt
+    body --parse_completion, parse_chat--> ValidRequest --fit, with the encoded prompt--> maximum output tokens
 
-After these two steps nothing is checked again.  (`format.py` writes answers.)  No message that is built here quotes
-prompt text: only names, limits and numbers.
+After these two steps nothing is checked again.  (`format.py` writes answers.)  Error messages contain only names,
+limits and numbers, never prompt text.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from quire.service.grammar.grammar_errors import NotServed
 
 N = TypeVar("N", int, float)
 
-BAD_KEYS = 8  # keys of `logit_bias` that are no token ids, which a refusal names
-CLASSES = {"high": -1, "normal": 0, "low": 1}  # named priorities; within a tenant lower numbers are served first
+BAD_KEYS = 8  # maximum number of invalid keys of `logit_bias` that a refusal names
+CLASSES = {"high": -1, "normal": 0, "low": 1}  # names of priorities; within a tenant, lower numbers are served first
 
 
 def _checked(key: str, value: N | None, default: N, config: GatewayConfig) -> N:
-    """Return a checked field of a request, or its default.  Raises Refusal."""
+    """Return the value of a field after checking its limit `key`, or `default` if it is None.  Raises Refusal."""
     if value is None:
         return default
     check(key, value, config)
@@ -63,7 +63,7 @@ def header_queue_wait(header: str | None, config: GatewayConfig) -> float:
 
 
 def _header_seconds(name: str, header: str, config: GatewayConfig) -> float:
-    """Return the value of a header that counts seconds.  Raises Refusal."""
+    """Return the value of a header in seconds.  Raises Refusal."""
     # float() alone also accepts "nan", "1_0" and the digits of other scripts.
     if not re.fullmatch(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", header):
         limit, given = LIMITS[name].text(config), shown(header)
@@ -72,7 +72,7 @@ def _header_seconds(name: str, header: str, config: GatewayConfig) -> float:
 
 
 def _priority(given: int | str, config: GatewayConfig) -> int:
-    """Return a priority as a number.  "high", "normal" and "low" stand for -1, 0 and 1; lower is served earlier."""
+    """Return a priority as a number; lower is served earlier.  Raises Refusal."""
     first, last = PRIORITIES
     if isinstance(given, str) and not config.strict_fields and re.fullmatch("-?[0-9]{1,9}", given):
         given = int(given)
@@ -86,7 +86,7 @@ def _priority(given: int | str, config: GatewayConfig) -> int:
 
 
 def _refuse_combinations(body: CommonBody) -> None:
-    """Raise Refusal for fields that are not served together."""
+    """Raise Refusal for fields that cannot be combined."""
     if body.prompt_logprobs is not None and body.stream:
         raise _bad("invalid_value", "prompt_logprobs: only without stream", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
@@ -96,7 +96,7 @@ def _refuse_combinations(body: CommonBody) -> None:
 def _bias(given: dict[str, float], config: GatewayConfig) -> list[tuple[int, float]]:
     """Return `logit_bias` as (token id, bias) pairs.  Raises Refusal."""
     check("logit_bias entries", len(given), config)
-    if wrong := [key for key in given if not re.fullmatch("[0-9]+", key)]:  # isdecimal() takes digits of every script
+    if wrong := [key for key in given if not re.fullmatch("[0-9]+", key)]:  # isdecimal() would allow non-ASCII digits
         named = ", ".join(f"'{shown(key)}'" for key in wrong[:BAD_KEYS])
         more = f" and {len(wrong) - BAD_KEYS} more" if len(wrong) > BAD_KEYS else ""
         message = f"logit_bias: keys must be token ids, got {named}{more}"
@@ -110,11 +110,11 @@ def _bias(given: dict[str, float], config: GatewayConfig) -> list[tuple[int, flo
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What requests need to know of the model, besides its name."""
+    """Names and sampling defaults of the served model, and its LoRA adapters."""
 
-    aliases: tuple[str, ...] = ()  # further names by which clients may ask for it
-    defaults: Sampling = Sampling()  # values of the parameters that a request does not name
-    adapters: dict[str, ServedAdapter] = {}  # LoRA adapters by the name that clients give as `model`
+    aliases: tuple[str, ...] = ()  # further names of the model
+    defaults: Sampling = Sampling()  # values of sampling parameters that a request leaves out
+    adapters: dict[str, ServedAdapter] = {}  # value of `model` -> LoRA adapter
 
 
 NO_DEFAULTS = Served()
@@ -123,11 +123,11 @@ NO_DEFAULTS = Served()
 class UnknownModel(Refusal):
     """A request names a model that is not served."""
 
-    name = ""  # the one that it names
+    name = ""  # name in the request
 
 
 def unknown_model(name: str, served_name: str) -> UnknownModel:
-    """Return the refusal of a name that nothing has."""
+    """Return the 404 for a name that neither the model nor an adapter has."""
     message = f"model: this server serves '{served_name}', not the one asked for"
     refusal = UnknownModel(404, "model_not_found", message, param="model")
     refusal.name = name
@@ -166,19 +166,19 @@ def _sampling(body: CommonBody, config: GatewayConfig, default: Sampling) -> Sam
 
 
 def _require_logprobs(sampling: Sampling, needed: str) -> None:
-    """Raise Refusal for tokens whose log probabilities the answer would not show without the field `needed`."""
+    """Raise Refusal for `logprob_token_ids` without the field `needed`, since the answer would not show them."""
     if sampling.logprob_token_ids and sampling.logprobs < 0:
         limit, given = "absent without it", len(sampling.logprob_token_ids)
         raise _bad("invalid_value", f"logprob_token_ids: only with {needed}", "logprob_token_ids", limit, given)
 
 
 def not_served(error: NotServed) -> Refusal:
-    """Return the refusal of a grammar."""
+    """Return the 400 for structured output that is not supported."""
     return _bad(error.code, str(error), error.param, error.limit, error.given)
 
 
 def _constraint(body: CommonBody) -> Constraint | None:
-    """Return what the answer must match; None: anything.  Raises Refusal."""
+    """Return the constraint on the answer from a body's fields; None without one.  Raises Refusal."""
     try:
         constraint = asked(msgspec.structs.asdict(body))
     except NotServed as error:
@@ -192,7 +192,9 @@ def _constraint(body: CommonBody) -> Constraint | None:
 def _common(
     body: CommonBody, config: GatewayConfig, served_name: str, timeout_s: float, served: Served
 ) -> dict[str, Any]:
-    """Check and translate the fields that both endpoints share.  `timeout_s`: for a body without `timeout`."""
+    """Check the fields that completions and chats share; return fields of ValidRequest.
+
+    `timeout_s`: timeout of a body without `timeout`.  Raises Refusal."""
     check_model(body.model, served_name, served)
     _refuse_combinations(body)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
@@ -225,7 +227,7 @@ def _common(
         "n": made,
         "best": n if made > n else 0,
         "beams": beams,
-        "seeded": body.seed not in (None, -1),  # -1 is what clients of llama.cpp and vLLM send for any seed
+        "seeded": body.seed not in (None, -1),  # clients of llama.cpp and vLLM send -1 for a random seed
         "stop": stop,
         "bad_words": tuple(body.bad_words or ()),
         "include_stop": bool(body.include_stop_str_in_output),
@@ -248,9 +250,9 @@ def _common(
 
 
 def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
-    """Return any of the four forms of `prompt` as a list of texts or token id lists.
+    """Return `prompt`, which has four possible forms, as a list of texts or of token-id lists.  Raises Refusal.
 
-    An empty text may still have a token: the one that the tokenizer puts first.  `fit` refuses it otherwise."""
+    An empty text is accepted here, since the tokenizer may add a BOS token; if it does not, `fit` refuses it."""
     prompts: list[Any]
     kinds = set() if isinstance(given, str) else set(map(type, given))
     if isinstance(given, str) or kinds == {int}:
@@ -266,9 +268,9 @@ def _prompts(given: str | list[Any], config: GatewayConfig) -> list[Prompt]:
 
 
 def _answer_tokens(name: str, value: int | None, config: GatewayConfig, *, scores: bool = False) -> int | None:
-    """Return how many tokens a choice may have; None: what fits, which null and -1 stand for.  Raises Refusal.
+    """Return the maximum tokens of a choice; None (for null and -1): as many as fit into the context.
 
-    `scores`: the answer repeats the prompt, so 0 is allowed."""
+    `scores`: the answer repeats the prompt, so 0 is allowed.  Raises Refusal."""
     if value is None or value == -1:
         return None
     if value or not scores:
@@ -292,7 +294,7 @@ def completion_request(
     served: Served,
     unknown: tuple[str, ...],
 ) -> ValidRequest:
-    """Check a decoded completion.  `unknown`: fields of its body that nothing reads.  Raises Refusal."""
+    """Check a decoded completion.  `unknown`: names of unknown fields of its body.  Raises Refusal."""
     fields = _common(asked, config, served_name, timeout_s, served)
     given = 16 if asked.max_tokens is msgspec.UNSET else asked.max_tokens  # OpenAI's default
     prompts = _prompts(asked.prompt, config)
@@ -327,7 +329,7 @@ def completion_request(
 def tokenized_chat(
     asked: TokenizeBody, config: GatewayConfig
 ) -> tuple[list[dict[str, Any]], ChatOptions, tuple[str, ...]]:
-    """Return the messages of a body of POST /tokenize, the options of their chat template, and what is left out.
+    """Return the messages in a body of POST /tokenize, their options, and the names of ignored parts.
 
     Raises Refusal."""
     messages, skipped = plain_messages(asked.messages or [], config), Skipped(config)
@@ -336,7 +338,7 @@ def tokenized_chat(
 
 
 def _with_functions(asked: ChatBody | TokenizeBody, skipped: Skipped) -> ToolRules:
-    """Leave in a body only the tools that the answer may call; return their rules.  Raises Refusal."""
+    """Remove, from a body, tools that the answer may not call.  Returns the rules of the others.  Raises Refusal."""
     tools, rules = chat_tools(asked.tools, skipped)
     asked.tool_choice, asked.tools, rules = allowed_tools(asked.tool_choice, tools, rules)
     return rules
@@ -361,7 +363,7 @@ def chat_request(
     unknown: tuple[str, ...] = (),
     rules: ToolRules = OPENAI,
 ) -> ValidRequest:
-    """Check a decoded chat.  `unknown`: parts of its body that change nothing.  Raises Refusal."""
+    """Check a decoded chat.  `unknown`: names of ignored parts of its body.  Raises Refusal."""
     fields = _common(asked, config, served_name, timeout_s, served)
     given = None if asked.max_tokens is msgspec.UNSET else asked.max_tokens
     max_tokens = _answer_tokens("max_tokens", given, config)

@@ -1,9 +1,9 @@
-"""Beam search of a request: its fields -> `Beams`, or a Refusal that names what is not served with it.
+"""Beam search: request fields -> `Beams`, or a Refusal for fields that are not supported with it.
 
 use_beam_search, n, beam_width (num_beams, best_of), length_penalty, early_stopping
     |
-    |--beams_of-----> Beams, or None: the answers are sampled
-    |--fit_beams----> max_new_tokens with which the search fits an engine
+    |--beams_of-----> Beams, or None for a request without beam search
+    |--fit_beams----> maximum output tokens with which the search fits an engine's KV cache
     v
 Generate.beams ──> engine/core/beams.py ──> Finish.score of each answer, the best one first
 """
@@ -23,12 +23,12 @@ from quire.service.common.limits import LIMITS, shown
 from quire.service.common.refusal import Refusal, bad_request, check, limit_refusal
 from quire.service.config import GatewayConfig
 
-WIDTHS = ("beam_width", "num_beams", "best_of")  # names of the width: Quire's, transformers', that of older vLLMs
+WIDTHS = ("beam_width", "num_beams", "best_of")  # names of the width in Quire, transformers and older vLLM releases
 EARLY = ("true", "false", "never")
 
 
 class BeamFields(SamplingFields, kw_only=True):
-    """Fields of a body that draws its answer, and those that ask for beam search instead.  Null means absent."""
+    """Fields for sampling and for beam search.  Null means absent."""
 
     use_beam_search: bool | None = None
     beam_width: int | None = None
@@ -38,13 +38,14 @@ class BeamFields(SamplingFields, kw_only=True):
     early_stopping: bool | str | None = None
 
 
-# Values without effect, of fields that need it with `use_beam_search`, and of fields that are not served with it.
+# Field that needs `use_beam_search` -> values that are accepted without it.
 ONLY_WITH: dict[str, tuple[object, ...]] = {
     "beam_width": (1,),
     "num_beams": (1,),
     "length_penalty": (1,),
     "early_stopping": (False,),
 }
+# Field that is not supported with `use_beam_search` -> values that are accepted with it, since they have no effect.
 NOT_WITH: dict[str, tuple[object, ...]] = {
     "stream": (False,),
     "stop": ([],),
@@ -73,9 +74,9 @@ REASONS = {
 
 
 def beams_of(body: BeamFields, n: int, config: GatewayConfig) -> Beams | None:
-    """Return the search that a body asks for; None: its answers are sampled.  Raises Refusal.
+    """Return the beam search that a body requests; None without one.  Raises Refusal.
 
-    The width is `beam_width` or another of its names, else `n`."""
+    The width is the value of one of WIDTHS, or else `n`."""
     fields = msgspec.structs.asdict(body)
     if not body.use_beam_search:
         for name, neutral in ONLY_WITH.items():
@@ -102,7 +103,7 @@ def beams_of(body: BeamFields, n: int, config: GatewayConfig) -> Beams | None:
 
 
 def _early(given: bool | str | None) -> bool | Literal["never"]:
-    """Return `early_stopping`.  Raises Refusal."""
+    """Parse `early_stopping`.  Raises Refusal."""
     if given is None or isinstance(given, bool):
         return bool(given)
     if given not in EARLY:
@@ -113,7 +114,7 @@ def _early(given: bool | str | None) -> bool | Literal["never"]:
 
 
 def _refuse_fields(fields: Mapping[str, Any]) -> None:
-    """Raise Refusal for the first field that is not served with beam search."""
+    """Raise Refusal for the first field that is not supported with beam search."""
     for name, neutral in NOT_WITH.items():
         value = fields.get(name)
         if value is None or value in neutral or (value is True and name == "logprobs"):
@@ -124,7 +125,7 @@ def _refuse_fields(fields: Mapping[str, Any]) -> None:
 
 
 def unserved(name: str, why: str = "", given: Any = None) -> Refusal:
-    """Return the refusal of a field next to `use_beam_search`."""
+    """Return the refusal of a field that is not supported with `use_beam_search`."""
     message = f"{name}: not served with use_beam_search" + (f": {why}" if why else "")
     neutral = [value for value in NOT_WITH.get(name, ()) if isinstance(value, int)]
     limit = " or ".join(str(value).lower() for value in neutral) or "absent"
@@ -133,10 +134,10 @@ def unserved(name: str, why: str = "", given: Any = None) -> Refusal:
 
 
 def searched(sampling: Sampling, constrained: str) -> Sampling:
-    """Return the sampling parameters of a search: no token is drawn.  Raises Refusal.
+    """Return the sampling parameters of a beam search, which draws no tokens.  Raises Refusal.
 
-    `constrained`: the field that asks for structured output, or empty.  A model's defaults of temperature, top_p and so
-    on shape draws only; its repetition penalty would change the scores."""
+    `constrained`: name of a field for structured output, or "".  The model's defaults of temperature, top_p and so on
+    are dropped.  A default repetition penalty is refused, since it would change the scores."""
     if constrained:
         raise unserved(constrained)
     if sampling.repetition_penalty != 1:
@@ -155,10 +156,10 @@ def refuse_calls(options: ChatOptions) -> None:
 def fit_beams(
     beams: Beams, prompts: list[int], rooms: list[int], *, blocks: int, size: int, bounded: bool
 ) -> list[int]:
-    """Return max_new_tokens of each prompt with which the search fits the pool of an engine.  Raises Refusal.
+    """Return the maximum output tokens per prompt with which the search fits an engine's KV cache.  Raises Refusal.
 
-    `prompts`: their tokens.  `rooms`: max_new_tokens without beams.  `blocks`, `size`: of the pool, and tokens of a
-    block.  `bounded`: the client chose them, so they are not reduced."""
+    `prompts`: tokens of each prompt.  `rooms`: maximum output tokens of each prompt without beams.  `blocks`: blocks of
+    the pool.  `size`: tokens per block.  `bounded`: the client chose the maximum, so it is not reduced."""
     found = []
     for tokens, room in zip(prompts, rooms, strict=True):
         fits = beams.longest(tokens, blocks, size) - tokens
@@ -176,7 +177,7 @@ def fit_beams(
 def require_beams(beams: Beams | None, engines: list[EngineLoad]) -> None:
     """Raise Refusal unless every engine that may claim the request can search with this beam width.
 
-    400 if none can: to ask again would not help.  503 if some can, as during an upgrade."""
+    400 if no engine can, so that a retry would not help; 503 if some can (during an upgrade)."""
     if beams is None:
         return
     claiming = [load for load in engines if not load.draining] or engines
@@ -194,12 +195,12 @@ def require_beams(beams: Beams | None, engines: list[EngineLoad]) -> None:
 
 
 def queue_extra(beams: Beams | None, block_size: int) -> int:
-    """Return what a prompt counts for in the queue besides its tokens: a block, in tokens, for each further beam.
+    """Return the tokens by which a prompt counts more in the queue: one block for each beam after the first.
 
-    The beams take these blocks as soon as the search begins."""
+    The beams take these blocks when the search begins."""
     return 0 if beams is None else (beams.width - 1) * block_size
 
 
 def score(value: float) -> float:
-    """Return a score as JSON may hold it."""
+    """Return a score that is finite, as JSON requires."""
     return value if math.isfinite(value) else math.copysign(9999.0, value)

@@ -1,7 +1,7 @@
-"""A choice among sampled answers: `best_of` choices are computed, the `n` most probable are returned.
+"""`best_of`: computes `best_of` choices and returns the `n` most probable ones.
 
-The likelihood of an answer is the mean log probability of its tokens, as at OpenAI.  Engines report log probabilities
-for it, so an answer without `logprobs` holds them until it has been ranked.
+Choices are ranked by the mean log probability of their tokens, as at OpenAI.  So engines report log probabilities even
+if the request has no `logprobs`; they are removed after the ranking.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "best_of"
 
 
 def computed(best_of: int | None, n: int, *, stream: bool, config: GatewayConfig) -> int:
-    """Return how many choices to compute; `n` of them are returned.  Raises Refusal."""
+    """Return the number of choices to compute per prompt.  Raises Refusal."""
     if best_of is None or best_of == n:
         return n
     most = int(LIMITS["n"].bounds(config)[1])
@@ -33,7 +33,7 @@ def computed(best_of: int | None, n: int, *, stream: bool, config: GatewayConfig
 
 
 def with_scores(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a ValidRequest; those of a choice among answers ask the engine for log probabilities."""
+    """Return the fields of a ValidRequest, with log probabilities enabled if `best_of` needs them for ranking."""
     sampling = fields["sampling"]
     if not fields["best"] or sampling.logprobs >= 0:
         return fields
@@ -41,8 +41,8 @@ def with_scores(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def likeliest(answers: Sequence[Sequence[float]], count: int) -> list[int]:
-    """Return the places of the `count` answers with the highest mean, the highest first; of equal ones the first.
+    """Return the indices of the `count` answers with the highest mean log probability, the highest first.
 
-    `answers`: the log probabilities of each answer's tokens.  An answer without tokens is last."""
+    `answers`: log probabilities of each answer's tokens.  Of equal answers the first wins; empty answers are last."""
     means = [sum(one) / len(one) if one else float("-inf") for one in answers]
     return sorted(range(len(means)), key=lambda at: -means[at])[:count]

@@ -1,9 +1,9 @@
 """The blocks of an answer: runs of text, reasoning and tool calls, in the order in which the model wrote them.
 
-    pieces --Blocks.add--> (open, block, "") (grow, block, "more") ... (close, block, "") --a format--> its events
+    deltas --Blocks.add--> (open, block, "") (grow, block, "more") ... (close, block, "") --a format--> its events
 
-The blocks of `/v1/messages` and the output items of `/v1/responses` are these.  They depend on what the model wrote,
-not on how it was cut into deltas.
+They become the content blocks of `/v1/messages` and the output items of `/v1/responses`.  They depend on the text that
+the model wrote, not on its cut into deltas.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ Step = Literal["open", "grow", "close"]
 
 
 class Block:
-    """One run of text, of reasoning, or one tool call, as far as it was written."""
+    """One run of text or reasoning, or one tool call."""
 
     __slots__ = ("call", "complete", "followed", "index", "kind", "name", "parts")
 
     def __init__(self, index: int, kind: Kind, call: int = -1, name: str = "") -> None:
-        """`index` counts the blocks of an answer.  `call` counts its tool calls, `name` is the tool's."""
+        """`index`: number of the block in the answer.  `call`, `name`: number of the tool call, name of the tool."""
         self.index, self.kind, self.call, self.name = index, kind, call, name
         self.parts: list[str] = []
-        self.complete = self.followed = False  # it is closed; by the next block, not by the end of the answer
+        self.complete = self.followed = False  # whether it is closed, and whether another block follows it
 
     @property
     def text(self) -> str:
-        """Its text; of a call its arguments, JSON unless the model erred or was cut."""
+        """The text so far; for a call its arguments, which are JSON unless the model made an error or was cut off."""
         return "".join(self.parts)
 
 
 class Blocks:
-    """Collects the blocks of one answer.  At most one is open, the last one."""
+    """Collects the blocks of one answer.  Only the last block may be open."""
 
     def __init__(self) -> None:
         self.found: list[Block] = []
 
     def add(self, piece: Piece) -> Iterator[tuple[Step, Block, str]]:
-        """Yield what a delta adds: a block opens, grows by a text that is not empty, or closes."""
+        """Yield the steps of a delta: a block opens, grows by a non-empty text, or closes."""
         for part in piece.ordered():
             if isinstance(part, CallDelta):
                 kind: Kind = "call"
@@ -78,9 +78,9 @@ class Blocks:
 
 
 class BlockFormat:
-    """What the formats that write blocks share: the answer begins anew for each reader, and events have no ids.
+    """Base class of API formats that write blocks.  Answers have one prompt and one choice.
 
-    The base of an `AnswerFormat` of one prompt and one choice."""
+    Their events have no ids, so a client that resumes gets the answer from its start."""
 
     ids = False
 
@@ -92,18 +92,18 @@ class BlockFormat:
 
     @property
     def tokens(self) -> list[int]:
-        """Output tokens that have been written."""
+        """Number of output tokens written so far, as a list with one entry."""
         return self._tokens
 
     def skip(self, had: Position, cached: list[int], reasoning: list[int], predictions: list[Predictions]) -> None:
-        """Begin anew, whatever the client has."""
+        """Begin from the start, whatever the client has."""
         self._cached = max(cached)
 
     async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
-        """Do nothing: log probabilities are encoded with their block."""
+        """Do nothing, since log probabilities are encoded with their block."""
 
     async def prepare_end(self, pacer: Pacer) -> None:
-        """Do nothing: the end of a stream does not repeat the answer."""
+        """Do nothing, since the end of a stream does not repeat the answer."""
 
     def _count(self, piece: Piece) -> None:
         self._tokens[0] += len(piece.token_ids)

@@ -1,4 +1,4 @@
-"""Bodies of completions, chats, /tokenize and /detokenize, as clients send them.  decoding.py reads them."""
+"""Structs for the bodies of completions, chats, /tokenize and /detokenize, which decoding.py decodes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ INNER = {"stream_options": frozenset(StreamOptions.__struct_fields__)}
 
 
 class CommonBody(BeamFields, kw_only=True):
-    """Fields of both endpoints.  Null means absent but for `max_tokens`.  `fields.py` has what is not declared here."""
+    """Fields that completions and chats share.  Null means absent, except for `max_tokens`.
+
+    `fields.py` lists fields that are not implemented."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
-    max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET  # null is not absent: it means what fits
+    max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET  # null means as many as fit; absent means the default
     skip_special_tokens: bool | None = None
     allowed_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
-    # At most one of these and `structured_outputs`; `grammar.py` reads them.
+    # Structured output: at most one of the next five and `structured_outputs`; `grammar.py` reads them.
     response_format: Any = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -63,7 +65,7 @@ class ChatBody(CommonBody, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    # What the chat template gets: see tools.py.
+    # Tools and options of the chat template: see tools.py.
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -88,7 +90,7 @@ class TokenizeBody(msgspec.Struct):
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
-    # With messages, as in a chat.
+    # Only with messages, as in a chat.
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None

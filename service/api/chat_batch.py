@@ -1,8 +1,8 @@
-"""POST /v1/chat/completions/batch: several chats with the same options in one request, as vLLM has it.
+"""POST /v1/chat/completions/batch, as in vLLM: several chats with the same options in one request.
 
-    body --each of `messages` in turn--> api.parse_chat --> one ValidRequest: each chat is a prompt of its own
+    body --each chat of `messages`--> api.chat_request --> one ValidRequest with one prompt per chat
 
-The answer has one choice for each chat, in their order.
+The answer has one choice per chat, in the same order.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from quire.service.common.limits import shown
 from quire.service.common.refusal import Refusal, bad_request, check, renamed, renaming
 from quire.service.config import GatewayConfig
 
-UNSERVED = {"stream": False, "tools": [], "use_beam_search": False, "n": 1}  # fields, and the value that is allowed
+UNSERVED = {"stream": False, "tools": [], "use_beam_search": False, "n": 1}  # field -> the only value allowed
 
 
 class BatchBody(ChatBody, kw_only=True):
     """Body of POST /v1/chat/completions/batch."""
 
-    messages: list[list[Message]]  # type: ignore[assignment]  # a chat each
+    messages: list[list[Message]]  # type: ignore[assignment]  # one list of messages per chat
 
 
 def parse(
@@ -62,14 +62,14 @@ def parse(
 
 
 def of_chat(refusal: Refusal, at: int) -> Refusal:
-    """Return a refusal of one chat's messages that says which chat it is."""
+    """Return a refusal of one chat's messages with the chat's index in its field name."""
     return renamed(refusal, (("messages", f"messages[{at}]"),))
 
 
 def parse_invocation(
     body: bytes, config: GatewayConfig, served_name: str, timeout_s: float, served: api.Served = api.NO_DEFAULTS
 ) -> ValidRequest:
-    """Parse the body of POST /invocations: of a chat if it has `messages`, else of a completion.  Raises Refusal."""
+    """Parse the body of POST /invocations: a chat if it has `messages`, else a completion.  Raises Refusal."""
     names = decode(body, dict[str, msgspec.Raw], config)
     if "messages" in names or "prompt" not in names:
         return api.parse_chat(body, config, served_name, timeout_s, served)

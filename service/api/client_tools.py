@@ -1,11 +1,11 @@
-"""Tools of /v1/responses and /v1/messages -> functions of a chat, and the names of calls on the way back.
+"""Converts tools of /v1/responses and /v1/messages to functions of a chat, and names of calls in the answer back.
 
     function             a function of the chat
-    namespace            its functions, each named `namespace__function`; a call returns with both names apart
-    custom               a function of one string, `input`; a call returns as `custom_tool_call`
-    any other type       skipped: its provider runs it, or only its own models know it.  Demanded by `tool_choice`: 400
+    namespace            its functions, each named `namespace__function`; a call in the answer has both names again
+    custom               a function of one string, `input`; a call in the answer is a `custom_tool_call`
+    any other type       ignored, since only OpenAI or Anthropic can run it; 400 if `tool_choice` demands it
 
-The names are derived from the tools that the answer repeats, so a resumed answer maps its calls alike.
+The names are derived from the tools that the answer repeats, so a resumed answer converts its calls in the same way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.service.config import GatewayConfig
 
 Tool = dict[str, Any]
 INPUT = "input"  # the one argument of a custom tool
-JOINED = "__"  # between a namespace and a name: chat templates and grammars take it for a part of the name
+JOINED = "__"  # separator of namespace and name, valid in names for chat templates and grammars
 CUSTOM_PARAMETERS = {
     "type": "object",
     "properties": {INPUT: {"type": "string", "description": "The whole input of the tool, as plain text."}},
@@ -33,7 +33,7 @@ CUSTOM_PARAMETERS = {
 
 
 class Called(NamedTuple):
-    """A tool as the client names it."""
+    """Name and kind of a tool in the client's API format."""
 
     name: str
     namespace: str | None = None
@@ -41,7 +41,7 @@ class Called(NamedTuple):
 
 
 def joined(name: str, namespace: str | None) -> str:
-    """Return the name that a tool of a namespace has in the chat."""
+    """Return the name in the chat of a tool in a namespace."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith(JOINED) else f"{namespace}{JOINED}{name}"
@@ -67,7 +67,7 @@ def each_tool(
 
 
 def names_of(tools: list[Tool]) -> dict[str, Called]:
-    """Return how the client names each tool that the chat names otherwise, by the chat's name."""
+    """Return name in the chat -> client's name, for each tool whose names differ."""
     found: dict[str, Called] = {}
     for _, namespace, tool in each_tool(tools):
         kind, name = tool.get("type"), tool.get("name")
@@ -93,7 +93,7 @@ def functions_of(tools: list[Tool] | None, skipped: Skipped, config: GatewayConf
         else:
             form = tool.get("format")
             if isinstance(form, dict) and form.get("type") not in (None, "text"):
-                skipped.add(f"{path}.format")  # described to the model, not enforced
+                skipped.add(f"{path}.format")  # the grammar is described to the model, but not enforced
             described = {"name": chat_name, "description": _custom_description(tool)}
             found.append(function_tool(described, CUSTOM_PARAMETERS))
         paths.append(path)
@@ -101,7 +101,7 @@ def functions_of(tools: list[Tool] | None, skipped: Skipped, config: GatewayConf
 
 
 def function_tool(tool: Tool, parameters: Any) -> Tool:
-    """Return a tool as a chat has it; other fields of `tool` change nothing."""
+    """Return a tool in the format of a chat.  Other fields of `tool` have no effect."""
     function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": parameters}
     function["strict"] = tool.get("strict")
     kept = {key: value for key, value in function.items() if value is not None or key == "name"}
@@ -121,7 +121,7 @@ def _custom_description(tool: Tool) -> str:
 
 
 def tool_choice(given: Any) -> Any:
-    """Return `tool_choice` of /v1/responses as a chat has it.  Raises Refusal for a tool that is not served."""
+    """Convert `tool_choice` of /v1/responses to that of a chat.  Raises Refusal for an unsupported kind of tool."""
     if not isinstance(given, dict):
         return given
     kind = given.get("type")
@@ -134,10 +134,10 @@ def tool_choice(given: Any) -> Any:
 
 
 def allowed_tools(given: Any, functions: Any, rules: ToolRules) -> tuple[Any, Any, ToolRules]:
-    """Resolve a `tool_choice` of type `allowed_tools`: return its mode, and the functions that it leaves.
+    """Resolve a `tool_choice` of type `allowed_tools`: return its mode, and only the functions that it allows.
 
-    Any other choice returns unchanged, with all functions; functions that are no list or have no name are left to
-    the chat, which refuses them.  A chat has the list one object further down."""
+    Any other choice is returned unchanged, with all functions.  Functions that are no list or have no name are passed
+    on to the chat's checks, which refuse them.  In a chat, mode and tools are in a nested object `allowed_tools`."""
     if not isinstance(given, dict) or given.get("type") != "allowed_tools":
         return given, functions, rules
     if isinstance(given.get("allowed_tools"), dict):
@@ -150,7 +150,7 @@ def allowed_tools(given: Any, functions: Any, rules: ToolRules) -> tuple[Any, An
         message = f"tool_choice.mode: must be one of auto, required, got '{value}'"
         raise bad_request("invalid_value", message, "tool_choice.mode", "auto, required", value)
     named = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
-    # A tool that its provider runs may have no name.
+    # Tools that OpenAI runs may have no name.
     names = [_chat_name(f"tool_choice.tools[{at}]", tool) for at, tool in enumerate(named) if "name" in tool]
     if not isinstance(functions, list):
         return mode, functions, rules
@@ -159,7 +159,7 @@ def allowed_tools(given: Any, functions: Any, rules: ToolRules) -> tuple[Any, An
 
 
 def _chat_name(field: str, tool: Tool) -> str:
-    """Return the chat's name of a tool that a choice names.  Raises Refusal."""
+    """Return the name in the chat of a tool that `tool_choice` names.  Raises Refusal."""
     name, namespace = tool.get("name"), tool.get("namespace")
     if not isinstance(name, str):
         raise wrong_type(f"{field}.name", "a string")
@@ -169,14 +169,14 @@ def _chat_name(field: str, tool: Tool) -> str:
 
 
 def _function_name(tool: Any) -> str:
-    """Return the name of a function of a chat; "" for what is none, which `chat_options` refuses."""
+    """Return the name of a chat's function; "" if it has none, which `chat_options` refuses."""
     function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else ""
 
 
 def custom_input(arguments: str) -> str:
-    """Return the input of a call of a custom tool; arguments in another form are the input themselves."""
+    """Return the input in the arguments of a custom tool's call; arguments of another form are the input itself."""
     try:
         found = json.loads(without_escaped_halves(arguments), strict=False)
     except (ValueError, RecursionError):
@@ -188,7 +188,7 @@ def custom_input(arguments: str) -> str:
 
 
 def custom_arguments(text: str) -> str:
-    """Return the arguments of a call of a custom tool with this input."""
+    """Return the JSON arguments for a custom tool's call with this input."""
     return json.dumps({INPUT: text}, ensure_ascii=False)
 
 
@@ -196,7 +196,7 @@ def custom_arguments(text: str) -> str:
 
 
 def chat_tools(tools: Any, skipped: Skipped) -> tuple[Any, ToolRules]:
-    """Return the functions among the tools of a chat, with their rules; tools of other types are skipped."""
+    """Return the functions among the tools of a chat, with their rules; tools of other types are ignored."""
     if not isinstance(tools, list):
         return tools, ToolRules()
     found: list[Any] = []
@@ -214,10 +214,10 @@ def chat_tools(tools: Any, skipped: Skipped) -> tuple[Any, ToolRules]:
 def message_tools(
     tools: list[Tool] | None, skipped: Skipped, choice: dict[str, Any] | None
 ) -> tuple[list[Tool], ToolRules]:
-    """Return the tools of /v1/messages as functions of a chat, with their rules.
+    """Convert the tools of /v1/messages to functions of a chat; return them with their rules.
 
-    Tools that Anthropic runs or defines (`web_search_...`, `bash_...`) are skipped.  Raises Refusal if `choice` demands
-    one."""
+    Tools that Anthropic runs or defines (`web_search_...`, `bash_...`) are ignored.  Raises Refusal if `choice` demands
+    such a tool."""
     found: list[Tool] = []
     paths: list[str] = []
     for at, tool in enumerate(tools or ()):
@@ -227,7 +227,7 @@ def message_tools(
             paths.append(f"tools[{at}]")
             continue
         value = str(shown(str(kind)))
-        if kind == "function":  # left out, the model would have none of the client's tools
+        if kind == "function":  # OpenAI's format: refused, since ignoring it would drop all of the client's tools
             message = f"tools[{at}].type: a tool of this format has name and input_schema, and no type '{value}'"
             raise bad_request("invalid_value", message, f"tools[{at}].type", "custom", value)
         if choice and choice.get("type") == "tool" and choice.get("name") == tool.get("name"):

@@ -1,4 +1,4 @@
-"""JSON of a body -> its struct, and the fields that nothing reads.  A refusal names the field."""
+"""Decodes the JSON of a body into its struct, and finds fields that have no effect.  A refusal names the field."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NON_FINITE_BYTES = 256 * 1024  # an invalid body up to this size is parsed again
 def decode(body: bytes, kind: type[Any], config: GatewayConfig | None = None) -> Any:
     """Decode a body as `kind`.  Raises Refusal: not UTF-8, not JSON, a field of the wrong type or missing.
 
-    Numbers and booleans may be strings, and 5.0 counts as 5, unless `config` has `strict_fields`.  It also holds the
-    limits that the refusal of a number out of range names."""
+    Numbers and booleans may be strings, and 5.0 counts as 5, unless `config` has `strict_fields`.  The limits in
+    `config` are named when a number is out of range."""
     try:
         return msgspec.json.decode(body, type=kind, strict=config is not None and config.strict_fields)
     except msgspec.ValidationError as error:
@@ -49,10 +49,10 @@ def decode(body: bytes, kind: type[Any], config: GatewayConfig | None = None) ->
 
 
 def decode_all(body: bytes, kind: type[B], endpoint: Endpoint, config: GatewayConfig) -> tuple[B, tuple[str, ...]]:
-    """Decode a body as `kind`; also return its fields that nothing reads.  Raises Refusal as `decode` does.
+    """Decode a body as `kind`.  Returns it, and the names of its unknown fields.  Raises Refusal as `decode` does.
 
-    Raises it too for fields that would change the answer and are not served, and for unknown ones with
-    `strict_fields`."""
+    Also raises Refusal for fields that would change the answer and are not supported, and with `strict_fields` for any
+    unknown field."""
     try:  # a body without undeclared fields takes one pass
         return msgspec.json.decode(body, type=_closed(kind), strict=config.strict_fields), ()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -62,7 +62,7 @@ def decode_all(body: bytes, kind: type[B], endpoint: Endpoint, config: GatewayCo
 
 @functools.cache
 def _closed(kind: type[B]) -> type[B]:
-    """Return a body's struct that takes declared fields only."""
+    """Return a subclass of a body's struct that rejects undeclared fields."""
     fields: list[tuple[str, Any, Any]] = []
     if "stream_options" in kind.__struct_fields__:
         fields.append(("stream_options", _closed(StreamOptions) | None, None))
@@ -73,12 +73,13 @@ def _closed(kind: type[B]) -> type[B]:
 def _unknown_fields(
     body: bytes, kind: type[msgspec.Struct], endpoint: Endpoint, config: GatewayConfig
 ) -> tuple[str, ...]:
-    """Return the fields of a body, which `decode` has read as `kind`, that nothing reads.
+    """Return the names of unknown fields of a body that `decode` has accepted as `kind`.
 
-    Raises Refusal for those that would change the answer and are not served, and for any with `strict_fields`."""
+    Raises Refusal for fields that would change the answer and are not supported, and with `strict_fields` for any
+    unknown field."""
     try:
         refused, unknown = undeclared(body, frozenset(kind.__struct_fields__), endpoint, INNER)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # error in a part that the struct has skipped
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # invalid JSON in an undeclared field
         raise _bad("invalid_json", f"body is not valid JSON: {error}", None) from None
     if refused is not None:
         raise _bad("unsupported", f"{refused[0]}: {refused[1]} is not served", refused[0])
@@ -89,16 +90,16 @@ def _unknown_fields(
 
 
 def _out_of_range(param: str, config: GatewayConfig | None) -> Refusal:
-    """Return the refusal of a number with too many digits for the JSON decoder."""
+    """Return the refusal of a number beyond the range of the JSON decoder."""
     name, *within = re.split(r"[.\[]", param)
-    known = LIMITS.get(name) if len(within) < 2 else None  # the limit of a list counts its elements
+    known = LIMITS.get(name) if len(within) < 2 else None  # for an element of a list, LIMITS limits the list's length
     limit = (known.text(config or GatewayConfig()) if known is not None else "") or "a number of 64 bits"
     given = "a number out of range"
     return _bad("invalid_value", f"{param}: must be {limit}, got {given}", param, limit, given)
 
 
 def _non_finite(body: bytes) -> str | None:
-    """Return the top-level field with a bare NaN or Infinity: not JSON, but what many clients send for a bad float."""
+    """Return the name of a top-level field with NaN or Infinity, which many clients send although it is no JSON."""
     if len(body) > NON_FINITE_BYTES or not (b"NaN" in body or b"Infinity" in body):
         return None
     try:

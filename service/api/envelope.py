@@ -1,4 +1,4 @@
-"""From a checked and encoded request to the orders of engines, one for each prompt."""
+"""Makes the orders for engines from a checked and encoded request, one order per prompt."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from quire.service.api.valid_request import ValidRequest
 
 
 class Envelope(NamedTuple):
-    """Id, sender and times of a request: what its orders carry besides prompt and sampling."""
+    """Id, sender and times of a request, which its orders contain besides prompt and sampling."""
 
     request_id: str
-    gateway: str  # id of the process that reads the tokens
-    deadline_ms: int  # unix time on Redis' clock, as `queued_ms`
-    queued_ms: int = 0
+    gateway: str  # id of the gateway process that reads the tokens
+    deadline_ms: int  # unix time on Redis' clock
+    queued_ms: int = 0  # unix time on Redis' clock
     tenant: str = ""
-    weight: float = 1.0  # the tenant's share
+    weight: float = 1.0  # the tenant's weight
     trace: TraceContext = TraceContext()
 
 
 def prefix_salt(valid: ValidRequest) -> str:
-    """Return the salt of a prompt's prefix digests.  Under another adapter a prefix has other keys and values."""
+    """Return the salt of a prompt's prefix digests.
+
+    It depends on the LoRA adapter, since the same prefix has a different KV cache under another adapter."""
     return valid.cache_salt if valid.adapter is None else f"adapter {valid.adapter.id} {valid.cache_salt}"
 
 
@@ -39,11 +41,11 @@ def generates(
     anchors: Callable[[list[int]], list[int]] = lambda ids: [],
     predicted: list[int] | None = None,
 ) -> list[Generate]:
-    """Return one order for each prompt; choice number = prompt number * n + sequence.
+    """Return one order per prompt.  A choice's index in the answer is prompt index * n + index within the prompt.
 
-    `encoded`, `max_new_tokens`: of each prompt.  `anchors`: finds ends of turns in a chat's prompt.
-    `predicted`: tokens that the client expects in the answers.  Every seed is chosen here, so that a replay on another
-    engine samples the same tokens."""
+    `encoded`, `max_new_tokens`: token ids and maximum output tokens of each prompt.  `anchors`: finds the end of the
+    last turn in a chat's prompt.  `predicted`: tokens of the client's `prediction`.  Missing seeds are drawn here, so
+    that another engine that repeats the request samples the same tokens."""
     return [
         Generate(
             id=f"{envelope.request_id}.{at}",

@@ -1,12 +1,12 @@
-"""Fields of request bodies that no endpoint computes with: each is harmless, refused by name, or unknown.
+"""Fields of request bodies that no endpoint implements: each is harmless, refused by name, or unknown.
 
-    a field of a body --in the struct of its endpoint (`api.py`)--> honoured, or checked there
-                      --in HARMLESS--> accepted: no answer depends on it
+    a field of a body --in the struct of its endpoint (`bodies.py`)--> implemented, or checked there
+                      --in HARMLESS--> accepted without effect: no answer would depend on it
                       --in UNSERVED--> 400 `unsupported`, unless its value is neutral
-                      --else---------> a header of the answer names it; 400 `unknown_field` with `strict_fields`
+                      --otherwise----> named in `x-unknown-fields`; 400 `unknown_field` with `strict_fields`
 
-A field that an endpoint learns to honour moves into the struct: a struct takes precedence over both tables.
-`tests/docs/test_api.py` compares them with docs/api.md.
+To implement a field, add it to the struct, which takes precedence over both tables.  `tests/docs/test_api.py` compares
+the tables with docs/api.md.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import msgspec
 
 Endpoint = Literal["completions", "chat", "tokenize", "detokenize", "messages", "responses", "scoring", "adapters"]
 ANSWERS: tuple[Endpoint, ...] = ("completions", "chat")
-SHOWN = 16  # unknown fields that the header names; the others are counted
+SHOWN = 16  # maximum unknown fields that the header names; further ones are only counted
 
 
 class Harmless(NamedTuple):
-    """A field without effect."""
+    """A field that is accepted without effect, and why it needs none."""
 
     why: str
     endpoints: tuple[Endpoint, ...] = ANSWERS
 
 
 class Unserved(NamedTuple):
-    """A field that would change the answer.  `neutral`: values besides null that change nothing."""
+    """A field of an unsupported feature.  `neutral`: values besides null that are accepted, as they have no effect."""
 
     feature: str
     neutral: tuple[object, ...] = ()
@@ -84,7 +84,7 @@ UNSERVED: dict[str, Unserved] = {
     "modalities": Unserved("an answer that is not text", (["text"],), ("chat",)),
 }
 
-INNER: dict[str, frozenset[str]] = {  # harmless fields of objects within a body
+INNER: dict[str, frozenset[str]] = {  # field with an object -> harmless fields of that object
     "stream_options": frozenset(["include_obfuscation"]),
 }
 
@@ -93,18 +93,18 @@ _PRINTABLE = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
 
 
 class Undeclared(NamedTuple):
-    """What a body holds beyond the struct of its endpoint."""
+    """Fields of a body that are not in the struct of its endpoint."""
 
-    refused: tuple[str, str] | None = None  # field, feature: the first that must be refused
-    unknown: tuple[str, ...] = ()
+    refused: tuple[str, str] | None = None  # (field, feature) of the first field that must be refused
+    unknown: tuple[str, ...] = ()  # names of unknown fields
 
 
 def undeclared(
     body: bytes, declared: frozenset[str], endpoint: Endpoint, inner: Mapping[str, frozenset[str]]
 ) -> Undeclared:
-    """Sort the fields of a JSON object that are not `declared`.  `inner`: declared fields of objects within it.
+    """Classify the fields of a JSON object that are not `declared`.
 
-    `body` has been decoded before: it is a JSON object."""
+    `inner`: field with an object -> declared fields of that object.  `body` is known to be a JSON object."""
     unknown = []
     for name, value in _names.decode(body).items():
         if name in declared:
@@ -127,13 +127,13 @@ def _is_neutral(value: msgspec.Raw, neutral: tuple[object, ...]) -> bool:
 
 
 def _unknown_inside(value: msgspec.Raw, declared: frozenset[str] | None, harmless: frozenset[str]) -> list[str]:
-    """Return the unknown fields of an object within a body; none where `declared` is None or `value` is no object."""
+    """Return the unknown fields of an object within a body; [] if `declared` is None or `value` is no object."""
     if declared is None or bytes(value)[:1] != b"{":
         return []
     return [name for name in _names.decode(value) if name not in declared and name not in harmless]
 
 
 def header(unknown: tuple[str, ...]) -> str:
-    """Return the names of unknown fields as a header may show them."""
+    """Return the value of the header `x-unknown-fields`."""
     names = [name if _PRINTABLE.fullmatch(name) else "?" for name in unknown[:SHOWN]]
     return ", ".join([*names, f"and {len(unknown) - SHOWN} more"] if len(unknown) > SHOWN else names)

@@ -16,7 +16,7 @@ from quire.service.config import GatewayConfig
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
-    """The smallest of each limit over the live engines: any of them may claim the request."""
+    """For each limit, the minimum over the live engines, since any of them may claim the request."""
 
     max_model_len: int  # tokens, prompt and output together
     vocab_size: int
@@ -26,10 +26,10 @@ class EngineLimits(msgspec.Struct, frozen=True):
 
 
 def too_long(param: str, longest: int, prompt: int, asked: int, *, least: bool = False) -> Refusal:
-    """Return the refusal of a prompt of `prompt` tokens (`least`: or more) that exceeds the model's context.
+    """Return the refusal of a prompt that exceeds the model's context.  `least`: `prompt` is only a lower bound.
 
-    LiteLLM recognises it by the first words of its message, which are OpenAI's.  LangChain looks for the code in the
-    text of the official client's exception, which newer versions make of the message alone."""
+    LiteLLM recognises this error by the first words of its message, which are OpenAI's.  LangChain searches for the
+    code in the exception text of OpenAI's client, which in newer versions contains only the message."""
     more = "at least " if least else ""
     message = (
         f"this model's maximum context length is {longest} tokens, but {more}{prompt + asked} were asked for: "
@@ -51,7 +51,7 @@ def no_token(param: str, vocab: int, given: int) -> Refusal:
 
 
 def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> list[int]:
-    """Return max_new_tokens of each prompt.  Raises Refusal if the engines could never serve the request."""
+    """Return the maximum output tokens of each prompt.  Raises Refusal if the engines could never serve the request."""
     vocab, longest = limits.vocab_size, limits.max_model_len
     sampling = valid.sampling
     for name, ids in (
@@ -94,7 +94,7 @@ def fit(valid: ValidRequest, encoded: list[list[int]], limits: EngineLimits) -> 
 
 
 def check_bounds(valid: ValidRequest, encoded: list[list[int]]) -> None:
-    """Raise Refusal for a prompt so long that a field of the request would have to change it."""
+    """Raise Refusal for a prompt so long that a field such as `context_management` would require to change it."""
     longest = max(map(len, encoded))
     for bound in valid.bounds:
         if longest >= bound.tokens:
@@ -103,9 +103,10 @@ def check_bounds(valid: ValidRequest, encoded: list[list[int]]) -> None:
 
 
 def _leave_a_token(sampling: Sampling, limits: EngineLimits) -> None:
-    """Raise Refusal if no token is left for the first position: before `min_tokens` no token may end the answer.
+    """Raise Refusal if `bad_words`, `allowed_token_ids` and `min_tokens` together leave no token to sample.
 
-    Every other filter keeps a token: a client's bias is finite, and top_k, top_p and min_p keep the most probable."""
+    Before `min_tokens`, tokens that end the answer are excluded.  Every other filter leaves a token: a client's bias is
+    finite, and top_k, top_p and min_p keep the most probable token."""
     never = {token for token, bias in sampling.logit_bias if bias == -math.inf}
     if never and all(token in never for token in sampling.allowed_token_ids or range(limits.vocab_size)):
         message = "bad_words: a token must be left that they do not forbid"
@@ -120,10 +121,11 @@ def _leave_a_token(sampling: Sampling, limits: EngineLimits) -> None:
 
 
 def bound_logprobs(valid: ValidRequest, encoded: list[list[int]], rooms: list[int], config: GatewayConfig) -> list[int]:
-    """Return `rooms`, bounded by the log probabilities that the answer may hold.  Raises Refusal.
+    """Return `rooms`, the maximum output tokens per prompt, reduced to the limit on log probabilities per answer.
 
-    One entry is one token or one alternative.  It takes about 12 bytes in Redis.  In an answer that is not streamed, it
-    takes 200 to 600 bytes of the gateway's memory.  Without max_tokens the answer ends where the limit is reached."""
+    Without max_tokens the answer ends when the limit is reached; with it, a larger answer raises Refusal.  An entry is
+    one token or one alternative.  It takes about 12 bytes in Redis, and 200 to 600 bytes of the gateway's memory in a
+    non-streaming answer."""
     sampling, key = valid.sampling, "logprob entries"
     width = sampling.alternatives + 1
     if not width and sampling.prompt_logprobs < 0:

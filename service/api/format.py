@@ -1,7 +1,7 @@
-"""Answers as JSON in OpenAI's shape: complete, or as chunks whose constant parts are built once.
+"""Answers in OpenAI's JSON format: complete, or as events of a stream, whose constant parts are encoded once.
 
-A chunk for a client that can resume has an event id: how much of the answer the reader has after it (`Position`).
-Any gateway can continue from there (`resume.py`).
+An event for a client that can resume has an id, which encodes how much of the answer the client has after it
+(`Position`).  Any gateway can continue from there (`resume.py`).
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ class AnswerFormat(Protocol):
     """Writes one request's answer, complete or as the events of a stream."""
 
     request_id: str
-    ids: bool  # events have ids, and silence is filled with comments
-    each_token: bool  # each delta must hold one token: see text_stream.decode
+    ids: bool  # events have ids, and keep-alives are comments
+    each_token: bool  # each delta must have exactly one token: see text_stream.decode
 
     @property
     def tokens(self) -> list[int]:
-        """Output tokens of each choice that have been written."""
+        """Number of output tokens written so far, per choice."""
 
     def skip(self, had: Position, cached: list[int], reasoning: list[int], predictions: list[Predictions]) -> None:
-        """Continue after what a client already has."""
+        """Continue after the position that a resuming client already has."""
 
     async def prepare(self, piece: Piece, *, with_prompt: bool | None = None) -> None:
         """Do the slow part of a delta's `chunk`, while other requests run."""
 
     def chunk(self, piece: Piece) -> bytes:
-        """Return the events of a delta; empty when it holds nothing that a client can see yet."""
+        """Return the events of a delta; b"" if the client can see none of it yet."""
 
     def idle(self) -> bytes:
-        """Return the events for a silent stream; none: a keep-alive will do."""
+        """Return the events to send as a keep-alive; b"" if a comment or blank lines are enough."""
 
     def usage_chunk(self) -> bytes:
-        """Return the last event before `done`, if there is one."""
+        """Return the event with the usage, which precedes `done`; b"" if there is none."""
 
     def done(self) -> bytes:
         """Return the event that ends the stream."""
@@ -59,14 +59,14 @@ class AnswerFormat(Protocol):
         """Return the last events of a stream that failed after its first event."""
 
     async def prepare_end(self, pacer: Pacer) -> None:
-        """Do the slow part of `done`, and of the answer that is stored, while other requests run."""
+        """Do the slow part of `done`, and of storing the answer, while other requests run."""
 
     async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
-        """Return the body of a non-streaming answer, in parts, from all its deltas.  Other requests run."""
+        """Return the body of a non-streaming answer, in parts, from all its deltas.  Other requests run meanwhile."""
 
 
 class Prompted(msgspec.Struct, frozen=True):
-    """A prompt as the answer shows it: its tokens, and the text that `echo` repeats."""
+    """A prompt in the form that an answer needs: its tokens, and the text that `echo` repeats."""
 
     token_ids: list[int]
     text: str = ""  # only with echo
@@ -74,9 +74,9 @@ class Prompted(msgspec.Struct, frozen=True):
 
 
 def call_id(request_id: str, choice: int, index: int) -> str:
-    """Return the id of a tool call: a function of its place, so that a resumed answer has the same.
+    """Return the id of a tool call.  It depends only on the call's place, so that a resumed answer has the same id.
 
-    It has nine letters and digits, since some chat templates refuse any other form."""
+    It has nine letters and digits, since some chat templates accept no other form."""
     digest = hashlib.sha256(f"{request_id} {choice} {index}".encode()).digest()
     return "".join(_CALL_ID_DIGITS[byte % 32] for byte in digest[:9])
 
@@ -85,10 +85,10 @@ _CALL_ID_DIGITS = "abcdefghijklmnopqrstuvwxyz234567"
 
 
 class Format:
-    """Writes one request's answer in OpenAI's shape.
+    """Writes one request's answer in OpenAI's format.
 
-    Constant parts are encoded once: a chunk with nothing but text costs one string encoding and two concatenations.
-    `vocabulary` is the bytes of each token id.
+    Constant parts are encoded once, so an event with only text costs one string encoding and two concatenations.
+    `vocabulary`: bytes of each token id.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Format:
         vocabulary: list[bytes],
         ids: bool = True,
     ) -> None:
-        """`ids`: whether events have ids.  Without them each event is exactly one line that begins with `data: `."""
+        """`ids`: write event ids.  Without them each event is exactly one line, which begins with `data: `."""
         self._model, self._created = model, created
         self._valid, self._prompts, self._scores = valid, prompts, LogprobFormat(valid, vocabulary)
         self._id, self.request_id, self.ids = request_id.encode(), request_id, ids
@@ -124,7 +124,7 @@ class Format:
             "system_fingerprint": fingerprint,
         }
         self._open = msgspec.json.encode(frame)[:-1]  # without its closing brace
-        # stream_options.include_usage: every chunk but the last carries a null
+        # With stream_options.include_usage, every event but the last has `"usage": null`.
         self._no_usage = b',"usage":null}\n\n' if valid.include_usage and not valid.continuous_usage else b"}\n\n"
         field = b'"delta":{"content":' if valid.chat else b'"text":'
         self._text_heads = [
@@ -140,7 +140,7 @@ class Format:
     each_token = False
 
     def idle(self) -> bytes:
-        """Return the events for a silent stream; none: a keep-alive will do."""
+        """Return nothing: keep-alives are comments or blank lines."""
         return b""
 
     def failure(self, refusal: Refusal) -> bytes:
@@ -148,11 +148,10 @@ class Format:
         return b"data: %s\n\ndata: [DONE]\n\n" % refusal.body()
 
     def skip(self, had: Position, cached: list[int], reasoning: list[int], predictions: list[Predictions]) -> None:
-        """Continue after what a client already has.
+        """Continue after the position `had` that a resuming client already has.
 
-        `had` has as many choices as this answer.  `cached`: prompt tokens of each choice found in the prefix cache.
-        `reasoning`: tokens of each choice that the client has and that are reasoning.  `predictions`:
-        drafts of each choice from the client's prediction."""
+        The lists have one entry per choice.  `cached`: prompt tokens found in the prefix cache.  `reasoning`: how many
+        of the client's tokens are reasoning.  `predictions`: counts of drafts from the client's prediction."""
         self._usage.skip([count or 0 for count in had.tokens], cached, reasoning, predictions)
         self._started = [count is not None for count in had.tokens]
         for choice in sorted(had.ended):
@@ -161,7 +160,7 @@ class Format:
 
     @property
     def tokens(self) -> list[int]:
-        """Output tokens of each choice that have been written."""
+        """Number of output tokens written so far, per choice."""
         return self._usage.tokens
 
     def _end(self, choice: int) -> None:
@@ -171,7 +170,7 @@ class Format:
     # -- one chunk
 
     def _event_id(self) -> bytes:
-        """Return the line with the id of the next event, if events have ids.  It counts what that event adds."""
+        """Return the `id:` line of the next event; b"" without ids.  The id includes the tokens of that event."""
         if not self.ids:
             return b""
         tokens = self._usage.tokens
@@ -181,7 +180,7 @@ class Format:
         return b"id: %s:%s%s\n" % (self._id, ",".join(counts).encode(), self._stage)
 
     def chunk(self, piece: Piece) -> bytes:
-        """Return the events of a delta; empty when it holds nothing that a client can see yet."""
+        """Return the events of a delta; b"" if the client can see none of it yet."""
         choice, valid = piece.choice, self._valid
         begins, self._started[choice] = not self._started[choice], True
         role = (
@@ -206,11 +205,11 @@ class Format:
         return self._event(choice, {"text": text}, piece, first=begins)
 
     def _repeated(self, choice: int) -> str:
-        """Return the text that a chat's answer begins with."""
+        """Return the text with which a chat's answer begins (`echo`)."""
         return self._valid.repeated[choice // self._valid.n] if self._valid.repeated else ""
 
     def _chat_event(self, piece: Piece) -> bytes:
-        """Return the event of a delta after the role; the last one holds text and `finish_reason`, as vLLM's does."""
+        """Return the event of a delta; the last one has both text and `finish_reason`, as in vLLM."""
         delta: dict[str, Any] | None = self._delta(piece)
         if not delta and (piece.content or (self._valid.return_token_ids and piece.token_ids)):
             delta = {"content": ""}
@@ -222,7 +221,7 @@ class Format:
         return self._event(piece.choice, {"delta": delta}, piece)
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
-        """Return what is new in a chat answer.  One event holds all of a delta: its id counts the delta's tokens."""
+        """Return the field `delta` of an event, with all regions of the delta: its event id counts all its tokens."""
         delta: dict[str, Any] = {}
         if piece.reasoning and not self._valid.hide_reasoning:
             delta["reasoning"] = delta["reasoning_content"] = piece.reasoning
@@ -233,7 +232,7 @@ class Format:
         return delta
 
     def _calls(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the tool calls of a delta, each once, with its index."""
+        """Return the field `tool_calls` for a delta, with one entry per call."""
         found: dict[int, dict[str, Any]] = {}
         for new in piece.calls:
             call = found.setdefault(new.index, {"index": new.index})
@@ -253,7 +252,7 @@ class Format:
         *,
         first: bool = False,
     ) -> bytes:
-        """Return one event; `piece` is None for a role.  `first`: of its choice."""
+        """Return one event.  `piece`: delta; None for the event with the role.  `first`: first event of a choice."""
         valid = self._valid
         entry: dict[str, Any] = {"index": choice, **body, "logprobs": None, "finish_reason": None}
         if not valid.return_token_ids:
@@ -279,7 +278,7 @@ class Format:
         return b'%sdata: %s,"choices":[%s]%s' % (self._event_id(), opened, msgspec.json.encode(entry), tail)
 
     def usage_chunk(self) -> bytes:
-        """Return the last chunk before [DONE] if the client asked for usage; else nothing."""
+        """Return the last event before [DONE] if the client requested usage; else b""."""
         if not self._wants_usage:
             return b""
         self._stage = b":usage"
@@ -294,10 +293,10 @@ class Format:
     # -- the complete answer
 
     async def prepare_end(self, pacer: Pacer) -> None:
-        """Do nothing: the end of a stream does not repeat the answer."""
+        """Do nothing, since the end of a stream does not repeat the answer."""
 
     async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
-        """Return the body of a response that is not streamed, in parts.
+        """Return the body of a non-streaming answer, in parts.
 
         `pieces`: all deltas of all choices, in order of arrival."""
         turns = Turns(pacer)
@@ -323,7 +322,7 @@ class Format:
         if self._valid.chat and self._valid.return_token_ids:
             parts += [b',"prompt_token_ids":', msgspec.json.encode(self._prompts[0].token_ids)]
         if self._valid.chat and self._valid.prompt_logprobs:
-            parts += [b',"prompt_logprobs":', scores]  # last choice's scores: all choices have one prompt
+            parts += [b',"prompt_logprobs":', scores]  # equal for all choices, which share one prompt
         parts.append(self._answer_nulls() + b"}")
         return parts if sum(map(len, parts)) > ONE_PART_BYTES else [b"".join(parts)]
 
@@ -336,7 +335,7 @@ class Format:
         return vllm_keys.nulls(vllm_keys.CHAT_ANSWER, present)
 
     def _returned(self, by_choice: list[WholeChoice]) -> Iterator[tuple[int, Piece]]:
-        """Yield (choice, all its deltas as one) of each returned choice: all, or the most probable of each prompt."""
+        """Yield (choice, its joined delta) for each choice to return: all, or the most probable ones of each prompt."""
         valid = self._valid
         for first in range(0, len(by_choice), valid.n):
             places = list(range(valid.n))
@@ -350,7 +349,7 @@ class Format:
                 yield first + at, joined
 
     async def _whole_calls(self, whole: Piece, turns: Turns) -> list[msgspec.Raw]:
-        """Return the tool calls of a choice as JSON."""
+        """Return the JSON of each tool call of a choice."""
         found = []
         for new in whole.calls:
             function = {"name": new.name, "arguments": new.arguments}
@@ -392,9 +391,9 @@ class Format:
     # -- logprobs
 
     async def prepare(self, piece: Piece, *, with_prompt: bool | None = None, turns: Turns | None = None) -> None:
-        """Encode the logprobs of a delta if they are long.  Other requests run in between.
+        """Encode the logprobs of a delta if they are long.  Other requests run meanwhile.
 
-        `with_prompt`: whether the prompt's logprobs belong to it; None: as the next `chunk` of its choice decides."""
+        `with_prompt`: include the prompt's logprobs; None: include them if this is the choice's first delta."""
         if piece.logprobs is not None:
             begins = not self._started[piece.choice] if with_prompt is None else with_prompt
             piece.encoded = await self._scores.encode_long(self._columns(piece, with_prompt=begins), turns)

@@ -1,9 +1,9 @@
-"""POST /generative_scoring: the probability of a label token after a query and each of several items, as vLLM has it.
+"""POST /generative_scoring, as in vLLM: the probability of a label token after a query and each of several items.
 
-    ScoringBody --parse--> ValidRequest, a prompt for each item --the path of completions--> pieces of one token
-    pieces --ScoreFormat--> {"object": "list", "data": [{"index": 0, "object": "score", "score": 0.7}, ...]}
+    ScoringBody --parse--> ValidRequest with one prompt per item --as for completions--> deltas of one token
+    deltas --ScoreFormat--> {"object": "list", "data": [{"index": 0, "object": "score", "score": 0.7}, ...]}
 
-`scoring.py` has the prompts and the arithmetic.  A refusal names the field as this format does (`NAMES`).
+`scoring.py` makes the prompts and computes scores.  `NAMES` translates field names in refusals to this format's.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from quire.service.common.refusal import bad_request, check, renaming
 from quire.service.config import GatewayConfig
 from quire.service.output.pieces import Piece
 
-PREFIX = "generative-scoring-"  # begins the id in the answer
-# Fields of a completion, as refusals of its path name them -> fields of this format.
+PREFIX = "generative-scoring-"  # prefix of the answer's id
+# Field of a completion (regex) -> field of this format, for refusals.
 NAMES = ((r"prompt|n(?=$|\W)", "items"), (r"logprob_token_ids|logprobs", "label_token_ids"))
 
 
@@ -39,9 +39,9 @@ class ScoringBody(msgspec.Struct, kw_only=True):
     item_first: bool | None = None
     add_special_tokens: bool | None = None
     priority: int | str | None = None
-    request_id: str | None = None  # without effect, as in a completion
-    user: str | None = None  # the same
-    # Quire's own, as in a completion.
+    request_id: str | None = None  # no effect, as in a completion
+    user: str | None = None  # no effect
+    # Extensions of Quire, as in a completion.
     timeout: float | None = None
     cache_salt: str | None = None
 
@@ -78,10 +78,10 @@ def parse(
 
 
 class ScoreFormat(Format):
-    """Writes the answer to POST /generative_scoring; it is sent as one body."""
+    """Writes the non-streaming answer to POST /generative_scoring."""
 
     async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
-        """Return the score of each item, in their order."""
+        """Return the body, with the score of each item in order."""
         scoring = self._valid.scoring
         assert scoring is not None
         turns, scores = Turns(pacer), dict[int, float]()

@@ -1,8 +1,8 @@
-"""Messages of a chat, as clients send them and as chat templates read them.
+"""Messages of a chat: checks them, and changes them to the form that the model's chat template needs.
 
-    Message --plain_messages--> {"role", "content", ...} --for_template, what the model's template reads--> the template
+    Message --plain_messages--> {"role", "content", ...} --for_template, with the Dialect--> messages for the template
 
-Templates differ in what they read: `template_probe.py` finds it out when the model is loaded.
+Chat templates differ in the messages that they accept: `template_probe.py` finds that out when the model is loaded.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from quire.service.common.refusal import Refusal, bad_request, check
 from quire.service.common.surrogates import without_surrogates
 from quire.service.config import GatewayConfig
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's; templates may know more
-ROLE = rf"[A-Za-z][A-Za-z0-9_-]{{0,{ROLE_CHARS - 1}}}"  # what a role of a template may be
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's roles; templates may have others
+ROLE = rf"[A-Za-z][A-Za-z0-9_-]{{0,{ROLE_CHARS - 1}}}"  # regex of the names that other roles may have
 
 
 class Part(msgspec.Struct):
@@ -42,7 +42,7 @@ class Message(msgspec.Struct):
     role: str
     content: str | list[Part] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, msgspec.Raw]] | None = None  # `sent_calls.py` reads them, with all digits
+    tool_calls: list[dict[str, msgspec.Raw]] | None = None  # raw, so that `sent_calls.py` can keep numbers' spelling
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -83,7 +83,7 @@ def _plain(name: str, message: Message) -> dict[str, Any]:
 
 
 def _content(name: str, message: Message) -> str | list[dict[str, Any]]:
-    """Return the content of a message, then its refusal."""
+    """Return the content of a message, followed by its `refusal`."""
     content: Any = message.content or ""
     if isinstance(message.content, list):
         content = [{"type": "text", "text": _part_text(name, part)} for part in message.content]
@@ -99,7 +99,7 @@ def _part_text(name: str, part: Part) -> str:
 
 
 def _of_custom(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the call of a custom tool as that of a function with one text, as `/v1/responses` shows such tools."""
+    """Turn the call of a custom tool into a function call with one string argument, as `/v1/responses` does."""
     custom = call.get("custom")
     if call.get("type") != "custom" or not isinstance(custom, dict):
         return call
@@ -118,7 +118,7 @@ def _check_call(name: str, call: dict[str, Any], field: str = "function") -> Non
 
 
 def _without_function_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with tool calls and their results in place of the function calls that were before them."""
+    """Convert OpenAI's deprecated function calls and their results to tool calls and tool results."""
     found, due = [], ""
     for at, message in enumerate(messages):
         if (function := message.pop("function_call", None)) is not None:
@@ -133,7 +133,7 @@ def _without_function_calls(messages: list[dict[str, Any]]) -> list[dict[str, An
 
 
 def unknown_role(name: str, role: str) -> Exception:
-    """Return the refusal of a role.  It repeats the role, cut short: that is no prompt text."""
+    """Return the refusal of an unknown role.  The message repeats the role, cut short, since it is no prompt text."""
     allowed, given = ", ".join(ROLES), role[:ROLE_CHARS]
     message = f"{name}.role: '{given}' is not one of {allowed}, and the model's chat template does not name it"
     return bad_request("invalid_value", message, f"{name}.role", allowed, given)
@@ -141,14 +141,14 @@ def unknown_role(name: str, role: str) -> Exception:
 
 @lru_cache(maxsize=TEMPLATES_KEPT)
 def roles_in(template: str) -> frozenset[str]:
-    """Return what a template's source has in quotes and may be a role; once, as `template_probe.names_in`."""
+    """Return the quoted words in a template's source that may be roles.  Cached like `template_probe.names_in`."""
     return frozenset(re.findall(rf"(?=['\"]({ROLE})['\"])", template))
 
 
 def for_template(messages: list[dict[str, Any]], dialect: Dialect, template: str) -> list[Entry]:
-    """Return messages as the chat template renders them, each with the index of the one from which it comes.
+    """Change messages so that the chat template renders them; return each with the index of the client's message.
 
-    Raises Refusal for what it would leave out."""
+    Raises Refusal for content that the template would leave out."""
     return fit([_form(f"messages[{at}]", message, dialect, template) for at, message in enumerate(messages)], dialect)
 
 
@@ -177,7 +177,7 @@ def _left_out(field: str, what: str) -> Exception:
 
 
 def _call(call: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """Return a tool call whose arguments have the form that the template reads."""
+    """Return a tool call with its arguments as an object or as a string of JSON, as the template needs them."""
     function = call["function"]
     arguments = function.get("arguments")
     if dialect.arguments:
@@ -188,9 +188,9 @@ def _call(call: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
 
 
 def _object(given: Any, dialect: Dialect) -> Any:
-    """Return the arguments of a call as an object, with the text of others under `arguments`.
+    """Return the arguments of a call as an object.
 
-    Text that is no object stays text where the template takes it."""
+    Arguments that are no object stay as they are if the template accepts that; else {"arguments": ...} is returned."""
     if isinstance(given, str):
         try:
             parsed = without_surrogates(written_numbers.read(given or "{}"))
@@ -208,17 +208,17 @@ def _object(given: Any, dialect: Dialect) -> Any:
 
 
 def refused(error: Exception, count: int, render: Callable[[int], Any]) -> Refusal:
-    """Return the refusal of `count` messages with which a template has raised `error`; it names the message at fault.
+    """Return the refusal of `count` messages for which a template has raised `error`; it names the message at fault.
 
-    That is the last one of the shortest beginning of the conversation that raises the same.  `render` renders the first
-    N messages, made fit anew: one that was joined to an earlier one has its own index."""
+    The message at fault is found by bisection: it is the last one of the shortest beginning of the conversation that
+    raises the same error.  `render` changes and renders the first N messages."""
     reason = _reason(error)
     passed, failed = 0, count
     while failed - passed > 1:
         middle = (passed + failed) // 2
         try:
             render(middle)
-        except Exception as other:  # whatever a template raises
+        except Exception as other:  # a template may raise any error
             passed, failed = (passed, middle) if _reason(other) == reason else (middle, failed)
         else:
             passed = middle
@@ -228,5 +228,7 @@ def refused(error: Exception, count: int, render: Callable[[int], Any]) -> Refus
 
 
 def _reason(error: Exception) -> str:
-    """Return what a template says itself, which is fixed text.  Of other errors the kind: they may quote messages."""
+    """Return the message of a template's own `raise_exception`, or else the error's type.
+
+    Messages of other errors are not repeated, since they may quote prompt text."""
     return str(error) if type(error).__name__ == "TemplateError" else type(error).__name__

@@ -1,11 +1,11 @@
 """Headers of Kubernetes' gateway API inference extension: an objective becomes a priority, a fairness id a tenant.
 
-    x-gateway-inference-objective    --objectives NAME=PRIORITY,...--> priority; it wins over the body's
+    x-gateway-inference-objective    --objectives NAME=PRIORITY,...--> priority, instead of the body's
     x-gateway-inference-fairness-id  -----------------------------> tenant `fairness:ID` of weight 1,
-                                                                     where no key names a tenant
+                                                                     if the API key belongs to no tenant
 
-A client can send these headers, too.  So they count only with `--inference-headers`, which says that the gateway in
-front sets or removes them on every request.  Without it they are ignored.
+Clients can send these headers, too.  So they are ignored without `--inference-headers`, by which the operator states
+that the inference gateway in front sets or removes them on every request.
 
 Source: gateway-api-inference-extension.sigs.k8s.io, "Flow control" and "InferenceObjective".
 """
@@ -26,12 +26,12 @@ from quire.service.common.refusal import Refusal
 from quire.service.config import GatewayConfig
 
 OBJECTIVE, FAIRNESS_ID = "x-gateway-inference-objective", "x-gateway-inference-fairness-id"
-PREFIX = "fairness:"  # no name in a tenants file has a colon, so no id means one of those tenants
+PREFIX = "fairness:"  # names in a tenants file have no colon, so no fairness id can name one of those tenants
 _NAME = r"[A-Za-z0-9_.-]{1,64}"
 
 
 class ObjectivesError(OperatorError):
-    """--objectives cannot be read: one line that names the entry."""
+    """--objectives is invalid.  The message is one line that names the entry."""
 
     exit_status = 2
 
@@ -40,7 +40,7 @@ class Placed(NamedTuple):
     """The tenant and the priority of a request."""
 
     tenant: Tenant
-    priority: int | None  # None: the body's
+    priority: int | None  # None: the body's priority counts
 
 
 class InferenceHeaders:
@@ -54,9 +54,9 @@ class InferenceHeaders:
             raise ObjectivesError("--objectives has an effect only with --inference-headers")
 
     def place(self, headers: CIMultiDictProxy[str], tenant: Tenant) -> Placed:
-        """Return tenant and priority of a request.  `tenant`: that of its key.
+        """Return tenant and priority of a request.  `tenant`: tenant of its API key.
 
-        Raises Refusal(400) for an objective that no entry of `--objectives` names, and for a malformed fairness id."""
+        Raises Refusal(400) for an objective that is not in `--objectives`, and for a malformed fairness id."""
         if not self._believed:
             return Placed(tenant, None)
         priority = None
@@ -76,7 +76,7 @@ class InferenceHeaders:
 
 
 def _objective(entry: str) -> tuple[str, int]:
-    """Return name and priority of an entry of `--objectives`.  Raises ObjectivesError."""
+    """Parse an entry of `--objectives` to (name, priority).  Raises ObjectivesError."""
     first, last = PRIORITIES
     name, _, given = entry.partition("=")
     priority = CLASSES.get(given, int(given) if re.fullmatch("-?[0-9]{1,3}", given) else last + 1)

@@ -1,6 +1,6 @@
-"""Log probabilities of tokens as JSON: as OpenAI's chats and completions have them, and vLLM's of prompts.
+"""Log probabilities as JSON: in the formats of OpenAI's chats and completions, and of vLLM's `prompt_logprobs`.
 
-Long ones are encoded a part at a time, and other requests run in between.
+Long lists are encoded in parts, between which other requests run.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from quire.engine.wire.messages import TokenLogprob
 from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Turns
 
-TURN_ALTERNATIVES = 4096  # encoded before other requests run: about 3 ms
+TURN_ALTERNATIVES = 4096  # alternatives encoded before other requests run; about 3 ms
 
 
 class Columns(NamedTuple):
-    """Tokens of one choice, or of a prompt and one choice."""
+    """Tokens of one choice, or of a prompt and one choice, with their log probabilities."""
 
     tokens: list[int]
-    found: list[TokenLogprob | None]  # entry per token; None: nothing precedes it, so it has no probability
+    found: list[TokenLogprob | None]  # entry per token; None for the first token of a prompt, which has no probability
     offsets: list[int]  # characters before each token; empty for chats
-    texts: Sequence[bytes | None] = ()  # chats: the part of each token that is content; None: all of it
+    texts: Sequence[bytes | None] = ()  # chats: bytes of each token that are content; None: all bytes
 
 
 def _finite(logprob: float) -> float:
@@ -32,7 +32,7 @@ def _finite(logprob: float) -> float:
 
 
 class LogprobFormat:
-    """Writes the log probabilities of one request.  `vocabulary` is the bytes of each token id."""
+    """Writes the log probabilities of one request.  `vocabulary`: bytes of each token id."""
 
     def __init__(self, valid: ValidRequest, vocabulary: list[bytes]) -> None:
         self._chat, self._names_are_ids, self._vocabulary = valid.chat, valid.names_are_ids, vocabulary
@@ -41,7 +41,7 @@ class LogprobFormat:
         self._prompt_step = max(1, TURN_ALTERNATIVES // (2 + valid.sampling.prompt_logprobs))
 
     def entries(self, columns: Columns) -> dict[str, list[Any]]:
-        """Return `logprobs` of a choice."""
+        """Return the field `logprobs` of a choice."""
         if self._chat:
             entries = zip(columns.tokens, columns.found, columns.texts or [None] * len(columns.tokens), strict=True)
             return {"content": [self._chat_logprob(token, at, text) for token, at, text in entries if at is not None]}
@@ -54,7 +54,7 @@ class LogprobFormat:
         }
 
     async def encode_long(self, columns: Columns, turns: Turns | None = None) -> msgspec.Raw | None:
-        """Return `entries` as JSON, made in turns; None where one turn is enough."""
+        """Return the JSON of `entries`, encoded in parts; None if they are short, so that `entries` is fast enough."""
         if len(columns.tokens) <= self._step:
             return None
         encoded: dict[str, list[bytes]] = {}
@@ -68,8 +68,8 @@ class LogprobFormat:
         return msgspec.Raw(b"{" + b",".join(fields) + b"}")
 
     async def prompt(self, tokens: list[int], found: list[TokenLogprob]) -> bytes:
-        """Return `prompt_logprobs` as vLLM writes them.  `found`: for each token but the first."""
-        parts = [b"null"]  # nothing precedes a prompt's first token
+        """Return the JSON of vLLM's `prompt_logprobs`.  `found`: entries of all tokens but the first."""
+        parts = [b"null"]  # the first token of a prompt has no probability
         for at in range(0, len(found), self._prompt_step):
             end = at + self._prompt_step
             turn = zip(tokens[1 + at : 1 + end], found[at:end], strict=True)
@@ -78,7 +78,7 @@ class LogprobFormat:
         return b"[%s]" % b",".join(parts)
 
     def _scores(self, token: int, at: TokenLogprob) -> dict[str, dict[str, Any]]:
-        """Return a prompt token and its alternatives, by token id.  `rank` is null beyond them."""
+        """Return entries of a prompt token and its alternatives, by token id.  `rank` is null if not reported."""
         ranks = {other: rank for rank, (other, _) in enumerate(at.top, 1)}
         found = {token: at.logprob, **dict(at.top)}
         return {
@@ -87,14 +87,15 @@ class LogprobFormat:
         }
 
     def _top(self, token: int, at: TokenLogprob) -> dict[str, float]:
-        """Return the alternatives of a completion's token, itself first.  The likelier one of equal names counts."""
+        """Return a completion's token and its alternatives; of tokens with equal text, the more probable one."""
         top = {self._name(token): _finite(at.logprob)}
         for other, logprob in at.top:
             top.setdefault(self._name(other), _finite(logprob))
         return top
 
     def _chat_logprob(self, token: int, at: TokenLogprob, text: bytes | None) -> dict[str, Any]:
-        alternatives = {token: at.logprob, **dict(at.top)}.items() if self._named else at.top  # as vLLM has them
+        # With logprob_token_ids, the token itself is one of the alternatives, as in vLLM.
+        alternatives = {token: at.logprob, **dict(at.top)}.items() if self._named else at.top
         top = [self._alternative(i, p) for i, p in alternatives]
         entry = self._alternative(token, at.logprob)
         if text is not None:

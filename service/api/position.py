@@ -1,4 +1,4 @@
-"""How much of an answer a client has: the ids of events, which any gateway can continue from."""
+"""Event ids: each encodes how much of an answer a client has, so that any gateway can continue from there."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from quire.service.common.refusal import Refusal
 
 
 class Position(msgspec.Struct, frozen=True):
-    """How much of an answer a client has.  An event id holds it, written `ID:TOKENS[:ENDED]`.
+    """How much of an answer a client has.  In an event id it is written `ID:TOKENS[:ENDED]`.
 
         cmpl-5f0c:17,,20         17 tokens of choice 0, nothing of choice 1, 20 tokens of choice 2
         cmpl-5f0c:17,0,20:2      ... all of choice 2, its end included
-        cmpl-5f0c:17,9,20:usage  every choice, and the usage chunk
+        cmpl-5f0c:17,9,20:usage  every choice, and the event with the usage
         cmpl-5f0c:17,9,20:done   the complete answer
 
-    A choice at 0 has begun: its role, or the prompt it echoes, was sent.  The text of the first N tokens is a function
-    of the tokens.  So nothing else is needed to continue at exactly the next character."""
+    A choice at 0 has begun: its role, or the echoed prompt, was sent.  The text that was sent after N tokens is a
+    function of these tokens.  So the position is enough to continue at exactly the next character."""
 
     request_id: str
     tokens: tuple[int | None, ...]  # tokens per choice; None: not begun
     ended: frozenset[int] = frozenset()  # choices whose last event was sent
-    usage: bool = False  # the usage chunk was sent
+    usage: bool = False  # the event with the usage was sent
     done: bool = False  # [DONE] was sent
 
     @classmethod
@@ -34,7 +34,7 @@ class Position(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, event_id: str) -> Self:
-        """Parse an event id.  Raises Refusal(400) for an id that no event of this server can have carried."""
+        """Parse an event id.  Raises Refusal(400) if it is malformed."""
         found = _EVENT_ID.fullmatch(event_id)
         if found is None:
             raise _malformed(event_id)
@@ -49,7 +49,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 REQUEST_ID = r"(?:cmpl|chatcmpl)-[0-9a-f]{32}"
-ANSWER_ID = rf"{REQUEST_ID}|(?:msg|resp)_[0-9a-f]{{32}}"  # also of formats whose events have no ids
+ANSWER_ID = rf"{REQUEST_ID}|(?:msg|resp)_[0-9a-f]{{32}}"  # includes API formats without event ids
 _EVENT_ID = re.compile(
     rf"(?P<id>{REQUEST_ID}):(?P<tokens>(?:\d{{1,9}})?(?:,(?:\d{{1,9}})?)*)(?::(?P<ended>usage|done|\d{{1,5}}(?:,\d{{1,5}})*))?",
     re.ASCII,

@@ -1,9 +1,9 @@
 """OpenAI's `prediction`: text that a client expects in its answer, such as the file that the model is to edit.
 
-    {"type": "content", "content": TEXT}                                     TEXT, as one string
-    {"type": "content", "content": [{"type": "text", "text": TEXT}, ...]}    or in parts, which are joined
+    {"type": "content", "content": TEXT}                                     one string
+    {"type": "content", "content": [{"type": "text", "text": TEXT}, ...]}    or parts, which are joined
 
-Engines that draft guess the next tokens from it (engine/core/drafts.py).  No answer depends on it.
+Engines use it for speculative decoding (engine/core/drafts.py).  The answer does not depend on it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from quire.engine.wire.messages import Sampling
 from quire.service.common.limits import shown
 from quire.service.common.refusal import bad_request
 
-# Fields that are refused together with a prediction, with values that have no effect.  OpenAI refuses `n` above 1 and
-# penalties, too.  The others are those whose requests draft nothing (engine/core/drafts.py::may_draft).
+# Fields that are refused together with a prediction -> values that are allowed.  OpenAI also refuses `n` above 1 and
+# penalties.  Engines do not draft for requests with the other fields (engine/core/drafts.py::may_draft).
 NOT_WITH: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -40,16 +40,16 @@ class PredictedPart(msgspec.Struct):
 
 
 class Prediction(msgspec.Struct):
-    """`prediction` of a chat."""
+    """Value of the field `prediction` of a chat."""
 
     type: Literal["content"]
     content: str | list[PredictedPart]
 
 
 def predicted_text(given: Prediction | None, fields: Mapping[str, Any]) -> str | None:
-    """Return the text that a body predicts; None: it has no prediction.
+    """Return the text of a body's prediction; None without one.
 
-    `fields`: all fields of the body.  Raises Refusal for those that are not served together with a prediction."""
+    `fields`: all fields of the body.  Raises Refusal for fields that are not supported together with a prediction."""
     if given is None:
         return None
     for name, neutral in NOT_WITH.items():
@@ -60,5 +60,5 @@ def predicted_text(given: Prediction | None, fields: Mapping[str, Any]) -> str |
 
 
 def drafts_nothing(sampling: Sampling) -> bool:
-    """Return whether a sampling default of the model keeps a request from drafting: a client has not asked for it."""
+    """Return whether the model's default repetition penalty prevents drafting for this request."""
     return sampling.repetition_penalty != 1

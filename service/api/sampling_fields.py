@@ -1,4 +1,4 @@
-"""Fields of completions, chats and responses that have one name and one meaning in all of them."""
+"""Fields that have the same name and meaning in completions, chats and responses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """How tokens are drawn, and when the answer ends.  Null means absent."""
+    """Fields for sampling, the end of the answer, and scheduling.  Null means absent."""
 
     temperature: float | None = None
     top_p: float | None = None

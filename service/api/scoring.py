@@ -1,9 +1,9 @@
-"""Scores of items: how probable a label token is after a query and each item.
+"""Scores of items: the probability of a label token after a query and an item.
 
-    query, items --prompts--> a prompt for each item --the engine, one position each--> log probabilities of the labels
+    query, items --prompts--> one prompt per item --engine, one position each--> log probabilities of the labels
     log probabilities --score--> the probability of the first label
 
-Query and item are encoded apart, so a query's tokens are the same for all items and its KV cache is shared.
+Query and item are encoded separately, so all prompts share the query's tokens and its KV cache.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Encode = Callable[[str, bool], list[int]]  # a text, and whether the tokenizer a
 
 
 class Scoring(msgspec.Struct, frozen=True):
-    """What a request scores."""
+    """Parameters of a scoring request, except the items."""
 
     query: str | list[int]
-    labels: list[int]  # token ids, each once; the first one is scored
-    softmax: bool  # probabilities among the labels; else among the vocabulary
-    item_first: bool  # a prompt is item and query; else query and item
+    labels: list[int]  # distinct token ids; the score is the probability of the first one
+    softmax: bool  # normalise over the labels; otherwise over the vocabulary
+    item_first: bool  # a prompt is item + query; otherwise query + item
 
     def prompts(self, items: list[str | list[int]], encode: Encode, *, special: bool) -> Iterator[list[int]]:
-        """Yield the token ids of each item's prompt.  `special`: a text at its beginning gets special tokens."""
+        """Yield the token ids of each item's prompt.  `special`: add the tokenizer's special tokens at its start."""
         query = self._ids(self.query, encode, special=special and not self.item_first)
         for item in items:
             ids = self._ids(item, encode, special=special and self.item_first)
@@ -35,11 +35,11 @@ class Scoring(msgspec.Struct, frozen=True):
         return encode(part, special) if isinstance(part, str) else part
 
     def score(self, logprobs: dict[int, float]) -> float:
-        """Return the score of an item.  `logprobs`: of each label at the position after the prompt."""
+        """Return the score of an item.  `logprobs`: label -> its log probability at the position after the prompt."""
         first = logprobs[self.labels[0]]
         if not self.softmax:
             return math.exp(first)
         highest = max(logprobs[label] for label in self.labels)
-        if highest == -math.inf:  # no label can follow
+        if highest == -math.inf:  # every label has probability 0
             return 0.0
         return math.exp(first - highest) / math.fsum(math.exp(logprobs[label] - highest) for label in self.labels)

@@ -1,8 +1,9 @@
-"""Tool calls in the history of a chat: arguments that a client sends as an object keep the spelling of their numbers.
+"""Tool calls in the history of a chat: keeps the spelling of numbers in arguments that are sent as an object.
 
     {"function": {"arguments": {"x": 1.50}}} --read_call--> {"function": {"arguments": {"x": Written("1.50")}}}
 
-OpenAI's API has arguments as a text.  Some programs send the object itself, and JSON's number 1.50 as a float is 1.5.
+In OpenAI's API, arguments are a string of JSON.  Some clients send an object instead, in which decoding would turn
+1.50 into 1.5.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from quire.service.common.surrogates import repaired, without_surrogates
 
 
 def read_call(name: str, call: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry of `tool_calls`, its `msgspec.Raw` fields read.  Raises Refusal, which begins with `name`."""
+    """Decode the `msgspec.Raw` fields of an entry of `tool_calls`.
+
+    Raises Refusal; `name` is the entry's path in its message."""
     found = {key: value for key, value in call.items() if key != "function"}
     read = _read(name, found, _value)
     if "function" in call:
@@ -28,7 +31,7 @@ def read_call(name: str, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_function(name: str, function: dict[str, Any]) -> dict[str, Any]:
-    """Return a function's name and arguments, its `msgspec.Raw` fields read.  Raises Refusal."""
+    """Decode the `msgspec.Raw` fields of a called function: name and arguments.  Raises Refusal."""
     return {
         key: _read(name, {key: value}, _with_numbers if key == "arguments" else _value)[key]
         for key, value in function.items()

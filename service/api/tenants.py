@@ -1,18 +1,18 @@
-"""API keys -> tenants.  The queue is fair between tenants, by weight, and they never share prefixes.
+"""API keys -> tenants.  The queue is fair between tenants, by weight; tenants never share prefix-cache entries.
 
-A file of tenants is TOML, one table for each tenant.  It holds SHA-256 digests of keys, so that it reveals no key:
+The tenants file is TOML, with one table per tenant.  It contains SHA-256 digests of keys, so that it reveals no key:
 
     [acme]
-    weight = 2.0                    # 1e-9 to 1e9: its share of a busy fleet, relative to the others
+    weight = 2.0                    # 1e-9 to 1e9: share of a busy fleet, relative to other tenants' weights
     adapters = ["sql", "acme-*"]    # LoRA adapters that it may use, * for any characters; all if left out, [] for none
     highest_priority = -10          # the lowest number that `priority` of its requests may have; see --highest-priority
-    admin = true                    # its keys have the admin scope: they may watch the engines; false if left out
+    admin = true                    # its keys have the admin scope, for example to watch the engines; default false
     key_sha256 = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
     requests_per_minute = 600       # quotas, shared by all gateways; leave one out and it is unlimited
     tokens_per_minute = 200000      # prompt and output tokens
     max_requests = 50               # requests at once, queued ones included
 
-    [acme.key_priority]             # for single keys of the tenant, by digest: in place of highest_priority
+    [acme.key_priority]             # highest_priority of single keys, by digest
     9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 = 5
 """
 
@@ -33,28 +33,28 @@ from quire.service.common.refusal import Refusal
 
 SALT_BYTES = 16  # bytes of a salt's digest
 QUOTAS = Quota.__struct_fields__
-WEIGHTS = (1e-9, 1e9)  # smallest and largest: tokens / weight stay far from the limits of a double
-MOST_QUOTA = 10**9  # beyond it a bucket would miscount single tokens
+WEIGHTS = (1e-9, 1e9)  # minimum and maximum weight, with which tokens / weight stays exact enough in a double
+MOST_QUOTA = 10**9  # maximum quota; with a larger one a bucket would miscount single tokens
 SETTINGS = ("weight", "key_sha256", "admin", "highest_priority", "key_priority", "adapters", *QUOTAS)
 
 
 class TenantsError(OperatorError):
-    """The file of tenants cannot be used: one line that names file, tenant and fault."""
+    """The tenants file cannot be used.  The message is one line that names file, tenant and fault."""
 
 
 class OverQuota(Refusal):
-    """A quota of the tenant is used up, whatever free capacity the engines have."""
+    """A quota of the tenant is used up, even if the engines have free capacity."""
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """A group of API keys with a share of the fleet and a prefix cache of its own."""
+    """A group of API keys with a share of the fleet and a separate prefix cache."""
 
-    name: str = ""  # "": keys that belong to no tenant
+    name: str = ""  # "": the tenant of keys that belong to no named tenant
     weight: float = 1.0
     quota: Quota | None = None  # None: unlimited
     admin: bool = False  # its keys have the admin scope
-    highest_priority: int = 0  # lowest number that `priority` of its requests may have: lower ones run first
-    adapters: tuple[str, ...] | None = None  # patterns of LoRA adapters that it may use; None: all
+    highest_priority: int = 0  # lowest number that `priority` of its requests may have; lower numbers run first
+    adapters: tuple[str, ...] | None = None  # patterns of the LoRA adapters that it may use; None: all
 
     def may_use(self, adapter: str) -> bool:
         """Return whether the tenant may use a LoRA adapter, by its name."""
@@ -67,14 +67,14 @@ class Tenant(msgspec.Struct, frozen=True):
             raise Refusal(403, "admin_only", message)
 
     def priority(self, asked: int) -> int:
-        """Return the priority of a request that asks for one: at most the highest that its key has a right to."""
+        """Return a requested priority, limited to `highest_priority`."""
         return max(asked, self.highest_priority)
 
     def salt(self, asked: str) -> str:
-        """Return the prefix-cache namespace for a client's own `cache_salt`.
+        """Return the prefix-cache namespace for a client's `cache_salt`.
 
-        No two tenants get the same namespace: a tenant's name holds no space.  Redis and the engines see 32 characters
-        of digest, never the salt itself."""
+        Different tenants get different namespaces, since tenants' names contain no space.  Redis and the engines get
+        a digest of 32 characters, never the salt itself."""
         digest = hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=SALT_BYTES).hexdigest()
         if self.name:
             return f"tenant {self.name} {digest if asked else ''}"
@@ -82,16 +82,17 @@ class Tenant(msgspec.Struct, frozen=True):
 
 
 class Tenants:
-    """All known keys.  Without any key, every client has access and shares one tenant."""
+    """All known API keys.  Without any key, all clients have access and share one tenant."""
 
     def __init__(
         self, api_keys: Iterable[str] = (), path: str = "", admin_keys: Iterable[str] = (), highest_priority: int = 0
     ) -> None:
-        """`api_keys` and `admin_keys` belong to the nameless tenant of weight 1; the latter have the admin scope, and
-        may use any priority.  `path` is a file as above, or "".  Without any key, every client has the admin scope.
-        `highest_priority`: of all keys without a bound of their own.
+        """`api_keys` and `admin_keys` belong to the nameless tenant, of weight 1.  `admin_keys` have the admin scope,
+        and may use any priority.  `path`: the tenants file, or "".  Without any key, all clients have the admin scope.
+        `highest_priority`: default for keys and tenants without a value of their own.
 
-        Raises TenantsError: the file is unreadable, a name, weight, digest or field is invalid, a key occurs twice."""
+        Raises TenantsError if the file is unreadable, a name, weight, digest or field is invalid, or a key occurs
+        twice."""
         self._highest = highest_priority
         self._path = path
         self._options = {_digest(key): Tenant(highest_priority=highest_priority) for key in api_keys if key}
@@ -103,13 +104,13 @@ class Tenants:
 
     @property
     def guarded(self) -> bool:
-        """Whether a key is needed."""
+        """Whether requests need an API key."""
         return not self._open
 
     def reload(self) -> int:
-        """Read the file again and return the number of its keys.  A key that it no longer has is unknown from now on.
+        """Read the tenants file again.  Returns the number of its keys.  Removed keys are refused from now on.
 
-        Raises TenantsError for a file that cannot be used; then nothing changes."""
+        Raises TenantsError for an invalid file; then nothing changes."""
         found = self._read(self._path) if self._path else {}
         self._of = self._options | found
         return len(found)
@@ -122,7 +123,7 @@ class Tenants:
                 tables = tomllib.load(file)
         except OSError as error:
             raise TenantsError(f"{path}: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, numbers or nesting beyond Python's limits
+        except (ValueError, RecursionError) as error:  # not TOML or UTF-8, or numbers or nesting beyond Python's limits
             raise TenantsError(f"{path}: {error}") from None
         for name, table in tables.items():
             where = f"{path}: tenant '{name}'"
@@ -151,7 +152,7 @@ class Tenants:
     def of(self, authorization: str) -> Tenant:
         """Return the tenant of the key in an Authorization header.  Raises Refusal(401) for an unknown key.
 
-        Keys are looked up by digest, so the time taken does not reveal where a guess was wrong."""
+        Keys are looked up by digest, so the response time reveals nothing about how much of a guess is right."""
         if self._open:
             return Tenant(admin=True, highest_priority=self._highest)
         scheme, _, key = authorization.partition(" ")
@@ -168,7 +169,7 @@ class Tenants:
 
 
 def _weight(table: dict[str, object], where: str) -> float:
-    """Return a tenant's share.  Raises TenantsError, whose text begins with `where`."""
+    """Return a tenant's weight.  Raises TenantsError, whose text begins with `where`."""
     weight = table.get("weight")
     if weight is None:
         raise TenantsError(f"{where} has no weight; it must be a number > 0")
@@ -215,7 +216,7 @@ def _adapters(table: dict[str, object], where: str) -> tuple[str, ...] | None:
 
 
 def _priority(value: object, where: str) -> int:
-    """Return a bound of priorities.  Raises TenantsError, whose text begins with `where`."""
+    """Check a value of `highest_priority`.  Raises TenantsError, whose text begins with `where`."""
     first, last = PRIORITIES
     if isinstance(value, bool) or not isinstance(value, int) or not first <= value <= last:
         raise TenantsError(f"{where} is {value!r}; it must be a whole number from {first} (first) to {last}")
@@ -223,7 +224,7 @@ def _priority(value: object, where: str) -> int:
 
 
 def _key_priorities(table: dict[str, object], where: str, digests: list[str]) -> dict[str, int]:
-    """Return the bounds of single keys of a tenant, by digest.  Raises TenantsError."""
+    """Return the table `key_priority` of a tenant: digest of a key -> highest priority.  Raises TenantsError."""
     bounds = table.get("key_priority", {})
     if not isinstance(bounds, dict) or not set(bounds) <= set(digests):
         raise TenantsError(f"{where}: key_priority must be a table of digests of key_sha256, with a number for each")

@@ -1,8 +1,8 @@
-"""Tools and arguments of the chat template: fields of a chat request -> `ChatOptions`, or a Refusal.
+"""Tools and variables for the chat template: fields of a chat request -> `ChatOptions`, or a Refusal.
 
     tools, tool_choice, chat_template_kwargs ... --chat_options--> ChatOptions --with the messages--> the chat template
 
-What depends on the model's chat template is checked where the template is rendered (`tokenizer.py`).
+`chat_template.py` checks later whether the model's chat template supports them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from quire.service.common.refusal import Refusal, bad_request, check
 from quire.service.config import GatewayConfig
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
-# Names that Quire or transformers gives to the template itself, or that change how it is rendered.
+# Names of variables that Quire or transformers sets, or that change how the template is rendered.
 RESERVED = re.compile(
     "messages|conversations?|tools|documents|chat_template|add_generation_prompt|continue_final_message|tokenize|padding|"
     "truncation|max_length|return_tensors|return_dict|return_assistant_tokens_mask|tokenizer_kwargs|"
     "sanitize_control_tokens|raise_exception|strftime_now|self|_.*"
 )
 CHOICES = ("none", "auto", "required")
-HINTS = ("reasoning_effort", "verbosity")  # wishes of a client that some chat templates read
+HINTS = ("reasoning_effort", "verbosity")  # request fields that are variables of some chat templates
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")  # types in JSON schemas
 
 
 class ToolRules(NamedTuple):
-    """Bounds that a request format puts on tools.  The default is OpenAI's chat."""
+    """Limits on tools that depend on the API format.  The default is OpenAI's chat."""
 
-    name: str = "tool name"  # the row of LIMITS for the length of a name
-    bounded: bool = True  # the number of tools has the limit `tools`
+    name: str = "tool name"  # key in LIMITS for the length of a name
+    bounded: bool = True  # whether the limit `tools` applies to the number of tools
     paths: tuple[str, ...] = ()  # path of each tool in the body; (): `tools[0]`, `tools[1]` ...
 
 
@@ -40,29 +40,29 @@ OPENAI = ToolRules()
 
 
 class ChatOptions(msgspec.Struct, frozen=True):
-    """What the chat template gets besides the messages."""
+    """Input of the chat template besides the messages, and options for tool calls and reasoning."""
 
-    tools: list[dict[str, Any]] = []  # those that the answer may call
-    demanded: list[str] = []  # tools of which one must be called
-    strict: str = ""  # the field that asks for arguments that fit their schema
+    tools: list[dict[str, Any]] = []  # tools that the answer may call
+    demanded: list[str] = []  # names of tools, of which the answer must call one
+    strict: str = ""  # path of the first `strict: true`, which enforces the schema of arguments; "": none
     paths: tuple[str, ...] = ()  # path of each tool in the body; (): `tools[0]`, `tools[1]` ...
-    parallel: bool = True  # more than one call in an answer
+    parallel: bool = True  # allow more than one call in an answer
     documents: list[dict[str, Any]] = []
-    arguments: dict[str, Any] = {}  # further variables
+    arguments: dict[str, Any] = {}  # `chat_template_kwargs`
     hints: dict[str, str] = {}  # `reasoning_effort` and `verbosity`
     generation_prompt: bool = True
     continue_final: bool = False
-    thinking_budget: int | None = None  # most tokens of reasoning; None: unbounded
-    thinking_target: bool = False  # the budget is a target: if it cannot be held, nothing bounds the reasoning
-    thinking: bool | None = None  # whether the model shall think; None: as its template has it
+    thinking_budget: int | None = None  # maximum tokens of reasoning; None: unbounded
+    thinking_target: bool = False  # ignore the budget, instead of refusing, if it cannot be enforced for this model
+    thinking: bool | None = None  # switch reasoning on or off; None: the template's default
 
     def path(self, at: int) -> str:
-        """Return where a tool is in the body."""
+        """Return the path of a tool in the body."""
         return self.paths[at] if self.paths else f"tools[{at}]"
 
 
 class Asked(Protocol):
-    """The fields of a chat request that are read here."""
+    """The fields of a chat's body that `chat_options` reads."""
 
     tools: Any
     tool_choice: Any
@@ -105,7 +105,7 @@ def chat_options(
         demanded=demanded,
         strict=strict[0] if strict else "",
         paths=rules.paths,
-        # A function that is named is called once, as at OpenAI: a weak model would repeat the call until the end.
+        # With a named function, only one call is allowed, as at OpenAI: a weak model would repeat it without end.
         parallel=asked.parallel_tool_calls is not False and not isinstance(asked.tool_choice, dict),
         documents=_documents(asked.documents, config),
         arguments=_arguments(asked, config),
@@ -122,7 +122,7 @@ def _wrong_type(field: str, wanted: str, given: Any) -> Refusal:
 
 
 def _tools(given: Any, config: GatewayConfig, rules: ToolRules) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return checked tools, and where each is in the body."""
+    """Return the checked tools, and the path of each in the body.  Raises Refusal."""
     if given is None:
         return [], []
     if not isinstance(given, list):
@@ -142,7 +142,7 @@ def _tools(given: Any, config: GatewayConfig, rules: ToolRules) -> tuple[list[di
 
 
 def _tool_name(field: str, tool: Any, config: GatewayConfig, rules: ToolRules) -> str:
-    """Return the name of a tool, once all of it is checked.  Raises Refusal."""
+    """Check a tool completely, and return its name.  Raises Refusal."""
     if not isinstance(tool, dict):
         raise _wrong_type(field, "an object", tool)
     if (tool.get("type") or "function") != "function":
@@ -161,7 +161,7 @@ def _tool_name(field: str, tool: Any, config: GatewayConfig, rules: ToolRules) -
         limit, given = "letters, digits, _ and -", shown(name)
         message = f"{field}.function.name: must be {limit}, got '{given}'"
         raise bad_request("invalid_value", message, f"{field}.function.name", limit, given)
-    of = f"of tool '{name}'"  # a client with a hundred tools finds it by its name
+    of = f"of tool '{name}'"  # in messages, since an index alone is hard to find among many tools
     if not isinstance(function.get("description", ""), str | None):
         raise _wrong_type(f"{field}.function.description", f"a string ({of})", function["description"])
     parameters = function.get("parameters")
@@ -176,7 +176,7 @@ def _tool_name(field: str, tool: Any, config: GatewayConfig, rules: ToolRules) -
 
 
 def check_length(field: str, name: str, row: str, config: GatewayConfig) -> None:
-    """Raise Refusal for a name of a tool that passes the limit `row`; it says which tool it is."""
+    """Raise Refusal if a tool's name is longer than the limit `row`.  The message contains the name."""
     if broken(row, len(name), config) is not None:
         limit = LIMITS[row].text(config)
         message = f"{field}: '{shown(name)}' has {len(name)} characters, must be {limit}"
@@ -184,14 +184,14 @@ def check_length(field: str, name: str, row: str, config: GatewayConfig) -> None
 
 
 def _takes_objects(kind: Any) -> bool:
-    """Return whether the `type` of a schema lets it accept objects.  Some clients write it in capitals."""
+    """Return whether the `type` of a schema allows objects.  Some clients write types in capitals."""
     if isinstance(kind, list):
         return any(isinstance(one, str) and one.lower() == "object" for one in kind)
     return kind is None or (isinstance(kind, str) and kind.lower() == "object")
 
 
 def _with_object(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool whose parameters say `"type": "object"`: a list of types, null and capitals are written so."""
+    """Return a tool whose parameters have `"type": "object"`, in place of a list of types, null or capitals."""
     if tool.get("type", "function") is None:
         tool = {**tool, "type": "function"}
     parameters = tool["function"].get("parameters")
@@ -204,7 +204,7 @@ def _with_object(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _small(schema: Any) -> Any:
-    """Return a schema whose types are in small letters, as JSON schema has them."""
+    """Return a schema with its types in lower case, as JSON Schema requires."""
     if isinstance(schema, list):
         return [_small(one) for one in schema]
     if not isinstance(schema, dict):
@@ -216,7 +216,7 @@ def _small(schema: Any) -> Any:
 
 
 def _choice(given: Any, tools: list[dict[str, Any]]) -> list[str]:
-    """Return the tools of which one must be called; empty: the model decides, or none may be called."""
+    """Return the names of tools of which one must be called; []: the model decides, or no tool may be called."""
     names = [tool["function"]["name"] for tool in tools]
     if given is None or given in ("none", "auto"):
         return []

@@ -17,7 +17,7 @@ class TraceContext(NamedTuple):
 
 
 def traceparent(header: str) -> str:
-    """Return a W3C trace context header unchanged, or "" if it is malformed: then it is ignored.
+    """Return a W3C `traceparent` header unchanged, or "" if it is malformed.
 
     https://www.w3.org/TR/trace-context/: version, trace id, parent id, flags.
     All-zero ids and version ff are invalid."""
@@ -25,16 +25,16 @@ def traceparent(header: str) -> str:
     return header if re.fullmatch(form, header) else ""
 
 
-TRACESTATE_CHARS = 512  # length of a W3C trace state that must be passed on; members beyond it are left out
-TRACESTATE_MEMBERS = 32
+TRACESTATE_CHARS = 512  # length of a `tracestate` up to which W3C requires passing it on; members beyond it are dropped
+TRACESTATE_MEMBERS = 32  # maximum number of members, from the W3C specification
 _STATE_KEY = r"(?:[a-z][a-z0-9_\-*/]{0,255}|[a-z0-9][a-z0-9_\-*/]{0,240}@[a-z][a-z0-9_\-*/]{0,13})"
 _STATE_MEMBER = re.compile(_STATE_KEY + r"=[ -+\--<>-~]{0,255}[!-+\--<>-~]")
 
 
 def tracestate(header: str) -> str:
-    """Return the members of a W3C trace state header, or "" if it is malformed: then it is ignored.
+    """Return the members of a W3C `tracestate` header, or "" if it is malformed.
 
-    https://www.w3.org/TR/trace-context/: up to 32 members `key=value`, no key twice.  Several headers count as one."""
+    https://www.w3.org/TR/trace-context/: up to 32 members `key=value`, no key twice.  Several headers are joined."""
     members = [member for one in header.split(",") if (member := one.strip(" \t"))]
     keys = {member.partition("=")[0] for member in members}
     if len(keys) < len(members) or len(members) > TRACESTATE_MEMBERS or not all(map(_STATE_MEMBER.fullmatch, members)):

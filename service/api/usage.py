@@ -1,4 +1,4 @@
-"""The tokens of one answer, counted for OpenAI's `usage`."""
+"""Counts the tokens of one answer for OpenAI's `usage`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from quire.service.output.pieces import Piece
 
 
 class UsageCount:
-    """Counts tokens as they are written: of prompts, of choices, of reasoning, of beam search."""
+    """Counts tokens of prompts, choices, reasoning, drafts and beam search while an answer is written."""
 
     def __init__(self, valid: ValidRequest, prompt_tokens: list[int]) -> None:
-        """`prompt_tokens`: of each prompt."""
+        """`prompt_tokens`: number of tokens of each prompt."""
         choices = len(prompt_tokens) * valid.n
         self._valid, self._prompt_tokens = valid, sum(prompt_tokens)
-        self.tokens = [0] * choices  # output tokens so far
-        self._cached = [0] * len(prompt_tokens)  # prompt tokens found in the prefix cache
-        self._reasoning = [0] * choices  # tokens of it
-        self._predictions: list[Predictions] = [(0, 0)] * choices  # drafts from `prediction`: accepted, others
-        self._searched = 0  # tokens of beams that are in no answer
-        self._shared = [0.0] * len(prompt_tokens)  # fractions of the KV cache that its beams shared
+        self.tokens = [0] * choices  # output tokens so far, per choice
+        self._cached = [0] * len(prompt_tokens)  # prompt tokens found in the prefix cache, per prompt
+        self._reasoning = [0] * choices  # tokens of the reasoning, per choice
+        self._predictions: list[Predictions] = [(0, 0)] * choices  # drafts from `prediction`: (accepted, rejected)
+        self._searched = 0  # tokens that beam search computed beyond those of its answers
+        self._shared = [0.0] * len(prompt_tokens)  # fraction of KV cache that the beams shared, per prompt
 
     def skip(self, tokens: list[int], cached: list[int], reasoning: list[int], predictions: list[Predictions]) -> None:
-        """Continue after the tokens that a client already has.  Each list has an entry for each choice."""
+        """Continue after the tokens that a resuming client already has.  Each list has one entry per choice."""
         self.tokens, self._reasoning, self._predictions = tokens, reasoning, predictions
         for choice, found in enumerate(cached):
             self._record_cached(choice, found)

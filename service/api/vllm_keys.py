@@ -1,6 +1,6 @@
-"""Keys that vLLM writes as null where an answer has nothing to say: a client that reads them finds them.
+"""Keys that vLLM writes with value null in every answer; Quire writes them, too, for clients that read them.
 
-A stream's chunks have few of them: its constant parts are encoded once, and each key is sent with every token.
+Events of a stream get only a few of these keys, since each key is sent with every token.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ CHAT_ANSWER = (*ANSWER, "prompt_logprobs", "prompt_token_ids")
 
 
 def nulls(keys: tuple[str, ...], present: tuple[str, ...] = ()) -> bytes:
-    """Return `,"KEY":null` of each key that is not `present`."""
+    """Return `,"KEY":null` for each key that is not in `present`."""
     return b"".join(b',"%s":null' % key.encode() for key in keys if key not in present)

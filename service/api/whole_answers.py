@@ -1,6 +1,6 @@
-"""Non-streaming answers: all deltas of a choice as one, added up while other requests run.
+"""Non-streaming answers: joins all deltas of a choice, in slices of time between which other requests run.
 
-pieces --gathered, a slice of the loop at a time--> WholeChoice --piece()--> a Piece with all of its choice
+deltas --gathered, one slice per turn of the loop--> WholeChoice --piece()--> one delta with the complete choice
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.service.output.regions import CallDelta
 
 
 class WholeChoice:
-    """All deltas of one choice."""
+    """Joins all deltas of one choice."""
 
     __slots__ = (
         "_arguments",
@@ -30,7 +30,7 @@ class WholeChoice:
     )
 
     def __init__(self, choice: int, *, scored: bool) -> None:
-        """`scored`: it has log probabilities."""
+        """`scored`: the choice has log probabilities."""
         self.choice = choice
         self.last = Piece(choice, "", [])
         self._text: list[str] = []
@@ -65,11 +65,11 @@ class WholeChoice:
 
     @property
     def logprobs(self) -> list[float]:
-        """The log probabilities of its tokens."""
+        """The log probabilities of the choice's tokens."""
         return [one.logprob for one in self._logprobs or ()]
 
     def piece(self) -> Piece:
-        """Return all deltas as one; each call stands in it once."""
+        """Return one delta with the complete choice; each tool call is in it once, with all its arguments."""
         whole = Piece(self.choice, "".join(self._text), self._tokens, reasoning="".join(self._reasoning))
         whole.calls = [
             CallDelta(at, name, "".join(parts))
@@ -82,7 +82,7 @@ class WholeChoice:
 
 
 async def gathered(pieces: list[Piece], choices: int, turns: Turns, *, scored: bool) -> list[WholeChoice]:
-    """Return all deltas of each choice, in turns of the loop.  `pieces`: in order of arrival."""
+    """Join the deltas of each choice, pausing for other requests.  `pieces`: all deltas, in order of arrival."""
     found = [WholeChoice(choice, scored=scored) for choice in range(choices)]
     for piece in pieces:
         found[piece.choice].add(piece)

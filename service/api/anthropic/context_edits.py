@@ -1,11 +1,10 @@
-"""`context_management` of /v1/messages: edits that are applied, that change nothing, or that are refused.
+"""`context_management` of /v1/messages: edits that are applied, that have no effect, or that are refused.
 
-no edits                                     nothing to do
-clear_thinking_20251015, keep "all"          changes nothing
-clear_thinking_20251015, keep N turns        the thinking of earlier turns is left out
-clear_tool_uses_20250919, few calls          changes nothing: see `_clears_no_calls`
-clear_tool_uses_20250919, compact_20260112   change nothing while the prompt is below their trigger, else 400
-any other edit                               400: it would change the prompt in a way that this server does not know
+clear_thinking_20251015, keep "all"          no effect
+clear_thinking_20251015, keep N turns        thinking of earlier turns is left out
+clear_tool_uses_20250919, few calls          no effect: see `_clears_no_calls`
+clear_tool_uses_20250919, compact_20260112   no effect while the prompt is below their trigger, else 400
+any other edit                               400, since its effect on the prompt is not known
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from quire.service.common.refusal import bad_request
 
 FIELD = "context_management"
 CLEAR_THINKING, CLEAR_CALLS = "clear_thinking_20251015", "clear_tool_uses_20250919"
-TRIGGERS = {CLEAR_CALLS: 100_000, "compact_20260112": 150_000}  # input tokens at which an edit begins by default
+TRIGGERS = {CLEAR_CALLS: 100_000, "compact_20260112": 150_000}  # default trigger of an edit, in input tokens
 THINKING = ("thinking", "redacted_thinking")
 KEPT_TURNS, KEPT_CALLS = 1, 3  # defaults of `keep`: turns with thinking, and tool calls
 
@@ -30,9 +29,9 @@ KEPT_TURNS, KEPT_CALLS = 1, 3  # defaults of `keep`: turns with thinking, and to
 def edited(
     turns: list[Turn], management: dict[str, Any] | None, skipped: Skipped
 ) -> tuple[list[Turn], list[PromptBound]]:
-    """Return messages after the edits of their request, and the prompts that other edits would change.
+    """Apply edits.  Returns the messages, and the prompt lengths from which on other edits would change the prompt.
 
-    Raises Refusal for an edit that is not served."""
+    Raises Refusal for an unsupported edit."""
     bounds: list[PromptBound] = []
     for name in management or ():
         if name != "edits":
@@ -56,7 +55,7 @@ def edited(
 
 
 def _bound(here: str, edit: dict[str, Any]) -> PromptBound:
-    """Return the prompts that an edit leaves alone.  Raises Refusal for an edit that names no tokens."""
+    """Return the prompt length at which an edit triggers.  Raises Refusal for an unsupported edit or trigger."""
     given = edit.get("type")
     kind = str(shown(str(given)))
     trigger = edit.get("trigger") or {"type": "input_tokens", "value": TRIGGERS.get(kind)}
@@ -68,7 +67,7 @@ def _bound(here: str, edit: dict[str, Any]) -> PromptBound:
 
 
 def _clears_no_calls(turns: list[Turn], edit: dict[str, Any]) -> bool:
-    """Return whether an edit surely clears no call: it keeps as many as there are, or begins with more."""
+    """Return whether an edit certainly clears no call: it keeps at least as many, or needs more to trigger."""
     blocks = [block for turn in turns if not isinstance(turn.content, str) for block in turn.content]
     calls = sum(block.type == "tool_use" for block in blocks)
     keep, trigger = edit.get("keep") or {"value": KEPT_CALLS}, edit.get("trigger")
@@ -78,7 +77,7 @@ def _clears_no_calls(turns: list[Turn], edit: dict[str, Any]) -> bool:
 
 
 def _turns_to_keep(param: str, keep: Any) -> int | None:
-    """Return how many turns keep their thinking; None: all."""
+    """Return the number of turns that keep their thinking; None: all."""
     if keep is None:
         return KEPT_TURNS
     if keep == "all" or (isinstance(keep, dict) and keep.get("type") == "all"):
@@ -91,7 +90,7 @@ def _turns_to_keep(param: str, keep: Any) -> int | None:
 
 
 def _without_thinking(turns: list[Turn], keep: int) -> list[Turn]:
-    """Return messages in which only the last `keep` turns that have thinking keep it."""
+    """Return the messages without thinking, except in the last `keep` turns that have thinking."""
     found = list(turns)
     for at in reversed(range(len(found))):
         content = found[at].content

@@ -1,12 +1,12 @@
-"""Content blocks of /v1/messages -> messages of a chat.
+"""Converts content blocks of /v1/messages to messages of a chat.
 
     text, document (text), search_result        text of a message
     tool_use, mcp_tool_use                       a call of the assistant's message
     tool_result, mcp_tool_result                 a message of role `tool`; an image or file in it becomes a note
     thinking                                     reasoning of the assistant's message
-    blocks of SKIPPED                            left out, and named in a header: they hold no text for the model
+    blocks of SKIPPED                            ignored, and named in `x-unknown-fields`, since they have no text
 
-Any other block is a 400, as an image of the user is: the model would answer without what it is asked about.
+Any other block gets 400, for example a user's image: the model would answer without having seen it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from quire.service.api.skipped import Skipped
 from quire.service.common.limits import shown
 from quire.service.common.refusal import bad_request, unsupported, wrong_type
 
-TOOL_PREFIX = "toolu_"  # prefix of call ids; chat templates get the rest, which some bound to nine characters
-BILLING = "x-anthropic-billing-header:"  # begins a line at the head of a coding agent's system prompt
-# Of the assistant: what a provider encrypted, its own tools and their results.
+TOOL_PREFIX = "toolu_"  # prefix of call ids, not passed on, since some chat templates accept only nine characters
+BILLING = "x-anthropic-billing-header:"  # start of the first line in the system prompt of Anthropic's coding agent
+# Blocks of the assistant that are ignored: encrypted thinking, Anthropic's own tools and their results.
 SKIPPED = (
     "redacted_thinking",
     "server_tool_use",
@@ -38,7 +38,7 @@ SKIPPED = (
     "container_upload",
     "fallback",
 )
-NAMED = ("image", "document", "container_upload", "browser_state", "tool_reference")  # become a note in a result
+NAMED = ("image", "document", "container_upload", "browser_state", "tool_reference")  # blocks that become a note
 OF_USER = "text, document, search_result, tool_result"
 OF_ASSISTANT = "text, thinking, tool_use, mcp_tool_use, mcp_tool_result"
 
@@ -50,14 +50,14 @@ class ContentBlock(msgspec.Struct):
     text: str | None = None
     id: str | None = None
     name: str | None = None
-    tool_name: str | None = None  # a tool_reference's
-    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # a tool_use's, with all digits
+    tool_name: str | None = None  # of a tool_reference
+    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # of a tool_use; raw, to keep numbers' spelling
     tool_use_id: str | None = None
-    content: Any = None  # a result's, a compaction's or a search result's: a string or blocks
+    content: Any = None  # content of a tool_result, compaction or search_result: a string or blocks
     is_error: bool | None = None
     thinking: str | None = None
     signature: str | None = None
-    source: Any = None  # a document's, an image's or a search result's
+    source: Any = None  # source of a document, image or search_result
     title: str | None = None
     context: str | None = None
     cache_control: Any = None
@@ -72,9 +72,9 @@ class Turn(msgspec.Struct):
 
 
 def system_of(given: str | list[ContentBlock] | None, skipped: Skipped) -> list[Message]:
-    """Return the system message, without the billing line at its head.
+    """Return [the system message], without Anthropic's billing line at its start; [] if it is empty.
 
-    The line differs between requests of one program, so with it no two of them would share a prefix of the cache."""
+    The line differs between requests of the same agent, so it would prevent prefix-cache hits."""
     blocks = [ContentBlock("text", text=given)] if isinstance(given, str) else list(given or ())
     if blocks and blocks[0].type == "text" and (text := blocks[0].text or "").startswith(BILLING):
         skipped.add("system.x-anthropic-billing-header")
@@ -88,12 +88,12 @@ def system_of(given: str | list[ContentBlock] | None, skipped: Skipped) -> list[
 
 
 def messages_of(turns: list[Turn], skipped: Skipped) -> tuple[list[Message], list[str]]:
-    """Return the messages of a chat, and the field from which each comes: a tool's result is one of its own there.
+    """Return the messages of a chat, and for each the field of the client's body, since a turn may become several.
 
     Raises Refusal."""
     found: list[Message] = []
     sources: list[str] = []
-    names: dict[str, str] = {}  # names of the tools that were called, by the call's id
+    names: dict[str, str] = {}  # id of a call -> name of the tool
     for at, turn in enumerate(turns):
         param = f"messages[{at}]"
         if turn.role not in ("user", "assistant", "system"):
@@ -112,7 +112,7 @@ def messages_of(turns: list[Turn], skipped: Skipped) -> tuple[list[Message], lis
 def _question(
     param: str, role: str, blocks: list[ContentBlock], names: dict[str, str], skipped: Skipped
 ) -> list[Message]:
-    """Return the messages of a user's turn: the results of tools, and text."""
+    """Return the messages of a user's turn: tool results and text."""
     found: list[Message] = []
     texts: list[Part] = []
 
@@ -135,7 +135,7 @@ def _question(
 
 
 def _answer(param: str, blocks: list[ContentBlock], names: dict[str, str], skipped: Skipped) -> list[Message]:
-    """Return the messages of an assistant's turn: thinking, text and tool calls; a result of MCP divides it."""
+    """Return the messages of an assistant's turn: thinking, text and tool calls.  An MCP result splits the turn."""
     found: list[Message] = []
     texts: list[Part] = []
     thoughts: list[str] = []
@@ -185,7 +185,7 @@ def _call(here: str, block: ContentBlock, names: dict[str, str]) -> dict[str, An
 
 
 def _result(here: str, block: ContentBlock, names: dict[str, str], skipped: Skipped) -> Message:
-    """Return a tool's result."""
+    """Return the message of a tool result.  Raises Refusal."""
     if block.tool_use_id is None:
         raise wrong_type(f"{here}.tool_use_id", "a string")
     name = names.get(block.tool_use_id)
@@ -194,10 +194,10 @@ def _result(here: str, block: ContentBlock, names: dict[str, str], skipped: Skip
 
 
 def _inner(param: str, given: Any, skipped: Skipped, *, notes: bool = False) -> str | list[Part]:
-    """Return the text of content within a block.  `notes`: what is no text becomes a note.  Raises Refusal."""
+    """Return the text of content within a block.  `notes`: images and files become a note.  Raises Refusal."""
     if given is None or isinstance(given, str):
         return given or ""
-    if isinstance(given, list):  # no block within a block has an input that counts
+    if isinstance(given, list):  # `input` of inner blocks is ignored
         given = [{**one, "input": msgspec.Raw()} if isinstance(one, dict) else one for one in given]
     try:
         blocks = msgspec.convert(given, list[ContentBlock])
@@ -211,7 +211,7 @@ def _content(parts: list[Part]) -> str | list[Part]:
 
 
 def _text_part(here: str, block: ContentBlock, skipped: Skipped, *, notes: bool = False) -> Part:
-    """Return a block that is text, or a text document, as a part.  Raises Refusal."""
+    """Convert a block of text, or a text document, to a content part.  Raises Refusal."""
     if block.type in ("document", "search_result") and (text := _document(here, block, skipped)) is not None:
         return Part("text", text)
     if notes and block.type in NAMED:
@@ -231,7 +231,7 @@ def _text(here: str, block: ContentBlock) -> str:
 
 
 def _document(here: str, block: ContentBlock, skipped: Skipped) -> str | None:
-    """Return the text of a document or search result, after its title; None if it holds no text."""
+    """Return title and text of a document or search result; None if it is no text."""
     source = block.source
     if block.type == "search_result":
         body = _inner(f"{here}.content", block.content, skipped)

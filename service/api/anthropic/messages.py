@@ -1,10 +1,10 @@
-"""Anthropic's format: POST /v1/messages and /v1/messages/count_tokens as requests of the chat path, and its answers.
+"""Anthropic's API format: converts POST /v1/messages and /v1/messages/count_tokens to chats, and answers back.
 
-    MessagesBody --chat_of--> ChatBody --api.chat_request--> ValidRequest --the path of every chat--> pieces
-    pieces --MessageFormat--> message_start, content_block_start, content_block_delta ... message_stop, or one message
+    MessagesBody --chat_of--> ChatBody --api.chat_request--> ValidRequest --as for every chat--> deltas
+    deltas --MessageFormat--> message_start, content_block_start, content_block_delta ... message_stop, or one message
 
-`message_blocks.py` has the content blocks, `client_tools.py` the tools.  The chat path checks what both formats share.
-A refusal names the field as this format does (`NAMES`).
+`message_blocks.py` converts content blocks, `client_tools.py` tools.  `chat_request` checks the fields that both
+formats share; `NAMES` translates field names in its refusals to this format's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quire.service.config import GatewayConfig
 from quire.service.output.pieces import Piece
 
 PREFIX = "msg_"
-REQUEST_ID_HEADER = "request-id"  # Anthropic's name of x-request-id
+REQUEST_ID_HEADER = "request-id"  # Anthropic's name for x-request-id
 ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -44,7 +44,7 @@ ERRORS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-# Fields of a chat, as refusals of the chat path name them -> fields of this format.
+# Field of a chat (regex) -> field of this format, for refusals.
 NAMES = (
     (r"stop(?=$|\W)", "stop_sequences"),
     (r"tools\[(\d*)\]\.function\.parameters", r"tools[\1].input_schema"),
@@ -59,7 +59,7 @@ UNSERVED = {
     "mcp_servers": "tools of other servers",
     "container": "code execution",
 }
-SPEEDS = ("standard", "fast")  # the same model, at another price
+SPEEDS = ("standard", "fast")  # accepted values of `speed`, without effect
 HINTS = ("task_budget",)  # settings of `output_config` without effect
 
 
@@ -94,7 +94,7 @@ class MessagesBody(CountBody, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    # Quire's own, as in a chat.
+    # Extensions of Quire, as in a chat.
     seed: int | None = None
     priority: int | str | None = None
     timeout: float | None = None
@@ -139,9 +139,10 @@ def _with_thinking(valid: ValidRequest, asked: CountBody) -> ValidRequest:
 
 
 def chat_of(asked: CountBody, turns: list[Turn], skipped: Skipped) -> tuple[ChatBody, ToolRules, list[str]]:
-    """Return the chat that a body asks for, without what only an answer needs; its rules; the source of each message.
+    """Convert a body to a chat without sampling fields; return it, the rules of its tools, and `sources`.
 
-    `turns`: its messages after the edits that it asks for.  Raises Refusal."""
+    `turns`: the body's messages after `context_management`.  `sources`: the body's field for each message of the chat.
+    Raises Refusal."""
     for name, feature in UNSERVED.items():
         if getattr(asked, name) not in (None, [], {}):
             raise unsupported(name, f"{feature} is not served")
@@ -152,7 +153,7 @@ def chat_of(asked: CountBody, turns: list[Turn], skipped: Skipped) -> tuple[Chat
     if asked.speed == "fast":
         skipped.add("speed")
     messages, sources = messages_of(turns, skipped)
-    # An answer continues a last message of the assistant's, as at Anthropic.
+    # If the last message is the assistant's, the answer continues it, as at Anthropic.
     continued = bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
     tools, rules = message_tools(asked.tools, skipped, asked.tool_choice)
     choice, parallel = _tool_choice(asked.tool_choice)
@@ -189,7 +190,7 @@ def _tool_choice(given: dict[str, Any] | None) -> tuple[Any, bool | None]:
 
 
 def _thinking(given: dict[str, Any] | None) -> tuple[bool | None, int | None]:
-    """Return whether the model shall think (None: as its template has it), and its budget (None: unbounded)."""
+    """Return (switch reasoning on or off; None: template's default), (budget in tokens; None: unbounded)."""
     kind = None if given is None else given.get("type")
     if given is None or kind == "adaptive":
         return None, None
@@ -231,14 +232,14 @@ def _output_config(asked: CountBody, skipped: Skipped) -> tuple[str | None, dict
 
 
 def error_body(refusal: Refusal, request_id: str) -> bytes:
-    """Return an error as Anthropic's JSON."""
+    """Return an error in Anthropic's JSON format."""
     message = refusal.message.encode("utf-8", "replace").decode()
     kind = ERRORS.get(refusal.status, "invalid_request_error")
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id})
 
 
 class MessageFormat(BlockFormat):
-    """Writes one answer in Anthropic's shape.  A client that asks again under its idempotency key gets all of it."""
+    """Writes one answer in Anthropic's format.  A retry with the same idempotency key gets the complete answer."""
 
     each_token = False
 
@@ -247,7 +248,7 @@ class MessageFormat(BlockFormat):
         self._begun = False
 
     def _usage(self) -> dict[str, int]:
-        # Anthropic counts cached prompt tokens apart from the others.
+        # In Anthropic's usage, `input_tokens` does not include cached prompt tokens.
         return {
             "input_tokens": self._prompt - self._cached,
             "cache_creation_input_tokens": 0,
@@ -285,7 +286,7 @@ class MessageFormat(BlockFormat):
         return _event({"type": "message_start", "message": message})
 
     def idle(self) -> bytes:
-        """Return the events for a silent stream."""
+        """Return a `ping` event as keep-alive, after `message_start` if that was not sent."""
         return self._start() + _event({"type": "ping"})
 
     def chunk(self, piece: Piece) -> bytes:
@@ -307,7 +308,7 @@ class MessageFormat(BlockFormat):
         return b"".join(events)
 
     def usage_chunk(self) -> bytes:
-        """Return nothing: `message_delta` has the usage."""
+        """Return nothing, since `message_delta` has the usage."""
         return b""
 
     def done(self) -> bytes:
@@ -321,7 +322,7 @@ class MessageFormat(BlockFormat):
     # -- the complete answer
 
     async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
-        """Return the body of an answer that is not streamed.  Other requests run in between."""
+        """Return the body of a non-streaming answer.  Other requests run meanwhile."""
         turns, content = Turns(pacer), list[msgspec.Raw]()
         for piece in pieces:
             self._count(piece)
@@ -333,12 +334,12 @@ class MessageFormat(BlockFormat):
 
 
 def read_input(arguments: str) -> msgspec.Raw:
-    """Return the arguments of a call as an object, as written; {} if they are none, because the model erred or was cut.
+    """Return a call's arguments unchanged if they are a JSON object; {} if not (a model's error, or a cut answer).
 
-    A repeated key stays, and so does a number beyond a float."""
+    Repeated keys and numbers beyond a float's range stay."""
     text = without_escaped_halves(arguments)
     try:
-        found = json.loads(text, parse_int=float)  # an int has at most 4,300 digits
+        found = json.loads(text, parse_int=float)  # as floats: Python refuses to parse an int of over 4,300 digits
     except (ValueError, RecursionError):
         found = None
     return msgspec.Raw(text.encode() if isinstance(found, dict) else b"{}")

@@ -1,10 +1,10 @@
-"""POST /v1/responses/compact: a long conversation becomes its user's messages and a summary that the model writes.
+"""POST /v1/responses/compact: reduces a long conversation to its user messages and a summary written by the model.
 
-    input, instructions --parse--> ValidRequest with a last message that asks for a summary --a chat's path--> pieces
-    pieces --CompactionFormat--> {"object": "response.compaction", "output": [the user's messages, a compaction item]}
+    input, instructions --parse--> ValidRequest with a last message that asks for a summary --as a chat--> deltas
+    deltas --CompactionFormat--> {"object": "response.compaction", "output": [user messages, a compaction item]}
 
-The item's `encrypted_content` holds the summary, encoded and not encrypted.  As an item of a later input it becomes a
-message of the user (`response_items.py`).
+The item's `encrypted_content` contains the summary, encoded but not encrypted.  In a later input, the item becomes a
+user message (`response_items.py`).
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ def parse_compaction(
     earlier: Sequence[Item] = (),
     items: Mapping[str, Item] | None = None,
 ) -> ValidRequest:
-    """Parse the body of POST /v1/responses/compact; the other arguments are those of `responses.parse`.
-
-    Raises Refusal."""
+    """Parse the body of POST /v1/responses/compact.  Parameters as for `responses.parse`.  Raises Refusal."""
     valid = parse(body, config, served_name, timeout_s, served, earlier, items)
     kept = [listed(item) for item in (*earlier, *valid.items) if item.get("role") == "user"]
     messages = [*valid.messages, {"role": "user", "content": ASK}]
@@ -54,10 +52,10 @@ def parse_compaction(
 
 
 class CompactionFormat(ResponseFormat):
-    """Writes the answer to POST /v1/responses/compact; it is sent as one body."""
+    """Writes the non-streaming answer to POST /v1/responses/compact."""
 
     def events_after(self, number: int) -> ValidRequest:
-        """Refuse: a compaction is sent as one body and is not stored."""
+        """Raise Refusal, since a compaction is neither streamed nor stored."""
         raise missing(self.request_id)
 
     def response(self, status: str = "", error: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The output of a response: blocks of an answer become items, as JSON."""
+"""Converts blocks of an answer to output items of `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from quire.service.api.valid_request import ValidRequest
 from quire.service.common.pacing import Pacer, Turns
 
 PREFIX = "resp_"  # prefix of a response's id
-PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_", "custom": "ctc_"}  # prefixes of the ids of output items
+PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_", "custom": "ctc_"}  # kind of block -> prefix of item ids
 
 
 class OutputItems:
-    """Writes the blocks of one answer as items, announced or complete."""
+    """Converts the blocks of one answer to output items."""
 
     def __init__(self, valid: ValidRequest, request_id: str, logprobs: ResponseLogprobs | None) -> None:
-        """`logprobs`: of the text blocks; None: the answer shows none."""
+        """`logprobs`: log probabilities of text blocks; None if the request has none."""
         self._request_id, self._logprobs = request_id, logprobs
         self._names, self._seals = valid.called, valid.seals
-        self.summarised = bool(valid.shown.get("reasoning", {}).get("summary"))  # reasoning is shown as its summary
-        self.finish = ""  # why the answer ended; "": it runs
-        self._encoded: list[msgspec.Raw] = []  # the first items, which `encode_complete` has encoded
+        self.summarised = bool(valid.shown.get("reasoning", {}).get("summary"))  # send reasoning in the field `summary`
+        self.finish = ""  # finish reason of the answer; "" while it runs
+        self._encoded: list[msgspec.Raw] = []  # JSON of the first items, from `encode_complete`
 
     def encoded(self, blocks: list[Block]) -> list[msgspec.Raw]:
-        """Return all items as JSON: those that `encode_complete` has encoded, and the others."""
+        """Return the JSON of all items, reusing the result of `encode_complete`."""
         found = self._encoded
         return found + [self._encode(block) for block in blocks[len(found) :]]
 
     async def encode_complete(self, blocks: list[Block], pacer: Pacer) -> None:
-        """Encode the complete items, of which there may be thousands, while other requests run."""
+        """Encode all complete items, perhaps thousands, while other requests run."""
         turns, found = Turns(pacer), self._encoded
         while len(found) < len(blocks) and blocks[len(found)].complete:
             found.append(self._encode(blocks[len(found)]))
@@ -45,20 +45,20 @@ class OutputItems:
         return msgspec.Raw(msgspec.json.encode(self.item(block)))
 
     def tool(self, block: Block) -> Called:
-        """Return a call's tool as the client names it."""
+        """Return name and kind of a call's tool in the client's format."""
         return self._names.get(block.name) or Called(block.name)
 
     def is_custom(self, block: Block) -> bool:
-        """Return whether a block calls a custom tool, whose input is a text and no JSON."""
+        """Return whether a block is a call of a custom tool, whose input is plain text."""
         return block.kind == "call" and self.tool(block).kind == "custom"
 
     def item_id(self, block: Block) -> str:
-        """Return the id of a block's item: a function of its place, so that a resumed answer has the same."""
+        """Return the id of a block's item.  It depends only on the block's index, so resumed answers have equal ids."""
         prefix = PREFIXES["custom" if self.is_custom(block) else block.kind]
         return f"{prefix}{self._request_id.removeprefix(PREFIX)}{block.index:04x}"
 
     def item(self, block: Block, *, begun: bool = False) -> Item:
-        """Return a block as an item of the output; `begun`: as it is announced, without content."""
+        """Convert a block to an output item.  `begun`: without content, for the event `response.output_item.added`."""
         complete = block.followed or self.finish in ("stop", "tool_calls")
         status = "in_progress" if begun else "completed" if complete else "incomplete"
         item: Item = {"id": self.item_id(block), "status": status}
@@ -81,7 +81,7 @@ class OutputItems:
         return {"type": "function_call", **call, "arguments": "" if begun else block.text}
 
     def part(self, block: Block, *, begun: bool = False) -> dict[str, Any]:
-        """Return the content of a text or of reasoning; `begun`: as it is announced, empty."""
+        """Return the content part of a block of text or reasoning.  `begun`: with empty text, for the `added` event."""
         text = "" if begun else block.text
         if block.kind == "reasoning":
             return {"type": "summary_text" if self.summarised else "reasoning_text", "text": text}
@@ -93,5 +93,5 @@ class OutputItems:
         return [] if self._logprobs is None else self._logprobs.of(block.index)
 
     def place(self, block: Block) -> dict[str, Any]:
-        """Return the fields by which events name a block's item."""
+        """Return the fields with which events identify a block's item."""
         return {"item_id": self.item_id(block), "output_index": block.index}

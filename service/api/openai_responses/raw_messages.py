@@ -1,8 +1,8 @@
-"""`enable_response_messages` of /v1/responses: the prompt and the answer as the model has them, text and token ids.
+"""`enable_response_messages` of /v1/responses: adds token ids and raw text of prompt and answer to the response.
 
-    prompt, pieces --RawMessages--> input_messages, output_messages: {"type": "raw_message_tokens", "message", "tokens"}
+    prompt, deltas --RawMessages--> input_messages, output_messages: {"type": "raw_message_tokens", "message", "tokens"}
 
-The fields are vLLM's.  The text is that of the tokens, markers and special tokens included.
+The fields are the same as in vLLM.  The text includes markers and special tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.service.output.pieces import Piece
 
 
 class RawMessages:
-    """The messages of one response."""
+    """The raw messages of one response."""
 
     def __init__(self, prompt: list[int], vocabulary: list[bytes]) -> None:
         self._prompt, self._answer, self._vocabulary = prompt, list[int](), vocabulary
@@ -23,7 +23,7 @@ class RawMessages:
         self._answer += piece.token_ids
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of the response."""
+        """Return the fields to add to the response."""
         return {"input_messages": [self._message(self._prompt)], "output_messages": [self._message(self._answer)]}
 
     def _message(self, tokens: list[int]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Answers in OpenAI's format of responses.
+"""Answers in the format of OpenAI's Responses API.
 
-    pieces --ResponseFormat--> response.created, response.output_item.added ... response.completed, or one response
+    deltas --ResponseFormat--> response.created, response.output_item.added ... response.completed, or one response
 
-Events are numbered.  A piece of an answer holds one token here, so the events and their numbers depend on the tokens
-alone, and any gateway can send those after a given number.
+Events are numbered.  Each delta has one token here, so the events and their numbers depend on the tokens alone.  So any
+gateway can send the events after a given number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ARGUMENTS, CUSTOM = "response.function_call_arguments", "response.custom_tool_ca
 
 
 class ResponseFormat(BlockFormat):
-    """Writes one answer in the shape of OpenAI's responses.  Its events have numbers; `after` is the client's last."""
+    """Writes one answer in the format of OpenAI's Responses API."""
 
     each_token = True
 
@@ -48,8 +48,8 @@ class ResponseFormat(BlockFormat):
         self._logprobs = ResponseLogprobs(valid, vocabulary) if valid.sampling.logprobs >= 0 else None
         self._items = OutputItems(valid, request_id, self._logprobs)
         self._raw = RawMessages(prompt.token_ids, vocabulary) if valid.raw_messages else None
-        self.after = -1  # events up to this number are not written
-        self.stored = bool(valid.shown.get("store"))  # false once the response could not be stored
+        self.after = -1  # number of the client's last event; events up to it are not written
+        self.stored = bool(valid.shown.get("store"))  # value of `store`; False if storing the response failed
 
     def _count(self, piece: Piece) -> None:
         super()._count(piece)
@@ -63,7 +63,7 @@ class ResponseFormat(BlockFormat):
     # -- the response
 
     def response(self, status: str = "", error: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the response as far as it was written.  `status`: "" as the answer ended."""
+        """Return the response object at its present state.  `status`: its status; "": the final one."""
         if self._logprobs is not None:
             self._logprobs.end()
         cut = self._items.finish == "length"
@@ -84,7 +84,7 @@ class ResponseFormat(BlockFormat):
         }
 
     async def prepare_end(self, pacer: Pacer) -> None:
-        """Encode the items of the output while other requests run."""
+        """Encode the output items while other requests run."""
         if self._logprobs is not None:
             self._logprobs.end()
         await self._items.encode_complete(self._blocks.found, pacer)
@@ -116,7 +116,7 @@ class ResponseFormat(BlockFormat):
         return created + self._event("response.in_progress", response=self.response("in_progress"))
 
     def idle(self) -> bytes:
-        """Return the events for a silent stream: its first ones, if they were not sent."""
+        """Return the first events if they were not sent, else b"" (a comment or blank lines are the keep-alive)."""
         return self._start()
 
     def chunk(self, piece: Piece) -> bytes:
@@ -131,12 +131,12 @@ class ResponseFormat(BlockFormat):
         return b"".join(events)
 
     def _scored(self, block: Block, text: str) -> list[Entry]:
-        """Return the log probabilities of what a block grows by."""
+        """Return the log probabilities of new text of a block."""
         return [] if self._logprobs is None or block.kind != "text" else self._logprobs.grow(block.index, text)
 
     def _grow(self, block: Block, text: str, scores: list[Entry]) -> bytes:
         place = self._items.place(block)
-        if self._items.is_custom(block):  # its input is known when its JSON is complete
+        if self._items.is_custom(block):  # the input is sent once its JSON is complete
             return b""
         if block.kind == "call":
             return self._event(f"{ARGUMENTS}.delta", **place, delta=text)
@@ -183,11 +183,11 @@ class ResponseFormat(BlockFormat):
         ]
 
     def usage_chunk(self) -> bytes:
-        """Return nothing: the last event has the usage."""
+        """Return nothing, since the last event has the usage."""
         return b""
 
     def events_after(self, number: int) -> ValidRequest:
-        """Leave out events up to this number; return the request as a streamed one.  Raises Refusal without events."""
+        """Suppress events up to this number.  Returns the request with `stream` set.  Subclasses may raise Refusal."""
         self.after = number
         return msgspec.structs.replace(self._valid, stream=True)
 
@@ -201,13 +201,13 @@ class ResponseFormat(BlockFormat):
         return self._event("response.failed", response=self.failed(refusal))
 
     def failed(self, refusal: Refusal) -> dict[str, Any]:
-        """Return the response of an answer that failed."""
+        """Return the response object of an answer that failed."""
         return self.response("failed", {"code": "server_error", "message": f"{refusal.code}: {refusal.message}"})
 
     # -- the complete answer
 
     def read(self, pieces: list[Piece]) -> None:
-        """Add pieces without writing events."""
+        """Add deltas without writing events."""
         for piece in pieces:
             self._count(piece)
             for step, block, text in self._blocks.add(piece):
@@ -215,11 +215,11 @@ class ResponseFormat(BlockFormat):
                     self._scored(block, text)
 
     def body(self) -> bytes:
-        """Return the response as it ended."""
+        """Return the JSON of the final response."""
         return msgspec.json.encode(self.response())
 
     async def whole(self, pieces: list[Piece], pacer: Pacer) -> list[bytes]:
-        """Return the body of an answer that is not streamed.  Other requests run in between."""
+        """Return the body of a non-streaming answer.  Other requests run meanwhile."""
         turns = Turns(pacer)
         for piece in pieces:
             self.read([piece])

@@ -1,4 +1,4 @@
-"""Input items of /v1/responses -> messages of a chat.
+"""Converts input items of /v1/responses to messages of a chat.
 
     message, reasoning                      text of a message
     function_call, custom_tool_call,        a call of the assistant's message
@@ -6,10 +6,10 @@
     ..._output                              a message of role `tool`
     mcp_call, code_interpreter_call,        a call and its result, if the result is in the item
       file_search_call
-    compaction, agent_message               a message of the user with the summary, or with what another agent says
-    web_search_call and others of SKIPPED   left out, and named in a header: they hold no text for the model
+    compaction, agent_message               a user message with the summary, or with the other agent's text
+    web_search_call and others of SKIPPED   ignored, and named in `x-unknown-fields`: they have no text for the model
 
-Any other type is a 400.  An image or file in a result becomes a note: a tool's result must not end the conversation.
+Any other type gets 400.  An image or file in a tool's result becomes a note, so that the conversation can continue.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from quire.service.chat_templates import written_numbers
 from quire.service.common.limits import shown
 from quire.service.common.refusal import Refusal, bad_request, unsupported, wrong_type
 
-CALL_PREFIX = "call_"  # prefix of call ids; chat templates get the rest, which some bound to nine characters
+CALL_PREFIX = "call_"  # prefix of call ids, not passed on, since some chat templates accept only nine characters
 Item = dict[str, Any]  # one item of an input or an output, as JSON
 
 ROLES = ("user", "system", "developer", "assistant")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 NOTE = "[{} left out: this model reads text only]"
 SUMMARY = "Summary of the conversation so far:\n\n"
-# Calls that a client runs -> the name of the function in the chat, and the field with its arguments.
+# Type of a call that a client runs -> (name of the function in the chat, field with its arguments).
 CLIENT_CALLS = {
     "local_shell_call": ("local_shell", "action"),
     "shell_call": ("shell", "action"),
@@ -43,7 +43,7 @@ CLIENT_CALLS = {
     "computer_call": ("computer", "action"),
     "tool_search_call": ("tool_search", "arguments"),
 }
-# Calls that a provider has run -> the name of the function, the fields with its arguments, the field with its result.
+# Type of a call that OpenAI has run -> (name of the function, fields with its arguments, field with its result).
 PROVIDER_CALLS = {
     "mcp_call": ("", ("arguments",), "output"),
     "code_interpreter_call": ("code_interpreter", ("code",), "outputs"),
@@ -79,7 +79,7 @@ REFERENCE = "item_reference"
 
 
 def kind_of(item: Item) -> str:
-    """Return the type of an item: one without a type is a message, or with nothing but an id a reference."""
+    """Return the type of an item.  Without `type` it is a message, or a reference if it has only an id."""
     kind = item.get("type")
     if kind is None and isinstance(item.get("id"), str) and "role" not in item and "content" not in item:
         return REFERENCE
@@ -87,7 +87,7 @@ def kind_of(item: Item) -> str:
 
 
 def with_ids(given: str | list[Item]) -> list[Item]:
-    """Return the input as items with ids.  Raises Refusal: an id is a string."""
+    """Return the input as a list of items, with missing ids added.  Raises Refusal for an id that is no string."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     found = []
     for at, item in enumerate(items):
@@ -101,7 +101,7 @@ def with_ids(given: str | list[Item]) -> list[Item]:
 
 
 def listed(item: Item) -> Item:
-    """Return an item of an input as OpenAI's lists of items show it: with content in parts, and a status."""
+    """Return an input item in the form of OpenAI's item lists: content as parts, with a status."""
     found = {**item, "type": kind_of(item), "status": item.get("status") or "completed"}
     if found["type"] == "message":
         content = item.get("content") or []
@@ -119,7 +119,7 @@ def _listed_part(part: dict[str, Any], *, of_model: bool) -> dict[str, Any]:
 
 
 class Referring(msgspec.Struct):
-    """The mark by which a reference to an item differs from an item."""
+    """The fields of an input item that show whether it is a reference to a stored item."""
 
     type: Any = None
     id: Any = None
@@ -128,12 +128,12 @@ class Referring(msgspec.Struct):
 
     @property
     def refers(self) -> bool:
-        """Whether the item is a reference: it says so, or has nothing but an id."""
+        """Whether the item is a reference: by its type, or because it has only an id."""
         return self.type == REFERENCE or (self.type is None and self.role is None and not self.content)
 
 
 def resolved(items: list[Item], stored: Mapping[str, Item]) -> list[Item]:
-    """Return items with stored ones in the place of references to them.  Raises Refusal(404)."""
+    """Return items with references replaced by the stored items.  Raises Refusal(404)."""
     return [_stored_item(item, stored) if item["type"] == REFERENCE else item for item in items]
 
 
@@ -149,7 +149,7 @@ def _stored_item(item: Item, stored: Mapping[str, Item]) -> Item:
 
 
 def tools_in(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return the tools that the input itself brings: those that a search of the client has found."""
+    """Return the tools in the input itself, which a client's tool search has found."""
     found: list[dict[str, Any]] = []
     for item in items:
         if item.get("type") in ("tool_search_output", "additional_tools") and isinstance(item.get("tools"), list):
@@ -158,9 +158,9 @@ def tools_in(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def earlier_items(history: Sequence[tuple[bytes, bytes]]) -> list[Item]:
-    """Return the items that precede an input.  `history`: (input items, response) as JSON of each earlier turn."""
+    """Return the items before an input.  `history`: (input items, response) as JSON, for each earlier turn."""
     found: list[Item] = []
-    for given, answered in history:  # one after the other: decoding holds the interpreter
+    for given, answered in history:  # one at a time, since decoding holds the GIL
         found += msgspec.json.decode(given) + msgspec.json.decode(answered)["output"]
     return found
 
@@ -168,9 +168,9 @@ def earlier_items(history: Sequence[tuple[bytes, bytes]]) -> list[Item]:
 def messages_of(
     items: Sequence[Item], skipped: Skipped, earlier: Sequence[Item] = ()
 ) -> tuple[list[Message], list[str]]:
-    """Return the messages of a chat, and the field from which each comes.  `earlier`: the items before the input.
+    """Return the messages of a chat, and for each the field of the client's body.  `earlier`: items before the input.
 
-    Reasoning, text and calls of the assistant in a row are one message: the first of them is its source."""
+    Consecutive reasoning, text and calls of the assistant form one message, whose field is that of the first item."""
     history = _History(skipped)
     fields = ["previous_response_id"] * len(earlier) + [f"input[{at}]" for at in range(len(items))]
     sources: list[str] = []
@@ -186,12 +186,12 @@ def messages_of(
 
 
 class _History:
-    """Messages so far."""
+    """Converts items to messages one by one."""
 
     def __init__(self, skipped: Skipped) -> None:
         self.found: list[Message] = []
         self._skipped = skipped
-        self._names: dict[str, str] = {}  # names of the functions that were called, by the call's id
+        self._names: dict[str, str] = {}  # id of a call -> name of the function
 
     def add(self, param: str, item: Item) -> None:
         """Add one item.  Raises Refusal."""
@@ -237,18 +237,18 @@ class _History:
             self.found.append(Message(str(role), content))
 
     def _agent_message(self, param: str, item: Item) -> None:
-        """Add what another agent of the client says."""
+        """Add the text of another agent as a user message."""
         content = texts(f"{param}.content", item.get("content"), self._skipped)
         text = content if isinstance(content, str) else "\n".join(part.text or "" for part in content)
         author = item.get("author")
         self.found.append(Message("user", f"Message from {author}:\n\n{text}" if isinstance(author, str) else text))
 
     def _answered(self) -> bool:
-        """Whether the last message has text or calls: reasoning and text after them are of another turn."""
+        """Return whether the last message has text or calls, so that further reasoning or text begins a new turn."""
         return bool(self.found) and bool(self.found[-1].content or self.found[-1].tool_calls)
 
     def _turn(self, *, fresh: bool = False) -> Message:
-        """Return the assistant's message at the end, added if there is none or a `fresh` one is due."""
+        """Return the assistant's message at the end; add a new one if there is none, or if `fresh`."""
         if fresh or not self.found or self.found[-1].role != "assistant":
             self.found.append(Message("assistant", ""))
         return self.found[-1]
@@ -261,12 +261,12 @@ class _History:
         turn.tool_calls = [*(turn.tool_calls or ()), entry]
 
     def _result(self, call: str, content: str | list[Part], name: Any = None) -> None:
-        """Add a result.  `name`: of its function, for one whose call is not in the history."""
+        """Add a tool result.  `name`: name of the function, used if its call is not in the history."""
         name = self._names.get(call, name if isinstance(name, str) else None)
         self.found.append(Message("tool", content, name=name, tool_call_id=call.removeprefix(CALL_PREFIX)))
 
     def _result_text(self, param: str, item: Item) -> str | list[Part]:
-        """Return the text of a tool's result, with a note for what is no text."""
+        """Return the text of a tool result, with a note in place of images and files."""
         output = item.get("output")
         if item.get("type") == "tool_search_output":
             return "Tools: " + ", ".join(_tool_names(item.get("tools")))
@@ -281,7 +281,7 @@ class _History:
         return texts(f"{param}.output", output, self._skipped)
 
     def _provider_call(self, param: str, kind: str, item: Item) -> None:
-        """Add a call that a provider has run, with its result; without one it is skipped."""
+        """Add a call that OpenAI has run, with its result; a call without a result is ignored."""
         name, fields, result = PROVIDER_CALLS[kind]
         output = item.get("error") or item.get(result)
         if output is None:
@@ -295,7 +295,7 @@ class _History:
         self._result(call, output if isinstance(output, str) else _json(output))
 
     def _reasoning(self, param: str, item: Item) -> str:
-        """Return the text of a reasoning item: the reasoning itself, else what this server wrote, else its summary."""
+        """Return the text of a reasoning item: from `content`, else `summary`, else Quire's own `encrypted_content`."""
         for field in ("content", "summary"):
             if item.get(field):
                 parts = item[field]
@@ -309,7 +309,7 @@ class _History:
         return ""
 
     def _compaction(self, param: str, item: Item) -> None:
-        """Add the summary that this server wrote; another server's cannot be read."""
+        """Add the summary in a compaction item; an item of another server cannot be read and is ignored."""
         if (text := opened(item.get("encrypted_content"))) is None:
             self._skipped.add(f"{param}.encrypted_content")
         else:
@@ -320,9 +320,9 @@ class _History:
 
 
 def texts(param: str, given: Any, skipped: Skipped | None = None) -> str | list[Part]:
-    """Return content as a chat message has it.  Raises Refusal for what is no text.
+    """Return content in the form of a chat message.  Raises Refusal for parts that are no text.
 
-    `skipped`: of a tool's result, in which it becomes a note."""
+    `skipped`: if given, the content is a tool's result, in which such parts become a note and are added to it."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
@@ -347,7 +347,7 @@ def texts(param: str, given: Any, skipped: Skipped | None = None) -> str | list[
 
 
 def _text_file(part: Item) -> str | None:
-    """Return the text of a file that is part of the request; None for other files."""
+    """Return the text of a text file that is embedded in the request; None for other files."""
     data, name = part.get("file_data"), part.get("filename")
     head, _, encoded = data.partition(";base64,") if isinstance(data, str) else ("", "", "")
     if not head.startswith(("data:text/", "data:application/json")):
@@ -359,16 +359,16 @@ def _text_file(part: Item) -> str | None:
     return f"{name}:\n{text}" if isinstance(name, str) and name else text
 
 
-SEALED = "quire1."  # before what this server put into `encrypted_content`
+SEALED = "quire1."  # prefix of the values that Quire writes into `encrypted_content`
 
 
 def sealed(text: str) -> str:
-    """Return text for `encrypted_content`: opaque to clients, which only send it back.  It is not encrypted."""
+    """Encode text for `encrypted_content`, which clients only send back.  It is not encrypted."""
     return SEALED + base64.urlsafe_b64encode(text.encode("utf-8", "replace")).decode()
 
 
 def opened(given: Any) -> str | None:
-    """Return the text of an `encrypted_content` of this server; None for another one's."""
+    """Decode an `encrypted_content` that Quire wrote; None for a value from another server."""
     if not isinstance(given, str) or not given.startswith(SEALED):
         return None
     try:
@@ -387,9 +387,9 @@ def _name(param: str, item: Item) -> str:
 
 
 def _call_id(param: str, item: Item) -> str:
-    """Return the id of a call of CLIENT_CALLS, or of a result; "": the result's call is not named.
+    """Return the call id of a call in CLIENT_CALLS or of a result; "" if a result names no call.
 
-    Some calls, and a local shell's output, have it as `id`."""
+    Some calls, and a local shell's output, have the call id in `id`."""
     if item.get("call_id") is not None:
         return _string(param, item, "call_id")
     kind = item.get("type")
@@ -399,7 +399,7 @@ def _call_id(param: str, item: Item) -> str:
 
 
 def _tool_names(tools: Any) -> list[str]:
-    """Return the names of the tools that a search has found, as the chat has them."""
+    """Return the names, in the chat, of the tools that a tool search has found."""
     return [
         joined(tool["name"], namespace)
         for _, namespace, tool in each_tool([tool for tool in tools or () if isinstance(tool, dict)])

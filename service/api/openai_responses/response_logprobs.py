@@ -1,8 +1,8 @@
-"""Log probabilities of `/v1/responses`: each entry belongs to the text block that has the bytes of its token.
+"""Log probabilities of `/v1/responses`: assigns each entry to the text block that contains the bytes of its token.
 
-    pieces --ResponseLogprobs.add--> entries that wait --grow, as a block's text is sent--> that block's entries
+    deltas --ResponseLogprobs.add--> entries that wait --grow, when a block's text is sent--> that block's entries
 
-An entry may be complete later than its text is sent, when the token also holds what is no text.
+An entry may arrive after its text was sent, if the token also contains bytes that are not text of the block.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ResponseLogprobs:
     def __init__(self, valid: ValidRequest, vocabulary: list[bytes]) -> None:
         self._format = LogprobFormat(valid, vocabulary)
         self._waiting: deque[tuple[Entry, int]] = deque()  # entries with the bytes of their text
-        self._due: deque[list[int]] = deque()  # [block, bytes of its text without an entry]
-        self._found: dict[int, list[Entry]] = {}
+        self._due: deque[list[int]] = deque()  # [block, number of bytes of its text that have no entry yet]
+        self._found: dict[int, list[Entry]] = {}  # block -> its entries
 
     def add(self, piece: Piece) -> None:
         """Add the entries of a delta."""
@@ -37,7 +37,7 @@ class ResponseLogprobs:
             self._waiting.append((msgspec.Raw(msgspec.json.encode(entry)), len(entry["bytes"])))
 
     def grow(self, block: int, text: str) -> list[Entry]:
-        """Return the entries that `text`, the next of a text block, completes; those of earlier blocks join theirs."""
+        """Add `text` to a text block.  Returns the entries that are now complete for this block."""
         self._due.append([block, len(text.encode())])
         before = len(self.of(block))
         self._share()
@@ -48,7 +48,7 @@ class ResponseLogprobs:
         return self._found.setdefault(block, [])
 
     def end(self) -> None:
-        """Give the last text block what came after its text."""
+        """Assign the remaining entries to the last text block."""
         self._share()
         while self._waiting and self._found:
             self.of(max(self._found)).append(self._waiting.popleft()[0])

@@ -1,8 +1,8 @@
-"""OpenAI's format of responses: POST /v1/responses as a request of the chat path.  `response_format.py` writes answers.
+"""OpenAI's Responses API: converts POST /v1/responses to a chat.  `response_format.py` writes the answers.
 
-    ResponsesBody, stored history --chat_of--> ChatBody --api.chat_request--> ValidRequest --a chat's path--> pieces
+    ResponsesBody, stored history --chat_of--> ChatBody --api.chat_request--> ValidRequest --as for every chat--> deltas
 
-The chat path checks what both formats share.  A refusal names the field as this format does (`NAMES`).
+`chat_request` checks the fields that both formats share; `NAMES` translates field names in its refusals.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from quire.service.config import GatewayConfig
 
 Turn = tuple[bytes, bytes]  # a stored response: its input items and the response, as JSON
 
-# Fields of a chat, as refusals of the chat path name them -> fields of this format.
+# Field of a chat (regex) -> field of this format, for refusals.
 NAMES = (
     (r"messages\b.*", "input"),
     (r"max_tokens", "max_output_tokens"),
@@ -52,9 +52,8 @@ UNSERVED = {
     "conversation": "a stored conversation",
     "moderation": "moderation",
 }
-TRUNCATIONS = ("disabled", "auto")  # the latter changes nothing while the prompt fits; one that does not is refused
-# Values of `include`: the reasoning in a form that a client may send back, log probabilities, and parts of items that
-# never occur here.
+TRUNCATIONS = ("disabled", "auto")  # "auto" truncates nothing: a prompt that does not fit is refused
+# Accepted values of `include`: encoded reasoning, log probabilities, and fields of items that Quire never produces.
 SEALED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (
@@ -98,14 +97,14 @@ class ResponsesBody(SamplingFields, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
-    max_tool_calls: int | None = None  # harmless: this server runs no tools
+    max_tool_calls: int | None = None  # no effect, since this server runs no tools
     context_management: list[dict[str, Any]] | None = None
     # Refused: see UNSERVED.
     prompt: Any = None
     conversation: Any = None
     moderation: Any = None
-    chat_template_kwargs: Any = None  # Quire's own, as in a chat
-    enable_response_messages: bool | None = None  # vLLM's: see raw_messages.py
+    chat_template_kwargs: Any = None  # extension of Quire, as in a chat
+    enable_response_messages: bool | None = None  # extension of vLLM: see raw_messages.py
 
 
 class _Wanted(msgspec.Struct):
@@ -114,14 +113,14 @@ class _Wanted(msgspec.Struct):
 
 
 class Wanted(NamedTuple):
-    """What a request takes from stored responses."""
+    """The references of a request to stored responses."""
 
-    previous: str | None  # the response that it continues
-    items: list[str]  # ids of output items
+    previous: str | None  # `previous_response_id`
+    items: list[str]  # ids of output items in `item_reference` items
 
 
 def wanted_of(body: bytes, config: GatewayConfig) -> Wanted:
-    """Return what a body takes from stored responses.  Raises Refusal."""
+    """Return the references of a body to stored responses.  Raises Refusal."""
     found: _Wanted = decode(body, _Wanted, config)
     items = [] if isinstance(found.input, str) else found.input
     return Wanted(found.previous_response_id, [item.id for item in items if isinstance(item.id, str) and item.refers])
@@ -138,7 +137,7 @@ def parse(
 ) -> ValidRequest:
     """Parse the body of POST /v1/responses.  Raises Refusal.
 
-    `earlier`: the items that it continues.  `items`: stored items that it may refer to, by their ids."""
+    `earlier`: items of the responses that it continues.  `items`: id -> stored item, for its references."""
     asked, unknown = decode_all(body, ResponsesBody, "responses", config)
     given = resolved(with_ids(asked.input), items or {})
     stored, skipped = _stored(asked, config), Skipped(config)
@@ -162,7 +161,7 @@ def parse(
 
 
 def _stored(asked: ResponsesBody, config: GatewayConfig) -> bool:
-    """Return whether the response will be stored.  Raises Refusal for what needs a store that there is not."""
+    """Return whether the response will be stored.  Raises Refusal for fields that need the disabled store."""
     stored = config.responses_ttl_s > 0 and asked.store is not False
     needed = "store" if asked.store else "background" if asked.background else ""
     if needed and not config.responses_ttl_s:
@@ -177,9 +176,9 @@ def _stored(asked: ResponsesBody, config: GatewayConfig) -> bool:
 def chat_of(
     asked: ResponsesBody, items: Sequence[Item], earlier: Sequence[Item], config: GatewayConfig, skipped: Skipped
 ) -> tuple[ChatBody, ToolRules, list[str]]:
-    """Return the chat that a body asks for, its rules, and the source of each message.
+    """Convert a body to a chat; return it, the rules of its tools, and the body's field for each message.
 
-    `items`: its input.  `earlier`: the items before it.  Raises Refusal."""
+    `items`: the body's input.  `earlier`: items before it.  Raises Refusal."""
     _refuse_unserved(asked)
     _check_metadata(asked.metadata or {}, config)
     effort = (asked.reasoning or {}).get("effort")
@@ -189,7 +188,7 @@ def chat_of(
         allowed, value = ", ".join(SUMMARIES), str(shown(str(summary)))
         message = f"reasoning.summary: must be one of {allowed}, got '{value}'"
         raise bad_request("invalid_value", message, "reasoning.summary", allowed, value)
-    if asked.max_output_tokens is not None and asked.max_output_tokens < 1:  # a chat's -1 means what fits
+    if asked.max_output_tokens is not None and asked.max_output_tokens < 1:  # a chat would accept -1
         limit, given = ">= 1", asked.max_output_tokens
         message = f"max_output_tokens: must be {limit}, got {given}"
         raise bad_request("invalid_value", message, "max_output_tokens", limit, given)
@@ -237,7 +236,7 @@ def _refuse_unserved(asked: ResponsesBody) -> None:
 
 
 def _compactions(given: list[dict[str, Any]]) -> list[PromptBound]:
-    """Return the prompts that `context_management` would compact.  Raises Refusal for other entries."""
+    """Return the prompt lengths at which `context_management` demands a compaction.  Raises Refusal for other edits."""
     bounds = []
     for at, entry in enumerate(given):
         here, threshold = f"context_management[{at}]", entry.get("compact_threshold")
@@ -297,7 +296,7 @@ def _shown(asked: ResponsesBody, valid: ValidRequest) -> dict[str, Any]:
 
 
 def missing(response_id: str, param: str | None = None) -> Refusal:
-    """Return the refusal of a response that is not stored.  `param`: the field that names it."""
+    """Return the 404 for a response that is not stored.  `param`: the field with its id."""
     prefix = f"{param}: " if param else ""
     message = f"{prefix}Response with id '{shown(response_id)}' not found."
     return Refusal(404, "response_not_found", message, param=param, given=response_id)

@@ -1,8 +1,8 @@
-"""Items of an input whose calls hold objects: the model reads their numbers as the client wrote them.
+"""Input items whose arguments are objects: keeps the spelling of their numbers for the model.
 
     {"type": "shell_call", "action": {"timeout": 1.50}} --as_written--> {..., "action": {"timeout": Written("1.50")}}
 
-Items are stored and listed as Python has them, where 1.50 is 1.5.
+Only the prompt gets the original spelling; stored and listed items have Python's, in which 1.50 becomes 1.5.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Texts(msgspec.Struct):
 
 
 def as_written(body: bytes, items: Sequence[dict[str, Any]], kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the items of a body, which has been decoded before, those of `kinds` with numbers as they were written."""
+    """Return the decoded `items` of a body, with the original spelling of numbers in items of these `kinds`."""
     wanted = [at for at, item in enumerate(items) if item.get("type") in kinds]
     found = list(items)
     if not wanted:
