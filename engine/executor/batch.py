@@ -252,9 +252,8 @@ class Batch:
         self.decoding_slots: tuple[int, ...] = ()  # _order as a tuple, shared by all steps until it changes
         self._host_slots[:] = -1
         self._changed = True
-        self._adapter_rows: ops.AdapterRows | ops.DeviceAdapters | None = (
-            None  # rows of the staged step that have adapters
-        )
+        # Rows of the staged step that have adapters.
+        self._adapter_rows: ops.AdapterRows | ops.DeviceAdapters | None = None
         if self._adapters is not None:
             self._adapters.reset()
 

@@ -36,9 +36,8 @@ ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048)
 CALLS, REPLAYS = 40, 15
 LIMIT_S = 120
 MOST_ROWS_OF_TORCH = 512  # 4 MiB: torch's kernels are for small tensors
-MOST_ROWS_OF_ONE_SHOT = (
-    128  # 1 MiB: up to here "then norm" is torch's one-shot sum and a norm, beyond it NCCL and a norm
-)
+# 1 MiB: up to here "then norm" is torch's one-shot sum and a norm, beyond it NCCL and a norm.
+MOST_ROWS_OF_ONE_SHOT = 128
 
 
 def rows() -> Iterator[dict[str, Any]]:

@@ -100,9 +100,8 @@ class CallRules(msgspec.Struct, frozen=True):
     plain: str  # `grammar` with special tokens written as text, for checks without the model's vocabulary
     values: list[Parameters]
     strings: list[StringRule] = []
-    answer: Constraint | None = (
-        None  # JSON schema of an answer without calls; None: it must have calls or may be any text
-    )
+    # JSON schema of an answer without calls; None: it must have calls or may be any text.
+    answer: Constraint | None = None
 
 
 class Compiled(msgspec.Struct, frozen=True):

@@ -44,9 +44,8 @@ from quire.engine.executor.ranks.ranks import Ranks
 
 OPTION = "--tensor-parallel"
 WHOLE = {"replicate", "replicated_with_grad_allreduce"}
-DIVIDED_EMBEDDING = (
-    "embedding_rowwise"  # some versions of transformers divide embeddings; here every rank has all of them
-)
+# Some versions of transformers divide embeddings; here every rank has all of them.
+DIVIDED_EMBEDDING = "embedding_rowwise"
 # Experts may be stored one by one: stored weight of one expert -> parameter of all experts, which transformers joins.
 STORED_EXPERT = re.compile(r"(?P<layer>.*\blayers\.\d+\.).*\bexperts\.\d+\.(?P<part>\w+)\.weight")
 EXPERT_PARTS = {
