@@ -1,8 +1,7 @@
-"""CUDA graphs of steps that have rows with LoRA adapters: the second family; `step_graphs.py` has
-the first.
+"""CUDA graphs of steps that have rows with LoRA adapters; `step_graphs.py` has the graphs of steps without adapters.
 
-Steps without such rows replay the graphs of a server without LoRA.  A size of this family is captured the second time
-it is needed, so a server without requests for adapters has no such graph.
+Steps without such rows replay the graphs of a server without LoRA.  A size with adapters is captured when it runs for
+the second time, so a server without requests for adapters has no such graph.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class AdapterGraphs:
     """Graphs of the model for decode steps and for small steps with slices, in which some rows have adapters."""
 
     def __init__(self, launches: StepLaunches, batch: Batch, logits: Tensor, where: Where) -> None:
-        """`logits`, `where`: as of the other family, which no step uses at the same time."""
+        """`logits`, `where`: shared with the graphs of steps without adapters; no step uses both."""
         self._batch, self._device = batch, logits.device
         self._idle: dict[Shape, Mixed] = {}
         self._uses = SecondUse()
@@ -44,7 +43,7 @@ class AdapterGraphs:
         self._decode, self._mixed = Graphs(decode, where), Graphs(mixed, where)
 
     def decode(self, number: int, size: int) -> bool:
-        """Replay the model's graph of decode step `number` with `size` rows.  False: it has none yet."""
+        """Replay the model's graph of decode step `number` with `size` rows.  Returns False if there is none yet."""
         if size not in self._decode and not self._recorded(
             number, size, partial(self._decode.capture, size, run=False)
         ):
@@ -53,7 +52,7 @@ class AdapterGraphs:
         return True
 
     def mixed(self, number: int, mixed: Mixed) -> bool:
-        """Replay the model's graph of step `number`, which has slices.  False: it has none."""
+        """Replay the model's graph of step `number`, which has slices.  Returns False if there is none."""
         shape = mixed.shape
         if shape not in self._mixed:
             if shape not in self._batch.shapes:
@@ -65,7 +64,8 @@ class AdapterGraphs:
         return True
 
     def _recorded(self, number: int, key: object, capture: Callable[[], None]) -> bool:
-        """Capture a graph if its launches run for the second time.  False: it was not, and the step is launched."""
+        """Capture a graph if its launches run for the second time.  Returns False if not; the step is then launched
+        eagerly."""
         if self._failed or not self._uses.due(number, key):
             return False
         try:

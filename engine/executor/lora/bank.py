@@ -1,11 +1,11 @@
-"""Adapter slots of a worker, and which rows of a step have which adapter.
+"""Adapter slots of a worker, and the adapter of each row of a step.
 
     StepPlan.adapters ──────> adapter slot -> adapter
     Start.adapter, forks ───> batch slot -> adapter slot
     tokens of the step ─ rows ─> AdapterRows: rows sorted by adapter; None: the step has none
 
 On a CPU a slot names an adapter in host memory, so a load copies nothing.  On a GPU a load copies the adapter to the
-memory of its slot, and the rows lie in buffers there (`device_slots.py`).
+memory of its slot, and the rows are listed in buffers there (`device_slots.py`).
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ log = logging.getLogger(__name__)
 
 
 class AdapterBank:
-    """What one worker knows of adapters."""
+    """A worker's adapter slots, and the adapter slot of each batch slot."""
 
     def __init__(self, store: AdapterStore, max_seqs: int, device_slots: DeviceSlots | None = None) -> None:
-        """`device_slots`: of a GPU; None: a CPU."""
+        """`device_slots`: slots in a GPU's memory; None: on a CPU."""
         self.store, self.device_slots = store, device_slots
         self._loaded: dict[int, str] = {}  # adapter slot -> adapter id
         self._of_slot = np.full(max_seqs, -1, dtype=np.int32)  # batch slot -> adapter slot
         self._adapted = 0  # batch slots with an adapter
-        self._decoding: tuple[int, ...] | None = None  # the slots that `_decoding_rows` is of
+        self._decoding: tuple[int, ...] | None = None  # decoding slots for which `_decoding_rows` was computed
         self._decoding_rows: AdapterRows | DeviceAdapters | None = None
 
     @classmethod
     def of(
         cls, config: EngineConfig, sites: Sites, dtype: torch.dtype, device: torch.device, *, max_seqs: int, rows: int
     ) -> AdapterBank:
-        """Return the bank of a worker.  rows: maximum of a step.  The kernels must be loaded."""
+        """Return the bank of a worker.  rows: maximum rows of a step.  The kernels must be loaded."""
         memory = int(config.lora_memory_gib * GIB)
         if device.type == "cpu":
             return cls(AdapterStore(packer_for(sites.sites, dtype).pack, memory, config.model), max_seqs)
@@ -61,11 +61,11 @@ class AdapterBank:
 
     @property
     def device_rows(self) -> DeviceAdapters | None:
-        """Return the buffers on the GPU, whatever step they describe; None: this is a CPU."""
+        """Return the buffers on the GPU, whichever step they describe; None on a CPU."""
         return None if self.device_slots is None else self.device_slots.rows
 
     def take(self, plan: StepPlan) -> None:
-        """Take a plan's loads, starts and forks in.  Raises KeyError for an adapter that is not in host memory."""
+        """Apply a plan's loads, starts and forks.  Raises KeyError for an adapter that is not in host memory."""
         for slot in plan.freed_slots:
             self._put(slot, -1)
         for slot, adapter in plan.adapters:
@@ -80,7 +80,7 @@ class AdapterBank:
             self._put(fork.slot, int(self._of_slot[fork.parent]))
 
     def _put(self, slot: int, adapter: int) -> None:
-        """Let a batch slot have an adapter slot; -1: the base model."""
+        """Assign an adapter slot to a batch slot; -1: the base model."""
         before = int(self._of_slot[slot])
         if before != adapter:
             self._adapted += (adapter >= 0) - (before >= 0)
@@ -102,10 +102,10 @@ class AdapterBank:
         padded: tuple[int, int] | None = None,
     ) -> AdapterRows | DeviceAdapters | None:
         """Return the rows of a step in which `decoding` compute one token each, followed by the plan's slices; None: no
-        row has an adapter.  On a GPU `staging` takes what `apply` copies.
+        row has an adapter.  On a GPU `staging` holds the values that `apply` copies.
 
-        all_decoding: the same tuple in each step of the same slots without slices, whose rows are found once.
-        padded: rows before the slices, and all rows, where the step's tensors are larger than its content."""
+        all_decoding: the identical tuple in each step with the same slots and no slices, so its rows are computed once.
+        padded: number of rows before the slices, and of all rows, if the step is padded."""
         if not self._adapted:
             return None
         if plan.slices:
@@ -124,7 +124,7 @@ class AdapterBank:
         return self._decoding_rows
 
     def apply(self) -> None:
-        """On a GPU, bring the rows there up to date."""
+        """On a GPU, update the buffers there."""
         if self.device_slots is not None:
             self.device_slots.apply()
 

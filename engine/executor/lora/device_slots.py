@@ -1,10 +1,10 @@
-"""Adapter slots in a GPU's memory, and the buffers in which kernels find the rows that have an adapter.
+"""Adapter slots in a GPU's memory, and the buffers that list a step's rows by adapter.
 
     host memory (pinned) ──side stream──> weights, table of a slot     between steps: earlier steps end first, later
                                                                        ones wait for the copy
     rows of the step ─ sorted by slot, in tiles of up to 32 ─ staging ─> order, tiles, slot_of_row
 
-All lie at fixed addresses, so CUDA graphs read them.
+All are at fixed addresses, so CUDA graphs can read them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from quire.engine.executor.lora.packing import PackedAdapter
 from quire.engine.executor.lora.sites import Site
 from quire.engine.executor.staging import Array, Staging
 
-MAX_RANK = 16  # highest rank of an adapter; a slot has memory for it: 0.08 GiB with all layers of an 8B model
+MAX_RANK = 16  # maximum rank of an adapter; a slot has memory for it: 0.08 GiB with all layers of an 8B model
 
 
 class DeviceSlots:
-    """Owner of the adapter slots of one GPU.  Tests have them on a CPU, where copies end at once."""
+    """Owner of the adapter slots of one GPU.  Tests create it on a CPU, where copies are complete at once."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class DeviceSlots:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`max_rows`: of a step."""
+        """`max_rows`: maximum rows of a step."""
         columns = [[part.outputs for part in site.parts] for site in sites]
         layout = GpuBlocks(max_rank)
         elements = sum(layout.elements(site.inputs, sizes) for site, sizes in zip(sites, columns, strict=True))
@@ -71,7 +71,7 @@ class DeviceSlots:
             self._copy(slot, packed)
             return
         while self._copying and self._copying[0][0].query():
-            self._copying.popleft()  # its host memory may go
+            self._copying.popleft()  # its host memory may be freed
         computing = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(computing)
         with torch.cuda.stream(self._stream):
@@ -91,7 +91,7 @@ class DeviceSlots:
         self._staged = (staging.stage_array(order), staging.stage_array(tiles), staging.stage_array(slot_of_row))
 
     def apply(self) -> None:
-        """Bring the buffers up to date with what `stage` staged last, if it has not been applied."""
+        """Copy what `stage` staged last to the buffers, if that is not done yet."""
         if self._staged is None:
             return
         for buffer, staged in zip((self.rows.order, self.rows.tiles, self.rows.slot_of_row), self._staged, strict=True):

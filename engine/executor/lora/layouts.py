@@ -15,20 +15,20 @@ MOST_RANKS = 128  # maximum rank, as in `engine/adapters`
 
 
 class Layout(Protocol):
-    """How A [ranks, in] of a site's layers, joined, and B [out, ranks] of one layer are stored."""
+    """Storage of A [ranks, in] of all layers of a site, joined, and of B [out, ranks] of one layer."""
 
     @property
     def most_ranks(self) -> int:
         """Return the maximum rank of a layer."""
 
     def with_ranks(self, matrix: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return A of one layer with as many ranks as are stored."""
+        """Return A of one layer, padded to the number of stored ranks."""
 
     def shrink(self, matrix: Numbers) -> Numbers:
-        """Return A as it is stored, flat."""
+        """Return A in its stored form, flat."""
 
     def expand(self, matrix: Numbers) -> Numbers:
-        """Return B as it is stored, flat."""
+        """Return B in its stored form, flat."""
 
 
 @dataclass(frozen=True)

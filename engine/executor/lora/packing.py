@@ -1,4 +1,4 @@
-"""An adapter's matrices in the form that the kernels take: checked against the base, packed into one tensor.
+"""Packs an adapter's matrices into one tensor in the kernels' layout, after checks against the base model.
 
 Only numpy computes here: torch would start a second team of threads.
 """
@@ -32,11 +32,11 @@ class PackedAdapter:
 
     weights: torch.Tensor  # [elements], dtype of the model
     table: torch.Tensor  # [sites, LORA_FIELDS] int64
-    rank: int  # maximum
+    rank: int  # maximum rank of its layers
 
     @property
     def bytes(self) -> int:
-        """Return the host memory that it takes."""
+        """Return the bytes of host memory."""
         return self.weights.nbytes + self.table.nbytes
 
 
@@ -49,7 +49,7 @@ class Packer:
     layout: Layout
 
     def pack(self, file: AdapterFile) -> PackedAdapter:
-        """Raises AdapterError where the adapter does not fit the model."""
+        """Return the packed adapter.  Raises AdapterError if it does not fit the model."""
         scales = scales_of(file, [part.path for site in self.sites for part in site.parts])
         table = np.zeros((len(self.sites), ops.LORA_FIELDS), dtype=np.int64)
         pieces: list[Numbers] = []
@@ -74,7 +74,7 @@ class Packer:
                     allowed = f"slots hold ranks up to {self.layout.most_ranks}"
                     raise AdapterError(f"{file.where}: {part.path} has rank {pair.a.rows}, {allowed}")
                 shrinks.append(self.layout.with_ranks(values(pair.a)))
-                with np.errstate(over="ignore", invalid="ignore"):  # `put` refuses what is not finite
+                with np.errstate(over="ignore", invalid="ignore"):  # `put` refuses values that are not finite
                     expand = values(pair.b) * np.float32(scales[part.path])
                 offset = put(expand, f"{part.path}.lora_B", self.layout.expand)
                 table[number, 2 + 4 * at : 6 + 4 * at] = offset, len(shrinks[-1]), part.first, part.outputs
@@ -94,7 +94,8 @@ class Packer:
         return stored[self.dtype]
 
     def _rounded(self, matrix: Array, name: str) -> Numbers:
-        """Return a matrix in the model's dtype; bfloat16 as its bits.  Raises AdapterError for what is not finite."""
+        """Return a matrix in the model's dtype; bfloat16 as its bits.  Raises AdapterError for values that are not
+        finite."""
         if not np.isfinite(matrix).all():
             raise AdapterError(f"{name}: holds NaN or infinity")
         if self.dtype == torch.float32:
@@ -117,7 +118,7 @@ def packer_for(sites: Sequence[Site], dtype: torch.dtype) -> Packer:
 
 
 def gpu_pack(sites: Sequence[Site], dtype: torch.dtype, max_rank: int) -> Callable[[AdapterFile], PackedAdapter]:
-    """Return what packs adapters for a GPU, up to `max_rank`, into pinned memory."""
+    """Return a function that packs adapters for a GPU, up to `max_rank`, into pinned memory."""
     packer = Packer(sites, dtype, GpuBlocks(max_rank))
 
     def pack(file: AdapterFile) -> PackedAdapter:
@@ -139,7 +140,7 @@ def values(matrix: Matrix) -> Array:
 
 
 def check_shapes(where: str, pair: Pair, site: Site, part: Part) -> None:
-    """Raise AdapterError unless a pair has the sizes of its layer."""
+    """Raise AdapterError unless the matrices A and B of a layer have the layer's sizes."""
     for name, size, wanted in (("inputs", pair.a.columns, site.inputs), ("outputs", pair.b.rows, part.outputs)):
         if size != wanted:
             raise AdapterError(
@@ -150,8 +151,8 @@ def check_shapes(where: str, pair: Pair, site: Site, part: Part) -> None:
 def scales_of(file: AdapterFile, layers: Sequence[str]) -> dict[str, float]:
     """Return the factor of B A for each adapted layer.
 
-    layers: paths of the base's linear layers.  Raises AdapterError unless the weights are those that the config
-    describes."""
+    layers: paths of the base model's linear layers.  Raises AdapterError unless the weights are for the layers that the
+    config targets."""
     config, where, paths = file.config, file.where, list(file.pairs)
     if unknown := sorted(set(paths) - set(layers)):
         what = "experts take no adapter" if ".experts." in unknown[0] else "the base model has no such linear layer"
@@ -174,7 +175,7 @@ def scales_of(file: AdapterFile, layers: Sequence[str]) -> dict[str, float]:
 
 
 def targets_of(config: AdapterConfig, layers: Sequence[str], where: str) -> set[str]:
-    """Return the base's linear layers that a config targets, as PEFT finds them.  Raises AdapterError."""
+    """Return the base model's linear layers that a config targets, by PEFT's rules.  Raises AdapterError."""
     targets = config.target_modules
     if not targets:
         raise AdapterError(f"{where}: target_modules is empty; adapters name the layers that they change")

@@ -1,6 +1,6 @@
-"""Page-locked host memory: a GPU's copy engine reads it while the host computes.
+"""Page-locked host memory, which a GPU's copy engine reads while the host computes.
 
-Torch's own pinned memory is rounded up to a power of two, which would cost an adapter up to twice its size.
+Torch rounds its own pinned memory up to a power of two, which would cost an adapter up to twice its size.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ ALIGN = 16  # bytes
 
 
 def pinned(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return copies of the tensors in one piece of page-locked memory, which lives as long as one of them.
+    """Return copies of the tensors in one block of page-locked memory, which lives as long as one of them.
 
-    If the system locks no more pages it is ordinary memory: a copy then blocks the thread that starts it."""
+    If the system locks no more pages, the memory is ordinary: a copy then blocks the thread that starts it."""
     ends = np.cumsum([-(-tensor.nbytes // ALIGN) * ALIGN for tensor in tensors])
     memory = np.frombuffer(mmap.mmap(-1, max(1, int(ends[-1]))), dtype=np.uint8)
     for tensor, end in zip(tensors, ends.tolist(), strict=True):

@@ -6,8 +6,8 @@
     o_proj                    ─────> o_proj                 ──> 1
     gate_proj, up_proj        ─────> gate_up_proj           ──> 2 ...
 
-`Linears` registers a site for each GEMM that it makes; what it leaves as it is gets a hook.  Each site reads
-`Sites.rows`, which is None in a step without adapters: such a step runs as without LoRA.
+`Linears` registers a site for each GEMM that it makes; linear layers that it leaves unchanged get a hook.  Each site
+reads `Sites.rows`, which is None in a step without adapters: such a step runs as without LoRA.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SERVED = (nn.Linear, QuantisedLinear, Conv1D)
 class Part:
     """One linear layer of the base model."""
 
-    path: str  # its module, as transformers names it
-    first: int  # its first column of the GEMM's output
+    path: str  # path of its module, by transformers' names
+    first: int  # its first column in the GEMM's output
     outputs: int
 
 
@@ -51,14 +51,14 @@ class Sites:
     sites: list[Site] = field(default_factory=list)
     # Rows of the running step; None: none has an adapter.
     rows: ops.AdapterRows | ops.DeviceAdapters | None = None
-    aligned: int = 1  # divisor of inputs and outputs that the kernels need; other layers take no adapters
+    aligned: int = 1  # divisor of inputs and outputs that the kernels need; other layers support no adapters
     _paths: dict[int, tuple[str, int]] = field(default_factory=dict)  # id of a module -> its path and input size
     _unproved: set[int] = field(default_factory=set)  # sites of layers that the model's own code calls
-    _calls: dict[int, list[int]] | None = None  # rows of each call of a site, while they are watched
+    _calls: dict[int, list[int]] | None = None  # while layers are watched: rows of each call of a site
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Sites:
-        """Return the sites of a model whose layers are transformers' own still; the head has none."""
+        """Return the sites of a model whose layers are still transformers' own; the head has none."""
         head = model.get_output_embeddings()
         found = cls(aligned=1 if model.device.type == "cpu" else ops.LORA_ALIGNED)
         for path, module in model.named_modules():
@@ -85,7 +85,7 @@ class Sites:
         return len(self.sites) - 1
 
     def add_called(self, linear: nn.Module) -> int:
-        """Register a layer that the model's own code calls; `proving` finds out whether it does so as adapters need."""
+        """Register a layer that the model's own code calls; `proving` tests whether it does so as adapters need."""
         if (site := self.add([linear])) >= 0:
             self._unproved.add(site)
         return site
@@ -102,7 +102,7 @@ class Sites:
         self._calls = None
 
     def hook(self, module: nn.Module, site: int) -> None:
-        """Let a module that stays as it is add what the adapters of its site make of its input."""
+        """Let an unchanged module add the output of its site's adapters to its own output."""
 
         def add(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
             self.apply(site, inputs[0], output)
@@ -110,7 +110,7 @@ class Sites:
         module.register_forward_hook(add)
 
     def apply(self, site: int, x: Tensor, y: Tensor) -> None:
-        """Add to y [..., out] what the step's adapters make of x [..., in], in place."""
+        """Add to y [..., out] the output of the step's adapters for x [..., in], in place."""
         if isinstance(self.rows, ops.DeviceAdapters):
             if not self.sites[site].parts:
                 return

@@ -1,11 +1,11 @@
-"""Adapters in host memory: those that requests hold, those that are kept for later ones, and the loading of others.
+"""Adapters in host memory: those that requests hold, those kept for later requests, and the loading of others.
 
     hold ─> waits ──the loader's thread reads and packs──> loaded ──last release──> kept ── over `most_bytes` ─> evicted
               └─ last release: dropped                       ^──────── hold ─────────'
 
-A held adapter is never evicted, so a step finds it at once.  While held adapters fill the memory, loads wait.  Nothing
-but the loader's thread touches a file, so a slow disk stops no step.  An id names the bytes of its files, so files that
-cannot be served are read once.  If they are missing, the next request looks again.
+A held adapter is never evicted, so a step finds it at once.  While held adapters fill the memory, loads wait.  Only the
+loader's thread reads files, so a slow disk stops no step.  An id names the bytes of its files, so files that cannot be
+served are read once.  If files are missing, the next request looks again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Adapter:
     holders: set[str] = field(default_factory=set)
     packed: PackedAdapter | None = None
     fault: str = ""
-    missing: bool = False  # the fault: its files are not on this machine
+    missing: bool = False  # why `fault` is set: the files are not on this machine
 
     @property
     def id(self) -> str:
@@ -63,8 +63,8 @@ class AdapterStore:
     """Owner of all adapters in host memory.  Thread-safe; `engine/adapter_gate.py` holds and releases."""
 
     def __init__(self, pack: Callable[[AdapterFile], PackedAdapter], most_bytes: int, base: str = "") -> None:
-        """`pack` raises AdapterError.  `most_bytes`: of held and kept ones together.  `base`: hub name or path of the
-        base model; "": not compared."""
+        """`pack` raises AdapterError.  `most_bytes`: limit of held and kept adapters together.  `base`: hub name or
+        path of the base model; "": not compared."""
         self._pack, self._most_bytes, self._base = pack, most_bytes, base
         self._lock = threading.Condition()
         self._adapters: dict[str, Adapter] = {}  # adapters by key
@@ -76,8 +76,8 @@ class AdapterStore:
         self._finished: deque[str] = deque()
         self._bytes = 0  # bytes of all loaded adapters
         self._loads = self._faults = self._evicted = 0
-        self.load_s = 0.0  # seconds until one more is loaded: mean of the loads so far, times those that wait
-        self.unloaded = 0  # adapters that wait for their load, the one that is loaded now included
+        self.load_s = 0.0  # predicted seconds to load one more: mean of the loads so far, times those that wait
+        self.unloaded = 0  # adapters that wait for their load, including the one being loaded
         self._gained: dict[str, None] = {}  # ids, since the last `changes`
         self._lost: dict[str, None] = {}
         self._load_s = 0.0
@@ -87,7 +87,7 @@ class AdapterStore:
     # ------------------------------------------------------------------------------------------ for the adapter gate
 
     def hold(self, request_id: str, text: str, tenant: str = "", weight: float = 1.0) -> bool:
-        """Let a request hold an adapter (`source`) until its `release`.  Returns whether it is loaded, or at fault."""
+        """Let a request hold an adapter (`source`) until its `release`.  Returns whether it is loaded, or faulty."""
         with self._lock:
             adapter = self._adapters.get(text)
             if adapter is None:
@@ -116,14 +116,14 @@ class AdapterStore:
                 self._lock.notify_all()
 
     def finished(self) -> list[str]:
-        """Return the sources that were loaded, or found to be at fault, since the last call."""
+        """Return the sources that were loaded, or found to be faulty, since the last call."""
         with self._lock:
             found = list(self._finished)
             self._finished.clear()
             return found
 
     def changes(self) -> tuple[list[str], list[str]]:
-        """Return the ids of adapters that were loaded since the last call, and of those that left."""
+        """Return the ids of adapters that were loaded since the last call, and of adapters that were evicted."""
         if not self._gained and not self._lost:
             return [], []
         with self._lock:
@@ -136,7 +136,7 @@ class AdapterStore:
         self.load_s = self._load_s / self._loads * (1 + self.unloaded) if self._loads else 0.0
 
     def _note(self, adapter: str) -> None:
-        """Note whether an adapter is there now."""
+        """Note for `changes` whether an adapter is in memory now."""
         into, out_of = (self._gained, self._lost) if adapter in self._loaded else (self._lost, self._gained)
         out_of.pop(adapter, None)
         into[adapter] = None
@@ -148,7 +148,7 @@ class AdapterStore:
             return "" if adapter is None else adapter.fault
 
     def is_missing(self, text: str) -> bool:
-        """Return whether an adapter is at fault because its files are not on this machine."""
+        """Return whether an adapter is faulty because its files are not on this machine."""
         with self._lock:
             adapter = self._adapters.get(text)
             return adapter is not None and adapter.missing
@@ -166,7 +166,7 @@ class AdapterStore:
 
     @property
     def counts(self) -> AdapterCounts:
-        """What is held and kept now, and counts since start."""
+        """Present numbers of held and kept adapters, and counts since start."""
         with self._lock:
             kept = sum(self._adapters[key].bytes for key in self._kept)
             return AdapterCounts(
@@ -219,13 +219,13 @@ class AdapterStore:
                 self._settle(adapter, packed, fault, time.monotonic() - began)
 
     def _load(self, key: str) -> PackedAdapter | None:
-        """Return a packed adapter; None: nothing waits for it any more.  Raises AdapterError."""
+        """Return a packed adapter; None: no request waits for it any more.  Raises AdapterError."""
         name, _, path = key.partition("=")
         folder = Path(path)
         try:
             size = (folder / WEIGHTS).stat().st_size
         except OSError:
-            size = 0  # `read_adapter` says why
+            size = 0  # `read_adapter` reports the reason
         if size > self._most_bytes:
             raise AdapterError(f"{folder}: {size} bytes; --lora-memory-gib allows {self._most_bytes}")
         with self._lock:
@@ -249,7 +249,7 @@ class AdapterStore:
         return packed
 
     def _settle(self, adapter: Adapter, packed: PackedAdapter | None, fault: str, seconds: float) -> None:
-        """Take the result of a load."""
+        """Store the result of a load."""
         self._faults += bool(fault)
         if fault:
             log.warning(
@@ -260,7 +260,7 @@ class AdapterStore:
         if packed is None and not adapter.holders:
             self._forget(adapter)
             return
-        if packed is None and not fault:  # it was given up just before a request asked for it again
+        if packed is None and not fault:  # its last hold ended just before a new one began
             self._queue.append(adapter)
             return
         adapter.packed, adapter.fault = packed, fault
@@ -287,7 +287,7 @@ class AdapterStore:
             self._evicted += 1
 
     def _forget(self, adapter: Adapter) -> None:
-        """Remove an adapter that nothing holds."""
+        """Remove an adapter without holders."""
         self._adapters.pop(adapter.key, None)
         self._kept.pop(adapter.key, None)
         if adapter in self._queue:

@@ -3,7 +3,7 @@
 `load()` must return before any operator is called.  `python -m quire.engine.executor.ops` compiles the kernels now
 rather than at first use; with `--ahead DIRECTORY` it compiles for other machines, for example into an image.
 
-A module per kind of operator; callers say `ops.NAME`.  Shapes: T tokens of the step, S sequences, H query heads, Hkv
+One module per kind of operator; callers say `ops.NAME`.  Shapes: T tokens of the step, S sequences, H query heads, Hkv
 KV heads, D head size.  Wrong shapes and dtypes raise ValueError naming the sizes that disagree, wrong indices raise
 IndexError.
 """
@@ -26,12 +26,12 @@ from quire.engine.executor.ops.sampling import *
 
 
 def load(directory: Path | None = None, *, library: Path | None = None) -> None:
-    """Make the operators callable in this process.  Compile them first unless `directory` holds a build that fits.
+    """Make the operators callable in this process.  Compile them first unless `directory` has a build that fits.
 
-    library: a library that was compiled ahead; it is loaded without checks.
+    library: a library compiled ahead; it is loaded without checks.
 
     Several processes may call this at once: one compiles, the others wait for it.  A second call does nothing, because
-    a process takes its operators from one library.  Writes to stderr when it compiles.  Raises KernelBuildError.
+    a process has its operators from one library.  Writes to stderr when it compiles.  Raises KernelBuildError.
     """
     if library is not None and not library.is_file():
         raise KernelBuildError(
@@ -44,5 +44,5 @@ def load(directory: Path | None = None, *, library: Path | None = None) -> None:
 
 
 def set_threads(count: int) -> None:
-    """Set the number of threads of our CPU kernels in this process; 0: as many as torch uses for its own."""
+    """Set the number of threads of our CPU kernels in this process; 0: as many as torch's own operators use."""
     torch.ops.quire.set_threads.default(count)

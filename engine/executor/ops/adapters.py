@@ -1,4 +1,4 @@
-"""LoRA adapters: the rows of a step that have one get B A x added, per site."""
+"""LoRA adapters: B A x is added to the rows of a step that have an adapter, at each site."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 class AdapterRows:
     """The rows of a step that have a LoRA adapter, on a CPU: arguments of `lora` that are equal at all sites."""
 
-    weights: list[torch.Tensor]  # per adapter [elements], dtype of the model: its matrices, packed
-    tables: list[torch.Tensor]  # per adapter [sites, 14] int64: where they are (csrc/ops.cpp)
+    weights: list[torch.Tensor]  # per adapter [elements], dtype of the model: its packed matrices
+    tables: list[torch.Tensor]  # per adapter [sites, 14] int64: offsets and sizes of the matrices (csrc/ops.cpp)
     rows: torch.Tensor  # [n] int32: rows of the step, ascending within an adapter
     starts: torch.Tensor  # [adapters + 1] int32: adapter g has rows[starts[g] : starts[g + 1]]
 
@@ -22,7 +22,7 @@ LORA_FIELDS, LORA_PARTS = 14, 3  # int64 fields per site of a table; maximum lin
 
 
 def lora(x: torch.Tensor, adapters: AdapterRows, site: int, y: torch.Tensor) -> None:
-    """Add to rows of y what their LoRA adapters make of x: y[row] += B A x[row], on a CPU.
+    """Add the output of LoRA adapters to rows of y: y[row] += B A x[row], on a CPU.
 
     x [T, in], y [T, out] have the model's dtype; rows of y are contiguous.  site: index of the GEMM in the tables.
     Sums are float32; A x is rounded to the dtype.  A row's bits do not depend on the batch; other rows are untouched.
@@ -30,25 +30,25 @@ def lora(x: torch.Tensor, adapters: AdapterRows, site: int, y: torch.Tensor) -> 
     torch.ops.quire.lora.default(x, adapters.weights, adapters.tables, adapters.rows, adapters.starts, site, y)
 
 
-# On a GPU, as in csrc/cuda/lora/lora.h: rows per tile; ranks, inputs and features per packed block.
+# Sizes on a GPU, as in csrc/cuda/lora/lora.h: rows per tile; ranks, inputs and features per packed block.
 LORA_TILE, LORA_RANKS, LORA_INPUTS, LORA_FEATURES = 32, 16, 32, 32
-LORA_ALIGNED = 8  # divisor of a site's inputs, and of the outputs of its layers
-_LORA_CTA_INPUTS, _LORA_SPLITS = 32, 8  # blocks of inputs per CTA and round; partial sums that many rows still pay for
+LORA_ALIGNED = 8  # divides a site's inputs, and the outputs of its layers
+_LORA_CTA_INPUTS, _LORA_SPLITS = 32, 8  # blocks of inputs per CTA and round; partial sums worth it for many rows
 _LORA_CTAS = 264  # CTAs that keep a GPU busy: 2 on each of 132 multiprocessors
 
 
 @dataclass(frozen=True)
 class DeviceAdapters:
-    """LoRA adapters in the slots of a GPU, and the rows of the running step that have them: arguments of `lora_shrink`
+    """LoRA adapters in the slots of a GPU, and the rows of the running step with adapters: arguments of `lora_shrink`
     and `lora_expand` that are equal at all sites.  Every tensor keeps its address."""
 
     weights: torch.Tensor  # [slots, elements], dtype of the model: packed matrices
-    table: torch.Tensor  # [slots, sites, 14] int64: where they are (csrc/ops.cpp)
+    table: torch.Tensor  # [slots, sites, 14] int64: offsets and sizes of the matrices (csrc/ops.cpp)
     order: torch.Tensor  # [rows] int32: rows with an adapter, sorted by slot
     tiles: torch.Tensor  # [tiles, 4] int32: slot (-1: none), first index into order, rows, 0
     slot_of_row: torch.Tensor  # [rows] int32; -1: no adapter
     features: list[list[int]]  # outputs of each layer, per site
-    ranks: list[int]  # maximum ranks of a site's layers together
+    ranks: list[int]  # per site, the ranks of all its layers together at the maximum rank
     steps: list[int]  # blocks of inputs, per site
 
 
@@ -132,11 +132,11 @@ def _has_clusters(device: torch.device) -> bool:
 def lora_expand(
     h: torch.Tensor, adapters: DeviceAdapters, site: int, y: torch.Tensor, *, silu_mul: bool = False
 ) -> torch.Tensor:
-    """Add to rows of y [T, out] what their adapters make of x: y[row] += B h, where h is A x.  Returns y.
+    """Add the output of the adapters to rows of y [T, out]: y[row] += B h, where h is A x.  Returns y.
 
     Sums are float32, A x is rounded to the dtype of y; rows without an adapter are untouched.
 
-    silu_mul: return silu(gate) * up of the halves of y, for all rows, instead."""
+    silu_mul: instead return silu(gate) * up of the halves of y, for all rows."""
     out = y.new_empty(len(y), y.shape[1] // 2) if silu_mul else None
     where = adapters.weights, adapters.table, adapters.order, _tiles(len(y), adapters), adapters.slot_of_row
     torch.ops.quire.lora_expand.default(h, *where, site, adapters.features[site], y, out)

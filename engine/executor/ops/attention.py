@@ -55,7 +55,7 @@ def paged_attention(
     decodes     number of leading sequences with one query each (or none, if lens is 0)
     plan        written by `attention_plan` for this step; not needed on a CPU
     scales      [2, Hkv] float32, for keys and for values, with a float8_e4m3fn cache: value = stored * scale
-    sinks       [H] float32: a score without a value, added to every softmax of the head; -inf: no sink
+    sinks       [H] float32: attention sink, a score without a value in every softmax of its head; -inf: no sink
 
     The last query of a sequence has position lens - 1.  On a CPU a query's result is bit-identical in any batch.  It
     does not depend on the chunks of its prompt, its block ids or the number of threads.
@@ -88,7 +88,7 @@ def attention_plan(
 def attention_plan_bytes(
     device: torch.device, *, max_seqs: int, max_tokens: int, heads: int, kv_heads: int, head_size: int
 ) -> int:
-    """Bytes of a plan for steps of up to max_seqs sequences and max_tokens tokens.  0 on a CPU."""
+    """Return the bytes of a plan for steps of up to max_seqs sequences and max_tokens tokens; 0 on a CPU."""
     like = torch.empty(0, device=device)
     size: int = torch.ops.quire.attention_plan_bytes.default(like, max_seqs, max_tokens, heads, kv_heads, head_size)
     return size
@@ -119,7 +119,7 @@ def rope_kv_write(
 
 
 def block_copy(caches: list[torch.Tensor], pairs: torch.Tensor) -> None:
-    """In each cache copy block pairs[i, 0] to block pairs[i, 1]; pairs [n, 2] int64.  The caches have one shape.
+    """In each cache copy block pairs[i, 0] to block pairs[i, 1]; pairs [n, 2] int64.  All caches have the same shape.
 
     No block may be written twice, or both read and written.
     """
@@ -132,7 +132,7 @@ def block_fill(caches: list[torch.Tensor], blocks: torch.Tensor, value: float) -
 
 
 def block_gather(caches: list[torch.Tensor], blocks: torch.Tensor, buffer: torch.Tensor) -> None:
-    """buffer[i, c] = block blocks[i] of caches[c], as bytes.
+    """Copy block blocks[i] of caches[c] to buffer[i, c], as bytes.
 
     blocks [n] int64, buffer [n, caches, bytes of a block] uint8, on the device of the caches.
     """
@@ -140,7 +140,7 @@ def block_gather(caches: list[torch.Tensor], blocks: torch.Tensor, buffer: torch
 
 
 def block_scatter(buffer: torch.Tensor, blocks: torch.Tensor, caches: list[torch.Tensor]) -> None:
-    """caches[c][blocks[i]] = buffer[i, c]: the inverse of `block_gather`, to the same or other blocks.
+    """Copy buffer[i, c] to block blocks[i] of caches[c]: the inverse of `block_gather`, to the same or other blocks.
 
     Blocks must be distinct.
     """

@@ -1,4 +1,4 @@
-"""The drafter of csrc/cpu/drafter.h, which follows the tokens of sequences and finds drafts for them."""
+"""The drafter of csrc/cpu/drafter.h, which records the tokens of sequences and finds drafts for them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 def drafter_open(slots: int, own: int, recent: int, owners: int) -> int:
-    """Return a new drafter (csrc/cpu/drafter.h); `drafter_close` ends it.
+    """Return the handle of a new drafter (csrc/cpu/drafter.h); `drafter_close` ends it.
 
-    own, recent  tokens that it keeps of a slot and of an owner's answers; owners: most of these"""
+    own, recent  maximum tokens kept per slot, and per owner of answers;  owners: maximum number of owners"""
     drafter: int = torch.ops.quire.drafter_open.default(slots, own, recent, owners)
     return drafter
 
@@ -20,18 +20,18 @@ def drafter_close(drafter: int) -> None:
 def drafter_begin(
     drafter: int, slot: int, owner: str, tokens: list[int], prompt_len: int, predicted: list[int]
 ) -> None:
-    """Follow a sequence in a slot from now on."""
+    """Record a sequence in a slot from now on."""
     torch.ops.quire.drafter_begin.default(drafter, slot, owner, tokens, prompt_len, predicted)
 
 
 def drafter_extend(drafter: int, slot: int, tokens: list[int]) -> None:
-    """Append those of a slot's tokens that the drafter has not."""
+    """Append the tokens of a slot that the drafter does not have yet."""
     length = torch.ops.quire.drafter_length.default(drafter, slot)
     torch.ops.quire.drafter_extend.default(drafter, slot, tokens[length:])
 
 
 def drafter_find(drafter: int, slots: torch.Tensor, tokens: torch.Tensor, count: int, least: int) -> list[int]:
-    """Append a token to each slot.  Returns slot, match, source, count and drafts, for each slot that has some.
+    """Append a token to each slot.  Returns slot, match, source, count and drafts, for each slot that has drafts.
 
     slots, tokens  i64 on the host, of which the first `count` are read"""
     flat: list[int] = torch.ops.quire.drafter_find.default(drafter, slots, tokens, count, least)
@@ -39,5 +39,5 @@ def drafter_find(drafter: int, slots: torch.Tensor, tokens: torch.Tensor, count:
 
 
 def drafter_end(drafter: int, slot: int, keep: bool) -> None:
-    """Forget a slot; `keep`: its answer is one of its owner's recent ones from now on."""
+    """Clear a slot; `keep`: its answer becomes one of its owner's recent answers."""
     torch.ops.quire.drafter_end.default(drafter, slot, keep)

@@ -15,14 +15,14 @@ from quire.engine.executor.ops.adapters import AdapterRows
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.  x [T, size], weight [size] -> [T, size]."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension.  x [T, size], weight [size] -> [T, size]."""
     out = torch.empty_like(x)
     torch.ops.quire.rms_norm.default(x, weight, eps, out)
     return out
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up.  gate_up [T, 2 * size] holds gate, then up, in every row -> [T, size]."""
+    """Return silu(gate) * up.  gate_up [T, 2 * size] has gate, then up, in every row -> [T, size]."""
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
     torch.ops.quire.silu_mul.default(gate_up, out)
     return out
@@ -56,8 +56,8 @@ def decoder_layers(
 ) -> None:
     """Compute all layers of a decoder on a CPU, in place of x [T, hidden].  Bit-identical to separate operators.
 
-    caches: per layer the key cache, the value cache and their scales.  places: (kv_indices, tables) per group of
-    layers.  adapters: sites are 4 * layer + the linear layer (qkv; o; gate and up; down).  Everything else as in
+    caches: per layer the key cache, the value cache and their scales.  places: (kv_indices, tables) per KV group.
+    adapters: the site of a linear layer is 4 * layer + its index (qkv; o; gate and up; down).  Everything else as in
     `rope_kv_write` and `paged_attention`.  Raises ValueError for a layer that reads more tokens than its group keeps.
     """
     keys, values, scales = zip(*((cache.k, cache.v, cache.scales) for cache in caches), strict=True)

@@ -1,4 +1,4 @@
-"""Linear layers with the weight as loaded, or quantised to fp8 or int4 on a GPU."""
+"""Linear layers with weights as loaded, or quantised to fp8 or int4 on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("quire.engine.executor.ops")
 
 @dataclass(frozen=True)
 class Fp8:
-    """An fp8 weight on a Hopper GPU: numbers * scale[:, None], or each 128 x 128 block times its scale."""
+    """An fp8 weight on a Hopper GPU: `numbers` * scale[:, None], or each 128 x 128 block times its scale."""
 
     numbers: torch.Tensor  # [out, in] float8_e4m3fn
     scale: torch.Tensor  # float32: [out], or [out / 128, in / 128]
@@ -26,8 +26,8 @@ class Fp8:
         return len(self.numbers)
 
 
-# Divisors of `in` and `out`: with a scale per row, and per block.  Releases of torch lay out block scales differently,
-# except if each row has a multiple of four of them.
+# Divisors of `in` and `out`, with a scale per row, and with a scale per block.  Releases of torch lay out block scales
+# differently, except if each row has a multiple of four scales.
 FP8_INNER, FP8_OUT = 128, 16
 FP8_BLOCKS_INNER, FP8_BLOCKS_OUT = 512, 128
 
@@ -46,7 +46,7 @@ class Int4:
 
 
 def pack_int4_gpu(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> Int4:
-    """Pack an int4 weight for a GPU; arguments as of `pack_int4`, in / groups is 32, 64, 96, ..
+    """Pack an int4 weight for a GPU; arguments as for `pack_int4`, but in / groups is 32, 64, 96, ..
 
     Scales keep 11 bits.  Raises ValueError unless `in` and `out` are multiples of INT4_GPU_INNER and INT4_GPU_OUT."""
     return Int4(*int4_layout.pack(numbers, scale, zero))
@@ -83,21 +83,21 @@ def linear(
     out: torch.Tensor | None = None,
     float32_out: bool = False,
 ) -> torch.Tensor:
-    """rms_norm(x, norm, eps) times the transposed weight, plus bias.  x [T, in], weight [size, in] -> [T, size].
+    """Return rms_norm(x, norm, eps) times the transposed weight, plus bias.  x [T, in], weight [size, in] -> [T, size].
 
     norm      [in]; None: no norm
     silu_mul  weight and bias hold `size` gate rows, then `size` up rows; the result is silu(gate) * up
-    plus      [T, size]: the result is added to it, in place, and it is returned
+    plus      [T, size]: the result is added to it, in place, and `plus` is returned
     out       [T, size], without `plus`: destination.  On a GPU it may be float32 if there is no silu_mul
 
     float32_out: allocate a float32 `out`; on a GPU, without silu_mul and plus.
 
     With an Fp8 weight all other tensors are bfloat16.  x is not rounded if a CTA can hold all of it: one token of up to
-    16,384 elements, 2 of 8,192, 4 of 4,096.  Otherwise it is quantised to e4m3, with a scale per token, or per 128
-    elements of a token if the weight has block scales.
+    16,384 elements, two of 8,192, four of 4,096.  Otherwise it is quantised to e4m3, with one scale per token, or per
+    128 elements of a token if the weight has block scales.
 
-    With an Int4 weight all other tensors are bfloat16, too.  Up to 64 tokens only the result is rounded.  With more the
-    weight is dequantised to bfloat16 first, in scratch memory.
+    With an Int4 weight all other tensors are bfloat16, too.  Up to 64 tokens only the result is rounded.  With more
+    tokens the weight is dequantised to bfloat16 first, in scratch memory.
     """
     assert plus is None or out is None
     if out is None:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: on a GPU in bfloat16 or float16; on a CPU in plain loops, which tests compare with."""
+"""Mixtures of experts: on a GPU in bfloat16 or float16; on a CPU in plain loops, the reference of the tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _HOPPER, _WHOLE_SLABS = 9, 64  # compute capability; divisor of hidden and inner
 
 
 def takes_all_pairs(hidden: int, inner: int, device: torch.device) -> bool:
-    """Return whether `experts` takes any number of tokens for these sizes; if not, at most MOST_PAIRS pairs T * k."""
+    """Return whether `experts` supports any number of tokens for these sizes; if not, at most MOST_PAIRS pairs T *
+    k."""
     if hidden % _WHOLE_SLABS or inner % _WHOLE_SLABS or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device)[0] == _HOPPER  # later GPUs have no wgmma
@@ -65,8 +66,8 @@ def experts(
     down_bias        [E, hidden]
     clamped          the activation; None: silu(gate) * up
 
-    Reads each chosen expert once.  The number of pairs chooses the kernel; beyond that a token's result does not depend
-    on the others."""
+    Reads each chosen expert once.  The number of pairs selects the kernel; apart from that a token's result does not
+    depend on other tokens."""
     name, alpha, limit = ("silu", 0.0, 0.0) if clamped is None else ("clamped", clamped.alpha, clamped.limit)
     for first in range(0, len(x), MOST_TOKENS):
         part = slice(first, first + MOST_TOKENS)

@@ -22,20 +22,20 @@ class Packed:
     size: int  # out
     ordered: bool  # a row's bits do not depend on the batch
     float32_out: bool = False  # the result is not rounded to the weight's dtype
-    widen: bool = False  # bfloat16 on matrix tiles; int8 and int4 weights are dequantised to it, if rows are many
+    widen: bool = False  # use matrix tiles for bfloat16; with many rows, dequantise int8 and int4 weights to bfloat16
     scale: torch.Tensor | None = None  # int8 weights: [padded] float32; int4 weights: [strips, groups, columns]
     zero: torch.Tensor | None = None  # [strips, groups, columns] u8: int4 weights with zero points
 
     @property
     def ours(self) -> bool:
-        """Whether our operators use it, rather than oneDNN's."""
+        """Whether our operators use this weight, and not oneDNN's."""
         return self.ordered or self.widen
 
 
 def pack_weight(weight: torch.Tensor, *, ordered: bool, float32_out: bool = False) -> Packed | None:
     """Pack weight [out, in] for `packed_linear` on a CPU.
 
-    ordered: a row's bits must not depend on the batch.  Otherwise the fastest layout here; None if torch's own linear
+    ordered: a row's bits must not depend on the batch.  If false, the fastest layout here; None if torch's own linear
     is the fastest.  float32_out: 16-bit weights with a float32 result.
     """
     size, inner = weight.shape
@@ -57,8 +57,8 @@ def tiles_multiply() -> bool:
 
 @functools.cache
 def tiles_keep_order() -> bool:
-    """Whether a row's bits on matrix tiles are the same in any batch: oneDNN promises nothing, so it is tried out."""
-    rows, inner = 130, 1100  # more than a call of the GEMM takes of both
+    """Whether a row's bits on matrix tiles are equal in any batch: oneDNN promises nothing, so this tests it."""
+    rows, inner = 130, 1100  # more than one call of the GEMM takes, in both sizes
     x = torch.randn(rows, inner, generator=torch.Generator().manual_seed(0)).bfloat16()
     packed = Packed(_in_strips(x), rows, ordered=False, float32_out=True, widen=True)
     together = packed_linear(x, packed, None)
@@ -83,7 +83,7 @@ def widened_rows() -> tuple[int, int] | None:
 def pack_int8(numbers: torch.Tensor, scale: torch.Tensor, *, ordered: bool = True, float32_out: bool = False) -> Packed:
     """Pack the int8 weight values [out, in] times scale [out] float32 for `packed_linear` on a CPU.
 
-    ordered: a row's bits must not depend on the batch.  Otherwise many rows of bfloat16 use weights dequantised to
+    ordered: a row's bits must not depend on the batch.  If false, many rows of bfloat16 use weights dequantised to
     bfloat16 if that is faster (`widened_rows`).  float32_out: as in `pack_weight`.
 
     `packed_linear` takes x of any dtype and quantises each row to 16 bits.  The error against float64 is at most
@@ -102,7 +102,7 @@ INT4_BLOCK, INT4_LARGEST_GROUP = 32, 4096  # group size of int4 weights: divisor
 def pack_int4(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, *, ordered: bool = True) -> Packed:
     """Pack an int4 weight, (number - zero) * scale in groups of consecutive inputs, for `packed_linear` on a CPU.
 
-    numbers  [out, in / 2] u8: columns 2 i and 2 i + 1 in the low and the high half of byte i
+    `numbers`  [out, in / 2] u8: columns 2 i and 2 i + 1 in the low and the high nibble of byte i
     scale    [out, groups] float32; in / groups is 32, 64, .. 4,096
     zero     [out, groups] u8, 0 to 15; None: 8
     ordered  as in `pack_int8`
@@ -159,7 +159,8 @@ def packed_linear(
     eps: float = 0.0,
     silu_mul: bool = False,
 ) -> torch.Tensor:
-    """x [..., in] times the packed weight transposed, plus bias [out], plus `plus` [..., out], which it may overwrite.
+    """Return x [..., in] times the packed weight transposed, plus bias [out], plus `plus` [..., out] (may be
+    overwritten).
 
     Sums in float32, rounded once to the dtype of x, or not at all if the weight was packed with `float32_out`.
     `plus` has the dtype of the result.  norm, eps: `rms_norm` of x first.  silu_mul: `silu_mul` of the result,
@@ -185,7 +186,7 @@ def packed_linear(
 
 
 def packed_layout(dtype: torch.dtype) -> tuple[int, int]:
-    """Return (columns of a strip, inputs that lie together) of a weight packed for `packed_linear` on this CPU."""
+    """Return (columns per strip, adjacent inputs per column) of a weight packed for `packed_linear` on this CPU."""
     columns, together = torch.ops.quire.product_layout.default(torch.empty(0, dtype=dtype))
     return columns, together
 

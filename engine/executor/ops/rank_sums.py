@@ -49,15 +49,15 @@ def rank_sum(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """All-reduce of `part` [rows, size], in place, in one kernel per GPU -> (the sum, the sum after a norm).
+    """All-reduce of `part` [rows, size], in place, in one kernel per GPU -> (the result, the result after a norm).
 
-    words  send the call number in every 8 bytes: minimum latency, twice the bytes.  Else one number per CTA
-    plus   [rows, size], equal on all ranks: the sum is added to it, in place, and it is returned
-    norm   [size]: also return rms_norm(the result, norm, eps); without it None
+    words  send the call number in every 8 bytes: minimum latency, twice the bytes; if false, one number per CTA
+    plus   [rows, size], equal on all ranks: the sum of the parts is added to it, in place, and `plus` is returned
+    norm   [size]: also return rms_norm(the result, norm, eps); None: the second value is None
 
     All ranks must make the same calls in the same order, with equal shapes that fit into `inboxes`.  Parts are summed
-    in rank order, in float32, then `plus`; one rounding, equal bits on all ranks.  The kernel waits for the other
-    ranks, without a limit."""
+    in rank order, then `plus` is added, in float32 with one rounding: equal bits on all ranks.  The kernel waits for
+    the other ranks, without a limit."""
     normed = None if norm is None else torch.empty_like(part)
     size = part.shape[-1]
     torch.ops.quire.rank_sum.default(
@@ -81,7 +81,8 @@ def rank_sum(
 def torch_rank_sum(shared: torch.Tensor, part: torch.Tensor, group: str, *, two_shot: bool) -> torch.Tensor:
     """All-reduce by torch's symmetric-memory kernels, for comparison: one-shot, or reduce-scatter and all-gather.
 
-    shared  in this rank's symmetric memory, shape and dtype of part: it becomes the part, or (two_shot) holds it before
+    shared  in this rank's symmetric memory, shape and dtype of part: `part` is copied to it (two_shot: it has the part
+    already)
     group   torch's name of the process group"""
     y: torch.Tensor
     if two_shot:

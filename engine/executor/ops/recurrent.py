@@ -15,14 +15,14 @@ def causal_conv(
     keeps: torch.Tensor | None,
     silu: bool,
 ) -> torch.Tensor:
-    """Convolve the channels of each sequence with its newest inputs, on a CPU: [T, channels] -> [T, channels].
+    """Convolve each channel of a sequence over its newest inputs, on a CPU: [T, channels] -> [T, channels].
 
-    weight      [taps, channels] float32, the newest token's last;  bias [channels] float32
-    states      [slots, taps - 1, channels], dtype of x: the inputs before the step, updated in place
+    weight      [taps, channels] float32, the last tap is the newest token's;  bias [channels] float32
+    states      [slots, taps - 1, channels], dtype of x: the last inputs before the step, updated in place
     rows        [S] int32, the slot of each sequence; distinct
     q_start     [S + 1] int32, sequence s owns tokens q_start[s] .. q_start[s + 1] - 1
-    keeps       [n, 2] int32 (end, place), by ascending end: a copy of the state before token `end` goes there
-    silu        applied to the result
+    keeps       [n, 2] int32 (end, place), by ascending end: copy the state before token `end` to states[place]
+    silu        apply silu to the result
 
     A token's result has the same bits in any batch and any chunking of its prompt.
     """
@@ -45,12 +45,12 @@ def linear_recurrence(
     q_scale: float = 1.0,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """Run a linear recurrence over each sequence, on a CPU: [T, heads, values] float32.
+    """Return the outputs of a linear recurrence over each sequence, on a CPU: [T, heads, values] float32.
 
     q, k        [T, key_heads, keys], any strides as long as rows of keys are contiguous; heads % key_heads == 0
     v           [T, heads, values], the same dtype
     decay       [T, heads] float32, logarithm of the factor of the old state
-    beta        [T, heads] float32: the delta rule; None: plain
+    beta        [T, heads] float32: factor of the delta rule; None: no delta rule
     states      [slots, heads, keys, values] float32, updated in place
     rows, q_start, keeps  as in `causal_conv`
     q_scale     factor of q;  eps > 0: q and k become x / sqrt(sum(x^2) + eps) first

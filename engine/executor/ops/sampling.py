@@ -1,4 +1,4 @@
-"""Inputs of decode steps and sampling."""
+"""Operators of decode steps' inputs and outputs, and of sampling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def apply_edits(edits: torch.Tensor, tables: torch.Tensor) -> None:
-    """tables[row, column] = block for each (row, column, block) of edits [n, 3] int32; row -1 is padding.
+    """Set tables[row, column] = block for each (row, column, block) of edits [n, 3] int32; row -1 is padding.
 
     tables [max_rows, max_blocks] int32.  Entries must be distinct.
     """
@@ -63,7 +63,7 @@ def sample(
     csrc/sampling_rules.h has the rules.
 
     slots, known  [N] int64: the row's slot in `table` (-1: none, the token is 0); number of tokens before this one
-    table         [max_seqs, 8] int64, on a CPU [max_seqs, 9]: each slot's settings; `SamplerBank` owns it
+    table         [max_seqs, 9] int64: each slot's settings; `SamplerBank` owns it
     general       False: argmax of each row, with one pass over the logits; `table` is not read
     tokens        [N] int64, out; 0 if none was sampled
     outcome       [N] uint8, out: CHOSEN, NOT_FINITE or NOTHING_ALLOWED of engine/executor/sampling.py
@@ -74,8 +74,8 @@ def sample(
 def likeliest(logits: torch.Tensor, first: int, keys: torch.Tensor) -> None:
     """Find the argmax of each row of vocab-parallel logits [N, C]: the columns of tokens first, first + 1, ...
 
-    keys  [N] int64, out: the logit and its token.  The maximum key over the ranks is that of the argmax, the first of
-          equals; a row with NaN has the maximum key.  `chosen` reads them"""
+    keys  [N] int64, out: value and index of the maximum, as one integer.  The maximum key over the ranks is the key of
+    the argmax (the lowest token of equal logits); a row with NaN has the maximum key.  `chosen` reads the keys"""
     torch.ops.quire.likeliest.default(logits, first, keys)
 
 

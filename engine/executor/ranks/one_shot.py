@@ -1,8 +1,9 @@
-"""The sum of small and medium tensors of several GPUs, in one kernel of our own (csrc/cuda/ranks).
+"""All-reduce of small and medium tensors over several GPUs, in one kernel of our own (csrc/cuda/ranks).
 
-Each rank writes its part into the inboxes of the others over NVLink, and adds up what arrives in its own.  The inboxes
-are torch's symmetric memory, which all ranks map; NVLink multicast is not used.  Parts are added in the same order on
-all ranks, so that all get the same bits.  The kernel also adds the residual and computes the norm that follows.
+Each rank writes its part into the inboxes of the others over NVLink, and adds up the parts in its own inbox.  The
+inboxes are torch's symmetric memory, which all ranks map; NVLink multicast is not used.  Parts are added in the same
+order on all ranks, so that all get the same bits.  The kernel also adds the residual and computes the norm that
+follows.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from quire.engine.executor import ops
 from quire.engine.executor.errors import one_line
 
 c10d: Any = _distributed_c10d
-# Bytes of its part that a rank sends, to all others together.  Up to the first border every 8 bytes carry the number of
-# the call, which doubles what travels; beyond the second NCCL sums.
+# Limits of the bytes that a rank sends, to all others together.  Up to the first limit the call number is sent in every
+# 8 bytes (words), which doubles the bytes; above the second limit NCCL does the all-reduce.
 MOST_WORDS_BYTES, MOST_BYTES = 256 << 10, 16 << 20
-WORDS_SHARE, BLOCKS_SHARE = 16 << 10, 64 << 10  # bytes that a CTA sends at most; an inbox takes 96 MiB with two ranks
-# How far the kernel's sum may be from NCCL's, as a share of the largest: both round bfloat16 once or twice.
+WORDS_SHARE, BLOCKS_SHARE = 16 << 10, 64 << 10  # maximum bytes sent per CTA; an inbox takes 96 MiB with two ranks
+# Maximum difference from NCCL's result, as a share of the largest value: both round bfloat16 once or twice.
 MOST_DRIFT = 0.02
 
 
 class OneShot:
-    """The inboxes of all ranks, and which sums go through them.
+    """The inboxes of all ranks, and the choice of the all-reduces that go through them.
 
-    A process can have one only: torch numbers its meetings for the whole process, so those of a second one would wait
-    for ranks that count from another number."""
+    A process can create one only: torch numbers its rendezvous per process, so a second one would wait for ranks whose
+    count differs."""
 
-    made = False  # whether this process has, or had, one
+    made = False  # whether this process has created one
 
     def __init__(self, name: str, store: Any, rank: int, size: int, host: Any, multiprocessors: int) -> None:
-        """Take an inbox on the current GPU and map the others'.
+        """Allocate an inbox on the current GPU and map the others' inboxes.
 
-        name: of the group of ranks, unique in the process.  host: their process group of the CPU.  multiprocessors: of
-        the smallest GPU.  Raises RuntimeError where GPUs cannot write each other's memory."""
+        name: of the group of ranks, unique in the process.  host: their gloo process group.  multiprocessors: minimum
+        over the GPUs.  Raises RuntimeError if GPUs cannot write each other's memory."""
         OneShot.made = True
         self.name = name
         if size > ops.MOST_SUM_RANKS:
@@ -56,7 +57,7 @@ class OneShot:
         inbox.zero_()
         torch.cuda.synchronize()  # before the other ranks, which wait in the next line, may write it
         self.memory = c10d._SymmetricMemory.rendezvous(inbox, name)
-        # Addresses of what torch took for each rank, in which the inbox has the same place.
+        # Addresses of the memory that torch allocated for each rank; the inbox has the same offset in all of them.
         taken = [int(address) for address in self.memory.buffer_ptrs]
         addresses = [address + inbox.data_ptr() - taken[rank] for address in taken]
         calls = torch.zeros(ops.SUM_CTAS, dtype=torch.int32, device=device)
@@ -64,12 +65,13 @@ class OneShot:
         self.most_words_bytes, self.most_bytes = MOST_WORDS_BYTES // (size - 1), MOST_BYTES // (size - 1)
 
     def sends_words(self, rows: int, size: int, dtype: torch.dtype) -> bool:
-        """Return whether parts of this shape, which `takes` takes, travel with the call's number in every 8 bytes."""
+        """Return whether parts of this shape, which `takes` accepts, are sent as words: the call number in every 8
+        bytes."""
         few = rows * size * dtype.itemsize <= self.most_words_bytes
         return few and self.inboxes.takes(rows, size, dtype, words=True)
 
     def takes(self, rows: int, size: int, dtype: torch.dtype) -> bool:
-        """Return whether parts [rows, size] can be summed here.  The same on all ranks."""
+        """Return whether parts [rows, size] can be reduced here.  Equal on all ranks."""
         fits = rows * size * dtype.itemsize <= self.most_bytes
         return fits and (self.sends_words(rows, size, dtype) or self.inboxes.takes(rows, size, dtype, words=False))
 
@@ -80,22 +82,22 @@ class OneShot:
         return part
 
     def add(self, x: Tensor, part: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """All-reduce the parts [rows, size] and add them to x in place.  Return x, and x after an RMS norm."""
+        """All-reduce the parts [rows, size] and add the result to x in place.  Return x, and x after an RMS norm."""
         words = self.sends_words(len(part), part.shape[1], part.dtype)
         y, normed = ops.rank_sum(part, self.inboxes, words=words, plus=x, norm=norm, eps=eps)
         assert normed is not None
         return y, normed
 
     def wrong(self, reduce: Callable[[Tensor], Tensor]) -> str:
-        """Return which sums differ from those of `reduce`; empty: none.
+        """Return which results differ from those of `reduce`; empty: none.
 
-        All ranks must call this, and each makes all calls whatever it finds."""
+        All ranks must call this; each makes all of its calls, whatever the results."""
         found = []
         try:
-            for rows in (1, 32, 1, 200, 1):  # sent in both ways
+            for rows in (1, 32, 1, 200, 1):  # both protocols: words and blocks
                 if not self._right(rows, reduce):
                     found.append(str(rows))
-        except (RuntimeError, AttributeError, ValueError) as error:  # for example kernels without this one
+        except (RuntimeError, AttributeError, ValueError) as error:  # for example a library without this kernel
             return one_line(error)
         return f"its sums of {', '.join(found)} rows are wrong" if found else ""
 

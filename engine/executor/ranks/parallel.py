@@ -2,15 +2,15 @@
 
     loop ── plan ──> ParallelExecutor ──┬── LocalExecutor, rank 0, in this process
                                         ├── plan bytes ──> process of rank 1: LocalExecutor
-                                        └── ...            all exchange with one another while they compute (ranks.py)
+                                        └── ...            all take part in collectives while they compute (ranks.py)
 
-Rank 0's process has the only scheduler and allocator: every rank keeps its part of the KV cache under the same block
-ids.  All ranks have all logits and draw by the same hash, so they choose the same tokens, and none is sent.  With each
-step a rank returns a checksum of its tokens.
+Rank 0's process has the only scheduler and allocator: every rank keeps its shard of the KV cache under the same block
+ids.  All ranks have all logits and draw by the same hash, so they choose the same tokens, and no token is sent.  With
+each step a rank returns a checksum of its tokens.
 
-A rank whose process ends, sends no beat for 1.2 times `lease_ms`, fails alone or computes other tokens ends the engine
-(ExecutorLost): other engines, or its restart, take its requests from the token log.  Its processes end with it.
-While the model loads the same happens after a longer silence (`START_SILENCE_S`, `LOAD_SILENCE_S`).
+The engine ends (ExecutorLost) if a rank's process ends, sends no heartbeat for 1.2 times `lease_ms`, fails alone or
+computes other tokens.  Other engines, or its restart, take its requests from the token log.  Its rank processes end
+with it. While the model loads, a longer silence is allowed (`START_SILENCE_S`, `LOAD_SILENCE_S`).
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ log = logging.getLogger(__name__)
 # The longer of seconds and leases: silence of a rank from its first message until the model is loaded.
 LOAD_SILENCE_S, LEASES_OF_SILENCE = 60.0, 10
 SHARED, SHARED_BYTES = Path("/dev/shm"), 32 << 20  # directory of NCCL's buffers; bytes that a rank may need
-CLOSE_S = 20.0  # seconds to release the GPU after a lost rank, for which kernels may wait
+CLOSE_S = 20.0  # seconds to release the GPU after a rank is lost; kernels may wait for that rank
 
 
 class ParallelExecutor:
-    """An `quire.engine.executor.base.Executor` over several ranks.  Not thread-safe: one loop owns it."""
+    """The `quire.engine.executor.base.Executor` over several ranks.  Not thread-safe: one loop owns it."""
 
     def __init__(self, config: EngineConfig, waiting: Sequence[Rank] = ()) -> None:
-        """Start the other ranks' processes, load every part of the model, agree on the KV cache.
+        """Start the other ranks' processes, load every shard of the model, agree on the KV cache.
 
-        waiting: processes of a spare (`WaitingRanks`), used in place of new ones where they still run.
+        waiting: processes of a spare (`WaitingRanks`), used in place of new ones if they still run.
         Raises ModelLoadError with one line, whichever rank failed, and KernelBuildError without a compiler."""
         check_devices(config)
         self._patience_s = config.lease_ms / 1000
@@ -96,7 +96,7 @@ class ParallelExecutor:
                     task = Task(rank.number, str(meeting), self._watch.beat_s, config)
                     rank.commands.send_bytes(BEGIN + msgspec.msgpack.encode(task))
                 for rank in self._others:
-                    rank.wait_until_here()  # else the others would wait for it for long
+                    rank.wait_until_here()  # else the other ranks would wait long for it
                 silence_s = max(LOAD_SILENCE_S, LEASES_OF_SILENCE * self._patience_s)
                 self._watch.expect_beats(silence_s, loading=True)
                 self._ranks = self._watch.ranks = join(config, 0, meeting)
@@ -115,13 +115,13 @@ class ParallelExecutor:
         self.info, self.blocks, self.host_blocks = local.info, local.blocks, local.host_blocks
         self.drafter: Drafter | None = None  # the ranks' plans have no drafts
         self.max_seqs, self.step_tokens, self.depth = local.max_seqs, local.step_tokens, local.depth
-        # All move their parts of a block at once.
+        # All ranks move their parts of a block at once.
         self.swap_bytes_per_s = size * min([local.swap_bytes_per_s, *(ready.swap_bytes_per_s for ready in readies)])
         self.start_parts, self.memory_parts = local.start_parts, local.memory_parts
         log.info("%d ranks hold the model and %d KV blocks", size, self.blocks)
 
     def _start_processes(self, config: EngineConfig) -> None:
-        """Start the other ranks' processes.  Those of a spare that still run are used."""
+        """Start the other ranks' processes, or use the processes of a spare that still run."""
         for number in range(1, config.tensor_parallel):
             rank = self._waiting.pop(number, None)
             if rank is not None and rank.process.poll() is not None:
@@ -131,10 +131,10 @@ class ParallelExecutor:
             self._others.append(rank or Rank.start(number, config.log_format))
 
     def _cause_of(self, error: Exception) -> str:
-        """Return why a rank failed or was lost for a reason of its own; empty: none was.
+        """Return the first cause of a rank's failure or loss; empty: none is known.
 
-        Such a rank breaks the others' exchanges, so rank 0's `error` is then a consequence: of an exchange, or that its
-        part of the model does not work.  If all fail alike, rank 0's own error is the one to print."""
+        A rank that fails breaks the others' collectives, so rank 0's `error` may be a consequence: the failed
+        collective, or a failed check of its shard.  If all ranks fail alike, rank 0's own error is the one to print."""
         if isinstance(error, ModelLoadError):
             self._watch.wait_for_loss()
         lines = [*(rank.start_error() for rank in self._others), self._watch.lost]
@@ -176,7 +176,7 @@ class ParallelExecutor:
             return msgspec.structs.replace(result, swapped_bytes=size * result.swapped_bytes)
 
     def _agree_on(self, error: StepError) -> None:
-        """Return when every rank failed at this step, and all can still exchange."""
+        """Return when every rank has failed at this step, and all can still take part in a collective."""
         assert self._ranks is not None
         for rank in self._others:
             if not self._reply(rank).error:
@@ -188,7 +188,7 @@ class ParallelExecutor:
             rank.commands.send_bytes(message)
 
     def _reply(self, rank: Rank) -> Reply:
-        """Return what a rank says of the step that rank 0 has just collected.  Raises ExecutorLost."""
+        """Return a rank's reply about the step that rank 0 has just collected.  Raises ExecutorLost."""
         return msgspec.msgpack.decode(self._answer(rank), type=Reply)
 
     def _answer(self, rank: Rank) -> bytes:
@@ -198,14 +198,14 @@ class ParallelExecutor:
 
     @property
     def grammar_store(self) -> GrammarsOfRanks | None:
-        """The store of the requests' grammars, on all ranks; None: the model's answers can follow none."""
+        """The store of the requests' grammars, on all ranks; None: the model supports no grammars."""
         if self._grammars is None and (own := self._mine.grammar_store) is not None:
             self._grammars = GrammarsOfRanks(own, self._tell, self._ask)
         return self._grammars
 
     @property
     def adapter_store(self) -> None:
-        """Ranks take no LoRA adapters."""
+        """None: ranks support no LoRA adapters."""
         return None
 
     def _tell(self, message: bytes) -> None:
@@ -214,20 +214,20 @@ class ParallelExecutor:
             self._send(message)
 
     def _ask(self, message: bytes) -> list[bytes]:
-        """Return what the other ranks answer to a question.  Raises ExecutorLost."""
+        """Return the other ranks' answers to a question.  Raises ExecutorLost."""
         with self._watch.using():
             self._send(message)
             return [self._answer(rank) for rank in self._others]
 
     def catch_up(self) -> bool:
-        """Nothing was put off.  Raises ExecutorLost when a rank was lost while the engine was idle."""
+        """Return False: no work is deferred.  Raises ExecutorLost if a rank was lost while the engine was idle."""
         with self._watch.using():
             return False
 
     def close(self) -> None:
         """Let every rank free its memory and leave.  Harmless when called twice.
 
-        Ends the process where a rank is lost and this one cannot let go of its GPU."""
+        Ends the process if a rank is lost and this process cannot release its GPU."""
         if not self._watch.lost:
             return self._end(kill=False)
         with ends_process(CLOSE_S):
@@ -268,7 +268,7 @@ class WaitingRanks:
         self._ranks: list[Rank] = []
 
     def prepare(self, config: EngineConfig) -> Iterator[str]:
-        """Start them, and prepare this process, one part each time it is advanced.  A part that fails raises."""
+        """Start the ranks, and prepare this process; each `next` does one part.  A part that fails raises."""
         own = config_of_a_rank(config)
         for number in range(1, config.tensor_parallel):
             rank = Rank.start(number, config.log_format)
@@ -278,10 +278,10 @@ class WaitingRanks:
         yield from preload.prepare(own)
 
     def load(self, config: EngineConfig) -> ParallelExecutor:
-        """Take over: the processes that wait become the ranks.  Raises as ParallelExecutor does."""
+        """Take over: the waiting processes become the ranks.  Raises as ParallelExecutor does."""
         nice = os.getpriority(os.PRIO_PROCESS, 0)
         for rank in self._ranks:
-            set_priority(rank.process.pid, nice)  # a waiting spare has a lower one
+            set_priority(rank.process.pid, nice)  # a waiting spare has a lower priority
         waiting, self._ranks = self._ranks, []
         try:
             return ParallelExecutor(config, waiting)
@@ -293,15 +293,16 @@ class WaitingRanks:
 
 
 def config_of_a_rank(config: EngineConfig) -> EngineConfig:
-    """Return what every rank is loaded with.
+    """Return the configuration with which every rank is loaded.
 
-    Each captures its graphs at the start: which step captures one later would depend on a rank's own clock."""
+    Each captures its graphs at the start: in which step a graph is captured later would depend on a rank's own
+    clock."""
     share = config.swap_memory_gib / config.tensor_parallel
     return msgspec.structs.replace(config, standby=False, swap_memory_gib=share)
 
 
 def check_devices(config: EngineConfig) -> None:
-    """Raise ModelLoadError unless there is a GPU for each rank, and shared memory for what NCCL exchanges."""
+    """Raise ModelLoadError unless there is a GPU for each rank, and shared memory for NCCL's buffers."""
     if device_kind(config) != "cuda":
         return
     size = config.tensor_parallel
@@ -315,7 +316,7 @@ def check_devices(config: EngineConfig) -> None:
 
 
 def check_equal(number: int, theirs: Facts, mine: Facts) -> None:
-    """Raise ModelLoadError unless another rank has loaded what rank 0 has."""
+    """Raise ModelLoadError unless another rank has loaded the same as rank 0."""
     if theirs.info.fingerprint != mine.info.fingerprint:
         both = f"fingerprint {theirs.info.fingerprint:.12}, that of rank 0 is {mine.info.fingerprint:.12}"
         raise ModelLoadError(f"{OPTION}: rank {number} has loaded other weights: {both}; start again")

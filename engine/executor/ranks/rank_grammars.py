@@ -1,11 +1,11 @@
 """Grammars of an engine with several ranks: each rank compiles every grammar, and a request starts once all have.
 
-    rank 0: GrammarsOfRanks ── HOLD, RELEASE: what rank 0's own store is told ─────> rank i: RankGrammars ──> its store
+    rank 0: GrammarsOfRanks ── HOLD, RELEASE: as for rank 0's own store ───────────> rank i: RankGrammars ──> its store
                             ── ASK + keys of grammars that rank 0 has compiled ──>
-                            <── those of them that rank i has compiled ──────────
+                            <── the keys that rank i has compiled, too ───────────
 
-So every rank has a grammar when the first plan that needs it arrives, and none of them waits inside a step.  A rank
-answers between two steps.  Rank 0 says why a grammar cannot be followed: compiling gives the same result everywhere.
+So every rank has a grammar when the first plan that needs it arrives, and no rank waits inside a step.  A rank answers
+between two steps.  Rank 0 reports why a grammar is faulty: compiling gives the same result everywhere.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ HOLD, RELEASE, ASK = b"G", b"R", b"Q"
 
 
 class Hold(msgspec.Struct, frozen=True, array_like=True):
-    """A request holds a grammar."""
+    """Message: a request holds a grammar."""
 
     request_id: str
-    key: int  # names the grammar until its last release
-    text: str | None  # None: as in the first Hold with this key
+    key: int  # identifies the grammar until its last release
+    text: str | None  # None: the text of the first Hold with this key
     tenant: str
     weight: float
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True):
-    """A request's hold ends."""
+    """Message: a request's hold ends."""
 
     request_id: str
-    forgotten: int  # the key of a grammar that nothing holds any more; -1: none
+    forgotten: int  # key of a grammar without holders from now on; -1: none
 
 
 class GrammarsOfRanks:
-    """`HeldGrammars` of rank 0 and of all others.  The loop's thread owns it."""
+    """`HeldGrammars` of all ranks, on rank 0.  The loop's thread owns it."""
 
     def __init__(self, own: GrammarStore, tell: Callable[[bytes], None], ask: Callable[[bytes], list[bytes]]) -> None:
-        """`tell`: sends a command to the other ranks.  `ask`: sends one, returns the answer of each."""
+        """`tell`: sends a command to the other ranks.  `ask`: sends a question, returns the answer of each rank."""
         self._own, self._tell, self._ask = own, tell, ask
-        self._keys: dict[str, int] = {}  # held grammars -> keys
+        self._keys: dict[str, int] = {}  # held grammars by text -> keys
         self._holders: dict[str, str] = {}  # request id -> text
-        self._counts: dict[str, int] = {}  # text -> requests that hold it
-        self._missing: dict[int, str] = {}  # held grammars that some rank may not have compiled
-        self._asked: dict[int, None] = {}  # those of them that rank 0 has compiled
+        self._counts: dict[str, int] = {}  # text -> number of requests that hold it
+        self._missing: dict[int, str] = {}  # key -> text of held grammars that some rank may not have compiled
+        self._asked: dict[int, None] = {}  # keys of these grammars that rank 0 has compiled
         self._next_key = 0
 
     def hold(self, request_id: str, text: str, tenant: str = "", weight: float = 1.0) -> bool:
-        """Let a request hold a grammar on every rank.  Returns whether all have compiled it already."""
+        """Let a request hold a grammar on every rank.  Returns whether all ranks have compiled it already."""
         if request_id in self._holders:
             return self._keys[text] not in self._missing
         done = self._own.hold(request_id, text, tenant, weight)
@@ -83,9 +83,9 @@ class GrammarsOfRanks:
         self._tell(RELEASE + msgspec.msgpack.encode(Release(request_id, forgotten)))
 
     def finished(self) -> list[str]:
-        """Return the texts of held grammars that every rank has now, and had not at the last call.
+        """Return the texts of held grammars that every rank has compiled since the last call.
 
-        Asks the others only for grammars that rank 0 has."""
+        Asks the other ranks only for grammars that rank 0 has compiled."""
         for text in self._own.finished():
             if (key := self._keys.get(text, -1)) in self._missing:
                 self._asked[key] = None
@@ -99,7 +99,7 @@ class GrammarsOfRanks:
         return [self._missing.pop(key) for key in sorted(common)]
 
     def fault(self, text: str) -> str:
-        """Return why a grammar cannot be followed; "": it can, or that is not known yet."""
+        """Return why a grammar is faulty; "": it is not, or that is not known yet."""
         return self._own.fault(text)
 
     def is_held(self, text: str) -> bool:
@@ -108,20 +108,20 @@ class GrammarsOfRanks:
 
     @property
     def counts(self) -> GrammarCounts:
-        """Those of rank 0, which the other ranks' equal but for what they evicted."""
+        """Counts of rank 0; the other ranks' are equal, except for evicted grammars."""
         return self._own.counts
 
 
 class RankGrammars:
-    """What another rank does for rank 0's GrammarsOfRanks."""
+    """The counterpart of rank 0's GrammarsOfRanks on another rank."""
 
     def __init__(self, store: GrammarStore | None) -> None:
-        """`store`: of this rank; None: the model's answers can follow no grammar, on any rank."""
+        """`store`: of this rank; None: the model supports no grammars, on any rank."""
         self._store = store
         self._texts: dict[int, str] = {}  # held grammars, by key
 
     def obey(self, message: bytes, commands: Connection) -> bool:
-        """Do what rank 0 wants of grammars, and answer a question.  Returns False for any other command."""
+        """Execute a command of rank 0 about grammars, or answer a question.  Returns False for any other command."""
         if (store := self._store) is None:
             return False
         kind, body = message[:1], memoryview(message)[1:]

@@ -3,7 +3,7 @@
     rank 0 ── commands: b"P" + Task of a spare, then b"T" + Task,
               b"S" + plan, b"C", b"G" + Hold, b"Q" + keys, b"R" + Release, b"X" ──> rank i   a rank does what rank 0
            <── replies: HERE and Ready once, a Reply for each b"C", keys for each b"Q" ──         does, in its order
-           <── life: a byte a beat; either end closes when its process dies ──>
+           <── life: one byte per heartbeat; either end closes when its process dies ──>
 
 The plan is the same msgpack bytes for every rank, and nothing is pickled.
 """
@@ -34,22 +34,22 @@ from quire.engine.executor.ranks.ranks import Ranks
 log = logging.getLogger(__name__)
 
 PREPARE, BEGIN, SUBMIT, COLLECT, CLOSE = b"P", b"T", b"S", b"C", b"X"
-HERE = b"here"  # a rank's first message, before it meets the others
-WELL, FAILING = b".", b"!"  # a beat; `FAILING` while a step that failed here has not been collected
-START_TIMEOUT_S = 1800.0  # seconds that a rank waits for another one which reads a larger shard of the weights
+HERE = b"here"  # a rank's first message, before the rendezvous
+WELL, FAILING = b".", b"!"  # heartbeats; `FAILING` until a step that failed here is collected
+START_TIMEOUT_S = 1800.0  # seconds that a rank waits for another rank that reads a larger shard
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
-    """First message to a rank: what it is.  A rank of a spare gets it twice: to prepare, and to begin."""
+    """First message to a rank: its task.  A rank of a spare gets it twice: to prepare, and to begin."""
 
     rank: int
-    meeting: str  # file where the ranks meet
-    beat_s: float  # seconds between two beats
+    meeting: str  # path of the rendezvous file
+    beat_s: float  # seconds between two heartbeats
     config: EngineConfig
 
 
 class Facts(msgspec.Struct, frozen=True, array_like=True):
-    """What must be equal on all ranks before the first step."""
+    """Facts that must be equal on all ranks before the first step."""
 
     info: ModelInfo
     blocks: int
@@ -59,12 +59,12 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, executor: LocalExecutor) -> Facts:
-        """Return those of a loaded rank."""
+        """Return the facts of a loaded rank."""
         return cls(executor.info, executor.blocks, executor.host_blocks, executor.max_seqs, executor.step_tokens)
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's second message: it is loaded, or why it cannot be."""
+    """A rank's second message: it is loaded, or why it failed to load."""
 
     facts: Facts | None
     swap_bytes_per_s: float = 0.0
@@ -79,32 +79,33 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 
 def digest(result: StepResult) -> int:
-    """Return a checksum of what a step sampled, which is the same on every rank."""
+    """Return a checksum of a step's sampled tokens, which is equal on every rank."""
     forced = sorted(result.forced.items())
     said = (result.step, result.slots, result.tokens, forced, sorted(result.failed), sorted(result.impossible))
     return zlib.crc32(msgspec.msgpack.encode(said))
 
 
 def join(config: EngineConfig, rank: int, meeting: Path) -> Ranks:
-    """Meet the other ranks of an engine, whose `tensor_parallel` says how many there are.
+    """Meet the other ranks of an engine; there are `config.tensor_parallel` in all.
 
-    Loads the kernels first: ranks of GPUs try one of them as they meet.  Raises KernelBuildError without a compiler."""
+    Loads the kernels first, because ranks with GPUs test one as they meet.  Raises KernelBuildError without a
+    compiler."""
     ops.load(library=Path(config.kernels) if config.kernels else None)
     wait_s = max(START_TIMEOUT_S, 2 * config.step_timeout_s)
     return Ranks.join(rank, config.tensor_parallel, meeting, device_kind(config), wait_s)
 
 
 class Life:
-    """A rank's thread that shows rank 0 that its process lives, and ends the process when rank 0 does."""
+    """A rank's thread that sends heartbeats to rank 0, and ends the process when rank 0's process ends."""
 
     def __init__(self, line: socket.socket) -> None:
-        self.failing = False  # sent with every beat
+        self.failing = False  # sent with every heartbeat
         self._line = line
-        self._beat_s = 0.0  # 0: none yet; rank 0 has not sent the interval
+        self._beat_s = 0.0  # 0: rank 0 has not sent the interval yet
         threading.Thread(target=self._run, name="life", daemon=True).start()
 
     def beat(self, every_s: float) -> None:
-        """From now on send a beat every `every_s` seconds."""
+        """From now on send a heartbeat every `every_s` seconds."""
         self._beat_s = every_s
 
     def _run(self) -> None:
@@ -114,16 +115,16 @@ class Life:
                 if not self._line.recv(1):
                     break
             except TimeoutError:
-                with contextlib.suppress(OSError):  # rank 0 reads no more; the next `recv` finds out whether it is gone
+                with contextlib.suppress(OSError):  # rank 0 does not read; the next `recv` shows whether it has ended
                     if self._beat_s:
                         self._line.send(FAILING if self.failing else WELL)
             except OSError:
                 break
-        os._exit(1)  # rank 0 is gone: the main thread may wait in a kernel that never ends
+        os._exit(1)  # rank 0 has ended: the main thread may wait in a kernel that never ends
 
 
 def serve(commands: Connection, life: Life) -> int:
-    """Be one rank of an engine until rank 0 closes it.  Returns the exit status."""
+    """Run one rank of an engine until rank 0 closes it.  Returns the exit status."""
     try:
         message = commands.recv_bytes()
         while message[:1] == PREPARE:
@@ -132,7 +133,7 @@ def serve(commands: Connection, life: Life) -> int:
         task = msgspec.msgpack.decode(message[1:], type=Task)
         life.beat(task.beat_s)
         commands.send_bytes(HERE)
-    except (EOFError, OSError):  # rank 0 is gone: of a spare that was not needed
+    except (EOFError, OSError):  # rank 0 has ended: the spare was not needed
         return 1
     executor: LocalExecutor | None = None
     ranks: Ranks | None = None
@@ -147,7 +148,7 @@ def serve(commands: Connection, life: Life) -> int:
         if executor is None or ranks is None:
             return 2
         _obey(commands, life, executor, ranks)
-    except (EOFError, OSError):  # rank 0 is gone
+    except (EOFError, OSError):  # rank 0 has ended
         return 1
     finally:
         if executor is not None:
@@ -158,7 +159,7 @@ def serve(commands: Connection, life: Life) -> int:
 
 
 def _prepare(task: Task, commands: Connection) -> None:
-    """Do what a takeover then need not, part by part until it comes.  A part that fails is left to the takeover."""
+    """Prepare for a takeover, part by part until it starts.  A part that fails is left to the takeover."""
     try:
         if device_kind(task.config) == "cuda" and task.config.spare_on_gpu:
             torch.cuda.set_device(task.rank)
@@ -172,7 +173,7 @@ def _prepare(task: Task, commands: Connection) -> None:
 
 
 def _obey(commands: Connection, life: Life, executor: LocalExecutor, ranks: Ranks) -> None:
-    """Do what rank 0 does until it closes."""
+    """Execute rank 0's commands until it closes."""
     decoder, grammars = msgspec.msgpack.Decoder(StepPlan), RankGrammars(executor.grammar_store)
     while True:
         message = commands.recv_bytes()
@@ -184,7 +185,7 @@ def _obey(commands: Connection, life: Life, executor: LocalExecutor, ranks: Rank
                 commands.send_bytes(msgspec.msgpack.encode(reply := _collect(executor)))
                 life.failing = False
                 if reply.error:
-                    ranks.barrier()  # ends where they can still exchange
+                    ranks.barrier()  # returns only if the ranks can still communicate
             case _ if grammars.obey(message, commands):
                 pass
             case _:

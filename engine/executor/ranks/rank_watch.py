@@ -28,13 +28,13 @@ from quire.engine.executor.ranks.ranks import Ranks
 log = logging.getLogger(__name__)
 
 BEATS = 5  # heartbeats per lease: a rank that misses more is lost
-# A rank beats from its first message on, by a thread, so only a call that holds the interpreter silences it.  While the
-# model loads some do: the first one that uses a GPU, one that maps a library, the meeting of ranks that share GPU
-# memory.  Most release it: reading weights, exchanges, graphs, a compiler.  Before its first message a rank
+# A rank sends heartbeats from a thread after its first message, so only a call that holds the interpreter lock silences
+# it. While the model loads some calls do: the first use of a GPU, mapping a library, the rendezvous of ranks that share
+# GPU memory.  Most release the lock: reading weights, collectives, graphs, a compiler.  Before its first message a rank
 # imports torch: it reads gigabytes of libraries, perhaps from a slow disk, and sends nothing.
 START_SILENCE_S = 300.0  # seconds of silence until the first message
 END_S = 2.0  # seconds for a call on a lost rank to return, before the process ends without it
-GRACE_S = 2.0  # more, if not even the thread that would end the process gets to run
+GRACE_S = 2.0  # additional seconds, if not even the thread that would end the process runs
 
 
 @dataclass
@@ -45,13 +45,13 @@ class Rank:
     process: subprocess.Popen[bytes]
     commands: Connection
     life: socket.socket
-    silent: int = 0  # beats missed, or sent while a step of its own was failing
-    _ready: Ready | None = None  # its report at the end of the start
-    _reading: threading.Lock = field(default_factory=threading.Lock)  # while a thread reads a message of the start
+    silent: int = 0  # heartbeats missed, or sent while a step of the rank's own was failing
+    _ready: Ready | None = None  # its message at the end of the start
+    _reading: threading.Lock = field(default_factory=threading.Lock)  # held while a thread reads a message of the start
 
     @classmethod
     def start(cls, number: int, log_format: str) -> Self:
-        """Start a process, which imports what it needs and waits for its task."""
+        """Start a process, which imports its modules and waits for its task."""
         ours, theirs = socket.socketpair()
         life, their_life = socket.socketpair()
         descriptors = (theirs.fileno(), their_life.fileno())
@@ -74,12 +74,12 @@ class Rank:
         return f"rank {self.number} closed its end"
 
     def wait_until_here(self) -> None:
-        """Wait until the process has imported what it needs.  Raises EOFError or OSError when it ends before."""
+        """Wait until the process has imported its modules.  Raises EOFError or OSError when it ends before."""
         with self._reading:
             self.commands.recv_bytes()
 
     def wait_until_ready(self) -> Ready:
-        """Wait until the rank is loaded, or cannot be.  Raises EOFError or OSError when its process ends before."""
+        """Wait until the rank is loaded, or has failed to.  Raises EOFError or OSError when its process ends before."""
         with self._reading:
             if self._ready is None:
                 self._ready = msgspec.msgpack.decode(self.commands.recv_bytes(), type=Ready)
@@ -88,7 +88,7 @@ class Rank:
     def start_error(self) -> str:
         """Return the error line that a rank reported from a failed start; empty: none was reported.
 
-        Any thread may ask, and again: the message is read once and kept."""
+        Any thread may call this, repeatedly: the message is read once and kept."""
         with self._reading, contextlib.suppress(OSError, EOFError, msgspec.DecodeError):
             if self._ready is None and self.commands.poll():
                 self._ready = msgspec.msgpack.decode(self.commands.recv_bytes(), type=Ready)
@@ -99,7 +99,7 @@ class Rank:
         self.process.kill()
 
     def release(self) -> None:
-        """Let go of a process that has been killed or has ended."""
+        """Release the resources of a process that has been killed or has ended."""
         self.commands.close()
         self.life.close()
         self.process.wait()
@@ -107,37 +107,37 @@ class Rank:
 
 @dataclass
 class Watch:
-    """A thread that notices when a rank is lost, and sees to it that rank 0 notices too, wherever it waits."""
+    """A thread that detects the loss of a rank, and frees rank 0's thread if that waits for the lost rank."""
 
     others: Sequence[Rank]
     beat_s: float
     lost: str = ""  # why no further step can run; empty: all ranks live
-    silence_s: float = START_SILENCE_S  # a rank that leaves out the beats of a longer time is lost
-    loading: bool = True  # not all ranks are loaded
+    silence_s: float = START_SILENCE_S  # longest silence of a rank before it counts as lost
+    loading: bool = True  # some rank is not loaded yet
     ranks: Ranks | None = None
     _stopped: threading.Event = field(default_factory=threading.Event)
-    _unused: threading.Event = field(default_factory=threading.Event)  # no call uses the ranks
-    _counting: threading.Lock = field(default_factory=threading.Lock)  # while `silent` and `silence_s` are compared
+    _unused: threading.Event = field(default_factory=threading.Event)  # set while no call uses the ranks
+    _counting: threading.Lock = field(default_factory=threading.Lock)  # held while `silent` is compared
 
     def start(self) -> None:
-        """Begin to watch the ranks, whose processes have started."""
+        """Start watching the ranks, whose processes have started."""
         self._unused.set()
         threading.Thread(target=self._run, name="ranks", daemon=True).start()
 
     def expect_beats(self, silence_s: float, *, loading: bool = False) -> None:
-        """From now on let no rank be silent for longer than `silence_s` seconds, whatever it was before."""
+        """From now on a rank is lost after `silence_s` seconds of silence; earlier silence does not count."""
         with self._counting:
             self.silence_s, self.loading = silence_s, loading
             for rank in self.others:
                 rank.silent = 0
 
     def stop(self) -> None:
-        """End: the ranks are about to leave."""
+        """Stop watching, because the ranks are about to leave."""
         self._stopped.set()
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
-        """A call that needs all ranks.  Raises ExecutorLost in place of what the loss of one makes it raise."""
+        """Wrap a call that needs all ranks.  Raises ExecutorLost in place of errors that the loss of a rank causes."""
         self._unused.clear()  # before `lost` is read: `_lose` sets that first and then waits for this call
         try:
             if self.lost:
@@ -158,14 +158,14 @@ class Watch:
             self._unused.set()
 
     def kill(self) -> None:
-        """End the other ranks now, one that is stopped as well."""
+        """Kill the other ranks' processes now, including stopped ones."""
         for rank in self.others:
             rank.kill()
 
     def at_exit(self) -> None:
         """End a process that has lost a rank and not closed its executor, with status 1.
 
-        A kernel that waits for a lost rank has no end, so what lets go of a GPU's memory would then wait forever."""
+        A kernel that waits for a lost rank never ends, so code that frees the GPU's memory would wait forever."""
         if self.lost:
             logging.shutdown()
             sys.stdout.flush()
@@ -173,7 +173,8 @@ class Watch:
             os._exit(1)
 
     def wait_for_loss(self) -> None:
-        """Wait until a loss is noted, for two beats at most.  A process that died breaks an exchange before that."""
+        """Wait until a loss is noted, for two beats at most.  A process that dies breaks a collective before the watch
+        notes it."""
         until = time.monotonic() + 2 * self.beat_s
         while not self.lost and time.monotonic() < until:
             time.sleep(0.02)
@@ -192,14 +193,14 @@ class Watch:
                         rank.silent = 0
                 if time.monotonic() < tick:
                     continue
-                # Ticks count, not seconds: this process may have been stopped together with the ranks.
+                # Ticks are counted, not seconds: this process may have been stopped together with the ranks.
                 tick = time.monotonic() + self.beat_s
                 if reason := self._count_silence():
                     return self._lose(reason)
         return None
 
     def _count_silence(self) -> str:
-        """Count one more beat that each rank may have left out.  Returns why a rank is lost; empty: none is."""
+        """Count one more missed heartbeat of each rank.  Returns why a rank is lost; empty: none is."""
         with self._counting:
             for rank in self.others:
                 rank.silent += 1
@@ -212,13 +213,13 @@ class Watch:
 
     @staticmethod
     def _hear(rank: Rank) -> bytes:
-        """Return the last beat that has arrived; empty when the process has ended."""
+        """Return the last heartbeat that has arrived; empty if the process has ended."""
         with contextlib.suppress(OSError):
             return rank.life.recv(1 << 16)[-1:]
         return b""
 
     def _lose(self, reason: str) -> None:
-        """Note the loss, and free the thread that may wait for the lost rank in a socket or in an exchange."""
+        """Note the loss, and free the thread that may wait for the lost rank in a socket or in a collective."""
         if self._stopped.is_set() or self.lost:  # the thread has ended, or another rank was lost before
             return
         self.lost = reason  # first: a call that begins after this line ends at once
@@ -227,8 +228,8 @@ class Watch:
             log.error("%s: exchanges with it are aborted", reason)
         with ends_process(END_S + GRACE_S):
             if self.ranks is not None:
-                # NCCL's abort waits for a kernel that may wait for the lost rank, so it has a thread of its own.  It
-                # might hold the interpreter meanwhile, and this thread with it.
+                # NCCL's abort waits for a kernel that may wait for the lost rank, so it runs on a separate thread.  It
+                # might hold the interpreter lock meanwhile, and so block this thread.
                 threading.Thread(target=self.ranks.abort, name="abort", daemon=True).start()
             if not self._unused.wait(END_S):
                 waits = "rank 0 waits for it" if self.loading else "this step never returns"

@@ -1,15 +1,15 @@
-"""What the ranks of one engine exchange while they compute.  One rank: nothing, and nothing is started.
+"""Collectives between the ranks of one engine.  With one rank nothing is sent, and nothing is started.
 
-    on the device   all_reduce       the sum of all ranks' parts, after a product whose input is divided; on a CPU in
-                                     the order of ranks, so that no sum depends on the batch
-                    add_and_norm     the same, added to the residual, and the norm after it
-                    gather_columns   the ranks' columns next to each other: logits
-                    keep_greatest    the likeliest token of each row of logits
+    on the device   all_reduce       the sum of all ranks' parts, after a row-parallel GEMM; on a CPU in rank order, so
+                                     that no sum depends on the batch
+                    add_and_norm     all_reduce, added to the residual, and the norm after it
+                    gather_columns   the ranks' columns side by side: logits
+                    keep_greatest    maximum of each value: the argmax of vocab-parallel logits
     on the host     least, barrier   decisions that every rank must take alike
-                    greatest         scales of rows of which each rank has a part
+                    greatest         maximum of each value: scales of rows of which each rank has some columns
 
-torch.distributed carries both: NCCL between GPUs, gloo between CPUs and for what the host decides.  Sums of GPUs up to
-a few MiB go through `one_shot.py` where it works.  No other module names a collective.
+torch.distributed implements both: NCCL between GPUs, gloo between CPUs and for decisions of the host.  All-reduces
+between GPUs up to a few MiB go through `one_shot.py` if it works.  No other module names a collective.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quire.engine.executor.errors import one_line
 from quire.engine.executor.ranks.one_shot import OneShot
 
 log = logging.getLogger(__name__)
-c10d: Any = _distributed_c10d  # its types say less than it has
+c10d: Any = _distributed_c10d  # its type stubs lack names that it has
 
 Result = TypeVar("Result")
 
@@ -40,23 +40,23 @@ class Ranks:
     """One rank's view of all ranks.  Every rank must make the same calls in the same order, with equal shapes."""
 
     def __init__(self, rank: int = 0, size: int = 1, host: Any = None, device: Any = None) -> None:
-        """`host` and `device` are process groups for tensors of the CPU and of the model; `join` makes them.
+        """`host` and `device`: process groups for tensors of the CPU and of the model; `join` makes them.
 
-        They are no global ones of torch.distributed, so a process may have several executors."""
+        They are not torch.distributed's global groups, so a process may have several executors."""
         self.rank, self.size = rank, size
         self._host, self._device = host, device
         self.one_shot: OneShot | None = None
 
     @classmethod
     def join(cls, rank: int, size: int, meeting: Path, kind: str, timeout_s: float) -> Self:
-        """Meet the other ranks.  Blocks until all are here.
+        """Meet the other ranks (rendezvous).  Blocks until all have joined.
 
-        meeting    a file that does not exist before; all ranks name the same
+        meeting    path of a file that does not exist yet, equal on all ranks
         kind       device of the model, "cpu" or "cuda"; rank i uses the i-th visible GPU
-        timeout_s  seconds that a rank waits for another one in an exchange
+        timeout_s  seconds that a rank waits for another one in a collective
 
         Raises RuntimeError when the others do not arrive."""
-        store = c10d.FileStore(str(meeting), size)  # no port that anyone could connect to
+        store = c10d.FileStore(str(meeting), size)  # a file, not a port to which anyone could connect
         options = c10d.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         # Ranks of an engine share a host, so nothing has to listen on another interface.
@@ -69,7 +69,7 @@ class Ranks:
         return ranks
 
     def _use_one_shot(self, store: Any, name: str) -> None:
-        """Sum tensors of up to a few MiB by a kernel of our own, if it works on all ranks."""
+        """All-reduce tensors of up to a few MiB by our own kernel, if it works on all ranks."""
         if not self.least(not OneShot.made):
             log.info("all-reduces go through NCCL: another executor of this process owns the one-shot all-reduce")
             return
@@ -117,26 +117,27 @@ class Ranks:
         return part
 
     def _sums_here(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Return whether our own kernel sums contiguous tensors of this shape.  The same on all ranks."""
+        """Return whether our own kernel reduces contiguous tensors of this shape.  Equal on all ranks."""
         if self.one_shot is None or not shape:
             return False
         return self.one_shot.takes(math.prod(shape[:-1]), shape[-1], dtype)
 
     def fuses_norm(self, rows: int, size: int, dtype: torch.dtype) -> bool:
-        """Return whether `add_and_norm` takes parts [rows, size].  The same on all ranks."""
+        """Return whether `add_and_norm` supports parts [rows, size].  Equal on all ranks."""
         return self._sums_here((rows, size), dtype)
 
     def add_and_norm(self, x: Tensor, part: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """All-reduce the parts and add them to x in place.  Return x, and x after an RMS norm.  See `fuses_norm`.
+        """All-reduce the parts and add the result to x in place.  Return x, and x after an RMS norm.  See `fuses_norm`.
 
         x [rows, size] is equal on all ranks.  All ranks get the same bits."""
         assert self.one_shot is not None
         return self.one_shot.add(x, part, norm, eps)
 
     def _sum_in_order(self, part: Tensor) -> Tensor:
-        """Add up the ranks' parts in the order of ranks, so that a number's sum does not depend on its place.
+        """Return the sum of the ranks' parts, added in rank order, so that a row's bits do not depend on its place.
 
-        gloo's own sum adds each share of a tensor in another order, so a row's bits would depend on the batch."""
+        gloo's own all-reduce adds each share of a tensor in another order, so a row's bits would depend on the
+        batch."""
         gathered = self._gather(part)
         for rank in range(1, self.size):
             gathered[0] += gathered[rank]
@@ -154,12 +155,12 @@ class Ranks:
     def gather_columns(self, part: Tensor, columns: int, out: Tensor | None = None) -> Tensor:
         """Return the first `columns` of all ranks' columns, in the order of ranks: [..., C] -> [..., columns].
 
-        columns: at most size * C.  out [..., columns]: where they go, of any strides."""
+        columns: at most size * C.  out [..., columns]: buffer of the result, with any strides."""
         gathered = part[None] if self.size == 1 else self._gather(part)
         if out is None:
             out = part.new_empty(*part.shape[:-1], columns)
         each = part.shape[-1]
-        for rank, theirs in enumerate(gathered):  # one pass over the values: logits are many
+        for rank, theirs in enumerate(gathered):  # one pass over the values, because logits are large
             place = out[..., rank * each : (rank + 1) * each]
             place.copy_(theirs[..., : place.shape[-1]])
         return out
@@ -180,7 +181,7 @@ class Ranks:
             _finish(group.broadcast([tensor], options))
 
     def least(self, value: int) -> int:
-        """Return the smallest of the ranks' values.  On the host; waits for all ranks."""
+        """Return the minimum of the ranks' values.  On the host; waits for all ranks."""
         if self.size > 1:
             shared = torch.tensor([value], dtype=torch.int64)
             options = c10d.AllreduceOptions()
@@ -190,7 +191,7 @@ class Ranks:
         return value
 
     def greatest(self, values: Tensor) -> Tensor:
-        """Return the largest of the ranks' values, number by number.  On the host; waits for all ranks."""
+        """Return the maximum of the ranks' values, element by element.  On the host; waits for all ranks."""
         if self.size == 1:
             return values
         shared = values.to("cpu", copy=True)
@@ -204,13 +205,13 @@ class Ranks:
         self.least(0)
 
     def first_then_others(self, run: Callable[[], Result]) -> Result:
-        """Return what `run` returns here.  Rank 0 runs first, so that the others find what it leaves in a cache."""
+        """Return the result of `run`.  Rank 0 runs first, so that the other ranks find its files in a cache."""
         result = run() if self.first else None
         self.barrier()
         return run() if result is None else result
 
     def abort(self) -> None:
-        """End an exchange that waits for a rank which is lost, from another thread.  No exchange works afterwards.
+        """End a collective that waits for a lost rank; called on another thread.  No collective works afterwards.
 
         gloo ends by itself when the lost process does; NCCL's kernels wait forever."""
         for group in self._groups():
@@ -218,9 +219,9 @@ class Ranks:
                 group.abort()
 
     def leave(self) -> None:
-        """Let go of the others.  Harmless when called twice."""
+        """Shut down the process groups.  Harmless when called twice."""
         for group in self._groups():
-            with contextlib.suppress(RuntimeError):  # ranks that are lost raise it
+            with contextlib.suppress(RuntimeError):  # raised if a rank is lost
                 group.shutdown()
         self._host = self._device = self.one_shot = None
 
@@ -230,7 +231,7 @@ class Ranks:
 
 
 def _finish(work: Any) -> None:
-    """Wait for an exchange on a CPU; on a GPU let the current stream wait for it."""
+    """Wait for a collective on a CPU; on a GPU let the current stream wait for it."""
     if work is not None:
         work.wait()
 
