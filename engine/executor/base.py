@@ -27,7 +27,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     max_model_len: int  # tokens
     eos_ids: list[int]
-    kv_bytes_per_token: int  # keys and values of all layers but those of `windows`, summed over the ranks
+    kv_bytes_per_token: int  # keys and values, without layers of `windows`, summed over the ranks
     grammars: bool = False  # supports Sampling.grammar
     beams: bool = False  # supports Slice.candidates
     adapters: bool = False  # supports Start.adapter
@@ -190,7 +190,7 @@ class ScriptedExecutor:
         )
 
     def _accept(self, piece: Slice) -> int:
-        """Move a slot past those of its drafts that its text has.  Returns their number.
+        """Move a slot past the drafts that agree with its text.  Returns their number.
 
         A slot with a mask accepts no draft, because its text then depends on the mask."""
         sampler, position = self._decoding[piece.slot]

@@ -488,7 +488,7 @@ class Batch:
         return self._adapter_rows is not None
 
     def with_adapters(self, step: StepTensors) -> StepTensors:
-        """Return the step with the device rows of GPU adapters, whether or not a row has one; unchanged without GPU."""
+        """Return the step with the buffers of GPU adapters, whether or not a row has an adapter; unchanged on a CPU."""
         rows = self._adapters.device_rows if self._adapters is not None else None
         return step if rows is None else replace(step, adapters=rows)
 

@@ -110,8 +110,8 @@ def verify(
     """Sample after the drafts and accept the drafts that equal the samples; launches only.
 
     logits    [N + R or more, V]; the first N rows have been sampled
-    tokens, outcomes  [N] of these rows; those of drafting slots are replaced by the ones after the accepted drafts
-    position  [max_seqs] i64, by slot: position of the last certain token; becomes that of the last accepted draft
+    tokens, outcomes  [N] of these rows; a drafting slot gets the sample after its accepted drafts
+    position  [max_seqs] i64, by slot: of the last token that is not a draft; advanced to the last accepted draft
     """
     count, extra = len(tokens), len(rows.rows)
     sampled = torch.empty(extra, dtype=torch.int64, device=tokens.device)

@@ -1,5 +1,6 @@
-"""Followers: the sequences whose masks depend on a step's tokens, as of the step's launch: slots may have new owners
-later.
+"""Followers: the sequences whose masks depend on a step's tokens.
+
+They are recorded when the step is launched, because a slot may have another sequence when the step is collected.
 
 a step is launched: following(rows, slots) ─ keeps the present state of each slot ─> collected: advance(tokens)
 """
@@ -20,7 +21,7 @@ class Row(Protocol):
         """Advance by the token that the sequence has sampled."""
 
     def find_forced(self) -> Sequence[int]:
-        """Return the tokens that must follow the last token, except those that were returned before."""
+        """Return the tokens that must follow the last token, without tokens that were returned before."""
 
 
 @dataclass(frozen=True, slots=True)

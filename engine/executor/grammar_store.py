@@ -1,4 +1,4 @@
-"""Compiled grammars: those that requests hold, those kept for later requests, and their compilation.
+"""Compiled grammars: held by requests, or kept for later requests; and their compilation.
 
     hold ─> waits ──a thread compiles──> compiled ──last release──> kept ── beyond `most_bytes` ─> evicted, oldest first
               └─ last release: dropped      ^───────── hold ────────'

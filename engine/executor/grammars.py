@@ -128,7 +128,7 @@ class _Row:
         self.behind = False
 
     def find_forced(self) -> list[int]:
-        """Return the tokens that the last token forces, except those that were returned before."""
+        """Return the tokens that the last token forces, without tokens that were returned before."""
         self.look_ahead()
         if self.matcher is None or self.reported:
             return []

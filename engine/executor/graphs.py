@@ -138,7 +138,7 @@ class Graphs(Generic[Key]):
 
 
 class SecondUse:
-    """Chooses the launches to capture as CUDA graphs while requests are served: those that run for the second time.
+    """Lazy capture of CUDA graphs while requests are served: launches are captured when they run for the second time.
 
     The first time they run eagerly, which loads their kernels.  One batch size is captured per step, so the pause
     stays short: about 12 ms per graph of an 8B model."""

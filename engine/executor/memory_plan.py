@@ -1,6 +1,6 @@
 """Stores, for the next start of an engine, how much memory its largest steps take.
 
-The figure is measured by running those steps, which takes a quarter of a second of a takeover.  It is stored under
+The figure is measured by running these steps, which takes a quarter of a second of a takeover.  It is stored under
 ~/.cache/quire by everything that decides it, including the engine's name: `quire serve` makes a new name each time it
 starts, so a figure is not used after the supervisor ends or an upgrade.
 """

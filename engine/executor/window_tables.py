@@ -1,4 +1,4 @@
-"""Block tables of window groups; those of full layers are in `batch.py`.
+"""Block tables of window groups; `batch.py` has the block tables of full layers.
 
     plan.edits  (slot, index, id) ──id──> full layers: Batch.tables      group 1: tables, kv_indices      group 2: ...
 

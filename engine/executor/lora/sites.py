@@ -92,8 +92,8 @@ class Sites:
 
     @contextlib.contextmanager
     def proving(self, tokens: int) -> Iterator[None]:
-        """Watch a step of `tokens` tokens.  A layer that was not called once, with a row per token, gets no adapters:
-        the rows of a step would not be its rows."""
+        """Watch a step of `tokens` tokens.  A layer that is not called exactly once, with a row per token, gets no
+        adapters: its rows would not be the step's rows."""
         self._calls = {}
         yield
         for site in self._unproved:

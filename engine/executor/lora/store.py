@@ -76,7 +76,7 @@ class AdapterStore:
         self._finished: deque[str] = deque()
         self._bytes = 0  # bytes of all loaded adapters
         self._loads = self._faults = self._evicted = 0
-        self.load_s = 0.0  # predicted seconds to load one more: mean of the loads so far, times those that wait
+        self.load_s = 0.0  # predicted seconds to load one more: mean time of a load, times waiting loads
         self.unloaded = 0  # adapters that wait for their load, including the one being loaded
         self._gained: dict[str, None] = {}  # ids, since the last `changes`
         self._lost: dict[str, None] = {}

@@ -1,4 +1,4 @@
-"""Decides which decoders of transformers fused.py replaces: known families whose parts are the expected ones."""
+"""Decides which decoders of transformers fused.py replaces: known families with the expected submodules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WINDOW: dict[type[PreTrainedModel], Callable[[Any], int | None]] = {
 
 
 class Routing(NamedTuple):
-    """How a family turns router logits into expert weights; the fields are arguments of `ops.route`."""
+    """Arguments of `ops.route` for a family: they decide how router logits become expert weights."""
 
     normalise: bool
     rounded: bool

@@ -170,7 +170,7 @@ SHARD = "shard"  # attribute of a sharded linear layer: its Shard
 
 
 class Shard(Protocol):
-    """How the ranks' outputs of a sharded layer are combined (`sharding.py`)."""
+    """Combines the ranks' outputs of a sharded layer (`sharding.py`)."""
 
     out_features: int  # outputs of the unsharded layer
     adds: bool  # other values may be added to this rank's output before `combine`

@@ -1,9 +1,9 @@
 """Proves, at load, that an architecture computes what its authors meant when Quire packs sequences for it.
 
-A few small forwards with a recording attention function show that every layer called it, once, with nothing that is not
-implemented.  They also show that a sequence's logits do not change with what it is packed together with, and that its
-positions come from `position_ids`.  After submodules were swapped, one step proves that
-what is served computes the same.
+A few small forwards with a recording attention function show that every layer calls it once, and only with arguments
+that are implemented.  They also show that a sequence's logits do not depend on the sequences packed with it, and that
+its positions come from `position_ids`.  After submodules were swapped, one step proves that the served model gives the
+same logits.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def prove_served(module: PreTrainedModel, proof: Proof, block_size: int = 16, *,
     """Compute the probe's tokens as a step does, with swapped submodules, our attention and a KV cache.
 
     rounds_inputs: GEMMs round their inputs to e4m3; the probe does not.  Raises UnsupportedModel if the step
-    fails, or if its logits are not finite or not those of the probe."""
+    fails, or if its logits are not finite or differ from the probe's."""
     kind, device = module.config.model_type, module.device
     caches = allocate(proof.layers, 2, block_size, module.dtype, device)
 

@@ -1,9 +1,9 @@
-"""How far a model's rotary position embeddings reach, and angles that depend on nothing but the position.
+"""Maximum positions of a model's rotary embeddings, and angles that depend only on the position.
 
 Two kinds of scaling change every angle once a sequence passes a length: `dynamic` passes the model's own length,
 `longrope` its original one.  transformers decides by the longest sequence of a batch.  A request's tokens would then
-depend on other requests, and cached keys would be wrong.  So the angles are those of a sequence of `max_model_len`,
-for every sequence.
+depend on other requests, and cached keys would be wrong.  So every sequence gets the angles of
+a sequence of `max_model_len` tokens.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def check_effect(directory: Path, changes: dict[str, Any]) -> None:
 
 
 def fields_of(directory: Path, changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of a checkpoint's config with these changes, and of the config of what is served."""
+    """Return the fields of a changed checkpoint config, and the fields that the served model depends on."""
     whole = overrides.load_config(directory, changes).to_dict()
     return whole, multimodal.text_fields(served_part(read_config(directory, changes), directory))
 

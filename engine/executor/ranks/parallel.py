@@ -295,8 +295,7 @@ class WaitingRanks:
 def config_of_a_rank(config: EngineConfig) -> EngineConfig:
     """Return the configuration with which every rank is loaded.
 
-    Each captures its graphs at the start: in which step a graph is captured later would depend on a rank's own
-    clock."""
+    Every rank captures its graphs at the start, because lazy capture would depend on the rank's own clock."""
     share = config.swap_memory_gib / config.tensor_parallel
     return msgspec.structs.replace(config, standby=False, swap_memory_gib=share)
 

@@ -111,7 +111,7 @@ class Awaiting(nn.Module):
         self.bias = plain.bias
         self.scales: Scales | None = None  # scales of a weight that was quantised here
         weight = plain.weight.detach()
-        if weight.device.type == "meta":  # transformers casts what it reads to the dtype of what it replaces
+        if weight.device.type == "meta":  # transformers casts a tensor to the dtype of the parameter that it replaces
             out, columns = weight.shape
             shape = (out, columns * BITS[dtype] // 8) if stored else (out, columns)
             weight = weight.new_empty(shape, dtype=dtype if stored else torch.float32)
@@ -162,7 +162,7 @@ class Quantising:
 
     @property
     def changes(self) -> dict[str, str]:
-        """How the model differs from its files, for the fingerprint."""
+        """Differences between the served weights and the files, for the fingerprint."""
         kinds = {f"{ROUNDED[kind]} as stored" for kind in self.kept.values()}
         kinds |= {self.kind} if self.kind else set()  # it may round other modules, too
         return {"weights of linear layers": ", ".join(sorted(map(str, kinds)))} if kinds else {}

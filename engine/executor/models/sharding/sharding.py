@@ -127,7 +127,7 @@ class Gathered:
 
 @dataclass
 class Sharding:
-    """What a rank holds of one architecture, and which modules need a collective."""
+    """The shards that a rank holds of one architecture, and the modules that need a collective."""
 
     cuts: dict[str, Cut] = field(default_factory=dict)  # cuts by parameter
     summed: list[str] = field(default_factory=list)  # modules with an all-reduce

@@ -1,7 +1,7 @@
 """The built-in checkpoint: llama shape, seeded random weights, a real byte-level BPE tokenizer.
 
 Its text makes no sense, but it is a checkpoint like any other: config, safetensors, tokenizer, chat template.  It is
-made in seconds from what is on the machine.  Tests use it, and `quire serve` where the demo model cannot be fetched:
+made in seconds from files of the machine.  Tests use it, and `quire serve` if the demo model cannot be fetched:
 
     python -m quire.engine.executor.models.sources.builtin [DIRECTORY]     makes it if absent, prints its directory
 

@@ -27,13 +27,13 @@ FOREIGN = "consolidated*.safetensors"  # tensors by the names of Mistral's own c
 
 
 def fetch(name: str) -> Path:
-    """Return the local directory with a repository's checkpoint, fetched where it is not in the hub's cache yet.
+    """Return the local directory with a repository's checkpoint, fetched if it is not in the hub's cache yet.
 
-    Files that are complete there are not fetched again.  A connection that breaks within a file resumes there.  Raises
-    ModelLoadError where no weights could be loaded, before they are fetched, and what the hub client raises."""
+    Complete files in the cache are not fetched again.  An incomplete file is resumed.  Raises ModelLoadError, before
+    weights are fetched, if they could not be loaded; and errors of the hub client."""
     snapshot = functools.partial(snapshot_download, name, tqdm_class=progress_lines(f"downloading {name}"))
     directory = Path(snapshot(allow_patterns=SMALL, ignore_patterns=WITHIN_FOLDERS))
-    snapshot = functools.partial(snapshot, revision=directory.name)  # the repository may change meanwhile
+    snapshot = functools.partial(snapshot, revision=directory.name)  # the repository may change during the download
     snapshot(allow_patterns=weight_names(directory), ignore_patterns=WITHIN_FOLDERS)
     if any(directory.glob("*.safetensors")):
         return directory
@@ -48,7 +48,7 @@ def fetch(name: str) -> Path:
 
 
 def progress_lines(what: str) -> Any:
-    """Return a bar that the hub client takes for its own, and that logs the bytes of all files in whole lines.
+    """Return a class in place of the hub client's progress bar, which logs the bytes of all files in complete lines.
 
     The client's own bars are shown on a terminal only."""
 
