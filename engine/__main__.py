@@ -40,19 +40,19 @@ from quire.engine.wire.link import BusDown
 
 log = logging.getLogger("quire.engine")
 
-ORPHAN_S = 15.0  # beyond grace_s, to hand requests back to a Redis that may be away
-CLOSE_S = 10.0  # seconds for a failed executor to release its device
+ORPHAN_S = 15.0  # seconds in addition to grace_s, to return requests to a Redis that may be unreachable
+CLOSE_S = 10.0  # maximum seconds for a failed executor to release its device
 
 
 class Stopwatch:
-    """Times the parts of a start, for the log: the streams of a crashed engine pause for as long."""
+    """Measures the parts of a start, for the log: the streams of a crashed engine pause during a restart."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
         self.laps: dict[str, float] = {}
 
     def lap(self, name: str, parts: Mapping[str, float] | None = None) -> None:
-        """Count everything since the last lap as `name`, except `parts`, which were timed where they happened."""
+        """Record the time since the last lap as `name`, minus `parts`, which were measured separately."""
         now = time.perf_counter()
         self.laps |= parts or {}
         self.laps[name], self._last = now - self._last - sum((parts or {}).values()), now
@@ -62,16 +62,16 @@ class Stopwatch:
 
 
 def code(config: EngineConfig) -> tuple[Callable[[EngineConfig], Executor], Callable[[EngineConfig], Iterable[str]]]:
-    """Import what the configuration needs; return the loader of the model and what prepares a spare.
+    """Import the modules that the configuration needs; return (loader of the model, preparation of a spare).
 
-    Both raise ModelLoadError; so does this, where a package is missing."""
+    Raises ModelLoadError if a package is missing; both returned functions raise it, too."""
     if config.executor == "scripted":
         return ScriptedExecutor.load, lambda _: ()
-    # Torch's own threads wait actively for 40 us, not for milliseconds: our pool and other processes need the cores.
+    # Let torch's threads spin for 40 us instead of milliseconds, since our pool and other processes need the cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         with without_optional_packages():
-            # torch takes seconds to import: only for a valid configuration
+            # torch takes seconds to import, so import it only for a valid configuration.
             from quire.engine.executor import loading, preload
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "ninja"):
@@ -87,9 +87,9 @@ def code(config: EngineConfig) -> tuple[Callable[[EngineConfig], Executor], Call
 
 
 def failed(error: Exception) -> int:
-    """Print one line about why the engine ends, and return the exit status.
+    """Print one line with the reason why the engine ends, and return the exit status.
 
-    The traceback of an unexpected exception goes to the log."""
+    Logs the traceback of an unexpected exception."""
     if isinstance(error, AccountingError):
         line = f"the block accounting does not balance, which is a bug: {error}"
     elif isinstance(error, (BusDown, ExecutorLost)):  # another process took this engine's name, or the GPU is lost
@@ -111,13 +111,13 @@ class Server:
         self._telemetry = Telemetry(config.engine_id, vllm=config.vllm_metrics, tracing=self._tracing)
         self._bus = BusThread(config, self._telemetry)
         self._requests: RequestLog | None = None
-        self._held_prefixes: list[Observer] = []  # one, or none where no prefixes are published
+        self._held_prefixes: list[Observer] = []  # one HeldPrefixes; empty if no prefixes are published
         self._page: Page | None = None
         self._executor: Executor
         self._engine: Engine
 
     def start(self) -> bool:
-        """Load the model and connect.  Return False for a spare that is not needed.  Raises OperatorError."""
+        """Load the model and connect.  Returns False for a spare that is not needed.  Raises OperatorError."""
         config = self._config
         with low_priority() if config.standby else contextlib.nullcontext():
             load, prepare = code(config)
@@ -130,7 +130,7 @@ class Server:
         self._executor = load(config)
         keep_what_is_loaded()
         self._open_logs()
-        if not config.standby:  # only after every check that ends a process with one line
+        if not config.standby:  # logged only after all checks that end the process with a one-line error
             log.info("%s", host_resources.read())
         self._telemetry.describe_model(self._executor.info, config)
         observers = [each for each in (self._telemetry, self._requests) if each is not None]
@@ -151,7 +151,7 @@ class Server:
         return True
 
     def serve(self) -> int:
-        """Warm up, then run until drained or broken.  Return the exit status."""
+        """Warm up, then run until drained or failed.  Returns the exit status."""
         config, engine = self._config, self._engine
         for number in orphans.drain_signals():
             signal.signal(number, self._drain)
@@ -203,12 +203,12 @@ class Server:
             self._bus.stop(died=True)
         finally:
             logging.shutdown()
-            os._exit(1)  # the main thread is inside the step
+            os._exit(1)  # a normal exit is impossible, because the main thread hangs inside the step
 
     def _close(self, died: bool) -> None:
         self._bus.stop(died=died)
         if died:
-            # A GPU that is lost may raise here, or never answer: a kernel that waits for another rank has no end.
+            # close() may raise if the GPU is lost, or never return: a kernel may wait forever for another rank.
             with contextlib.suppress(RuntimeError), ends_process(CLOSE_S):
                 self._executor.close()
         else:
@@ -219,19 +219,19 @@ class Server:
 
 
 def main(argv: list[str] | None = None, options: type[EngineConfig] = EngineConfig) -> int:
-    """Run one engine; return its exit status.  `options`: a subclass with more choices, for a study.
+    """Run one engine; return its exit status.  `options`: a subclass with more choices, for studies.
 
-    0: drained, with unfinished requests back in the queue, or a spare that is not needed.  2, and one line on stderr:
-    configuration, model, kernels or Redis make a start impossible.  1: another engine took this one's name, the GPU
-    failed, a step hung, or a bug; it counts as a death for the requests that the engine held.  130: interrupted while
-    it started."""
+    0: drained, with unfinished requests back in the queue, or a spare that was not needed.  2, with one line on stderr:
+    configuration, model, kernels or Redis make a start impossible.  1: another engine took this engine's name, the GPU
+    failed, a step hung, or a bug; this counts as a death for the requests that the engine held.  130: interrupted
+    during the start."""
     watch = Stopwatch()
     watch.laps["interpreter"] = time.process_time()  # CPU seconds: no portable call returns the process's start time
     words = sys.argv[1:] if argv is None else argv
     config = settings.load(options, words, os.environ, prog="quire engine", positional="model", table="engine")
     logs.start(config.log_format)
     orphans.end_with_supervisor(config.grace_s + ORPHAN_S)
-    open_files.raise_limit()  # weights, the metrics page and Redis: 1,024 are few
+    open_files.raise_limit()  # weights, metrics connections and Redis may need more than 1,024 open files
     if not config.engine_id:
         config = msgspec.structs.replace(config, engine_id=settings.process_name())
     tune_interpreter()

@@ -13,23 +13,23 @@ from quire.engine.wire.messages import Generate
 
 
 class AdapterGate(Gate):
-    """Its store reads adapters."""
+    """A gate whose resources are LoRA adapters."""
 
     def __init__(
         self, inbox: Inbox, store: HeldAdapters | None, clock: Callable[[], int] = steady_ms, *, returns: bool = False
     ) -> None:
-        """`store`: None: the executor takes no adapters.  `returns`: requests whose adapter is not on this machine go
-        back to the queue; else they end."""
+        """`store`: None: the executor has no LoRA support.  `returns`: requests whose adapter is not on this machine
+        return to the queue; False: they end with an error."""
         super().__init__(inbox, store, clock)
         self._adapters, self._returns = store, returns
 
     @property
     def loads(self) -> tuple[float, int]:
-        """Seconds until one more adapter is in host memory, 0: not known; and adapters that wait for their load."""
+        """(seconds until one more adapter would be in host memory, 0: unknown; adapters that wait for their load)."""
         return (0.0, 0) if self._adapters is None else (self._adapters.load_s, self._adapters.unloaded)
 
     def counts(self) -> AdapterCounts:
-        """Return what is in host memory and what was loaded."""
+        """Return counts of adapters in host memory and of loads."""
         return AdapterCounts() if self._adapters is None else self._adapters.counts
 
     def end(self, order: Order, request: Generate, fault: str) -> Order:

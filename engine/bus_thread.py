@@ -1,9 +1,10 @@
-"""The engine's end of the bus, on a thread of its own: inbox and outbox of an Engine.
+"""The bus thread: syncs with Redis, and is the inbox and outbox of an Engine.
 
     Redis <==sync==> BusThread ==orders==> drain()   the loop's thread
                                    <=outputs== put()
 
-Two plain queues join the threads, so a slow Redis never delays a step and a long step never delays a lease.
+The two threads pass orders and outputs through queues, so a slow Redis never delays a step, and a long step never
+delays the renewal of the lease.
 """
 
 from __future__ import annotations
@@ -37,41 +38,42 @@ from quire.engine.wire.records import ExchangeReply
 log = logging.getLogger("quire.engine")
 T = TypeVar("T")
 
-BUFFER_TOKENS = 2**18  # tokens that may wait for Redis, of all requests together: some 70 MB
-STOP_S = 5.0  # how long stop() waits for a Redis that is away
+BUFFER_TOKENS = 2**18  # maximum tokens that wait for Redis, all requests together: some 70 MB
+STOP_S = 5.0  # seconds that stop() waits for an unreachable Redis
 BELL_PAUSE_S = 1.0  # pause after an error on the wake-up channel's connection
 
 
 class BusThread:
     """Syncs outputs and orders with Redis.
 
-    A sync sends the outputs that have gathered and claims what the engine has free capacity for.  It happens after
-    each turn that published, on each wake-up, and after a third of STALE_MS (1 s) or of a shorter lease in any
-    case."""
+    A sync sends the outputs since the last one, and claims requests for the engine's free capacity.  Syncs run after
+    each turn that published, after each wake-up, and at least every third of STALE_MS (1 s) or of a shorter lease."""
 
     returns = True
 
     def __init__(self, config: EngineConfig, telemetry: Telemetry | None = None) -> None:
-        """`telemetry`: None where no metrics are served."""
+        """`telemetry`: None if no metrics are served."""
         self.relieved, self.queued = False, 0  # see Inbox
         self._config = config
         self._telemetry = telemetry or Telemetry(config.engine_id)
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self._outputs: deque[tuple[Outputs, int]] = deque()  # outputs, and how many requests had been dropped by then
-        # Lost requests whose tokens the loop may still publish, because it has not taken the abort yet: id -> number of
-        # the loss.  Those tokens must not be sent: this engine has its lease again, perhaps even the same request.
+        self._outputs: deque[tuple[Outputs, int]] = deque()  # (outputs, requests that the loop had dropped by then)
+        # Reassigned requests for which the loop may still publish tokens, because it has not processed the abort yet:
+        # id -> number of the reassignment.  These tokens must not be sent: the engine has a new lease, and may even
+        # have claimed the same request again.
         self._lost: dict[str, int] = {}
-        self._losses = 0
-        self._put = self._sent = 0  # tokens since start: each count is written by one of the two threads
+        self._losses = 0  # number of reassignments since start
+        self._put = self._sent = 0  # deltas since start; the loop writes `_put`, the bus thread writes `_sent`
         self._report: Report | None = None
-        self._hot: tuple[str, Sequence[HotPrefix]] | None = None  # hot prefixes to write, and their fingerprint
-        self._prefixes: deque[tuple[list[bytes], list[bytes]]] | None = None  # gained, lost; None: none are published
+        self._hot: tuple[str, Sequence[HotPrefix]] | None = None  # (model fingerprint, hot prefixes to write)
+        # (digests gained, digests lost) of the prefix cache; None: the engine publishes no prefixes.
+        self._prefixes: deque[tuple[list[bytes], list[bytes]]] | None = None
         self._backlog = PromptBacklog()
-        self._retry_s: float | None = None  # seconds until other engines may claim what it has left
-        self._claimed: deque[tuple[int, int]] = deque()  # (number of the claim, prompt tokens), not yet in a report
-        self._claims = 0
+        self._retry_s: float | None = None  # seconds after which to sync again for requests left to other engines
+        self._claimed: deque[tuple[int, int]] = deque()  # (number of the claim, prompt tokens) of unreported claims
+        self._claims = 0  # number of claims since start
         self._stopping = False
-        self._died = False  # the engine failed: nothing more is claimed
+        self._died = False  # the engine has failed, so it claims no further request
         self._bus: EngineSide  # once it is open
         self._loop = asyncio.new_event_loop()
         self.pool = PoolPublisher(config.engine_id, self._loop)
@@ -90,9 +92,10 @@ class BusThread:
             raise error
 
     def stop(self, *, died: bool = False) -> None:
-        """Send the outputs that have gathered, then give up the lease.  `died`: see EngineSide.close().
+        """Send the remaining outputs, then give up the lease.  `died`: see EngineSide.close().
 
-        Without Redis the outputs are dropped, which costs no client a token: the next engine sends them again."""
+        If Redis is unreachable, the outputs are dropped.  No client loses a token: the next engine computes them
+        again."""
         self._died = died
         self._stopping = True
         self._ring()
@@ -125,9 +128,9 @@ class BusThread:
         self._ring()
 
     def requests_wait(self) -> bool:
-        """Return whether requests wait in the queue that the serving engines have no free capacity for.
+        """Return whether requests wait while no serving engine has free capacity.
 
-        False while Redis is away: this engine could not claim them."""
+        False while Redis is unreachable, since this engine could not claim them."""
         try:
             return self._ask(self._bus.hot_prefixes.requests_wait())
         except BusDown:
@@ -138,16 +141,16 @@ class BusThread:
         return self._ask(self._bus.hot_prefixes.take(fingerprint))
 
     def write_hot_prefixes(self, fingerprint: str, prefixes: Sequence[HotPrefix]) -> None:
-        """Have the hot prefixes of a model stored after the next sync.  Never blocks."""
+        """Schedule the hot prefixes of a model to be stored after the next sync.  Never blocks."""
         self._hot = fingerprint, prefixes
         self._ring()
 
     def publish_prefixes(self) -> None:
-        """Report prefixes to the other engines from now on, as put_prefixes() passes them in."""
+        """Publish the digests that put_prefixes() gets from now on, so that engines can claim by prefix."""
         self._prefixes = deque()
 
     def put_prefixes(self, gained: list[bytes], lost: list[bytes]) -> None:
-        """See PrefixSink; they go with the next sync."""
+        """Publish changes of the prefix cache with the next sync; see PrefixSink."""
         if self._prefixes is not None:
             self._prefixes.append((gained, lost))
 
@@ -159,7 +162,7 @@ class BusThread:
         with contextlib.suppress(RuntimeError):  # the thread has ended; the next drain() raises its error
             self._loop.call_soon_threadsafe(self._wake.set)
 
-    # -- the bus thread itself
+    # -- called by the bus thread
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -186,7 +189,7 @@ class BusThread:
         self._opened.put(None)
         bell = asyncio.create_task(self._listen(bus))
         watched = asyncio.create_task(self.pool.run(bus.pool_states))
-        writing = asyncio.create_task(self._write_hot(bus))  # alongside the syncs, so that it never delays one
+        writing = asyncio.create_task(self._write_hot(bus))  # concurrent with the syncs, so that it delays none
         try:
             while not (self._stopping and not self._outputs):
                 usual = min(config.lease_ms, STALE_MS) / 3000
@@ -203,7 +206,7 @@ class BusThread:
             bell.cancel()
             watched.cancel()
             writing.cancel()
-            await bus.close(died=self._died or not self._stopping)  # a failure of this thread ends the engine, too
+            await bus.close(died=self._died or not self._stopping)  # a failure of this thread is a death of the engine
 
     async def _write_hot(self, bus: EngineSide) -> None:
         if self._hot is None:
@@ -211,11 +214,11 @@ class BusThread:
         (fingerprint, prefixes), self._hot = self._hot, None
         try:
             await bus.hot_prefixes.write(fingerprint, prefixes)
-        except Exception as error:  # the next write follows in seconds
+        except Exception as error:  # not fatal: the next write follows in seconds
             log.warning("could not store %d hot prefixes: %s", len(prefixes), error)
 
     async def _another_engine(self, bus: EngineSide, fingerprint: str) -> bool:
-        """Return whether another engine of the same model takes work."""
+        """Return whether another engine of the same model accepts requests."""
         try:
             return any(load.fingerprint == fingerprint and not load.draining for load in await bus.others())
         except BusDown:
@@ -231,13 +234,13 @@ class BusThread:
         while True:
             try:
                 await bus.bell()
-            except Exception:  # syncs continue without wake-ups, at a third of the lease, and log errors of Redis
+            except Exception:  # syncs continue at their interval without wake-ups, and log errors of Redis
                 log.exception("lost the connection of the wake-up channel, trying again in %g s", BELL_PAUSE_S)
                 await asyncio.sleep(BELL_PAUSE_S)
             self._wake.set()
 
     async def _exchange(self, bus: EngineSide, report: Report) -> None:
-        """Send what has gathered, claim what fits, pass the reply to the loop."""
+        """Run one sync: send the outputs, claim requests that fit, and pass the reply to the loop."""
         deltas, finished, returned, count = self._gather()
         load, room_tokens, room_requests, claim_tokens = self._room(report)
         batches = [(gateway, TokenBatch(self._config.engine_id, group)) for gateway, group in deltas.items()]
@@ -255,8 +258,9 @@ class BusThread:
         self._pass_on(reply, bus)
 
     def _gather(self) -> tuple[dict[str, list[Delta]], list[str], dict[str, str], int]:
-        """Take the outputs of all turns since the last sync: deltas by gateway, finished ids, requests for other
-        engines with the reason, number of deltas."""
+        """Take the outputs of all turns since the last sync.
+
+        Returns (deltas by gateway, finished request ids, returned requests and their error lines, number of deltas)."""
         deltas: dict[str, list[Delta]] = {}
         finished: list[str] = []
         returned: dict[str, str] = {}
@@ -278,21 +282,22 @@ class BusThread:
         return deltas, finished, returned, count
 
     def _room(self, report: Report) -> tuple[EngineLoad, int, int, int]:
-        """Return load, prompt tokens and requests to offer, and prompt tokens to claim at once: the report's, less the
-        claims made after it."""
+        """Return (load, free prompt tokens, free requests, prompt tokens to claim at once).
+
+        These are the report's values, minus the requests claimed after the report was made."""
         while self._claimed and self._claimed[0][0] <= report.accepted:
             self._claimed.popleft()
         taken = sum(tokens for _, tokens in self._claimed)
         load = report.load
         if taken:
             load = msgspec.structs.replace(load, yield_tokens=max(0, load.yield_tokens - taken))
-        if self._died:  # the report was made before
+        if self._died:  # the report was made before the failure
             return msgspec.structs.replace(load, yield_tokens=0), 0, 0, 0
         room_tokens, claim_tokens = max(0, report.room_tokens - taken), max(0, report.claim_tokens - taken)
         return load, room_tokens, max(0, report.room_requests - len(self._claimed)), claim_tokens
 
     def _prefix_report(self, report: Report) -> PrefixReport | None:
-        """Return what the prefix cache gained and lost since the last sync; None if this engine publishes none."""
+        """Return the changes of the prefix cache since the last sync; None if this engine publishes no prefixes."""
         if self._prefixes is None:
             return None
         added: dict[bytes, None] = {}
@@ -311,11 +316,11 @@ class BusThread:
 
     def _pass_on(self, reply: ExchangeReply, bus: EngineSide) -> None:
         """Queue the orders of a reply for the loop."""
-        for request_id in reply.reassigned:  # before the claims: one of them may be the same request
+        for request_id in reply.reassigned:  # before the claims, which may contain the same request again
             self._losses += 1
             self._lost[request_id] = self._losses
             self._orders.put(Abort(request_id, reassigned=True))
-        if reply.reset_prefix_cache:  # before the claims: they may find nothing that was cached before
+        if reply.reset_prefix_cache:  # before the claims, which must not hit blocks cached before the reset
             self._orders.put(ResetPrefixCache())
         for request in reply.generates:
             request = on_own_clock(request, bus.clock)

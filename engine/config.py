@@ -1,4 +1,4 @@
-"""EngineConfig: every option of an engine.  Values derived at start, say the number of KV blocks, are elsewhere."""
+"""EngineConfig: every option of an engine.  It has no values derived at start, such as the number of KV blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Meta
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Frozen after start.  `quire.engine.common.settings.load` fills it from flags, environment and a file."""
+    """Options of an engine.  `quire.engine.common.settings.load` fills them from flags, environment and a file."""
 
     model: Annotated[
         str,

@@ -1,12 +1,12 @@
-"""Holds requests back until what they need is ready, so that no step of other requests waits for it.
+"""Gate: holds requests back until their resource (grammar, LoRA adapter) is ready, so that no step waits for it.
 
-    Inbox.drain() ==orders==> Gate.drain() ==those that may start==> Engine.turn ==those that ended==> ended
-                               |  waiting: by what they need, by deadline                               |
-                               '-- hold ──> store: makes it ready on threads <── release ───────────────┘
+    Inbox.drain() ==orders==> Gate.drain() ==ready requests==> Engine.turn ==ended requests==> ended
+                               |  waiting: by resource, by deadline                             |
+                               '-- hold ──> store: prepares resources on threads <── release ───┘
 
-A request holds what it needs until it ends, so a sequence that returns after a preemption finds it.  An abort, or a
-deadline that has passed, releases a request that waits: the scheduler then ends it as any other one.  What cannot be
-made ready ends its own request (`Refused`).  Gates stand one behind another: each is the inbox of the next one.
+A request holds its resource until it ends, so the resource is still ready when a preempted sequence resumes.  An abort
+or a passed deadline lets a waiting request through, and the scheduler ends it.  If a resource cannot be prepared, its
+request ends with an error (`Refused`).  Gates are chained: each gate is the inbox of the next one.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ POLL_S = 0.002  # seconds between polls of the awaited grammar or adapter while 
 
 
 class Gate:
-    """An Inbox over another one.  The loop's thread owns it."""
+    """An Inbox that filters the orders of another Inbox.  Only the loop's thread may use it."""
 
     def __init__(self, inbox: Inbox, store: HeldResources | None, clock: Callable[[], int] = steady_ms) -> None:
-        """`store`: None: nothing waits here, and the scheduler refuses what the executor cannot serve.
-        `clock`: unix time in ms that deadlines are compared with."""
+        """`store`: None: all orders pass, and the scheduler refuses requests that the executor cannot serve.
+        `clock`: unix time in ms for deadlines."""
         self._inbox, self._store, self._clock = inbox, store, clock
-        self._waiting: dict[str, list[Order]] = {}  # orders by id: a request, then aborts of its choices
-        self._by_need: dict[str, dict[str, None]] = {}  # the ids that wait for each, in the order of their arrival
-        self._deadlines: list[tuple[int, str]] = []  # heap of (deadline_ms, id); those that left drop out lazily
-        self._queue: FairList[str] = FairList()  # ids of those that hold nothing yet
-        self._tenants: dict[str, str] = {}  # id -> tenant, of these
-        self.waiting_sequences = self.waiting_tokens = 0  # choices that wait here, and tokens of their prompts
+        self._waiting: dict[str, list[Order]] = {}  # request id -> its order, then aborts of its choices
+        self._by_need: dict[str, dict[str, None]] = {}  # resource -> ids of requests that wait for it, oldest first
+        self._deadlines: list[tuple[int, str]] = []  # heap of (deadline_ms, id); ids of gone requests are skipped
+        self._queue: FairList[str] = FairList()  # ids of waiting requests that do not hold their resource yet
+        self._tenants: dict[str, str] = {}  # id -> tenant, for the ids in `_queue`
+        self.waiting_sequences = self.waiting_tokens = 0  # choices of waiting requests, and their prompt tokens
 
     def need(self, request: Generate) -> str:
-        """Return what a request needs, as its store names it; "": nothing."""
+        """Return the name of the resource that a request needs, as its store uses it; "": none."""
         raise NotImplementedError
 
     @property
     def waiting(self) -> int:
-        """Requests that wait here."""
+        """Number of requests that wait at this gate."""
         return len(self._waiting)
 
     @property
     def relieved(self) -> bool:
-        """Whether another engine can take over every request of this one."""
+        """Whether another engine can take over all requests of this engine."""
         return self._inbox.relieved
 
     @property
     def queued(self) -> int:
-        """Requests that wait in the shared queue, this engine's share of them."""
+        """This engine's share of the requests that wait in the shared queue."""
         return self._inbox.queued
 
     def drain(self, wait_s: float) -> list[Order]:
         """Return every order that may be applied now; wait up to `wait_s` seconds for the first one.
 
-        Costs O(orders that arrive or pass), however many wait."""
+        Takes O(orders that arrive or pass), for any number of waiting requests."""
         arrived = self._inbox.drain(min(wait_s, POLL_S) if self._waiting else wait_s)
         if self._store is None:
             return list(arrived)
@@ -74,20 +74,20 @@ class Gate:
         return passed
 
     def ended(self, request_ids: Iterable[str]) -> None:
-        """Release what requests that have ended held."""
+        """Release the resources of requests that have ended."""
         if self._store is not None:
             for request_id in request_ids:
                 self._store.release(request_id)
 
     def _route(self, order: Order) -> list[Order]:
-        """Return what an order lets pass."""
+        """Process a new order; return the orders that may be applied now."""
         assert self._store is not None
         if isinstance(order, Abort):
             return self._abort(order)
         request = request_of(order)
         if request is None or not (text := self.need(request)):
             return [order]
-        if request.id in self._waiting:  # delivered twice
+        if request.id in self._waiting:  # the request was delivered twice
             return []
         if self._full() and not self._store.is_held(text):
             self._queue.add(request.tenant, request.id, request.weight)
@@ -102,11 +102,13 @@ class Gate:
         return []
 
     def _full(self) -> bool:
-        """Whether what requests hold has reached its bound: others wait here and hold nothing, tenants in turns."""
+        """Return whether the held resources have reached their bound.
+
+        Then further requests wait here without holding their resource, and tenants take turns."""
         return False
 
     def _next_holders(self) -> list[Order]:
-        """Let requests hold what they need, as long as the bound allows more.  Returns those that may start."""
+        """Let waiting requests hold their resources while the bound allows it.  Returns the orders that may start."""
         assert self._store is not None
         passed: list[Order] = []
         while self._queue and not self._full() and (request_id := self._queue.pop()) is not None:
@@ -123,17 +125,17 @@ class Gate:
     def _abort(self, order: Abort) -> list[Order]:
         assert self._store is not None
         if order.id not in self._waiting:
-            if order.reassigned:  # the scheduler forgets it without a word
+            if order.reassigned:  # the scheduler drops the request without reporting its end
                 self._store.release(order.id)
             return [order]
-        if order.index >= 0 and not order.reassigned:  # its other choices wait on
+        if order.index >= 0 and not order.reassigned:  # the request's other choices still wait
             self._waiting[order.id].append(order)
             return []
         self._store.release(order.id)
         return [*self._leave(order.id), order]
 
     def _expired(self) -> list[Order]:
-        """Return the requests whose deadline has passed: the scheduler ends them before it starts any."""
+        """Return the requests whose deadline has passed; the scheduler ends them before it starts any request."""
         assert self._store is not None
         passed: list[Order] = []
         while self._deadlines and (self._deadlines[0][1] not in self._waiting or self._is_late()):
@@ -147,7 +149,7 @@ class Gate:
         return self._deadlines[0][0] <= self._clock()
 
     def _leave(self, request_id: str) -> list[Order]:
-        """Take a request out, with the aborts of its choices."""
+        """Remove a waiting request; return its order and the aborts of its choices."""
         orders = self._waiting.pop(request_id)
         request = request_of(orders[0])
         assert request is not None
@@ -166,7 +168,7 @@ class Gate:
         self.waiting_tokens += sign * len(request.token_ids)
 
     def _checked(self, orders: list[Order]) -> list[Order]:
-        """Return a request whose need is ready, and its aborts; where it is at fault, its end instead."""
+        """Return the orders of a request whose resource is ready; if the resource failed, an order that ends it."""
         order = orders[0]
         request = request_of(order)
         assert self._store is not None
@@ -178,5 +180,5 @@ class Gate:
         return [end, *orders[1:]]
 
     def end(self, order: Order, request: Generate, fault: str) -> Order:
-        """Return what becomes of the request of `order`, whose need is at fault."""
+        """Return the order that ends a request whose resource could not be prepared.  `fault`: the error line."""
         return Refused(request, order.outputs if isinstance(order, Resume) else None, fault)

@@ -1,7 +1,7 @@
 """Holds requests back until their grammar is compiled (gate.py).
 
-The grammars that requests hold are bounded in bytes.  Above the bound a request with another grammar waits here and
-holds nothing, tenants in turns (fair_list.py).  It holds its grammar once enough requests have ended.
+The grammars that requests hold are bounded in bytes.  Above the bound, a request with another grammar waits here
+without holding it; tenants take turns (fair_list.py).  It gets its grammar when enough requests have ended.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from quire.engine.wire.messages import Generate
 
 log = logging.getLogger("quire.engine")
 
-WARN_MS = 60_000  # shortest time between two warnings
+WARN_MS = 60_000  # minimum time between two warnings
 
 
 class GrammarGate(Gate):
-    """Its store compiles grammars: GrammarStore."""
+    """A gate whose resources are compiled grammars (GrammarStore)."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class GrammarGate(Gate):
         *,
         most_held_mib: int = 1024,
     ) -> None:
-        """`store`: None: the executor follows no grammar, and the scheduler refuses requests with one.
-        `most_held_mib`: bound of the grammars that requests hold; the last one may exceed it."""
+        """`store`: None: the executor has no grammar support, and the scheduler refuses requests with a grammar.
+        `most_held_mib`: maximum MiB of grammars held by requests; the last grammar may exceed it."""
         super().__init__(inbox, store, clock)
         self._grammars = store
         self._most_held_mib, self._warn_ms = most_held_mib, 0
@@ -41,7 +41,7 @@ class GrammarGate(Gate):
         return request.sampling.grammar
 
     def counts(self) -> GrammarCounts:
-        """Return what is held, kept and waits to be compiled."""
+        """Return counts of grammars that are held, cached, and waiting to be compiled."""
         return GrammarCounts() if self._grammars is None else self._grammars.counts
 
     def _full(self) -> bool:

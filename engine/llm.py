@@ -1,4 +1,4 @@
-"""Offline mode: the same core and executor as the server, with no Redis and no HTTP.
+"""Offline mode: the server's scheduler and executor, without Redis and HTTP.
 
     from quire.engine.llm import LLM
 
@@ -35,19 +35,19 @@ class Output(msgspec.Struct):
     text: str = ""
     token_ids: list[int] = []
     finish_reason: FinishReason = "error"
-    message: str = ""  # why, when finish_reason is "error"
+    message: str = ""  # error text if finish_reason is "error"
     logprobs: list[TokenLogprob] = []  # one per output token, if requested
     score: float = 0.0  # score of a beam-search answer: engine.wire.messages.Beams
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """A LoRA adapter, as PEFT writes it."""
+    """A LoRA adapter in PEFT's format."""
 
     name: str
-    path: str  # its folder
+    path: str  # folder of the adapter's files
 
     def id(self) -> str:
-        """Return its name with the digest of its files.  Raises AdapterError."""
+        """Return `name@digest`, with the digest of the adapter's files.  Raises AdapterError."""
         return adapter_id(self.name, digest_of(Path(self.path)))
 
 
@@ -55,15 +55,15 @@ class Completion(msgspec.Struct):
     """Everything generated for one prompt."""
 
     prompt_token_ids: list[int]
-    outputs: list[Output]  # n of them
+    outputs: list[Output]  # one per choice
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] | None = None
 
 
 class LLM:
-    """A loaded model.  Options are the fields of EngineConfig; a wrong one raises msgspec.ValidationError naming it.
+    """A loaded model.  Options are the fields of EngineConfig; msgspec.ValidationError names an invalid one.
 
-    `itl_stretch` and `step_target_s` are 0 unless given: answers are returned in full, so no step has to be short."""
+    `itl_stretch` and `step_target_s` default to 0: answers are not streamed, so steps need not be short."""
 
     def __init__(self, model: str = "", **options: Any) -> None:
         """Raises engine.executor.errors.ModelLoadError with a one-line reason."""
@@ -72,7 +72,7 @@ class LLM:
 
     @classmethod
     def over(cls, config: EngineConfig, executor: Executor, tokenizer: Any = None) -> Self:
-        """Over an executor that exists already.  Without a tokenizer prompts are token ids and texts stay empty."""
+        """Create an LLM over an existing executor.  Without a tokenizer prompts are token ids and texts stay empty."""
         llm = cls.__new__(cls)
         llm._open(config, executor, tokenizer)
         return llm
@@ -80,7 +80,7 @@ class LLM:
     def _open(self, config: EngineConfig, executor: Executor, tokenizer: Any) -> None:
         self.config, self.executor, self.tokenizer = config, executor, tokenizer
         self.unfinished: dict[str, Completion] = {}  # unfinished completions by request id
-        self._open_outputs: dict[str, int] = {}  # how many of its outputs
+        self._open_outputs: dict[str, int] = {}  # request id -> number of unfinished outputs
         self._box = LocalBox(self._take)
         self.engine = Engine(config, executor, self._box, self._box)
         self._ids = 0
@@ -95,10 +95,10 @@ class LLM:
         beams: Beams | None = None,
         adapter: Adapter | None = None,
     ) -> Completion:
-        """Queue one prompt.  The completion fills while `step` is called, and leaves `unfinished` when it is done.
+        """Queue one prompt.  step() fills the returned completion; it leaves `unfinished` when it is done.
 
-        `beams`: search for the n best answers; they arrive when the search is done.  `adapter`: None: the base model.
-        Raises AdapterError for files that cannot be read."""
+        `beams`: find the n best answers by beam search; they arrive when the search is done.  `adapter` None: the base
+        model.  Raises AdapterError for files that cannot be read."""
         ids = list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt)
         self._ids += 1
         request = Generate(f"offline-{self._ids}", "", ids, max_new_tokens, sampling, FOREVER_MS, n=n, beams=beams)
@@ -110,7 +110,7 @@ class LLM:
         return completion
 
     def step(self) -> None:
-        """One step of the engine, for everything queued."""
+        """Run one step of the engine for all queued prompts."""
         self.engine.turn()
 
     def generate(
@@ -124,11 +124,11 @@ class LLM:
         adapters: Sequence[Adapter | None] | Adapter | None = None,
         progress: bool = False,
     ) -> list[Completion]:
-        """Continue every prompt, all submitted at once; completions are in the order of the prompts.
+        """Generate for all prompts as one batch; completions are in the order of the prompts.
 
-        `sampling` and `max_new_tokens`: one for all prompts, or one for each.  The default is greedy.  `beams`: find
-        the n best answers by beam search instead; a field of `sampling` that it does not honour ends the request with
-        an error.  `adapters`: one for all prompts, or one for each; None: the base model."""
+        `sampling` and `max_new_tokens`: one value for all prompts, or one per prompt.  The default is greedy.  `beams`:
+        find the n best answers by beam search instead; a `sampling` field that beam search does not support ends the
+        request with an error.  `adapters`: one for all prompts, or one per prompt; None: the base model."""
         prompts = list(prompts)
         if sampling is None or isinstance(sampling, Sampling):
             sampling = [sampling or Sampling(temperature=0.0)] * len(prompts)

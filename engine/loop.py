@@ -4,13 +4,14 @@
                                      |
                                      +--TurnRecord--> observers: metrics, request log, ...
 
-The loop never waits for Redis: a thread of its own does the bus I/O, behind an inbox and an outbox.  The loop waits for
-the executor only if there is nothing to plan: it submits plan N+1 before it collects result N (`Executor.depth`).
+The loop never waits for Redis: the bus thread does the I/O with Redis, behind an inbox and an outbox.  The loop waits
+for the executor only if there is nothing to plan: it submits plan N+1 before it collects result N (`Executor.depth`).
 
-While Redis is away, generation continues until the outbox is full (`bus_thread.BUFFER_TOKENS`).
+While Redis is unreachable, generation continues until the outbox is full (`bus_thread.BUFFER_TOKENS`).
 
 A draining engine (SIGTERM) hands its requests over: another engine of the same model continues them from the tokens
-sent so far.  Without one, this engine finishes them, for at most `grace_s`; then they wait in the queue.
+sent so far.  If there is no such engine, this engine finishes them, for at most `grace_s`; the rest returns to the
+queue.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ from quire.engine.wire.messages import Abort
 
 log = logging.getLogger("quire.engine")
 
-IDLE_S = 0.5  # longest turn of an idle engine; new work ends it at once
-FULL_S = 0.05  # the same while the outbox is full
+IDLE_S = 0.5  # maximum wait for orders of an idle engine; an order ends the wait at once
+FULL_S = 0.05  # maximum wait for orders while the outbox is full
 
 
 class ConfigError(OperatorError):
-    """The configuration and the loaded model do not fit together; one line."""
+    """The configuration does not fit the loaded model; the text is one line."""
 
     exit_status = 2
 
@@ -115,17 +116,17 @@ class Engine:
         core: Scheduler | None = None,
         clock: Callable[[], int] = steady_ms,
     ) -> None:
-        """`observers` see the record of every turn.  `core`: a scheduler made by build_scheduler(); None: a new one.
-        `clock`: unix time in ms that deadlines are compared with.  Raises ConfigError."""
+        """`observers` get the record of every turn.  `core`: a scheduler made by build_scheduler(); None: build one.
+        `clock`: unix time in ms for deadlines.  Raises ConfigError."""
         self.config = config
         self.executor = executor
         self.core = core or build_scheduler(config, executor)
         self.observers = list(observers)
         self.checks = AccountingChecks(self.core, config)
         self.canary = Canary(config, self.core, executor)
-        self.draining = False  # set by another thread: claim nothing more, and leave once no token would be lost
-        self.busy_since = 0.0  # monotonic seconds at which the present step began; 0: no step is running
-        self._leave_at = math.inf  # monotonic seconds at which a draining engine leaves in any case
+        self.draining = False  # set by another thread: claim no request, and end run() when no token would be lost
+        self.busy_since = 0.0  # monotonic seconds at which the current step began; 0: no step is running
+        self._leave_at = math.inf  # monotonic seconds at which a draining engine ends run() in any case
         held_mib = config.grammars_held_mib
         self._adapters = AdapterGate(inbox, executor.adapter_store, clock, returns=outbox.returns)
         self._inbox = GrammarGate(self._adapters, executor.grammar_store, clock, most_held_mib=held_mib)
@@ -133,15 +134,15 @@ class Engine:
         self._clock = clock
         self._load = LoadReport(config.engine_id, executor.info)
         self._in_flight = 0  # steps submitted and not collected
-        self._accepted = self._dropped = 0  # requests since start
-        self._idle = False  # whether the last turn left nothing to do
-        self._behind_since = 0.0  # monotonic seconds of the first resume order not computed again; 0: none
+        self._accepted = self._dropped = 0  # number of requests since start
+        self._idle = False  # whether no request was left after the last turn
+        self._behind_since = 0.0  # monotonic seconds of the first Resume whose request is not recomputed; 0: none
 
     def run(self) -> None:
-        """Run turns until drained.  The owner of the inbox must give back the requests that are still here then."""
+        """Run turns until drained.  The caller must then return the remaining requests to the queue."""
         draining = False
         while not (draining and self._may_leave()):
-            draining = self.draining  # read before the turn, so that one turn reports it at least
+            draining = self.draining  # read before the turn, so that at least one turn reports it
             at_once = self._idle and (draining or self.executor.catch_up())
             self._run_canary(idle=self._idle and not at_once)
             self.turn(0.0 if at_once else IDLE_S if self._idle else FULL_S if self._outbox.full else 0.0)
@@ -157,7 +158,7 @@ class Engine:
         self._observe(record)
 
     def _accept(self, wait_s: float) -> TurnRecord:
-        """Pass the orders that have arrived to the scheduler."""
+        """Pass the new orders to the scheduler."""
         orders = self._inbox.drain(wait_s)
         self.core.claims.queued = self._inbox.queued
         now = time.monotonic()
@@ -185,7 +186,7 @@ class Engine:
         )
 
     def _plan(self, record: TurnRecord) -> None:
-        """Decide the next step, unless the outbox is full."""
+        """Plan the next step, unless the outbox is full."""
         record.now_ms, record.stalled = self._clock(), self._outbox.full
         self.busy_since = record.marks[-1]
         if not record.stalled:
@@ -194,7 +195,7 @@ class Engine:
         record.marks.append(time.monotonic())
 
     def _run(self, record: TurnRecord) -> None:
-        """Submit the plan; collect the oldest step if there is no plan or enough steps are in flight."""
+        """Submit the plan; collect the oldest step in flight if there is no plan or `Executor.depth` is reached."""
         try:
             if record.plan is not None:
                 self.executor.submit(record.plan)
@@ -206,22 +207,22 @@ class Engine:
             self._in_flight, record.failed = 0, True
             count, guilty = self.core.step_failed()
             ended = f"; request {guilty} ended: it failed twice at the same position" if guilty else ""
-            # The log gets the cause, clients get a fixed sentence.
+            # Only the log has the cause; clients get a fixed error message.
             log.error("a step failed, computing %d sequences again%s: %s", count, ended, error)
         self.busy_since = 0.0
         record.marks.append(time.monotonic())
 
     def _commit(self, record: TurnRecord) -> None:
-        """Take the sampled tokens into their sequences."""
+        """Append the sampled tokens to their sequences."""
         if record.result is not None:
             self.core.commit(record.result)
             self._load.pace.step(record.marks[-1])
         record.marks.append(time.monotonic())
 
     def _refill(self, record: TurnRecord) -> None:
-        """Submit the next step before the outputs are published, if the device waits for it.
+        """Submit the next step before the outputs are published, if the device is idle because of drafts.
 
-        A device that usually runs ahead waits for a step with drafts: that is planned when all results are in."""
+        A step with drafts is planned only when all results have arrived, so the device waits for this plan."""
         if record.result is None or record.plan is not None or self._in_flight or not self.core.drafts.run_ahead:
             return
         if not self._outbox.full and (plan := self.core.plan(record.now_ms)) is not None:
@@ -230,12 +231,12 @@ class Engine:
             self._in_flight += 1
 
     def _publish(self, record: TurnRecord) -> None:
-        """Hand the outputs and the state of the engine to the outbox."""
+        """Pass the outputs and a report of the engine's state to the outbox."""
         core, now = self.core, time.monotonic()
         record.draining = self.draining
         gates = self._adapters, self._inbox
         room_tokens, room_requests = (0, 0) if record.draining else core.headroom.startable()
-        room_requests = min(room_requests, core.limits.max_seqs - self._waiting)  # others can take what would wait here
+        room_requests = min(room_requests, core.limits.max_seqs - self._waiting)  # requests at gates count, too
         claim_tokens = core.headroom.claimable() if room_tokens else 0
         gated = sum(gate.waiting_sequences for gate in gates), sum(gate.waiting_tokens for gate in gates)
         record.gated, record.gated_by_adapters = gated[0], self._adapters.waiting_sequences
@@ -260,17 +261,17 @@ class Engine:
         record.marks.append(time.monotonic())
 
     def _observe(self, record: TurnRecord) -> None:
-        """Show the turn to the observers.  Raises AccountingError where the configuration says so."""
+        """Pass the turn's record to the observers.  Raises AccountingError if `bad_books` is "stop"."""
         for observer in self.observers:
             observer.observe(record)
         self.checks.observe(record)
         if self.checks.fatal:
-            # The gateways must learn of the alarm before the engine ends; the record stays as the observers saw it.
+            # Report the alarm to the gateways before the engine ends.  A copy, since observers may keep the record.
             self._publish(copy(record))
             raise self.checks.fatal
 
     def _run_canary(self, *, idle: bool) -> None:
-        """Run the canary where it is due, between two turns of an idle engine.  Raises ExecutorLost."""
+        """Run the canary if it is due, between two turns of an idle engine.  Raises ExecutorLost."""
         if self.canary.due(idle=idle):
             self.busy_since = time.monotonic()  # the watchdog ends an engine whose device hangs
             self.canary.run()
@@ -278,7 +279,7 @@ class Engine:
 
     @property
     def _waiting(self) -> int:
-        """Requests that wait for a grammar or an adapter."""
+        """Number of requests that wait for a grammar or an adapter."""
         return self._inbox.waiting + self._adapters.waiting
 
     def _may_leave(self) -> bool:

@@ -1,9 +1,9 @@
-"""What enters the step loop and what leaves it: orders, tokens and reports.
+"""Inputs and outputs of the step loop: orders, tokens and reports.
 
     Inbox.drain() ==Generate, Resume, Abort, ResetPrefixCache==> Engine.turn ==Outputs, Report==> Outbox.put()
-                      '-- Refused, Returned of a gate
+                      '-- Refused, Returned: made by a gate
 
-The bus thread (`bus_thread.py`) is the inbox and outbox of a server, `LocalBox` that of a caller in the same process.
+The bus thread (`bus_thread.py`) is inbox and outbox of a server; `LocalBox` is both for a caller in the same process.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from quire.engine.wire.records import ANY_TOKENS
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """A request that an earlier engine began."""
+    """Order to continue a request that an earlier engine began."""
 
     request: Generate
-    outputs: list[list[int] | None]  # tokens of each choice so far; None: that choice has ended
+    outputs: list[list[int] | None]  # output tokens per choice so far; None: the choice has ended
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """A request that cannot be answered: its grammar cannot be followed."""
+    """Order to end a request with an error, because its grammar or its adapter cannot be used."""
 
     request: Generate
     outputs: list[list[int] | None] | None  # as in Resume; None: no engine began it
@@ -36,14 +36,14 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Returned(msgspec.Struct, frozen=True):
-    """A request whose LoRA adapter is not on this machine: it goes back to the queue, for another engine."""
+    """Order to return a request to the queue, for another engine: its LoRA adapter is not on this machine."""
 
     request: Generate
-    why: str  # one line for the client, if no other engine has the adapter
+    why: str  # error line for the client, if no other engine has the adapter
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
-    """Empty the prefix cache.  Requests that run keep their blocks."""
+    """Order to empty the prefix cache.  Running requests keep their blocks."""
 
 
 Order = Generate | Resume | Refused | Returned | Abort | ResetPrefixCache
@@ -54,21 +54,21 @@ class Inbox(Protocol):
 
     @property
     def relieved(self) -> bool:
-        """Whether another engine can take over every request of this one."""
+        """Whether another engine can take over all requests of this engine."""
 
     @property
     def queued(self) -> int:
-        """Requests that wait in the shared queue, this engine's share of them."""
+        """This engine's share of the requests that wait in the shared queue."""
 
     def drain(self, wait_s: float) -> Sequence[Order]:
-        """Return everything that has arrived; wait up to `wait_s` seconds for the first order."""
+        """Return all new orders; wait up to `wait_s` seconds for the first one."""
 
 
 class StepCosts(msgspec.Struct, frozen=True):
-    """How long steps take, as measured; 0: not known."""
+    """Measured times of steps and adapter loads; 0: unknown."""
 
-    token_s: float = 0.0  # seconds of a prompt token, on top of the step that computes it
-    step_s: float = 0.0  # seconds of a step without prompts, with the sequences that run now
+    token_s: float = 0.0  # seconds per prompt token, in addition to the decode-only step
+    step_s: float = 0.0  # seconds of a decode-only step with the sequences that run now
     load_s: float = 0.0  # seconds until one more LoRA adapter is in host memory
     loads: int = 0  # adapters that wait for their load
 
@@ -78,25 +78,25 @@ class Report(msgspec.Struct, frozen=True):
 
     load: EngineLoad
     room_tokens: int  # prompt tokens that the scheduler could start
-    room_requests: int
+    room_requests: int  # requests that the scheduler could start
     accepted: int  # requests taken from the inbox since start
     dropped: int = 0  # requests dropped since start because they were reassigned to another engine
     costs: StepCosts = StepCosts()
-    # Of room_tokens, how many to claim at once; the prompt that exceeds them is the last one.
+    # Prompt tokens to claim at once, at most room_tokens; the request that exceeds them is the last one claimed.
     claim_tokens: int = ANY_TOKENS
 
 
 class Outbox(Protocol):
     """The receiver of tokens."""
 
-    returns: bool  # whether it passes `Outputs.returned` on to a queue of several engines
+    returns: bool  # whether it can return requests (`Outputs.returned`) to a queue shared with other engines
 
     @property
     def full(self) -> bool:
-        """Whether no more tokens may be generated for now."""
+        """Whether the outbox is full, so that the engine must not generate tokens for now."""
 
     def put(self, outputs: Outputs, report: Report) -> None:
-        """Hand over the output of one turn.  Never blocks."""
+        """Take the outputs and the report of one turn.  Never blocks."""
 
 
 class LocalBox:
@@ -106,7 +106,7 @@ class LocalBox:
     queued = 0
 
     def __init__(self, on_delta: Callable[[Delta], None]) -> None:
-        self.orders: list[Order] = []  # the caller appends, the engine takes
+        self.orders: list[Order] = []  # the caller appends orders, the engine removes them
         self._on_delta = on_delta
 
     def drain(self, wait_s: float) -> list[Order]:
@@ -130,7 +130,7 @@ def apply_order(core: Scheduler, order: Order) -> None:
     elif isinstance(order, ResetPrefixCache):
         core.reset_prefix_cache()
     elif isinstance(order, Returned):
-        pass  # the scheduler has not seen it
+        pass  # the request has not reached the scheduler
     elif order.reassigned:
         core.drop(order.id)
     else:
@@ -138,22 +138,22 @@ def apply_order(core: Scheduler, order: Order) -> None:
 
 
 def request_of(order: Order) -> Generate | None:
-    """Return the request that an order brings; None for one that brings none."""
+    """Return the request that an order contains; None: the order contains no request."""
     if isinstance(order, Abort | ResetPrefixCache):
         return None
     return order.request if isinstance(order, Resume | Refused | Returned) else order
 
 
 def on_own_clock(request: Generate, clock: RedisClock) -> Generate:
-    """Return a claimed request with its times converted from Redis' clock to this process's clock.
+    """Convert the times of a claimed request from Redis' clock to this process's clock.
 
-    The request keeps the seconds that it had when it was claimed, even if a machine's clock is set afterwards."""
+    So the remaining time until its deadline does not change if a machine's clock is set afterwards."""
     queued_ms = clock.local_ms(request.queued_ms) if request.queued_ms else 0
     return msgspec.structs.replace(request, deadline_ms=clock.local_ms(request.deadline_ms), queued_ms=queued_ms)
 
 
 def without(outputs: Outputs, ids: Container[str]) -> Outputs:
-    """Return the outputs of all other requests."""
+    """Return the outputs without those of the requests `ids`."""
     return Outputs(
         {gateway: [delta for delta in deltas if delta.id not in ids] for gateway, deltas in outputs.deltas.items()},
         [request_id for request_id in outputs.finished if request_id not in ids],
@@ -162,7 +162,7 @@ def without(outputs: Outputs, ids: Container[str]) -> Outputs:
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:
-    """Merge the deltas of several steps into one for each choice."""
+    """Merge the deltas of several steps into one delta per choice."""
     found: dict[tuple[str, int], Delta] = {}
     for delta in deltas:
         key = delta.id, delta.index

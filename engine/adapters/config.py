@@ -1,4 +1,4 @@
-"""adapter_config.json of PEFT: what is served of it, and what is refused by name."""
+"""PEFT's adapter_config.json: the supported fields, and the fields that are refused by name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import msgspec
 from quire.engine.adapters.errors import AdapterError
 
 MOST_RANK = 128
-MOST_VALUES = 100_000  # JSON values of a file: reading more of them would keep the interpreter from everything else
+MOST_VALUES = 100_000  # maximum JSON values of a file, since decoding more would hold the GIL for too long
 ALL_LINEAR = "all-linear"
-# Fields that change what an adapter computes, with the values that change nothing, besides false ones.
+# Fields that change the adapter's computation -> harmless values, in addition to false ones.
 OTHER_METHODS: dict[str, tuple[object, ...]] = {
     "use_dora": (),
     "use_qalora": (),
@@ -28,12 +28,12 @@ OTHER_METHODS: dict[str, tuple[object, ...]] = {
     "monteclora_config": (),
     "bias": ("none",),
 }
-# Ways to begin a training that change the base's weights, too: the adapter belongs to these weights.
+# Prefixes of `init_lora_weights` methods that also change the base model's weights, for which the adapter is trained.
 CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 
 class AdapterConfig(msgspec.Struct, frozen=True):
-    """The fields that decide what an adapter computes.  Others are not read."""
+    """The fields that define an adapter's computation.  Other fields are not read."""
 
     r: int
     lora_alpha: float
@@ -44,25 +44,25 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     alpha_pattern: dict[str, float] | None = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
-    base_model_name_or_path: str | None = None  # compared, and only warned about: shapes decide
+    base_model_name_or_path: str | None = None  # a mismatch gives only a warning; the tensor shapes must fit
 
     def is_for(self, model: str) -> bool:
-        """Return whether the adapter was trained on `model`, a hub name or path.  Compares last parts only."""
+        """Return whether the adapter was trained on `model`, a hub name or path.  Compares only the last components."""
         named = self.base_model_name_or_path
         return not named or not model or last_word(named) == last_word(model)
 
     def scale(self, rank: int, alpha: float) -> float:
-        """Return the factor of B A."""
+        """Return the scale s of the update s * B A."""
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def last_word(path: str) -> str:
-    """Return the end of a hub name or path, in lower case."""
+    """Return the last component of a hub name or path, in lower case."""
     return path.rstrip("/").rpartition("/")[2].lower()
 
 
 def parse_config(data: bytes | bytearray, where: str) -> AdapterConfig:
-    """Return the config in a file's bytes.  `where` names the file.  Raises AdapterError."""
+    """Parse the bytes of an adapter_config.json.  `where`: the file's name for errors.  Raises AdapterError."""
     check_values(data, where)
     try:
         fields: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
@@ -84,14 +84,14 @@ def parse_config(data: bytes | bytearray, where: str) -> AdapterConfig:
 
 
 def check_values(data: bytes | bytearray, where: str) -> None:
-    """Raise AdapterError for JSON text that may have more than MOST_VALUES values."""
+    """Raise AdapterError if a JSON text may have more than MOST_VALUES values, by a count of separators."""
     count = sum(map(data.count, (b"[", b"{", b":", b",")))
     if count > MOST_VALUES:
         raise AdapterError(f"{where}: about {count} JSON values; at most {MOST_VALUES} are read", MOST_VALUES, count)
 
 
 def refuse_other_methods(fields: dict[str, Any], where: str) -> None:
-    """Raise AdapterError for a method other than plain LoRA on linear layers."""
+    """Raise AdapterError if the config uses another method than plain LoRA on linear layers."""
     for name, harmless in OTHER_METHODS.items():
         if (value := fields.get(name)) and value not in harmless:
             raise AdapterError(f"{where}: {name} is {str(value)[:60]!r}; only plain LoRA of linear layers is served")

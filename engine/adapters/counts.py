@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AdapterCounts:
-    """What a store has now, and what it did since the start."""
+    """Adapters in a store now, and counts since the start."""
 
-    held: int = 0
+    held: int = 0  # adapters held by requests
     held_bytes: int = 0
-    kept: int = 0
+    kept: int = 0  # adapters cached without a request
     kept_bytes: int = 0
-    waiting: int = 0  # held ones that are not loaded
-    loads: int = 0  # loads since start; the next counts likewise
-    load_s: float = 0.0  # seconds of these loads
-    faults: int = 0
-    evicted: int = 0
+    waiting: int = 0  # held adapters that are not loaded yet
+    loads: int = 0  # loads since start
+    load_s: float = 0.0  # total seconds of these loads
+    faults: int = 0  # failed loads since start
+    evicted: int = 0  # evictions since start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.engine.common.errors import OperatorError
 
-MOST_CHARS = 1_000  # characters of a message: files name the modules, patterns and values in it
+MOST_CHARS = 1_000  # maximum characters of a message, which may quote module names and patterns from files
 
 
 class AdapterError(OperatorError):
@@ -13,7 +13,7 @@ class AdapterError(OperatorError):
     exit_status = 2
 
     def __init__(self, message: str, limit: float | str | None = None, given: float | str | None = None) -> None:
-        """`limit`, `given`: the limit that the adapter exceeds, and its value; None: the fault has no limit."""
+        """`limit`, `given`: the limit that the adapter exceeds, and the adapter's value; None: no limit is exceeded."""
         super().__init__(one_line(message))
         self.limit, self.given = limit, given
 
@@ -23,7 +23,7 @@ class AdapterMissing(AdapterError):
 
 
 def one_line(text: str) -> str:
-    """Return a text of any file as one line of UTF-8 and bounded length: what is not printable is escaped."""
+    """Return an untrusted text as one line of bounded length, with unprintable characters escaped."""
     line = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text[: 2 * MOST_CHARS])
     if len(text) <= MOST_CHARS >= len(line):
         return line

@@ -1,9 +1,9 @@
-"""A LoRA adapter's folder, as PEFT writes it.
+"""Reads the folder of a LoRA adapter in PEFT's format.
 
     adapter_config.json ───────────> AdapterConfig ─┐
     adapter_model.safetensors ─────> A and B of each module ─> AdapterFile, and the digest of both files
 
-Each file is read once, so what is parsed is what the digest names.
+Each file is read once, so the digest covers exactly the parsed bytes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from quire.engine.adapters.errors import AdapterError, AdapterMissing
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MOST_CONFIG_BYTES = MOST_HEADER_BYTES = 4 << 20
-MOST_FILE_BYTES = 16 << 30  # read for a digest: rank 128 on all layers of a 405B model takes 7 GB in bfloat16
-DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of an element
+MOST_FILE_BYTES = 16 << 30  # maximum size of a weight file; rank 128 on all layers of a 405B model: 7 GB in bfloat16
+DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # supported dtype -> bytes per element
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
-_READ = 1 << 20  # bytes hashed at a time
+_READ = 1 << 20  # bytes per read
 
 
 class Matrix(NamedTuple):
-    """One stored matrix, row by row."""
+    """One stored matrix, in row-major order."""
 
     dtype: str  # a key of DTYPES
     rows: int
@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """A tensor in the header of a safetensors file."""
+    """A tensor's entry in the header of a safetensors file."""
 
     dtype: str
     shape: list[int]
@@ -47,7 +47,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Pair(NamedTuple):
-    """What an adapter adds to a linear layer: scale * B A."""
+    """The matrices of one linear layer; the adapter adds scale * B A to its weight."""
 
     a: Matrix  # [rank, in]
     b: Matrix  # [out, rank]
@@ -56,17 +56,17 @@ class Pair(NamedTuple):
 class AdapterFile(msgspec.Struct, frozen=True):
     """A complete adapter in memory."""
 
-    where: str  # its folder, for errors
+    where: str  # the adapter's folder, for errors
     digest: str  # digest of both files
     config: AdapterConfig
-    pairs: dict[str, Pair]  # pairs per module path of the base model
+    pairs: dict[str, Pair]  # module path in the base model -> matrices
 
 
 def read_adapter(folder: Path, most_bytes: int, name: str = "", digest: str = "") -> AdapterFile:
     """Read an adapter of at most `most_bytes`.
 
-    `name`, `digest`: of the files that requests are for; "": any files.  Raises AdapterError, AdapterMissing where
-    these files are not there."""
+    `name`, `digest`: name and digest of the adapter that requests expect; "": accept any files.  Raises AdapterError,
+    and AdapterMissing if the expected files are not there."""
     config_data = _read(folder / CONFIG, MOST_CONFIG_BYTES)
     if not digest:
         _check_pickle(folder)
@@ -80,7 +80,7 @@ def read_adapter(folder: Path, most_bytes: int, name: str = "", digest: str = ""
 
 
 def digest_of(folder: Path) -> str:
-    """Return the digest of an adapter's files without keeping them, after checks of config and header.
+    """Check the config and the header of an adapter's files, and return their digest without keeping them in memory.
 
     Raises AdapterError."""
     config_data = _read(folder / CONFIG, MOST_CONFIG_BYTES)
@@ -102,7 +102,7 @@ def digest_of(folder: Path) -> str:
 
 
 def pairs_of(data: bytes | bytearray, where: str) -> dict[str, Pair]:
-    """Return the matrices of a safetensors file by module.  Raises AdapterError."""
+    """Return the matrices of a safetensors file, by module path.  Raises AdapterError."""
     tensors = header_of(data, len(data), where)
     view, found = memoryview(data), dict[str, dict[str, Matrix]]()
     for name, tensor in tensors.items():
@@ -125,7 +125,7 @@ def pairs_of(data: bytes | bytearray, where: str) -> dict[str, Pair]:
 
 
 def header_of(head: bytes | bytearray, size: int, where: str) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file of `size` bytes that begins with `head`; offsets count from its start.
+    """Return the tensors of a safetensors file of `size` bytes.  `head`: its first bytes.  Offsets are file offsets.
 
     Raises AdapterError."""
     length = int.from_bytes(head[:8], "little")
@@ -156,7 +156,7 @@ def header_of(head: bytes | bytearray, size: int, where: str) -> dict[str, Tenso
 
 
 def check_tensor(name: str, tensor: Tensor, where: str) -> re.Match[str]:
-    """Return module and matrix from a tensor's name.  Raises AdapterError for what is not served."""
+    """Return the match with `module` and `which` (A or B) in a tensor's name.  Raises AdapterError if unsupported."""
     if "lora_embedding" in name:
         raise AdapterError(f"{where}: {name}: adapters of embeddings are not served")
     if "lora_magnitude" in name:
@@ -181,7 +181,7 @@ def _check_pickle(folder: Path) -> None:
 
 
 def _open(path: Path) -> FileIO:
-    """Open a regular file.  Raises AdapterError, AdapterMissing without one that can be read."""
+    """Open a regular file.  Raises AdapterError for other kinds of files, AdapterMissing if it cannot be opened."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise AdapterError(f"{path}: not a regular file")

@@ -1,10 +1,9 @@
-"""Adapters that are looked up by name in a directory of the operator (`--lora-dir`), with the digest of their files.
+"""AdapterFolder: looks up adapters by name in the operator's directory (`--lora-dir`), with the digest of their files.
 
-    name ──> DIR/name ──stat of both files──> as at the last look: the digest from then
-                                         └──> new or changed: the files are read
+    name ──> DIR/name ──stat of both files──> unchanged since the last lookup: return the cached digest
+                                         └──> new or changed: read the files
 
-So a folder that appears serves its name at once, one that vanishes makes the name unknown, and changed files are
-another adapter.
+So a new folder is served at once, the name of a removed folder is unknown, and changed files are another adapter.
 """
 
 from __future__ import annotations
@@ -19,35 +18,35 @@ from quire.engine.adapters.errors import AdapterError, AdapterMissing
 from quire.engine.adapters.files import CONFIG, WEIGHTS, digest_of
 from quire.engine.adapters.names import adapter_id, check_text, folder_of
 
-MOST_DIGESTS = 10_000  # remembered, 0.3 KB each, a fault up to 4 KB
+MOST_DIGESTS = 10_000  # maximum cached digests, 0.3 KB each; a cached error takes up to 4 KB
 
-Identity = tuple[tuple[int, ...], ...]  # changes with the files
+Identity = tuple[tuple[int, ...], ...]  # file metadata that changes when the files change
 
 
 class FoundAdapter(NamedTuple):
-    """An adapter in the directory."""
+    """An adapter found in the directory."""
 
     id: str  # `name@digest`
-    path: Path  # its folder
+    path: Path  # folder of the adapter's files
 
 
 class AdapterFolder:
-    """One directory of adapters.  Thread-safe; its methods block on the file system."""
+    """One directory of adapters.  Thread-safe; methods block on file-system calls."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises AdapterError unless the directory is there."""
+        """Raises AdapterError if the directory does not exist."""
         self.directory = Path(os.path.abspath(directory.expanduser()))
         check_text(str(self.directory))
         if not self.directory.is_dir():
             raise AdapterError(f"--lora-dir {directory}: no such directory")
         self._lock = threading.Lock()
-        # Digest or fault of a folder, the least recently used first.
+        # Folder -> (identity of its files, digest or error), least recently used first.
         self._digests: OrderedDict[Path, tuple[Identity, str | AdapterError]] = OrderedDict()
 
     def find(self, name: str) -> FoundAdapter | None:
-        """Return the adapter of a name; None: there is none.
+        """Return the adapter with a name; None: there is none.
 
-        Raises AdapterError for files that cannot be served, or lie outside the directory."""
+        Raises AdapterError for files that cannot be served, or that lie outside the directory."""
         try:
             folder = folder_of(name, self.directory)
         except OSError as error:
@@ -55,14 +54,14 @@ class AdapterFolder:
         return None if folder is None else FoundAdapter(adapter_id(name, self._digest(folder)), folder)
 
     def has(self, name: str) -> bool:
-        """Return whether there is an adapter of a name, without reading its files."""
+        """Return whether there is an adapter with a name, without reading its files."""
         try:
             return folder_of(name, self.directory) is not None
         except (OSError, AdapterError):
             return False
 
     def is_adapter(self, folder: Path) -> bool:
-        """Return whether a folder has a file of an adapter."""
+        """Return whether a folder contains a file with the name of an adapter file."""
         return any(os.path.lexists(folder / name) for name in (CONFIG, WEIGHTS))
 
     def _digest(self, folder: Path) -> str:
@@ -87,14 +86,14 @@ class AdapterFolder:
 
 
 def _digest_in(found: str | AdapterError) -> str:
-    """Return a digest.  Raises the fault that is there in its place."""
+    """Return a cached digest, or raise the cached error."""
     if isinstance(found, AdapterError):
         raise AdapterError(str(found), found.limit, found.given)
     return found
 
 
 def _identity(folder: Path) -> Identity:
-    """Return what changes with the files of an adapter.  A file that is not there is empty."""
+    """Return metadata that changes when an adapter's files change; an empty tuple for a missing file."""
     found: list[tuple[int, ...]] = []
     for name in (CONFIG, WEIGHTS):
         try:

@@ -1,4 +1,4 @@
-"""Names of adapters: `name` for clients, `name@digest` between the processes, NAME=PATH in options."""
+"""Names of adapters: `name` for clients, `name@digest` between processes, NAME=PATH in options."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from quire.engine.adapters.files import CONFIG, PICKLE, WEIGHTS
 MOST_CHARS = 128  # characters of a name
 MOST_PATH_CHARS = 4096
 NAME = re.compile(r"[A-Za-z0-9_][\w.:/-]*", re.ASCII)
-FOLDER = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)  # a name that may be a folder of --lora-dir
+FOLDER = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)  # names that are allowed as folders in --lora-dir
 
 
 def adapter_id(name: str, digest: str) -> str:
-    """Return how messages and plans name an adapter."""
+    """Return the id of an adapter in messages and plans: `name@digest`."""
     return f"{name}@{digest}"
 
 
 def digest_part(adapter: str) -> str:
-    """Return the digest of an adapter id; "" of ""."""
+    """Return the digest in an adapter id; "" for the id ""."""
     return adapter.rpartition("@")[2]
 
 
@@ -37,7 +37,7 @@ def check_name(name: str) -> None:
 
 
 def parse_option(words: str) -> dict[str, Path]:
-    """Return the paths by name of `NAME=PATH,NAME=PATH`.  Raises AdapterError."""
+    """Parse `NAME=PATH,NAME=PATH` into name -> path.  Raises AdapterError."""
     found: dict[str, Path] = {}
     for word in filter(None, (part.strip() for part in words.split(","))):
         name, equals, path = word.partition("=")
@@ -52,7 +52,7 @@ def parse_option(words: str) -> dict[str, Path]:
 
 
 def check_text(path: str) -> None:
-    """Raise AdapterError for a path that messages cannot carry to an engine."""
+    """Raise AdapterError for a path that is not valid UTF-8, so that messages cannot contain it."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -60,9 +60,9 @@ def check_text(path: str) -> None:
 
 
 def folder_of(name: str, directory: Path) -> Path | None:
-    """Return the folder of an adapter in `directory`; None: there is none.
+    """Return the folder of the adapter `name` in `directory`; None: there is none.
 
-    Raises AdapterError where the folder or a file of it lies outside the directory."""
+    Raises AdapterError if links lead from the folder or its files out of the directory."""
     if len(name) > MOST_CHARS or not FOLDER.fullmatch(name):
         return None
     folder = directory / name
@@ -73,7 +73,7 @@ def folder_of(name: str, directory: Path) -> Path | None:
 
 
 def check_within(folder: Path, directory: Path) -> None:
-    """Raise AdapterError where a folder, or a file of it that is read, leads out of `directory`."""
+    """Raise AdapterError if links lead from a folder, or from an adapter file in it, out of `directory`."""
     root = directory.resolve()
     for path in (folder, folder / CONFIG, folder / WEIGHTS, folder / PICKLE):
         try:
@@ -85,9 +85,9 @@ def check_within(folder: Path, directory: Path) -> None:
 
 
 def path_within(path: str, directory: Path) -> Path | None:
-    """Return a path that lies below `directory` as it is written; None: it does not.
+    """Return the normalised path if it lies below `directory`; None: it does not.
 
-    A relative path begins at the directory.  The file system is not asked."""
+    A relative path is relative to the directory.  Only the text is checked, not the file system."""
     if not path or len(path) > MOST_PATH_CHARS or "\0" in path:
         return None
     folder = Path(os.path.normpath(directory / path))

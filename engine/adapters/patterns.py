@@ -1,7 +1,7 @@
-"""Matches module names with the patterns of an adapter, as PEFT does.
+"""Matches module names with the patterns of an adapter, with PEFT's semantics.
 
-A pattern may be any regular expression.  A harmful one would run for hours and block the process, because Python's
-matcher holds the interpreter.  So patterns that are more than a name are matched in a child process, for limited time.
+A pattern may be any regular expression.  A malicious pattern could run for hours and block the process, because
+Python's matcher holds the GIL.  So all patterns except plain names are matched in a child process with a time limit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from quire.engine.adapters.errors import AdapterError
 from quire.engine.common import child_python
 
-LIMIT_S = 20.0  # seconds for all patterns of an adapter; PEFT's own take microseconds
+LIMIT_S = 20.0  # maximum seconds for all patterns of an adapter; patterns that PEFT writes take microseconds
 MOST_PATTERNS, MOST_CHARS = 10_000, 10_000  # patterns per adapter; characters per pattern
 PLAIN = re.compile(r"[\w.]+")
 _CHILD = """
@@ -28,12 +28,12 @@ except (re.error, RecursionError, OverflowError) as error:
 
 
 def endings(name: str) -> list[str]:
-    """Return the plain patterns that match a module: its name and the ends of it that begin behind a dot."""
+    """Return the plain patterns that match a module name: the name itself, and its suffixes after each dot."""
     return [name, *(name[at + 1 :] for at, one in enumerate(name) if one == ".")]
 
 
 def full_matches(patterns: Sequence[str], names: Sequence[str], where: str) -> dict[str, set[str]]:
-    """Return by regular expression the names that it matches completely.  Raises AdapterError."""
+    """Return pattern -> names that the regular expression matches completely.  Raises AdapterError."""
     if not patterns:
         return {}
     if len(patterns) > MOST_PATTERNS or max(map(len, patterns)) > MOST_CHARS:
@@ -58,7 +58,7 @@ def full_matches(patterns: Sequence[str], names: Sequence[str], where: str) -> d
 
 
 def by_key(keys: Iterable[str], names: Sequence[str], where: str) -> dict[str, str]:
-    """Return by name the first key of `rank_pattern` or `alpha_pattern` that matches it.  Raises AdapterError."""
+    """Return name -> first key of `rank_pattern` or `alpha_pattern` that matches it.  Raises AdapterError."""
     rank = {key: at for at, key in enumerate(keys)}
     odd = {key: f"(.*\\.)?({key})" for key in rank if not PLAIN.fullmatch(key)}
     matched = full_matches(list(odd.values()), names, where)

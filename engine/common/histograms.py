@@ -1,6 +1,6 @@
-"""Histograms cheap enough for a hot path, vLLM's bucket bounds, and build info, for the metrics of both processes.
+"""Histograms cheap enough for a hot path, vLLM's bucket bounds, and build info, for gateway and engine metrics.
 
-Names no metric: `service/common/metrics.py` and `engine/observers/metrics.py` do.
+Metric names are in `service/common/metrics.py` and `engine/observers/metrics.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import accumulate
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-# Bounds of vLLM's histograms of the same kind, seconds, so that its dashboards can draw ours next to its own.
+# Bucket bounds of the same histograms in vLLM, seconds, so that vLLM's dashboards can show Quire's histograms.
 TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -29,7 +29,7 @@ REQUEST_S = (
 )
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
-# Our own bounds, seconds: a GPU's decode step takes a millisecond, so tokens are closer than vLLM's first bound.
+# Quire's own bounds, seconds: a GPU's decode step takes about 1 ms, which is below vLLM's first bound.
 STEP_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 FINE_ITL_S = (0.001, 0.0025, 0.005, *ITL_S)
 FINE_REQUEST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, *REQUEST_S)
@@ -39,15 +39,15 @@ RETRY_S = (1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0)
 
 
 class Tally:
-    """A histogram as plain counts: 0.3 us an observation; many equal observations cost the same as one.
+    """A histogram as plain counts.  An observation takes 0.3 us; add() takes many equal observations at once.
 
-    One thread adds, any other thread may read.  A reader may see an observation in the counts before it is in the sum.
+    One thread adds, any thread may read.  A reader may see an observation in the counts before it is in the sum.
     """
 
     __slots__ = ("_counts", "bounds", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds` ascend.  A value equal to a bound counts below it, as for Prometheus' `le`."""
+        """`bounds`: ascending.  A value equal to a bound counts in this bound's bucket, as with Prometheus' `le`."""
         self.bounds = tuple(bounds)
         self.sum = 0.0
         self._counts = [0] * (len(self.bounds) + 1)
@@ -62,9 +62,9 @@ class Tally:
         self.sum += other.sum
 
     def buckets(self, bounds: Sequence[float] = ()) -> list[tuple[str, float]]:
-        """Return (le, observations up to it) for each bound and for +Inf.
+        """Return (le, cumulative count) for each bound and for +Inf.
 
-        `bounds`: some of the histogram's own bounds, to leave the others out."""
+        `bounds`: a subset of the histogram's bounds to return; empty: all."""
         below = list(accumulate(self._counts))
         chosen = [(bound, count) for bound, count in zip(self.bounds, below, strict=False)]
         if bounds:
@@ -80,7 +80,7 @@ def histogram(
     tallies: Iterable[tuple[Sequence[str], Tally]],
     bounds: Sequence[float] = (),
 ) -> Metric:
-    """Return one family of a metrics page; each (label values, tally) is a series of buckets."""
+    """Return a Prometheus histogram with one series per (label values, tally)."""
     family = HistogramMetricFamily(name, text, labels=labels)
     for values, tally in tallies:
         family.add_metric(values, tally.buckets(bounds), tally.sum)
@@ -91,6 +91,6 @@ def build() -> dict[str, str]:
     """Return the versions of Quire and of Python, as labels."""
     try:
         version = importlib.metadata.version("quire")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+    except importlib.metadata.PackageNotFoundError:  # a source checkout that is not installed
         version = "0+checkout"
     return {"version": version, "python": platform.python_version()}

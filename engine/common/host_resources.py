@@ -1,9 +1,10 @@
-"""CPUs and memory that this process may use: those of the host, within its affinity and its container's cgroups.
+"""CPUs and memory that this process may use, limited by its CPU affinity and its container's cgroups.
 
     usable CPUs  = min(CPUs in the affinity mask, the smallest CPU quota of the cgroup and its ancestors)
     memory limit = min(memory of the host, the smallest memory limit of the cgroup and its ancestors)
 
-A quota of 2.5 CPUs counts as 2: threads of a third would be throttled, and the others wait for them in every step.
+A quota of 2.5 CPUs counts as 2, because a third thread would be throttled, and the others would wait for it in every
+step.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ UNLIMITED = 1 << 60  # bytes; cgroup v1 writes a number of this order for "no li
 
 
 class Resources(NamedTuple):
-    """What this process may use, and what the host has."""
+    """CPUs and memory that this process may use, and CPUs of the host."""
 
-    cpus: int  # at least 1
+    cpus: int  # usable CPUs, at least 1
     host_cpus: int
-    cpu_reason: str  # what limits the CPUs: "affinity", "cgroup quota", or "" where nothing does
-    memory_bytes: int
-    limited_memory: bool  # a cgroup limits it; else it is the host's
+    cpu_reason: str  # the limit on the CPUs: "affinity", "cgroup quota", or "" for none
+    memory_bytes: int  # memory limit
+    limited_memory: bool  # True: memory_bytes is a cgroup's limit; False: it is the host's memory
 
     def __str__(self) -> str:
         reason = f" ({self.cpu_reason})" if self.cpu_reason else ""
@@ -36,17 +37,17 @@ class Resources(NamedTuple):
 
 
 def usable_cpus() -> int:
-    """Return the number of threads that can compute at a time, at least 1."""
+    """Return the number of threads that can compute at the same time, at least 1."""
     return read().cpus
 
 
 def memory_limit() -> int:
-    """Return the bytes of memory that this process and its siblings in the cgroup may take together."""
+    """Return the memory limit in bytes for this process and the other processes of its cgroup together."""
     return read().memory_bytes
 
 
 def read(root: Path = Path("/"), affinity: int | None = None, host_cpus: int | None = None) -> Resources:
-    """Read both.  `root`: where /proc and /sys are, for tests; so are the counts of CPUs."""
+    """Read the limits.  For tests: `root`: folder of /proc and /sys; `affinity`, `host_cpus`: numbers of CPUs."""
     host = host_cpus or os.cpu_count() or 1
     bound = affinity if affinity is not None else _affinity(host)
     quota = min(_limits(root, "cpu", _cpu_quota), default=math.inf)
@@ -67,7 +68,7 @@ def _host_memory(root: Path) -> int:
 
 
 def _limits(root: Path, controller: str, limit_of: Callable[[Path], float]) -> Iterator[float]:
-    """Yield the limits of this process's cgroup of a controller, and of all its ancestors that are visible here."""
+    """Iterate over the limits of this process's cgroup for a controller, and of all visible ancestors."""
     for mount, group in _groups(root, controller):
         place = mount / group
         while True:
@@ -78,7 +79,7 @@ def _limits(root: Path, controller: str, limit_of: Callable[[Path], float]) -> I
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, Path]]:
-    """Yield mount points of cgroup file systems for a controller, with the path of this process's group below each."""
+    """Iterate over (mount point, path of this process's group below it) of the cgroup file systems of a controller."""
     paths: dict[str, str] = {}  # cgroup path per version 1 controller; "": path of version 2
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -100,19 +101,19 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, Path]]:
 
 
 def _below(path: str, mounted: str) -> Path:
-    """Return a group's path below the mounted one.  "." where it is not: then the mounted group is the container's."""
+    """Return a group's path relative to the mounted group; ".": outside, so the mounted group is the container's."""
     inside = path == mounted or path.startswith(mounted.rstrip("/") + "/")
     relative = path[len(mounted.rstrip("/")) :].strip("/") if inside else ""
     return Path(".") if ".." in relative.split("/") else Path(relative or ".")
 
 
 def _unescaped(text: str) -> str:
-    """Undo the octal escapes of mountinfo."""
+    """Decode the octal escapes in /proc/self/mountinfo."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _cpu_quota(group: Path) -> float:
-    """Return the CPUs that a group may use; infinity if it has no quota, or none that can be read."""
+    """Return the CPU quota of a group, in CPUs; infinity if it has no readable quota."""
     quota, _, period = _text(group / "cpu.max").partition(" ")
     if not quota:
         quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
@@ -123,9 +124,9 @@ def _cpu_quota(group: Path) -> float:
 
 
 def _memory_limit(group: Path) -> float:
-    """Return the bytes that a group may take; infinity if it has no limit, or none that can be read.
+    """Return the memory limit of a group in bytes; infinity if it has no readable limit.
 
-    `memory.high` counts: beyond it the kernel slows processes down until they hardly run."""
+    `memory.high` counts as a limit, because the kernel throttles processes above it heavily."""
     texts = (_text(group / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes"))
     sizes = (int(text) for text in texts if re.fullmatch(r"\d{1,30}", text, re.ASCII))  # else "max", or no such file
     return min((size for size in sizes if 0 < size < UNLIMITED), default=math.inf)

@@ -26,10 +26,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 MAX_LINES, MAX_BYTES = 10_000, 4 << 20  # bounds of one stream's queue: lines, bytes
-WRITE_BYTES = 1 << 16  # largest write; the capacity of a pipe
-# Most characters of an incomplete line that a stream keeps; longer text is queued as if its line had ended.
+WRITE_BYTES = 1 << 16  # maximum bytes per write: the capacity of a pipe
+# Maximum characters of an incomplete line that a stream keeps; longer text is queued as if the line had ended.
 MAX_LINE_CHARS = 1 << 18
-DRAIN_S = 2.0  # longest wait at the end of the process for lines that are still queued
+DRAIN_S = 2.0  # maximum seconds that an ending process waits for queued lines to be written
 
 Notice = Callable[[int], str]  # number of dropped lines -> the line that reports them
 
@@ -50,7 +50,7 @@ class QueuedWriter:
         self._queue: deque[bytes] = deque()
         self._bytes = 0
         self._writing = False  # the thread has taken lines that are not written yet
-        self._full = False  # true from a full queue until half of it is free: all lines are dropped
+        self._full = False  # lines are dropped, from when the queue was full until half of it is free
         self._unreported = 0  # dropped lines that no notice has reported
         self._failing = False  # the last write failed: no notice until one succeeds
         self._thread: threading.Thread | None = None
@@ -59,7 +59,7 @@ class QueuedWriter:
         """Queue `data`, which is one line or several."""
         with self._changed:
             if self._full or len(self._queue) >= MAX_LINES or self._bytes + len(data) > MAX_BYTES:
-                self._full = bool(self._queue)  # a line that is longer than an empty queue stops no other
+                self._full = bool(self._queue)  # a single line that exceeds an empty queue blocks no further lines
                 lines = max(1, data.count(b"\n"))
                 self.dropped += lines
                 self._unreported += lines
@@ -72,7 +72,7 @@ class QueuedWriter:
             self._changed.notify_all()
 
     def drain(self, seconds: float = DRAIN_S) -> bool:
-        """Wait until all lines are written, for `seconds` at most.  Returns whether they are."""
+        """Wait until all lines are written, for at most `seconds`.  Returns whether all were written."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._queue or self._writing), seconds)
 
@@ -112,7 +112,7 @@ class QueuedWriter:
         return b"".join(taken)
 
     def _put(self, data: bytes) -> int:
-        """Write all of `data`, however long that takes.  Returns the lines that were lost: a full disk, no reader."""
+        """Write all of `data`, blocking.  Returns the number of lines lost because of a full disk or a closed pipe."""
         view = memoryview(data)
         while view:
             try:
@@ -125,7 +125,7 @@ class QueuedWriter:
 
 
 class QueuedStream(io.TextIOBase):
-    """A text stream over a QueuedWriter, in the place of sys.stdout or sys.stderr.
+    """A text stream over a QueuedWriter, which replaces sys.stdout or sys.stderr.
 
     write() queues complete lines.  It keeps an incomplete line until the line ends, flush() is called, or it has
     MAX_LINE_CHARS.  flush() does not wait for the writer thread, because print(flush=True) and logging handlers call it
@@ -185,7 +185,7 @@ def install(notice: Notice = plain_notice) -> None:
 
 
 def drain(seconds: float = DRAIN_S) -> None:
-    """Wait until what was printed and logged is written, for `seconds` at most in total.  For the end of a process."""
+    """Wait until all printed and logged lines are written, for at most `seconds`.  Call it at the end of a process."""
     end = time.monotonic() + seconds
     for stream in _installed():
         stream.flush()
@@ -212,7 +212,8 @@ def installed() -> Iterator[None]:
 def descriptor_for_crashes() -> int:
     """Return a descriptor of standard error whose writes never block, for code that cannot use a queue.
 
-    A pipe is opened once more, because its flags belong to all processes that share it.  Anything else is 2 itself."""
+    If standard error is a pipe, the pipe is opened again, because flags of the descriptor would affect all processes
+    that share it.  Otherwise returns 2."""
     with contextlib.suppress(OSError):
         if stat.S_ISFIFO(os.fstat(2).st_mode):
             return os.open("/proc/self/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,6 +1,6 @@
-"""Log one line a record, as text for a terminal or JSON for a collector, in every process.
+"""Logging in every process: one line per record, as text for a terminal or JSON for a collector.
 
-Values beyond the message are in `fields`: `log.info("...", extra={"fields": {"request_id": ...}})`.  No line contains
+Further values are passed in `fields`: `log.info("...", extra={"fields": {"request_id": ...}})`.  No line contains
 prompt or output text.
 """
 
@@ -21,7 +21,7 @@ Format = Literal["text", "json"]
 
 
 class JsonLines(logging.Formatter):
-    """Format a record as one JSON object; a traceback is one of its strings."""
+    """Format a record as one JSON object; a traceback becomes the string `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -37,7 +37,7 @@ class JsonLines(logging.Formatter):
 
 
 class KeyValues(logging.Formatter):
-    """Format a record as the usual line, then ` key=value` of each field."""
+    """Format a record as a text line, followed by ` key=value` per field."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(name)s %(levelname)s %(message)s")
@@ -48,33 +48,33 @@ class KeyValues(logging.Formatter):
 
 
 def _word(value: object) -> str:
-    """Return the value as one word of a line, quoted if it could be read as several."""
+    """Return the value as one word, quoted if it contains spaces, quotes or `=`."""
     text = str(value)
     return text if re.fullmatch(r"[^\s\"=]+", text) and text.isprintable() else json.dumps(text)
 
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the values that the record has beyond its message."""
+    """Return the `fields` of a record."""
     found: dict[str, Any] = getattr(record, "fields", {})
     return found
 
 
 class Handler(logging.StreamHandler[TextIO]):
-    """Writes records to a stream that queues them.  flush() waits for the queue, for DRAIN_S at most."""
+    """Writes records to a QueuedStream.  flush() waits for its queue, for at most DRAIN_S."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self.stream.write(self.format(record) + self.terminator)  # not the flush of StreamHandler: that would wait
+            self.stream.write(self.format(record) + self.terminator)  # without StreamHandler's flush, which would wait
         except Exception:
             self.handleError(record)
 
     def flush(self) -> None:
-        """logging.shutdown() calls it: before the process ends, also by os._exit()."""
+        """Write all queued lines.  logging.shutdown() calls it before the process ends, also before os._exit()."""
         log_queue.drain()
 
 
 def start(form: Format) -> None:
-    """Write records from INFO on to stderr.  Printing and logging no longer block.  Call it once per process."""
+    """Log to stderr from level INFO on, and make printing and logging non-blocking.  Call it once per process."""
     formatter = JsonLines() if form == "json" else KeyValues()
 
     def notice(dropped: int) -> str:

@@ -1,17 +1,17 @@
-"""Raise the limit of open files: every connection of a process is one."""
+"""Raise the limit of open files, because every connection of a process is an open file."""
 
 from __future__ import annotations
 
 import contextlib
 import resource
 
-MOST = 1_048_576  # descriptors if the hard limit is infinite
+MOST = 1_048_576  # soft limit to set if the hard limit is infinite
 
 
 def raise_limit() -> tuple[int, int]:
-    """Raise the soft limit of open files to the hard one; return the soft limit before and after.
+    """Raise the soft limit of open files to the hard limit; return (soft limit before, after).
 
-    Shells and service managers start processes with 1,024, for the sake of old programs.  A server needs more."""
+    Shells and service managers start processes with a soft limit of 1,024, for old programs.  A server needs more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else hard
     if soft == resource.RLIM_INFINITY or soft >= wanted:

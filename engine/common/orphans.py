@@ -1,4 +1,4 @@
-"""What makes a process drain and end: signals, and the death of its supervisor."""
+"""Triggers of a drain: signals, and the death of the process's supervisor."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ log = logging.getLogger("quire.process")
 
 
 def end_with_supervisor(grace_s: float, parent: Callable[[], int] = os.getppid) -> None:
-    """Drain this process when its supervisor has gone, and end it `grace_s` seconds later at the latest.
+    """Drain this process when its supervisor dies, and end it `grace_s` seconds later at the latest.
 
-    On Linux the kernel sends SIGTERM at that moment, too (`die_with_parent`).  This thread also ends a process that
-    cannot drain: its Redis may have ended with the supervisor.  It does nothing in a process without a supervisor."""
+    Starts a thread.  On Linux the kernel sends SIGTERM at that moment, too (`die_with_parent`), but a process cannot
+    drain if its Redis has ended with the supervisor.  Does nothing in a process without a supervisor."""
     if os.environ.get(readiness.VARIABLE):
         first = parent()
         threading.Thread(target=_watch, args=(first, grace_s, parent), name="orphan watch", daemon=True).start()
@@ -37,6 +37,6 @@ def _watch(first: int, grace_s: float, parent: Callable[[], int]) -> None:
 
 
 def drain_signals() -> list[signal.Signals]:
-    """Return the signals at which a process drains: SIGINT, SIGTERM, and SIGHUP unless `nohup` has it ignored."""
+    """Return the signals that start a drain: SIGINT, SIGTERM, and SIGHUP unless `nohup` ignores it."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]

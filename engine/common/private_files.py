@@ -1,6 +1,6 @@
-"""Files and directories of this user alone: modes 0600 and 0700, whatever the umask; and a directory's only user.
+"""Private files and directories, with modes 0600 and 0700 for any umask, and directories locked by one process.
 
-They hold prompts, answers, or what was asked when.
+They hold prompts, answers, or times of requests.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ from typing import BinaryIO, Self
 from quire.engine.common.errors import OperatorError
 
 DIRECTORY, FILE = 0o700, 0o600
-LOCK = "quire.lock"  # file in a locked directory that names the holder
-ENDING_S = 15.0  # longest wait for the children of a holder that was killed
+LOCK = "quire.lock"  # lock file in a locked directory; contains the PID and host of the holder
+ENDING_S = 15.0  # maximum seconds to wait until the children of a killed holder end
 POLL_S = 0.05
 
 
 class DirectoryRefused(OperatorError):
-    """A directory cannot be private or is in use; one line an operator can act on."""
+    """A directory cannot be made private or is in use; the text is one line for the operator."""
 
 
 def open_private(path: Path) -> BinaryIO:
-    """Open a new, empty file that only this user can read.  An existing one is emptied.
+    """Open an empty file for writing that only this user can read.  An existing file is truncated.
 
-    Raises OSError, also for a symbolic link and for anything else that is no regular file."""
-    # Non-blocking: to open a pipe that has no reader would wait for one.  Files ignore it.
+    Raises OSError, also for symbolic links and other files that are not regular."""
+    # O_NONBLOCK, because opening a pipe without a reader would block.  Regular files ignore the flag.
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, FILE)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise FileExistsError(errno.EEXIST, "not a regular file", str(path))
     os.truncate(descriptor, 0)
-    with contextlib.suppress(PermissionError):  # another user's file, which that user lets us write
+    with contextlib.suppress(PermissionError):  # a file of another user that this user may write
         os.fchmod(descriptor, FILE)
     return os.fdopen(descriptor, "wb")
 
 
 def restrict_file(path: Path) -> None:
-    """Take all rights of other users from a file of this user.  Raises OSError."""
+    """Set mode 0600 on a file of this user.  Raises OSError."""
     with contextlib.suppress(PermissionError):
         path.chmod(FILE)
 
 
 class LockedDirectory:
-    """A private directory with one user at a time, until close().
+    """A private directory, locked by this process until close().
 
-    The kernel holds the lock for as long as this process or a child that inherited `descriptor` lives.  So neither a
-    kill nor a file that is left blocks the next user."""
+    The kernel holds the lock while this process or a child that inherited `descriptor` lives.  So after a kill neither
+    the lock nor a remaining lock file blocks the next process."""
 
     def __init__(self, path: Path, flag: str, ours: Collection[str]) -> None:
-        """Make and lock the directory.  Modes that are too wide become 0700 and 0600.
+        """Create and lock the directory.  Modes that are too wide become 0700 and 0600.
 
-        `flag`: the option that names it, for errors.  `ours`: names of files that may be in it; "*" ends a prefix.
-        Raises DirectoryRefused, or OSError if it cannot be made."""
+        `flag`: the option that names the directory, for errors.  `ours`: names of files that it may contain; a trailing
+        "*" matches any suffix.  Raises DirectoryRefused, or OSError if the directory cannot be created."""
         self._flag, self.path = f"{flag} {path}", path
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=DIRECTORY, parents=True)
-            path.chmod(DIRECTORY)  # a umask may have taken rights of this user
+            path.chmod(DIRECTORY)  # the umask may have removed rights of this user
         self._restrict([LOCK, *ours])
         self.descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE)
         try:
@@ -74,7 +74,7 @@ class LockedDirectory:
             raise
 
     def close(self) -> None:
-        """Give up the lock.  The file stays: removing it would let two processes lock two files."""
+        """Release the lock.  The lock file stays: after a removal two processes could lock two different files."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -91,7 +91,7 @@ class LockedDirectory:
         if not stat.S_ISDIR(found.st_mode):
             raise DirectoryRefused(f"{self._flag} is not a directory")
         if found.st_uid != os.geteuid():
-            # A container's volume, say: other members of its group may see names, and the files are private.
+            # For example a container's volume: members of its group may see file names, but the files are private.
             if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
                 raise DirectoryRefused(f"{self._flag} belongs to user {found.st_uid}, and every user may write to it")
         elif mode & 0o077:
@@ -119,7 +119,7 @@ class LockedDirectory:
                         f"{self._flag} is in use by {holder or 'another process'}: two servers would overwrite each "
                         "other's queue; stop that one, or give another directory"
                     ) from None
-                time.sleep(POLL_S)  # its children still write, and end by themselves
+                time.sleep(POLL_S)  # children of the ended holder still write, and end by themselves
         os.fchmod(self.descriptor, FILE)
         os.truncate(self.descriptor, 0)
         os.pwrite(self.descriptor, f"PID {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -130,7 +130,7 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
 
 
 def _restrict_tree(path: Path) -> None:
-    """Set the modes of a file or of a directory with all it holds, of this user's.  No symbolic link is followed."""
+    """Set private modes on a file, or on a directory and its contents, if this user owns them.  Follows no links."""
     found = path.lstat()
     if found.st_uid != os.geteuid():
         return
@@ -143,7 +143,7 @@ def _restrict_tree(path: Path) -> None:
 
 
 def _has_ended(holder: str) -> bool:
-    """Whether the process that the lock's file names ran on this machine and has ended."""
+    """Return whether the process named in the lock file ran on this machine and has ended."""
     words = holder.split()
     if len(words) != 4 or words[0] != "PID" or not words[1].isdigit() or words[3] != socket.gethostname():
         return False

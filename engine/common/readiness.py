@@ -1,8 +1,8 @@
 """Notifications from a process to its supervisor, in systemd's protocol (sd_notify).
 
-A process that serves sends the datagram "READY=1" to the unix socket that the variable NOTIFY_SOCKET names.  A gateway
-then sends "WATCHDOG=1" every second.  So the same process runs under `quire serve` and under a systemd unit of
-Type=notify, with WatchdogSec= for a gateway.
+When a process is ready, it sends the datagram "READY=1" to the unix socket in the variable NOTIFY_SOCKET.  A gateway
+then sends "WATCHDOG=1" every second.  So the same process runs under `quire serve` and under a systemd unit with
+Type=notify, and WatchdogSec= for a gateway.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ READY, ALIVE = b"READY=1", b"WATCHDOG=1"
 
 
 def notify_ready() -> None:
-    """Notify the supervisor, if there is one, that this process serves.  Never fails: the process serves without it."""
+    """Notify the supervisor, if there is one, that this process is ready.  Errors are ignored."""
     _notify(READY)
 
 
 def notify_alive() -> None:
-    """Send a beat to the supervisor, if there is one.  Never waits for it."""
+    """Send a heartbeat to the supervisor, if there is one.  Never waits."""
     _notify(ALIVE)
 
 
@@ -33,13 +33,13 @@ def _notify(word: bytes) -> None:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
                 sender.connect("\0" + address[1:] if address.startswith("@") else address)
-                sender.send(word, socket.MSG_DONTWAIT)  # a stopped supervisor leaves its queue full
+                sender.send(word, socket.MSG_DONTWAIT)  # the socket's queue is full if the supervisor is stopped
         except OSError:
             return
 
 
 class ReadinessListener:
-    """Receives a child's notification, in the supervisor.  `address` is the value of the child's VARIABLE."""
+    """Receives a child's notifications, in the supervisor.  `address`: the child's value of VARIABLE."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="quire-ready-")
@@ -49,7 +49,7 @@ class ReadinessListener:
         self.beats = 0  # heartbeats read so far
 
     def is_ready(self) -> bool:
-        """Return whether the child has reported readiness since the last call, and count its beats.  Never waits."""
+        """Return whether the child has become ready since the last call, and count its heartbeats.  Never waits."""
         found = False
         try:
             while True:

@@ -1,15 +1,15 @@
-"""Options and values that earlier versions had: a setting that names one is refused with what replaced it."""
+"""Options and values of earlier versions: a setting that uses one is refused with its replacement."""
 
 from __future__ import annotations
 
-# field of a config -> what to use instead
+# field of a config -> the replacement
 REMOVED = {
     "flight_log": "--request-log records each request, `python -m quire.engine.tools simulate --trace` runs it again",
     "flight_log_mib": "--request-log-mib bounds the request log",
     "client_template_s": "requests cannot bring a chat template; put it into the checkpoint as chat_template.jinja",
     "allocation": "KV blocks are always paged; `python -m quire.loadtest.studies baselines` has static allocation",
 }
-# (field of a config, value) -> what to use instead
+# (field of a config, value) -> the replacement
 REMOVED_VALUES = {
     ("admission", "watermark"): "--admission threshold --admit-threshold 0.95 does the same",
     ("admission", "none"): "--admission threshold --admit-threshold 1 does the same",
@@ -18,12 +18,12 @@ REMOVED_VALUES = {
 
 
 def advice(name: str) -> str | None:
-    """Return what replaced an option, given as flag, variable or key of a file; None if there was no such option."""
+    """Return the replacement of a removed option; None: no such option was removed.  `name`: flag, variable or key."""
     return REMOVED.get(_field(name))
 
 
 def value_advice(name: str, value: object) -> str | None:
-    """Return what replaced a value of an option; None if the option never had it."""
+    """Return the replacement of a removed value of an option; None: no such value was removed."""
     return REMOVED_VALUES.get((_field(name), value)) if isinstance(value, str) else None
 
 

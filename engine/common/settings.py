@@ -1,11 +1,11 @@
-"""Fill a frozen config struct the same way in every process: flags > environment > TOML file > defaults.
+"""Settings: fill a frozen config struct from flags, environment, TOML file and defaults, in this order of precedence.
 
-A field `max_seqs` of a struct is the flag `--max-seqs 64`, the variable `QUIRE_MAX_SEQS` and the key `max_seqs` of the
-file given with `--config`.  A bool is `--x` or `--no-x`, a list is comma-separated.  Types and limits are the struct's
-annotations; help texts are their `msgspec.Meta(description=...)`.
+A field `max_seqs` of a struct is set by the flag `--max-seqs 64`, the variable `QUIRE_MAX_SEQS`, or the key `max_seqs`
+of the file given with `--config`.  A bool is `--x` or `--no-x`, a list is comma-separated.  Types and limits come from
+the struct's annotations, help texts from `msgspec.Meta(description=...)`.
 
-Keys before the file's first table are for every program that reads it.  Keys for one program stand in its table,
-`[serve]`, `[gateway]` or `[engine]`; the other programs ignore that table.
+Keys before the file's first table apply to every program.  Keys for one program are in its table, `[serve]`,
+`[gateway]` or `[engine]`; the other programs ignore that table.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ PREFIX = "QUIRE_"
 
 
 class SettingsError(OperatorError):
-    """A bad setting; the text names the option, its limit and the value given."""
+    """An invalid setting; the text names the option, its limit and the given value."""
 
     exit_status = 2
 
 
 class Option(msgspec.Struct, frozen=True):
-    """A field of a config struct, as the help text and the pages about options show it."""
+    """A field of a config struct, as shown in the help text and in the option pages."""
 
     name: str
     flag: str  # --max-seqs, --[no-]prefix-cache
-    limits: list[str]  # what a value must be, in words
+    limits: list[str]  # conditions on the value, in words
     default: str
     description: str
 
@@ -62,10 +62,10 @@ def load(
 ) -> C:
     """Build `cls` from `argv` (without the program's name), `environ` and an optional file.
 
-    `positional`: the one field that may also be given without its flag.  `table`: the program's table in the file.
-    `shared`: keys before the tables that belong to other programs and are accepted.  Variables that name no field are
-    ignored, because another process may use them; `unknown_variable` checks them all.  On `--help` prints the options
-    and exits with 0; on a bad setting prints one line to stderr and exits with 2.
+    `positional`: the field that may also be given without its flag.  `table`: the program's table in the file.
+    `shared`: keys of other programs that are accepted before the tables.  Unknown QUIRE_ variables are ignored, because
+    another process may use them; `unknown_variable` checks them.  On `--help` prints the options and exits with 0; on
+    an invalid setting prints one line to stderr and exits with 2.
     """
     if any(word in ("-h", "--help") for word in argv):
         words = f" [{positional.upper()}]" if positional else ""
@@ -92,7 +92,7 @@ def parse(
     table: str = "",
     shared: Collection[str] = (),
 ) -> C:
-    """Do what load() does, but raise SettingsError instead of exiting."""
+    """Build `cls` like load(), but raise SettingsError instead of exiting."""
     flags, config = _read_flags(cls, argv, positional)
     types = typing.get_type_hints(cls, include_extras=True)
     values: dict[str, Any] = {}
@@ -113,12 +113,12 @@ def parse(
             raise SettingsError(f"{flag_of(field.name)} is required")
     try:
         return cls(**values)
-    except (ValueError, TypeError) as error:  # __post_init__: limits between fields
+    except (ValueError, TypeError) as error:  # from __post_init__, which checks fields against each other
         raise SettingsError(str(error)) from None
 
 
 def unknown_variable(environ: Mapping[str, str], programs: Sequence[type[msgspec.Struct]]) -> str | None:
-    """Return one line about a variable QUIRE_... that is no option of any of `programs`; None if there is none."""
+    """Return an error line for a variable QUIRE_... that is no option of any of `programs`; None: all are options."""
     known = {f"{PREFIX}{name.upper()}": None for cls in programs for name in cls.__struct_fields__}
     for variable in sorted(environ):
         if variable.startswith(PREFIX) and variable not in known:
@@ -127,24 +127,24 @@ def unknown_variable(environ: Mapping[str, str], programs: Sequence[type[msgspec
 
 
 def process_name() -> str:
-    """Return a name for this process, unique until it ends: host, process id and a random part.
+    """Return a unique name for this process: host name, process id and a random part.
 
-    Containers that share the host's network also share its name, and each may be process 1: hence the random part."""
+    The random part is needed because containers may share the host name, and each may have process id 1."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 def flag_of(field: str) -> str:
-    """Turn max_seqs into --max-seqs."""
+    """Return the flag of a field: max_seqs -> --max-seqs."""
     return "--" + field.replace("_", "-")
 
 
 def is_bool(cls: type[msgspec.Struct], field: str) -> bool:
-    """Whether the field's flag takes no value."""
+    """Return whether the field is a bool, so that its flag takes no value."""
     return _plain(typing.get_type_hints(cls)[field]) is bool
 
 
 def options(cls: type[msgspec.Struct]) -> list[Option]:
-    """Every field of `cls`, in its order."""
+    """Return every field of `cls` as an Option, in order."""
     types = typing.get_type_hints(cls, include_extras=True)
     found = []
     for field in msgspec.structs.fields(cls):
@@ -158,7 +158,7 @@ def options(cls: type[msgspec.Struct]) -> list[Option]:
 
 
 def describe(cls: type[msgspec.Struct]) -> str:
-    """The options of `cls`, one paragraph each: flag, limits, default, meaning."""
+    """Return the help text for the options of `cls`, one paragraph each: flag, limits, default, description."""
     lines: list[str] = []
     for option in options(cls):
         default = option.default if option.default == "required" else f"default {option.default}"
@@ -170,9 +170,9 @@ def describe(cls: type[msgspec.Struct]) -> str:
 def _read_flags(
     cls: type[msgspec.Struct], argv: Sequence[str], positional: str | None
 ) -> tuple[dict[str, tuple[str, str]], str | None]:
-    """Return field -> (how it was written, its text), and the file given with --config.
+    """Return (field -> (flag as written, value text), file given with --config).
 
-    The last of two equal flags wins."""
+    The last of several equal flags wins."""
     fields = {flag_of(name): name for name in cls.__struct_fields__}
     found: dict[str, tuple[str, str]] = {}
     config: str | None = None
@@ -203,7 +203,7 @@ def _read_flags(
 
 
 def _read_file(path: str, table: str) -> list[tuple[str, str, Any]]:
-    """Return (key, its table, value): first keys before the tables, then those of `table`, which win."""
+    """Return (key, its table, value) of a file: first keys before the tables, then keys of `table`, which win."""
     try:
         with open(path, "rb") as file:
             read = tomllib.load(file)
@@ -222,9 +222,9 @@ def _read_file(path: str, table: str) -> list[tuple[str, str, Any]]:
 
 
 def _convert(value: object, kind: Any, source: str, *, strict: bool = False) -> Any:
-    """Return `value` as a `kind`.  Raises SettingsError.
+    """Convert `value` to type `kind`.  Raises SettingsError.
 
-    `source`: flag, variable, or file and key, for the message.  `strict`: a text is not accepted as a number."""
+    `source`: flag, variable, or file and key, for the error.  `strict`: do not accept a text as a number."""
     try:
         converted = msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
@@ -249,7 +249,7 @@ def _plain(kind: Any) -> Any:
 
 
 def _limits(kind: Any) -> list[str]:
-    """Describe what a value must be: ["a whole number", ">= 1"]."""
+    """Return the conditions on a value in words, such as ["a whole number", ">= 1"]."""
     plain = _plain(kind)
     if typing.get_origin(plain) is typing.Literal:
         return ["one of " + " ".join(str(choice) for choice in typing.get_args(plain))]
@@ -274,7 +274,7 @@ def _show(value: object) -> str:
 
 
 def _meant(name: str, known: Mapping[str, object]) -> str:
-    """Return the end of a refusal: what replaced a removed option, or the option that was perhaps meant."""
+    """Return the end of an error text: the replacement of a removed option, or the most similar option."""
     if (instead := advice(name)) is not None:
         return f" any more: {instead}"
     near = difflib.get_close_matches(name, known, n=1)

@@ -1,23 +1,23 @@
-"""How long something has shown no progress, as its watcher counts: a pause of the machine is no silence."""
+"""Silence: measures how long a watched component has made no progress, without counting pauses of the machine."""
 
 from __future__ import annotations
 
 
 class Silence:
-    """Adds up the time between looks at a mark that does not change.
+    """Adds up the time between looks at a progress mark that does not change.
 
-    A watcher that slept for long was stopped with the rest of the machine (SIGSTOP, a debugger, a busy host).  So a gap
-    between two looks counts as two pauses at most."""
+    If the watcher itself slept for long, the machine or the process was stopped (SIGSTOP, a debugger, a busy host).  So
+    a gap between two looks counts as at most 2 * pause_s."""
 
     def __init__(self, pause_s: float) -> None:
-        """`pause_s`: intended time between two looks."""
+        """`pause_s`: intended seconds between two looks."""
         self._pause_s = pause_s
         self._mark: float = 0
         self._spent_s = 0.0
         self._looked: float | None = None
 
     def look(self, mark: float, now: float) -> float:
-        """Return the seconds without progress.  `mark`: changes with progress; 0: nothing is expected now."""
+        """Return the seconds without progress.  `mark`: a value that changes with progress; 0: no work is running."""
         if not mark or mark != self._mark or self._looked is None:
             self._mark, self._spent_s = mark, 0.0
         else:

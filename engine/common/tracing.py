@@ -1,8 +1,8 @@
-"""Trace a request from HTTP through the queue to the engine's steps, in OpenTelemetry's terms.
+"""Tracing: OpenTelemetry spans of a request, from HTTP through the queue to the engine's steps.
 
 A gateway begins the span of a request and sends its W3C `traceparent` and `tracestate` in `Generate`.  The engine that
-computes the request adds its own spans under it afterwards, from times that it has measured anyway.  So no step carries
-a span along, and an untraced request costs a look at an empty string.
+computes the request adds child spans afterwards, from times that it measures anyway.  So steps handle no spans, and an
+untraced request takes only one test for an empty string.
 
     chat MODEL                    gateway: from the request's arrival to its last byte
       admission                   gateway: from the encoded prompt to its place in the queue, or the refusal
@@ -10,9 +10,10 @@ a span along, and an untraced request costs a look at an empty string.
       resume                      engine: until it resumes a sequence that was preempted, or that another engine began
       resume MODEL                gateway, any: a client that reconnected to its answer
 
-Off unless an endpoint is given, by `--otlp-endpoint` or by OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT,
-OTEL_EXPORTER_OTLP_TRACES_ENDPOINT; those for headers, timeout, sampler, batches and resource always apply).  A thread
-of its own sends spans in batches.  What a collector does not accept in time is dropped; no request waits for it.
+Tracing is off unless an endpoint is given, by `--otlp-endpoint` or by OpenTelemetry's variables
+(OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT; its variables for headers, timeout, sampler, batches
+and resource always apply).  A separate thread sends spans in batches.  Spans that the collector does not accept in time
+are dropped; no request waits for it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanKind, StatusCode, Tracer, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-if TYPE_CHECKING:  # the rest of OpenTelemetry is imported only if traces are on
+if TYPE_CHECKING:  # the OpenTelemetry SDK is imported only if tracing is on
     from opentelemetry.sdk.trace import TracerProvider
 
 Value = str | int | float | bool | list[str]
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 SAMPLER = "OTEL_TRACES_SAMPLER"
-CLOSE_S = 3.0  # how long a process that ends waits for its last spans to be sent
+CLOSE_S = 3.0  # maximum seconds that an ending process waits for its last spans to be sent
 
 _propagator = TraceContextTextMapPropagator()
 
@@ -50,11 +51,11 @@ class Trace:
         carrier: dict[str, str] = {}
         _propagator.inject(carrier, set_span_in_context(span))
         self._span = span
-        self.traceparent = carrier["traceparent"]  # the parent of further spans
-        self.tracestate = carrier.get("tracestate", "")  # trace state of the upstream systems
+        self.traceparent = carrier["traceparent"]  # W3C header that makes this span the parent of further spans
+        self.tracestate = carrier.get("tracestate", "")  # W3C trace state of the upstream systems
 
     def end(self, attributes: Mapping[str, Value], error: str = "") -> None:
-        """End the span; `error`: the code of the request's failure, or ''."""
+        """End the span.  `error`: error code of the request; '': no error."""
         self._span.set_attributes(attributes)
         _end(self._span, error, None)
 
@@ -70,17 +71,17 @@ class Tracing:
     """Records the spans of one process.  Times are `time.monotonic` seconds."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
-        """`provider` makes and exports the spans; None: traces are off."""
+        """`provider`: creates and exports the spans; None: tracing is off."""
         self._provider = provider
         self._tracer: Tracer | None = provider.get_tracer("quire") if provider is not None else None
         self._epoch = time.time() - time.monotonic()
 
     @classmethod
     def start(cls, service: str, instance: str, endpoint: str, sample: float, environ: Mapping[str, str]) -> Tracing:
-        """Return the tracing of a process of this kind and name; off without an endpoint.
+        """Create the tracing of a process: `service` is its kind, `instance` its name.  Off without an endpoint.
 
-        `sample`: the fraction of traces begun here that are kept.  For a trace that a client began, the client has
-        decided."""
+        `sample`: the fraction of traces begun here that are kept.  For a trace that a client began, the client's
+        decision applies."""
         if not endpoint and not any(environ.get(name) for name in ENDPOINTS):
             return cls()
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -104,9 +105,9 @@ class Tracing:
         return self._tracer is not None
 
     def begin(self, name: str, traceparent: str, started: float, link: str = "", tracestate: str = "") -> Trace | None:
-        """Begin the span of a request under this `traceparent` ("": as a new trace); None if it is not traced.
+        """Begin the span of a request as a child of `traceparent` ("": as a new trace); None: it is not sampled.
 
-        `link`: the `traceparent` of a related span, or ''.  `tracestate`: the header that came with `traceparent`."""
+        `link`: the `traceparent` of a related span, or ''.  `tracestate`: the header sent with `traceparent`."""
         if self._tracer is None:
             return None
         links = [Link(get_current_span(_context(link)).get_span_context())] if link else None
@@ -124,7 +125,7 @@ class Tracing:
         error: str = "",
         tracestate: str = "",
     ) -> None:
-        """Record a span that has ended, under the one of `traceparent`; nothing without a `traceparent`."""
+        """Record an ended span as a child of `traceparent`; does nothing if `traceparent` is empty."""
         if self._tracer is None or not traceparent:
             return
         context = _context(traceparent, tracestate)
@@ -135,9 +136,9 @@ class Tracing:
         return int((self._epoch + at) * 1e9)
 
     def close(self) -> None:
-        """Send the remaining spans; wait at most CLOSE_S for a collector that does not answer."""
+        """Send the remaining spans, waiting at most CLOSE_S for the collector."""
         if self._provider is not None:
-            # The provider's own time limit ends neither a request under way nor the next ones.
+            # The provider's own timeout ends neither the running request nor the following ones.
             leaving = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
             leaving.start()
             leaving.join(CLOSE_S)

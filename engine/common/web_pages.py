@@ -1,8 +1,8 @@
-"""Which HTTP requests web pages may send to a server that asks for no key.  Shared by gateway and engine.
+"""Checks of HTTP requests that web pages send to a server without API keys.  Shared by gateway and engine.
 
-A page of any site can make its reader's browser send requests to 127.0.0.1.  Two headers show it: `Host`, which a
-rebound DNS name leaves as it was (the class of CVE-2024-28224), and `Origin` or `Sec-Fetch-Site`, which a page cannot
-change (https://fetch.spec.whatwg.org/#origin-header, https://www.w3.org/TR/fetch-metadata/).
+Any web page can make its reader's browser send requests to 127.0.0.1.  Two headers reveal such requests.  `Host` still
+has the page's name after DNS rebinding (the class of CVE-2024-28224).  A page cannot change `Origin` and
+`Sec-Fetch-Site` (https://fetch.spec.whatwg.org/#origin-header, https://www.w3.org/TR/fetch-metadata/).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
-SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # they change nothing (RFC 9110, section 9.2.1)
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # methods that change nothing (RFC 9110, section 9.2.1)
 LOCAL = "localhost"
-# Schemes of the origins that web pages have.  Programs that embed a page have one of their own, such as app://.
+# Schemes of web pages' origins.  Programs that embed a page use other schemes, such as app://.
 PAGE_SCHEMES = frozenset(
     {"http", "https", "ws", "wss", "file", "ftp", "data", "blob", "filesystem", "content", "about", "null"}
 )
-NOT_IN_HOST = re.compile(r"[@/?#\\]")  # a URL may have them around its host, the header Host may not
+NOT_IN_HOST = re.compile(r"[@/?#\\]")  # characters that a URL may have around its host, but the header Host may not
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address, with or without brackets, is one of this machine's own loopback."""
+    """Return whether a host name or address, with or without brackets, is a loopback name or address."""
     name = host.strip("[]").rstrip(".").lower()
     if name == LOCAL or name.endswith(f".{LOCAL}"):
         return True
@@ -33,7 +33,7 @@ def is_loopback(host: str) -> bool:
 
 
 def name_of(host: str) -> str:
-    """Return the name in a Host header, lower case, without port; "" for one that is none (RFC 9110, section 7.2)."""
+    """Return the name in a Host header, lower case, without port; "" if the header is invalid (RFC 9110, 7.2)."""
     try:
         return "" if NOT_IN_HOST.search(host) else urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -41,9 +41,9 @@ def name_of(host: str) -> str:
 
 
 def allows_host(host: str | None, allowed: Collection[str]) -> bool:
-    """Return whether a request with this Host header may be served by a keyless server on a loopback address.
+    """Return whether a server without keys on a loopback address may serve a request with this Host header.
 
-    allowed: further names, lower case; "*" stands for any.  No browser sends a request without Host (HTTP/1.0)."""
+    `allowed`: further names, lower case; "*" allows any.  `host` None: allowed, since browsers always send Host."""
     if host is None or "*" in allowed:
         return True
     name = name_of(host)
@@ -51,9 +51,9 @@ def allows_host(host: str | None, allowed: Collection[str]) -> bool:
 
 
 def is_foreign(method: str, host: str | None, origin: str | None, site: str | None) -> bool:
-    """Return whether a page of another origin has its browser send a request that changes something.
+    """Return whether a web page of another origin sent a request that may change state.
 
-    host, origin, site: the headers Host, Origin and Sec-Fetch-Site.  No web page has an origin such as app://."""
+    `host`, `origin`, `site`: the headers Host, Origin and Sec-Fetch-Site.  Origins such as app:// are no web pages."""
     if method in SAFE_METHODS:
         return False
     if not origin:

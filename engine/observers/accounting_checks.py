@@ -1,9 +1,10 @@
-"""Checks the block accounting of a live engine: when it becomes idle, now and then while it is busy, and on demand.
+"""Accounting checks: full checks of the block accounting, when the engine becomes idle, every 10 s while it is busy,
+and on demand.
 
-A full check looks at every block and every block table, tens of milliseconds on a large GPU.  So a busy engine runs it
-every BUSY_EVERY_S seconds, and less often where checks would take more than MOST_SHARE of the time.  An accounting
-error is always a bug: a leak costs capacity until a restart, a double free lets two sequences write into one block and
-would mix two clients' answers.
+A full check visits every block and every block table, which takes tens of milliseconds for the KV cache of a large GPU.
+So a busy engine runs it every BUSY_EVERY_S seconds, or less often if checks would take more than MOST_SHARE of the
+time.  An accounting error is always a bug: a leak reduces the capacity until a restart, and a double free lets two
+sequences write into one block, which would mix two clients' answers.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from quire.engine.observers.turn_record import TurnRecord
 
 log = logging.getLogger("quire.engine")
 
-ALARM_S = 10.0  # shortest time between two log lines about accounting errors: later checks find the same error again
-BUSY_EVERY_S = 10.0  # seconds between two checks of a busy engine, at least
-MOST_SHARE = 0.005  # largest share of the time that checks of a busy engine take
-PATIENCE_S = 10.0  # how long request_check() waits for the loop, which may be in a long step
+ALARM_S = 10.0  # minimum seconds between two log lines about accounting errors, since later checks find the same error
+BUSY_EVERY_S = 10.0  # minimum seconds between two checks of a busy engine
+MOST_SHARE = 0.005  # maximum fraction of the time that checks of a busy engine take
+PATIENCE_S = 10.0  # seconds that request_check() waits for the loop, which may be in a long step
 
 
 class AccountingChecks:
@@ -36,12 +37,12 @@ class AccountingChecks:
         self._due_at = clock() + BUSY_EVERY_S  # monotonic seconds of the next check of a busy engine
         self._each_turn, self._stop = config.check_books, config.bad_books == "stop"
         self._checked = False  # whether the accounting was checked since the engine became idle
-        self._alarm_at = 0.0  # monotonic seconds from which the next error is logged
-        self._requests: deque[Future[str]] = deque()  # requests of other threads
-        self.fatal: AccountingError | None = None  # the engine must report its counts once more and end
+        self._alarm_at = 0.0  # monotonic seconds before which errors are not logged again
+        self._requests: deque[Future[str]] = deque()  # checks requested by other threads
+        self.fatal: AccountingError | None = None  # an error after which the engine must report its load and end
 
     def observe(self, record: TurnRecord) -> None:
-        """Check where a check is due.  Never raises: see `fatal`."""
+        """Run a check if one is due.  Never raises; see `fatal`."""
         settled = record.idle and record.was_idle and not record.orders and not self._checked
         requests = [self._requests.popleft() for _ in range(len(self._requests))]
         due = not record.idle and self._clock() >= self._due_at
@@ -53,9 +54,9 @@ class AccountingChecks:
         self._checked &= record.idle
 
     def request_check(self) -> str:
-        """Have the loop check after its present turn, and wait.  Return what is wrong; "": nothing.
+        """Let the loop run a check after its current turn, and wait for it.  Returns the error; "": none.
 
-        For other threads than the loop's.  Raises TimeoutError after PATIENCE_S."""
+        Call it from other threads than the loop's.  Raises TimeoutError after PATIENCE_S."""
         request: Future[str] = Future()
         self._requests.append(request)
         return request.result(PATIENCE_S)

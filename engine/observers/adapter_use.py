@@ -1,10 +1,10 @@
-"""Requests and output tokens by LoRA adapter, under a bounded number of names.
+"""Counts of requests and output tokens per LoRA adapter, with a bounded number of metric series.
 
-    ended sequences ──> has a name ────────────────────────────────> its own series
-                    └─> has none: more requests than twice those of the least used name ──> takes its place
-                              └─> fewer ──> series `other`
+    ended sequences ──> its adapter has a series ──> counts there
+                    └─> no series, more than twice the requests of the least used series ──> replaces that series
+                              └─> fewer requests ──> series `other`
 
-A deployment may have 10,000 adapters, and each series costs Prometheus memory for hours.
+A deployment may have 10,000 adapters, and each series takes memory in Prometheus for hours.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from quire.engine.adapters.counts import AdapterCounts
 from quire.engine.core.limits import Outputs
 from quire.engine.observers.turn_record import TurnRecord
 
-MOST_NAMES = 32  # names with a series of their own
-MOST_COUNTED = 1024  # names without one whose requests are counted
+MOST_NAMES = 32  # maximum adapters with their own series
+MOST_COUNTED = 1024  # maximum adapters without a series whose requests are counted
 OTHER = "other"
 
 
 class AdapterUse:
-    """Counts of the adapters of one engine.  O(sequences that ended) per turn, without adapters nothing."""
+    """Counts per adapter of one engine.  Takes O(ended sequences) per turn."""
 
     def __init__(self) -> None:
         self.requests: dict[str, int] = {OTHER: 0}  # ended requests by adapter name
         self.tokens: dict[str, int] = {OTHER: 0}  # output tokens by adapter name
-        self._unnamed: Counter[str] = Counter()  # requests of names without a series
+        self._unnamed: Counter[str] = Counter()  # ended requests of adapters without a series
 
     def follow(self, outputs: Outputs) -> None:
-        """Count the sequences that ended here."""
+        """Count the sequences that ended in this turn."""
         for event in outputs.events:
             if event.kind == "ended" and event.request.adapter and event.reason is not None:
                 name = self._series(event.request.adapter.rpartition("@")[0], new=event.index == 0)
-                self.requests[name] += event.index == 0  # a request ends once with each of its choices
+                self.requests[name] += event.index == 0  # count only choice 0, since every choice has an event
                 self.tokens[name] += event.tokens
 
     def _series(self, name: str, *, new: bool) -> str:
-        """Return the series of a name.  `new`: one more request of it ended."""
+        """Return the series of an adapter name.  `new`: a request of this adapter has ended."""
         if name in self.requests:
             return name
         if len(self.requests) <= MOST_NAMES:
@@ -60,7 +60,7 @@ class AdapterUse:
 
 
 class LoraFigures:
-    """All that the metrics of one engine say of LoRA adapters."""
+    """Values of the LoRA metrics of one engine."""
 
     def __init__(self) -> None:
         self.slots = 0  # adapters whose sequences may run at once

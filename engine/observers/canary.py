@@ -1,17 +1,17 @@
-"""The canary: a fixed prompt that an idle engine computes from time to time and compares with its first result.
+"""The canary: a fixed prompt that an idle engine computes periodically and compares with its first result.
 
-    free blocks of the pool ──> two steps of the executor ──> most probable tokens after each
+    free blocks of the pool ──> two steps of the executor ──> top-k tokens after each step
             ^                                                        │
-            └── given back, never in the prefix cache      equal to those of the first run?
+            └── freed, never in the prefix cache           equal to the first run's tokens?
 
-Memory of a device may change after the start, a kernel may go wrong on a hot GPU, and nothing else would notice: every
-answer would still be a text.  Checksums of files say nothing about weights that are loaded.
+Device memory may be corrupted after the start, and a kernel may fail on a hot GPU.  Nothing else would detect this,
+because every answer would still be a text.  Checksums of files cannot detect corruption of loaded weights.
 
-The first run is in the engine's first quiet moment, so it cannot notice what was wrong at the start.  The second step
-reads the keys and values that the first one wrote, over a block table of two blocks.
+The first run is the reference, at the engine's first idle time, so errors from before it are not detected.  The second
+step reads the keys and values that the first step wrote, over a block table of two blocks.
 
-A difference is counted, logged and alerted; it does not end the engine.  An accounting error is certain, a difference
-is evidence: a driver or a clock that shifts roundings on all engines would otherwise end every engine at once.
+A difference is counted, logged and alerted; it does not end the engine, because it is no proof of an error: a new
+driver or clock rate may change roundings on all engines, which would then all end at once.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from quire.engine.executor.base import Executor, StepError
 
 log = logging.getLogger("quire.engine")
 
-QUIET_S = 1.0  # the engine must have been idle for so long: between two requests of a client it does not run
-MOST_SHARE = 0.005  # maximum fraction of the time for the canary; a slow model's runs are further apart
-LIKELIEST = 8  # tokens whose log-probabilities are compared, after each step
-TAIL = 3  # tokens of the first step in its second block
-SLOT = 0  # slot in the batch; an idle engine uses none
-# In nats.  Two runs differ in their blocks only, and on a GPU perhaps in whether a graph launches the kernels.  Logits
-# in bfloat16 lie 0.125 apart from 16 to 32, so sums in another order move a log-probability by at most two such steps.
-# On a CPU the runs are equal bit for bit.  A most probable token that leads by twice the tolerance cannot change within
-# it.
+QUIET_S = 1.0  # seconds that the engine must have been idle, so that no run falls between two requests of a client
+MOST_SHARE = 0.005  # maximum fraction of the time for the canary; runs of a slow model are further apart
+LIKELIEST = 8  # number of top-k tokens whose log-probabilities are compared after each step
+TAIL = 3  # number of tokens of the first step that are in the second block
+SLOT = 0  # slot of the canary in the batch; an idle engine uses no slot
+# Nats.  Two runs differ only in their blocks, and on a GPU perhaps in whether a CUDA graph launches the kernels.
+# Neighbouring bfloat16 logits from 16 to 32 differ by 0.125, so another order of summation changes a log-probability by
+# at most two such steps.  On a CPU the runs are equal bit for bit.  If a top token leads by twice the tolerance, a
+# change within the tolerance cannot replace it.
 TOLERANCE = 0.25
 
-Answer = list[dict[int, float]]  # per step: token id -> log-probability of the LIKELIEST
+Answer = list[dict[int, float]]  # per step: token id -> log-probability, for the top tokens
 
 
 class CanaryCounts(msgspec.Struct):
-    """Runs since start, for the metrics.  The canary's own object, which keeps changing."""
+    """Counts of canary runs since start, for the metrics."""
 
-    equal: int = 0  # the first run included
-    different: int = 0
-    failed: int = 0  # the step failed
+    equal: int = 0  # runs with equal results, the first run included
+    different: int = 0  # runs with different results
+    failed: int = 0  # runs whose step failed
     seconds: float = 0.0  # total seconds of all runs
-    difference: float = 0.0  # largest of the last run, nats; inf: no finite logits
+    difference: float = 0.0  # maximum difference in the last run, nats; inf: logits were not finite
 
 
 class Canary:
-    """Computes the prompt and compares.  The loop's thread owns it and calls it between two turns."""
+    """Computes the fixed prompt and compares the results.  Only the loop's thread uses it, between two turns."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Canary:
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: seconds, monotonic.  Off where the executor reports no candidates, or a prompt of a block and
-        TAIL + 1 tokens does not fit the context, a step or the pool."""
+        """`clock`: monotonic seconds.  The canary is off if the executor cannot report candidates, or if a prompt of a
+        block and TAIL + 1 tokens does not fit the context, a step or the pool."""
         self.counts = CanaryCounts()
         self._core, self._executor, self._clock = core, executor, clock
         size, limits = core.pool.block_size, core.limits
@@ -79,7 +79,7 @@ class Canary:
         self._due_at = 0.0
 
     def due(self, *, idle: bool) -> bool:
-        """Return whether it is time for a run.  `idle`: no request is here, and none was in the last turn."""
+        """Return whether a run is due.  `idle`: the engine has no request, and had none in the last turn."""
         if not self.every_s or not idle:
             self._idle_since = math.inf
             return False
@@ -88,7 +88,7 @@ class Canary:
         return now >= max(self._due_at, self._idle_since + QUIET_S) and self._has_blocks()
 
     def run(self) -> None:
-        """Compute the prompt and compare.  Takes two steps.  Raises ExecutorLost."""
+        """Compute the prompt in two steps, and compare the result with the first run.  Raises ExecutorLost."""
         counts, began, why = self.counts, self._clock(), ""
         try:
             answer = self._compute()
@@ -113,14 +113,14 @@ class Canary:
         return pool.available >= len(self._pieces)
 
     def _compute(self) -> Answer:
-        """Return the most probable tokens after each step; an empty dict where the logits are not finite."""
+        """Return the top tokens with log-probabilities after each step; an empty dict if the logits are not finite."""
         pool, answer, windows = self._core.pool, Answer(), self._core.builder.layers.pools
         table, tables = pool.allocate(2), [pool.allocate(2) for pool in windows]
         named = [pool.ids(own) for pool, own in zip(windows, tables, strict=True)]
         edits = [(SLOT, at, block) for ids in named for at, block in enumerate(ids)]
         try:
             for start, tokens, likeliest in self._pieces:
-                # The scheduler names ended slots in its next plan, too: freeing one twice is harmless.
+                # The scheduler frees these slots in its next plan, too; freeing a slot twice is harmless.
                 first = start == 0
                 self._executor.submit(
                     StepPlan(
@@ -140,9 +140,9 @@ class Canary:
 
 
 def difference(first: Answer, now: Answer) -> float:
-    """Return the largest difference of a log-probability, nats; inf where either has no finite logits.
+    """Return the maximum difference of log-probabilities, nats; inf if one of the answers has no finite logits.
 
-    A token that only one of the two names is at most as likely in the other as the last one named there."""
+    A token that only one answer lists counts with the lowest log-probability of the other answer, an upper bound."""
     greatest = 0.0
     for one, other in zip(first, now, strict=True):
         if not one or not other:

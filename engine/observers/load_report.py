@@ -1,4 +1,4 @@
-"""Describes an engine's load to the gateways: what its scheduler holds, and how fast it works."""
+"""Builds the EngineLoad that gateways read: the scheduler's state and the engine's measured rates."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from quire.engine.wire.messages import ADAPTERS, LATER_FIELDS, PREDICTIONS, Engi
 
 
 class Rate:
-    """Growth of a count, per second of the time in which requests wait: what the engine does when it has all it can do.
+    """Growth of a count per second, averaged over the time in which requests wait: the rate at full load.
 
-    An average over that time; what happened `seconds` of it ago weighs 1/e of what happens now.  0: nothing has waited
-    yet.  An average over all time would take an engine with little to do for a slow one, and refuse a burst."""
+    An exponential moving average with time constant `seconds` of waiting time; 0: no request has waited yet.  An
+    average over all time would make an engine with few requests look slow, and a burst would be refused."""
 
     def __init__(self, seconds: float = 5.0) -> None:
         self._seconds = seconds
         self._count = 0
-        self._at: float | None = None  # time of the last update; None: nothing waited then
-        self._weight = 0.0  # weight of all samples in `value`; 1 after long
+        self._at: float | None = None  # time of the last update; None: no request waited at that time
+        self._weight = 0.0  # total weight of all samples in `value`, which approaches 1
         self.value = 0.0
 
     def update(self, count: int, now: float, *, queued: bool) -> float:
-        """Take in `count` as of `now` (seconds, monotonic) and return the rate.  `queued`: requests wait now.
+        """Update with `count` at time `now` (monotonic seconds), and return the rate.  `queued`: requests wait now.
 
-        An interval counts if requests wait at its beginning and at its end."""
+        An interval counts only if requests wait at its beginning and at its end."""
         if queued and self._at is not None and now > self._at:
             elapsed = now - self._at
             new = 1 - math.exp(-elapsed / self._seconds)
@@ -38,17 +38,17 @@ class Rate:
 
 
 class Pace:
-    """Seconds from one step to the next: the mean of the first ones, then a moving average.  Idle time is left out."""
+    """Average seconds from one step to the next, idle time excluded; a plain mean at first, then a moving average."""
 
-    STEPS = 32  # a step this many steps ago weighs 1/e of the last one
+    STEPS = 32  # time constant of the moving average, in steps
 
     def __init__(self) -> None:
         self._last: float | None = None
         self._seen = 0
-        self.value = 0.0  # 0: not known
+        self.value = 0.0  # average seconds; 0: unknown
 
     def step(self, now: float) -> float:
-        """Take in the results of a step at `now` (seconds, monotonic).  Return the seconds it took; 0 after a pause."""
+        """Record the end of a step at `now` (monotonic seconds).  Returns the seconds it took; 0 after a pause."""
         took = 0.0
         if self._last is not None:
             took = now - self._last
@@ -58,21 +58,21 @@ class Pace:
         return took
 
     def pause(self) -> None:
-        """Leave the time until the next step out of the average."""
+        """Exclude the time until the next step from the average."""
         self._last = None
 
 
-FILLED_S = 1.0  # shortest time between two counts of filled slots, which look at every sequence
+FILLED_S = 1.0  # minimum seconds between two counts of filled KV positions, which visit every sequence
 
 
 def slots_filled(core: Scheduler) -> float:
-    """Return the fraction of the slots in held blocks that hold a token; 0 where no block is held.  O(sequences)."""
+    """Return the fraction of the KV positions in held blocks that hold a token; 0: no block is held.  O(sequences)."""
     slots = (core.pool.total - core.pool.available) * core.pool.block_size
     return 1 - core.occupancy.wasted_positions() / slots if slots else 0.0
 
 
 class LoadReport:
-    """Measures rates from turn to turn and describes the engine as an EngineLoad."""
+    """Measures rates over turns, and builds the EngineLoad."""
 
     def __init__(self, engine_id: str, info: ModelInfo) -> None:
         self._engine_id, self._info = engine_id, info
@@ -83,9 +83,10 @@ class LoadReport:
     def describe(
         self, core: Scheduler, now: float, *, draining: bool, queued: bool, gated: tuple[int, int] = (0, 0)
     ) -> EngineLoad:
-        """Return the load at `now` (seconds, monotonic).  A draining engine offers no tenant's blocks to others.
+        """Return the load at `now` (monotonic seconds).  A draining engine reports no preemptible tokens.
 
-        `queued`: requests wait in the queue.  `gated`: sequences that wait for grammars, and prompt tokens."""
+        `queued`: requests wait in the shared queue.  `gated`: (sequences, prompt tokens) that wait for grammars and
+        adapters."""
         info, pool, totals, calibration = self._info, core.pool, core.report.totals, core.admission.forecast.calibration
         if now - self._filled_at >= FILLED_S:
             self._slots_filled, self._filled_at = slots_filled(core), now
@@ -153,7 +154,7 @@ def _steps_saved(core: Scheduler) -> dict[str, Any]:
 
 
 def _honoured(core: Scheduler) -> list[str]:
-    """Return the fields of a request that engines of earlier releases, or without an option, ignore."""
+    """Return the newer request fields that this engine supports; earlier releases or other options ignore them."""
     later = [*LATER_FIELDS]
     if core.adapters.count:
         later.append(ADAPTERS)

@@ -1,4 +1,4 @@
-"""A log file of bounded size, written by a thread of its own: the request log.
+"""LogFile: a log file of bounded size with its own writer thread; used for the request log.
 
 the loop --write()--> queue --> writer thread --> FILE, and FILE.1 before it
 """
@@ -19,29 +19,26 @@ from quire.engine.common.private_files import open_private, restrict_file
 
 log = logging.getLogger("quire.engine")
 
-CLOSE_S = 10.0  # longest wait for the disk when the log is closed
-# Most records that wait for the disk, and most bytes of memory that they keep alive.  Others are dropped and counted.
+CLOSE_S = 10.0  # maximum seconds to wait for the disk when the log is closed
+# Maximum records that wait for the disk, and maximum bytes that they keep in memory.  Further records are dropped.
 QUEUE, QUEUE_BYTES = 10_000, 64 << 20
 
 
 class LogFile:
-    """Appends records to FILE, within an allowance.
+    """Appends records to FILE.  When FILE has half of the maximum size, it is renamed to FILE.1, which is replaced.
 
-    FILE becomes FILE.1, in the place of the one before, at half the allowance.
-
-    write() never waits and never raises.  A full disk ends the log, with one line in the program's log, and not the
-    engine."""
+    write() never waits and never raises.  A full disk ends only this log, with one line in the program's log."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Start a new FILE; an existing one becomes FILE.1.  All files together stay below `max_bytes`.
+        """Start a new FILE; an existing FILE is renamed to FILE.1.  Both files together stay below `max_bytes`.
 
         Raises OSError."""
         self._path, self._max_bytes = path, max_bytes
         self._queue: queue.Queue[tuple[Callable[[], bytes], int] | None] = queue.Queue(QUEUE)
-        self.dropped = 0  # records since start, because the queue was full
-        self._queued_bytes = self._taken_bytes = 0  # bytes since start; only write() and only the thread change them
+        self.dropped = 0  # records dropped since start because the queue was full
+        self._queued_bytes = self._taken_bytes = 0  # bytes since start, written by write() and by the writer thread
         if path.exists() and not path.is_file():
-            raise FileExistsError(errno.EEXIST, "not a regular file", str(path))  # a pipe could stop the start
+            raise FileExistsError(errno.EEXIST, "not a regular file", str(path))  # opening a pipe could block the start
         if path.exists():
             os.replace(path, self.previous)
             restrict_file(self.previous)
@@ -54,9 +51,9 @@ class LogFile:
         return self._path.with_name(self._path.name + ".1")
 
     def write(self, encode: Callable[[], bytes], size: int) -> None:
-        """Append the record that `encode` returns; it runs on the writer thread.
+        """Append the record that `encode` returns; `encode` runs on the writer thread.
 
-        `size`: bytes of memory that `encode` keeps alive, estimated.  A record of any size may wait alone."""
+        `size`: estimated bytes of memory that `encode` keeps alive.  A single record may exceed QUEUE_BYTES."""
         waiting = self._queued_bytes - self._taken_bytes
         try:
             if waiting and waiting + size > QUEUE_BYTES:
@@ -67,7 +64,7 @@ class LogFile:
             self.dropped += 1
 
     def close(self) -> None:
-        """Write what has gathered, for CLOSE_S at most: the disk may have stopped."""
+        """Write the waiting records, for at most CLOSE_S, because the disk may hang."""
         end = time.monotonic() + CLOSE_S
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_S)
@@ -89,16 +86,16 @@ class LogFile:
             except OSError as error:
                 ended = True
                 log.error("%s ends here: %s", self._path, error)
-            del record, encode  # what it kept alive is freed before the next wait
+            del record, encode  # free the record's memory before the next wait
             self._taken_bytes += size
         try:
-            self._file.close()  # writes what is still buffered
+            self._file.close()  # writes the buffered rest
         except OSError as error:
             if not ended:
                 log.error("%s ends here: %s", self._path, error)
 
     def _append(self, data: bytes) -> None:
-        """Write one record, then start a new file if this one is full.  Raises OSError."""
+        """Write one record, then start a new file if this file is full.  Raises OSError."""
         self._file.write(data)
         self._size += len(data)
         if self._size > self._max_bytes // 2:

@@ -1,6 +1,6 @@
-"""What an engine has measured, as plain numbers: the metrics read them (metrics.py).
+"""Measurements of an engine, as plain values that the metrics read (metrics.py).
 
-Observing a turn costs a few additions.  The rest happens when Prometheus scrapes, on the scraper's thread.
+Observing a turn takes a few additions.  Metrics are built on the scraper's thread, when Prometheus scrapes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from quire.engine.observers.request_times import RequestTimes
 from quire.engine.observers.turn_record import PHASES, TurnRecord
 from quire.engine.wire.messages import EngineLoad
 
-WASTE_S = 1.0  # shortest time between two counts of wasted slots, which look at every sequence
-STALLED_S = 60.0  # a loop that has not turned for this long counts as dead; the longest step of a CPU takes seconds
+WASTE_S = 1.0  # minimum seconds between two counts of wasted KV positions, which visit every sequence
+STALLED_S = 60.0  # the loop counts as dead after this many seconds without a turn; CPU steps take seconds at most
 NO_LOAD = EngineLoad("", "", "", 0, 0, 0, 1, 1, 0, 0, 0, 0, 0)  # load before the first turn
 
 
 class WarmUp(NamedTuple):
-    """What the prefix warm-up did."""
+    """Counts of the prefix warm-up at start."""
 
     prefixes: int = 0
     tokens: int = 0
@@ -38,19 +38,19 @@ class WarmUp(NamedTuple):
 
 
 class KVUse(NamedTuple):
-    """How the KV cache is used."""
+    """Usage of the KV cache."""
 
-    shared_fraction: float
-    held: dict[str, int]  # bytes by group of layers
-    cached: dict[str, int]  # bytes by group of layers, held by no sequence
+    shared_fraction: float  # 1 - held blocks / entries of all block tables
+    held: dict[str, int]  # bytes held by sequences, by group of layers
+    cached: dict[str, int]  # bytes of idle cached blocks, by group of layers
 
 
 class StepTimes:
-    """How long steps take, by whether they computed prompts."""
+    """Histograms of step times: "decode" for steps without slices, "mixed" for steps with slices."""
 
     def __init__(self) -> None:
         self._kinds: deque[str] = deque()  # kinds of the steps in flight
-        self._last_result = 0.0  # monotonic seconds; 0: the next result does not follow it
+        self._last_result = 0.0  # monotonic seconds of the last result; 0: idle or failed since, so do not measure
         self.seconds = {"decode": Tally(histograms.STEP_S), "mixed": Tally(histograms.STEP_S)}
         self.tokens = Tally(histograms.TOKENS)
         self.failures = 0
@@ -78,11 +78,11 @@ class StepTimes:
 
 
 class Measurements:
-    """What one engine has measured.  The loop's thread observes, the bus thread adds some, any thread reads."""
+    """All measurements of one engine.  The loop's thread and the bus thread write them; any thread reads them."""
 
     def __init__(self, engine: str, tracing: Tracing) -> None:
         self.engine, self.model = engine, ""
-        self.info: dict[str, str] = {}  # labels of the model
+        self.info: dict[str, str] = {}  # labels that describe the model
         self.requests = RequestTimes(engine, tracing)
         self.steps = StepTimes()
         self.iterations = IterationTokens()
@@ -94,11 +94,11 @@ class Measurements:
         self.grammars: Callable[[], GrammarCounts] = GrammarCounts
         self.wasted_slots, self._wasted_at = 0, 0.0
         self.kv_use = KVUse(0.0, {}, {})
-        self.warming = False  # set from outside: the engine computes hot prefixes and serves no request yet
+        self.warming = False  # set by the warm-up: the engine computes hot prefixes and serves no request yet
         self.warm = WarmUp()
         self.start_s: dict[str, float] = {}  # seconds of this start, by part
-        self.takeover = False
-        self.memory: dict[str, int] = {}  # bytes, by part
+        self.takeover = False  # whether this engine was a spare
+        self.memory: dict[str, int] = {}  # device memory in bytes, by part
         self.phases_s = dict.fromkeys(PHASES, 0.0)
         self.exchange_s = Tally(histograms.ROUND_TRIP_S)
         self.queue_share = 0.0
@@ -110,7 +110,7 @@ class Measurements:
         self.dropped_lines: dict[str, Callable[[], int]] = {"stderr": log_queue.dropped_lines}  # counters by log
 
     def describe_model(self, info: ModelInfo, config: EngineConfig) -> None:
-        """Take over the labels of the loaded model.  From now on the loop is due to turn."""
+        """Record the labels of the loaded model.  `alive` expects turns of the loop from now on."""
         self._turned = time.monotonic()
         self.model, self.lora.slots = info.name, config.lora_slots if info.adapters else 0
         self.info = {
@@ -122,11 +122,11 @@ class Measurements:
         }
 
     def warmed(self, prefixes: int, tokens: int, seconds: float) -> None:
-        """Take over what the prefix warm-up did."""
+        """Record the counts of the prefix warm-up."""
         self.warm = WarmUp(prefixes, tokens, seconds)
 
     def started(self, parts: Mapping[str, float], *, takeover: bool, memory: Mapping[str, int]) -> None:
-        """Take over the seconds of each part of the start, whether this engine was a spare, and its memory in bytes."""
+        """Record the start: seconds per part, whether the engine was a spare, and device memory in bytes per part."""
         self._turned = time.monotonic()
         self.start_s, self.takeover, self.memory = dict(parts), takeover, dict(memory)
 
@@ -152,10 +152,10 @@ class Measurements:
     def exchanged(self, seconds: float, queue_share: float, resumed: int) -> None:
         """Record one sync with Redis, on the bus thread.
 
-        `queue_share`: requests that wait in the queue, over the engines that share it.  `resumed`: claimed requests
-        that an earlier engine began."""
+        `queue_share`: requests in the shared queue divided by the engines.  `resumed`: number of claimed requests that
+        an earlier engine began."""
         now = time.monotonic()
-        if self.queue_share or self.load.waiting:  # since the last sync
+        if self.queue_share or self.load.waiting:  # requests have waited since the last sync
             self.idle_pool_s += (now - self._exchanged) * self.load.free_blocks / self.load.total_blocks
         self._exchanged = now
         self.exchange_s.add(seconds)
@@ -163,16 +163,16 @@ class Measurements:
         self.queue_share = queue_share
 
     def claimed(self, reasons: Iterable[str]) -> None:
-        """Count claimed requests, on the bus thread.  `reasons`: see Claim.reason."""
+        """Count claimed requests by reason (Claim.reason), on the bus thread."""
         for reason in reasons:
             self.claims[reason] += 1
 
     @property
     def used_blocks(self) -> int:
-        """KV blocks that sequences hold or that cache a prefix."""
+        """Number of KV blocks that sequences hold."""
         return self.load.total_blocks - self.load.free_blocks
 
     @property
     def alive(self) -> bool:
-        """Whether the loop turns."""
+        """Whether the loop has run a turn within STALLED_S."""
         return time.monotonic() - self._turned < STALLED_S

@@ -1,4 +1,4 @@
-"""A row of the tables of metrics: name, kind, help, and the measurement that it shows."""
+"""A row of the tables of metrics: name, kind, help, and the measured value."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ Kind = Literal["gauge", "counter", "histogram", "info"]
 class Row(NamedTuple):
     """One metric."""
 
-    name: str  # a counter's has no _total
+    name: str  # without the suffix _total of counters
     kind: Kind
     help: str
-    read: Callable[[Measurements], Any]  # a number or Tally; by value of `label` a dict of them; info: all labels
-    label: str = ""  # label besides engine and model_name
-    bounds: tuple[float, ...] = ()  # only of a histogram: the bounds shown, a subset of its own
+    # Returns a number or a Tally; with `label` a dict from label value to them; for kind "info" a dict of all labels.
+    read: Callable[[Measurements], Any]
+    label: str = ""  # further label, in addition to engine and model_name
+    bounds: tuple[float, ...] = ()  # histograms: the exported bucket bounds, a subset of the Tally's bounds
 
     def family(self, measured: Measurements) -> Metric:
-        """Return the metric with its present values."""
+        """Return the metric with its current values."""
         value = self.read(measured)
         if self.kind == "info":
             info = GaugeMetricFamily(self.name, self.help, labels=list(value))

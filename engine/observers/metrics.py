@@ -1,4 +1,4 @@
-"""The engine's metrics: one table.  A new metric is one row of TABLE, and the number that the row reads.
+"""The engine's metrics in one table.  A new metric is one row of TABLE, and a measurement that the row reads.
 
     TurnRecord --Measurements.observe--> plain numbers <--Row.read-- Telemetry.collect <-- a scrape
 
@@ -22,7 +22,7 @@ from quire.engine.observers.metrics_vllm import VLLM_TABLE
 
 
 def forecast_outputs(t: Measurements, column: int) -> dict[str, int]:
-    """Return a column of the forecast accuracy by quantile: 1 outputs judged, 2 outputs within."""
+    """Return a count of the forecast accuracy by quantile; `column` 1: outputs compared, 2: outputs within."""
     return {f"{row[0]:g}": int(row[column]) for row in t.load.length_calibration}
 
 
@@ -518,21 +518,21 @@ TABLE: tuple[Row, ...] = (
     ),
 )
 
-# Names, labels and buckets of vLLM's own page, for what exists here.
+# The metrics that both vLLM and Quire have, with vLLM's names, labels and buckets.
 
 
 class Telemetry(Measurements, Collector):
     """All metrics of one engine."""
 
     def __init__(self, engine: str = "", *, vllm: bool = False, tracing: Tracing | None = None) -> None:
-        """`vllm`: also serve what vLLM serves under vLLM's names, for dashboards and autoscalers made for it."""
+        """`vllm`: serve metrics under vLLM's names, too, for dashboards and autoscalers made for vLLM."""
         super().__init__(engine, tracing or Tracing())
         self._tables = TABLE + (VLLM_TABLE if vllm else ())
-        self.registry = CollectorRegistry()  # has this collector only
+        self.registry = CollectorRegistry()  # contains only this collector
         self.registry.register(self)
 
     def expose(self) -> bytes:
-        """Return the page in Prometheus text format 0.0.4."""
+        """Return all metrics in Prometheus text format 0.0.4."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:

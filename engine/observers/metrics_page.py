@@ -1,10 +1,11 @@
-"""The engine's own HTTP port, on threads of its own.
+"""The engine's HTTP port for metrics and probes, served by separate threads.
 
     GET /metrics              Prometheus text format
     GET /health               200 while the step loop turns, else 503 and the reason; for probes
-    POST /debug/accounting    run a full check of the block accounting: 200 where it balances, else 500 and the finding
+    POST /debug/accounting    run a full check of the block accounting: 200 if it balances, else 500 and the error
 
-The port opens once the model is loaded.  A probe that finds it closed, or `warming`, knows that the engine is starting.
+The port opens when the model is loaded.  For a probe, a closed port or the status `warming` mean that the engine is
+starting.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from quire.engine.observers.metrics import Telemetry
 
 
 class PageError(OperatorError):
-    """The metrics cannot be served; one line."""
+    """The metrics port cannot be opened; the text is one line."""
 
     exit_status = 2
 
@@ -35,12 +36,12 @@ class Page:
     """The HTTP server of one engine."""
 
     def __init__(self, telemetry: Telemetry, host: str, port: int, check: Callable[[], str] | None = None) -> None:
-        """`check` has the loop check the block accounting, see AccountingChecks.request_check().
+        """`check`: runs a check of the block accounting, see AccountingChecks.request_check().
 
         Raises PageError when the port is taken."""
         self._telemetry, self._check, self._host = telemetry, check, host
         self._metrics = make_wsgi_app(telemetry.registry)
-        try:  # with our paths from the first request on: the library's own server answers every path with 200
+        try:  # not prometheus_client's own server, which answers every path with 200
             self._server = _bound(host, port)
         except OSError as error:
             reason = error.strerror or str(error)
@@ -82,14 +83,14 @@ class Page:
 
 
 class _Silent(WSGIRequestHandler):
-    """Logs no request."""
+    """A request handler that logs nothing."""
 
     def log_message(self, format: str, *args: object) -> None:
         """Do nothing."""
 
 
 def _bound(host: str, port: int) -> WSGIServer:
-    """Return a server that listens there and answers nothing yet: a connection waits for serve_forever()."""
+    """Return a server that listens on the address; connections wait until serve_forever() runs."""
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, *_, address = infos[0]
 

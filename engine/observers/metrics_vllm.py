@@ -1,4 +1,4 @@
-"""The metrics that vLLM's engine serves, under vLLM's names, for dashboards and autoscalers made for it."""
+"""Metrics under vLLM's names, for dashboards and autoscalers made for vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.engine.observers.metric_row import Row
 
 
 def ended_as_vllm(t: Measurements) -> Counter[str]:
-    """Return ended sequences by vLLM's reasons."""
+    """Return the counts of ended sequences by vLLM's finish reasons."""
     reasons = {"stop": "stop", "length": "length", "cancelled": "abort", "deadline": "abort", "error": "error"}
     found: Counter[str] = Counter(dict.fromkeys(reasons.values(), 0))
     for reason, count in dict(t.requests.ended).items():
@@ -24,7 +24,7 @@ VLLM_TABLE: tuple[Row, ...] = (
     Row(
         "vllm:num_requests_waiting",
         "gauge",
-        # Autoscalers sum it over engines and expect everything that waits anywhere.
+        # Autoscalers sum this metric over engines, and expect the total of all waiting requests.
         "Sequences that wait in this engine, plus its share of the requests in the shared queue.",
         lambda t: t.load.waiting + t.queue_share,
     ),
@@ -42,7 +42,7 @@ VLLM_TABLE: tuple[Row, ...] = (
         lambda t: t.used_blocks / t.load.total_blocks,
     ),
     Row(
-        "vllm:gpu_cache_usage_perc",  # its name until vLLM 0.9
+        "vllm:gpu_cache_usage_perc",  # name of vllm:kv_cache_usage_perc until vLLM 0.9
         "gauge",
         "KV-cache utilisation, 0 to 1.",
         lambda t: t.used_blocks / t.load.total_blocks,

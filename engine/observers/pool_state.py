@@ -1,12 +1,12 @@
-"""What every block of the pool holds, for clients that watch it.
+"""Pool state: snapshots of all KV blocks and block tables, for clients that watch them live.
 
     loop's thread   PoolObserver.observe: copies of counts, new blocks of tables --PoolSnapshot--+
-    bus thread      Redis <--PoolState-- PoolPublisher.run <--describe: one byte a cell----------+
+    bus thread      Redis <--PoolState-- PoolPublisher.run <--describe: one byte per cell--------+
 
-The bus thread learns in a sync whether a gateway watches.  Until then a turn costs one look at a flag.  While one
-watches, a snapshot is taken at most every PERIOD_S, and so seldom that it takes at most MOST_SHARE of the loop's time.
-It copies the reference counts as a whole, and reads of each table only what that has grown by: 0.03 ms for 512 blocks
-and 8 sequences, 0.5 to 0.9 ms for 100,000 blocks and 256 sequences.
+The bus thread reads in each sync whether a gateway watches.  If none does, a turn only tests a flag.  Otherwise a
+snapshot is taken at most every PERIOD_S, and may take at most MOST_SHARE of the loop's time.  A snapshot copies all
+reference counts, and reads only the new entries of each block table: 0.03 ms for 512 blocks and 8 sequences, 0.5 to
+0.9 ms for 100,000 blocks and 256 sequences.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from quire.engine.wire.pool_state_store import PoolStateStore
 
 log = logging.getLogger("quire.engine")
 
-PERIOD_S = 0.2  # shortest time between two snapshots
-MOST_SHARE = 0.005  # maximum share of the loop's time for snapshots
-REPEAT_S = 1.0  # the last state is written again after so long, because it expires
-MOST_CELLS = 16_384  # maximum of a state; in a larger pool a cell stands for several blocks
+PERIOD_S = 0.2  # minimum seconds between two snapshots
+MOST_SHARE = 0.005  # maximum fraction of the loop's time for snapshots
+REPEAT_S = 1.0  # the last state is written again after this many seconds, because it expires in Redis
+MOST_CELLS = 16_384  # maximum cells of a state; in a larger pool a cell represents several blocks
 MOST_REFS = 254  # maximum reference count of a cell
-MOST_SEQUENCES = 256  # maximum of sequences with block tables in a state
+MOST_SEQUENCES = 256  # maximum sequences with block tables in a state
 MOST_RUNS = 4_096  # maximum runs of consecutive blocks in one state, over all sequences
-MOST_NEW_BLOCKS = 4_096  # maximum entries of block tables per snapshot, under 1 ms: the rest follows in the next ones
+MOST_NEW_BLOCKS = 4_096  # maximum block-table entries read per snapshot, under 1 ms; the next snapshots read the rest
 
 
 class PoolSnapshot(NamedTuple):
-    """Copies of what a state is made of."""
+    """Copies of the pool's data from which a PoolState is built."""
 
     refs: npt.NDArray[np.int32]  # reference count per block
-    sealed: npt.NDArray[np.uint8]  # 1 for each block that the prefix index has
+    sealed: npt.NDArray[np.uint8]  # per block, 1 if it is in the prefix index
     sequences: list[SequenceBlocks]
-    left_out: int  # sequences with blocks that are not among `sequences`
+    left_out: int  # number of sequences with blocks that are missing in `sequences`
     host_blocks: int
     host_used: int
 
     def describe(self, engine: str) -> PoolState:
-        """Return the state that is published under an engine's name."""
+        """Return the PoolState to publish under an engine's name."""
         total = len(self.refs)
         per_cell = -(-total // MOST_CELLS)
         values = np.minimum(self.refs, MOST_REFS).astype(np.uint8)
@@ -71,23 +71,24 @@ class PoolSnapshot(NamedTuple):
 
 
 class TableRuns:
-    """One block table as runs of neighbouring blocks, read as it grows."""
+    """One block table as runs of consecutive blocks, read incrementally as the table grows."""
 
     __slots__ = ("_last", "_read", "_runs", "_table", "packed")
 
     def __init__(self, table: list[int]) -> None:
-        self._table, self._read, self._last = table, 0, -1  # the table, how many of its blocks are read, the last one
-        self._runs: list[int] = []  # first block and count, alternately
-        self.packed: SequenceBlocks | None = None  # made of these runs
+        self._table, self._read, self._last = table, 0, -1  # the table, number of blocks read, the last block read
+        self._runs: list[int] = []  # first block and length of each run, alternately
+        self.packed: SequenceBlocks | None = None  # cached result of pack()
 
     def continues(self, table: list[int]) -> bool:
-        """Whether this is the same table, and only grew since.  A copy-on-write replaces the last block that was read:
-        only the block that a sequence writes next is ever replaced."""
+        """Return whether `table` is the same table and has only grown since.
+
+        Comparing the last block read is enough: a copy-on-write only replaces the block that is written next."""
         read = self._read
         return table is self._table and len(table) >= read and (not read or table[read - 1] == self._last)
 
     def read(self, most: int) -> int:
-        """Read at most `most` further blocks.  Returns how many it read."""
+        """Read at most `most` new blocks of the table.  Returns the number of blocks read."""
         new = self._table[self._read : self._read + most]
         if new:
             runs, last = self._runs, self._last
@@ -108,18 +109,18 @@ class TableRuns:
 
     @property
     def count(self) -> int:
-        """How many runs there are."""
+        """Number of runs."""
         return len(self._runs) // 2
 
     def pack(self, seq: Sequence) -> SequenceBlocks:
-        """Return the runs as they are sent.  While they do not change it is the same object."""
+        """Return the runs as a message; the same object until the runs change."""
         if self.packed is None:
             self.packed = SequenceBlocks(seq.request.id, seq.index, array("I", self._runs).tobytes())
         return self.packed
 
 
 class TableReader:
-    """Reads the tables of all live sequences from snapshot to snapshot."""
+    """Reads the block tables of all live sequences, incrementally from snapshot to snapshot."""
 
     def __init__(self) -> None:
         self._known: dict[Sequence, TableRuns] = {}
@@ -129,7 +130,7 @@ class TableReader:
         self._known = {}
 
     def read(self, live: Iterable[Sequence]) -> tuple[list[SequenceBlocks], int]:
-        """Return sequences that hold blocks, within the bounds, and how many others do."""
+        """Return (block tables of sequences within the bounds, number of sequences left out)."""
         known, self._known = self._known, {}
         found: list[SequenceBlocks] = []
         left_out, blocks, runs = 0, MOST_NEW_BLOCKS, MOST_RUNS
@@ -154,22 +155,22 @@ class TableReader:
 
 
 class PoolPublisher:
-    """Writes the newest snapshot to Redis.  Belongs to the bus thread; offer() is for the loop's thread."""
+    """Writes the newest snapshot to Redis, on the bus thread.  The loop's thread only calls offer()."""
 
     def __init__(self, engine: str, loop: asyncio.AbstractEventLoop) -> None:
-        self.wanted = False  # a gateway watches; the bus thread sets it after each sync
+        self.wanted = False  # whether a gateway watches; the bus thread sets it after each sync
         self._engine, self._loop = engine, loop
         self._newest: PoolSnapshot | None = None
         self._wake = asyncio.Event()
 
     def offer(self, snapshot: PoolSnapshot) -> None:
-        """Have this snapshot written.  One that still waits is dropped.  Never blocks."""
+        """Schedule this snapshot to be written, instead of an earlier one that still waits.  Never blocks."""
         self._newest = snapshot
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake.set)
 
     async def run(self, store: PoolStateStore) -> None:
-        """Write snapshots for ever."""
+        """Write snapshots until cancelled."""
         state: PoolState | None = None
         failing = False
         while True:
@@ -189,7 +190,7 @@ class PoolPublisher:
             try:
                 await store.write(state)
                 failing = False
-            except Exception as error:  # the next one follows; syncs report that Redis is away
+            except Exception as error:  # not fatal: another state follows, and syncs report an unreachable Redis
                 if not failing:
                     log.warning("could not publish the state of %d blocks: %s", state.blocks, error)
                 failing = True
@@ -202,7 +203,7 @@ class PoolObserver:
         """`clock`: seconds, as in TurnRecord.marks."""
         self._core, self._publisher, self._clock = core, publisher, clock
         self._tables = TableReader()
-        self._due = 0.0  # monotonic seconds of the next snapshot; 0: none was taken since a gateway watches
+        self._due = 0.0  # monotonic seconds of the next snapshot; 0: take one as soon as a gateway watches
 
     def observe(self, record: TurnRecord) -> None:
         if not self._publisher.wanted:
@@ -217,7 +218,7 @@ class PoolObserver:
             self._due = now + max(PERIOD_S, (self._clock() - began) / MOST_SHARE)
 
     def snapshot(self) -> PoolSnapshot:
-        """Copy the present state.  Call it between two plans, on the loop's thread."""
+        """Copy the current state.  Call it between two plans, on the loop's thread."""
         host = self._core.swapping.host
         refs, sealed = copy_counts(self._core.pool)
         sequences, left_out = self._tables.read(self._core.live())
@@ -225,6 +226,6 @@ class PoolObserver:
 
 
 def copy_counts(pool: BlockPool) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-    """Return copies of every block's references, and of whether the prefix index has it."""
+    """Return copies of (reference count, 1 if in the prefix index) of all blocks."""
     refs, sealed = pool.views()
     return np.array(refs, dtype=np.int32), np.array(sealed, dtype=np.uint8)

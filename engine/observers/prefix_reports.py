@@ -1,10 +1,10 @@
-"""What an engine publishes about its prefix cache, and what it has still to compute.
+"""Prefix reports: the prefixes that an engine publishes as cached, and its backlog of prompt tokens to compute.
 
     TurnRecord --HeldPrefixes--> gained, lost --> BusThread --PrefixReport--> EngineSide.exchange --> prefixes:ENGINE
     claims, deltas --PromptBacklog--> tokens ----^
 
-A claim makes the engine a holder in Redis at once (engine/wire/redis/shared/locality.lua).  When the request ends, its
-prompt is computed or will never be: HeldPrefixes then asks the pool, and corrects what Redis has.
+A claim adds the request's prefixes to the engine's published ones at once (engine/wire/redis/shared/locality.lua).
+When the request ends, HeldPrefixes checks which of its prefixes are really cached, and publishes corrections.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ class PrefixSink(Protocol):
     """The receiver of changes of the prefix cache."""
 
     def put_prefixes(self, gained: list[bytes], lost: list[bytes]) -> None:
-        """Publish that the cache finds `gained` and does not find `lost`.  Never blocks."""
+        """Publish that the cache now has the prefixes `gained`, and not the prefixes `lost`.  Never blocks."""
 
 
 class HeldPrefixes:
-    """Observer that knows which published digests the prefix cache would find, MOST_HELD at most.
+    """Observer that keeps track of which prefix digests are cached, at most MOST_HELD.
 
-    Beyond that the least recently used leave, of a prompt the longest first.  A turn costs O(requests that ended and
-    blocks that were evicted)."""
+    Beyond this number the least recently used digests are dropped, and the longest prefixes of a prompt first.  A turn
+    takes O(ended requests + evicted blocks)."""
 
     def __init__(self, pool: BlockPool, sink: PrefixSink) -> None:
-        """From now on `pool` notes what it evicts, and this takes it."""
+        """`pool` records its evictions from now on, and this observer reads them."""
         self._pool, self._sink = pool, sink
         pool.note_evicted = True
-        self._digests: OrderedDict[bytes, bytes] = OrderedDict()  # the pool's digest of the last block -> published one
+        self._digests: OrderedDict[bytes, bytes] = OrderedDict()  # pool's digest of the last block -> published digest
 
     def observe(self, record: TurnRecord) -> None:
         self.follow(record.outputs)
 
     def follow(self, outputs: Outputs) -> None:
-        """Take in what ended and what was evicted since the last call."""
+        """Process the requests that have ended and the blocks that were evicted since the last call."""
         gained: dict[bytes, None] = {}
         lost: dict[bytes, None] = {}
         for event in outputs.events:
@@ -51,7 +51,7 @@ class HeldPrefixes:
                 self._judge(event, gained, lost)
         evicted, self._pool.evicted = self._pool.evicted, []
         for digest in evicted:
-            # A block may have been sealed under it again since.
+            # Another block may have been sealed with this digest since.
             if digest in self._digests and not self._pool.lookup([digest]):
                 _move(self._digests.pop(digest), lost, gained)
         while len(self._digests) > MOST_HELD:
@@ -60,9 +60,10 @@ class HeldPrefixes:
             self._sink.put_prefixes(list(gained), list(lost))
 
     def _judge(self, event: Event, gained: dict[bytes, None], lost: dict[bytes, None]) -> None:
-        """Find out which prefixes of an ended request the cache has.
+        """Check which prefixes of an ended request are cached.
 
-        The shortest counts as used last: other engines ask for it first, so without it the others would be no use."""
+        The shortest prefix becomes the most recently used one, because engines look it up first: without it the longer
+        prefixes would not be found."""
         size, blocks = self._pool.block_size, event.digests
         prefixes = list(zip(LENGTHS, split(event.request.prefixes), strict=False))
         for length, digest in reversed(prefixes):
@@ -82,7 +83,7 @@ def _move(digest: bytes, into: dict[bytes, None], out_of: dict[bytes, None]) -> 
 
 
 class HeldAdapterReports:
-    """Observer that publishes which LoRA adapters are in host memory, among the prefixes that the engine holds."""
+    """Observer that publishes the LoRA adapters in host memory, together with the prefix digests."""
 
     def __init__(self, store: HeldAdapters, sink: PrefixSink) -> None:
         self._store, self._sink = store, sink
@@ -94,20 +95,20 @@ class HeldAdapterReports:
 
 
 class PromptBacklog:
-    """Prompt tokens of claimed requests that have not produced a token yet, without those found in the prefix cache."""
+    """Counts the uncached prompt tokens of claimed requests that have not produced a token yet."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self._open: dict[str, int] = {}
 
     def add(self, request_id: str, tokens: int) -> None:
-        """A request was claimed."""
+        """Add a claimed request with `tokens` uncached prompt tokens."""
         self.remove([request_id])
         self._open[request_id] = tokens
         self.tokens += tokens
 
     def remove(self, ids: Iterable[str]) -> None:
-        """These have produced a token, or ended.  Unknown ids are ignored."""
+        """Remove requests that have produced a token or ended.  Unknown ids are ignored."""
         if self._open:
             for request_id in ids:
                 self.tokens -= self._open.pop(request_id, 0)

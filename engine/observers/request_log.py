@@ -1,8 +1,8 @@
-"""The request log: one JSON line for each finished request, without any text.
+"""The request log: one JSON line per finished request, without prompt or output text.
 
     TurnRecord.outputs.events --RequestLog--> FILE    `python -m quire.engine.tools simulate --trace FILE` reads it
 
-Fields are those of RequestLine.  A request that moves to another engine is logged there, where it finishes.
+RequestLine defines the fields.  A request that is reassigned is logged by the engine that finishes it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ LINE_BYTES = 1_000  # memory of one line until it is written, estimated
 class RequestLine(msgspec.Struct):
     """One finished request.  Times in seconds, rounded to microseconds."""
 
-    at_s: float  # when it was queued, since the engine started; below 0: before
-    unix_s: float  # the same as unix time on the engine's clock
+    at_s: float  # time of queueing, relative to the engine's start; negative: before the start
+    unix_s: float  # time of queueing as unix time, on the engine's clock
     prompt_len: int  # tokens
     output_len: int = 0  # tokens of its longest choice
     max_tokens: int = 0  # maximum output tokens per choice
     n: int = 1  # choices
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     outcome: FinishReason | None = None  # finish reason of the choice that ended last
-    queue_s: float | None = None  # seconds until it started in the batch; null: it never did here
-    ttft_s: float | None = None  # seconds until its first token; null: none here
-    e2e_s: float = 0.0  # seconds until its last choice ended
+    queue_s: float | None = None  # seconds from queueing to the start in the batch; null: never started on this engine
+    ttft_s: float | None = None  # seconds from queueing to the first token; null: no first token on this engine
+    e2e_s: float = 0.0  # seconds from queueing until the last choice ended
     priority: int = 0
-    tenant: str = ""  # digest; "": none
+    tenant: str = ""  # digest of the tenant's name; "": no tenant
 
 
 class RequestLog:
@@ -69,7 +69,7 @@ class RequestLog:
         return self._file.dropped
 
     def close(self) -> None:
-        """Write what has gathered."""
+        """Write the waiting lines and close the file."""
         self._file.close()
 
     def _begin(self, request: Generate, unix_ms: int) -> RequestLine:
@@ -99,7 +99,7 @@ class RequestLog:
 
 
 def digest(name: str) -> str:
-    """Return 16 hexadecimal digits that stand for a name; "" for none."""
+    """Return a digest of a name, 16 hexadecimal digits; "" for an empty name."""
     return blake2b(name.encode(), digest_size=8).hexdigest() if name else ""
 
 

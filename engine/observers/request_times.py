@@ -1,4 +1,4 @@
-"""When each request reached its milestones: histograms of its phases, and its spans where it is traced.
+"""Request times: histograms of the phases of requests, and trace spans of traced requests.
 
 queued --queue--> started --prefill--> first token --decode--> ended       preempted --resume--> in the batch again
 """
@@ -26,15 +26,15 @@ class Clock:
 
     def __init__(self, request: Generate, queued: float, claimed: float, *, traced: bool) -> None:
         self.request = request
-        self.queued = queued  # entered the queue in Redis
-        self.claimed = claimed  # left it for this engine
-        self.started = 0.0  # entered the batch
-        self.first: dict[int, float] = {}  # choice -> its first token
-        self.preempted: dict[int, float] = {}  # choices that wait to enter the batch again
-        self.preemptions = 0  # all sequences of the request
-        self.resumed: dict[int, float] = {}  # choices that another engine began, since they run here
-        self.longest = 0  # output tokens of its longest choice that has ended
-        self.step = 0  # the first step of its present phase
+        self.queued = queued  # time when it entered the queue in Redis
+        self.claimed = claimed  # time when this engine claimed it
+        self.started = 0.0  # time when it entered the batch
+        self.first: dict[int, float] = {}  # choice -> time of its first token
+        self.preempted: dict[int, float] = {}  # choice -> time of its preemption, while it waits to resume
+        self.preemptions = 0  # number of preemptions of all its sequences
+        self.resumed: dict[int, float] = {}  # choice begun by another engine -> time when it resumed on this engine
+        self.longest = 0  # output tokens of its longest ended choice
+        self.step = 0  # first step of its current phase
         self.traced = traced
 
 
@@ -44,8 +44,8 @@ class RequestTimes:
     def __init__(self, engine: str, tracing: Tracing) -> None:
         self._engine, self._tracing = engine, tracing
         self.open: dict[str, Clock] = {}  # requests that have not ended, by id
-        self.accepted = 0  # requests
-        self.ended: Counter[str] = Counter()  # sequences, by reason
+        self.accepted = 0  # accepted requests since start
+        self.ended: Counter[str] = Counter()  # ended sequences by finish reason
         self.queue_s = Tally(histograms.FINE_REQUEST_S)
         self.prefill_s = Tally(histograms.FINE_REQUEST_S)
         self.decode_s = Tally(histograms.FINE_REQUEST_S)
@@ -55,8 +55,8 @@ class RequestTimes:
         self.output_tokens = Tally(histograms.TOKENS)
         self.longest_tokens = Tally(histograms.TOKENS)  # output tokens of the longest choice, per request
         self.preemptions = Tally(histograms.PREEMPTIONS)  # per request
-        self.prefilled_tokens = 0  # prompts whose first token was sampled, cached tokens included
-        self.computed_tokens = Tally(histograms.TOKENS)  # prompt tokens that no prefix cache had, per request
+        self.prefilled_tokens = 0  # tokens of prompts whose first output token was sampled, cached tokens included
+        self.computed_tokens = Tally(histograms.TOKENS)  # uncached prompt tokens per request
 
     def observe(self, record: TurnRecord) -> None:
         for order in record.orders:
@@ -71,12 +71,12 @@ class RequestTimes:
                 self.preemptions.add(clock.preemptions)
 
     def oldest_wait_s(self, now: float) -> float:
-        """Return the seconds since the oldest request that has not started was queued; 0: none waits."""
+        """Return how many seconds the oldest request that has not started has waited; 0: none waits."""
         waiting = [clock.queued for clock in list(self.open.values()) if not clock.started]
         return max(0.0, now - min(waiting)) if waiting else 0.0
 
     def _accept(self, request: Generate, now: float, unix_ms: int) -> None:
-        """`now` and `unix_ms` are the same moment, monotonic and in unix time on this process's clock."""
+        """Begin to follow a request.  `now` (monotonic) and `unix_ms` (unix time) are the same moment."""
         waited = max(0, unix_ms - request.queued_ms) / 1000 if request.queued_ms else 0.0
         traced = self._tracing.on and bool(request.traceparent)
         self.open[request.id] = Clock(request, now - waited, now, traced=traced)
@@ -86,7 +86,7 @@ class RequestTimes:
         clock = self.open.get(event.request.id)
         if event.kind == "ended":
             self.ended[event.reason or "moved"] += 1
-            if event.reason is None:  # reassigned to another engine, so it will not be among the finished ones
+            if event.reason is None:  # reassigned to another engine: `outputs.finished` will not contain it
                 self.open.pop(event.request.id, None)
         if clock is None:
             return
@@ -98,7 +98,7 @@ class RequestTimes:
             self.computed_tokens.add(len(event.request.token_ids) - event.tokens)
             self._span("queue", clock, event, clock.queued, now)
         elif event.kind == "first":
-            if not clock.first:  # the other choices forked from its prefill
+            if not clock.first:  # one span per request, since its other choices share the prefill
                 self._span("prefill", clock, event, clock.started, now, record.last_committed)
                 clock.step = record.last_committed + 1
                 self.prefilled_tokens += len(event.request.token_ids)
@@ -133,7 +133,7 @@ class RequestTimes:
             self._span("queue", clock, event, clock.queued, now)
 
     def _span(self, name: str, clock: Clock, event: Event, since: float, now: float, step: int | None = None) -> None:
-        """Emit the span that ends with this event.  `step`: the last step that computed a part of it."""
+        """Emit the trace span that ends with this event.  `step`: the last step that computed a part of the phase."""
         if not clock.traced:
             return
         request = event.request

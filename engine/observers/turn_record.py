@@ -1,4 +1,4 @@
-"""What one turn of the step loop did, as plain values: the only thing that observers of an engine see.
+"""TurnRecord: plain values that describe one turn of the step loop, the only input of an engine's observers.
 
 Engine.turn --TurnRecord--> metrics, request log, hot prefixes, accounting checks
 """
@@ -24,34 +24,34 @@ PHASES = ("accept", "plan", "execute", "commit", "publish")  # phases of a turn,
 class TurnRecord(msgspec.Struct, kw_only=True):
     """One turn.  The loop fills it phase by phase; observers must not change it."""
 
-    marks: list[float]  # time.monotonic() when the orders had arrived, then at the end of each of PHASES
+    marks: list[float]  # time.monotonic() after the inbox returned, then at the end of each of PHASES
     unix_ms: int  # unix time at marks[0], on this process's clock
-    was_idle: bool  # no request was here after the turn before
-    orders: list[Order]  # as the inbox gave them
-    queued: int = 0  # requests that waited in the shared queue, this engine's share of them
-    now_ms: int = 0  # unix time the plan was made for
+    was_idle: bool  # whether the engine had no request after the previous turn
+    orders: list[Order]  # the orders of this turn, as the inbox returned them
+    queued: int = 0  # this engine's share of the requests that wait in the shared queue
+    now_ms: int = 0  # unix time for which the plan was made
     stalled: bool = False  # no plan was made, because the outbox was full
     plan: StepPlan | None = None  # the step that was submitted
-    running: int = 0  # sequences in that step
+    running: int = 0  # number of sequences in the submitted step
     result: StepResult | None = None  # result of the step that was collected
-    failed: bool = False  # the executor lost every step in flight
-    gated: int = 0  # waiting sequences that wait for a grammar or an adapter
+    failed: bool = False  # whether a step failed, so that the executor dropped all steps in flight
+    gated: int = 0  # sequences that wait for a grammar or an adapter
     gated_by_adapters: int = 0  # sequences that wait for an adapter
     load: EngineLoad | None = None  # None: the turn has not published yet
-    totals: Totals  # counts since start; the scheduler's own object, which keeps changing
+    totals: Totals  # counts since start; not a copy, so the scheduler keeps changing it
     outputs: Outputs = msgspec.field(default_factory=lambda: Outputs({}, []))
-    last_step: int = 0  # the last step planned
-    last_committed: int = 0
-    idle: bool = False  # no request is here after this turn
+    last_step: int = 0  # number of the last planned step
+    last_committed: int = 0  # number of the last committed step
+    idle: bool = False  # whether the engine has no request after this turn
     draining: bool = False
-    resumed_s: float = 0.0  # > 0: seconds until all requests of an earlier engine were computed again, just now
-    canary: CanaryCounts = msgspec.field(default_factory=CanaryCounts)  # the canary's own object, like `totals`
+    resumed_s: float = 0.0  # > 0: all requests of an earlier engine are recomputed now, which took this many seconds
+    canary: CanaryCounts = msgspec.field(default_factory=CanaryCounts)  # not a copy, as `totals`
     grammar_counts: Callable[[], GrammarCounts] = GrammarCounts
     adapter_counts: Callable[[], AdapterCounts] = AdapterCounts
-    # These look at every sequence, so they are not to be called in every turn.
+    # The following functions visit every sequence, so do not call them in every turn.
     count_wasted_slots: Callable[[], int]
-    measure_sharing: Callable[[], float] = lambda: 0.0  # 1 - KV blocks held / entries of all block tables
-    # By group of layers: bytes that sequences hold, and bytes of cached prefixes that none holds.
+    measure_sharing: Callable[[], float] = lambda: 0.0  # 1 - held KV blocks / entries of all block tables
+    # (bytes held by sequences, bytes of idle cached blocks), each by group of layers.
     group_bytes: Callable[[], tuple[dict[str, int], dict[str, int]]] = lambda: ({}, {})
 
 

@@ -3,11 +3,11 @@
     supervisor ── socket: a pipe, the standard input of the spare ──> fork server ── fork ── fork ──> spare
                <── PID of the spare ────────────────────────────────┘       └ ends: the supervisor becomes the parent
 
-The imports and the kernels take 5 s of CPU time, a fork 30 ms.  `quire serve` starts one fork server once its first
-engine is up.  A spare is `python -m quire.engine --standby` with the options of the fork server.
+The imports and the kernels take 5 s of CPU time; a fork takes 30 ms.  `quire serve` starts one fork server when its
+first engine is ready.  A spare runs `python -m quire.engine --standby` with the options of the fork server.
 
-Threads and a CUDA context do not survive a fork.  So the server has one thread, and leaves everything that calls CUDA
-to the spare.  A spare that was forked wrongly after all replaces itself by a new interpreter: slow, but correct.
+Threads and a CUDA context do not survive a fork.  So the server has one thread, and only spares call CUDA.  If a fork
+lost a thread or a CUDA context nevertheless, the spare replaces itself by a new interpreter: slow, but correct.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from quire.engine.process.standby import low_priority, turn_has_come
 
 READY = b"ready"  # the first message to the supervisor
 SERVER_NAME, ENGINE_NAME = "quire-forks", "quire-engine"  # names that `ps -o comm` and `top` show
-GPU_DEVICES = ("nvidiactl", "dxg")  # files in /dev of a machine whose processes may call CUDA
+GPU_DEVICES = ("nvidiactl", "dxg")  # files in /dev whose presence means that processes may call CUDA
 
 
 def main(words: list[str]) -> int:
-    """Fork spares until standard input ends.  Returns the exit status, in every spare as well."""
+    """Fork spares until standard input ends.  Returns the exit status of the server and, in a spare, of the spare."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     name_process(SERVER_NAME)
     words = [*words, "--standby"]
@@ -49,7 +49,7 @@ def main(words: list[str]) -> int:
         message, descriptors, _, _ = socket.recv_fds(supervisor, 64, 1)
         if not message:
             return 0
-        if not descriptors:  # the supervisor needs a spare at once: `low_priority` has seen it
+        if not descriptors:  # a wake-up without a pipe: the supervisor needed a spare soon, see `low_priority`
             continue
         one_thread = len(os.listdir("/proc/self/task")) == 1
         pid = fork_grandchild()
@@ -61,20 +61,22 @@ def main(words: list[str]) -> int:
 
 
 def prepare(config: EngineConfig) -> None:
-    """Do once what every spare needs: imports and, where no GPU is, what a spare prepares."""
+    """Run the imports for all spares and, without a GPU, also the preparation of a spare."""
     _, parts = code(config)
-    if config.tensor_parallel > 1 or may_have_gpu(config):  # other ranks are processes; CUDA needs one for itself
+    if config.tensor_parallel > 1 or may_have_gpu(config):  # ranks and CUDA contexts must belong to the spare itself
         return
-    with contextlib.suppress(Exception):  # the spare prepares again, and logs why it fails
+    with contextlib.suppress(Exception):  # the spare repeats the preparation, and logs its errors
         for _ in parts(config):
             if turn_has_come():
                 break
     gc.collect()
-    gc.freeze()  # a collection in a spare would copy the pages that it shares with the server
+    gc.freeze()  # otherwise garbage collection in a spare would copy the memory pages shared with the server
 
 
 def may_have_gpu(config: EngineConfig) -> bool:
-    """Whether an engine of this configuration may call CUDA.  Asking CUDA itself would make forks unable to."""
+    """Return whether an engine with this configuration may call CUDA.
+
+    Does not call CUDA itself, because forks of this process could not call it afterwards."""
     if config.executor == "scripted" or config.device == "cpu":
         return False
     import torch
@@ -83,7 +85,7 @@ def may_have_gpu(config: EngineConfig) -> bool:
 
 
 def can_call_cuda(config: EngineConfig) -> bool:
-    """Whether CUDA works in this fork, as far as the configuration needs it."""
+    """Return whether CUDA works in this fork, or the configuration does not need it."""
     if not may_have_gpu(config):
         return True
     import torch
@@ -92,9 +94,9 @@ def can_call_cuda(config: EngineConfig) -> bool:
 
 
 def fork_grandchild() -> int:
-    """Fork twice.  Returns the PID of the grandchild, and 0 in the grandchild once its parent has ended.
+    """Fork twice.  Returns the PID of the grandchild; in the grandchild returns 0, after its parent has ended.
 
-    The kernel gives it to the nearest ancestor that is a subreaper: the supervisor.  Raises OSError."""
+    The kernel then makes the nearest subreaper among its ancestors, the supervisor, its parent.  Raises OSError."""
     reader, writer = os.pipe()
     if not (between := os.fork()):
         between = os.getpid()
@@ -120,7 +122,7 @@ def fork_grandchild() -> int:
 
 
 def be_spare(words: list[str], stdin: int, end_with_supervisor: Callable[[], None] | None, *, valid: bool) -> int:
-    """Be an engine in this fork; return its exit status.  `valid`: nothing that it needs was lost in the fork."""
+    """Run an engine in this fork; return its exit status.  `valid`: the fork lost no thread and no CUDA context."""
     os.dup2(stdin, 0)
     os.close(stdin)
     os.setpgid(0, 0)  # Ctrl-C reaches only the supervisor, as for all its children
@@ -134,7 +136,7 @@ def be_spare(words: list[str], stdin: int, end_with_supervisor: Callable[[], Non
 
 
 def name_process(name: str) -> None:
-    """Set the name that `ps -o comm` shows.  The command line of a fork is that of the fork server."""
+    """Set the name that `ps -o comm` shows; the command line of a fork stays that of the fork server."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(name, encoding="ascii")
 

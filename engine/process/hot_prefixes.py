@@ -1,10 +1,9 @@
-"""Hot prefixes: a restarted engine keeps the hit rate of its prefix cache.
+"""Hot prefixes: a starting engine computes the most-hit prefixes of earlier engines, to keep the cache's hit rate.
 
     serving:   "started" events --PrefixCounts--> every WRITE_S seconds --> one key in Redis (wire/hot_prefix_store.py)
     starting:  the key --warm()--> prefill, within a share of the pool --> idle cached blocks, then /ready
 
-Warming delays only requests that no other engine has free capacity for.  It is skipped, or ended, while such a request
-waits.
+The warm-up is skipped or ended if requests wait and no other engine has free capacity for them.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from quire.engine.wire.token_log import TOKEN_BYTES
 
 log = logging.getLogger("quire.warming")
 
-WRITE_S = 5.0  # shortest time between two writes
-FADE = 0.99  # factor of a count at each write: a prefix that one request found is forgotten after 69 writes (6 minutes)
-LONGEST = 32_768  # tokens of one prefix; of a longer one its beginning is kept
-AHEAD = "ahead "  # begins the id of a request that computes a prefix
+WRITE_S = 5.0  # minimum seconds between two writes
+FADE = 0.99  # factor of each count per write: a prefix with one hit is dropped after 69 writes (6 minutes)
+LONGEST = 32_768  # maximum tokens of a prefix; longer prefixes are cut
+AHEAD = "ahead "  # prefix of the ids of warm-up requests
 
 
 class PrefixCounts:
@@ -39,7 +38,7 @@ class PrefixCounts:
 
     def __init__(self, store: BusThread, fingerprint: str, block_size: int) -> None:
         self._store, self._fingerprint, self._block_size = store, fingerprint, block_size
-        self._hot: dict[bytes, tuple[float, HotPrefix]] = {}  # digest of the last block found -> requests, prefix
+        self._hot: dict[bytes, tuple[float, HotPrefix]] = {}  # digest of the last cached block -> (hits, prefix)
         self._changed, self._written = False, time.monotonic()
 
     def observe(self, record: TurnRecord) -> None:
@@ -51,9 +50,9 @@ class PrefixCounts:
             self.write(record.marks[-1])
 
     def count(self, event: Event) -> None:
-        """Count one hit.  A new prefix beyond four times what the store holds waits for the next write.
+        """Count one prefix hit.  New prefixes are ignored while 4 * MOST prefixes are counted, until the next write.
 
-        Those under a LoRA adapter are left out: a start computes prefixes of the base model."""
+        Hits of requests with a LoRA adapter are ignored, because the warm-up uses the base model."""
         if event.request.adapter:
             return
         blocks = min(len(event.digests), LONGEST // self._block_size)
@@ -68,7 +67,7 @@ class PrefixCounts:
         self._changed = True
 
     def write(self, now: float) -> None:
-        """Store the hottest prefixes and forget the others."""
+        """Write the hottest prefixes to the store, and drop all others."""
         faded = [(hits * FADE, digest, prefix) for digest, (hits, prefix) in self._hot.items() if hits * FADE >= 0.5]
         faded.sort(key=lambda entry: entry[0], reverse=True)
         kept = bounded([prefix for _, _, prefix in faded])
@@ -84,10 +83,10 @@ def warm(
     observers: Iterable[Observer] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Prefill the stored hot prefixes, hottest first, before the engine's first turn; from then on, count its own.
+    """Prefill the stored hot prefixes, hottest first, before the engine's first turn, and begin to count hits.
 
-    Takes `warm_seconds` at most, plus the steps then in flight.  The prefixes become idle cached blocks.  An error is
-    logged, and the engine starts colder.  `observers` see the turns of the warm-up."""
+    Takes at most `warm_seconds`, plus the steps in flight at that time.  The prefixes become idle cached blocks.
+    Errors are logged, and the engine starts with fewer cached prefixes.  `observers` get the turns of the warm-up."""
     config, core, telemetry, began = engine.config, engine.core, telemetry or Telemetry(), clock()
     if not config.warm_seconds or not core.pool.caching:
         return
@@ -122,7 +121,7 @@ def warm(
                 ahead.turn()
             why = next((delta.finish.message for delta in deltas if delta.finish and delta.finish.message), why)
             done += not why
-    telemetry.warming, core.report.totals = False, Totals()  # metrics count what clients asked for
+    telemetry.warming, core.report.totals = False, Totals()  # metrics must count only requests of clients
     if prefixes:
         telemetry.warmed(done, core.pool.idle * core.pool.block_size, clock() - began)
         figures = done, len(prefixes), telemetry.warm.tokens, telemetry.warm.seconds
@@ -132,7 +131,7 @@ def warm(
 
 
 def fit(prefix: HotPrefix, engine: Engine) -> list[int]:
-    """Return the tokens of a prefix that fill whole blocks of the warm-up's share; none if it is unusable."""
+    """Return the tokens of a prefix, cut to full blocks that fit the warm-up's share; empty if it is unusable."""
     pool, limits = engine.core.pool, engine.core.limits
     left = max(0, int(pool.total * engine.config.warm_share) - pool.idle) * pool.block_size
     count = min(len(prefix.tokens) // TOKEN_BYTES, limits.max_model_len - 1, left) // pool.block_size * pool.block_size

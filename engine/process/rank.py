@@ -1,8 +1,7 @@
-"""`python -m quire.engine.process.rank COMMANDS LIFE FORMAT`: the process of a rank other than 0, which `parallel.py`
-starts.
+"""`python -m quire.engine.process.rank COMMANDS LIFE FORMAT`: the process of a tensor-parallel rank other than 0.
 
-COMMANDS and LIFE are the numbers of inherited sockets, FORMAT is that of the log.  This process has no options of its
-own: rank 0 sends the engine's.
+`executor/ranks/parallel.py` starts it.  COMMANDS and LIFE are file descriptors of inherited sockets; FORMAT is the log
+format.  Rank 0 sends the engine's options over the first socket.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from quire.engine.process.standby import without_optional_packages
 
 
 def main(commands: int, life: int, form: logs.Format) -> int:
-    """Be a rank; return the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to rank 0, too, which then drains
+    """Run a rank until it ends; return the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal also sends SIGINT to rank 0, which then drains
     logs.start(form)
     open_files.raise_limit()
     tune_interpreter()

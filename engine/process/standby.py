@@ -1,9 +1,9 @@
-"""How a spare engine gets ready, and how it waits until the supervisor needs it.
+"""Standby: preparation of a spare engine, and its wait until the supervisor needs it.
 
     imports -> prepare (executor/preload.py) -> wait on standard input -> takeover: load model, open queue, serve
 
-The waiting spare runs at a lower priority, because the serving engine needs the cores; only where the system lets it
-raise the priority again.  The takeover ends the preparation at once.
+The spare prepares at a lower priority, because the serving engine needs the cores, if the system allows it to raise the
+priority again.  A takeover ends the preparation at once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from quire.engine.executor.priority import set_priority
 
 log = logging.getLogger("quire.engine")
 
-NICE = 10  # priority of a spare that still imports and prepares
+NICE = 10  # nice value of a spare during imports and preparation
 CAP_SYS_NICE = 23  # bit of the capability to raise a priority, see capabilities(7)
-# transformers imports these wherever they are installed, and no model that Quire serves needs one of them.  Some take
-# seconds each: scikit-learn and torchvision alone 3 s on one host.
+# transformers imports these packages if they are installed, but no model that Quire serves needs them.  Some take
+# seconds to import: scikit-learn and torchvision together 3 s on one host.
 OPTIONAL = (
     *("accelerate", "apex", "av", "bitsandbytes", "cv2", "datasets", "deepspeed", "flash_attn", "flax", "gguf"),
     *("jax", "kernels", "librosa", "matplotlib", "nltk", "numba", "onnxruntime", "openai", "optimum", "pandas", "peft"),
@@ -35,7 +35,7 @@ OPTIONAL = (
 
 @contextlib.contextmanager
 def without_optional_packages() -> Iterator[None]:
-    """Make the OPTIONAL packages look as if they were not installed, to every import meanwhile."""
+    """Hide the OPTIONAL packages from all imports within this context, as if they were not installed."""
     hidden = [name for name in OPTIONAL if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: import and find_spec find nothing
     try:
@@ -47,10 +47,10 @@ def without_optional_packages() -> Iterator[None]:
 
 
 def wait_for_turn(parts: Iterable[object]) -> bool:
-    """Prepare part by part, then wait for a line on standard input.  False: standard input ended, no spare is needed.
+    """Prepare step by step, then wait for a line on standard input.  False: it ended, so no spare is needed.
 
-    `parts` does the next part each time it is advanced.  A part that fails is logged and ends the preparation: the
-    takeover then does that work, and reports its own errors."""
+    `parts`: an iterator that runs the next part of the preparation at each item.  A failing part is logged and ends the
+    preparation; the takeover then does the work, and reports its errors."""
     try:
         for _ in parts:
             if turn_has_come():
@@ -63,7 +63,7 @@ def wait_for_turn(parts: Iterable[object]) -> bool:
 
 
 def turn_has_come() -> bool:
-    """Whether standard input has a line, or has ended."""
+    """Return whether standard input has a line or has ended."""
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
@@ -71,8 +71,8 @@ def turn_has_come() -> bool:
 def low_priority() -> Iterator[None]:
     """Run at a lower priority, if the process may raise it again afterwards.
 
-    A spare whose turn has come keeps its priority: the engine may die again before its next spare gets here.  The
-    supervisor writes the line first and raises the priority after it, so one of the two sees the other."""
+    If the supervisor has already asked this spare to take over, its priority is restored at once.  The supervisor
+    writes the line first and raises the priority afterwards, so at least one of the two processes raises it."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     polite = may_raise_priority(before)
     if polite:
@@ -87,7 +87,7 @@ def low_priority() -> Iterator[None]:
 
 
 def may_raise_priority(nice: int) -> bool:
-    """Whether this process may set the priority `nice` again after it has lowered its own.  False outside Linux."""
+    """Return whether this process may return to the nice value `nice` after a higher one.  False outside Linux."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
         limit, _ = resource.getrlimit(resource.RLIMIT_NICE)

@@ -1,7 +1,7 @@
-"""Ends an engine whose step never returns, so that its requests are computed elsewhere.
+"""Watchdog: ends an engine whose step never returns, so that other engines compute its requests.
 
-A hung step (a driver that does not answer, a deadlock in a kernel) leaves the bus thread alive: it would renew the
-lease and claim requests forever.  The watchdog is a thread of its own, because the loop's thread is inside the step.
+During a hung step (a driver that does not answer, a deadlock in a kernel) the bus thread would renew the lease and
+claim requests forever.  The watchdog has its own thread, because the loop's thread is inside the step.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable
 
 from quire.engine.common.silence import Silence
 
-POLL_S = 1.0  # longest pause between two looks
+POLL_S = 1.0  # maximum seconds between two checks
 
 
 class Watchdog:
-    """Calls `on_hang` once, on its own thread, when the loop has been busy with one step for too long."""
+    """Calls `on_hang` once, on the watchdog's thread, when a step has taken longer than `timeout_s`."""
 
     def __init__(self, timeout_s: float, busy_since: Callable[[], float], on_hang: Callable[[float], None]) -> None:
-        """`busy_since`: monotonic seconds at which the step began; 0: there is none.  `on_hang` is given the seconds
-        that the step has taken."""
+        """`busy_since`: returns the monotonic seconds at which the current step began; 0: no step runs.  `on_hang` gets
+        the seconds that the step has taken."""
         self._timeout_s, self._busy_since, self._on_hang = timeout_s, busy_since, on_hang
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)

@@ -1,4 +1,4 @@
-"""Types of the fields of tokenizer_config.json, to name the field on which transformers fails."""
+"""Types of the fields of tokenizer_config.json, to find the field that makes transformers fail."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-NAMED_TOKEN = str | dict[str, Any] | None  # a text, or an added token written as an object
-# The fields that decide which token ids a text has.  Others are not checked.
+NAMED_TOKEN = str | dict[str, Any] | None  # the token's text, or an added token as a JSON object
+# Types of the fields that affect token ids.  Other fields are not checked.
 TYPES: dict[str, Any] = {
     "added_tokens_decoder": dict[str, dict[str, Any]],
     "additional_special_tokens": list[str | dict[str, Any]] | dict[str, str] | None,
@@ -21,7 +21,7 @@ TYPES: dict[str, Any] = {
 
 
 def odd_field(described: dict[str, Any]) -> str:
-    """Return which field of tokenizer_config.json has another type than transformers reads, and why; "" for none."""
+    """Return an error for the first field of tokenizer_config.json with a type that transformers cannot read, or ""."""
     for name in TYPES.keys() & described.keys():
         try:
             msgspec.convert(described[name], TYPES[name])

@@ -1,11 +1,11 @@
 """Conversion of tokenizers for `quire convert-tokenizer`: SentencePiece models, and Llama 3's tiktoken file.
 
     tokenizer.model ─ pieces, scores ──> tokenizers.Tokenizer ─ tokenizer_config.json ─> special tokens, chat template
-          └───────── the format's own library encodes and decodes samples ─────────> the same tokens, or refused
+          └───────── the format's own library encodes and decodes samples ─────────> equal tokens, or refused
 
 transformers 5 orders the merges of a SentencePiece model by id instead of by score, and for some families it drops the
-space before the first word.  So the conversion is Quire's own.  The library of the format, sentencepiece (Kudo and
-Richardson 2018) or tiktoken, proves it on texts of several scripts and on tokens of the vocabulary.
+space before the first word.  So Quire converts such files itself.  The result is verified with the format's own
+library, sentencepiece (Kudo and Richardson 2018) or tiktoken, on texts of several scripts and on vocabulary tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tokenizers import Tokenizer as Backend
 
 from quire.engine.tokenizers.alphabet import MOST_TOKENS, byte_level_alphabet, token_number
 
-BLANK = "\u2581"  # stands for a space in the pieces of SentencePiece
-# Classes whose token ids are the places of the pieces in the file; others move them.
+BLANK = "\u2581"  # SentencePiece's replacement for a space in its pieces
+# Tokenizer classes whose token ids equal the indices of the pieces in the file; other classes move the ids.
 PLAIN_CLASSES = ("LlamaTokenizer", "LLaMATokenizer", "GemmaTokenizer")
-# How Llama 3 cuts a text before it looks for tokens, from the published tokenizer.json of its checkpoints.  A tiktoken
-# file does not say it.
+# Llama 3's pre-tokenizer pattern, from the published tokenizer.json of its checkpoints.  A tiktoken file does not
+# contain the pattern.
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -41,29 +41,29 @@ SAMPLES = (
     "a",
 )
 LEADING = "  leading blanks"
-DRAWN, DRAWN_IN_A_TEXT = 2000, 40  # tokens of the vocabulary to prove the conversion with, and tokens per text
+DRAWN, DRAWN_IN_A_TEXT = 2000, 40  # vocabulary tokens used to verify a conversion, and tokens per sample text
 
 
 class Unconverted(Exception):
-    """A vocabulary file cannot be used; says why, for an operator."""
+    """A vocabulary file cannot be converted; the text is the reason, for the operator."""
 
 
 class Pieces(NamedTuple):
-    """What a SentencePiece model holds, by token id."""
+    """The pieces of a SentencePiece model, indexed by token id."""
 
     texts: list[str]
     scores: list[float]
     kinds: list[int]  # ModelProto.SentencePiece.Type
-    prefix: bool  # a space is put before the first word
+    prefix: bool  # whether a space is added before the first word
 
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)
 
 
 def convert(vocabulary: Path, described: dict[str, Any], family: str) -> Backend:
-    """Return the tokenizer of a vocabulary file, without what it puts before and after a text.
+    """Return the tokenizer for a vocabulary file, without a post-processor that adds tokens around a text.
 
-    described  tokenizer_config.json
+    described  content of tokenizer_config.json
     family     model type of the checkpoint
 
     Raises Unconverted."""
@@ -79,7 +79,7 @@ def convert(vocabulary: Path, described: dict[str, Any], family: str) -> Backend
 
 
 def is_tiktoken(content: bytes) -> bool:
-    """Return whether the first line of a file is a token in base64 and its rank."""
+    """Return whether a file is in tiktoken's format: its first line is a base64 token and a rank."""
     parts = content.split(b"\n", 1)[0].split()
     try:
         return len(parts) == 2 and parts[1].isdigit() and bool(base64.b64decode(parts[0], validate=True))
@@ -91,7 +91,7 @@ def is_tiktoken(content: bytes) -> bool:
 
 
 def convert_sentencepiece(content: bytes, described: dict[str, Any]) -> Backend:
-    """Return the tokenizer of a SentencePiece model, proved.  Raises Unconverted."""
+    """Return the verified tokenizer of a SentencePiece model.  Raises Unconverted."""
     from sentencepiece import SentencePieceProcessor
 
     check_class(described)
@@ -104,7 +104,7 @@ def convert_sentencepiece(content: bytes, described: dict[str, Any]) -> Backend:
         [piece.type for piece in model.pieces],
         model.normalizer_spec.add_dummy_prefix,
     )
-    # Symbols that a text may hold end a segment, and SentencePiece puts no space after them.
+    # User-defined symbols end a segment, too, but SentencePiece adds no space after them.
     every_segment = described.get("legacy") is not False and USER_DEFINED not in found.kinds
     backend = from_pieces(found, every_segment=every_segment)
     library = SentencePieceProcessor()
@@ -126,7 +126,7 @@ def end_piece(content: bytes) -> str | None:
 
 
 def check_class(described: dict[str, Any]) -> None:
-    """Raise Unconverted unless tokenizer_config.json names a class whose token ids are the places of the pieces."""
+    """Raise Unconverted unless tokenizer_config.json names one of PLAIN_CLASSES."""
     name = str(described.get("tokenizer_class") or "none")
     if name.removesuffix("Fast") not in PLAIN_CLASSES:
         known = ", ".join(PLAIN_CLASSES)
@@ -134,7 +134,7 @@ def check_class(described: dict[str, Any]) -> None:
 
 
 def read_model(content: bytes) -> Any:
-    """Return the ModelProto of a SentencePiece file.  Raises Unconverted for a kind that is not converted."""
+    """Return the ModelProto of a SentencePiece file.  Raises Unconverted for unsupported kinds of models."""
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
@@ -160,9 +160,9 @@ def read_model(content: bytes) -> Any:
 
 
 def from_pieces(found: Pieces, *, every_segment: bool) -> Backend:
-    """Return the tokenizer of the pieces of a BPE model.
+    """Return the tokenizer for the pieces of a BPE model.
 
-    every_segment: where a text is cut at special tokens, each segment begins with a space, not only the first."""
+    `every_segment`: a space is added before every segment between special tokens, not only before the first one."""
     unknown = found.kinds.index(UNKNOWN) if UNKNOWN in found.kinds else None
     backend = Backend(
         models.BPE(
@@ -185,14 +185,15 @@ def from_pieces(found: Pieces, *, every_segment: bool) -> Backend:
     for text, kind in zip(found.texts, found.kinds, strict=True):
         if kind in (UNKNOWN, CONTROL):
             backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
-        elif kind == USER_DEFINED:  # a run of spaces is found where spaces are written as in pieces
+        elif kind == USER_DEFINED:  # pieces with U+2581 match only after normalisation
             backend.add_tokens([AddedToken(text, special=False, normalized=BLANK in text)])
     return backend
 
 
 def merges_of(found: Pieces) -> list[tuple[str, str]]:
-    """Return the pairs that make a piece, the best piece first: SentencePiece joins by score, and so does `models.BPE`
-    by the place in this list."""
+    """Return the BPE merges, best score first.
+
+    SentencePiece merges by score; `models.BPE` merges by the order of this list."""
     ids = {text: at for at, text in enumerate(found.texts) if found.kinds[at] in (NORMAL, USER_DEFINED)}
     pairs = []
     for text, at in ids.items():
@@ -204,7 +205,7 @@ def merges_of(found: Pieces) -> list[tuple[str, str]]:
 
 
 def drawn(found: Pieces) -> Iterator[str]:
-    """Yield texts of pieces from all over the vocabulary, and of the symbols among them."""
+    """Iterate over sample texts of pieces from all of the vocabulary, and of user-defined symbols."""
     normal = [text.replace(BLANK, " ") for text, kind in zip(found.texts, found.kinds, strict=True) if kind == NORMAL]
     chosen = normal[:: max(1, len(normal) // DRAWN)]
     for start in range(0, len(chosen), DRAWN_IN_A_TEXT):
@@ -218,9 +219,9 @@ def drawn(found: Pieces) -> Iterator[str]:
 
 
 def convert_tiktoken(content: bytes, described: dict[str, Any], family: str) -> Backend:
-    """Return the tokenizer of a tiktoken file, proved.  Raises Unconverted.
+    """Return the verified tokenizer of a tiktoken file.  Raises Unconverted.
 
-    A word that is a token is that token; else pairs are joined in the order of ranks."""
+    A word that equals a token becomes this token; other words are merged in the order of ranks."""
     import tiktoken
 
     if family != "llama":
@@ -254,7 +255,7 @@ def convert_tiktoken(content: bytes, described: dict[str, Any], family: str) -> 
 
 
 def read_ranks(content: bytes) -> dict[bytes, int]:
-    """Return the rank of each token of a tiktoken file.  Raises Unconverted for a broken one."""
+    """Return token -> rank of a tiktoken file.  Raises Unconverted for a broken file."""
     try:
         lines = [line.split() for line in content.splitlines() if line.strip()]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -271,7 +272,7 @@ def read_ranks(content: bytes) -> dict[bytes, int]:
 def prove(
     backend: Backend, texts: list[str], encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]
 ) -> None:
-    """Raise Unconverted unless the library of the format has the same tokens for these texts, and the same text."""
+    """Raise Unconverted unless the tokenizer and the format's library give equal tokens and texts for all samples."""
     for text in texts:
         wanted = encode(text)
         ids = backend.encode(text, add_special_tokens=False).ids
@@ -282,7 +283,7 @@ def prove(
 
 
 def declared_tokens(described: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return the tokens that tokenizer_config.json declares, by id.  Raises Unconverted for what is no token."""
+    """Return id -> token of tokenizer_config.json's added_tokens_decoder.  Raises Unconverted for invalid entries."""
     place = "its tokenizer_config.json: added_tokens_decoder"
     declared = described.get("added_tokens_decoder")
     if declared is None:
@@ -301,34 +302,34 @@ def declared_tokens(described: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def add_declared(backend: Backend, described: dict[str, Any]) -> None:
-    """Add the tokens that tokenizer_config.json declares, under their ids.  Raises Unconverted if others have these."""
+    """Add the tokens that tokenizer_config.json declares.  Raises Unconverted if other tokens have their ids."""
     declared = declared_tokens(described)
     added = []
     for at in range(backend.get_vocab_size(), max(declared, default=0) + 1):
         token = declared.get(at, {"content": f"<|unnamed_{at}|>", "special": True})
         flags = {name: bool(token.get(name)) for name in ("special", "single_word", "lstrip", "rstrip")}
         added.append(AddedToken(token["content"], normalized=False, **flags))
-    backend.add_tokens(added)  # at once: each call builds the search for all added tokens anew
+    backend.add_tokens(added)  # one call, because each call rebuilds the matcher for all added tokens
     for at, token in declared.items():
         if backend.token_to_id(token["content"]) != at:
             found = backend.id_to_token(at)
             raise Unconverted(f"its tokenizer_config.json calls token {at} {token['content']!r}, the file {found!r}")
-        if token.get("special"):  # also pieces that are no control symbols in the file
+        if token.get("special"):  # includes pieces that are not control symbols in the vocabulary file
             backend.add_special_tokens([AddedToken(token["content"], normalized=False, special=True)])
 
 
 def with_config(source: str, backend: Backend, described: dict[str, Any]) -> Any:
-    """Return transformers' tokenizer over a converted one, with the chat template and what else the files say.
+    """Wrap a converted tokenizer in transformers' class, with the chat template and other settings of the checkpoint.
 
-    Raises Unconverted where they name special tokens that the vocabulary lacks."""
+    Raises Unconverted if the settings name special tokens that the vocabulary lacks."""
     from transformers import PreTrainedTokenizerFast
 
     class ConvertedTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # its stubs are not read
-        """A tokenizer whose vocabulary file is not read by transformers."""
+        """A tokenizer for which transformers does not read the vocabulary file."""
 
         @classmethod
         def convert_to_native_format(cls, **given: Any) -> dict[str, Any]:
-            """Take the converted tokenizer in place of any vocabulary file."""
+            """Use the converted tokenizer instead of any vocabulary file."""
             return given | {"tokenizer_object": backend, "tokenizer_file": None, "vocab_file": None}
 
     made = ConvertedTokenizer.from_pretrained(source, trust_remote_code=False)

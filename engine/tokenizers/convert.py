@@ -1,8 +1,8 @@
-"""`quire convert-tokenizer DIR`: makes the tokenizer.json of a checkpoint with only a SentencePiece or tiktoken file.
+"""`quire convert-tokenizer DIR`: creates the tokenizer.json of a checkpoint with only a SentencePiece or tiktoken file.
 
-    tokenizer.model ── conversion.py, proved ──> tokenizer.json of a copy ── as a server reads it: equal ids? ──> DIR
+    tokenizer.model ── conversion.py, verified ──> tokenizer.json of a copy ── loaded by a server: equal ids? ──> DIR
 
-The server reads tokenizer.json only, so that it needs neither sentencepiece nor tiktoken.
+The server reads only tokenizer.json, so that it needs neither sentencepiece nor tiktoken.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 
 
 class CannotConvert(OperatorError):
-    """A checkpoint whose tokenizer cannot be converted; one line an operator can act on."""
+    """The tokenizer of a checkpoint cannot be converted; the text is one line for the operator."""
 
 
 def convert_directory(directory: Path) -> Path:
-    """Write the tokenizer.json of a checkpoint and return its path.  Raises OperatorError; then nothing is written."""
+    """Write the tokenizer.json of a checkpoint and return its path.  Writes nothing if it raises OperatorError."""
     if not directory.is_dir():
         raise CannotConvert(f"{directory} is no directory: download the checkpoint first")
     if there := next((name for name in READ_FILES if (directory / name).is_file()), ""):
@@ -62,7 +62,7 @@ def convert_directory(directory: Path) -> Path:
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         raise CannotConvert(f"needs the package {missing}: pip install 'quire[convert]'") from None
-    for file, text in sorted(files.items()):  # tokenizer.json last: once it is there, all is
+    for file, text in sorted(files.items()):  # tokenizer.json last, so that it exists only if all files do
         whole = directory / f".{file}.part"
         whole.write_text(text, encoding="utf-8")
         whole.replace(directory / file)
@@ -70,7 +70,7 @@ def convert_directory(directory: Path) -> Path:
 
 
 def end_named(directory: Path, vocabulary: str, described: dict[str, Any]) -> dict[str, str]:
-    """Return the file that names the EOS token of a SentencePiece model, if no file names one; else nothing."""
+    """Return special_tokens_map.json with the EOS token of a SentencePiece model; empty if a file names it already."""
     special = read_json(str(directory / SPECIAL_TOKENS))
     if described.get("eos_token") or special.get("eos_token"):
         return {}
@@ -79,7 +79,7 @@ def end_named(directory: Path, vocabulary: str, described: dict[str, Any]) -> di
 
 
 def check(directory: Path, files: dict[str, str], made: Any) -> None:
-    """Raise Unconverted unless a server that reads these files has the token ids and the texts of `made`."""
+    """Raise Unconverted unless a server's tokenizer for these files gives the same ids and texts as `made`."""
     with tempfile.TemporaryDirectory() as scratch:
         for path in directory.glob("*.json"):
             (Path(scratch) / path.name).symlink_to(path.absolute())
@@ -97,7 +97,7 @@ def check(directory: Path, files: dict[str, str], made: Any) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command.  Returns the exit status: 2, with one line on stderr, if it converts nothing."""
+    """Run the command.  Returns the exit status: 2, with one line on stderr, if it cannot convert the tokenizer."""
     if "-h" in words or "--help" in words:
         print(USAGE)
         return 0

@@ -1,10 +1,10 @@
-"""Finds the token that a checkpoint's tokenizer calls its end, without making the tokenizer.  No torch.
+"""Finds the EOS token id of a checkpoint's tokenizer without loading the tokenizer.  No torch.
 
-    its name    eos_token of tokenizer_config.json, else of special_tokens_map.json
-    its number  where that name is: added_tokens_decoder of tokenizer_config.json, tokenizer.json, added_tokens.json,
+    token text  eos_token of tokenizer_config.json, else of special_tokens_map.json
+    token id    the first of: added_tokens_decoder of tokenizer_config.json, tokenizer.json, added_tokens.json,
                 vocab.json, vocab.txt
 
-Files that are absent or broken say nothing here.  The gateway, which needs them, refuses broken ones.
+Missing and broken files are skipped.  The gateway, which needs these files, refuses broken ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.engine.tokenizers.files import read_json
 
 
 def end_token(directory: Path) -> int | None:
-    """Return the number of the token; None where the files don't say it."""
+    """Return the EOS token id; None if the files do not contain it."""
     described = read_json(str(directory / "tokenizer_config.json"))
     name = text_of(described.get("eos_token"))
     if name is None:
@@ -30,13 +30,13 @@ def end_token(directory: Path) -> int | None:
 
 
 def text_of(token: Any) -> str | None:
-    """Return the text of a token, which files write as itself or as an object."""
+    """Return the text of a token, which files write as a string or as an object with `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 def vocabularies(directory: Path, described: dict[str, Any]) -> Iterator[dict[Any, Any]]:
-    """Yield token to number, of one file after another.  described: tokenizer_config.json."""
+    """Iterate over the files' vocabularies, each as token text -> id.  `described`: tokenizer_config.json."""
     declared = described.get("added_tokens_decoder")
     if isinstance(declared, dict):
         yield {text_of(token): token_number(at) for at, token in declared.items() if at.isdecimal()}
@@ -47,7 +47,7 @@ def vocabularies(directory: Path, described: dict[str, Any]) -> Iterator[dict[An
     known = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(known, dict):
         yield known
-    elif isinstance(known, list):  # unigram model: texts of tokens and their scores
+    elif isinstance(known, list):  # unigram model: list of (token text, score)
         yield {text_of(entry[0]): at for at, entry in enumerate(known) if isinstance(entry, list) and entry}
     yield read_json(str(directory / "added_tokens.json"))
     yield read_json(str(directory / "vocab.json"))

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a checkpoint from whichever file holds it, for the gateway and the offline API.  No torch."""
+"""Loads the tokenizer of a checkpoint, for the gateway and the offline API.  No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.engine.tokenizers.pipeline import difference
 log = logging.getLogger(__name__)
 
 READ_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")  # files that transformers reads
-# SentencePiece models and tiktoken files, by the names that transformers has for them: convert.py reads them.
+# File names of SentencePiece models and tiktoken files in transformers; convert.py converts such files.
 CONVERTED_FILES = ("tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model")
 TEKKEN = "tekken.json"
 CONFIG = "tokenizer_config.json"
@@ -24,17 +24,17 @@ ADVICE = "serve a copy that has a tokenizer.json"
 
 
 class TokenizerError(OperatorError):
-    """The tokenizer of a checkpoint cannot be loaded; one line an operator can act on."""
+    """The tokenizer of a checkpoint cannot be loaded; the text is one line for the operator."""
 
 
 def load_tokenizer(source: str) -> Any:
-    """Return transformers' tokenizer of a directory or hub name.  Takes seconds, may use the network.
+    """Return transformers' tokenizer for a directory or hub name.  Takes seconds, may use the network.
 
-    Its token ids are those of tokenizer.json, if the checkpoint has one.  No text is truncated or padded, whatever the
-    file says: those settings are left over from calibration or training.  Raises TokenizerError, also for files of
-    which transformers makes a tokenizer that gives other ids."""
+    Its token ids equal those of tokenizer.json, if the checkpoint has one.  Truncation and padding settings of the file
+    are ignored, since they are leftovers of calibration or training.  Raises TokenizerError, also if transformers'
+    tokenizer would give other ids than the file."""
     here = Path(source).is_dir()
-    name = vocabulary_file(source) if here else ""  # for a wrong hub name each file would be requested in vain
+    name = vocabulary_file(source) if here else ""  # not for hub names: a wrong name would cause one request per file
     if name in CONVERTED_FILES:
         raise unconverted(source, name)
     try:
@@ -61,18 +61,18 @@ def load_tokenizer(source: str) -> Any:
 
 
 def made_by_transformers(source: str) -> Any:
-    """Return the tokenizer that transformers makes.  Raises whatever transformers raises."""
-    # Imported here: it takes over a second, which `import service` must not.
+    """Return the tokenizer that transformers loads.  Raises any exception of transformers."""
+    # Imported here because the import takes over a second, and `import service` must be fast.
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
 def as_in_file(source: str, made: Any) -> Any:
-    """Return `made`, or another tokenizer of the same checkpoint, with the token ids of tokenizer.json.
+    """Return `made` if its token ids equal those of tokenizer.json, else transformers' generic tokenizer for the file.
 
-    The class that tokenizer_config.json names may rebuild the pipeline otherwise than the file has it.  transformers'
-    generic class reads the file as it is.  Raises TokenizerError if it differs, too."""
+    The class named in tokenizer_config.json may build another pipeline than tokenizer.json describes.  transformers'
+    generic class loads the file unchanged.  Raises TokenizerError if the generic tokenizer differs, too."""
     from transformers import PreTrainedTokenizerFast
 
     path = file_of(source, "tokenizer.json")
@@ -87,9 +87,9 @@ def as_in_file(source: str, made: Any) -> Any:
     if differs := difference(own, generic.backend_tokenizer, ends=not explicit):
         message = f"transformers' tokenizer has another {differs} than tokenizer.json, so token ids would differ"
         raise TokenizerError(f"model {source}: {message}; correct {CONFIG}")
-    if explicit and backend is not None:  # the generic class does not read it
+    if explicit and backend is not None:  # the generic class ignores add_bos_token and add_eos_token
         generic.backend_tokenizer.post_processor = backend.post_processor
-    for field, token in made.special_tokens_map.items():  # the defaults of the class, which chat templates may read
+    for field, token in made.special_tokens_map.items():  # default tokens of the class, used by chat templates
         if isinstance(token, str) and getattr(generic, field, None) is None and own.token_to_id(token) is not None:
             setattr(generic, field, token)
     message = "%s: transformers' %s rebuilds the tokenizer otherwise than tokenizer.json has it: the file's is used"
@@ -98,7 +98,7 @@ def as_in_file(source: str, made: Any) -> Any:
 
 
 def vocabulary_file(source: str) -> str:
-    """Return the name of the tokenizer file of a directory or hub name; "" without one.  May use the network."""
+    """Return the name of the tokenizer file of a directory or hub name; "": there is none.  May use the network."""
     known = (*READ_FILES, TEKKEN, *CONVERTED_FILES)
     if found := next((name for name in known if file_of(source, name) is not None), ""):
         return found
@@ -107,20 +107,20 @@ def vocabulary_file(source: str) -> str:
 
 
 def file_of(source: str, name: str) -> str | None:
-    """Return the path of a file of a directory or hub name; None if it has none.  May use the network."""
+    """Return the path of a file in a directory or hub repository; None: it does not exist.  May use the network."""
     from transformers.utils import cached_file
 
     try:
         path: str | None = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-    except OSError:  # no network, and not fetched before
+    except OSError:  # no network, and the file is not in the cache
         path = None
     return path
 
 
 def unread_file(name: str) -> str:
-    """Return why a tokenizer file is not read; "" for one that transformers reads.
+    """Return why a tokenizer file is not supported; "": transformers can read it.
 
-    transformers makes a tokenizer with an empty vocabulary of some of them."""
+    For some unsupported files, transformers would silently create a tokenizer with an empty vocabulary."""
     if name in READ_FILES:
         return ""
     if not name:
@@ -131,7 +131,7 @@ def unread_file(name: str) -> str:
 
 
 def unconverted(source: str, name: str) -> TokenizerError:
-    """Return the refusal of a vocabulary file of which `quire convert-tokenizer` makes a tokenizer.json."""
+    """Return the error for a vocabulary file that `quire convert-tokenizer` can convert to a tokenizer.json."""
     where, first = (source, "") if Path(source).is_dir() else ("DIR", "download it into a directory DIR, then ")
     return TokenizerError(
         f"model {source}: its tokenizer is {name}, which servers do not read: {first}run "
@@ -140,7 +140,7 @@ def unconverted(source: str, name: str) -> TokenizerError:
 
 
 def read_json(path: str | None) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one where it is absent or holds none."""
+    """Return the object in a JSON file; an empty dict if the file is missing or contains no object."""
     try:
         found = json.loads(Path(path).read_bytes()) if path else {}
     except (OSError, ValueError):

@@ -1,11 +1,11 @@
-"""Proves that transformers' tokenizer is the one that tokenizer.json describes.  No torch.
+"""Checks that transformers' tokenizer equals the tokenizer that tokenizer.json describes.  No torch.
 
     tokenizer.json ── tokenizers.Tokenizer.from_file ──┐
           │                                            ├── equal parts, equal added tokens? ──> used, or refused
           └── AutoTokenizer, PreTrainedTokenizerFast ──┘
 
-transformers 5 rebuilds the pipeline of many tokenizer classes from their vocabulary alone, and so drops a normalizer or
-pre-tokenizer that the file has (huggingface/transformers#45488): the ids differ, the text round-trips.
+transformers 5 rebuilds the pipeline of many tokenizer classes from the vocabulary alone, without the normalizer or
+pre-tokenizer of the file (huggingface/transformers#45488).  Then token ids differ, although texts round-trip.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 PARTS = ("normalizer", "pre_tokenizer", "model", "decoder")
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # how a text is searched for an added token
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # flags that decide where an added token matches in a text
 
 
 def difference(own: Backend, made: Backend, *, ends: bool) -> str:
-    """Return the first part in which `made` differs from the file's pipeline, `own`; "" if their token ids are equal.
+    """Return the name of the first part in which `made` differs from `own`, the file's pipeline; "": they are equal.
 
-    `made` may have further added tokens, which tokenizer_config.json names.  `ends`: the tokens before and after a
-    text must be the file's as well; False if tokenizer_config.json says `add_bos_token` or `add_eos_token`."""
+    `made` may have further added tokens, from tokenizer_config.json.  `ends`: whether to compare the tokens added
+    before and after a text, too; False if tokenizer_config.json sets `add_bos_token` or `add_eos_token`."""
     for part in PARTS:
         if state(getattr(own, part)) != state(getattr(made, part)):
             return part
@@ -37,10 +37,10 @@ def difference(own: Backend, made: Backend, *, ends: bool) -> str:
 
 
 def around(backend: Backend) -> list[list[int]]:
-    """Return the token ids of two texts with the tokens that the post-processor adds to each."""
+    """Return the token ids of two sample texts, including the tokens that the post-processor adds."""
     return [backend.encode(text).ids for text in ("", "a")]
 
 
 def state(part: Any) -> bytes:
-    """Return the serialised form of a part of a pipeline; b"" for an absent one."""
+    """Return the serialised form of a part of a pipeline; b"" if the pipeline has no such part."""
     return b"" if part is None else part.__getstate__()

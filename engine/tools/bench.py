@@ -1,13 +1,13 @@
-"""Measurements on one loaded model, with no Redis and no HTTP: a file of requests, the time of a token, the start.
+"""Measurements on one loaded model, without Redis and HTTP: throughput of a file of requests, TPOT, start time.
 
     python -m quire.engine.tools bench MODEL --requests FILE [--rounds 2] [--latency 1,32] [--compare-prefix-cache]
-    python -m quire.engine.tools bench MODEL --beams 8  the time of a token of 8 beams, beside that of 8 sequences
-    python -m quire.engine.tools bench MODEL --swap 512  what a preemption costs by block size, swapped or recomputed
-    python -m quire.engine.tools bench MODEL --long-prompt 8192  ms between tokens of 32 sequences while a prompt joins
-    python -m quire.engine.tools bench MODEL --long-prompt 32768 --long-prompt-steps 100  the same at each quarter of it
+    python -m quire.engine.tools bench MODEL --beams 8  ms per token of 8 beams, and of 8 plain sequences
+    python -m quire.engine.tools bench MODEL --swap 512  time of a preemption by block size, swapped and recomputed
+    python -m quire.engine.tools bench MODEL --long-prompt 8192  ITL of 32 sequences while a long prompt is computed
+    python -m quire.engine.tools bench MODEL --long-prompt 32768 --long-prompt-steps 100  ITL at each quarter of it
 
-and any option of an engine.  Prints one line of JSON: medians over the rounds.  FILE: {"token_ids", "max_new_tokens"}
-a line, and "at_s" where a request comes later than at once.
+and any option of an engine.  Prints one line of JSON: medians over the rounds.  FILE has one JSON object per line with
+"token_ids", "max_new_tokens" and, for a request that arrives later, "at_s".
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quire.engine.process.interpreter import keep_what_is_loaded
 from quire.engine.wire.messages import Beams, Sampling
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
-PROMPT, OUTPUT = 128, 256  # tokens of each sequence, where the time of a token is measured
+PROMPT, OUTPUT = 128, 256  # tokens per sequence in measurements of TPOT
 
 
 class Job(msgspec.Struct):
@@ -45,21 +45,21 @@ class Job(msgspec.Struct):
 
 
 class Options(msgspec.Struct):
-    """What to measure."""
+    """The measurements to run."""
 
     requests: Path | None
     rounds: int
     latency: list[int]  # batch sizes
     compare_prefix_cache: bool
     slots: bool
-    beams: list[int] = []  # widths
-    swap: int = 0  # tokens of the sequence that is preempted; 0: not measured
-    long_prompt: int = 0  # tokens of the prompt that joins; 0: not measured
-    long_prompt_steps: int = 0  # measured at each quarter of it; 0: all of it is, and without a bound, too
+    beams: list[int] = []  # beam widths
+    swap: int = 0  # tokens of the preempted sequence; 0: not measured
+    long_prompt: int = 0  # tokens of the long prompt; 0: not measured
+    long_prompt_steps: int = 0  # steps measured at each quarter of the prompt; 0: all steps, and with other bounds, too
 
 
 def read_jobs(path: Path) -> list[Job]:
-    """Read a file of requests.  Raises ConfigError, with its line, where one is no Job."""
+    """Read a file of requests.  Raises ConfigError, with the line number, for an invalid line."""
     jobs: list[Job] = []
     try:
         for line in path.read_bytes().splitlines():
@@ -72,7 +72,7 @@ def read_jobs(path: Path) -> list[Job]:
 
 
 def bench(config: EngineConfig, options: Options) -> dict[str, float]:
-    """Load once, measure everything asked for; for --swap and --long-prompt load anew."""
+    """Run all requested measurements on one loaded model; --swap and --long-prompt load the model again."""
     jobs = read_jobs(options.requests) if options.requests else []
     begin = time.perf_counter()
     llm = LLM.over(config, loading.load(config))
@@ -86,7 +86,7 @@ def bench(config: EngineConfig, options: Options) -> dict[str, float]:
         pool = llm.engine.core.pool
         with_cache, without = [], []
         for turn in range(options.rounds):
-            # Other ids in every round, or the prefix cache would know all prompts from the second one on.
+            # Other token ids in every round; otherwise the prefix cache would hit all prompts from round 2 on.
             jobs = [Job([(i + turn) % vocab for i in j.token_ids], j.max_new_tokens, j.at_s) for j in jobs]
             with_cache.append(run(llm, jobs, slots=options.slots))
             say(f"requests, round {turn + 1}: {with_cache[-1]}")
@@ -115,12 +115,12 @@ def bench(config: EngineConfig, options: Options) -> dict[str, float]:
 
 
 def run(llm: LLM, jobs: list[Job], *, slots: bool) -> dict[str, float]:
-    """All requests, each from its `at_s` on.  `slots`: also how full the KV memory is; that costs time in each step."""
+    """Run all requests, each from its `at_s` on.  `slots`: also measure KV occupancy, which slows down steps."""
     core = llm.engine.core
     submitted: list[Completion] = []
-    silent: list[tuple[Job, Completion]] = []  # no token yet
+    silent: list[tuple[Job, Completion]] = []  # requests without a token yet
     firsts: list[float] = []  # seconds from `at_s` to the first token
-    filled = allocated = static = 0  # slots, summed over every 8th step; static: one max_model_len for each sequence
+    filled = allocated = static = 0  # KV positions, summed over every 8th step; static: max_model_len per sequence
     preempted, steps = core.report.totals.preemptions, core.step
     begin = time.perf_counter()
     while llm.unfinished or len(submitted) < len(jobs):
@@ -151,21 +151,21 @@ def run(llm: LLM, jobs: list[Job], *, slots: bool) -> dict[str, float]:
         "steps": core.step - steps,
         "preemptions": core.report.totals.preemptions - preempted,
     }
-    if slots:  # eta: paged over static allocation, the same sequences running
+    if slots:  # eta: KV positions with paged allocation / with static allocation, for the same sequences
         figures |= {"slots_filled": filled / max(1, allocated), "eta": allocated / max(1, static)}
     return figures
 
 
 def latency(llm: LLM, batch: int, vocab: int, beams: Beams | None = None) -> dict[str, float]:
-    """The time of a token, (256 tokens - 1 token) / 255, and of the first one, `batch` sequences at once.
+    """Measure TPOT, (time of 256 tokens - time of 1 token) / 255, and TTFT, with `batch` concurrent sequences.
 
-    `beams`: of one request with `batch` beams instead."""
+    `beams`: measure one request with `batch` beams instead."""
     first: list[float] = []
     last: list[float] = []
-    for turn in range(6 if batch == 1 else 4):  # the first is to warm up
+    for turn in range(6 if batch == 1 else 4):  # the first turn is a warm-up
         for count, times in ((1, first), (OUTPUT, last)):
-            group = (batch * 10 + turn) * OUTPUT + count  # no prompt comes twice: the prefix cache would know it
-            rows = range(batch, batch + 1) if beams else range(batch)  # also of a search beside its plain sequences
+            group = (batch * 10 + turn) * OUTPUT + count  # all prompts differ, so that none is in the prefix cache
+            rows = range(batch, batch + 1) if beams else range(batch)  # a beam search has its own prompt, too
             prompts = [prompt(PROMPT, vocab, seed=group * 4096 + i) for i in rows]
             begin = time.perf_counter()
             llm.generate(prompts, GREEDY, max_new_tokens=count, beams=beams)
@@ -181,8 +181,8 @@ def latency(llm: LLM, batch: int, vocab: int, beams: Beams | None = None) -> dic
 
 
 def swap(config: EngineConfig, tokens: int) -> dict[str, float]:
-    """By block size: what it takes to move the blocks of `tokens` to the host's memory and back, and to compute them
-    again in one prompt; what "auto" would do."""
+    """Measure, per block size, the time to swap the blocks of `tokens` tokens to host memory and back, and the time to
+    recompute them as one prompt; report the choice of mode "auto"."""
     figures: dict[str, float] = {}
     say("block size   GB/s   swap ms   recompute ms   auto")
     for size in (8, 16, 32, 64):
@@ -190,7 +190,7 @@ def swap(config: EngineConfig, tokens: int) -> dict[str, float]:
         executor = loading.load(config)
         llm, info = LLM.over(config, executor), executor.info
         times = []
-        for turn in range(6):  # the first is to warm up
+        for turn in range(6):  # the first turn is a warm-up
             begin = time.perf_counter()
             llm.generate([prompt(tokens, info.vocab_size, seed=turn)], GREEDY, max_new_tokens=1)
             times.append(time.perf_counter() - begin)
@@ -211,8 +211,9 @@ def swap(config: EngineConfig, tokens: int) -> dict[str, float]:
 
 
 def stall(config: EngineConfig, length: int, rows: int = 32, steps: int = 300) -> dict[str, float]:
-    """The time between tokens, p50 and p99, of `rows` sequences: alone, and while a prompt of `length` tokens is
-    computed beside them; as configured, with step_tokens alone to bound a step, and with nothing to bound it."""
+    """Measure ITL, p50 and p99, of `rows` sequences: alone, and while a prompt of `length` tokens is computed, too.
+
+    Three ways: as configured; with steps bounded only by step_tokens; with unbounded steps."""
     config = msgspec.structs.replace(config, prefix_cache=False, admission="threshold", admit_threshold=1.0)
     normal = config.step_tokens or local.SIZES[local.device_kind(config)][1]
     executor = loading.load(msgspec.structs.replace(config, step_tokens=max(normal, length + rows + 1)))
@@ -224,7 +225,7 @@ def stall(config: EngineConfig, length: int, rows: int = 32, steps: int = 300) -
         "budget": (0.0, 0.0, normal),
         "unchunked": (0.0, 0.0, executor.step_tokens),
     }
-    for turn in range(2):  # the first is to warm up
+    for turn in range(2):  # the first turn is a warm-up
         for name, (stretch, target_s, step_tokens) in ways.items():
             core.limits = msgspec.structs.replace(
                 core.limits,
@@ -246,15 +247,17 @@ def stall(config: EngineConfig, length: int, rows: int = 32, steps: int = 300) -
 
 
 def stall_sampled(config: EngineConfig, length: int, window: int, rows: int = 32) -> dict[str, float]:
-    """The time between tokens, p50 and p99, of `rows` sequences beside a prompt of `length` tokens, as configured: in
-    `window` steps at the beginning of each quarter of it and at its end.  Before each of them as many steps without:
-    their own contexts grow, too.  All together and, by position, each by itself."""
+    """Measure ITL, p50 and p99, of `rows` sequences while a prompt of `length` tokens is computed, as configured.
+
+    Samples `window` steps at the beginning of each quarter of the prompt and at its end.  Before each sample, as many
+    steps without the prompt are measured, since the sequences' own contexts grow, too.  Reports all samples together,
+    and each position separately."""
     config = msgspec.structs.replace(config, prefix_cache=False, admission="threshold", admit_threshold=1.0)
     llm = LLM.over(config, loading.load(config))
     core, vocab = llm.engine.core, llm.executor.info.vocab_size
     configured = core.limits
     decode(llm, rows, seed=0)
-    # The first prompt warms up, and the scheduler learns from it what tokens cost.
+    # The first prompt is a warm-up, from which the scheduler learns the time per prompt token.
     llm.submit(prompt(max(1, length // 8), vocab, seed=-1), GREEDY, max_new_tokens=1)
     while len(llm.unfinished) > rows:
         llm.step()
@@ -268,7 +271,7 @@ def stall_sampled(config: EngineConfig, length: int, window: int, rows: int = 32
         core.limits = msgspec.structs.replace(configured, itl_stretch=0.0, step_target_s=0.0)
         while joined.computed < start and not answer.token_ids:
             llm.step()
-        if answer.token_ids:  # a short one
+        if answer.token_ids:  # the prompt is so short that it has ended
             break
         core.limits = msgspec.structs.replace(configured, chunk_tokens=0)
         alone = [timed(llm) for _ in range(window)]
@@ -292,7 +295,7 @@ def percentiles(seconds: list[float], name: str) -> dict[str, float]:
 
 
 def decode(llm: LLM, rows: int, seed: int) -> None:
-    """Let `rows` sequences decode for as long as they can."""
+    """Submit `rows` sequences that decode up to the maximum length, and run 20 steps."""
     vocab, most = llm.executor.info.vocab_size, llm.executor.info.max_model_len - PROMPT
     for row in range(rows):
         llm.submit(prompt(PROMPT, vocab, seed=seed * 1000 + row), GREEDY, max_new_tokens=most)
@@ -301,23 +304,22 @@ def decode(llm: LLM, rows: int, seed: int) -> None:
 
 
 def prefill(llm: LLM) -> None:
-    """Step until no submitted prompt has tokens left to compute."""
+    """Run steps until all submitted prompts are computed."""
     core = llm.engine.core
-    llm.step()  # takes the requests in
+    llm.step()  # accepts the requests
     while core.waiting or core.batch.prefilling:
         llm.step()
 
 
 def timed(llm: LLM) -> float:
-    """Seconds of a step."""
+    """Run one step, and return its seconds."""
     begin = time.perf_counter()
     llm.step()
     return time.perf_counter() - begin
 
 
 def beside_a_prompt(llm: LLM, length: int, rows: int, steps: int, seed: int) -> tuple[list[float], list[float]]:
-    """Seconds of each step, sorted: of `rows` that decode, `steps` times; then until a long prompt has its first
-    token."""
+    """Return sorted seconds of (`steps` decode-only steps of `rows` sequences, the steps of a long prompt)."""
     decode(llm, rows, seed)
     alone = sorted(timed(llm) for _ in range(steps))
     joined = llm.submit(prompt(length, llm.executor.info.vocab_size, seed=seed - 1), GREEDY, max_new_tokens=1)
@@ -331,7 +333,7 @@ def beside_a_prompt(llm: LLM, length: int, rows: int, steps: int, seed: int) -> 
 
 
 def prompt(length: int, vocab: int, seed: int) -> list[int]:
-    """Random ids, other ones for every seed."""
+    """Return random token ids, which differ for every seed."""
     return random.Random(seed).choices(range(vocab), k=length)
 
 
@@ -344,7 +346,7 @@ def say(text: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """2 with one line on stderr when the model can't be loaded."""
+    """Run the tool.  Returns 2, with one line on stderr, if the model cannot be loaded."""
     name = "python -m quire.engine.tools bench"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--requests", type=Path)

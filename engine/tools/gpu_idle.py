@@ -1,9 +1,9 @@
-"""How long the GPU stands idle between decode steps, from a profile.
+"""Measures how long the GPU is idle between decode steps, from a profile.
 
     python -m quire.engine.tools gpu-idle MODEL [--batches 1,32,256] [--trace FILE]
 
-and any option of an engine.  Prints one line of JSON for each batch size.  The profiler slows the host down, the device
-hardly: what it says of gaps is an upper bound.  FILE: also write the last batch's profile for a trace viewer.
+and any option of an engine.  Prints one line of JSON per batch size.  The profiler slows down the host but hardly the
+device, so measured gaps are upper bounds.  FILE: also write the last batch's profile, for a trace viewer.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from quire.engine.llm import LLM, Completion
 from quire.engine.wire.messages import Sampling
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
-PROMPT, WARM, STEPS = 128, 40, 60  # prompt tokens, steps of all before the profile, steps in it
-JOINING = 200  # tokens that the first may have when the last one joins
-MOST = 12  # kernels named
+PROMPT, WARM, STEPS = 128, 40, 60  # prompt tokens, warm-up steps of the complete batch, profiled steps
+JOINING = 200  # maximum output tokens of the first sequence when the last sequence joins
+MOST = 12  # maximum kernels in the result
 
 
 class Idle(msgspec.Struct):
-    """Times of one batch size: milliseconds per step, medians."""
+    """Result for one batch size: medians, ms per step."""
 
     batch: int
     step_ms: float
-    between_steps_ms: float  # nothing runs, from a step's copy home to the next step's first kernel
-    between_steps: float  # the same, as a fraction of the step
-    idle: float  # fraction of the time in which nothing runs, gaps between kernels of a step included
-    launches: int  # kernels and copies a step
-    kernels: dict[str, float]  # those that take most of it: by how much each moves the step's end (launches overlap)
+    between_steps_ms: float  # idle time from a step's copy to the host until the next step's first kernel
+    between_steps: float  # `between_steps_ms` as a fraction of the step
+    idle: float  # fraction of the time in which the device is idle, gaps within a step included
+    launches: int  # kernels and copies per step
+    kernels: dict[str, float]  # kernel -> ms by which it delays the step's end (launches overlap), longest first
 
 
 class Did(NamedTuple):
-    """Something the device did."""
+    """One kernel or copy on the device."""
 
     start: int  # ns
     end: int
@@ -56,7 +56,7 @@ class Did(NamedTuple):
 
 
 def measure(llm: LLM, batch: int, trace: str | None) -> Idle:
-    """Decode `batch` sequences; all have joined before the profile begins, and none ends within it."""
+    """Profile decode steps of `batch` sequences: all have joined before the profile begins, and none ends within it."""
     joined: list[Completion] = []
     for seed in range(batch):
         ids = random.Random(seed).choices(range(llm.executor.info.vocab_size), k=PROMPT)
@@ -77,7 +77,7 @@ def measure(llm: LLM, batch: int, trace: str | None) -> Idle:
 
 
 def all_of(found: Any) -> list[Did]:
-    """Everything the device did, by start."""
+    """Return all kernels and copies of a profile, by start time."""
     events = [event for event in found.profiler.kineto_results.events() if event.device_type().name == "CUDA"]
     return sorted(
         Did(event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
@@ -87,7 +87,7 @@ def all_of(found: Any) -> list[Did]:
 
 
 def evaluate(batch: int, did: list[Did]) -> Idle:
-    """From the first step's copy home to the last one's."""
+    """Compute the result from the first step's copy to the host until the last step's copy."""
     homes = [i for i, each in enumerate(did) if "DtoH" in each.name]
     did, steps = did[homes[0] : homes[-1] + 1], len(homes) - 1
     idle, gaps, lengths = 0, [], []
@@ -115,14 +115,14 @@ def evaluate(batch: int, did: list[Did]) -> Idle:
 
 
 def main(argv: list[str]) -> int:
-    """2 with one line on stderr when the model can't be loaded."""
+    """Run the tool.  Returns 2, with one line on stderr, if the model cannot be loaded."""
     name = "python -m quire.engine.tools gpu-idle"
     parser = argparse.ArgumentParser(prog=name, add_help=False)
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 32, 256])
     parser.add_argument("--trace", type=Path)
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
-    config = msgspec.structs.replace(config, itl_stretch=0.0, step_target_s=0.0)  # all join at once
+    config = msgspec.structs.replace(config, itl_stretch=0.0, step_target_s=0.0)  # let all sequences join at once
     try:
         llm = LLM.over(config, loading.load(config))
     except OperatorError as error:

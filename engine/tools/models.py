@@ -67,12 +67,12 @@ MEANING = {
     NOT_MADE: "no tiny checkpoint could be made, or transformers cannot generate with it",
 }
 
-# Their config is that of a whole model, which the causal class cannot be made from.
+# Families whose config describes a complete audio model, from which the causal class cannot be built.
 WHOLE_IS_AUDIO = {"musicgen", "musicgen_melody"}
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What became of one family."""
+    """The result for one model family."""
 
     family: str
     outcome: str  # a key of MEANING
@@ -80,13 +80,13 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def families() -> list[str]:
-    """Model types for which transformers has a class that continues text, with or without images and sound, sorted."""
+    """Return the sorted model types for which transformers has a text-generating class, multimodal ones included."""
     mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
     return sorted({config.model_type for mapping in mappings for config in mapping} | text_tower.TOWERS.keys())
 
 
 def model_class(family: str) -> Any:
-    """The class of transformers that makes a family's models: of a multimodal one, the whole."""
+    """Return transformers' class for a family's models; for a multimodal family, the class of the complete model."""
     causal = family in {config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING}
     if family in text_tower.TOWERS or not causal:
         listens = family not in {config.model_type for config in MODEL_FOR_MULTIMODAL_LM_MAPPING}
@@ -95,12 +95,12 @@ def model_class(family: str) -> Any:
 
 
 def judge(family: str, directory: Path, ranks: int = 1) -> Verdict:
-    """Make the family's tiny checkpoint in `directory`, and compare its texts with those of transformers.
+    """Create the family's tiny checkpoint in `directory`, and compare Quire's texts with those of transformers.
 
-    With several ranks compare them with the texts of one rank."""
+    With several ranks, compare their texts with those of one rank."""
     try:
         make_checkpoint(directory, family, model_class=model_class(family), **MORE_LAYERS.get(family, {}))
-    except Exception as error:  # whatever a config class or a model raises for sizes it doesn't like
+    except Exception as error:  # config and model classes raise arbitrary exceptions for unsuitable sizes
         reason = refusal_of_default(family)
         return Verdict(family, REFUSED, reason) if reason else Verdict(family, NOT_MADE, one_line(error))
     try:
@@ -130,26 +130,27 @@ def judge(family: str, directory: Path, ranks: int = 1) -> Verdict:
 
 
 def refusal_of_default(family: str) -> str:
-    """Return why the family's default config is refused; empty: it is not.
+    """Return why the family's default config is refused; "": it is not refused.
 
-    A tiny checkpoint may hold a part only, as of an encoder-decoder, and is then refused for another reason."""
+    A tiny checkpoint may contain only a part of the model, for example of an encoder-decoder, and would then be refused
+    for another reason."""
     try:
         served_config.check_architecture(AutoConfig.for_model(family))
     except UnsupportedModel as error:
         return str(error)
-    except Exception:  # config classes raise what their authors liked
+    except Exception:  # config classes raise arbitrary exceptions
         return ""
     return ""
 
 
 def prompts() -> list[list[int]]:
-    """Random token ids, always the same."""
+    """Return the prompts: random token ids with a fixed seed."""
     draw = random.Random(0)
     return [draw.choices(range(3, VOCAB), k=count) for count in PROMPTS]
 
 
 def our_texts(directory: Path, **options: Any) -> dict[str, list[list[int]]]:
-    """The sequences of all prompts, by how they were computed.  `options`: further ones of EngineConfig.
+    """Return Quire's output tokens for all prompts, per way of computing them.  `options`: fields of EngineConfig.
 
     Raises ModelLoadError, RuntimeError."""
     settings = EngineConfig(model=str(directory), device="cpu", kv_blocks=128, max_seqs=8, threads=1, **options)
@@ -176,10 +177,11 @@ def own_texts(
     model_class: Any = AutoModelForCausalLM,
     **config: Any,
 ) -> list[list[int]]:
-    """The sequences that transformers makes.
+    """Return transformers' output tokens for all prompts.
 
     config  changes of the model's config
-    warm    tokens of a sequence that is computed before each: angles of some models depend on the longest one so far
+    warm    length of a sequence computed before each prompt, because the rotary angles of some models depend on the
+            longest sequence so far; 0: none
     """
     with no_bars():
         model = model_class.from_pretrained(directory, dtype=torch.float32, **config)
@@ -199,7 +201,7 @@ def own_texts(
 
 
 def page(verdicts: list[Verdict]) -> str:
-    """The text of docs/models.md."""
+    """Return the text of docs/models.md."""
     counts = collections.Counter(verdict.outcome for verdict in verdicts)
     lines = [
         "# Model families",
@@ -249,7 +251,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
-    torch.set_num_threads(1)  # more only wait for each other in models of this size
+    torch.set_num_threads(1)  # more threads would only wait for each other in models of this size
     transformers.logging.set_verbosity_error()
     verdicts = compare(options.only.split(",") if options.only else families(), ranks := options.tensor_parallel)
     if ranks > 1:

@@ -33,38 +33,38 @@ SLO_TTFT_S, SLO_ITL_S = 2.0, 0.2
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """How long a step takes, seconds."""
+    """Model of a step's time, in seconds."""
 
-    fixed: float = 0.010
-    row: float = 0.0002  # seconds per decoding row
-    prompt_token: float = 0.00005
+    fixed: float = 0.010  # seconds per step
+    row: float = 0.0002  # seconds per decoding sequence
+    prompt_token: float = 0.00005  # seconds per prompt token
 
     def __call__(self, rows: int, prompt_tokens: int) -> float:
         return self.fixed + self.row * rows + self.prompt_token * prompt_tokens
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Result of a simulation.  Times in seconds; utilisation is weighted by time, while sequences wait."""
+    """Result of a simulation.  Times are in seconds; utilisation is averaged over the time in which sequences wait."""
 
     jobs: int
     seconds: float
     preemptions: int
     pauses: int
     recomputed_tokens: int
-    utilisation: float  # blocks held / pool
-    filled: float  # slots holding a token / slots held, weighted by time; the rest is waste
-    efficiency: float  # eta: blocks held / those that static allocation would hold for the same, weighted by time
+    utilisation: float  # blocks held / blocks of the pool
+    filled: float  # KV positions with a token / KV positions held, weighted by time; the rest is waste
+    efficiency: float  # eta: blocks held / blocks that static allocation would hold, weighted by time
     contended_s: float  # time in which sequences waited
     ttft: tuple[float, float, float]  # p50, p90, p99
     itl: tuple[float, float, float]
     itl_max: float
     goodput: float  # fraction of jobs with TTFT <= 2 s and mean ITL <= 0.2 s
-    calibration: list[float]  # share of outputs within the predicted quantile, for each of LEVELS
-    peaks_passed: float  # share of bounds on what all running sequences would hold that was passed
+    calibration: list[float]  # fraction of outputs within the predicted quantile, per entry of LEVELS
+    peaks_passed: float  # fraction of predicted peak bounds that the actual usage exceeded
 
 
 class _Script(ScriptedExecutor):
-    """Ends each output where its job says; the seed of the sampling is the job's number."""
+    """An executor that ends each output at the job's output_len; the sampling seed is the job's number."""
 
     def __init__(self, jobs: Sequence[Job], blocks: int) -> None:
         super().__init__(ModelInfo("sim", "sim", VOCAB, FAR, [EOS], 0), blocks)
@@ -76,13 +76,14 @@ class _Script(ScriptedExecutor):
 
 
 def efficiency(held_blocks: int, reserved_blocks: int) -> float:
-    """eta: what paging holds of what contiguous allocation at the maximum length would hold for the same sequences,
-    at one moment.  1 where nothing runs."""
+    """Return eta: blocks held with paging / blocks that static allocation at the maximum length would hold, now.
+
+    1: no sequence runs."""
     return held_blocks / reserved_blocks if reserved_blocks else 1.0
 
 
 def engine_limits(mode: str, *, max_seqs: int = 256, step_tokens: int = 1024, threshold: float = 0.9) -> Limits:
-    """The limits of an engine without a model, in an admission mode."""
+    """Return the limits of an engine without a model, for an admission mode."""
     return Limits(
         max_seqs,
         step_tokens,
@@ -109,9 +110,8 @@ def simulate(
     swap_bytes_per_s: float = 0.0,
 ) -> Report:
     """Run jobs through a Scheduler with a pool of `blocks` and `depth` steps in flight, as the engine's loop does.
-    What goes to `host_blocks` of the host's memory, and back, takes no time.
 
-    Raises ValueError for a job that no scheduler could run."""
+    Copies to the `host_blocks` of host memory and back take no time.  Raises ValueError for a job that cannot run."""
     pool = BlockPool(blocks, block_size, caching=caching)
     core = Scheduler(pool, limits, HostPool(host_blocks), StepCostModel(swap_bytes_per_s))
     run = _Run(sorted(jobs, key=lambda job: job.at_s), core, blocks)
@@ -130,19 +130,19 @@ class _Run:
     def __init__(self, jobs: Sequence[Job], core: Scheduler, blocks: int) -> None:
         self.jobs, self.core, self.executor = jobs, core, _Script(jobs, blocks)
         self.coming = deque(enumerate(jobs))
-        self.leaving: list[tuple[float, int]] = []  # heap: when a client leaves, and its job
-        self.in_flight: deque[tuple[float, float]] = deque()  # (time when it is done, seconds that it takes) per step
+        self.leaving: list[tuple[float, int]] = []  # heap of (time when the client cancels, number of its job)
+        self.in_flight: deque[tuple[float, float]] = deque()  # per step: (time of its end, its seconds)
         self.planned: StepPlan | None = None
-        self.now = self.device = 0.0  # clocks, seconds
-        self.full = self.contended = self.filled = self.eta = self.busy = 0.0  # sums over time
-        self.begun: dict[str, float] = {}  # id -> when its first token was delivered
-        self.last: dict[str, float] = {}  # id -> when its last token was delivered
+        self.now = self.device = 0.0  # virtual clocks of the host and the device, seconds
+        self.full = self.contended = self.filled = self.eta = self.busy = 0.0  # integrals over time, for the report
+        self.begun: dict[str, float] = {}  # id -> time of its first token
+        self.last: dict[str, float] = {}  # id -> time of its last token so far
         self.ttft: list[float] = []
         self.itl: list[float] = []
         self.good = 0
 
     def accept(self) -> None:
-        """Let jobs arrive and clients leave."""
+        """Accept the jobs that have arrived, and cancel the jobs whose clients leave."""
         if self.core.idle:
             self.now = max(self.now, self.coming[0][1].at_s)
         while self.coming and self.coming[0][1].at_s <= self.now:
@@ -154,7 +154,7 @@ class _Run:
             self.core.abort(str(heapq.heappop(self.leaving)[1]))
 
     def submit(self, step_time: StepTime) -> None:
-        """Plan a step and start it, if there is anything to plan."""
+        """Plan and start a step, if there is anything to compute."""
         self.planned = self.core.plan(0)
         if self.planned is not None:
             self.executor.submit(self.planned)
@@ -165,7 +165,7 @@ class _Run:
             self.in_flight.append((self.device, seconds))
 
     def collect(self) -> None:
-        """End the oldest step in flight, and move the clock there."""
+        """End the oldest step in flight, and advance the clock to its end."""
         core, pool = self.core, self.core.pool
         done, seconds = self.in_flight.popleft()
         took = done - self.now
@@ -182,7 +182,7 @@ class _Run:
         core.commit(msgspec.structs.replace(self.executor.collect(), step_s=seconds))
 
     def deliver(self) -> None:
-        """Take note of the tokens that are out now."""
+        """Record the times of the tokens that the scheduler has output."""
         now = self.now
         for delta in self.core.outputs().deltas.get("", ()):
             if delta.finish is not None and delta.finish.reason == "cancelled":
@@ -222,7 +222,7 @@ class _Run:
 
 
 def _request(number: int, job: Job) -> Generate:
-    """Return the request of a job: ids that no other job has, after the prefix that all have."""
+    """Return the request of a job: the common prefix, then random token ids of its own seed."""
     rng = random.Random(job.prompt_seed or number)
     prompt = [2 + i for i in range(job.prefix_len)]
     prompt += [rng.randrange(2, VOCAB) for _ in range(job.prompt_len - len(prompt))]
@@ -242,7 +242,7 @@ def _request(number: int, job: Job) -> Generate:
 
 
 def percentiles(values: list[float]) -> tuple[float, float, float]:
-    """p50, p90 and p99; zeros for nothing."""
+    """Return p50, p90 and p99; zeros for an empty list."""
     ordered = sorted(values) or [0.0]
     p50, p90, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * q))] for q in (0.5, 0.9, 0.99))
     return p50, p90, p99
@@ -255,7 +255,7 @@ HEADER = (
 
 
 def line(mode: str, seed: int, report: Report) -> str:
-    """One row below HEADER."""
+    """Format one line of the table below HEADER."""
     ttft, itl = report.ttft, [1000 * value for value in report.itl]
     return (
         f"{mode:<10} {seed:>5} {report.jobs:>5} {report.preemptions:>7} {report.pauses:>6} "
@@ -286,7 +286,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Print a table; 2 and one line on stderr when the trace is wrong."""
+    """Run simulations and print a table.  Returns 2, with one line on stderr, if the trace is invalid."""
     args = options().parse_args(argv)
     try:
         runs = (

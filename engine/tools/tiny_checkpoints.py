@@ -1,7 +1,7 @@
 """Tiny checkpoints of any causal family of the installed transformers: random weights, no tokenizer.
 
-A config begins with its class' own defaults.  Fields that make a model large are set by their names, so a family that
-transformers adds tomorrow needs no line here.  Head size 32, a vocabulary of 640; each kind of layer appears.
+A config starts from its class's defaults.  Fields that make a model large are replaced by name patterns, so most new
+families of transformers need no entry here.  Head size 32, vocabulary of 640; each kind of layer occurs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_LEN = 512  # positions
 HIDDEN = 128
 HEADS = 4
 SEED = 1
-# The first pattern that matches a whole field name decides.
+# (pattern, size): the first pattern that matches a complete field name decides the field's value.
 SIZES: list[tuple[str, int]] = [
     (r"vocab_size(_per_layer_input)?", VOCAB),
     (r"(hidden_size|n_embd|d_model|model_dim|word_embed_proj_dim|embedding_size|emb_dim)", HIDDEN),
@@ -49,15 +49,15 @@ SIZES: list[tuple[str, int]] = [
     (r"(num_kv_shared_layers|num_nextn_predict_layers)", 0),
     (r"(num_mem_blocks|first_k_dense_replace|num_dense_layers)", 1),
 ]
-# Fields that no pattern can know: of families whose parts must suit each other, or whose own defaults lack a kind of
-# layer.  They also hold for such a config inside another one.
+# Family -> fields that no pattern can set, because its parts must fit each other or its defaults lack a kind of layer.
+# They also apply to the family's config inside another config.
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _CONV, _HYBRID = "conv", "hybrid"
 
 
 def _layers(*kinds: str, **fields: Any) -> dict[str, Any]:
-    """Return the fields of layers of these kinds of attention, and further ones."""
+    """Return config fields for layers of these kinds, one layer per kind, and further `fields`."""
     return {"layer_types": list(kinds), "num_hidden_layers": len(kinds)} | fields
 
 
@@ -137,10 +137,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "zamba2": _layers(_LINEAR, _HYBRID, _LINEAR, _HYBRID),
     "zaya": {"num_experts_per_tok": 1},
 }
-# The last two layers use keys and values of the first two.
+# The last two layers share the keys and values of the first two layers.
 _SHARING = _layers(_SLIDING, _FULL, _SLIDING, _FULL, num_kv_shared_layers=2)
 _ONE_DENSE = {"mlp_only_layers": [0]}
-# Further fields for kinds of layers that no `layer_types` has.
+# Family -> further fields for kinds of layers that `layer_types` cannot express.
 MORE_LAYERS: dict[str, dict[str, Any]] = {
     "gemma3n_text": _SHARING | {"intermediate_size": [192] * 4, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
     "gemma4": {"text_config": _SHARING},
@@ -151,14 +151,14 @@ MORE_LAYERS: dict[str, dict[str, Any]] = {
     "qwen2_moe": _ONE_DENSE,
     "qwen3_moe": _ONE_DENSE,
 }
-# The tokens that a model may add by itself all exist in the tiny vocabulary.
+# Special token ids within the tiny vocabulary.
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
 
 
 def tiny_config(family: str, **fields: Any) -> PretrainedConfig:
-    """Return the config of a tiny model; `fields` override or add to it, an object field by field.
+    """Return the config of a tiny model.  `fields` override or extend it; nested objects are merged.
 
-    Raises whatever the config class raises for values that it doesn't like."""
+    Raises any exception of the config class."""
     try:
         own = AutoConfig.for_model(family)
     except Exception:  # a family may refuse its own defaults
@@ -167,7 +167,7 @@ def tiny_config(family: str, **fields: Any) -> PretrainedConfig:
 
 
 def with_fields(found: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config with others in their place or added, an object field by field."""
+    """Return `found` updated by `fields`; nested objects are merged field by field."""
     merged = dict(found)
     for name, value in fields.items():
         within = isinstance(value, dict) and isinstance(found.get(name), dict)
@@ -176,7 +176,7 @@ def with_fields(found: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]
 
 
 def changes(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the fields to change in a config, those of the configs in it included."""
+    """Return the fields to change in a config to make its model tiny, nested configs included."""
     own = config.to_dict()
     names = [*own, *config.attribute_map]
     own_name = {name: config.attribute_map.get(name, name) for name in names}
@@ -184,17 +184,17 @@ def changes(config: PretrainedConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in settable:
         value = own[name] if name in own else getattr(config, name, None)
-        if isinstance(value, dict):  # to_dict() turns the configs in it into dicts
+        if isinstance(value, dict):  # to_dict() has converted nested configs to dicts
             value = getattr(config, name, None)
         if isinstance(value, PretrainedConfig):
             found[name] = {"model_type": value.model_type} | changes(value)
         elif name in config.attribute_map and config.attribute_map[name] in names:
-            continue  # another name of a field that is changed already
+            continue  # an alias of a field that is changed already
         elif isinstance(value, int) and not isinstance(value, bool) and (size := size_of(name)) is not None:
             found[name] = size
     if "head_dim" in inspect.signature(type(config)).parameters:  # often None by default, with a size computed from it
         found["head_dim"] = HIDDEN // HEADS
-    if "kv_lora_rank" in settable and "num_key_value_heads" in found:  # latent attention makes keys for every head
+    if "kv_lora_rank" in settable and "num_key_value_heads" in found:  # latent attention has keys for every head
         found["num_key_value_heads"] = HEADS
     if "layer_types" in settable and (kinds := getattr(config, "layer_types", None)):
         distinct = list(dict.fromkeys(kinds))
@@ -210,7 +210,7 @@ def changes(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def size_of(name: str) -> int | None:
-    """Return the tiny value of a field; None: it stays as it is."""
+    """Return the tiny value of a field; None: the field stays unchanged."""
     return next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
 
 
@@ -222,13 +222,13 @@ def make_checkpoint(
     model_class: Any = AutoModelForCausalLM,
     **fields: Any,
 ) -> Path:
-    """Write the tiny checkpoint of a family, in float32, and return its directory.  The weights are always the same.
+    """Write the tiny checkpoint of a family, in float32, and return its directory.  The weights have a fixed seed.
 
-    model_class  of transformers, which makes the model from the config
-    fields       override those of the config
+    model_class  transformers' class that creates the model from the config
+    fields       override fields of the config
     edit         changes the model before it is saved
 
-    Raises whatever transformers raises for a config that the sizes do not suit."""
+    Raises any exception of transformers for a config that does not suit these sizes."""
     config = tiny_config(family, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)

@@ -1,4 +1,4 @@
-"""Traces: the requests that the simulator runs, made up, read from a file, or taken from an engine's request log."""
+"""Traces: requests for the simulator, generated, read from a file, or taken from an engine's request log."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_len: int  # tokens
     output_len: int  # tokens of its output
     at_s: float = 0.0  # arrival time in seconds
-    max_tokens: int = 0  # limit of its output; 0: read_trace() sets one
-    prompt_seed: int = 0  # seed of its token ids; 0: its index in the trace
-    prefix_len: int = 0  # first prompt tokens, equal in all jobs
-    tenant: str = ""  # shares prefixes only with its own requests
+    max_tokens: int = 0  # maximum output tokens; 0: read_trace() sets a maximum
+    prompt_seed: int = 0  # seed of its token ids; 0: the job's index in the trace
+    prefix_len: int = 0  # number of first prompt tokens that are equal in all jobs
+    tenant: str = ""
     weight: float = 1.0  # weight of the tenant
-    salt: str = ""  # prefixes are shared under an equal salt; "": the tenant is the salt
+    salt: str = ""  # jobs share prefixes only if their salts are equal; "": the tenant's name is the salt
     priority: int = 0
-    ends_known: bool = False  # it ends at max_tokens, and the scheduler knows (ignore_eos)
-    leaves_s: float = 0.0  # the client leaves this long after the arrival; 0: it stays
+    ends_known: bool = False  # the scheduler knows that the output ends at max_tokens (ignore_eos)
+    leaves_s: float = 0.0  # seconds after its arrival at which the client cancels; 0: never
 
 
 def burst(
@@ -43,9 +43,9 @@ def burst(
     max_tokens: int = 1024,
     ends_known: bool = False,
 ) -> list[Job]:
-    """Make up Poisson arrivals: `base` a second for `rest_s`, `peak` for `peak_s`, `base` again for `rest_s`.
+    """Generate Poisson arrivals: `base` requests/s for `rest_s`, `peak` requests/s for `peak_s`, `base` for `rest_s`.
 
-    Lengths are lognormal with means 77 in and 165 out, clipped to 4 .. 8 times the mean."""
+    Lengths are lognormal with means of 77 prompt and 165 output tokens, clipped to 4 tokens .. 8 times the mean."""
     rng = random.Random(seed)
 
     def draw(mean: float, sigma: float) -> int:
@@ -61,16 +61,16 @@ def burst(
 
 
 class TraceError(OperatorError):
-    """A line of a trace is wrong; says which line and field."""
+    """A line of a trace is invalid; the text names the line and the field."""
 
     exit_status = 2
 
 
 def read_trace(path: Path, *, max_tokens: int = 0, rate: float = 0.0, seed: int = 0) -> list[Job]:
-    """Read one job from each line of JSON: fields of Job, or a line of a request log.
+    """Read jobs from lines of JSON, which have the fields of Job or are lines of a request log.
 
-    A line without max_tokens gets `max_tokens`; its output then ends there at the latest.  With a `rate`, jobs arrive
-    as a Poisson process of `rate` a second.  Raises TraceError."""
+    A line without max_tokens gets `max_tokens`, which also limits its output.  With a `rate`, jobs arrive as a Poisson
+    process with `rate` jobs/s instead of their own times.  Raises TraceError."""
     jobs: list[Job] = []
     rng, now = random.Random(seed), 0.0
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -95,9 +95,9 @@ def read_trace(path: Path, *, max_tokens: int = 0, rate: float = 0.0, seed: int 
 
 
 def logged(fields: dict[str, Any]) -> Job | None:
-    """Return the job for a line of a request log; None where the request computed nothing.
+    """Return the job for a line of a request log; None: the request had no output.
 
-    The client of a cancelled request, or of one past its deadline, leaves after the same time again."""
+    For a cancelled request, or one past its deadline, the job's client cancels after the same time."""
     line = msgspec.convert(fields, RequestLine)
     left = line.outcome in ("cancelled", "deadline")
     if not line.output_len and not left:
