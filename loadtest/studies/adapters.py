@@ -1,7 +1,7 @@
 """Compare decode steps with LoRA adapters, and of a server that could have them, with those of a server without.
 
     python -m quire.loadtest.studies adapters MODEL [--rank 16] [--adapters 8] [--batches 1,32,256]
-        [--new 64] [--rounds 5]
+        [--new 64] [--rounds 5] [--cpu-time]
 
 and any option of an engine.  Adapters are random, on all linear layers of attention and MLP.  Two engines are loaded:
 one with `--lora-slots 0`, one with slots.  Sequences of 16 tokens decode at the same time:
@@ -12,7 +12,10 @@ one with `--lora-slots 0`, one with slots.  Sequences of 16 tokens decode at the
 
 A round times the three in another order.  Prints one line of JSON: per batch size ms per step and, over the rounds,
 median, minimum and maximum of base / without and mixed / without.  Then base rows decode while a request brings an
-adapter that no memory has: the longest step, in ms, and how long that request waited for its first token.
+adapter that no memory has: the longest step, in ms, and how long that request waited for its first token.  The longest
+step stands there in CPU time of the loop's thread as well: what a load takes of it, whatever else the machine does.
+
+--cpu-time measures steps in CPU time of the loop's thread.  With --threads 1 that is all of a step on a CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +88,9 @@ def write_adapter(folder: Path, model: str, rank: int, seed: int = 0) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(fields))
 
 
-def decode(llm: LLM, batch: int, new: int, adapters: list[Adapter]) -> tuple[float, list[list[int]]]:
+def decode(
+    llm: LLM, batch: int, new: int, adapters: list[Adapter], clock: Callable[[], float]
+) -> tuple[float, list[list[int]]]:
     """Return the seconds per decode step of `batch` sequences, and their tokens.  adapters: none: the base model."""
     vocab, rng = llm.executor.info.vocab_size, random.Random(batch)
     prompts = [[rng.randrange(3, vocab) for _ in range(PROMPT)] for _ in range(batch)]
@@ -95,16 +100,23 @@ def decode(llm: LLM, batch: int, new: int, adapters: list[Adapter]) -> tuple[flo
     completions = list(llm.unfinished.values())
     prefill(llm)
     core = llm.engine.core
-    began, first = time.perf_counter(), core.step
+    began, first = clock(), core.step
     while len(llm.unfinished) == batch:
         llm.step()
-    seconds, steps = time.perf_counter() - began, core.step - first
+    seconds, steps = clock() - began, core.step - first
     while llm.unfinished:
         llm.step()
     return seconds / max(1, steps), [completion.outputs[0].token_ids for completion in completions]
 
 
-def compare(engines: dict[str, LLM], batch: int, new: int, rounds: int, adapters: list[Adapter]) -> dict[str, float]:
+def compare(
+    engines: dict[str, LLM],
+    batch: int,
+    new: int,
+    rounds: int,
+    adapters: list[Adapter],
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
     """Return the figures of one batch size.  Raises ConfigError if slots change a text of the base model."""
     runs = {"without": ("without", []), "base": ("with", []), "mixed": ("with", adapters)}
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -113,7 +125,7 @@ def compare(engines: dict[str, LLM], batch: int, new: int, rounds: int, adapters
         names = list(runs)
         for name in names[turn % 3 :] + names[: turn % 3]:
             engine, rows = runs[name]
-            seconds, texts[name] = decode(engines[engine], batch, new, rows)
+            seconds, texts[name] = decode(engines[engine], batch, new, rows, clock)
             if turn >= 0:
                 times[name].append(seconds)
         if texts["base"] != texts["without"]:
@@ -135,18 +147,19 @@ def stall(llm: LLM, adapter: Adapter) -> dict[str, float]:
     for _ in range(20):
         llm.step()
 
-    def steps(until: Iterator[bool]) -> list[float]:
-        found = []
+    def steps(until: Iterator[bool]) -> tuple[list[float], list[float]]:
+        found: tuple[list[float], list[float]] = [], []
         while next(until):
-            began = time.perf_counter()
+            began, began_cpu = time.perf_counter(), time.thread_time()
             llm.step()
-            found.append(1e3 * (time.perf_counter() - began))
+            found[0].append(1e3 * (time.perf_counter() - began))
+            found[1].append(1e3 * (time.thread_time() - began_cpu))
         return found
 
-    before = steps(iter([True] * 50 + [False]))
+    before, before_cpu = steps(iter([True] * 50 + [False]))
     began = time.perf_counter()
     late = llm.submit([5] * PROMPT, GREEDY, max_new_tokens=4, adapter=adapter)
-    during = steps(iter(lambda: not late.outputs[0].token_ids and len(llm.unfinished) > 1, None))
+    during, during_cpu = steps(iter(lambda: not late.outputs[0].token_ids and len(llm.unfinished) > 1, None))
     waited = 1e3 * (time.perf_counter() - began)
     while llm.unfinished:
         llm.step()
@@ -154,6 +167,8 @@ def stall(llm: LLM, adapter: Adapter) -> dict[str, float]:
         "step_before_ms": round(statistics.median(before), 3),
         "longest_step_before_ms": round(max(before), 3),
         "longest_step_during_ms": round(max(during), 3),
+        "longest_step_before_cpu_ms": round(max(before_cpu), 3),
+        "longest_step_during_cpu_ms": round(max(during_cpu), 3),
         "steps_during": len(during),
         "first_token_ms": round(waited, 1),
     }
@@ -168,6 +183,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 32, 256])
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cpu-time", action="store_true")
     own, rest = parser.parse_known_args(argv)
     config = settings.load(EngineConfig, rest, os.environ, prog=name, positional="model")
     slots = max(config.lora_slots, own.adapters)
@@ -175,6 +191,7 @@ def main(argv: list[str]) -> int:
     same_steps: dict[str, Any] = {"prefix_cache": False, "itl_stretch": 0.0, "step_target_s": 0.0}
     config = msgspec.structs.replace(config, lora_slots=slots, **same_steps)
     found: dict[str, dict[str, float]] = {}
+    clock = time.thread_time if own.cpu_time else time.perf_counter
     tune_interpreter()
     try:
         with tempfile.TemporaryDirectory() as root:
@@ -186,7 +203,7 @@ def main(argv: list[str]) -> int:
             }
             engines["with"].generate([[5] * PROMPT] * own.adapters, GREEDY, max_new_tokens=1, adapters=adapters[:-1])
             for batch in own.batches:
-                found[str(batch)] = compare(engines, batch, own.new, own.rounds, adapters[:-1])
+                found[str(batch)] = compare(engines, batch, own.new, own.rounds, adapters[:-1], clock)
                 say(f"batch {batch}: {found[str(batch)]}")
             found["load"] = stall(engines["with"], adapters[-1])
             for llm in engines.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +16,9 @@ from quire.engine.wire.engine_side import EngineSide
 from quire.engine.wire.layout import LACKING_MS, TRIES, WINDOW
 from quire.engine.wire.messages import ADAPTERS, CONSTRAINT, Delta, Finish, TokenBatch
 from quire.engine.wire.prefixes import PrefixReport
-from quire.engine.wire.records import ExchangeReply
-from tests.wire.sides import Bus, generate, ids, load, read_deltas
-from tests.wire.test_locality import SLOW, adapted, loading
+from quire.engine.wire.records import ExchangeReply, QueueBounds
+from tests.wire.sides import LATE, Bus, generate, ids, load, read_deltas
+from tests.wire.test_locality import FAST, SLOW, adapted, ask, loading, prompt
 
 WHY = "/srv/sql/adapter_config.json: No such file or directory"
 
@@ -212,3 +213,43 @@ async def test_a_returned_suspect_stays_alone(bus: Bus, clock: Clock) -> None:
     assert ids(await sync(one, "one")) == []
     assert ids(await sync(other, "other")) == [suspect]
     assert ids(await sync(other, "other")) == []  # it runs a suspect
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_random_traffic_reaches_an_engine_that_has_the_adapter_or_ends(
+    bus: Bus, clock: Clock, redis_server: EmbeddedRedis, seed: int
+) -> None:
+    """Three engines with some of three adapters each, three tenants, prompts that share prefixes or not."""
+    rng = random.Random(seed)
+    gateway = await bus.gateway()
+    names = [f"e{at}" for at in range(3)]
+    engines = {name: await bus.engine(name) for name in names}
+    has = {name: {one for one in "abc" if rng.random() < 0.4} for name in names}
+    reports = {name: rng.choice([SLOW, FAST, None]) for name in names}
+    for name, engine in engines.items():
+        await sync(engine, name, reports[name], room=0)
+    asked: dict[str, str] = {}
+    for at in range(60):
+        request = ask(f"r{at}", prompt(rng.randrange(4), 200), tenant=f"t{rng.randrange(3)}")
+        adapter = asked[request.id] = rng.choice(["", "", "a", "b", "c"])
+        request = msgspec.structs.replace(request, adapter=f"{adapter}@1" if adapter else "")
+        await gateway.submit(request, bounds=rng.choice([LATE, QueueBounds()]))
+    served: dict[str, str] = {}
+    back: dict[str, list[str]] = {name: [] for name in names}
+    for lap in range(200):
+        for name in rng.sample(names, 3):
+            room = rng.choice([0, 300, 1_000_000])
+            reply = await sync(engines[name], name, reports[name], returned=tuple(back[name]), room=room)
+            back[name] = [one for one in ids(reply) if asked[one] and asked[one] not in has[name]]
+            for one in set(ids(reply)) - set(back[name]):
+                assert one not in served
+                served[one] = name
+        if lap % 8 == 7:
+            clock.tick()
+        if lap % 8 == 7 and not (await gateway.fleet()).queued and not any(back.values()):
+            break
+    able = {"", *set().union(*has.values())}
+    assert set(served) == {one for one, adapter in asked.items() if adapter in able}
+    with redis.Redis.from_url(redis_server.url) as client:
+        gone = [one for one in asked if client.hexists(f"{{{bus.namespace}}}:req:{one}", "gone")]
+    assert set(gone) == set(asked) - set(served)

@@ -12,6 +12,7 @@
     python -m tests.system.chaos same-tokens [--requests 500] [--kills 3]   one digest of all tokens: see same_tokens.py
     python -m tests.system.chaos schemas [--draws 2000] [--seed 1]          structured output: see schemas.py
     python -m tests.system.chaos kills [--kills 100] [--model demo]         a computing engine, killed: see kills.py
+    python -m tests.system.chaos adapter-cycles [--cycles 1000]             LoRA adapters come and go under traffic
     python -m tests.system.chaos rolling [--streams 200] [--tokens 4000]    every process replaced: see rolling.py
 
 Exit status 1 when a token was lost, repeated or wrong, a request failed or a stream did not go on.
@@ -31,7 +32,19 @@ from pathlib import Path
 from typing import Any
 
 from quire.loadtest import machine
-from tests.system.chaos import answers, fuzz, histories, kills, requests, returned, rolling, same_tokens, schemas, soak
+from tests.system.chaos import (
+    adapter_cycles,
+    answers,
+    fuzz,
+    histories,
+    kills,
+    requests,
+    returned,
+    rolling,
+    same_tokens,
+    schemas,
+    soak,
+)
 from tests.system.chaos.faults import KINDS, Fault, schedule
 from tests.system.chaos.run import Setting, figures, run, table
 
@@ -46,6 +59,7 @@ OTHERS: dict[str, Any] = {
     "schemas": schemas,
     "kills": kills,
     "rolling": rolling,
+    "adapter-cycles": adapter_cycles,
 }
 
 
