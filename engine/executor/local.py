@@ -54,22 +54,30 @@ def device_kind(config: EngineConfig) -> str:
     return auto if config.device == "auto" else config.device
 
 
-def wants_drafts(config: EngineConfig, kind: str, recurrent: bool = False, dependence: str = "") -> bool:
-    """Return whether sequences use drafts (speculative decoding) on a device, "cpu" or "cuda".  Raises ModelLoadError.
+def why_no_drafts(config: EngineConfig, kind: str, recurrent: bool = False, dependence: str = "") -> str:
+    """Return why sequences use no drafts (speculative decoding) on a device, "cpu" or "cuda"; empty: they use drafts.
 
     `recurrent`: the model has layers whose state cannot be rolled back to the last accepted token.  `dependence`: why a
     token's logits depend on the rest of its step, so that drafts could change a text at a near-tie; empty: they do
-    not."""
-    if config.drafts == "auto":
-        return kind == "cpu" and config.tensor_parallel == 1 and not recurrent and not dependence
+    not.  Raises ModelLoadError where `drafts` is on and cannot be."""
     if config.drafts == "off":
-        return False
+        return "--drafts is off"
     why = "the model has recurrent layers" if recurrent else ""
     if config.tensor_parallel > 1:
         why = f"tensor_parallel is {config.tensor_parallel}"
+    if config.drafts == "auto":
+        if kind != "cpu":
+            return why or "a GPU needs --drafts on"
+        return why or (f"logits depend on the rest of a step, {dependence}" if dependence else "")
     if why:
         raise ModelLoadError(f"drafts is on and {why}: drafts are computed by one rank; turn drafts off")
-    return True
+    return ""
+
+
+def open_drafter(slots: int, why: str) -> Drafter | None:
+    """Return a drafter for so many sequences; None, and a line in the start log, if `why` says that nothing drafts."""
+    log.info("speculative decoding: %s", f"off, because {why}" if why else "on, computed where drafts pay")
+    return None if why else SuffixDrafter(slots)
 
 
 def read_model(config: EngineConfig, kind: str, ranks: Ranks = ALONE) -> LoadedModel:
@@ -143,8 +151,8 @@ class LocalExecutor:
             draft_tokens=self._worker.draft_tokens,
             **self._worker.state_facts(),
         )
-        drafts = wants_drafts(config, kind, self.info.state_bytes > 0, dependence)
-        self.drafter: Drafter | None = SuffixDrafter(self.max_seqs) if drafts else None
+        no_drafts = why_no_drafts(config, kind, self.info.state_bytes > 0, dependence)
+        self.drafter = open_drafter(self.max_seqs, no_drafts)
         self.blocks, self.host_blocks = self._worker.blocks, self._worker.swap.host_blocks
         self.swap_bytes_per_s = self._worker.swap.measure()
         self.start_parts = {

@@ -20,7 +20,7 @@ from quire.engine.executor.base import ModelInfo, ScriptedExecutor
 from quire.engine.executor.drafter import OWN_TOKENS, SuffixDrafter
 from quire.engine.executor.errors import ModelLoadError
 from quire.engine.executor.loading import load
-from quire.engine.executor.local import wants_drafts
+from quire.engine.executor.local import why_no_drafts
 from quire.engine.executor.shapes import Shape, Shapes
 from quire.engine.llm import LLM, Completion
 from quire.engine.loop import build_scheduler
@@ -419,15 +419,26 @@ def test_drafts_of_the_drafter_change_no_token_and_find_repetitions(checkpoint: 
     ("ranks", "recurrent", "why"), [(2, False, "tensor_parallel is 2"), (1, True, "recurrent layers")]
 )
 def test_what_cannot_draft_is_refused_by_name(ranks: int, recurrent: bool, why: str) -> None:
-    assert not wants_drafts(EngineConfig(drafts="auto", tensor_parallel=ranks), "cpu", recurrent)
+    assert why in why_no_drafts(EngineConfig(drafts="auto", tensor_parallel=ranks), "cpu", recurrent)
     with pytest.raises(ModelLoadError, match=why):
-        wants_drafts(EngineConfig(drafts="on", tensor_parallel=ranks), "cpu", recurrent)
-    assert wants_drafts(EngineConfig(drafts="on"), "cpu")
+        why_no_drafts(EngineConfig(drafts="on", tensor_parallel=ranks), "cpu", recurrent)
+    assert not why_no_drafts(EngineConfig(drafts="on"), "cpu")
 
 
 def test_drafts_are_on_where_they_change_no_text() -> None:
-    assert wants_drafts(EngineConfig(drafts="auto"), "cpu")
-    assert not wants_drafts(EngineConfig(drafts="auto"), "cuda")
-    assert not wants_drafts(EngineConfig(drafts="auto"), "cpu", dependence="in the last bits")
-    assert wants_drafts(EngineConfig(drafts="on"), "cuda", dependence="in the last bits")
-    assert not wants_drafts(EngineConfig(drafts="off"), "cpu")
+    assert not why_no_drafts(EngineConfig(drafts="auto"), "cpu")
+    assert "GPU" in why_no_drafts(EngineConfig(drafts="auto"), "cuda")
+    assert "in the last bits" in why_no_drafts(EngineConfig(drafts="auto"), "cpu", dependence="in the last bits")
+    assert not why_no_drafts(EngineConfig(drafts="on"), "cuda", dependence="in the last bits")
+    assert "--drafts is off" in why_no_drafts(EngineConfig(drafts="off"), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("drafts", "line"), [("auto", "on, computed where drafts pay"), ("off", "off, because --drafts is off")]
+)
+def test_the_start_log_says_whether_an_engine_drafts_and_why_not(
+    checkpoint: Checkpoint, drafts: str, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        open_llm(checkpoint("llama"), drafts=drafts).close()
+    assert f"speculative decoding: {line}" in caplog.messages

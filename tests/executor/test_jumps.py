@@ -68,7 +68,9 @@ def jumps_pay() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def llm(checkpoint: Callable[[str], Path]) -> Iterator[LLM]:
-    made = LLM(str(checkpoint("llama")), dtype="float32", kv_blocks=256, threads=1, poison_free_blocks=True)
+    made = LLM(
+        str(checkpoint("llama")), dtype="float32", kv_blocks=256, threads=1, poison_free_blocks=True, drafts="off"
+    )
     yield made
     made.close()
 
