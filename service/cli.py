@@ -107,10 +107,10 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class EngineProgram(msgspec.Struct, frozen=True):
-    """The engine that `quire serve` starts.  A study starts one with more options."""
+    """The engine that `quire serve` starts.  A study of the load tests starts an engine with more options."""
 
     words: tuple[str, ...] = ("-m", PROCESSES["engine"])  # arguments of Python
-    spare: tuple[str, ...] = ("-m", "quire.engine.process.fork_server")  # what forks spares; (): there are none
+    spare: tuple[str, ...] = ("-m", "quire.engine.process.fork_server")  # fork server of spare engines; (): none
     options: type[EngineConfig] = EngineConfig
 
 
@@ -125,7 +125,7 @@ class QuarantineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(argv: Sequence[str] | None = None, engine: EngineProgram = ENGINE) -> int:
-    """Run the console script.  `engine`: the one that `serve` starts.
+    """Run the console script.  `engine`: the engine that `serve` starts.
 
     Returns the exit status: 0 after a drain, 1 if it gave up or a request failed, 2 for a bad command line."""
     command, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
@@ -167,10 +167,10 @@ def client(command: str, words: Sequence[str]) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Sort the words of `quire serve` into those for itself, for the gateways and for the engine.
+    """Divide the arguments of `quire serve` into its own, the gateways' and the engine's.
 
-    Words that neither it nor a gateway knows go to the engine, which refuses unknown ones.  All get the option
-    --config.  MODEL must be the first word, so that a value is never taken for the model.
+    Arguments that neither `quire serve` nor a gateway knows go to the engine, which refuses unknown options.  All three
+    get the option --config.  MODEL must be the first argument, so that an option's value is never taken for the model.
     """
     own: list[str] = []
     gateway: list[str] = []
@@ -271,15 +271,16 @@ def check_both(prog: str, gateway: GatewayConfig, engine: EngineConfig) -> None:
 
 
 def supervise(supervisor: Supervisor, interrupt: Interrupt) -> None:
-    """Run the supervisor.  A reader of its output that stops does not stop it."""
+    """Run the supervisor.  It continues when the reader of its output stops reading."""
     with log_queue.installed():
         asyncio.run(supervisor.run(interrupt))
 
 
 def metrics_pages(gateway: GatewayConfig, gateways: int, host: str) -> tuple[list[int], list[str]]:
-    """Return the ports of the metrics pages, first the engine's, then the gateways', and words for the gateways.
+    """Return the ports of the metrics pages, first the engine's, then the gateways', and arguments for the gateways.
 
-    Under vLLM's names one page shows all: without --metrics-port the gateways' API port shows the engine's."""
+    With --vllm-metrics and without --metrics-port, the gateways' API port also shows the engine's metrics, so that a
+    dashboard reads one page."""
     if not gateway.vllm_metrics or gateway.metrics_port or gateway.engine_metrics:
         return [gateway.metrics_port + i if gateway.metrics_port else 0 for i in range(1 + gateways)], []
     port = free_port(host, 0)
@@ -287,11 +288,13 @@ def metrics_pages(gateway: GatewayConfig, gateways: int, host: str) -> tuple[lis
 
 
 def free_port(host: str, port: int) -> int:
-    """Return `port`, or a free one for 0.  Raises GivenUp when it is in use: gateways share ports, so none would."""
+    """Return `port`, or a free port if it is 0.  Raises GivenUp when the port is in use.
+
+    Gateways would not notice, because they share their port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite connections that were closed lately
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore recently closed connections
             probe.bind(address)
             found: int = probe.getsockname()[1]
     except OSError as error:
@@ -302,9 +305,9 @@ def free_port(host: str, port: int) -> int:
 
 
 def find_model(name: str) -> str:
-    """Return the directory of a model that Quire makes by itself, made on first use; any other name as it is.
+    """Return the directory of the demo or built-in model, created on first use; any other name unchanged.
 
-    Ends the process if it cannot be made; the reason is on stderr then."""
+    Ends the process if the directory cannot be created; the reason is then on stderr."""
     if name not in INCLUDED:
         return name
     made = subprocess.run(
@@ -321,7 +324,7 @@ def find_model(name: str) -> str:
 
 
 def example_of(model: str) -> tuple[str, dict[str, Any]]:
-    """Return the endpoint and the body of a request for a new user: a chat, where the checkpoint is known to chat."""
+    """Return endpoint and body of an example request: a chat if the checkpoint has a chat template file."""
     if Path(model, CHAT_TEMPLATE).is_file():
         messages = [{"role": "user", "content": "What is the capital of France?"}]
         return "chat/completions", {"messages": messages, "temperature": 0}

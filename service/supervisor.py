@@ -2,7 +2,7 @@
 
     Supervisor --keep()--> Child: start, watch, restart after a pause ...  --stop()--> gateways first, then the engine
 
-A child that was never up and cannot start ends the supervisor; one that was up once restarts for ever.
+A child that was never up and cannot start ends the supervisor; a child that was up once is restarted without limit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from quire.engine.common.errors import OperatorError
 from quire.engine.common.silence import Silence
 from quire.service.common.spares import ForkedProcess, Spares
 
-CONFIG_ERROR = 2  # exit status of a child that another start cannot mend: a bad option, no model, no compiler
-FAILURES = 5  # failed starts in a row after which a child that was never up is given up
+CONFIG_ERROR = 2  # exit status of a child whose restart would fail, too: a bad option, no model, no compiler
+FAILURES = 5  # the supervisor gives up a child that was never up after so many failed starts
 BACKOFF_S = (0.5, 30.0)  # first and longest pause before a restart; a child that was up restarts at once
 POLL_S = 0.2
 KEEPERS_S = 5.0  # seconds for each keeper to end its spare, after its child has ended
@@ -36,10 +36,10 @@ Process = asyncio.subprocess.Process | ForkedProcess
 
 
 class Interrupt:
-    """SIGINT until the supervisor takes over the signals: remembered, and raised only where that is safe.
+    """Handles SIGINT until the supervisor handles signals: remembers it, and raises KeyboardInterrupt where it is safe.
 
-    Python drops a KeyboardInterrupt that is raised in a finalizer, for example, and the start would continue.  One
-    raised while an event loop opens or closes leaves a traceback."""
+    Python drops a KeyboardInterrupt that is raised in a finalizer, for example, and the start would continue.  A
+    KeyboardInterrupt that is raised while an event loop opens or closes leaves a traceback."""
 
     def __init__(self) -> None:
         self._seen = self._raises = False
@@ -57,7 +57,7 @@ class Interrupt:
 
     @contextlib.contextmanager
     def raised_at_once(self) -> Iterator[None]:
-        """A context of work that may take minutes: the signal raises KeyboardInterrupt here, or at the end."""
+        """A context for work that may take minutes: in it SIGINT raises KeyboardInterrupt at once."""
         self.check()
         self._raises = True
         try:
@@ -68,7 +68,7 @@ class Interrupt:
 
 
 class GivenUp(OperatorError):
-    """Serving cannot continue: one line an operator can act on."""
+    """Serving cannot continue; the message is one line that an operator can act on."""
 
 
 class Child:
@@ -84,10 +84,10 @@ class Child:
         silence_s: float = 0.0,
         start_s: float = 0.0,
     ) -> None:
-        """`words`: arguments of Python.  `stop_s`: seconds it may take to end after SIGTERM.  `spare`: arguments of
-        Python that start a fork server of spares, one of which takes over when it ends.  `silence_s`: kill a process
-        that is up and sends no beat for so long; 0: it sends none.  `start_s`: kill a process that is not up after so
-        long; 0: never."""
+        """`words`: arguments of Python.  `stop_s`: seconds that the process may take to end after SIGTERM.  `spare`:
+        arguments of Python that start a fork server of spares; a spare takes over when the process ends.  `silence_s`:
+        kill a process that is up and sends no heartbeat for so long; 0: it sends no heartbeats.  `start_s`: kill a
+        process that is not up after so long; 0: never."""
         self._silence_s, self._start_s = silence_s, start_s
         self._name = name
         self._words = words
@@ -101,8 +101,8 @@ class Child:
         """Run the process until stop().
 
         Raises GivenUp when it was never up: at once if it ends with CONFIG_ERROR, else after FAILURES starts.  A
-        process that was up once restarts for ever, at once if its last run was up: what it lacks now, such as Redis,
-        may return."""
+        process that was up once is restarted without limit, because what it lacks now, such as Redis, may return.  The
+        restart has no pause if the process was up in its last run."""
         with readiness.ReadinessListener() as listener:
             if self._spare_words:
                 self._spares = Spares(self._spare_words, self._environment(listener))
@@ -153,9 +153,9 @@ class Child:
         return {**child_python.environment(), readiness.VARIABLE: listener.address}
 
     async def _watch(self, process: Process, listener: readiness.ReadinessListener) -> tuple[int, bool]:
-        """Wait until the process ends.  Returns its status, and whether it was up.
+        """Wait until the process ends.  Returns its exit status, and whether it was up.
 
-        Once it is up, a spare is prepared if there is none.  So its imports never compete with a first start."""
+        A missing spare is prepared once the process is up, so that the spare's imports do not slow the first start."""
         ending = asyncio.create_task(process.wait())
         try:
             up = await self._wait_until_up(ending, listener)
@@ -243,9 +243,9 @@ class Supervisor:
         name: str,
         example: tuple[str, dict[str, Any]],
     ) -> None:
-        """`host`, `port`: where the gateways listen.  `name`: of the model, for clients.
+        """`host`, `port`: the gateways' address.  `name`: the model's name for clients.
 
-        `example`: endpoint and body of a request to show."""
+        `example`: endpoint and body of the example request that is printed."""
         self._engine, self._gateways, self._embedded = engine, gateways, embedded
         self._name, self._example = name, example
         self._base = local_url(host, port)
@@ -253,9 +253,9 @@ class Supervisor:
         self._stop = asyncio.Event()
 
     async def run(self, interrupt: Interrupt) -> None:
-        """Run until a signal, and drain.  Raises KeyboardInterrupt if `interrupt` had one.
+        """Run until a signal, and drain.  Raises KeyboardInterrupt if `interrupt` has seen SIGINT.
 
-        Raises GivenUp, with all stopped, when a child cannot be kept running."""
+        Raises GivenUp, after stopping all children, when a child cannot be kept running."""
         loop = asyncio.get_running_loop()
         for number in orphans.drain_signals():
             loop.add_signal_handler(number, self._on_signal)
@@ -264,7 +264,7 @@ class Supervisor:
         keepers = [asyncio.create_task(child.keep()) for child in children]
         helpers = [asyncio.create_task(self._announce()), asyncio.create_task(self._keep_redis())]
         stop = asyncio.create_task(self._stop.wait())
-        # Helpers are watched for their errors.  The announcement ends by itself, which must not end the rest.
+        # Helpers are watched for their errors.  _announce() ends by itself, which must not end the other tasks.
         watched: set[asyncio.Task[Any]] = {*keepers, *helpers, stop}
         try:
             while not stop.done():
@@ -274,10 +274,10 @@ class Supervisor:
         finally:
             for task in [*helpers, stop]:
                 task.cancel()
-            # Gateways first: they finish their streams, for which they need the engine.  The engine needs Redis.
+            # Gateways stop first: they finish their streams, for which they need the engine.  The engine needs Redis.
             await asyncio.gather(*(gateway.stop() for gateway in self._gateways))
             await self._engine.stop()
-            # Each keeper ends with its processes.  Cancelled earlier it would leave a spare to a closed event loop.
+            # A keeper ends after its processes.  If it were cancelled earlier, its spare would outlive the event loop.
             await asyncio.wait(keepers, timeout=KEEPERS_S)
             for task in keepers:
                 task.cancel()
@@ -293,7 +293,7 @@ class Supervisor:
                 child.kill()
 
     async def _keep_redis(self) -> None:
-        """Restart the embedded Redis if it dies.  Its file holds all data, and both sides reconnect."""
+        """Restart the embedded Redis if it dies.  Its file has all data, and gateways and engine reconnect."""
         while self._embedded is not None:
             await asyncio.sleep(POLL_S)
             if self._embedded.pid is None:
@@ -301,7 +301,7 @@ class Supervisor:
                 self._embedded.start()
 
     async def _announce(self) -> None:
-        """Wait until a request would be answered; then print the address and an example."""
+        """Wait until a gateway is ready; then print the address and an example request."""
         while await asyncio.to_thread(self._get, "/ready") is None:  # noqa: ASYNC110  (another process's event)
             await asyncio.sleep(POLL_S)
         path, asked = self._example
@@ -313,10 +313,8 @@ class Supervisor:
         )
 
     def _get(self, path: str) -> Any:
-        """Return the JSON at a path, or None for any status but 200."""
-        direct = urllib.request.build_opener(
-            urllib.request.ProxyHandler({})
-        )  # not through a proxy from the environment
+        """Return the JSON that a gateway answers at a path, or None for any status but 200."""
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignore proxies of the environment
         try:
             with direct.open(self._base + path, timeout=2) as answer:
                 return json.load(answer)

@@ -47,9 +47,9 @@ def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def arrivals(config: BenchConfig) -> list[Arrival]:
-    """Return what arrives, and when: a Poisson process, prompts and answers of one length.
+    """Return the load: Poisson arrivals, with prompts and answers of one length.
 
-    No prompt begins like another one, so a prefix cache finds nothing.  A refused request is not sent again."""
+    No two prompts share a prefix, so a prefix cache has no effect.  A refused request is not sent again."""
     rng = random.Random(config.seed if config.seed >= 0 else None)
     client = ClientProfile(retry="never")
     found: list[Arrival] = []
@@ -76,7 +76,7 @@ async def _run(config: BenchConfig) -> int:
     chosen = Options(
         url=base,
         model=str(card["id"]),
-        metrics_url="",  # the table shows nothing of it
+        metrics_url="",  # the table shows no metrics
         text=text,
         ignore_eos=not text,
         api_key=config.api_key,
@@ -120,7 +120,7 @@ async def _replay(due: list[Arrival], chosen: Options) -> list[Record]:
 
 
 def table(records: Sequence[Record]) -> Table:
-    """Return the figures of a run: latencies in ms from when a request was due, rates over the complete run."""
+    """Return the figures of a run: latencies in ms since the request was due, and rates over the complete run."""
     done = [record for record in records if record.outcome == "ok"]
     span = max((record.end_s for record in records), default=0.0) or 1e-9
     found = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)

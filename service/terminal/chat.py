@@ -29,7 +29,7 @@ LEFT = 130  # exit status of a pipe that Ctrl-C stopped
 
 
 class Outcome(msgspec.Struct):
-    """What became of one answer."""
+    """The outcome of one answer."""
 
     text: str = ""  # content without reasoning
     error: str = ""  # one line; "": none
@@ -221,6 +221,6 @@ class View:
 
 
 def queued(event: Waits) -> str:
-    """Return where a request stands."""
+    """Return a line with a waiting request's place and estimated wait."""
     estimate = "" if event.wait_s is None else f", about {event.wait_s:.0f} s"
     return f"waiting in the late lane: {event.place} requests ahead{estimate}"

@@ -24,7 +24,7 @@ from quire.service.terminal import server
 from quire.service.terminal.options import ChatConfig
 from quire.service.terminal.server import ServerError
 
-RESUME_S = 30.0  # a gateway keeps the request of a client that left for so long (--resume-s)
+RESUME_S = 30.0  # a gateway continues a disconnected client's request for so long (--resume-s)
 PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)  # between tries to resume; the last one repeats
 SILENCE_S = 60.0  # Quire sends a keep-alive every 10 s: a longer silence is a broken connection
 STOP_S = 5.0  # seconds for the server to confirm that it cancelled an answer
@@ -99,7 +99,7 @@ class Answer:
         return fields | {name: value for name, (value, wanted) in given.items() if wanted}
 
     async def stream(self, messages: list[dict[str, str]]) -> AsyncGenerator[Event, None]:
-        """Yield what arrives, until Ended.  Raises ServerError with one line."""
+        """Yield the events of the answer; the last one is Ended.  Raises ServerError with a message of one line."""
         url = f"{self._base}/v1/chat/completions"
         request = self._client.post(url, json=self.body(messages), headers={"X-Resumable": "1"})
         try:
@@ -167,7 +167,7 @@ class Answer:
         raise error
 
     def _parse(self, line: str) -> list[Event]:
-        """Take over one line of the stream; returns what it means for the reader."""
+        """Process one line of the stream; returns the event that it makes for the caller."""
         if line.startswith("id: "):
             self._event_id = line[4:]
         elif found := QUEUED.match(line):

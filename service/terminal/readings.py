@@ -25,7 +25,7 @@ Labels = tuple[tuple[str, str], ...]  # sorted
 
 
 class NotQuire(ValueError):
-    """The page is none of a Quire gateway; the text says what it is instead."""
+    """The page is not a Quire gateway's; the message says what it is instead."""
 
 
 class Reading(NamedTuple):
@@ -50,7 +50,7 @@ def read(page: str, at_s: float) -> Reading:
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 samples[sample.name][tuple(sorted(sample.labels.items()))] = float(sample.value)
-    except (ValueError, KeyError, IndexError):  # the parser raises what its line happens to lead to
+    except (ValueError, KeyError, IndexError):  # the parser has no exception of its own
         raise NotQuire("this is no page of metrics of a Quire gateway") from None
     found = Reading(at_s, samples)
     if not found.of(metrics.GATEWAY_INFO):

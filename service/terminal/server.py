@@ -27,7 +27,7 @@ class ServerError(OperatorError):
 
 
 class AddressError(OperatorError):
-    """The address is none; one line."""
+    """The address is invalid; the message is one line."""
 
     exit_status = 2
 
@@ -96,7 +96,7 @@ def refused(url: str, status: int, body: bytes) -> ServerError:
 
 
 async def model_cards(client: aiohttp.ClientSession, base: str) -> list[Mapping[str, Any]]:
-    """Return the models that the server lists.  Raises ServerError, also for what is no OpenAI-compatible server."""
+    """Return the models that the server lists.  Raises ServerError, also if the server is not OpenAI-compatible."""
     url = f"{base}/v1/models"
     try:
         async with asyncio.timeout(ANSWER_S), client.get(url) as response:

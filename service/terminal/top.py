@@ -111,7 +111,7 @@ async def _once(config: TopConfig) -> int:
 
 
 class Screen:
-    """What the keys have chosen, and the last readings."""
+    """The state of the screen: the sorting that was chosen by keys, and the last readings."""
 
     def __init__(self, window_s: float, urls: Sequence[str]) -> None:
         self.sort, self.reverse, self.leaving = "n", False, False
@@ -120,7 +120,7 @@ class Screen:
         self._readings: deque[Reading] = deque()
 
     def add(self, reading: Reading) -> None:
-        """Take over a reading, and drop those before the window."""
+        """Add a reading, and drop readings from before the window."""
         self.trouble = ""
         self._readings.append(reading)
         while len(self._readings) > 2 and self._readings[1].at_s <= reading.at_s - self._window_s:
@@ -151,7 +151,7 @@ async def _watch(config: TopConfig) -> int:
     urls = [server.base_url(url) for url in config.urls]
     screen = Screen(config.window_s, urls)
     async with _client() as client:
-        screen.add(await fetch_all(client, urls))  # a wrong address is one line, not an empty screen
+        screen.add(await fetch_all(client, urls))  # before the screen opens: a wrong address prints one line
         pressed = asyncio.Event()
         with Live(screen.render(), screen=True, auto_refresh=False) as live, _keys(screen, pressed):
             due = time.monotonic() + config.interval_s
@@ -171,7 +171,7 @@ async def _watch(config: TopConfig) -> int:
 
 @contextlib.contextmanager
 def _keys(screen: Screen, pressed: asyncio.Event) -> Iterator[None]:
-    """A context in which each key acts at once and is not shown."""
+    """A context in which each key press is read at once and is not echoed."""
     number, loop = sys.stdin.fileno(), asyncio.get_running_loop()
     before = termios.tcgetattr(number)
 
@@ -204,7 +204,7 @@ def render(found: Figures, urls: Sequence[str]) -> RenderableType:
 
 
 def summary(found: Figures, urls: Sequence[str]) -> Table:
-    """Return what holds for the complete deployment, one line each."""
+    """Return lines with figures of the complete deployment."""
     table = Table.grid(padding=(0, 2))
 
     def line(name: str, text: str, style: str = "") -> None:
@@ -327,7 +327,7 @@ def duration(latency: Latency | None) -> str:
 
 
 def drafts(found: Figures) -> str:
-    """Return what speculative decoding gave."""
+    """Return a line about speculative decoding."""
     if found.drafts is None:
         return "off"
     shares = [
