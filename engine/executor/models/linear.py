@@ -145,11 +145,11 @@ class Product(nn.Module):
         if len(inner) <= ops.LORA_TILE:
             y, ready = self._gemm_sharing(inner, plus)
             return ops.lora_on_gpu(inner, rows, site, y, silu_mul=self.silu_mul, x_is_ready=ready)
-        h = ops.lora_shrink(inner, rows, site)  # first: the GEMM behind it already reads its weights meanwhile
+        h = ops.lora_shrink(inner, rows, site)  # first, because the GEMM after it reads its weights meanwhile
         return ops.lora_expand(h, rows, site, self._gemm(inner, plus), silu_mul=self.silu_mul)
 
     def _gemm_sharing(self, x: Tensor, plus: Tensor | None) -> tuple[Tensor, bool]:
-        """Return the GEMM of `_gemm`, and whether the kernel behind it may read x before it has ended."""
+        """Return the result of `_gemm`, and whether the next kernel may read x before this GEMM has ended."""
         if isinstance(self.weight, Tensor):
             return ops.linear_sharing_x(x, self.weight, self.bias, plus)
         return self._gemm(x, plus), False

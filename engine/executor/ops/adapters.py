@@ -61,9 +61,9 @@ def lora_on_gpu(
     silu_mul: bool = False,
     x_is_ready: bool = False,
 ) -> torch.Tensor:
-    """Add to rows of y [T, out] what their adapters make of x [T, in], in one launch or in two.  Returns y.
+    """Add the output of the adapters for x [T, in] to rows of y [T, out], in one launch if possible, else in two.
 
-    Arguments as of `lora_add` and `lora_expand`."""
+    Returns y.  Arguments as for `lora_add` and `lora_expand`."""
     found = lora_add(x, adapters, site, y, silu_mul=silu_mul, x_is_ready=x_is_ready)
     return lora_expand(lora_shrink(x, adapters, site), adapters, site, y, silu_mul=silu_mul) if found is None else found
 
@@ -77,10 +77,10 @@ def lora_add(
     silu_mul: bool = False,
     x_is_ready: bool = False,
 ) -> torch.Tensor | None:
-    """Do what `lora_shrink` and `lora_expand` do, in one launch.  None: there are too many rows or ranks for it, or the
-    GPU is older than Hopper; nothing was done.
+    """Fuse `lora_shrink` and `lora_expand` into one launch.  Returns None, and changes nothing, if there are too many
+    rows or ranks for it, or the GPU is older than Hopper.
 
-    x_is_ready: what `linear_sharing_x` returned for the GEMM in front, which made y of x."""
+    x_is_ready: the flag that `linear_sharing_x` returned for the preceding GEMM, which computed y from x."""
     if len(x) > LORA_TILE:
         return None
     if x.stride(0) % LORA_ALIGNED or x.data_ptr() % 16:
@@ -105,8 +105,8 @@ def lora_tiles(rows: int, slots: int) -> int:
 def lora_shrink(x: torch.Tensor, adapters: DeviceAdapters, site: int, *, complete: bool | None = None) -> torch.Tensor:
     """Return A x of the rows with an adapter, for `lora_expand`.  x [T, in], dtype of the model.
 
-    complete: add the sums up, and round them, which takes Hopper or later; False: leave partial sums in float32; None:
-    the better one."""
+    complete: True: return the complete sums, rounded to the dtype of x (Hopper or later); False: partial sums in
+    float32; None: the faster of both."""
     if x.stride(0) % LORA_ALIGNED or x.data_ptr() % 16:
         x = x.contiguous()
     rows, ranks, steps = len(x), adapters.ranks[site], adapters.steps[site]
@@ -114,7 +114,7 @@ def lora_shrink(x: torch.Tensor, adapters: DeviceAdapters, site: int, *, complet
     if _has_clusters(x.device) if complete is None else complete:
         h = torch.empty(1, rows, ranks, dtype=x.dtype, device=x.device)
     else:
-        splits = -(-steps // _LORA_CTA_INPUTS)  # as many leave one round to each CTA
+        splits = -(-steps // _LORA_CTA_INPUTS)  # with these each CTA has one round
         if rows > LORA_TILE:
             wanted = -(-_LORA_CTAS // (max(1, len(tiles)) * ranks // LORA_RANKS))
             splits = min(splits, max(1, min(wanted, _LORA_SPLITS)))

@@ -118,6 +118,6 @@ def linear(
 def linear_sharing_x(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plus: torch.Tensor | None
 ) -> tuple[torch.Tensor, bool]:
-    """`linear` without norm and activation on a GPU; whether `lora_add` behind it may read x before it has ended."""
+    """Return `linear` without norm and activation, on a GPU, and whether a following `lora_add` may read x early."""
     out = torch.empty(x.shape[0], len(weight), dtype=x.dtype, device=x.device) if plus is None else plus
     return out, torch.ops.quire.linear_sharing_x.default(x, weight, bias, plus is not None, out)
